@@ -1,0 +1,47 @@
+"""Pumice: computing on data that is mostly holes. Sparse convolution for PyTorch, on any machine."""
+
+import torch
+
+from pumice import coords, errors, models, nn, ops
+from pumice.coords import Geometry, KernelMap, Relation, kernel_map, same_geometry
+from pumice.coords.geometry import _rebuild
+from pumice.ops import (
+    SparseTensor,
+    cat,
+    collate,
+    devoxelize,
+    from_dense,
+    interpolate,
+    prepare,
+    to_dense,
+    union,
+    voxelize,
+)
+
+__version__ = "0.1.0"
+
+# torch.load opens a saved SparseTensor without being told to trust it: it is two tensors and plain numbers.
+torch.serialization.add_safe_globals([SparseTensor, _rebuild])
+
+__all__ = [
+    "Geometry",
+    "KernelMap",
+    "Relation",
+    "SparseTensor",
+    "cat",
+    "collate",
+    "coords",
+    "devoxelize",
+    "errors",
+    "from_dense",
+    "interpolate",
+    "kernel_map",
+    "models",
+    "nn",
+    "ops",
+    "prepare",
+    "same_geometry",
+    "to_dense",
+    "union",
+    "voxelize",
+]

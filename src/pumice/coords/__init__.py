@@ -1,0 +1,28 @@
+"""Who meets whom: integers in, integers out."""
+
+from pumice.coords.build import kernel_map
+from pumice.coords.geometry import Frame, Geometry, Site, same_geometry
+from pumice.coords.kernel_map import KernelMap, Pairs
+from pumice.coords.keys import Bounds, KeySpace, morton_argsort, morton_unique
+from pumice.coords.relation import POLICIES, Relation, as_axes
+from pumice.coords.voxel import ROUNDINGS, frame_of, quantize
+
+__all__ = [
+    "POLICIES",
+    "ROUNDINGS",
+    "Bounds",
+    "Frame",
+    "Geometry",
+    "KernelMap",
+    "KeySpace",
+    "Pairs",
+    "Relation",
+    "Site",
+    "as_axes",
+    "frame_of",
+    "kernel_map",
+    "morton_argsort",
+    "morton_unique",
+    "quantize",
+    "same_geometry",
+]

@@ -1,0 +1,288 @@
+"""Coordinates without features: what finds neighbours, and keeps the kernel maps found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pumice.coords.kernel_map import KernelMap
+from pumice.coords.keys import INT32_MAX, Bounds, KeySpace
+from pumice.errors import CoordinateError, DtypeError, ShapeError
+
+Stride = tuple["int | Fraction", ...]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where voxels lie in space: the finest voxel c covers [c, c + 1) * size + origin (metres, say).
+
+    With `rounding="round"` it covers [c - 1/2, c + 1/2) * size + origin instead.
+    """
+
+    size: tuple[float, ...]
+    origin: tuple[float, ...]
+    rounding: str = "floor"
+
+    def positions(self, points: Tensor) -> Tensor:
+        """Points [P, D] in units of the finest voxels, so that voxel c covers [c, c + 1); float64."""
+        size = torch.tensor(self.size, dtype=torch.float64, device=points.device)
+        origin = torch.tensor(self.origin, dtype=torch.float64, device=points.device)
+        units = (points.double() - origin) / size
+        return units + 0.5 if self.rounding == "round" else units
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is known of a set of coordinates beside the coordinates.
+
+    stride: size of a voxel in finest voxels, per axis (a Fraction where a level is finer than the finest).
+    spatial_shape: extent per axis if the grid is bounded. batch_size: number of batch items, empty ones counted.
+    frame: where the finest voxels lie, if they were made from points. bounds: a box around all coordinates.
+    """
+
+    stride: Stride
+    spatial_shape: tuple[int, ...] | None
+    batch_size: int
+    bounds: Bounds
+    frame: Frame | None = None
+
+    def scaled(self, factor: Sequence[Fraction | int], **changes: Any) -> Site:
+        """The site of a level whose voxels are `factor` times as large."""
+        stride = tuple(_tidy(Fraction(s) * f) for s, f in zip(self.stride, factor, strict=True))
+        return replace(self, stride=stride, **changes)
+
+
+class Geometry:
+    """Distinct integer coordinates (batch, axes...), int32 [N, 1+D], and the kernel maps between them.
+
+    Immutable, and equal only to itself: two tensors share a geometry when one was made from the other, and the maps
+    found for one serve both. D is 1 to 4; coordinates may be negative unless `spatial_shape` bounds them.
+    """
+
+    def __init__(self, coords: Tensor, site: Site, inverse: Tensor | None = None) -> None:
+        self._coords = coords
+        self._site = site
+        self._inverse = inverse
+        # Kept by coords.build: maps by (relation, target), with their outputs unless those are this geometry itself
+        # (a reference to oneself would keep device memory alive until a garbage collection), and coarser levels.
+        self.maps: dict[Any, tuple[KernelMap, Geometry | None]] = {}
+        self.levels: dict[Any, Geometry] = {}
+        self._table: tuple[KeySpace, Tensor, Tensor] | None = None
+
+    @staticmethod
+    def checked(
+        coords: Tensor,
+        stride: int | Sequence[int] = 1,
+        spatial_shape: Sequence[int] | None = None,
+        batch_size: int | None = None,
+    ) -> Geometry:
+        """A geometry from a user's coordinates, after checks; reads the device twice.
+
+        Raises DtypeError (not int32), ShapeError (not [N, 1+D] with D from 1 to 4, or lengths that do not fit),
+        CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, more voxels
+        than int32 indexes, or a box too large for 63-bit keys).
+        """
+        _check_form(coords)
+        dim = coords.shape[1] - 1
+        coords = coords.contiguous()
+        bounds = Bounds.of(coords)
+        shape = None if spatial_shape is None else _axes_of(spatial_shape, dim, "spatial_shape")
+        strides = _axes_of((stride,) * dim if isinstance(stride, int) else stride, dim, "stride")
+        _check_range(bounds, shape, batch_size)
+        site = Site(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
+        geometry = Geometry(coords, site)
+        geometry._check_distinct()
+        return geometry
+
+    @property
+    def coords(self) -> Tensor:
+        """int32 [N, 1+D], in units of this level's voxels."""
+        return self._coords
+
+    @property
+    def site(self) -> Site:
+        return self._site
+
+    @property
+    def stride(self) -> Stride:
+        return self._site.stride
+
+    @property
+    def spatial_shape(self) -> tuple[int, ...] | None:
+        return self._site.spatial_shape
+
+    @property
+    def batch_size(self) -> int:
+        return self._site.batch_size
+
+    @property
+    def bounds(self) -> Bounds:
+        return self._site.bounds
+
+    @property
+    def frame(self) -> Frame | None:
+        return self._site.frame
+
+    @property
+    def inverse(self) -> Tensor | None:
+        """int64 [P]: the row of each of the points that were voxelised, -1 for a point outside; None if there were none."""
+        return self._inverse
+
+    @property
+    def dim(self) -> int:
+        return self._coords.shape[1] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self._coords.device
+
+    def __len__(self) -> int:
+        return self._coords.shape[0]
+
+    def __repr__(self) -> str:
+        return (
+            f"Geometry({len(self)} voxels, D={self.dim}, stride={self.stride}, batch_size={self.batch_size}, "
+            f"spatial_shape={self.spatial_shape}, device={str(self.device)!r}, {len(self.maps)} maps)"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Maps are left out: they are found again where needed, and copies stay small.
+        return _rebuild, (self._coords, *_plain(self._site), self._inverse)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Geometry:
+        """The same coordinates on `device`, and with them every map and level found so far."""
+        if torch.device(device) == self.device:
+            return self
+        return _move(self, device, non_blocking, {})
+
+    def pin_memory(self) -> Geometry:
+        inverse = None if self._inverse is None else self._inverse.pin_memory()
+        return Geometry(self._coords.pin_memory(), self._site, inverse)
+
+    def table(self, reach: Sequence[int]) -> tuple[KeySpace, Tensor, Tensor]:
+        """(key space, sorted keys int64 [N], their rows int64 [N]); steps up to `reach` beyond the box stay unique."""
+        if self._table is None or not _reaches(self._table[0], self.bounds, reach):
+            grown = [max(r, 1) for r in reach]
+            space = KeySpace(self.bounds.grown(grown))
+            keys, rows = torch.sort(space.keys(self._coords))
+            self._table = (space, keys, rows)
+        return self._table
+
+    def find(self, coords: Tensor) -> Tensor:
+        """The row of each of `coords` int [M, 1+D], -1 where it is not present; int64 [M]."""
+        space, keys, rows = self.table((1,) * self.dim)
+        inside = _inside(coords, self.bounds)
+        wanted = torch.where(inside, space.keys(coords), -1)
+        return _look_up(keys, rows, wanted)
+
+    def _check_distinct(self) -> None:
+        if len(self) < 2:
+            return
+        _, keys, rows = self.table((1,) * self.dim)
+        same = keys[1:] == keys[:-1]
+        if bool(same.any()):
+            at = int(same.nonzero()[0, 0])
+            pair = sorted((int(rows[at]), int(rows[at + 1])))
+            raise CoordinateError(
+                f"{int(same.sum())} of {len(self)} coordinates are duplicates; the first: "
+                f"{self._coords[pair[0]].tolist()} at rows {pair[0]} and {pair[1]}. voxelize() merges them"
+            )
+
+
+def same_geometry(a: Any, b: Any, check: bool = False) -> bool:
+    """Whether two geometries (or tensors) are one; with `check=True` also whether their values are equal, row by row."""
+    one, two = getattr(a, "geometry", a), getattr(b, "geometry", b)
+    if one is two or not check:
+        return one is two
+    alike = one.stride == two.stride and one.coords.shape == two.coords.shape and one.device == two.device
+    return alike and bool(torch.equal(one.coords, two.coords))
+
+
+def _look_up(keys: Tensor, rows: Tensor, wanted: Tensor) -> Tensor:
+    if len(keys) == 0:
+        return torch.full_like(wanted, -1)
+    at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return torch.where(keys[at] == wanted, rows[at], -1)
+
+
+def _inside(coords: Tensor, bounds: Bounds) -> Tensor:
+    inside = (coords[:, 0] >= 0) & (coords[:, 0] < bounds.batch)
+    for axis, (low, high) in enumerate(zip(bounds.low, bounds.high, strict=True)):
+        inside &= (coords[:, axis + 1] >= low) & (coords[:, axis + 1] <= high)
+    return inside
+
+
+def _reaches(space: KeySpace, bounds: Bounds, reach: Sequence[int]) -> bool:
+    return all(a - low >= r for a, low, r in zip(bounds.low, space.bounds.low, reach, strict=True))
+
+
+def _tidy(value: Fraction) -> int | Fraction:
+    return value.numerator if value.denominator == 1 else value
+
+
+def _axes_of(values: Sequence[Any], dim: int, name: str) -> tuple[Any, ...]:
+    if len(values) != dim:
+        raise ShapeError(f"{name} has {len(values)} entries, the coordinates have {dim} spatial axes")
+    if any(v < 1 for v in values):
+        raise ShapeError(f"{name} takes entries of at least 1, found {tuple(values)}")
+    return tuple(v if isinstance(v, Fraction) else int(v) for v in values)
+
+
+def _check_form(coords: Tensor) -> None:
+    if coords.dtype != torch.int32:
+        raise DtypeError(f"coordinates are torch.int32, found {coords.dtype}; voxelize() turns points into them")
+    if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
+        raise ShapeError(
+            f"coordinates are [N, 1+D] = (batch, axes...) with D from 1 to 4, found shape {list(coords.shape)}"
+        )
+    if coords.shape[0] > INT32_MAX:
+        raise CoordinateError(f"{coords.shape[0]} voxels; indices hold at most {INT32_MAX}")
+
+
+def _check_range(bounds: Bounds, shape: tuple[int, ...] | None, batch_size: int | None) -> None:
+    if batch_size is not None and bounds.batch > batch_size:
+        raise CoordinateError(f"batch indices reach {bounds.batch - 1}, batch_size is {batch_size}")
+    if shape is None or bounds.batch == 0:
+        return
+    if min(bounds.low) < 0 or any(h >= s for h, s in zip(bounds.high, shape, strict=True)):
+        raise CoordinateError(f"coordinates reach {bounds.low} to {bounds.high}, spatial_shape is {shape}")
+
+
+def _plain(site: Site) -> tuple[Any, ...]:
+    """A site in plain numbers, which every pickle reader accepts."""
+    stride = tuple((Fraction(s).numerator, Fraction(s).denominator) for s in site.stride)
+    frame = None if site.frame is None else (site.frame.size, site.frame.origin, site.frame.rounding)
+    bounds = (site.bounds.low, site.bounds.high, site.bounds.batch)
+    return stride, site.spatial_shape, site.batch_size, bounds, frame
+
+
+def _rebuild(
+    coords: Tensor, stride: Any, shape: Any, batch_size: int, bounds: Any, frame: Any, inverse: Tensor | None
+) -> Geometry:
+    strides = tuple(_tidy(Fraction(n, d)) for n, d in stride)
+    kept_frame = None if frame is None else Frame(*frame)
+    return Geometry(coords, Site(strides, shape, batch_size, Bounds(*bounds), kept_frame), inverse)
+
+
+def _move(
+    geometry: Geometry, device: torch.device | str, non_blocking: bool, done: dict[Geometry, Geometry]
+) -> Geometry:
+    if geometry in done:
+        return done[geometry]
+    inverse = geometry.inverse
+    if inverse is not None:
+        inverse = inverse.to(device, non_blocking=non_blocking)
+    coords = geometry.coords.to(device, non_blocking=non_blocking)
+    moved = done[geometry] = Geometry(coords, geometry.site, inverse)
+    for (relation, target), (kernel_map, outputs) in geometry.maps.items():
+        key = (relation, None if target is None else _move(target, device, non_blocking, done))
+        far = None if outputs is None else _move(outputs, device, non_blocking, done)
+        moved.maps[key] = (kernel_map.to(device, non_blocking), far)
+    for key, level in geometry.levels.items():
+        moved.levels[key] = _move(level, device, non_blocking, done)
+    return moved

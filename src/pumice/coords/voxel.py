@@ -1,0 +1,122 @@
+"""From points in space to voxels: which cell holds which point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pumice.coords.geometry import Frame, Geometry, Site
+from pumice.coords.keys import INT32_MAX, Bounds, morton_unique
+from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
+
+ROUNDINGS = ("floor", "round")
+
+
+def quantize(
+    points: Tensor,
+    frame: Frame,
+    batch: Tensor | None = None,
+    *,
+    batch_size: int | None = None,
+    spatial_shape: Sequence[int] | None = None,
+) -> Geometry:
+    """The distinct voxels floor((p - origin) / size) of points [P, D], in (batch, Morton) order.
+
+    `batch` int [P] names each point's batch item (all 0 without it). With `spatial_shape` points outside
+    [0, spatial_shape) are left out. The geometry's `inverse` int64 [P] is each point's voxel, -1 for one left out.
+
+    Raises CoordinateError (non-finite points, cells beyond int32, a batch index outside batch_size), ShapeError,
+    DtypeError and DeviceError on points and batch that do not fit.
+    """
+    _check_points(points, batch)
+    cells = torch.floor(frame.positions(points))
+    _check_cells(cells)
+    coords = torch.empty(len(points), points.shape[1] + 1, dtype=torch.int32, device=points.device)
+    coords[:, 0] = 0 if batch is None else batch
+    coords[:, 1:] = cells.int()
+    kept = None
+    if spatial_shape is not None:
+        extent = torch.tensor(tuple(spatial_shape), device=points.device)
+        kept = ((cells >= 0) & (cells < extent)).all(dim=1)
+        coords = coords[kept]
+    bounds = Bounds.of(coords)
+    size = bounds.batch if batch_size is None else batch_size
+    if bounds.batch > size:
+        raise CoordinateError(f"batch indices reach {bounds.batch - 1}, batch_size is {size}")
+    distinct, place = morton_unique(coords, bounds)
+    shape = None if spatial_shape is None else tuple(int(s) for s in spatial_shape)
+    site = Site((1,) * points.shape[1], shape, size, bounds, frame)
+    return Geometry(distinct, site, place if kept is None else _scatter(place, kept))
+
+
+def frame_of(
+    points: Tensor,
+    size: float | Sequence[float],
+    origin: float | Sequence[float] | Tensor | str,
+    rounding: str,
+) -> Frame:
+    """The frame of voxels of `size`, with `origin` a number, one per axis, or "min" (the cloud's own minimum).
+
+    With rounding "round" the minimum is taken of the rounded cells, as published MinkUNet pipelines do.
+    """
+    dim = points.shape[1] if points.ndim == 2 else 0
+    sizes = _numbers(size, dim, "size")
+    if min(sizes, default=1.0) <= 0:
+        raise OptionError(f"size takes positive lengths, found {sizes}")
+    if rounding not in ROUNDINGS:
+        raise OptionError(f"rounding={rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
+    if isinstance(origin, str):
+        if origin != "min":
+            raise OptionError(f"origin={origin!r} is unknown; there are numbers and 'min'")
+        low = points.double().amin(dim=0).tolist() if len(points) else [0.0] * dim
+        if rounding == "round":
+            low = [round(a / s) * s for a, s in zip(low, sizes, strict=True)]
+        return Frame(sizes, tuple(low), rounding)
+    return Frame(sizes, _numbers(origin, dim, "origin"), rounding)
+
+
+def _numbers(value: float | Sequence[float] | Tensor, dim: int, name: str) -> tuple[float, ...]:
+    if isinstance(value, int | float):
+        return (float(value),) * dim
+    values = tuple(float(v) for v in value)
+    if len(values) != dim:
+        raise ShapeError(f"{name} has {len(values)} entries, the points have {dim} axes")
+    return values
+
+
+def _scatter(place: Tensor, kept: Tensor) -> Tensor:
+    inverse = torch.full(kept.shape, -1, dtype=torch.int64, device=kept.device)
+    inverse[kept] = place
+    return inverse
+
+
+def _check_points(points: Tensor, batch: Tensor | None) -> None:
+    if not points.is_floating_point():
+        raise DtypeError(f"points are floating point, found {points.dtype}")
+    if points.ndim != 2 or not 1 <= points.shape[1] <= 4:
+        raise ShapeError(f"points are [P, D] with D from 1 to 4, found shape {list(points.shape)}")
+    if len(points) > INT32_MAX:
+        raise CoordinateError(f"{len(points)} points; indices hold at most {INT32_MAX}")
+    if batch is None:
+        return
+    if batch.is_floating_point() or batch.dtype == torch.bool:
+        raise DtypeError(f"batch holds integers, found {batch.dtype}")
+    if batch.shape != points.shape[:1]:
+        raise ShapeError(f"batch is [{len(points)}] for {len(points)} points, found shape {list(batch.shape)}")
+    if batch.device != points.device:
+        raise DeviceError(f"batch is on {batch.device}, the points on {points.device}")
+
+
+def _check_cells(cells: Tensor) -> None:
+    if len(cells) == 0:
+        return
+    low, high = torch.stack(torch.aminmax(cells.reshape(-1), dim=0)).tolist()
+    if not (low >= -(2**31) and high <= INT32_MAX):  # a NaN fails both
+        bad = int((~torch.isfinite(cells)).any(dim=1).sum())
+        if bad:
+            raise CoordinateError(f"{bad} of {len(cells)} points are not finite")
+        raise CoordinateError(
+            f"voxels would reach {low:.0f} to {high:.0f}; int32 holds {-(2**31)} to {INT32_MAX}. Use a larger size"
+        )

@@ -1,0 +1,320 @@
+"""From files to scans: a table of readers by suffix, and the search for scans and their labels."""
+
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from pumice.data.bins import read_bin
+from pumice.data.cloud import Cloud, bad_file, from_columns, unit_scale
+from pumice.data.labels import ASPRS, NUSCENES, SEMANTIC_KITTI, LabelSet, generic_labels
+from pumice.data.pcd import read_pcd
+from pumice.data.ply import read_ply
+from pumice.data.scan import Scan
+from pumice.errors import FileError, OptionError, PumiceError
+
+__all__ = ["READERS", "find_scans", "read_labels", "read_scan"]
+
+Reader = Callable[[Path, int | None], Cloud]
+_POINT_KEYS = ("points", "xyz", "pc", "coords", "v", "vertices")
+_FEAT_KEYS = ("feats", "features", "intensity", "rgb", "colors", "color")
+_LABEL_KEYS = ("labels", "label", "segment")
+_LIDARSEG = "_lidarseg.bin"
+
+
+def read_scan(path: str | Path, labels: str | Path | None = None, *, columns: int | None = None) -> Scan:
+    """Read one point cloud; the suffix decides how.
+
+    Labels are looked for in ``labels`` (a file, or a folder that holds one of the scan's name), else in the
+    file itself, else beside it and in ``../labels`` (SemanticKITTI). Ids of SemanticKITTI, nuScenes lidarseg
+    and LAS are mapped to those class sets; any others get a generic set, one class per value.
+
+    Parameters
+    ----------
+    path : str or Path
+        A file with one of the suffixes in ``READERS``.
+    labels : str or Path, optional
+        A label file (.label: uint32, .bin: uint8, .npy: integers) or a folder of them.
+    columns : int, optional
+        Numbers per point in a .bin or .pcd.bin file, where the guess would be wrong.
+
+    Returns
+    -------
+    Scan
+        ``xyz`` float32 [P, 3] in the file's unit; ``feats`` float32 [P, F]: intensity and colours scaled to
+        [0, 1], other columns as they are; ``labels`` int64 [P] or None.
+
+    Raises
+    ------
+    FileError
+        The file is missing, empty, truncated, of unknown suffix or content, without points, or its labels
+        differ from the points in number; or a package that the format needs is not installed.
+    OptionError
+        ``columns`` below 3, or given for a format that names its columns.
+    """
+    path = _existing(Path(path))
+    suffix = _suffix(path)
+    if suffix is None:
+        raise bad_file(path, f"one of the suffixes {', '.join(sorted(READERS))}", f"{path.suffix or 'no suffix'}")
+    if columns is not None and not suffix.endswith("bin"):
+        raise OptionError(f"columns= is for .bin and .pcd.bin, found {suffix} ({path})")
+    cloud = READERS[suffix](path, columns)
+    if not len(cloud.xyz):
+        raise bad_file(path, "points", "none")
+    name = path.name[: -len(suffix)]
+    given = _label_path(path, name, cloud, labels)
+    raw, label_set = (cloud.labels, cloud.label_set) if given is None else read_labels(given)
+    if raw is not None and len(raw) != len(cloud.xyz):
+        raise bad_file(given or path, f"{len(cloud.xyz)} labels, one per point of {path.name}", str(len(raw)))
+    return _scan(path, name, cloud, raw, label_set)
+
+
+def find_scans(path: str | Path) -> list[Path]:
+    """The scans under a folder (recursive, sorted), or the one file.
+
+    Label files are left out, and so are arrays (.npy, .npz) that do not hold points.
+
+    Raises
+    ------
+    FileError
+        Nothing there, or nothing that a reader exists for; the message lists the suffixes.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise bad_file(root, "a file or a folder", "nothing")
+    if root.is_file():
+        if _suffix(root) is None:
+            raise bad_file(root, f"one of the suffixes {', '.join(sorted(READERS))}", f"{root.suffix or 'no suffix'}")
+        return [root]
+    files = sorted(f for f in root.rglob("*") if f.is_file())
+    scans = [f for f in files if _is_scan(f)]
+    if not scans:
+        raise bad_file(
+            root, f"scans with one of the suffixes {', '.join(sorted(READERS))}", f"{len(files)} other files"
+        )
+    return scans
+
+
+def read_labels(path: str | Path) -> tuple[np.ndarray, LabelSet]:
+    """Raw labels int64 [P] of a label file, and the label set that knows them.
+
+    ``.label`` holds uint32, of which the lower 16 bits are the class (SemanticKITTI); ``.bin`` holds uint8
+    (nuScenes lidarseg); ``.npy`` holds integers. Raises FileError on any other file.
+    """
+    path = _existing(Path(path))
+    if path.suffix not in _LABEL_READERS:
+        raise bad_file(path, f"labels in one of {', '.join(sorted(_LABEL_READERS))}", path.suffix or "no suffix")
+    return _LABEL_READERS[path.suffix](path)
+
+
+def _existing(path: Path) -> Path:
+    if path.is_dir():
+        raise bad_file(path, "a file", "a folder (find_scans lists the scans in it)")
+    if not path.exists():
+        raise bad_file(path, "a file", "nothing")
+    if not path.stat().st_size:
+        raise bad_file(path, "data", "an empty file (0 bytes)")
+    return path
+
+
+def _suffix(path: Path) -> str | None:
+    """The longest known suffix, so that .pcd.bin is not taken for .bin."""
+    name = path.name.lower()
+    return max((s for s in READERS if name.endswith(s)), key=len, default=None)
+
+
+def _is_scan(path: Path) -> bool:
+    suffix = _suffix(path)
+    if suffix is None or path.name.endswith(_LIDARSEG):
+        return False
+    return _ARRAY_PROBES[suffix](path) if suffix in _ARRAY_PROBES else True
+
+
+def _scan(path: Path, name: str, cloud: Cloud, raw: np.ndarray | None, label_set: LabelSet | None) -> Scan:
+    try:
+        if raw is not None:
+            label_set = label_set if label_set and label_set.raw else generic_labels(raw)
+            raw = label_set.from_raw(raw)
+        scan = Scan(cloud.xyz, cloud.feats, raw, name, label_set)
+    except FileError:
+        raise
+    except PumiceError as error:
+        raise FileError(f"{path}: {error}") from error
+    if not len(scan):
+        raise bad_file(path, "points with finite coordinates", f"{scan.dropped} points, none of them finite")
+    return scan
+
+
+def _label_path(path: Path, name: str, cloud: Cloud, labels: str | Path | None) -> Path | None:
+    """The label file to use, or None for the labels inside the scan (if any)."""
+    if labels is None:
+        if cloud.labels is not None:
+            return None
+        beside = (path.with_name(name + ".label"), path.parent.parent / "labels" / (name + ".label"))
+        return next((f for f in beside if f.is_file()), None)
+    labels = Path(labels)
+    if not labels.is_dir():
+        return _existing(labels)
+    names = [name + ending for ending in (".label", _LIDARSEG, ".npy")]
+    found = next((labels / n for n in names if (labels / n).is_file()), None)
+    if found is None:
+        raise bad_file(labels, f"one of {', '.join(names)} in the folder", "none of them")
+    return found
+
+
+def _semantic_kitti_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
+    data = path.read_bytes()
+    if len(data) % 4:
+        raise bad_file(path, "a multiple of 4 bytes (uint32 labels)", f"{len(data)} bytes")
+    return _known(np.frombuffer(data, "<u4").astype(np.int64) & 0xFFFF, SEMANTIC_KITTI)
+
+
+def _lidarseg_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
+    return _known(np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64), NUSCENES)
+
+
+def _npy_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
+    raw = _load(path)
+    if not isinstance(raw, np.ndarray) or raw.dtype.kind not in "iu":
+        raise bad_file(path, "an array of integers", f"dtype {getattr(raw, 'dtype', 'none')}")
+    return raw.reshape(-1).astype(np.int64), generic_labels(raw)
+
+
+def _known(raw: np.ndarray, label_set: LabelSet) -> tuple[np.ndarray, LabelSet]:
+    return raw, label_set if label_set.knows(raw) else generic_labels(raw)
+
+
+def _load(path: Path) -> Any:
+    try:
+        return np.load(path, allow_pickle=False)
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise bad_file(path, f"a numpy {path.suffix} file of plain arrays", str(error)) from error
+
+
+def _read_npy(path: Path, columns: int | None = None) -> Cloud:
+    table = _load(path)
+    if table.ndim != 2 or table.shape[1] < 3 or table.dtype.kind not in "fiu":
+        raise bad_file(path, "numbers [P, 3 or more]", f"{table.dtype} {list(table.shape)}")
+    return from_columns(table)
+
+
+def _read_npz(path: Path, columns: int | None = None) -> Cloud:
+    with _load(path) as archive:
+        key = next((k for k in _POINT_KEYS if k in archive.files), None)
+        if key is None:
+            raise bad_file(path, f"an array called {' | '.join(_POINT_KEYS)}", f"{', '.join(archive.files) or 'none'}")
+        keys = [key, *(k for k in (*_FEAT_KEYS, *_LABEL_KEYS) if k in archive.files)]
+        arrays = {k: _member(path, archive, k) for k in keys}
+    points = arrays[key]
+    if points.ndim != 2 or points.shape[1] < 3 or points.dtype.kind not in "fiu":
+        raise bad_file(path, f"{key} of numbers [P, 3 or more]", f"{points.dtype} {list(points.shape)}")
+    if points.dtype.kind in "iu" and points.shape[1] != 3:
+        raise bad_file(path, f"integer {key} [P, 3] (x, y, z, no batch column)", str(list(points.shape)))
+    labels = next((arrays[k] for k in _LABEL_KEYS if k in arrays), None)
+    if labels is not None and (labels.ndim != 1 or labels.dtype.kind not in "iu"):
+        raise bad_file(path, "labels of integers [P]", f"{labels.dtype} {list(labels.shape)}")
+    plain = from_columns(points)
+    found = [_features(arrays[k], scale=k not in ("feats", "features")) for k in _FEAT_KEYS if k in arrays]
+    return Cloud(plain.xyz, found[0] if found else plain.feats, labels)
+
+
+def _member(path: Path, archive: Mapping[str, np.ndarray], key: str) -> np.ndarray:
+    try:
+        return archive[key]
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise bad_file(path, f"a readable array {key}", str(error)) from error
+
+
+def _features(values: np.ndarray, scale: bool) -> np.ndarray:
+    values = unit_scale(values) if scale else values
+    return values[:, None] if values.ndim == 1 else values
+
+
+def _read_tns(path: Path, columns: int | None = None) -> Cloud:
+    """Voxel text: comment lines with ``#``, then i j k (and maybe values) per line."""
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip() and not line.startswith(b"#")]
+    width = len(lines[0].split()) if lines else 0
+    words = b" ".join(lines).split()
+    if width < 3 or len(words) != width * len(lines):
+        raise bad_file(
+            path,
+            "lines of equally many numbers, 3 or more",
+            f"{len(lines)} lines, {width} numbers in the first, {len(words)} in all",
+        )
+    try:
+        table = np.array(words, np.float64).reshape(-1, width)
+    except ValueError as error:
+        raise bad_file(path, "numbers", str(error)) from None
+    return Cloud(table[:, :3], table[:, 3:])
+
+
+def _read_las(path: Path, columns: int | None = None) -> Cloud:
+    try:
+        import laspy
+    except ImportError as error:
+        raise bad_file(path, "the package laspy to read it (pip install 'laspy[lazrs]')", "no such package") from error
+    try:
+        las = laspy.read(path)
+        xyz = np.stack([np.asarray(las.x), np.asarray(las.y), np.asarray(las.z)], axis=1)
+    except (laspy.LaspyException, ValueError, OSError, EOFError, RuntimeError, struct.error) as error:
+        raise bad_file(path, "a readable LAS or LAZ file (LAZ needs pip install 'laspy[lazrs]')", str(error)) from error
+    if las.header.point_count != len(xyz):
+        raise bad_file(path, f"{las.header.point_count} points", f"{len(xyz)} points")
+    names = set(las.point_format.dimension_names)
+    feats = [unit_scale(np.asarray(las.intensity))[:, None]]
+    if {"red", "green", "blue"} <= names:
+        feats.append(unit_scale(np.stack([np.asarray(las[c]) for c in ("red", "green", "blue")], axis=1)))
+    classes = np.asarray(las.classification).astype(np.int64)
+    raw, label_set = _known(classes, ASPRS)
+    # 0 and 1 say "never classified" and "unclassified": no labels rather than a scan of ignored points.
+    labels = raw if np.any(classes > 1) else None
+    return Cloud(xyz, np.concatenate(feats, axis=1), labels, label_set if labels is not None else None)
+
+
+def _npy_holds_points(path: Path) -> bool:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError):
+        return True  # A broken file should be reported when it is read, not passed over.
+    return array.ndim == 2 and array.shape[1] >= 3
+
+
+def _npz_holds_points(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(f"{k}.npy" in archive.namelist() for k in _POINT_KEYS)
+    except (zipfile.BadZipFile, OSError):
+        return True
+
+
+READERS: Mapping[str, Reader] = MappingProxyType(
+    {
+        ".bin": read_bin,
+        ".pcd.bin": read_bin,
+        ".ply": read_ply,
+        ".pcd": read_pcd,
+        ".las": _read_las,
+        ".laz": _read_las,
+        ".npz": _read_npz,
+        ".npy": _read_npy,
+        ".tns": _read_tns,
+    }
+)
+"""Suffix to reader (path, columns) -> Cloud."""
+_LABEL_READERS: Mapping[str, Callable[[Path], tuple[np.ndarray, LabelSet]]] = MappingProxyType(
+    {
+        ".label": _semantic_kitti_labels,
+        ".bin": _lidarseg_labels,
+        ".npy": _npy_labels,
+    }
+)
+_ARRAY_PROBES: Mapping[str, Callable[[Path], bool]] = MappingProxyType(
+    {
+        ".npy": _npy_holds_points,
+        ".npz": _npz_holds_points,
+    }
+)

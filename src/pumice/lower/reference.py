@@ -1,0 +1,83 @@
+"""The meaning of the three operators: a loop over taps in plain torch, the twin of every faster path.
+
+    forward          out[o, g, n]  += x[i, g, c] * w[k, g, c, n]
+    input gradient   the forward loop with inputs and outputs exchanged and w transposed
+    weight gradient  dw[k, g, c, n] += x[i, g, c] * dout[o, g, n]            for every meeting (o, k, i)
+
+Any device, any floating dtype. Half precisions are accumulated in float32. Within one tap an output occurs once, so
+the sums run in a fixed order and the result is the same every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pumice.coords import Pairs
+
+
+def forward(x: Tensor, weight: Tensor, pairs: Pairs, rows: int, groups: int) -> Tensor:
+    """x [N_in, G*C], weight [G*N, K, C] -> out [rows, G*N], in x's dtype."""
+    out = x.new_zeros((rows, weight.shape[0]), dtype=accumulator(x.dtype))
+    taps = grouped(weight, groups)
+    for tap, inputs, outputs in meetings(pairs):
+        out.index_add_(0, outputs, _products(x[inputs], taps[tap], out.dtype))
+    return out.to(x.dtype)
+
+
+def weight_gradient(x: Tensor, grad: Tensor, pairs: Pairs, groups: int) -> Tensor:
+    """x [N_in, G*C], grad [N_out, G*N] -> dw [G*N, K, C], in x's dtype."""
+    channels, width = x.shape[1] // groups, grad.shape[1] // groups
+    out = x.new_zeros((len(pairs.sizes), groups, channels, width), dtype=accumulator(x.dtype))
+    for tap, inputs, outputs in meetings(pairs):
+        left = x[inputs].view(-1, groups, channels).permute(1, 2, 0)
+        right = grad[outputs].view(-1, groups, width).permute(1, 0, 2)
+        out[tap] = torch.bmm(left.to(out.dtype), right.to(out.dtype))
+    return out.permute(1, 3, 0, 2).reshape(grad.shape[1], -1, channels).to(x.dtype)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are kept: at least float32."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def grouped(weight: Tensor, groups: int) -> Tensor:
+    """The view [K, G, C, N] of a weight [G*N, K, C]."""
+    return weight.view(groups, -1, *weight.shape[1:]).permute(2, 0, 3, 1)
+
+
+def transposed(weight: Tensor, groups: int) -> Tensor:
+    """The weight [G*C, K, N] of the input gradient, from the weight [G*N, K, C] of the forward operator."""
+    if groups == 1:
+        return weight.transpose(0, 2)
+    return grouped(weight, groups).permute(1, 2, 0, 3).flatten(0, 1)
+
+
+def meetings(pairs: Pairs) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(tap, inputs, outputs) of every tap that has any."""
+    start = 0
+    for tap, size in enumerate(pairs.sizes.tolist()):
+        if size:
+            yield tap, pairs.inputs[start : start + size], pairs.outputs[start : start + size]
+        start += size
+
+
+def _products(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [P, G*C] times weight [G, C, N] -> [P, G*N] in `dtype`."""
+    groups, channels, width = weight.shape
+    if groups == 1:
+        return _matmul(x, weight[0], dtype)
+    if channels == 1:
+        return (x[:, :, None].to(dtype) * weight[:, 0].to(dtype)).flatten(1)
+    left = x.view(-1, groups, channels).transpose(0, 1).to(dtype)
+    return torch.bmm(left, weight.to(dtype)).transpose(0, 1).reshape(-1, groups * width)
+
+
+def _matmul(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype == dtype:
+        return x @ weight
+    if x.is_cuda:
+        return torch.mm(x, weight, out_dtype=dtype)
+    return x.to(dtype) @ weight.to(dtype)

@@ -1,0 +1,6 @@
+"""Whole networks."""
+
+from pumice.models.centerpoint import CenterPointBackbone
+from pumice.models.minkunet import MinkUNet
+
+__all__ = ["CenterPointBackbone", "MinkUNet"]

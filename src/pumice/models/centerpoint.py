@@ -1,0 +1,97 @@
+"""The sparse backbone of CenterPoint and its kin, in the two forms in which it is published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+from pumice.errors import OptionError
+from pumice.nn import BatchNorm, Conv3d, ReLU, ResidualBlock
+from pumice.ops import SparseTensor
+
+Padding = int | tuple[int, ...] | None
+
+
+def _unit(
+    in_channels: int,
+    out_channels: int,
+    kernel: int | tuple[int, ...] = 3,
+    stride: int | tuple[int, ...] = 1,
+    padding: Padding = None,
+    norm: Callable[[int], nn.Module] = BatchNorm,
+) -> nn.Sequential:
+    convolution = Conv3d(in_channels, out_channels, kernel, stride, padding, bias=False)
+    return nn.Sequential(convolution, norm(out_channels), ReLU())
+
+
+def resnet21d(in_channels: int) -> nn.ModuleList:
+    """SparseResNet21D as in torchsparse: axes (x, y-down, z-forward), 21 convolutions, strides 1, 2, 2, 2, (1, 2, 1).
+
+    A strided convolution here has the padding of torchsparse's default downsampling, the support of a convolution
+    without padding.
+    """
+    stages, channels = [], in_channels
+    plan = ((3, 16, 3, 1), (3, 32, 3, 2), (3, 64, 3, 2), (3, 128, 3, 2), (1, 128, (1, 3, 1), (1, 2, 1)))
+    for blocks, width, kernel, stride in plan:
+        first = _unit(channels, width, kernel, stride, None if stride == 1 else 0)
+        residual = [ResidualBlock(width, width) for _ in range(blocks - 1)]
+        stages.append(nn.Sequential(first, *residual))
+        channels = width
+    return nn.ModuleList(stages)
+
+
+def voxelres8x(in_channels: int) -> nn.ModuleList:
+    """VoxelResBackBone8x as in OpenPCDet: axes (z, y, x), 21 convolutions, strides 1, 2, 2, 2, (2, 1, 1).
+
+    BatchNorm with eps 1e-3 and momentum 0.01; the convolutions of the residual blocks have a bias.
+    """
+    norm = partial(BatchNorm, eps=1e-3, momentum=0.01)
+    block = partial(ResidualBlock, norm=norm, bias=True)
+    unit = partial(_unit, norm=norm)
+    return nn.ModuleList(
+        [
+            nn.Sequential(unit(in_channels, 16), block(16, 16), block(16, 16)),
+            nn.Sequential(unit(16, 32, 3, 2, 1), block(32, 32), block(32, 32)),
+            nn.Sequential(unit(32, 64, 3, 2, 1), block(64, 64), block(64, 64)),
+            nn.Sequential(unit(64, 128, 3, 2, (0, 1, 1)), block(128, 128), block(128, 128)),
+            unit(128, 128, (3, 1, 1), (2, 1, 1), 0),
+        ]
+    )
+
+
+FORMS: dict[str, Callable[[int], nn.ModuleList]] = {"voxelres8x": voxelres8x, "resnet21d": resnet21d}
+
+
+class CenterPointBackbone(nn.Module):
+    """Voxels to a sparse grid an eighth as fine, 128 channels; `.to_dense()` of it feeds a bird's-eye-view network.
+
+    Yin, Zhou and Kraehenbuehl, "Center-based 3D Object Detection and Tracking", CVPR 2021, sec. 4, with the sparse
+    encoder of Yan, Mao and Li, "SECOND", Sensors 2018.
+
+    Parameters
+    ----------
+    in_channels: features per voxel (5 for x, y, z, intensity, time).
+    form: "voxelres8x" (OpenPCDet; give tensors a spatial_shape, axes z, y, x) or "resnet21d" (torchsparse).
+
+    forward(x) -> the last stage's SparseTensor; `stages(x)` -> that of every stage.
+    """
+
+    def __init__(self, in_channels: int = 5, form: str = "voxelres8x") -> None:
+        super().__init__()
+        if form not in FORMS:
+            raise OptionError(f"form={form!r} is unknown; there are {', '.join(FORMS)}")
+        self.form = form
+        self.levels = FORMS[form](in_channels)
+
+    def stages(self, x: SparseTensor) -> list[SparseTensor]:
+        """The result of every stage, finest first."""
+        results = []
+        for level in self.levels:
+            x = level(x)
+            results.append(x)
+        return results
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return self.stages(x)[-1]

@@ -1,0 +1,91 @@
+"""MinkUNet: the sparse residual U-Net of semantic segmentation."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pumice.nn import BatchNorm, Linear, ReLU, ResidualBlock
+from pumice.nn.blocks import CONV, INVERSE_CONV
+from pumice.ops import SparseTensor, cat
+
+WIDTHS = (32, 32, 64, 128, 256, 256, 128, 96, 96)
+
+
+def _unit(convolution: nn.Module, channels: int) -> nn.Sequential:
+    return nn.Sequential(convolution, BatchNorm(channels), ReLU())
+
+
+class Encoder(nn.Module):
+    """Halve the resolution (kernel 2, stride 2), then two residual blocks."""
+
+    def __init__(self, in_channels: int, out_channels: int, dim: int) -> None:
+        super().__init__()
+        self.down = _unit(CONV[dim](in_channels, in_channels, 2, stride=2, bias=False), in_channels)
+        self.blocks = nn.Sequential(
+            ResidualBlock(in_channels, out_channels, dim=dim),
+            ResidualBlock(out_channels, out_channels, dim=dim),
+        )
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return self.blocks(self.down(x))
+
+
+class Decoder(nn.Module):
+    """Back to the coordinates of `skip`, joined with it, then two residual blocks."""
+
+    def __init__(self, in_channels: int, out_channels: int, skip_channels: int, dim: int) -> None:
+        super().__init__()
+        self.up = INVERSE_CONV[dim](in_channels, out_channels, 2, stride=2, bias=False)
+        self.norm = nn.Sequential(BatchNorm(out_channels), ReLU())
+        self.blocks = nn.Sequential(
+            ResidualBlock(out_channels + skip_channels, out_channels, dim=dim),
+            ResidualBlock(out_channels, out_channels, dim=dim),
+        )
+
+    def forward(self, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
+        return self.blocks(cat([self.norm(self.up(x, skip)), skip]))
+
+
+class MinkUNet(nn.Module):
+    """SparseResUNet42: 42 convolutions over 9 kernel maps, 7 pointwise maps and a linear head.
+
+    Choy, Gwak and Savarese, "4D Spatio-Temporal ConvNets", CVPR 2019, sec. 4; in the form and widths of Tang et al.,
+    "Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution", ECCV 2020.
+
+    Parameters
+    ----------
+    in_channels: features per voxel. num_classes: logits per voxel. width: factor on all channels. dim: spatial axes.
+
+    forward(x): SparseTensor, N voxels x in_channels -> SparseTensor of logits on the same voxels, N x num_classes.
+    """
+
+    def __init__(self, in_channels: int = 4, num_classes: int = 19, width: float = 1.0, dim: int = 3) -> None:
+        super().__init__()
+        widths = [max(1, int(width * c)) for c in WIDTHS]
+        stem, *down = widths[:5]
+        conv = CONV[dim]
+        self.stem = nn.Sequential(
+            _unit(conv(in_channels, stem, 3, bias=False), stem), _unit(conv(stem, stem, 3, bias=False), stem)
+        )
+        self.encoders = nn.ModuleList(
+            Encoder(before, after, dim) for before, after in zip(widths[:4], down, strict=True)
+        )
+        before, skips = widths[4:8], widths[3::-1]
+        self.decoders = nn.ModuleList(Decoder(b, a, s, dim) for b, a, s in zip(before, widths[5:], skips, strict=True))
+        self.head = Linear(widths[-1], num_classes)
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        levels = [self.stem(x)]
+        for encoder in self.encoders:
+            levels.append(encoder(levels[-1]))
+        y = levels.pop()
+        for decoder in self.decoders:
+            y = decoder(y, levels.pop())
+        return self.head(y)
+
+    @torch.no_grad()
+    def predict(self, x: SparseTensor) -> torch.Tensor:
+        """int64 [P] class per point if x was voxelised from points, else [N] per voxel."""
+        labels = self(x).feats.argmax(dim=1)
+        return labels if x.geometry.inverse is None else labels[x.inverse]

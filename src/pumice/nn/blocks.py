@@ -1,0 +1,75 @@
+"""Modules made of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from pumice.nn import conv as convs
+from pumice.nn.layers import BatchNorm, Identity, Linear, ReLU
+from pumice.ops.tensor import SparseTensor
+
+CONV = {1: convs.Conv1d, 2: convs.Conv2d, 3: convs.Conv3d, 4: convs.Conv4d}
+INVERSE_CONV = {
+    1: convs.InverseConv1d,
+    2: convs.InverseConv2d,
+    3: convs.InverseConv3d,
+    4: convs.InverseConv4d,
+}
+
+
+class Sequential(nn.Sequential):
+    """Modules one after the other; those of torch.nn (a Linear, a ReLU) are applied to the features."""
+
+    def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:
+        for module in self:
+            x = _call(module, x)
+        return x
+
+
+def _call(module: nn.Module, x: SparseTensor | Tensor) -> SparseTensor | Tensor:
+    """`module` on features where it is one of torch's own, on the sparse tensor otherwise."""
+    takes_features = type(module).__module__.startswith("torch.nn.modules") and not isinstance(
+        module, nn.Sequential | nn.Identity
+    )
+    if isinstance(x, SparseTensor) and takes_features:
+        return x.replace(module(x.feats))
+    return module(x)
+
+
+class ResidualBlock(nn.Module):
+    """y = act(norm(conv(act(norm(conv(x))))) + shortcut(x)), both convolutions of `kernel_size`, coordinates kept.
+
+    The shortcut is the identity, or a pointwise map and a norm where the channels change. He et al., "Deep Residual
+    Learning for Image Recognition", CVPR 2016, fig. 2.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 3,
+        *,
+        dim: int = 3,
+        norm: Callable[[int], nn.Module] = BatchNorm,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        conv = CONV[dim]
+        self.body = nn.Sequential(
+            conv(in_channels, out_channels, kernel_size, bias=bias),
+            norm(out_channels),
+            ReLU(),
+            conv(out_channels, out_channels, kernel_size, bias=bias),
+            norm(out_channels),
+        )
+        self.shortcut = (
+            Identity()
+            if in_channels == out_channels
+            else nn.Sequential(Linear(in_channels, out_channels, bias=False), norm(out_channels))
+        )
+        self.act = ReLU()
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return self.act(self.body(x) + self.shortcut(x))

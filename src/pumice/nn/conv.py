@@ -1,0 +1,278 @@
+"""Convolution modules: they hold weights and options, and call pumice.ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from pumice.coords import Geometry, as_axes
+from pumice.errors import OptionError, ShapeError
+from pumice.ops.conv import Size, Target, conv, conv_inverse, conv_transpose
+from pumice.ops.tensor import SparseTensor
+
+
+class _Conv(nn.Module):
+    """Weight [C_out, *kernel, C_in / groups] and bias [C_out], set as torch.nn sets them.
+
+    weight ~ U(-b, b) with b = 1 / sqrt(fan_in), fan_in = K * C_in / groups (kaiming_uniform with a = sqrt 5);
+    bias likewise.
+    """
+
+    dim: ClassVar[int]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        channels: tuple[int, int],
+        window: tuple[int, ...],
+        groups: int,
+        bias: bool,
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.groups, self.options = groups, options
+        self.in_channels, self.out_channels = channels
+        if min(channels) < 1 or groups < 1:
+            raise OptionError(f"channels and groups are at least 1, found {channels} and groups={groups}")
+        if channels[0] % groups or channels[1] % groups:
+            raise ShapeError(f"groups={groups} must divide in_channels={channels[0]} and out_channels={channels[1]}")
+        self.weight = nn.Parameter(torch.empty(channels[1], *window, channels[0] // groups))
+        self.bias = nn.Parameter(torch.empty(channels[1])) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias anew."""
+        bound = 1 / math.sqrt(self.weight[0].numel())
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def extra_repr(self) -> str:
+        window = tuple(self.weight.shape[1:-1])
+        told = {k: v for k, v in self.options.items() if v is not None and k != "offsets"}
+        rest = "".join(f", {name}={value}" for name, value in told.items())
+        groups = f", groups={self.groups}" if self.groups > 1 else ""
+        bias = "" if self.bias is not None else ", bias=False"
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={window}{rest}{groups}{bias}"
+
+
+class Conv(_Conv):
+    """Sparse convolution in D axes: pumice.ops.conv with its own weight; Conv1d to Conv4d fix D.
+
+    Stride 1 keeps the coordinates (submanifold); `out` chooses otherwise: "support", "floor_unique", or per call
+    `layer(x, out=target)`.
+
+    Parameters
+    ----------
+    in_channels, out_channels: int.
+    kernel_size, stride, padding, dilation: an int or one per axis; padding None means centred.
+    groups: channel groups. bias: whether to add one.
+    out: output policy. offsets: [K][D] integers in place of a kernel window (then kernel_size is K or None).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size | None,
+        stride: Size = 1,
+        padding: Size | None = None,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        out: str | None = None,
+        offsets: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "out": out, "offsets": offsets}
+        window = _window(kernel_size, self.dim) if offsets is None else (len(offsets),)
+        super().__init__((in_channels, out_channels), window, groups, bias, options)
+
+    def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
+        """x: N voxels x in_channels -> SparseTensor with out_channels. `out` replaces the layer's own for this call."""
+        options = self.options if out is None else {**self.options, "out": out}
+        return conv(x, self.weight, self.bias, groups=self.groups, **options)
+
+
+class ConvTranspose(_Conv):
+    """Transposed sparse convolution, which makes new coordinates: pumice.ops.conv_transpose with its own weight."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size | None = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        output_padding: Size = 0,
+    ) -> None:
+        options = {
+            "stride": stride,
+            "padding": padding,
+            "dilation": dilation,
+            "output_padding": output_padding,
+        }
+        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options)
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return conv_transpose(x, self.weight, self.bias, groups=self.groups, **self.options)
+
+
+class GenerativeConvTranspose(_Conv):
+    """Transposed convolution over every coordinate it can reach, bounded by nothing; odd kernels are centred.
+
+    As MinkowskiGenerativeConvolutionTranspose: Gwak, Choy and Savarese, "Generative Sparse Detection Networks",
+    ECCV 2020, sec. 3. Follow it with prune().
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+    ) -> None:
+        options = {"stride": stride, "padding": None, "dilation": dilation, "bounded": False}
+        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options)
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return conv_transpose(x, self.weight, self.bias, groups=self.groups, **self.options)
+
+
+class InverseConv(_Conv):
+    """Back to known, finer coordinates: pumice.ops.conv_inverse with its own weight.
+
+    `forward(x, target)`: target is a tensor (or geometry) on the coordinates from which a convolution of the same
+    kernel, stride, padding and dilation made x's; no key has to be named.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size | None = None,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+    ) -> None:
+        options = {"stride": stride, "padding": padding, "dilation": dilation}
+        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options)
+
+    def forward(self, x: SparseTensor, target: SparseTensor | Geometry) -> SparseTensor:
+        return conv_inverse(x, self.weight, target, self.bias, groups=self.groups, **self.options)
+
+
+def _window(kernel_size: Size | None, dim: int) -> tuple[int, ...]:
+    if kernel_size is None:
+        raise OptionError("kernel_size is an int or one per axis, found None")
+    return as_axes(kernel_size, dim, "kernel_size", 1)
+
+
+class Conv1d(Conv):
+    """Conv over 1 spatial axis; see Conv for the arguments."""
+
+    dim = 1
+
+
+class Conv2d(Conv):
+    """Conv over 2 spatial axes; see Conv for the arguments."""
+
+    dim = 2
+
+
+class Conv3d(Conv):
+    """Conv over 3 spatial axes; see Conv for the arguments."""
+
+    dim = 3
+
+
+class Conv4d(Conv):
+    """Conv over 4 spatial axes; see Conv for the arguments."""
+
+    dim = 4
+
+
+class ConvTranspose1d(ConvTranspose):
+    """ConvTranspose over 1 spatial axis; see ConvTranspose for the arguments."""
+
+    dim = 1
+
+
+class ConvTranspose2d(ConvTranspose):
+    """ConvTranspose over 2 spatial axes; see ConvTranspose for the arguments."""
+
+    dim = 2
+
+
+class ConvTranspose3d(ConvTranspose):
+    """ConvTranspose over 3 spatial axes; see ConvTranspose for the arguments."""
+
+    dim = 3
+
+
+class ConvTranspose4d(ConvTranspose):
+    """ConvTranspose over 4 spatial axes; see ConvTranspose for the arguments."""
+
+    dim = 4
+
+
+class GenerativeConvTranspose1d(GenerativeConvTranspose):
+    """GenerativeConvTranspose over 1 spatial axis; see GenerativeConvTranspose for the arguments."""
+
+    dim = 1
+
+
+class GenerativeConvTranspose2d(GenerativeConvTranspose):
+    """GenerativeConvTranspose over 2 spatial axes; see GenerativeConvTranspose for the arguments."""
+
+    dim = 2
+
+
+class GenerativeConvTranspose3d(GenerativeConvTranspose):
+    """GenerativeConvTranspose over 3 spatial axes; see GenerativeConvTranspose for the arguments."""
+
+    dim = 3
+
+
+class GenerativeConvTranspose4d(GenerativeConvTranspose):
+    """GenerativeConvTranspose over 4 spatial axes; see GenerativeConvTranspose for the arguments."""
+
+    dim = 4
+
+
+class InverseConv1d(InverseConv):
+    """InverseConv over 1 spatial axis; see InverseConv for the arguments."""
+
+    dim = 1
+
+
+class InverseConv2d(InverseConv):
+    """InverseConv over 2 spatial axes; see InverseConv for the arguments."""
+
+    dim = 2
+
+
+class InverseConv3d(InverseConv):
+    """InverseConv over 3 spatial axes; see InverseConv for the arguments."""
+
+    dim = 3
+
+
+class InverseConv4d(InverseConv):
+    """InverseConv over 4 spatial axes; see InverseConv for the arguments."""
+
+    dim = 4

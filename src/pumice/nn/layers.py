@@ -1,0 +1,297 @@
+"""Layers that treat each voxel's features alone: norms, activations, linear maps; and those that pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from pumice.errors import ShapeError
+from pumice.ops import pool
+from pumice.ops.conv import Size
+from pumice.ops.tensor import SparseTensor
+
+
+class _Featurewise(nn.Module):
+    """A torch module applied to the features: the coordinates stay."""
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return x.replace(super().forward(x.feats))
+
+
+class BatchNorm(_Featurewise, nn.BatchNorm1d):
+    """torch.nn.BatchNorm1d over all voxels: mean and variance per channel. A batch of no voxels changes nothing."""
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        if len(x) == 0:
+            return x
+        return super().forward(x)
+
+
+class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
+    """torch.nn.SyncBatchNorm over all voxels of all processes."""
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        """`module` with every BatchNorm, ours and torch's, made synchronous; parameters and statistics are kept."""
+        if isinstance(module, BatchNorm):
+            return _as_sync(module, process_group)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child, process_group))
+        return module
+
+
+def _as_sync(module: BatchNorm, process_group: Any) -> SyncBatchNorm:
+    sync = SyncBatchNorm(
+        module.num_features,
+        module.eps,
+        module.momentum,
+        module.affine,
+        module.track_running_stats,
+        process_group,
+    )
+    sync.weight, sync.bias = module.weight, module.bias
+    sync.running_mean, sync.running_var = module.running_mean, module.running_var
+    sync.num_batches_tracked = module.num_batches_tracked
+    return sync.train(module.training)
+
+
+class LayerNorm(_Featurewise, nn.LayerNorm):
+    """torch.nn.LayerNorm over the channels of each voxel."""
+
+
+class GroupNorm(nn.Module):
+    """Group normalisation (Wu and He, "Group Normalization", ECCV 2018, eq. 1-2) over the voxels of each batch item.
+
+        y[n, c] = (x[n, c] - mean[b, g]) / sqrt(var[b, g] + eps) * weight[c] + bias[c]
+
+    with b the batch item of voxel n, g the group of channel c, mean and biased variance over the item's voxels and
+    the group's channels. Statistics are kept in at least float32.
+    """
+
+    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__()
+        if num_channels % num_groups:
+            raise ShapeError(f"num_groups={num_groups} must divide num_channels={num_channels}")
+        self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
+        self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        if x.channels != self.num_channels:
+            raise ShapeError(f"the norm has {self.num_channels} channels, x has {x.channels}")
+        y = _normalize(x, self.num_groups, self.eps)
+        if self.weight is not None and self.bias is not None:
+            y = y * self.weight.to(y.dtype) + self.bias.to(y.dtype)
+        return x.replace(y.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.num_channels}, eps={self.eps}"
+
+
+class InstanceNorm(GroupNorm):
+    """Instance normalisation: each channel over the voxels of each batch item (Ulyanov et al., 2016, eq. 2)."""
+
+    def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__(num_features, num_features, eps, affine)
+
+
+def _normalize(x: SparseTensor, groups: int, eps: float) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    feats = x.feats.to(dtype).view(len(x), groups, -1)
+    item = x.coords[:, 0].long()
+    counts = torch.bincount(item, minlength=x.batch_size).clamp(min=1) * feats.shape[2]
+
+    def mean(values: Tensor) -> Tensor:
+        sums = values.new_zeros((x.batch_size, groups)).index_add(0, item, values.sum(dim=2))
+        return (sums / counts[:, None])[item][:, :, None]
+
+    centred = feats - mean(feats)
+    return (centred * torch.rsqrt(mean(centred * centred) + eps)).view(len(x), -1)
+
+
+class ReLU(_Featurewise, nn.ReLU):
+    """max(x, 0)."""
+
+
+class LeakyReLU(_Featurewise, nn.LeakyReLU):
+    """max(x, 0) + negative_slope * min(x, 0)."""
+
+
+class GELU(_Featurewise, nn.GELU):
+    """x * Phi(x)."""
+
+
+class SiLU(_Featurewise, nn.SiLU):
+    """x * sigmoid(x)."""
+
+
+class ELU(_Featurewise, nn.ELU):
+    """x above 0, alpha * (exp(x) - 1) below."""
+
+
+class Sigmoid(_Featurewise, nn.Sigmoid):
+    """1 / (1 + exp(-x))."""
+
+
+class Tanh(_Featurewise, nn.Tanh):
+    """tanh(x)."""
+
+
+class Softplus(_Featurewise, nn.Softplus):
+    """log(1 + exp(beta * x)) / beta."""
+
+
+class Dropout(_Featurewise, nn.Dropout):
+    """Each entry to 0 with probability p in training."""
+
+
+class Identity(nn.Identity):
+    """x."""
+
+
+class Linear(_Featurewise, nn.Linear):
+    """y[n] = x[n] @ weight.T + bias: a convolution with a kernel of 1."""
+
+
+class _Pool(nn.Module):
+    """Options of a pool over windows; D is fixed by the subclass."""
+
+    dim: ClassVar[int]
+    function: ClassVar[Callable[..., SparseTensor]]
+
+    def __init__(
+        self,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size | None = None,
+        dilation: Size = 1,
+        out: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.kernel_size = kernel_size
+        self.options = {"stride": stride, "padding": padding, "dilation": dilation, "out": out}
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        if x.dim != self.dim:
+            raise ShapeError(f"{type(self).__name__} takes {self.dim} spatial axes, x has {x.dim}")
+        return type(self).function(x, self.kernel_size, **self.options)
+
+    def extra_repr(self) -> str:
+        told = "".join(f", {k}={v}" for k, v in self.options.items() if v is not None)
+        return f"kernel_size={self.kernel_size}{told}"
+
+
+class MaxPool(_Pool):
+    """The maximum over the inputs present in each window: pumice.ops.max_pool."""
+
+    function = staticmethod(pool.max_pool)
+
+
+class AvgPool(_Pool):
+    """The mean over the inputs present in each window: pumice.ops.avg_pool."""
+
+    function = staticmethod(pool.avg_pool)
+
+
+class SumPool(_Pool):
+    """The sum over the inputs present in each window: pumice.ops.sum_pool."""
+
+    function = staticmethod(pool.sum_pool)
+
+
+class GlobalMaxPool(nn.Module):
+    """[B, C]: the maximum over each batch item."""
+
+    def forward(self, x: SparseTensor) -> Tensor:
+        return pool.global_max_pool(x)
+
+
+class GlobalAvgPool(nn.Module):
+    """[B, C]: the mean over each batch item."""
+
+    def forward(self, x: SparseTensor) -> Tensor:
+        return pool.global_avg_pool(x)
+
+
+class GlobalSumPool(nn.Module):
+    """[B, C]: the sum over each batch item."""
+
+    def forward(self, x: SparseTensor) -> Tensor:
+        return pool.global_sum_pool(x)
+
+
+class MaxPool1d(MaxPool):
+    """MaxPool over 1 spatial axis."""
+
+    dim = 1
+
+
+class MaxPool2d(MaxPool):
+    """MaxPool over 2 spatial axes."""
+
+    dim = 2
+
+
+class MaxPool3d(MaxPool):
+    """MaxPool over 3 spatial axes."""
+
+    dim = 3
+
+
+class MaxPool4d(MaxPool):
+    """MaxPool over 4 spatial axes."""
+
+    dim = 4
+
+
+class AvgPool1d(AvgPool):
+    """AvgPool over 1 spatial axis."""
+
+    dim = 1
+
+
+class AvgPool2d(AvgPool):
+    """AvgPool over 2 spatial axes."""
+
+    dim = 2
+
+
+class AvgPool3d(AvgPool):
+    """AvgPool over 3 spatial axes."""
+
+    dim = 3
+
+
+class AvgPool4d(AvgPool):
+    """AvgPool over 4 spatial axes."""
+
+    dim = 4
+
+
+class SumPool1d(SumPool):
+    """SumPool over 1 spatial axis."""
+
+    dim = 1
+
+
+class SumPool2d(SumPool):
+    """SumPool over 2 spatial axes."""
+
+    dim = 2
+
+
+class SumPool3d(SumPool):
+    """SumPool over 3 spatial axes."""
+
+    dim = 3
+
+
+class SumPool4d(SumPool):
+    """SumPool over 4 spatial axes."""
+
+    dim = 4

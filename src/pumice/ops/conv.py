@@ -1,0 +1,216 @@
+"""Convolutions: one operator over different kernel maps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pumice.coords import Geometry, KernelMap, Relation, kernel_map
+from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
+from pumice.lower import run
+from pumice.ops import register
+from pumice.ops.tensor import SparseTensor
+
+Size = int | Sequence[int]
+Target = str | SparseTensor | Geometry | None
+
+
+def conv(
+    x: SparseTensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: Size = 1,
+    padding: Size | None = None,
+    dilation: Size = 1,
+    groups: int = 1,
+    out: Target = None,
+    offsets: Sequence[Sequence[int]] | None = None,
+) -> SparseTensor:
+    """Sparse convolution.
+
+        y[o, n] = bias[n] + sum over taps r and inputs i with  in = stride * out + dilation * r - padding  of
+                  x[i, c] * weight[n, r, c]
+
+    Parameters
+    ----------
+    x: N voxels x C_in channels, D axes.
+    weight: [C_out, *kernel, C_in / groups], taps row-major (last axis fastest); with `offsets` [C_out, K, C_in / groups].
+    bias: [C_out] or None.
+    stride, padding, dilation: an int or one per axis. padding defaults to dilation * (k // 2) for odd kernels and to
+        0 for even ones.
+    groups: channel groups; C_in for a depthwise convolution.
+    out: which outputs exist. "same" (the default at stride 1: submanifold convolution), "support" (the active set of
+        the dense convolution; the default at larger strides if padding is given), "floor_unique" (the distinct
+        floor(in / stride); the default at larger strides otherwise), or a SparseTensor or Geometry with the outputs.
+    offsets: K distinct offsets of D integers in place of a kernel window: in = stride * out + dilation * offsets[k].
+
+    Returns
+    -------
+    SparseTensor, C_out channels, in the dtype of x (under autocast: in the autocast dtype). New coordinates come in
+    (batch, Morton) order; a given or unchanged set keeps its order.
+
+    Raises ShapeError, DtypeError, DeviceError, OptionError, CoordinateError.
+
+    Dilation, stride and padding as in torch.nn.functional.conv3d; the submanifold rule is that of Graham, Engelcke
+    and van der Maaten, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", CVPR 2018, sec. 3.
+    """
+    _check_weight(x, weight, bias, groups, spatial=offsets is None)
+    policy, target = _target(out)
+    if offsets is None:
+        relation = Relation.of(
+            x.dim, tuple(weight.shape[1:-1]), stride=stride, padding=padding, dilation=dilation, policy=policy
+        )
+    else:
+        _check_offsets(weight, offsets, padding)
+        relation = Relation.of_offsets(x.dim, offsets, stride=stride, dilation=dilation, policy=policy)
+    found, outputs = kernel_map(x.geometry, relation, target)
+    return _apply(x, weight, bias, groups, found, outputs)
+
+
+def conv_transpose(
+    x: SparseTensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: Size = 1,
+    padding: Size | None = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    output_padding: Size = 0,
+    bounded: bool = True,
+) -> SparseTensor:
+    """Transposed sparse convolution, which makes new coordinates.
+
+        y[o, n] = bias[n] + sum over r, i with  out = stride * in + dilation * r - padding  of  x[i, c] * weight[n, r, c]
+
+    weight is [C_out, *kernel, C_in / groups], this layer's own C_out first; taps are not flipped. Every such `out`
+    exists. With a spatial_shape S the result is bounded by (S-1) * stride - 2 * padding + dilation * (k-1) + 1 +
+    output_padding, as in torch; with bounded=False (a generative convolution) by nothing. padding=None centres odd
+    kernels. The stride of the result is x's divided by `stride`.
+
+    Raises as conv does.
+    """
+    _check_weight(x, weight, bias, groups, spatial=True)
+    relation = Relation.of_transposed(
+        x.dim,
+        tuple(weight.shape[1:-1]),
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        output_padding=output_padding,
+        bounded=bounded,
+    )
+    found, outputs = kernel_map(x.geometry, relation)
+    return _apply(x, weight, bias, groups, found, outputs)
+
+
+def conv_inverse(
+    x: SparseTensor,
+    weight: Tensor,
+    target: SparseTensor | Geometry,
+    bias: Tensor | None = None,
+    *,
+    stride: Size = 1,
+    padding: Size | None = None,
+    dilation: Size = 1,
+    groups: int = 1,
+) -> SparseTensor:
+    """The way back of a strided convolution: from x to the known, finer coordinates of `target`.
+
+        y[o, n] = bias[n] + sum over r, i with  out = stride * in + dilation * r - padding  of  x[i, c] * weight[n, r, c]
+
+    for the `out` of `target` only: the pairs of the forward convolution with the same stride, padding and dilation,
+    exchanged; tap r uses the forward pairs of tap r. weight is [C_out, *kernel, C_in / groups].
+
+    Raises as conv does.
+    """
+    _check_weight(x, weight, bias, groups, spatial=True)
+    relation = Relation.of(
+        x.dim,
+        tuple(weight.shape[1:-1]),
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        policy="cached_inverse",
+    )
+    _, finer = _target(target)
+    found, outputs = kernel_map(x.geometry, relation, finer)
+    return _apply(x, weight, bias, groups, found, outputs)
+
+
+def conv_features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1) -> Tensor:
+    """The convolution of plain features: x [N_in, C_in], weight [C_out, K, C_in / groups] -> [rows, C_out].
+
+    `found` is the kernel map, `rows` its number of outputs. Differentiable, any number of times, in x and weight.
+    """
+    tables = run.tables(found)
+    differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    tables_t = run.tables(found.transpose()) if differentiable else tuple(found.transpose().pairs())
+    return register.conv(x, weight, tables, tables_t, rows, groups)
+
+
+def _apply(
+    x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, found: KernelMap, outputs: Geometry
+) -> SparseTensor:
+    feats, weight, bias = _autocast(x.feats, weight, bias)
+    if feats.dtype != weight.dtype:
+        raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; convert one, or use torch.autocast")
+    flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+    y = conv_features(feats, flat, found, outputs.coords.shape[0], groups)
+    return SparseTensor(y if bias is None else y + bias, outputs)
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in the autocast dtype where autocast is on; float64 is left alone, as torch does."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _target(out: Target) -> tuple[str | None, Geometry | None]:
+    """(policy, target geometry) that `out` asks for."""
+    if out is None or isinstance(out, str):
+        if out in ("given", "cached_inverse", "transposed_support"):
+            raise OptionError(f"out={out!r} is reached by giving the target, conv_inverse or conv_transpose")
+        return out, None
+    if isinstance(out, SparseTensor | Geometry):
+        return "given", out.geometry if isinstance(out, SparseTensor) else out
+    raise OptionError(f"out takes a policy's name, a SparseTensor or a Geometry, found {type(out).__name__}")
+
+
+def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: bool) -> None:
+    if not isinstance(x, SparseTensor):
+        raise DtypeError(f"x is a SparseTensor, found {type(x).__name__}; nn.Linear and the like take x.feats")
+    if weight.ndim != (x.dim + 2 if spatial else 3):
+        axes = f"{x.dim} kernel axes" if spatial else "one axis of K offsets"
+        raise ShapeError(
+            f"weight is [C_out, kernel..., C_in / groups] with {axes} for a tensor of {x.dim} spatial axes, "
+            f"found shape {list(weight.shape)}"
+        )
+    if not isinstance(groups, int) or groups < 1:
+        raise OptionError(f"groups is at least 1, found {groups!r}")
+    if x.channels % groups or weight.shape[0] % groups:
+        raise ShapeError(f"groups={groups} must divide C_in={x.channels} and C_out={weight.shape[0]}")
+    if weight.shape[-1] * groups != x.channels:
+        raise ShapeError(
+            f"weight takes {weight.shape[-1] * groups} channels ({weight.shape[-1]} x {groups} groups), "
+            f"x has {x.channels}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ShapeError(f"bias is [C_out] = [{weight.shape[0]}], found shape {list(bias.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise DeviceError(f"{name} is on {tensor.device}, x is on {x.device}")
+
+
+def _check_offsets(weight: Tensor, offsets: Sequence[Any], padding: Any) -> None:
+    if padding is not None:
+        raise OptionError(f"offsets stand where they are: padding={padding!r} does not go with them")
+    if weight.shape[1] != len(offsets):
+        raise ShapeError(f"weight has {weight.shape[1]} taps, there are {len(offsets)} offsets")

@@ -1,0 +1,190 @@
+"""Between points and voxels: voxelise, devoxelise, interpolate."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pumice.coords import Geometry, frame_of, quantize
+from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
+from pumice.ops.pool import _winners
+from pumice.ops.tensor import SparseTensor
+
+
+def voxelize(
+    points: Tensor,
+    feats: Tensor | None = None,
+    size: float | Sequence[float] = 1.0,
+    batch: Tensor | None = None,
+    origin: float | Sequence[float] | Tensor | str = 0.0,
+    rounding: str = "floor",
+    reduce: str = "mean",
+    *,
+    spatial_shape: Sequence[int] | None = None,
+    batch_size: int | None = None,
+) -> SparseTensor:
+    """Points to voxels: voxel floor((p - origin) / size) takes the `reduce` of its points' features.
+
+    Parameters
+    ----------
+    points: floating point [P, D], D from 1 to 4, in metres say.
+    feats: floating point [P, F]; the points themselves if left out.
+    size: edge of a voxel, in the points' unit; a number or one per axis.
+    batch: integers [P], the batch item of each point; all 0 if left out.
+    origin: what becomes coordinate 0: a number, one per axis, or "min" (the cloud's minimum).
+    rounding: "floor", or "round" (the nearest cell, the rule of published MinkUNet pipelines with origin="min").
+    reduce: "mean", "sum", "max" or "first" (the point of lowest index).
+    spatial_shape: extent of the grid; points outside are left out, with -1 in `inverse`.
+    batch_size: number of batch items, if the last ones may be empty.
+
+    Returns a SparseTensor in (batch, Morton) order; its `inverse` int64 [P] names each point's row, so that
+    `y.feats[y.inverse]` is per point. Differentiable in feats.
+
+    Raises ShapeError, DtypeError, DeviceError, CoordinateError (non-finite points, cells beyond int32), OptionError.
+    """
+    if reduce not in REDUCTIONS:
+        raise OptionError(f"reduce={reduce!r} is unknown; there are {', '.join(REDUCTIONS)}")
+    frame = frame_of(points, size, origin, rounding)
+    geometry = quantize(points, frame, batch, batch_size=batch_size, spatial_shape=spatial_shape)
+    values = points if feats is None else feats
+    _check_values(points, values)
+    return SparseTensor(_reduced(values, geometry, reduce), geometry)
+
+
+def devoxelize(
+    x: SparseTensor, points: Tensor | None = None, batch: Tensor | None = None, mode: str = "nearest"
+) -> Tensor:
+    """Features at points: [P, C].
+
+    points: [P, D] in the unit given to voxelize(); left out, they are the points that were voxelised, for which
+    only mode "nearest" is known. mode: "nearest" (the voxel that holds the point, 0 where there is none) or
+    "trilinear" (see interpolate()). Works at every level of a network, through the stride. Differentiable.
+
+    Raises GeometryError when x does not stem from voxelize(), OptionError on an unknown mode.
+    """
+    if mode not in MODES:
+        raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
+    if points is None:
+        if mode != "nearest":
+            raise OptionError(f"mode={mode!r} needs the points; without them there is 'nearest'")
+        return _take(x.feats, x.inverse)
+    frame = x.geometry.frame
+    if frame is None:
+        raise GeometryError("these voxels were not made by voxelize(): use interpolate() with voxel positions")
+    if points.ndim != 2 or points.shape[1] != x.dim:
+        raise ShapeError(f"points are [P, {x.dim}], found shape {list(points.shape)}")
+    positions = frame.positions(points)
+    items = torch.zeros(len(points), device=points.device) if batch is None else batch
+    return interpolate(x, torch.cat([items.to(positions.dtype)[:, None], positions], dim=1), mode)
+
+
+def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", normalize: bool = True) -> Tensor:
+    """Features at continuous positions: [P, C].
+
+        y[p, c] = sum over the 2^D voxels v around p of  weight(p, v) * x[v, c],   weight = prod over axes of 1 - |p - centre(v)|
+
+    Parameters
+    ----------
+    positions: floating point [P, 1+D] = (batch, axes...) in finest voxels: voxel c of a level of stride t covers
+        [c * t, (c + 1) * t), its centre is at (c + 1/2) * t.
+    mode: "trilinear" (multilinear in D axes) or "nearest" (the voxel that holds the position).
+    normalize: divide by the sum of the weights of the voxels present; absent voxels count 0 either way, and a
+        position without any gives 0.
+
+    Differentiable in x.feats, and for "trilinear" in positions.
+    """
+    if mode not in MODES:
+        raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
+    if positions.ndim != 2 or positions.shape[1] != x.dim + 1:
+        raise ShapeError(f"positions are [P, {x.dim + 1}] = (batch, axes...), found shape {list(positions.shape)}")
+    if not positions.is_floating_point():
+        raise DtypeError(f"positions are floating point, found {positions.dtype}")
+    if positions.device != x.device:
+        raise DeviceError(f"positions are on {positions.device}, x is on {x.device}")
+    stride = torch.tensor([float(s) for s in x.stride], dtype=positions.dtype, device=x.device)
+    batch = positions[:, :1].detach().int()
+    return MODES[mode](x, batch, positions[:, 1:] / stride, normalize)
+
+
+def _nearest(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> Tensor:
+    return _take(x.feats, x.geometry.find(_cells(batch, torch.floor(units.detach()))))
+
+
+def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> Tensor:
+    corner = torch.floor(units.detach() - 0.5)
+    ahead = units - 0.5 - corner
+    total = y = None
+    for side in itertools.product((0, 1), repeat=x.dim):
+        sides = torch.tensor(side, dtype=corner.dtype, device=corner.device)
+        rows = x.geometry.find(_cells(batch, corner + sides))
+        weight = torch.where(sides.bool(), ahead, 1 - ahead).prod(dim=1) * (rows >= 0)
+        weight = weight.to(x.dtype)
+        part = _take(x.feats, rows) * weight[:, None]
+        y, total = (part, weight) if y is None or total is None else (y + part, total + weight)
+    assert y is not None and total is not None
+    if not normalize:
+        return y
+    return y / torch.where(total > 0, total, 1)[:, None]
+
+
+MODES: dict[str, Callable[[SparseTensor, Tensor, Tensor, bool], Tensor]] = {
+    "nearest": _nearest,
+    "trilinear": _trilinear,
+}
+
+
+def _cells(batch: Tensor, cells: Tensor) -> Tensor:
+    # Far cells are absent anyway; clamping keeps the cast to int32 defined.
+    return torch.cat([batch, cells.clamp(-(2.0**31), 2.0**31 - 512).int()], dim=1)
+
+
+def _take(feats: Tensor, rows: Tensor) -> Tensor:
+    """feats[rows], with 0 where a row is -1."""
+    if feats.shape[0] == 0:
+        return feats.new_zeros(rows.shape[0], feats.shape[1])
+    absent = (rows < 0)[:, None]
+    return feats.index_select(0, rows.clamp(min=0)).masked_fill(absent, 0)
+
+
+def _check_values(points: Tensor, values: Tensor) -> None:
+    if values.ndim != 2 or values.shape[0] != points.shape[0]:
+        raise ShapeError(f"feats are [P, F] with P = {points.shape[0]} points, found shape {list(values.shape)}")
+    if not values.is_floating_point():
+        raise DtypeError(f"feats are floating point, found {values.dtype}")
+    if values.device != points.device:
+        raise DeviceError(f"feats are on {values.device}, the points on {points.device}")
+
+
+def _reduced(values: Tensor, geometry: Geometry, reduce: str) -> Tensor:
+    place = geometry.inverse
+    assert place is not None
+    rows = torch.arange(len(values), device=values.device)
+    if geometry.spatial_shape is not None:
+        rows = (place >= 0).nonzero()[:, 0]
+        place = place[rows]
+    return REDUCTIONS[reduce](values, rows, place, geometry.coords.shape[0])
+
+
+def _sum(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:
+    return values.new_zeros(rows, values.shape[1]).index_add(0, place, values[points])
+
+
+def _mean(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:
+    counts = torch.bincount(place, minlength=rows).clamp(min=1)
+    return _sum(values, points, place, rows) / counts[:, None].to(values.dtype)
+
+
+def _first(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:
+    lowest = place.new_full((rows,), len(values)).scatter_reduce(0, place, points, "amin")
+    return values[lowest]
+
+
+REDUCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
+    "mean": _mean,
+    "sum": _sum,
+    "max": _winners,
+    "first": _first,
+}

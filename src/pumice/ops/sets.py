@@ -1,0 +1,168 @@
+"""Changing and joining sets of coordinates: dense forms, batches, unions, pruning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pumice.coords import Bounds, Geometry, KeySpace, Site, morton_unique
+from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
+from pumice.ops.tensor import SparseTensor
+
+
+def to_dense(
+    x: SparseTensor, spatial_shape: Sequence[int] | None = None, origin: Sequence[int] | None = None
+) -> Tensor:
+    """The dense tensor: out[b, c, p - origin] = feats[n, c] where coords[n] = (b, p), 0 elsewhere.
+
+    Parameters
+    ----------
+    spatial_shape: D extents; defaults to x.spatial_shape, else to the box around the voxels.
+    origin: D integers, the coordinate at index 0; defaults to 0 if an extent is known, else to the box's corner.
+
+    Returns [batch_size, C, *spatial_shape]. Raises CoordinateError when a voxel lies outside.
+    """
+    shape = spatial_shape if spatial_shape is not None else x.spatial_shape
+    box = Bounds.of(x.coords)
+    if shape is None:
+        origin = box.low if origin is None else origin
+        shape = tuple(max(0, h - o + 1) for h, o in zip(box.high, origin, strict=True))
+    shape, origin = tuple(shape), tuple(origin) if origin is not None else (0,) * x.dim
+    if len(shape) != x.dim or len(origin) != x.dim:
+        raise ShapeError(f"spatial_shape {shape} and origin {origin} have one entry per axis, x has {x.dim} axes")
+    top = tuple(o + s - 1 for o, s in zip(origin, shape, strict=True))
+    if len(x) and any(a < o or h > t for a, o, h, t in zip(box.low, origin, box.high, top, strict=True)):
+        raise CoordinateError(f"voxels reach {box.low} to {box.high}, the dense tensor holds {origin} to {top}")
+    cells = x.batch_size * math.prod(shape)
+    index = KeySpace(Bounds(origin, top, x.batch_size)).keys(x.coords) if len(x) else x.coords[:, 0].long()
+    flat = x.feats.new_zeros(cells, x.channels).index_copy(0, index, x.feats)
+    return flat.view(x.batch_size, *shape, x.channels).movedim(-1, 1)
+
+
+def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
+    """The voxels of a dense [B, C, *spatial] where some channel exceeds `threshold` in magnitude.
+
+    Differentiable in the values kept. The result has spatial_shape and batch_size, in (batch, Morton) order.
+    """
+    if not dense.is_floating_point():
+        raise DtypeError(f"dense is floating point, found {dense.dtype}")
+    if not 3 <= dense.ndim <= 6:
+        raise ShapeError(f"dense is [B, C, *spatial] with 1 to 4 spatial axes, found shape {list(dense.shape)}")
+    batch, shape = dense.shape[0], tuple(dense.shape[2:])
+    active = (dense.detach().abs() > threshold).any(dim=1).nonzero().int()
+    bounds = Bounds((0,) * len(shape), tuple(max(0, s - 1) for s in shape), batch)
+    coords, _ = morton_unique(active, bounds)
+    geometry = Geometry(coords, Site((1,) * len(shape), shape, batch, bounds))
+    feats = dense.movedim(1, -1)[tuple(coords.long().unbind(1))]
+    return SparseTensor(feats, geometry)
+
+
+def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
+    """Channels side by side: feats [N, C_0 + C_1 + ...] on the one geometry of all tensors.
+
+    Raises GeometryError when they are of different geometries: join those with union(), or bring one to the other's
+    coordinates with conv(out=...).
+    """
+    first = _first(tensors, "cat")
+    for other in tensors[1:]:
+        if other.geometry is not first.geometry:
+            raise GeometryError(f"cat needs one geometry; found {len(first)} and {len(other)} voxels of two geometries")
+    return first.replace(torch.cat([t.feats for t in tensors], dim=1))
+
+
+def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
+    """The sum over the union of the coordinates: rows present in both are added; (batch, Morton) order.
+
+    Raises ShapeError (channels or axes differ), GeometryError (strides differ), DeviceError.
+    """
+    if x.dim != y.dim or x.channels != y.channels:
+        raise ShapeError(f"x has D={x.dim}, C={x.channels}; y has D={y.dim}, C={y.channels}")
+    if x.device != y.device:
+        raise DeviceError(f"x is on {x.device}, y is on {y.device}")
+    if x.stride != y.stride:
+        raise GeometryError(f"x has stride {x.stride}, y has stride {y.stride}")
+    if x.geometry is y.geometry:
+        return x + y
+    coords = torch.cat([x.coords, y.coords])
+    site = _joint_site([x, y], max(x.batch_size, y.batch_size))
+    distinct, place = morton_unique(coords, site.bounds)
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    feats = x.feats.new_zeros((len(distinct), x.channels), dtype=dtype)
+    # Added one after the other: rows are distinct within each, so that the order of addition is fixed.
+    feats = feats.index_add(0, place[: len(x)], x.feats.to(dtype))
+    feats = feats.index_add(0, place[len(x) :], y.feats.to(dtype))
+    return SparseTensor(feats, Geometry(distinct, site))
+
+
+def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
+    """One batch out of many tensors: the batch items of each follow those of the one before.
+
+    Rows keep their order, so that the result's feats are the tensors' feats end to end; `inverse` likewise.
+    """
+    first = _first(tensors, "collate")
+    shift, coords, inverses, rows = 0, [], [], 0
+    for t in tensors:
+        if t.dim != first.dim or t.stride != first.stride or t.device != first.device:
+            raise GeometryError(
+                f"collate needs one D, stride and device; found {first.dim}, {first.stride}, {first.device} and "
+                f"{t.dim}, {t.stride}, {t.device}"
+            )
+        moved = t.coords.clone()
+        moved[:, 0] += shift
+        coords.append(moved)
+        if t.geometry.inverse is not None:
+            inverses.append(torch.where(t.geometry.inverse < 0, -1, t.geometry.inverse + rows))
+        shift, rows = shift + t.batch_size, rows + len(t)
+    inverse = torch.cat(inverses) if len(inverses) == len(tensors) else None
+    geometry = Geometry(torch.cat(coords), _joint_site(tensors, shift), inverse)
+    return SparseTensor(torch.cat([t.feats for t in tensors]), geometry)
+
+
+def split(x: SparseTensor) -> list[SparseTensor]:
+    """One tensor per batch item, each with batch index 0, rows in the order they had."""
+    pieces = []
+    for item in range(x.batch_size):
+        rows = (x.coords[:, 0] == item).nonzero()[:, 0]
+        coords = x.coords[rows]
+        coords[:, 0] = 0
+        pieces.append(SparseTensor(x.feats[rows], Geometry(coords, _with_batch(x, 1, 1 if len(rows) else 0))))
+    return pieces
+
+
+def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
+    """The voxels where `mask` bool [N] is true, in the order they had; differentiable in the features."""
+    if mask.dtype != torch.bool:
+        raise DtypeError(f"mask is torch.bool, found {mask.dtype}")
+    if mask.shape != x.feats.shape[:1]:
+        raise ShapeError(f"mask is [N] = [{len(x)}], found shape {list(mask.shape)}")
+    if mask.device != x.device:
+        raise DeviceError(f"mask is on {mask.device}, x is on {x.device}")
+    rows = mask.nonzero()[:, 0]
+    return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site))
+
+
+def _with_batch(x: SparseTensor, batch_size: int, bound: int) -> Site:
+    site = x.geometry.site
+    bounds = Bounds(site.bounds.low, site.bounds.high, bound)
+    return Site(site.stride, site.spatial_shape, batch_size, bounds, site.frame)
+
+
+def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> Site:
+    """A site that holds all: the box around their boxes, the larger extents, a frame only where all have one."""
+    sites = [t.geometry.site for t in tensors]
+    boxes = [s.bounds for s in sites if s.bounds.batch] or [sites[0].bounds]
+    low = tuple(min(side) for side in zip(*(b.low for b in boxes), strict=True))
+    high = tuple(max(side) for side in zip(*(b.high for b in boxes), strict=True))
+    shapes = [s.spatial_shape for s in sites if s.spatial_shape is not None]
+    shape = tuple(max(e) for e in zip(*shapes, strict=True)) if len(shapes) == len(sites) else None
+    frame = sites[0].frame if all(s.frame == sites[0].frame for s in sites) else None
+    return Site(sites[0].stride, shape, batch_size, Bounds(low, high, batch_size), frame)
+
+
+def _first(tensors: Sequence[SparseTensor], name: str) -> SparseTensor:
+    if not tensors:
+        raise OptionError(f"{name} takes at least one tensor, found 0")
+    return tensors[0]

@@ -1,0 +1,268 @@
+"""SparseTensor: features that sit on coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pumice.coords import Geometry
+from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
+
+
+class SparseTensor:
+    """A tensor that is zero except at N voxels: feats [N, C] at coords int32 [N, 1+D] = (batch, axes...).
+
+        dense[b, :, x, y, z] = feats[n]   where coords[n] = (b, x, y, z)
+
+    Rows stay in the order given. Immutable: operations return new tensors, which share the geometry (and with it
+    the kernel maps already found) wherever the coordinates are the same.
+
+    Parameters
+    ----------
+    feats: floating point [N, C], on the device of coords.
+    coords: int32 [N, 1+D], D from 1 to 4, distinct rows, in units of this tensor's own voxels; may be negative
+        unless `spatial_shape` is given.
+    stride: size of a voxel in finest voxels, an int or one per axis.
+    spatial_shape: extent of the grid per axis; it bounds what convolutions reach. Without it nothing is cut off.
+    batch_size: number of batch items, if the last ones may be empty; else the largest batch index + 1.
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels).
+    """
+
+    def __init__(
+        self,
+        feats: Tensor,
+        coords: Tensor | Geometry,
+        stride: int | Sequence[int] = 1,
+        spatial_shape: Sequence[int] | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        if not isinstance(coords, Geometry):
+            _check_pair(feats, coords)
+            coords = Geometry.checked(coords, stride, spatial_shape, batch_size)
+        _check_feats(feats, coords)
+        self._feats = feats
+        self._geometry = coords
+
+    @property
+    def feats(self) -> Tensor:
+        """[N, C] features."""
+        return self._feats
+
+    @property
+    def geometry(self) -> Geometry:
+        """The coordinates and their kernel maps, shared among tensors."""
+        return self._geometry
+
+    @property
+    def coords(self) -> Tensor:
+        """int32 [N, 1+D] = (batch, axes...), in units of this tensor's own voxels."""
+        return self._geometry.coords
+
+    @property
+    def stride(self) -> tuple[Any, ...]:
+        """Size of a voxel in finest voxels, per axis."""
+        return self._geometry.stride
+
+    @property
+    def spatial_shape(self) -> tuple[int, ...] | None:
+        return self._geometry.spatial_shape
+
+    @property
+    def batch_size(self) -> int:
+        return self._geometry.batch_size
+
+    @property
+    def inverse(self) -> Tensor:
+        """int64 [P]: the row of each point that was voxelised (-1: outside), so that `feats[inverse]` is per point."""
+        if self._geometry.inverse is None:
+            raise GeometryError("these coordinates were not made by voxelize(), so there are no points to go back to")
+        return self._geometry.inverse
+
+    @property
+    def dim(self) -> int:
+        """D, the number of spatial axes."""
+        return self._geometry.dim
+
+    @property
+    def channels(self) -> int:
+        return self._feats.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self._feats.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._feats.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._feats.requires_grad
+
+    def __len__(self) -> int:
+        return self._feats.shape[0]
+
+    def __repr__(self) -> str:
+        cells = ""
+        if self.spatial_shape is not None:
+            total = max(self.batch_size, 1)
+            for extent in self.spatial_shape:
+                total *= max(extent, 1)
+            cells = f", spatial_shape={self.spatial_shape}, {100 * len(self) / total:.3g} % full"
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"SparseTensor({len(self)} voxels x {self.channels} channels, D={self.dim}, stride={self.stride}, "
+            f"batch_size={self.batch_size}{cells}, dtype={self.dtype}, device={str(self.device)!r}{grad})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SparseTensor, (self._feats, self._geometry)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseTensor:
+        # Coordinates never change, so that a copy shares them, as two views of one tensor would.
+        import copy
+
+        copied = SparseTensor(copy.deepcopy(self._feats, memo), self._geometry)
+        memo[id(self)] = copied
+        return copied
+
+    # same coordinates, other features
+
+    def replace(self, feats: Tensor) -> SparseTensor:
+        """These coordinates with other features [N, C']."""
+        return SparseTensor(feats, self._geometry)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SparseTensor:
+        """`replace(function(feats))`: any function that keeps the rows, a torch.nn module say."""
+        return self.replace(function(self._feats))
+
+    def to(self, *args: Any, **kwargs: Any) -> SparseTensor:
+        """As torch.Tensor.to: another dtype, another device (coordinates and maps move along), or both."""
+        feats = self._feats.to(*args, **kwargs)
+        return SparseTensor(feats, self._geometry.to(feats.device, bool(kwargs.get("non_blocking", False))))
+
+    def cpu(self) -> SparseTensor:
+        return self.to("cpu")
+
+    def cuda(self, device: int | str | torch.device = "cuda", non_blocking: bool = False) -> SparseTensor:
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return self.to(target, non_blocking=non_blocking)
+
+    def half(self) -> SparseTensor:
+        return self.map(Tensor.half)
+
+    def bfloat16(self) -> SparseTensor:
+        return self.map(Tensor.bfloat16)
+
+    def float(self) -> SparseTensor:
+        return self.map(Tensor.float)
+
+    def double(self) -> SparseTensor:
+        return self.map(Tensor.double)
+
+    def detach(self) -> SparseTensor:
+        return self.map(Tensor.detach)
+
+    def clone(self) -> SparseTensor:
+        return self.map(Tensor.clone)
+
+    def requires_grad_(self, requires_grad: bool = True) -> SparseTensor:
+        self._feats.requires_grad_(requires_grad)
+        return self
+
+    def pin_memory(self) -> SparseTensor:
+        """A copy in page-locked memory, from which copies to a GPU can be asynchronous."""
+        return SparseTensor(self._feats.pin_memory(), self._geometry.pin_memory())
+
+    def is_pinned(self) -> bool:
+        return self._feats.is_pinned() and self.coords.is_pinned()
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell the allocator that `stream` uses this tensor, as torch.Tensor.record_stream."""
+        self._feats.record_stream(stream)
+        self.coords.record_stream(stream)
+
+    # arithmetic
+
+    def __add__(self, other: Any) -> SparseTensor:
+        """Sum: of rows on one geometry; over the union of the coordinates on two; with a scalar or [N, C] or [C]."""
+        if isinstance(other, SparseTensor) and other.geometry is not self._geometry:
+            from pumice.ops.sets import union
+
+            return union(self, other)
+        return self.replace(self._feats + _operand(self, other, "+"))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> SparseTensor:
+        if isinstance(other, SparseTensor):
+            return self + (-other)
+        return self.replace(self._feats - other)
+
+    def __mul__(self, other: Any) -> SparseTensor:
+        return self.replace(self._feats * _operand(self, other, "*"))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> SparseTensor:
+        return self.replace(self._feats / _operand(self, other, "/"))
+
+    def __neg__(self) -> SparseTensor:
+        return self.replace(-self._feats)
+
+    # other coordinates
+
+    def to_dense(self, spatial_shape: Sequence[int] | None = None, origin: Sequence[int] | None = None) -> Tensor:
+        """The dense tensor [B, C, *spatial_shape]; see pumice.ops.to_dense."""
+        from pumice.ops.sets import to_dense
+
+        return to_dense(self, spatial_shape, origin)
+
+    def prune(self, mask: Tensor) -> SparseTensor:
+        """The voxels where `mask` bool [N] is true, in the order they had."""
+        from pumice.ops.sets import prune
+
+        return prune(self, mask)
+
+    def split(self) -> list[SparseTensor]:
+        """One tensor per batch item (batch index 0 in each), `batch_size` of them."""
+        from pumice.ops.sets import split
+
+        return split(self)
+
+
+def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
+    if not isinstance(other, SparseTensor):
+        return other
+    if other.geometry is not x.geometry:
+        raise GeometryError(
+            f"'{sign}' needs one geometry; the tensors have {len(x)} and {len(other)} voxels of two geometries"
+        )
+    return other.feats
+
+
+def _check_pair(feats: Tensor, coords: Tensor) -> None:
+    if not isinstance(feats, Tensor) or not isinstance(coords, Tensor):
+        raise DtypeError(f"feats and coords are torch tensors, found {type(feats)} and {type(coords)}")
+    if feats.ndim == 2 and coords.ndim == 2 and feats.shape[0] != coords.shape[0]:
+        raise ShapeError(f"feats have {feats.shape[0]} rows, coords have {coords.shape[0]}")
+    if feats.device != coords.device:
+        raise DeviceError(f"feats are on {feats.device}, coords on {coords.device}")
+
+
+def _check_feats(feats: Tensor, geometry: Geometry) -> None:
+    if not feats.is_floating_point():
+        raise DtypeError(f"feats are floating point, found {feats.dtype}")
+    if feats.ndim != 2:
+        raise ShapeError(f"feats are [N, C], found shape {list(feats.shape)}")
+    if feats.shape[0] != geometry.coords.shape[0]:
+        raise ShapeError(f"feats have {feats.shape[0]} rows, the coordinates have {geometry.coords.shape[0]}")
+    # Meta features on real coordinates are how maps are prepared without arithmetic.
+    if feats.device != geometry.device and feats.device.type != "meta":
+        raise DeviceError(f"feats are on {feats.device}, the coordinates on {geometry.device}")

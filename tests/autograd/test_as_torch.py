@@ -1,0 +1,260 @@
+"""What works on a torch tensor or module works here: copies, files, workers, checkpoints, autocast, compile."""
+
+import copy
+import io
+import pickle
+
+import cases
+import pytest
+import torch
+from cases import Case
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+import pumice as pm
+
+
+def sample(seed=0, dtype=torch.float32, batches=2, dim=3, channels=4):
+    """A small SparseTensor."""
+    coords = cases.compact(dim, -4, 4, 20, batches, seed)
+    rng = torch.Generator().manual_seed(seed)
+    return cases.tensor(coords, torch.randn(len(coords), channels, generator=rng).to(dtype))
+
+
+class UNet(torch.nn.Module):
+    """Down and up again: every kind of map, a skip connection, a torch module in a Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = pm.nn.Sequential(pm.nn.Conv3d(4, 8, 3), pm.nn.BatchNorm(8), torch.nn.ReLU())
+        self.down = pm.nn.Conv3d(8, 16, 2, stride=2)
+        self.deep = pm.nn.Conv3d(16, 16, 3)
+        self.up = pm.nn.InverseConv3d(16, 8, 2, stride=2)
+        self.head = pm.nn.Conv3d(16, 5, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(pm.cat([x, self.up(self.deep(self.down(x)), x)]))
+
+
+def net(seed=0):
+    """A UNet with fixed weights."""
+    torch.manual_seed(seed)
+    return UNet()
+
+
+def same(a, b):
+    """Equal coordinates and features."""
+    return torch.equal(a.coords, b.coords) and torch.equal(a.feats, b.feats)
+
+
+def test_deepcopy():
+    x = sample().requires_grad_()
+    y = copy.deepcopy(x)
+    assert same(x, y) and y.feats.data_ptr() != x.feats.data_ptr()
+    model = net()
+    twin = copy.deepcopy(model)
+    assert same(model(x), twin(x))
+    with torch.no_grad():
+        twin.head.weight.zero_()
+    assert not same(model(x), twin(x))
+
+
+def test_pickle():
+    x = sample()
+    net()(x)  # with maps in its geometry
+    y = pickle.loads(pickle.dumps(x))
+    assert same(x, y) and y.stride == x.stride and y.batch_size == x.batch_size and y.spatial_shape == x.spatial_shape
+    assert same(net()(x), net()(y))
+    model = pickle.loads(pickle.dumps(net()))
+    assert same(model(x), net()(x))
+
+
+def test_pickled_together_share_a_geometry():
+    x = sample()
+    a, b = pickle.loads(pickle.dumps((x, x.replace(x.feats * 2))))
+    assert a.geometry is b.geometry and torch.equal((a + b).feats, x.feats * 3)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_torch_save_of_a_tensor(weights_only):
+    x = pm.voxelize(torch.rand(30, 3), size=0.25)
+    for t in (x, pm.ops.max_pool(x, 2), sample(), cases.tensor([], torch.zeros(0, 2), dim=2, batch_size=3)):
+        file = io.BytesIO()
+        torch.save({"x": t}, file)
+        file.seek(0)
+        y = torch.load(file, weights_only=weights_only)["x"]
+        assert same(t, y) and (y.stride, y.batch_size) == (t.stride, t.batch_size)
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=weights_only).inverse, x.inverse)
+
+
+def test_torch_save_of_a_module():
+    model, x = net(0).eval(), sample()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = net(1).eval()
+    assert not same(model(x), other(x))
+    assert other.load_state_dict(torch.load(file, weights_only=True)).missing_keys == []
+    assert same(model(x), other(x))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert same(torch.load(file, weights_only=False)(x), model(x))
+
+
+class Clouds(Dataset):
+    """Eight clouds, made in the worker."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return sample(seed=index, batches=1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_loader(workers):
+    loader = DataLoader(Clouds(), batch_size=4, num_workers=workers, collate_fn=pm.collate,
+                        pin_memory=torch.cuda.is_available())
+    found = list(loader)
+    assert len(found) == 2
+    for part, x in enumerate(found):
+        assert isinstance(x, pm.SparseTensor) and x.batch_size == 4
+        assert same(x, pm.collate([Clouds()[4 * part + i] for i in range(4)]))
+        assert x.is_pinned() == torch.cuda.is_available()
+        assert net()(x).channels == 5
+
+
+def test_a_training_step_lowers_the_loss():
+    model, x = net(), sample()
+    goal = torch.randn(len(x), 5, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(15):
+        loss = torch.nn.functional.mse_loss(model(x).feats, goal)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_gradient_checkpointing():
+    model, x = net(), sample(dtype=torch.float32)
+    feats = x.feats.clone().requires_grad_()
+
+    def through(f):
+        return model(x.replace(f)).feats
+
+    plain = torch.autograd.grad(through(feats).pow(2).sum(), [feats, *model.parameters()])
+    kept = torch.autograd.grad(checkpoint(through, feats, use_reentrant=False).pow(2).sum(),
+                               [feats, *model.parameters()])
+    for a, b in zip(plain, kept, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_checkpoint_of_a_module_that_takes_a_sparse_tensor():
+    model, x = net(), sample()
+    y = checkpoint(model, x.replace(x.feats.clone().requires_grad_()), use_reentrant=False)
+    y.feats.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_autocast(device):
+    model, x = net().to(device), sample().to(device)
+    want = model(x).feats
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = model(x)
+    assert y.dtype == torch.bfloat16
+    assert (y.feats.float() - want).abs().max() <= 0.05 * want.abs().max()
+    y.feats.float().pow(2).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    with torch.autocast(device, dtype=torch.bfloat16), torch.autocast(device, enabled=False):
+        assert model(x).dtype == torch.float32
+
+
+def test_autocast_of_each_operator():
+    x, w = sample(), torch.randn(4, 3, 3, 3, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert pm.ops.conv(x, w, torch.randn(4)).dtype == torch.bfloat16
+        assert pm.ops.conv_transpose(x, w, stride=2).dtype == torch.bfloat16
+        assert pm.ops.conv_inverse(pm.ops.max_pool(x, 3, stride=2), w, x, stride=2).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_without_a_graph_break(backend):
+    torch._dynamo.reset()
+    model, x = net().eval(), sample()
+    with torch.no_grad():
+        want = model(x)  # builds the maps
+        got = torch.compile(model, fullgraph=True, backend=backend)(x)
+    assert torch.equal(got.coords, want.coords)
+    torch.testing.assert_close(got.feats, want.feats)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_training(backend):
+    torch._dynamo.reset()
+    model, x = net(), sample()
+    model(x).feats.pow(2).sum().backward()
+    want = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    torch.compile(model, fullgraph=True, backend=backend)(x).feats.pow(2).sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, want[name], msg=name)
+
+
+def test_compiled_network_takes_another_cloud():
+    """Other sizes: prepared by an eager run, compiled again or with dynamic shapes, the same numbers."""
+    torch._dynamo.reset()
+    model = net().eval()
+    fast = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for seed in range(3):
+            x = sample(seed)
+            want = model(x)
+            torch.testing.assert_close(fast(x).feats, want.feats)
+
+
+def test_compile_says_that_a_map_is_missing():
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="map"), torch.no_grad():
+        torch.compile(net().eval(), fullgraph=True, backend="eager")(sample())
+
+
+@pytest.mark.parametrize("case", [Case("same", (3, 3)), Case("groups", (3, 3), groups=2, channels=(4, 2))], ids=str)
+def test_registered_operators_pass_opcheck(case):
+    """Schemas, fake kernels and autograd registrations of the dispatcher's operators that a convolution calls."""
+    ops = cases.operands(case, torch.float32)
+    seen = {}
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "pumice":
+                seen.setdefault(func, (args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Spy():
+        pm.ops.conv(cases.tensor(ops.coords, ops.feats), ops.weight, ops.bias, groups=case.groups).feats.sum().backward()
+    assert seen, "no operator of the library was dispatched"
+    for func, (args, kwargs) in seen.items():
+        inputs = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
+        torch.library.opcheck(func, inputs, kwargs, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_modules_show_their_sizes():
+    text = repr(net())
+    assert "Conv3d(4, 8" in text and "InverseConv3d(16, 8" in text
+
+
+def test_mixed_sequential_and_residual_block():
+    torch.manual_seed(0)
+    x = sample()
+    model = pm.nn.Sequential(torch.nn.Linear(4, 8), pm.nn.ReLU(), pm.nn.ResidualBlock(8, 8), pm.nn.Linear(8, 3))
+    y = model(x)
+    assert y.channels == 3 and y.geometry is x.geometry

@@ -1,0 +1,46 @@
+"""What every test shares: the GPU skip, the folder of real scans, thread count, hypothesis profiles."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
+
+from pumice.env import settings
+
+MAX_THREADS = 4
+
+# A test's time says nothing on a shared machine, so neither deadlines nor slow generation fail one.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+hypothesis_settings.register_profile("local", **_COMMON)
+hypothesis_settings.register_profile("ci", derandomize=True, print_blob=True, **_COMMON)
+hypothesis_settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def _usable_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def pytest_configure() -> None:
+    # The tensors of the tests are small: more threads only wait for each other.
+    torch.set_num_threads(min(_usable_cores(), MAX_THREADS))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needy = [item for item in items if item.get_closest_marker("gpu")]
+    if needy and not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="torch.cuda.is_available() is False")
+        for item in needy:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real scans."""
+    folder = settings().data
+    if folder is None:
+        pytest.skip("PUMICE_DATA is not set: no real scans to read")
+    return folder

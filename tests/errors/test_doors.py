@@ -1,0 +1,254 @@
+"""Every error at the door: its type, and the numbers in its message."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import pumice as pm
+from pumice.errors import (
+    CoordinateError,
+    DeviceError,
+    DtypeError,
+    GeometryError,
+    OptionError,
+    PumiceError,
+    ShapeError,
+)
+
+
+def grid(n=3, dim=2, batch=0):
+    """int32 coordinates 0..n-1 on a diagonal."""
+    return torch.tensor([[batch, *[i] * dim] for i in range(n)], dtype=torch.int32).reshape(n, 1 + dim)
+
+
+def sparse(n=3, channels=4, dim=2, **more):
+    """A small SparseTensor."""
+    return pm.SparseTensor(torch.ones(n, channels), grid(n, dim), **more)
+
+
+def weight(*shape):
+    """A weight of ones."""
+    return torch.ones(*shape)
+
+
+def points(*rows):
+    """Points as a float matrix."""
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def dilated(x):
+    """x with coordinates of its own, one voxel more on each side."""
+    return pm.ops.conv(x, weight(4, 3, 3, 4), out="support")
+
+
+HUGE = torch.zeros(1, 3, dtype=torch.int32).expand(2**31, 3)
+CORNERS = torch.tensor([[0, *[-(2**31)] * 4], [0, *[2**31 - 1] * 4]], dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Door:
+    """A call that must fail, the type of its error, and words (numbers, mostly) that its message must hold."""
+
+    name: str
+    error: type[Exception]
+    words: tuple[str, ...]
+    call: Callable[[], object]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+TENSOR = [
+    Door("duplicates", CoordinateError, ("2 of 5", "[0, 1, 1]", "duplicate"),
+         lambda: pm.SparseTensor(torch.ones(5, 1), grid(3)[[0, 1, 1, 1, 2]])),
+    Door("duplicates-far-apart", CoordinateError, ("1 of 4", "[0, 0, 0]"),
+         lambda: pm.SparseTensor(torch.ones(4, 1), grid(3)[[0, 1, 2, 0]])),
+    Door("float-coords", DtypeError, ("int32", "float32"),
+         lambda: pm.SparseTensor(torch.ones(3, 1), grid().float())),
+    Door("int64-coords", DtypeError, ("int32", "int64"),
+         lambda: pm.SparseTensor(torch.ones(3, 1), grid().long())),
+    Door("seven-columns", ShapeError, ("7",),
+         lambda: pm.SparseTensor(torch.ones(2, 1), torch.zeros(2, 7, dtype=torch.int32))),
+    Door("one-column", ShapeError, ("1",),
+         lambda: pm.SparseTensor(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32))),
+    Door("flat-coords", ShapeError, ("[3]",),
+         lambda: pm.SparseTensor(torch.ones(3, 1), torch.zeros(3, dtype=torch.int32))),
+    Door("lengths", ShapeError, ("4", "3"), lambda: pm.SparseTensor(torch.ones(4, 1), grid(3))),
+    Door("flat-feats", ShapeError, ("[3]",), lambda: pm.SparseTensor(torch.ones(3), grid(3))),
+    Door("integer-feats", DtypeError, ("int64",), lambda: pm.SparseTensor(torch.ones(3, 1).long(), grid(3))),
+    Door("mixed-devices", DeviceError, ("cpu", "meta"),
+         lambda: pm.SparseTensor(torch.ones(3, 1), grid(3).to("meta"))),
+    Door("mixed-devices-feats", DeviceError, ("cpu", "meta"),
+         lambda: pm.SparseTensor(torch.ones(3, 1, device="meta"), grid(3))),
+    Door("63-bit-keys", CoordinateError, ("2147483648", "63-bit"),
+         lambda: pm.SparseTensor(torch.ones(2, 1), CORNERS)),
+    Door("too-many-voxels", CoordinateError, (str(2**31), str(2**31 - 1)),
+         lambda: pm.SparseTensor(torch.ones(1, 1).expand(2**31, 1), HUGE)),
+    Door("too-many-voxels-meta", CoordinateError, (str(2**31), str(2**31 - 1)),
+         lambda: pm.SparseTensor(torch.ones(2**31, 1, device="meta"),
+                                 torch.empty(2**31, 3, dtype=torch.int32, device="meta"))),
+    Door("negative-batch", CoordinateError, ("-1",), lambda: pm.SparseTensor(torch.ones(3, 1), grid(3, batch=-1))),
+    Door("batch-size", CoordinateError, ("2",),
+         lambda: pm.SparseTensor(torch.ones(3, 1), grid(3, batch=2), batch_size=2)),
+    Door("outside-the-shape", CoordinateError, ("(2, 2)", "(3, 2)"),
+         lambda: sparse(spatial_shape=(3, 2))),
+    Door("below-the-shape", CoordinateError, ("-5",),
+         lambda: pm.SparseTensor(torch.ones(3, 1), grid(3) - torch.tensor([0, 5, 0], dtype=torch.int32),
+                                 spatial_shape=(9, 9))),
+    Door("shape-length", ShapeError, ("3", "2"), lambda: sparse(spatial_shape=(9, 9, 9))),
+    Door("stride-length", ShapeError, ("3", "2"), lambda: sparse(stride=(1, 1, 1))),
+    Door("stride-zero", PumiceError, ("0",), lambda: sparse(stride=0)),
+    Door("no-inverse", GeometryError, ("voxelize",), lambda: sparse().inverse),
+]
+
+CONV = [
+    Door("c-in", ShapeError, ("5", "4"), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 5))),
+    Door("c-in-groups", ShapeError, ("6", "4"), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 3), groups=2)),
+    Door("kernel-axes", ShapeError, ("2", "[2, 3, 3, 3, 4]"), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 3, 4))),
+    Door("groups-do-not-divide-in", ShapeError, ("3", "4"),
+         lambda: pm.ops.conv(sparse(), weight(3, 3, 3, 1), groups=3)),
+    Door("groups-do-not-divide-out", ShapeError, ("2", "3"),
+         lambda: pm.ops.conv(sparse(), weight(3, 3, 3, 2), groups=2)),
+    Door("groups-zero", OptionError, ("0",), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), groups=0)),
+    Door("bias", ShapeError, ("3", "2"), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), torch.ones(3))),
+    Door("dtypes", DtypeError, ("float32", "float64"), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4).double())),
+    Door("bias-dtype", DtypeError, ("float32", "float64"),
+         lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), torch.ones(2).double())),
+    Door("weight-device", DeviceError, ("cpu", "meta"),
+         lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4).to("meta"))),
+    Door("stride-negative", OptionError, ("-2", "1"), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), stride=-2)),
+    Door("stride-zero", OptionError, ("0", "1"), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), stride=(1, 0))),
+    Door("dilation-negative", OptionError, ("-1", "1"),
+         lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), dilation=-1)),
+    Door("padding-negative", OptionError, ("-1", "0"), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), padding=-1)),
+    Door("stride-length", ShapeError, ("3", "2"),
+         lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), stride=(2, 2, 2))),
+    Door("stride-float", OptionError, ("2.0",), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), stride=(2.0, 2.0))),
+    Door("policy", OptionError, ("dilating", "same", "support", "floor_unique"),
+         lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), out="dilating")),
+    Door("same-with-stride", OptionError, ("same", "2"),
+         lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), out="same", stride=2)),
+    Door("given-without-target", PumiceError, ("given",),
+         lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), out="given")),
+    Door("target-type", OptionError, ("int",), lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), out=5)),
+    Door("target-axes", ShapeError, ("3", "2"),
+         lambda: pm.ops.conv(sparse(), weight(2, 3, 3, 4), out=sparse(dim=3))),
+    Door("not-a-sparse-tensor", DtypeError, ("Tensor",), lambda: pm.ops.conv(torch.ones(3, 4), weight(2, 3, 3, 4))),
+    Door("offsets-count", ShapeError, ("3", "2"),
+         lambda: pm.ops.conv(sparse(), weight(2, 3, 4), offsets=[(0, 0), (1, 1)])),
+    Door("offsets-twice", OptionError, ("3", "2"),
+         lambda: pm.ops.conv(sparse(), weight(2, 3, 4), offsets=[(0, 0), (1, 1), (0, 0)])),
+    Door("offsets-axes", ShapeError, ("3", "2"),
+         lambda: pm.ops.conv(sparse(), weight(2, 2, 4), offsets=[(0, 0, 0), (1, 1, 1)])),
+    Door("transposed-c-in", ShapeError, ("5", "4"), lambda: pm.ops.conv_transpose(sparse(), weight(2, 3, 3, 5))),
+    Door("transposed-beyond-int32", CoordinateError, (str(2**31 - 1),),
+         lambda: pm.ops.conv_transpose(pm.SparseTensor(torch.ones(1, 4), grid(1) + torch.tensor(
+             [0, 2**30, 0], dtype=torch.int32)), weight(2, 2, 2, 4), stride=2)),
+    Door("inverse-axes", ShapeError, ("3", "2"),
+         lambda: pm.ops.conv_inverse(sparse(stride=2), weight(2, 2, 2, 4), sparse(dim=3), stride=2)),
+    Door("inverse-strides", GeometryError, ("4", "2"),
+         lambda: pm.ops.conv_inverse(sparse(stride=4), weight(2, 2, 2, 4), sparse(), stride=2)),
+    Door("inverse-without-target", PumiceError, ("target",),
+         lambda: pm.ops.conv_inverse(sparse(stride=2), weight(2, 2, 2, 4), None, stride=2)),
+    Door("pool-kernel", OptionError, ("0",), lambda: pm.ops.max_pool(sparse(), 0)),
+    Door("pool-policy", OptionError, ("everywhere", "support"), lambda: pm.ops.avg_pool(sparse(), 2, out="everywhere")),
+    Door("module-groups", PumiceError, ("3", "4"), lambda: pm.nn.Conv2d(4, 6, 3, groups=3)),
+    Door("module-kernel-axes", PumiceError, ("3", "2"), lambda: pm.nn.Conv2d(4, 6, (3, 3, 3))),
+    Door("module-dim", ShapeError, ("3", "2"), lambda: pm.nn.Conv3d(4, 6, 3)(sparse())),
+    Door("module-channels", ShapeError, ("5", "4"), lambda: pm.nn.Conv2d(5, 6, 3)(sparse())),
+]
+
+SETS = [
+    Door("cat-geometries", GeometryError, ("3", "2"), lambda: pm.cat([sparse(3), sparse(2)])),
+    Door("cat-nothing", PumiceError, ("0",), lambda: pm.cat([])),
+    Door("collate-nothing", PumiceError, ("0",), lambda: pm.collate([])),
+    Door("collate-dims", PumiceError, ("2", "3"), lambda: pm.collate([sparse(), sparse(dim=3)])),
+    Door("collate-channels", PumiceError, ("4", "5"), lambda: pm.collate([sparse(), sparse(channels=5)])),
+    Door("collate-dtypes", PumiceError, ("float32", "float64"), lambda: pm.collate([sparse(), sparse().double()])),
+    Door("union-channels", ShapeError, ("4", "5"), lambda: pm.union(sparse(), sparse(channels=5))),
+    Door("union-strides", GeometryError, ("1", "2"), lambda: pm.union(sparse(), sparse(stride=2))),
+    Door("plus-channels", ShapeError, ("4", "5"), lambda: (lambda x: x + x.replace(torch.ones(3, 5)))(sparse())),
+    Door("times-geometries", GeometryError, ("3", "2"), lambda: sparse(3) * sparse(2)),
+    Door("replace-rows", ShapeError, ("2", "3"), lambda: sparse(3).replace(torch.ones(2, 4))),
+    Door("prune-length", ShapeError, ("2", "3"), lambda: sparse(3).prune(torch.ones(2, dtype=torch.bool))),
+    Door("prune-dtype", DtypeError, ("bool", "int64"), lambda: sparse(3).prune(torch.ones(3, dtype=torch.int64))),
+    Door("to-dense-outside", CoordinateError, ("(2, 2)", "(1, 1)"), lambda: sparse(3).to_dense((2, 2))),
+    Door("to-dense-axes", ShapeError, ("2",), lambda: sparse(3).to_dense((4, 4, 4))),
+    Door("from-dense-axes", ShapeError, ("[2, 3]",), lambda: pm.from_dense(torch.ones(2, 3))),
+    Door("from-dense-dtype", DtypeError, ("int64",), lambda: pm.from_dense(torch.ones(2, 3, 4).long())),
+]
+
+POINTS = [
+    Door("nan", CoordinateError, ("1 of 3",),
+         lambda: pm.voxelize(points([0, 0], [float("nan"), 0], [1, 1]), size=1.0)),
+    Door("infinite", CoordinateError, ("1 of 2",), lambda: pm.voxelize(points([0, 0], [float("inf"), 0]), size=1.0)),
+    Door("nan-with-shape", CoordinateError, ("1 of 2",),
+         lambda: pm.voxelize(points([0, 0], [float("nan"), 0]), size=1.0, spatial_shape=(4, 4))),
+    Door("nan-with-origin-min", CoordinateError, ("1 of 2",),
+         lambda: pm.voxelize(points([0, 0], [float("nan"), 0]), size=1.0, origin="min")),
+    Door("beyond-int32", CoordinateError, (str(2**31 - 1),), lambda: pm.voxelize(points([1e12, 0]), size=0.05)),
+    Door("size-zero", OptionError, ("0",), lambda: pm.voxelize(points([0, 0]), size=0)),
+    Door("size-negative", OptionError, ("-0.5",), lambda: pm.voxelize(points([0, 0]), size=(1.0, -0.5))),
+    Door("size-nan", OptionError, ("nan",), lambda: pm.voxelize(points([0, 0]), size=float("nan"))),
+    Door("size-length", ShapeError, ("3", "2"), lambda: pm.voxelize(points([0, 0]), size=(1.0, 1.0, 1.0))),
+    Door("origin-length", ShapeError, ("3", "2"), lambda: pm.voxelize(points([0, 0]), size=1.0, origin=(0, 0, 0))),
+    Door("origin-unknown", OptionError, ("max", "min"), lambda: pm.voxelize(points([0, 0]), size=1.0, origin="max")),
+    Door("rounding-unknown", OptionError, ("up", "floor", "round"),
+         lambda: pm.voxelize(points([0, 0]), size=1.0, rounding="up")),
+    Door("reduce-unknown", OptionError, ("median", "mean", "sum", "max", "first"),
+         lambda: pm.voxelize(points([0, 0]), size=1.0, reduce="median")),
+    Door("feats-length", ShapeError, ("3", "1"), lambda: pm.voxelize(points([0, 0]), torch.ones(3, 1), size=1.0)),
+    Door("batch-length", ShapeError, ("3", "1"),
+         lambda: pm.voxelize(points([0, 0]), size=1.0, batch=torch.zeros(3, dtype=torch.int64))),
+    Door("batch-dtype", DtypeError, ("float32",), lambda: pm.voxelize(points([0, 0]), size=1.0, batch=torch.zeros(1))),
+    Door("batch-negative", CoordinateError, ("-1",),
+         lambda: pm.voxelize(points([0, 0]), size=1.0, batch=torch.tensor([-1]))),
+    Door("batch-size", CoordinateError, ("3", "2"),
+         lambda: pm.voxelize(points([0, 0]), size=1.0, batch=torch.tensor([3]), batch_size=2)),
+    Door("batch-device", DeviceError, ("cpu", "meta"),
+         lambda: pm.voxelize(points([0, 0]), size=1.0, batch=torch.zeros(1, dtype=torch.int64, device="meta"))),
+    Door("integer-points", DtypeError, ("int64",), lambda: pm.voxelize(torch.zeros(2, 3).long(), size=1.0)),
+    Door("five-axes", ShapeError, ("5", "4"), lambda: pm.voxelize(torch.zeros(2, 5), size=1.0)),
+    Door("interpolate-mode", OptionError, ("cubic", "nearest", "trilinear"),
+         lambda: pm.interpolate(sparse(), torch.zeros(2, 3), "cubic")),
+    Door("interpolate-columns", ShapeError, ("4", "3"),
+         lambda: pm.interpolate(sparse(), torch.zeros(2, 4), "nearest")),
+    Door("devoxelize-mode", OptionError, ("cubic", "nearest", "trilinear"),
+         lambda: pm.devoxelize(pm.voxelize(points([0, 0]), size=1.0), points([0, 0]), mode="cubic")),
+    Door("devoxelize-without-points", GeometryError, ("voxelize",), lambda: pm.devoxelize(sparse())),
+    Door("devoxelize-without-a-frame", GeometryError, ("voxelize",), lambda: pm.devoxelize(sparse(), points([0, 0]))),
+    Door("devoxelize-axes", ShapeError, ("3", "2"),
+         lambda: pm.devoxelize(pm.voxelize(points([0, 0]), size=1.0), points([0, 0, 0]))),
+]
+
+
+@pytest.mark.parametrize("door", [*TENSOR, *CONV, *SETS, *POINTS], ids=str)
+def test_door(door: Door):
+    with pytest.raises(door.error) as caught:
+        door.call()
+    assert isinstance(caught.value, PumiceError), type(caught.value)
+    for word in door.words:
+        assert word in str(caught.value), f"{word!r} is missing from: {caught.value}"
+
+
+def test_every_error_is_a_builtin_kind_too():
+    assert issubclass(ShapeError, ValueError) and issubclass(DtypeError, TypeError)
+    assert all(issubclass(e, ValueError) for e in (DeviceError, CoordinateError, GeometryError, OptionError))
+    assert all(issubclass(getattr(pm.errors, name), PumiceError) for name in pm.errors.__all__)
+
+
+def test_a_failed_call_leaves_nothing_behind():
+    """A map that could not be made is not kept; the next call works."""
+    x = sparse()
+    with pytest.raises(PumiceError):
+        pm.ops.conv(x, weight(2, 3, 3, 4), out="nowhere")
+    assert not x.geometry.maps
+    assert len(pm.ops.conv(x, weight(2, 3, 3, 4))) == 3
+
+
+def test_nothing_is_clamped_in_silence():
+    """Batch indices beyond int32 would wrap to small numbers."""
+    with pytest.raises(PumiceError):
+        pm.voxelize(points([0, 0]), size=1.0, batch=torch.tensor([2**32]))
