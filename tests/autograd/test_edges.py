@@ -1,5 +1,8 @@
 """Sizes and layouts at the edge: no voxel, one voxel, a missing batch item, odd channels, strided memory."""
 
+import gc
+import weakref
+
 import cases
 import oracle
 import pytest
@@ -163,3 +166,59 @@ def test_inputs_are_left_alone(name):
     ops_of(2)[name](x, w)
     for a, b in zip(before, (x.feats, x.coords, w), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_means_of_many_low_precision_values(dtype, device):
+    """Neither the sum nor the count of a mean has to fit the dtype of the result."""
+    points = torch.rand(5000, 1, device=device)
+    feats = torch.full((5000, 1), 30.0, dtype=dtype, device=device)
+    assert pm.voxelize(points, feats, size=1.0).feats.item() == 30.0
+    coords = [(0, i) for i in range(5000)]
+    x = cases.tensor(coords, feats)
+    assert pm.ops.global_avg_pool(x).item() == 30.0
+    large = cases.tensor(coords[:8], torch.full((8, 1), 40000.0, dtype=torch.float16, device=device))
+    assert pm.ops.avg_pool(large, 8).feats.item() == 40000.0
+    at = torch.tensor([[0, 3.0]], dtype=torch.float64, device=device)
+    assert pm.interpolate(large, at, "trilinear").item() == 40000.0
+
+
+def test_nan_is_seen_and_not_lost():
+    """A NaN in the features reaches what depends on it and nothing else."""
+    coords = [(0, 0), (0, 1), (0, 8)]
+    x = cases.tensor(coords, torch.tensor([[1.0], [float("nan")], [2.0]]))
+    for pool in (pm.ops.max_pool, pm.ops.avg_pool, pm.ops.sum_pool):
+        y = pool(x, 2).feats
+        assert y[0].isnan() and y[1] == 2.0
+    assert pm.ops.global_max_pool(x).isnan().all()
+    assert pm.voxelize(torch.tensor([[0.1], [0.2]]), torch.tensor([[1.0], [float("nan")]]), size=1.0,
+                       reduce="max").feats.isnan().all()
+    y = pm.ops.conv(x, torch.ones(1, 3, 1)).feats
+    assert y[:2].isnan().all() and y[2] == 2.0
+    dense = torch.tensor([[[0.0, float("nan"), 3.0]]])
+    assert cases.tuples(pm.from_dense(dense)) == [(0, 1), (0, 2)]
+
+
+def test_infinities_stay_where_they_are():
+    """The pairs of a map are few; nothing is multiplied by zero instead of left out."""
+    x = cases.tensor([(0, 0), (0, 8)], torch.tensor([[float("inf")], [2.0]]))
+    assert pm.ops.conv(x, torch.ones(1, 3, 1)).feats[1] == 2.0
+    assert pm.interpolate(x, torch.tensor([[0, 8.5]]), "trilinear").item() == 2.0
+
+
+def test_tensors_leave_no_cycle_behind():
+    """Memory goes when the last reference goes, not when the garbage collector comes."""
+    coords = cases.compact(2, -3, 3, 10)
+    w = torch.randn(2, 3, 3, 2)
+    for name, function in ops_of(2).items():
+        x = cases.tensor(coords, torch.randn(len(coords), 2, requires_grad=True))
+        gc.collect()
+        gc.disable()
+        try:
+            y = function(x, w)
+            y.feats.sum().backward()
+            alive = weakref.ref(x.geometry), weakref.ref(y.geometry)
+            del x, y
+            assert [a() for a in alive] == [None, None], name
+        finally:
+            gc.enable()

@@ -4,13 +4,17 @@ import cases
 import pytest
 import torch
 from cases import Case
-from torch.autograd import gradcheck
 
 import pumice as pm
 
 
+def gradcheck(function, leaves):
+    """First derivatives along random directions; entry by entry they are compared with the oracle elsewhere."""
+    return torch.autograd.gradcheck(function, leaves, fast_mode=True)
+
+
 def gradgradcheck(function, leaves):
-    """Second derivatives, projected on random directions: every entry by itself would take most of the suite."""
+    """Second derivatives along random directions."""
     return torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
 
@@ -97,6 +101,17 @@ def test_gradcheck_of_interpolation(mode, normalize):
 
     assert gradcheck(function, [ops.feats])
     assert gradgradcheck(function, [ops.feats])
+
+
+def test_gradcheck_of_interpolation_by_position():
+    x = cases.tensor(cases.compact(2, -3, 3, 20, 1), torch.randn(20, 2, dtype=torch.float64))
+    at = torch.rand(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 4 - 2
+    at.requires_grad_()
+
+    def function(u):
+        return pm.interpolate(x, torch.cat([torch.zeros(6, 1, dtype=torch.float64), u], 1), "trilinear")
+
+    assert gradcheck(function, [at])
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "first"])

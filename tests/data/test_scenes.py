@@ -106,7 +106,7 @@ def test_noise_is_along_the_ray() -> None:
         {"noise": -0.1},
         {"dropout": 1.0},
         {"max_range": 1e9},
-        {"beams": 4, "azimuths": 32, "max_range": 10},
+        {"beams": 4, "azimuths": 32, "max_range": 10, "dropout": 0.95},
     ],
 )
 def test_bad_options_are_refused(options: dict[str, int]) -> None:

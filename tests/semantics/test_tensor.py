@@ -215,3 +215,25 @@ def test_maps_survive_a_move_and_still_agree(device):
     after = pm.ops.conv(pm.ops.conv(far, w.to(device)), w.to(device), stride=2)
     assert tuples(before) == tuples(after)
     np.testing.assert_allclose(cases.array(before.feats), cases.array(after.feats), atol=1e-12)
+
+
+def test_sums_and_differences_of_different_geometries():
+    a, b = random_tensor(seed=1), random_tensor(seed=2)
+    assert torch.equal((a - b).feats, pm.union(a, b.replace(-b.feats)).feats)
+    assert torch.equal((2.0 * a).feats, a.feats * 2) and torch.equal((a / 2).feats, a.feats / 2)
+
+
+def test_union_of_dtypes_promotes():
+    a, b = random_tensor(seed=1), random_tensor(seed=2).float()
+    assert pm.union(a, b).dtype == torch.float64
+
+
+def test_the_frame_of_voxelize_survives_sets_and_pools():
+    points = torch.rand(40, 2, dtype=torch.float64) * 8
+    x = pm.voxelize(points, size=0.5)
+    at = pm.devoxelize(x, points)
+    torch.testing.assert_close(pm.devoxelize(x.prune(torch.ones(len(x), dtype=torch.bool)), points), at)
+    torch.testing.assert_close(pm.devoxelize(pm.union(x, x * 0), points), at)
+    both = pm.collate([x, x])
+    torch.testing.assert_close(pm.devoxelize(both, points, torch.ones(40, dtype=torch.int64)), at)
+    assert torch.equal(both.feats[both.inverse], torch.cat([x.feats[x.inverse]] * 2))

@@ -5,7 +5,7 @@ from pumice.coords.geometry import Frame, Geometry, Site, same_geometry
 from pumice.coords.kernel_map import KernelMap, Pairs
 from pumice.coords.keys import Bounds, KeySpace, morton_argsort, morton_unique
 from pumice.coords.relation import POLICIES, Relation, as_axes
-from pumice.coords.voxel import ROUNDINGS, frame_of, quantize
+from pumice.coords.voxel import ROUNDINGS, check_points, frame_of, quantize
 
 __all__ = [
     "POLICIES",
@@ -19,6 +19,7 @@ __all__ = [
     "Relation",
     "Site",
     "as_axes",
+    "check_points",
     "frame_of",
     "kernel_map",
     "morton_argsort",

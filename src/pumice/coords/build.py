@@ -58,6 +58,12 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
     """The forward map from `target` to `geometry`, transposed. It is kept by `target`, the one that lives longer."""
     if target is None:
         raise GeometryError("policy 'cached_inverse' needs the target coordinates that the inputs were made from")
+    _check_target(geometry, target)
+    if geometry.site.stride != target.site.scaled([Fraction(s) for s in relation.stride]).stride:
+        raise GeometryError(
+            f"x has stride {geometry.stride}; a convolution of stride {relation.stride} from the target's stride "
+            f"{target.stride} does not lead there"
+        )
     for policy in FORWARD:
         kept = target.maps.get((replace(relation, policy=policy), None))
         if kept is not None and kept[1] is geometry:
@@ -78,11 +84,15 @@ def _same(geometry: Geometry, relation: Relation, target: Geometry | None) -> Ge
 def _given(geometry: Geometry, relation: Relation, target: Geometry | None) -> Geometry:
     if target is None:
         raise GeometryError("policy 'given' needs the coordinates of the outputs")
+    _check_target(geometry, target)
+    return target
+
+
+def _check_target(geometry: Geometry, target: Geometry) -> None:
     if target.dim != geometry.dim:
         raise ShapeError(f"the target has {target.dim} spatial axes, the input has {geometry.dim}")
     if target.device != geometry.device:
         raise DeviceError(f"the target is on {target.device}, the input on {geometry.device}")
-    return target
 
 
 def _floor_unique(geometry: Geometry, relation: Relation, target: Geometry | None) -> Geometry:

@@ -130,7 +130,7 @@ class Geometry:
 
     @property
     def inverse(self) -> Tensor | None:
-        """int64 [P]: the row of each of the points that were voxelised, -1 for a point outside; None if there were none."""
+        """int64 [P]: the row of each point that was voxelised, -1 for a point outside; None if there were none."""
         return self._inverse
 
     @property
@@ -195,7 +195,7 @@ class Geometry:
 
 
 def same_geometry(a: Any, b: Any, check: bool = False) -> bool:
-    """Whether two geometries (or tensors) are one; with `check=True` also whether their values are equal, row by row."""
+    """Whether two geometries (or tensors) are one; with `check=True`, or have the same rows in the same order."""
     one, two = getattr(a, "geometry", a), getattr(b, "geometry", b)
     if one is two or not check:
         return one is two

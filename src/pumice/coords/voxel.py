@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -30,11 +31,11 @@ def quantize(
     Raises CoordinateError (non-finite points, cells beyond int32, a batch index outside batch_size), ShapeError,
     DtypeError and DeviceError on points and batch that do not fit.
     """
-    _check_points(points, batch)
+    check_points(points, batch)
     cells = torch.floor(frame.positions(points))
     _check_cells(cells)
     coords = torch.empty(len(points), points.shape[1] + 1, dtype=torch.int32, device=points.device)
-    coords[:, 0] = 0 if batch is None else batch
+    coords[:, 0] = 0 if batch is None else _batch_column(batch)
     coords[:, 1:] = cells.int()
     kept = None
     if spatial_shape is not None:
@@ -63,18 +64,23 @@ def frame_of(
     """
     dim = points.shape[1] if points.ndim == 2 else 0
     sizes = _numbers(size, dim, "size")
-    if min(sizes, default=1.0) <= 0:
-        raise OptionError(f"size takes positive lengths, found {sizes}")
+    if not all(0 < s < math.inf for s in sizes):
+        raise OptionError(f"size takes positive, finite lengths, found {sizes}")
     if rounding not in ROUNDINGS:
         raise OptionError(f"rounding={rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
     if isinstance(origin, str):
         if origin != "min":
             raise OptionError(f"origin={origin!r} is unknown; there are numbers and 'min'")
         low = points.double().amin(dim=0).tolist() if len(points) else [0.0] * dim
+        if not all(map(math.isfinite, low)):
+            raise _not_finite(points)
         if rounding == "round":
             low = [round(a / s) * s for a, s in zip(low, sizes, strict=True)]
         return Frame(sizes, tuple(low), rounding)
-    return Frame(sizes, _numbers(origin, dim, "origin"), rounding)
+    place = _numbers(origin, dim, "origin")
+    if not all(map(math.isfinite, place)):
+        raise OptionError(f"origin takes finite numbers, found {place}")
+    return Frame(sizes, place, rounding)
 
 
 def _numbers(value: float | Sequence[float] | Tensor, dim: int, name: str) -> tuple[float, ...]:
@@ -86,13 +92,20 @@ def _numbers(value: float | Sequence[float] | Tensor, dim: int, name: str) -> tu
     return values
 
 
+def _batch_column(batch: Tensor) -> Tensor:
+    if len(batch) and int(batch.max()) > INT32_MAX:
+        raise CoordinateError(f"batch indices reach {int(batch.max())}; int32 holds up to {INT32_MAX}")
+    return batch.int()
+
+
 def _scatter(place: Tensor, kept: Tensor) -> Tensor:
     inverse = torch.full(kept.shape, -1, dtype=torch.int64, device=kept.device)
     inverse[kept] = place
     return inverse
 
 
-def _check_points(points: Tensor, batch: Tensor | None) -> None:
+def check_points(points: Tensor, batch: Tensor | None) -> None:
+    """Raise what is wrong with points [P, D] and their batch indices [P]."""
     if not points.is_floating_point():
         raise DtypeError(f"points are floating point, found {points.dtype}")
     if points.ndim != 2 or not 1 <= points.shape[1] <= 4:
@@ -109,14 +122,18 @@ def _check_points(points: Tensor, batch: Tensor | None) -> None:
         raise DeviceError(f"batch is on {batch.device}, the points on {points.device}")
 
 
+def _not_finite(points: Tensor) -> CoordinateError:
+    bad = int((~torch.isfinite(points)).any(dim=1).sum())
+    return CoordinateError(f"{bad} of {len(points)} points are not finite")
+
+
 def _check_cells(cells: Tensor) -> None:
     if len(cells) == 0:
         return
     low, high = torch.stack(torch.aminmax(cells.reshape(-1), dim=0)).tolist()
     if not (low >= -(2**31) and high <= INT32_MAX):  # a NaN fails both
-        bad = int((~torch.isfinite(cells)).any(dim=1).sum())
-        if bad:
-            raise CoordinateError(f"{bad} of {len(cells)} points are not finite")
+        if not bool(torch.isfinite(cells).all()):
+            raise _not_finite(cells)
         raise CoordinateError(
             f"voxels would reach {low:.0f} to {high:.0f}; int32 holds {-(2**31)} to {INT32_MAX}. Use a larger size"
         )

@@ -62,7 +62,8 @@ def from_columns(table: np.ndarray) -> Cloud:
     if table.shape[1] in (4, 6):
         return Cloud(table[:, :3], unit_scale(rest))
     if table.shape[1] == 5:
-        ring = bool(np.all(rest[:, 1] == np.round(rest[:, 1]))) and len(rest) > 0
+        last = rest[np.isfinite(rest[:, 1]), 1]
+        ring = len(last) > 0 and bool(np.all(last == np.round(last)))
         extra = rest[:, 2:] if ring else rest[:, 1:]
         return Cloud(table[:, :3], np.concatenate([unit_scale(rest[:, :1]), extra], axis=1))
     return Cloud(table[:, :3], rest)

@@ -106,9 +106,10 @@ def read_labels(path: str | Path) -> tuple[np.ndarray, LabelSet]:
     (nuScenes lidarseg); ``.npy`` holds integers. Raises FileError on any other file.
     """
     path = _existing(Path(path))
-    if path.suffix not in _LABEL_READERS:
+    suffix = path.suffix.lower()
+    if suffix not in _LABEL_READERS:
         raise bad_file(path, f"labels in one of {', '.join(sorted(_LABEL_READERS))}", path.suffix or "no suffix")
-    return _LABEL_READERS[path.suffix](path)
+    return _LABEL_READERS[suffix](path)
 
 
 def _existing(path: Path) -> Path:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, Pairs
@@ -47,8 +49,15 @@ def tables(kernel_map: KernelMap) -> tuple[Tensor, ...]:
 
 
 def forward(x: Tensor, weight: Tensor, tables: Sequence[Tensor], rows: int, groups: int) -> Tensor:
-    return _backend(x.device.type).forward(x, weight, tables, rows, groups)
+    with _as_given(x.device.type):
+        return _backend(x.device.type).forward(x, weight, tables, rows, groups)
 
 
 def weight_gradient(x: Tensor, grad: Tensor, tables: Sequence[Tensor], groups: int) -> Tensor:
-    return _backend(x.device.type).weight_gradient(x, grad, tables, groups)
+    with _as_given(x.device.type):
+        return _backend(x.device.type).weight_gradient(x, grad, tables, groups)
+
+
+def _as_given(device_type: str) -> AbstractContextManager[object]:
+    """Back ends choose their dtypes themselves: autocast was applied at the door and must not act again inside."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()

@@ -38,7 +38,8 @@ def conv(
     Parameters
     ----------
     x: N voxels x C_in channels, D axes.
-    weight: [C_out, *kernel, C_in / groups], taps row-major (last axis fastest); with `offsets` [C_out, K, C_in / groups].
+    weight: [C_out, *kernel, C_in / groups], taps row-major (last axis fastest);
+        with `offsets` [C_out, K, C_in / groups].
     bias: [C_out] or None.
     stride, padding, dilation: an int or one per axis. padding defaults to dilation * (k // 2) for odd kernels and to
         0 for even ones.
@@ -85,7 +86,8 @@ def conv_transpose(
 ) -> SparseTensor:
     """Transposed sparse convolution, which makes new coordinates.
 
-        y[o, n] = bias[n] + sum over r, i with  out = stride * in + dilation * r - padding  of  x[i, c] * weight[n, r, c]
+        y[o, n] = bias[n] + sum over taps r and inputs i with  out = stride * in + dilation * r - padding  of
+                  x[i, c] * weight[n, r, c]
 
     weight is [C_out, *kernel, C_in / groups], this layer's own C_out first; taps are not flipped. Every such `out`
     exists. With a spatial_shape S the result is bounded by (S-1) * stride - 2 * padding + dilation * (k-1) + 1 +
@@ -121,7 +123,8 @@ def conv_inverse(
 ) -> SparseTensor:
     """The way back of a strided convolution: from x to the known, finer coordinates of `target`.
 
-        y[o, n] = bias[n] + sum over r, i with  out = stride * in + dilation * r - padding  of  x[i, c] * weight[n, r, c]
+        y[o, n] = bias[n] + sum over taps r and inputs i with  out = stride * in + dilation * r - padding  of
+                  x[i, c] * weight[n, r, c]
 
     for the `out` of `target` only: the pairs of the forward convolution with the same stride, padding and dilation,
     exchanged; tap r uses the forward pairs of tap r. weight is [C_out, *kernel, C_in / groups].
@@ -159,6 +162,8 @@ def _apply(
     feats, weight, bias = _autocast(x.feats, weight, bias)
     if feats.dtype != weight.dtype:
         raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; convert one, or use torch.autocast")
+    if bias is not None and bias.dtype != weight.dtype:
+        raise DtypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; convert one")
     flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
     y = conv_features(feats, flat, found, outputs.coords.shape[0], groups)
     return SparseTensor(y if bias is None else y + bias, outputs)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pumice.coords import Geometry, frame_of, quantize
+from pumice.coords import Geometry, check_points, frame_of, quantize
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.pool import _winners
 from pumice.ops.tensor import SparseTensor
@@ -47,6 +47,7 @@ def voxelize(
     """
     if reduce not in REDUCTIONS:
         raise OptionError(f"reduce={reduce!r} is unknown; there are {', '.join(REDUCTIONS)}")
+    check_points(points, batch)
     frame = frame_of(points, size, origin, rounding)
     geometry = quantize(points, frame, batch, batch_size=batch_size, spatial_shape=spatial_shape)
     values = points if feats is None else feats
@@ -84,7 +85,8 @@ def devoxelize(
 def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", normalize: bool = True) -> Tensor:
     """Features at continuous positions: [P, C].
 
-        y[p, c] = sum over the 2^D voxels v around p of  weight(p, v) * x[v, c],   weight = prod over axes of 1 - |p - centre(v)|
+        y[p, c] = sum over the 2^D voxels v around p of  weight(p, v) * x[v, c]
+        weight(p, v) = product over the axes of 1 - |p - centre(v)|
 
     Parameters
     ----------
@@ -144,7 +146,7 @@ def _cells(batch: Tensor, cells: Tensor) -> Tensor:
 def _take(feats: Tensor, rows: Tensor) -> Tensor:
     """feats[rows], with 0 where a row is -1."""
     if feats.shape[0] == 0:
-        return feats.new_zeros(rows.shape[0], feats.shape[1])
+        return feats.sum(dim=0).expand(rows.shape[0], -1)  # zeros, with the feats' graph
     absent = (rows < 0)[:, None]
     return feats.index_select(0, rows.clamp(min=0)).masked_fill(absent, 0)
 

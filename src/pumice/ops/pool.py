@@ -101,7 +101,7 @@ def _winners(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
         found = winner < inputs.shape[0]
         source = torch.cat([inputs, inputs.new_zeros(1)])[winner]
     if x.shape[0] == 0:
-        return x.new_zeros(rows, x.shape[1])
+        return x.sum(dim=0).expand(rows, -1)  # zeros, with x's graph
     return torch.where(found, x.gather(0, source), 0)
 
 

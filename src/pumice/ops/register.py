@@ -45,7 +45,7 @@ def _conv_fake(
 
 
 def _conv_weight(x: Tensor, grad: Tensor, tables: list[Tensor], tables_t: list[Tensor], groups: int) -> Tensor:
-    return run.weight_gradient(x, grad, tables, groups)
+    return run.weight_gradient(x, grad, tables, groups).contiguous()
 
 
 def _conv_weight_fake(x: Tensor, grad: Tensor, tables: list[Tensor], tables_t: list[Tensor], groups: int) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pumice.coords import Bounds, Geometry, KeySpace, Site, morton_unique
+from pumice.coords import Bounds, Geometry, KeySpace, Site, morton_argsort, morton_unique
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.tensor import SparseTensor
 
@@ -110,6 +110,11 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
                 f"collate needs one D, stride and device; found {first.dim}, {first.stride}, {first.device} and "
                 f"{t.dim}, {t.stride}, {t.device}"
             )
+        if t.channels != first.channels or t.dtype != first.dtype:
+            raise ShapeError(
+                f"collate needs one number of channels and one dtype; found {first.channels} {first.dtype} and "
+                f"{t.channels} {t.dtype}"
+            )
         moved = t.coords.clone()
         moved[:, 0] += shift
         coords.append(moved)
@@ -133,7 +138,7 @@ def split(x: SparseTensor) -> list[SparseTensor]:
 
 
 def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
-    """The voxels where `mask` bool [N] is true, in the order they had; differentiable in the features."""
+    """The voxels where `mask` bool [N] is true, in (batch, Morton) order; differentiable in the features."""
     if mask.dtype != torch.bool:
         raise DtypeError(f"mask is torch.bool, found {mask.dtype}")
     if mask.shape != x.feats.shape[:1]:
@@ -141,6 +146,7 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
     if mask.device != x.device:
         raise DeviceError(f"mask is on {mask.device}, x is on {x.device}")
     rows = mask.nonzero()[:, 0]
+    rows = rows[morton_argsort(x.coords[rows], x.geometry.bounds)]
     return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site))
 
 

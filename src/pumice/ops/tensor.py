@@ -225,7 +225,7 @@ class SparseTensor:
         return to_dense(self, spatial_shape, origin)
 
     def prune(self, mask: Tensor) -> SparseTensor:
-        """The voxels where `mask` bool [N] is true, in the order they had."""
+        """The voxels where `mask` bool [N] is true, in (batch, Morton) order."""
         from pumice.ops.sets import prune
 
         return prune(self, mask)
@@ -244,6 +244,8 @@ def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
         raise GeometryError(
             f"'{sign}' needs one geometry; the tensors have {len(x)} and {len(other)} voxels of two geometries"
         )
+    if other.channels != x.channels:
+        raise ShapeError(f"'{sign}' needs as many channels on both sides, found {x.channels} and {other.channels}")
     return other.feats
 
 

@@ -269,7 +269,7 @@
     }
     Plotly.newPlot(byId("history"), traces, chartLayout({
       hovermode: "x unified",
-      xaxis: { ...AXIS, title: { text: "step" } },
+      xaxis: { ...AXIS, title: { text: "step" }, showspikes: true, spikemode: "across", spikecolor: INK.soft, spikethickness: -1, spikedash: "solid", hoverformat: ",d", unifiedhovertitle: { text: "step %{x}" } },
       yaxis: { ...AXIS, title: { text: "loss", font: { color: INK.warm } }, rangemode: "tozero" },
       yaxis2: { ...AXIS, overlaying: "y", side: "right", tickformat: ".0%", tickmode: "array", tickvals: [0, 0.25, 0.5, 0.75, 1], range: [0, 1.04], showgrid: false, visible: right, title: { text: "accuracy", font: { color: INK.accent } } },
     }), QUIET);
@@ -302,7 +302,7 @@
     const traces = levels.map((voxels, i) => levelTrace(voxels, levelColour(levels.length > 1 ? i / (levels.length - 1) : 0)));
     const named = layers.length <= 48 && byId("layers").clientWidth > 700;
     Plotly.newPlot(byId("layers"), traces, chartLayout({
-      bargap: 0.2, barmode: "overlay", margin: { l: 52, r: 12, t: 34, b: 40 },
+      bargap: 0.2, barmode: "overlay", hovermode: "x", margin: { l: 52, r: 12, t: 34, b: 40 },
       showlegend: levels.length > 1 && levels.length <= 8,
       legend: { orientation: "h", x: 1, xanchor: "right", y: 1.02, yanchor: "bottom", font: { color: INK.soft, size: 12 } },
       xaxis: { ...AXIS, showgrid: false, showticklabels: named, tickmode: "array", tickangle: -45, tickfont: { size: 11 }, range: [-0.7, layers.length - 0.3],
