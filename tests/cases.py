@@ -25,6 +25,15 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors of a few rows: on a busy machine a second thread makes each operator wait for a time slice."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class Case:
     """One convolution. ``policy``: same | support | floor_unique | given | transposed | centred | generative |

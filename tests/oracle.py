@@ -142,7 +142,7 @@ def grid(rows: list[list[float]], cols: int) -> np.ndarray:
 
 
 def conv(pairs: Sequence[Pair], n_out: int, x: np.ndarray, w: np.ndarray, bias=None, groups: int = 1) -> np.ndarray:
-    """``out[o, g, n] = bias[g, n] + sum over pairs (k, i, o), c of x[i, g, c] * w[(g, n), k, c]``; -> [n_out, C_out]."""
+    """``out[o, g, n] = bias[g, n] + sum over pairs (k, i, o), c of x[i, g, c] * w[(g, n), k, c]``: [n_out, C_out]."""
     c_out, _, width = w.shape
     share = c_out // groups
     out = [list(map(float, bias)) if bias is not None else [0.0] * c_out for _ in range(n_out)]

@@ -240,7 +240,8 @@ def test_registered_operators_pass_opcheck(case):
             return func(*args, **(kwargs or {}))
 
     with Spy():
-        pm.ops.conv(cases.tensor(ops.coords, ops.feats), ops.weight, ops.bias, groups=case.groups).feats.sum().backward()
+        y = pm.ops.conv(cases.tensor(ops.coords, ops.feats), ops.weight, ops.bias, groups=case.groups)
+        y.feats.sum().backward()
     assert seen, "no operator of the library was dispatched"
     for func, (args, kwargs) in seen.items():
         inputs = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]

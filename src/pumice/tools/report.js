@@ -228,7 +228,7 @@
 
   // ---- the charts ------------------------------------------------------------------------------------------------
   const AXIS = { gridcolor: INK.line, zeroline: false, linecolor: INK.line, automargin: true, fixedrange: true };
-  const HOVER = { bgcolor: "#0b0e14", bordercolor: INK.line, font: { color: INK.text, size: 13 } };
+  const HOVER = { bgcolor: "#0b0e14", bordercolor: INK.line, font: { ...FONT, color: INK.text } };
   const chartLayout = (more) => ({
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: FONT, hoverlabel: HOVER,
     margin: { l: 52, r: 52, t: 26, b: 44 }, showlegend: false, ...more,

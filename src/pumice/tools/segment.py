@@ -1,0 +1,251 @@
+"""The main job: scans in; a trained, evaluated, timed and drawn network out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from pumice.data import LabelSet, Scan, align_labels
+from pumice.errors import DeviceError, FileError, OptionError
+from pumice.tools import checkpoint, evaluate
+from pumice.tools.evaluate import Layer, Scores, Timing
+from pumice.tools.report import (
+    CloudView,
+    InferenceTiming,
+    LayerTime,
+    Metrics,
+    Report,
+    RunFacts,
+    TrainStep,
+    class_styles,
+    write_report,
+)
+from pumice.tools.task import Task, example
+from pumice.tools.train import PRECISIONS, Recipe, Step, train
+
+Watch = Callable[[Step, int], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do. epochs None: 60 for one training scan, 20 for more. recipe.epochs is that number, decided."""
+
+    out: Path
+    device: torch.device
+    voxel: float = 0.1
+    width: float = 0.5
+    recipe: Recipe = field(default_factory=lambda: Recipe(epochs=60))
+    checkpoint: Path | None = None
+    report: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.recipe.precision not in PRECISIONS:
+            raise OptionError(f"precision={self.recipe.precision!r} is unknown; there are {', '.join(PRECISIONS)}")
+        if self.recipe.epochs < 0 or self.voxel <= 0 or self.width <= 0:
+            raise OptionError(
+                f"epochs is at least 0, voxel and width are positive; found {self.recipe.epochs}, {self.voxel}, "
+                f"{self.width}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What came of a job. `interrupted` tells that training was stopped by hand; the checkpoint is saved all the same.
+
+    scores is None without labels; `where` says on which scans they were taken.
+    """
+
+    task: Task
+    steps: tuple[Step, ...]
+    checkpoint: Path
+    report: Path | None = None
+    scores: Scores | None = None
+    where: str = ""
+    timing: Timing | None = None
+    trivial: dict[str, Scores] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1"; DeviceError for one that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DeviceError(f"device {name!r} is unknown; there are auto, cpu, cuda and cuda:0, cuda:1, ...") from None
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device {name!r} is not supported; there are auto, cpu and cuda")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise DeviceError(f"device {name!r} was asked for, torch finds {found} GPUs; `pumice info` says why")
+    return device
+
+
+def hold_out(scans: Sequence[Scan]) -> tuple[list[Scan], list[Scan]]:
+    """(to train on, to evaluate on): every fifth scan and the last are held out; a single scan serves as both."""
+    if len(scans) == 1:
+        return list(scans), list(scans)
+    held = {i for i in range(len(scans)) if i % 5 == 4} | ({len(scans) - 1} if len(scans) < 5 else set())
+    return [s for i, s in enumerate(scans) if i not in held], [scans[i] for i in sorted(held)]
+
+
+def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Watch) -> Result:
+    """Train on labelled scans (or go on from job.checkpoint), evaluate, time, and write the report.
+
+    `watch(step, total)` is called after each step. KeyboardInterrupt in training saves the checkpoint and ends the
+    job; later on it is the caller's.
+    """
+    if not any(scan.labels is not None and (scan.labels >= 0).any() for scan in train_on):
+        raise OptionError("no scan to train on has labels: give --labels, or a --checkpoint to run")
+    net, task = _network(train_on, job)
+    steps: list[Step] = []
+    total = job.recipe.epochs * len(train_on)
+    path = job.out / "checkpoint.safetensors"
+    try:
+        for step in train(net, train_on, task, job.recipe, job.device):
+            steps.append(step)
+            watch(step, total)
+    except KeyboardInterrupt:
+        return Result(task, tuple(steps), checkpoint.save(path, net, task), interrupted=True)
+    checkpoint.save(path, net, task)
+    same = train_on[0] is judge_on[0]
+    where = "the training scan itself" if same else f"{len(judge_on)} held-out scans"
+    trivial = {} if same else evaluate.trivial_scores(train_on, judge_on, len(task.names))
+    views = [(s, "train" if same else "held out") for s in judge_on]
+    if not same:
+        views.append((train_on[0], "train"))
+    return _finish(net, task, views, Result(task, tuple(steps), path, where=where, trivial=trivial), job)
+
+
+def apply(scans: Sequence[Scan], job: Job) -> Result:
+    """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes."""
+    if job.checkpoint is None:
+        raise OptionError("scans without labels need a --checkpoint to run")
+    net, task = checkpoint.load(job.checkpoint, job.device)
+    result = Result(task, (), job.checkpoint, where=f"{len(scans)} scans")
+    return _finish(net, task, [(scan, "") for scan in scans], result, job)
+
+
+def common_labels(scans: Sequence[Scan]) -> list[Scan]:
+    """The scans with one label set for all. Raises FileError when some have labels and others do not."""
+    bare = [scan.name for scan in scans if scan.labels is None]
+    if bare and len(bare) < len(scans):
+        raise FileError(f"{bare[0]}: expected labels as the other scans have, found none ({len(bare)} of {len(scans)})")
+    return list(scans) if bare else list(align_labels(scans))
+
+
+def _network(scans: Sequence[Scan], job: Job) -> tuple[nn.Module, Task]:
+    labels = scans[0].label_set
+    assert labels is not None
+    if job.checkpoint is not None:
+        net, task = checkpoint.load(job.checkpoint, job.device)
+        if task.names != labels.names:
+            raise FileError(f"{job.checkpoint}: expected classes {labels.names}, found {task.names}")
+        return net, task
+    torch.manual_seed(job.recipe.seed)
+    task = Task.of(scans, labels, job.voxel, job.width)
+    return task.network().to(job.device), task
+
+
+def _finish(net: nn.Module, task: Task, views: Sequence[tuple[Scan, str]], result: Result, job: Job) -> Result:
+    precision = job.recipe.precision
+    predicted = [evaluate.predict(net, scan, task, job.device, precision) for scan, _ in views]
+    scores = _scores(views, predicted, task)
+    x = example(views[0][0], task, job.device).x
+    timing = evaluate.time_inference(net, x, precision)
+    layers = evaluate.time_layers(net, x, precision)
+    done = Result(
+        **{**vars(result), "scores": scores, "timing": timing, "report": job.report or job.out / "report.html"}
+    )
+    assert done.report is not None
+    write_report(done.report, _report(done, views, predicted, layers, job))
+    (job.out / "metrics.json").write_text(json.dumps(_metrics(done), indent=1) + "\n")
+    return done
+
+
+def _scores(views: Sequence[tuple[Scan, str]], predicted: Sequence[np.ndarray], task: Task) -> Scores | None:
+    """Scores over the views that are not mere training scans beside held-out ones; None where nothing is labelled."""
+    splits = {split for _, split in views}
+    judged = "held out" if "held out" in splits else next(iter(splits))
+    total = np.zeros((len(task.names),) * 2, np.int64)
+    for (scan, split), classes in zip(views, predicted, strict=True):
+        known = scan.label_set is not None and scan.label_set.names == task.names
+        if split == judged and scan.labels is not None and known:
+            total += evaluate.confusion(scan.labels, classes, len(task.names))
+    return Scores(total) if total.any() else None
+
+
+def _report(
+    result: Result,
+    views: Sequence[tuple[Scan, str]],
+    predicted: Sequence[np.ndarray],
+    layers: Sequence[Layer],
+    job: Job,
+) -> Report:
+    task, timing = result.task, result.timing
+    assert timing is not None
+    spent = max(sum(layer.ms for layer in layers), 1e-9)
+    device = _device_name(job.device)
+    scores = result.scores
+    return Report(
+        title="Semantic segmentation",
+        views=[
+            CloudView(scan.name, scan.xyz, scan.labels, classes, split)
+            for (scan, split), classes in zip(views, predicted, strict=True)
+        ],
+        classes=class_styles(task.names, task.colors),
+        history=[TrainStep(s.number, s.loss, s.accuracy, s.speed) for s in result.steps],
+        metrics=None
+        if scores is None
+        else Metrics(scores.accuracy, scores.miou, scores.iou.tolist(), scores.counts.tolist(), result.where),
+        timing=InferenceTiming(
+            timing.median, timing.p20, timing.p80, timing.voxels, device, job.recipe.precision, True, timing.runs
+        ),
+        layers=[LayerTime(a.name, a.ms, a.ms / spent, a.voxels, a.channels) for a in layers if a.voxels],
+        facts=RunFacts(
+            device=device,
+            versions={"pumice": version("pumice"), "torch": torch.__version__},
+            voxel_size=task.voxel,
+            commands=[shlex.join(["pumice", *sys.argv[1:]])],
+            extra=_extra(result),
+        ),
+    )
+
+
+def _extra(result: Result) -> dict[str, str]:
+    rows = {f"mIoU of the {name}": f"{scores.miou:.3f}" for name, scores in result.trivial.items()}
+    return {"network": f"MinkUNet, width {result.task.width}", "scored on": result.where, **rows}
+
+
+def _metrics(result: Result) -> dict[str, object]:
+    """The figures of a run in plain numbers."""
+    scores, timing = result.scores, result.timing
+    figures: dict[str, object] = {"where": result.where, "steps": len(result.steps)}
+    if scores is not None:
+        iou = {name: None if np.isnan(v) else float(v) for name, v in zip(result.task.names, scores.iou, strict=True)}
+        figures |= {"point_accuracy": scores.accuracy, "miou": scores.miou, "iou": iou}
+    figures |= {f"miou of the {name}": trivial.miou for name, trivial in result.trivial.items()}
+    if timing is not None:
+        figures["inference_ms"] = {"median": timing.median, "p20": timing.p20, "p80": timing.p80}
+    return figures
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def label_set_of(scans: Sequence[Scan]) -> LabelSet | None:
+    """The label set of the first scan."""
+    return scans[0].label_set if scans else None
