@@ -28,7 +28,8 @@ def kernel_map(geometry: Geometry, relation: Relation, target: Geometry | None =
     """
     if relation.policy == "cached_inverse":
         return _inverse_map(geometry, relation, target)
-    key = (relation, target)
+    # A geometry as its own target is not named in the key: a reference to itself would keep its memory alive.
+    key = (relation, None if target is geometry else target)
     kept = geometry.maps.get(key)
     if kept is None:
         if torch.compiler.is_compiling():

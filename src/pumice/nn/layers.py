@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pumice.errors import ShapeError
 from pumice.ops import pool
@@ -22,12 +23,18 @@ class _Featurewise(nn.Module):
 
 
 class BatchNorm(_Featurewise, nn.BatchNorm1d):
-    """torch.nn.BatchNorm1d over all voxels: mean and variance per channel. A batch of no voxels changes nothing."""
+    """torch.nn.BatchNorm1d over all voxels: mean and variance per channel.
+
+    Fewer than two voxels have no variance: in training they are normalised by the running statistics, which they
+    leave alone (without running statistics, by mean 0 and variance 1).
+    """
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        if len(x) == 0:
-            return x
-        return super().forward(x)
+        if len(x) > 1 or not self.training:
+            return super().forward(x)
+        mean = self.running_mean if self.running_mean is not None else x.feats.new_zeros(self.num_features)
+        var = self.running_var if self.running_var is not None else x.feats.new_ones(self.num_features)
+        return x.replace(functional.batch_norm(x.feats, mean, var, self.weight, self.bias, False, 0.0, self.eps))
 
 
 class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
@@ -102,7 +109,7 @@ class InstanceNorm(GroupNorm):
 
 def _normalize(x: SparseTensor, groups: int, eps: float) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
-    feats = x.feats.to(dtype).view(len(x), groups, -1)
+    feats = x.feats.to(dtype).unflatten(1, (groups, x.channels // groups))
     item = x.coords[:, 0].long()
     counts = torch.bincount(item, minlength=x.batch_size).clamp(min=1) * feats.shape[2]
 
@@ -111,7 +118,7 @@ def _normalize(x: SparseTensor, groups: int, eps: float) -> Tensor:
         return (sums / counts[:, None])[item][:, :, None]
 
     centred = feats - mean(feats)
-    return (centred * torch.rsqrt(mean(centred * centred) + eps)).view(len(x), -1)
+    return (centred * torch.rsqrt(mean(centred * centred) + eps)).flatten(1)
 
 
 class ReLU(_Featurewise, nn.ReLU):

@@ -170,13 +170,20 @@ def _reduced(values: Tensor, geometry: Geometry, reduce: str) -> Tensor:
     return REDUCTIONS[reduce](values, rows, place, geometry.coords.shape[0])
 
 
+def _wide_sum(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:
+    """Sums per voxel in at least float32: many points of half precision overflow it."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    sums = values.new_zeros((rows, values.shape[1]), dtype=dtype)
+    return sums.index_add(0, place, values[points].to(dtype))
+
+
 def _sum(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:
-    return values.new_zeros(rows, values.shape[1]).index_add(0, place, values[points])
+    return _wide_sum(values, points, place, rows).to(values.dtype)
 
 
 def _mean(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:
     counts = torch.bincount(place, minlength=rows).clamp(min=1)
-    return _sum(values, points, place, rows) / counts[:, None].to(values.dtype)
+    return (_wide_sum(values, points, place, rows) / counts[:, None]).to(values.dtype)
 
 
 def _first(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:

@@ -54,8 +54,10 @@ def avg_pool(
 ) -> SparseTensor:
     """y[o, c] = mean of x[i, c] over the inputs present in the window of o (absent ones do not count)."""
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
-    counts = found.counts().clamp(min=1).to(x.dtype)
-    return SparseTensor(_sums(x.feats, found, outputs) / counts[:, None], outputs)
+    # Divided before it is rounded to x's dtype: a sum may overflow a half where the mean does not.
+    wide = x.feats.to(torch.promote_types(x.dtype, torch.float32))
+    means = _sums(wide, found, outputs) / found.counts().clamp(min=1)[:, None]
+    return SparseTensor(means.to(x.dtype), outputs)
 
 
 def global_max_pool(x: SparseTensor) -> Tensor:
@@ -96,6 +98,8 @@ def _sums(x: Tensor, found: KernelMap, outputs: Geometry) -> Tensor:
 
 def _winners(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
     """out[o, c] = x[w, c] with w the first listed input whose x[w, c] is the maximum over o's inputs; 0 without one."""
+    if x.is_meta:  # maps are being prepared: shapes only
+        return x.new_empty(rows, x.shape[1])
     with torch.no_grad():
         winner = _first_maximum(x[inputs], outputs, rows)
         found = winner < inputs.shape[0]

@@ -52,7 +52,8 @@ def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
     if not 3 <= dense.ndim <= 6:
         raise ShapeError(f"dense is [B, C, *spatial] with 1 to 4 spatial axes, found shape {list(dense.shape)}")
     batch, shape = dense.shape[0], tuple(dense.shape[2:])
-    active = (dense.detach().abs() > threshold).any(dim=1).nonzero().int()
+    # "not small" rather than "large": a NaN is kept, so that it is seen.
+    active = (~(dense.detach().abs() <= threshold)).any(dim=1).nonzero().int()
     bounds = Bounds((0,) * len(shape), tuple(max(0, s - 1) for s in shape), batch)
     coords, _ = morton_unique(active, bounds)
     geometry = Geometry(coords, Site((1,) * len(shape), shape, batch, bounds))

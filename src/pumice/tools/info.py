@@ -72,7 +72,6 @@ class Package:
 PACKAGES = (
     Package("laspy", "reads .las and .laz", "pip install pumice[io]"),
     Package("lazrs", "reads compressed .laz", "pip install pumice[io]"),
-    Package("plyfile", "second opinion on .ply", "pip install pumice[io]"),
     Package("plotly", "interactive report", "pip install plotly"),
     Package("matplotlib", "static pictures", "pip install matplotlib"),
     Package("safetensors", "checkpoints", "pip install safetensors"),
