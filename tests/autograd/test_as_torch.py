@@ -259,3 +259,32 @@ def test_mixed_sequential_and_residual_block():
     model = pm.nn.Sequential(torch.nn.Linear(4, 8), pm.nn.ReLU(), pm.nn.ResidualBlock(8, 8), pm.nn.Linear(8, 3))
     y = model(x)
     assert y.channels == 3 and y.geometry is x.geometry
+
+
+class Everything(torch.nn.Module):
+    """One of each kind of layer that asks for a map or for the batch items."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = pm.nn.Sequential(pm.nn.Conv3d(4, 8, 3), pm.nn.GroupNorm(2, 8), pm.nn.InstanceNorm(8))
+        self.pools = torch.nn.ModuleList([pm.nn.MaxPool3d(2), pm.nn.AvgPool3d(2), pm.nn.SumPool3d(2)])
+        self.up = pm.nn.InverseConv3d(8, 8, 2, stride=2)
+        self.grow = pm.nn.GenerativeConvTranspose3d(8, 8, 2, stride=2)
+        self.tops = torch.nn.ModuleList([pm.nn.GlobalMaxPool(), pm.nn.GlobalAvgPool(), pm.nn.GlobalSumPool()])
+
+    def forward(self, x):
+        x = self.stem(x)
+        for pool in self.pools:
+            x = self.up(pool(x), x)
+        return sum(top(self.grow(x)) for top in self.tops)
+
+
+def test_prepare_finds_every_map_without_arithmetic():
+    x, model = sample(), Everything()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert pm.prepare(model, x) is x
+    maps = dict(x.geometry.maps)
+    assert len(maps) == 3
+    assert model(x).shape == (2, 8)
+    assert dict(x.geometry.maps) == maps
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

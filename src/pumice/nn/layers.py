@@ -110,8 +110,8 @@ class InstanceNorm(GroupNorm):
 def _normalize(x: SparseTensor, groups: int, eps: float) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     feats = x.feats.to(dtype).unflatten(1, (groups, x.channels // groups))
-    item = x.coords[:, 0].long()
-    counts = torch.bincount(item, minlength=x.batch_size).clamp(min=1) * feats.shape[2]
+    item = x.items
+    counts = x.item_counts.clamp(min=1) * feats.shape[2]
 
     def mean(values: Tensor) -> Tensor:
         sums = values.new_zeros((x.batch_size, groups)).index_add(0, item, values.sum(dim=2))

@@ -56,27 +56,27 @@ def avg_pool(
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
     # Divided before it is rounded to x's dtype: a sum may overflow a half where the mean does not.
     wide = x.feats.to(torch.promote_types(x.dtype, torch.float32))
-    means = _sums(wide, found, outputs) / found.counts().clamp(min=1)[:, None]
+    means = _sums(wide, found, outputs) / found.counts().clamp(min=1)[:, None].to(x.device)
     return SparseTensor(means.to(x.dtype), outputs)
 
 
 def global_max_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the maximum over each batch item's voxels; 0 for an empty item."""
     rows = torch.arange(len(x), device=x.device)
-    return _winners(x.feats, rows, x.coords[:, 0].long(), x.batch_size)
+    return _winners(x.feats, rows, x.items, x.batch_size)
 
 
 def global_sum_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the sum over each batch item's voxels, accumulated in at least float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     sums = x.feats.new_zeros((x.batch_size, x.channels), dtype=dtype)
-    return sums.index_add(0, x.coords[:, 0].long(), x.feats.to(dtype)).to(x.dtype)
+    return sums.index_add(0, x.items, x.feats.to(dtype)).to(x.dtype)
 
 
 def global_avg_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the mean over each batch item's voxels; 0 for an empty item."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    counts = torch.bincount(x.coords[:, 0].long(), minlength=x.batch_size).clamp(min=1)
+    counts = x.item_counts.clamp(min=1)
     sums = global_sum_pool(x.map(lambda feats: feats.to(dtype)))
     return (sums / counts[:, None]).to(x.dtype)
 

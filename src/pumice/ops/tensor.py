@@ -65,6 +65,17 @@ class SparseTensor:
         return self._geometry.coords
 
     @property
+    def items(self) -> Tensor:
+        """int64 [N]: the batch item of each voxel, on the features' device."""
+        return self.coords[:, 0].to(self.device, torch.int64)
+
+    @property
+    def item_counts(self) -> Tensor:
+        """int64 [B]: how many voxels each batch item has."""
+        counts = self.items.new_zeros(self.batch_size)
+        return counts.index_add(0, self.items, torch.ones_like(self.items))
+
+    @property
     def stride(self) -> tuple[Any, ...]:
         """Size of a voxel in finest voxels, per axis."""
         return self._geometry.stride
