@@ -1,0 +1,3 @@
+"""Fixtures of this folder."""
+
+from cases import device, one_thread  # noqa: F401
