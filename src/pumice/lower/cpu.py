@@ -2,9 +2,9 @@
 
     out[o, n] += x[i, c] * weight[n, k, c]        for every pair (i, o) of offset k
 
-Outputs are taken in chunks. For each chunk and offset the inputs are gathered (`index_select`) and multiplied into a
-buffer of products, then `embedding_bag` sums the products of each output. All three stay in the cache, every sum runs
-in a fixed order, and nothing is scattered. An offset whose pairs are (0, 0), (1, 1), ... is multiplied in place.
+Outputs are taken in chunks. The inputs of a chunk's pairs are gathered (`index_select`), multiplied into a buffer of
+products, and `embedding_bag` sums the products of each output. All of it stays in the cache, every sum runs in a fixed
+order, and nothing is scattered. An offset whose pairs are (0, 0), (1, 1), ... is multiplied in place.
 The gradient of the input is `forward` again, with the two rows of the plan exchanged and the weights transposed.
 """
 
@@ -23,23 +23,24 @@ from pumice.schedule.cpu import CpuSchedule
 class Chunk(NamedTuple):
     """Output rows first..last and the pairs that reach them, without those of the identity offset.
 
-    Segment s holds the pairs of offset offsets[s]: inputs gather[s], their products at rows of the buffer that follow
-    those of segment s - 1. It is padded with input 0; no slot refers to a padded product. Output first + j is the sum
-    of the products slots[starts[j]:starts[j + 1]].
+    The pairs lie in segments, one per offset of offsets; segment s has lengths[s] pairs, a multiple of the quantum:
+    it is filled up with input 0, and no slot refers to a product of these. gather holds the inputs of all segments,
+    tiles the offset of each quantum of pairs. Output first + j is the sum of products slots[starts[j]:starts[j + 1]].
     """
 
     first: int
     last: int
     offsets: tuple[int, ...]
-    gather: tuple[Tensor, ...]
     lengths: tuple[int, ...]
+    gather: Tensor
+    tiles: Tensor
     slots: Tensor
     starts: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class CpuPlan:
-    """Pairs of a kernel map, sorted by offset: sizes[k] pairs of offset k, each (in_rows, out_rows), int32 or int64 [P].
+    """Pairs of a kernel map, sorted by offset: sizes[k] pairs of offset k, each (in_rows, out_rows), integers [P].
 
     identity is the offset whose pairs are (0, 0), (1, 1), ..., (n_out - 1, n_out - 1), or -1. `chunks` is made when
     first asked for and kept; it depends on the map only.
@@ -53,7 +54,7 @@ class CpuPlan:
     _tables: dict[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict, repr=False)
 
     def chunks(self, pairs: int, quantum: int) -> tuple[Chunk, ...]:
-        """The outputs in chunks of about `pairs` pairs, segments padded to a multiple of `quantum` rows."""
+        """The outputs in chunks of about `pairs` pairs, segments filled up to a multiple of `quantum` pairs."""
         gathered = len(self.in_rows) - (self.n_out if self.identity >= 0 else 0)
         rows = _power_of_two(self.n_out * pairs // max(gathered, 1), self.n_out)
         key = (rows, quantum)
@@ -65,16 +66,15 @@ class CpuPlan:
 def cpu_plan(in_rows: Tensor, out_rows: Tensor, sizes: tuple[int, ...], n_out: int) -> CpuPlan:
     """The plan of a kernel map given as pairs (in_rows, out_rows), integers [P], sorted by offset.
 
-    sizes[k] is the number of pairs of offset k; n_out the number of outputs. A pair (o, k) occurs at most once.
+    sizes[k] is the number of pairs of offset k, n_out the number of outputs.
     """
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
     count = torch.arange(n_out, dtype=out_rows.dtype)
-    identity = -1
-    for k, start in enumerate(starts):
-        if n_out and sizes[k] == n_out and identity < 0:
-            here = slice(start, start + n_out)
-            same = torch.equal(out_rows[here], count) and torch.equal(in_rows[here], count)
-            identity = k if same else -1
+    start, identity = 0, -1
+    for k, size in enumerate(sizes):
+        if identity < 0 and size == n_out > 0:
+            here = slice(start, start + size)
+            identity = k if torch.equal(out_rows[here], count) and torch.equal(in_rows[here], count) else -1
+        start += size
     return CpuPlan(_narrow(in_rows), _narrow(out_rows), tuple(sizes), n_out, identity)
 
 
@@ -91,24 +91,18 @@ def forward(x: Tensor, weight: Tensor, plan: CpuPlan, schedule: CpuSchedule | No
     if 0 in filters.shape:
         return out.zero_().to(dtype)
     chunks = plan.chunks(schedule.pairs, schedule.quantum)
-    rows = max((len(g) for chunk in chunks for g in chunk.gather), default=0)
-    products = max((sum(chunk.lengths) for chunk in chunks), default=0)
-    buffers = x.new_empty(rows, x.shape[1]), x.new_empty(products, out.shape[1])
-    engine = _engine(schedule.engine, x.dtype)
-    own = filters[plan.identity] if plan.identity >= 0 else None
+    engine = ENGINES[schedule.engine if _onednn(x.dtype) else "batched"]
+    scratch = engine.scratch(filters, chunks)
     for chunk in chunks:
         part = out[chunk.first : chunk.last]
-        total = _sum_of_products(x, filters, chunk, engine, buffers)
-        if own is None:
-            part.copy_(total) if total is not None else part.zero_()
-            continue
-        # a chunk cut short has a number of rows that will not come back: not worth a kernel of oneDNN
-        direct = ENGINES["gemm"] if len(part) % schedule.quantum else engine
-        rows_in = x[chunk.first : chunk.last]
-        if total is None:
-            direct.multiply(rows_in, own, part)
-        else:
-            direct.multiply_add(total, rows_in, own, part)
+        if plan.identity >= 0:
+            engine.dense(x[chunk.first : chunk.last], filters[plan.identity], part, schedule.quantum)
+        elif not chunk.lengths:
+            part.zero_()
+        if chunk.lengths:
+            products = engine.products(x, filters, chunk, scratch)
+            total = torch.embedding_bag(products, chunk.slots, chunk.starts, False, 0, False, None, False)[0]
+            part.add_(total) if plan.identity >= 0 else part.copy_(total)
     return out.to(dtype)
 
 
@@ -126,12 +120,12 @@ def weight_gradient(x: Tensor, grad: Tensor, plan: CpuPlan, schedule: CpuSchedul
     left, right = x.new_empty(block, x.shape[1]), x.new_empty(block, grad.shape[1])
     start = 0
     for k, size in enumerate(plan.sizes):
-        for at in range(start, start + size, block):
-            pairs = slice(at, min(at + block, start + size))
-            count = pairs.stop - pairs.start
+        for at in range(0, size, block):
+            count = min(block, size - at)
             if k == plan.identity:
-                a, b = x[at - start : pairs.stop - start], grad[at - start : pairs.stop - start]
+                a, b = x[at : at + count], grad[at : at + count]
             else:
+                pairs = slice(start + at, start + at + count)
                 a = torch.index_select(x, 0, plan.in_rows[pairs], out=left[:count])
                 b = torch.index_select(grad, 0, plan.out_rows[pairs], out=right[:count])
             (full if count == block else _outer_gemm)(a, b, result[k])
@@ -140,26 +134,60 @@ def weight_gradient(x: Tensor, grad: Tensor, plan: CpuPlan, schedule: CpuSchedul
 
 
 class Engine(NamedTuple):
-    """multiply(rows [M, C], filter [C, N], out) and multiply_add(bias [M, N], rows, filter, out)."""
+    """How rows meet filters.
 
-    multiply: Callable[[Tensor, Tensor, Tensor], object]
-    multiply_add: Callable[[Tensor, Tensor, Tensor, Tensor], object]
+    scratch(filters, chunks)                the buffers that every chunk uses again: fresh pages are dear
+    products(x, filters, chunk, scratch)    the product of each pair of the chunk, in the order of chunk.gather
+    dense(rows, filter, out, quantum)       out = rows @ filter
+    """
+
+    scratch: Callable[[Tensor, tuple[Chunk, ...]], tuple[Tensor, ...]]
+    products: Callable[[Tensor, Tensor, Chunk, tuple[Tensor, ...]], Tensor]
+    dense: Callable[[Tensor, Tensor, Tensor, int], object]
 
 
-def _gemm(rows: Tensor, filter: Tensor, out: Tensor) -> None:
+def _batched_scratch(filters: Tensor, chunks: tuple[Chunk, ...]) -> tuple[Tensor, ...]:
+    _, c_in, c_out = filters.shape
+    pairs, tiles = (max((len(c[column]) for c in chunks), default=0) for column in (4, 5))
+    return tuple(filters.new_empty(shape) for shape in ((pairs, c_in), (tiles, c_in, c_out), (pairs, c_out)))
+
+
+def _batched_products(x: Tensor, filters: Tensor, chunk: Chunk, scratch: tuple[Tensor, ...]) -> Tensor:
+    """One batched product of all tiles: the BLAS then runs at full speed however few pairs an offset has."""
+    pairs, tiles = len(chunk.gather), len(chunk.tiles)
+    rows = torch.index_select(x, 0, chunk.gather, out=scratch[0][:pairs])
+    filters = torch.index_select(filters, 0, chunk.tiles, out=scratch[1][:tiles])
+    products = scratch[2][:pairs]
+    torch.bmm(rows.view(tiles, -1, rows.shape[1]), filters, out=products.view(tiles, -1, products.shape[1]))
+    return products
+
+
+def _batched_dense(rows: Tensor, filter: Tensor, out: Tensor, quantum: int) -> None:
     torch.mm(rows, filter, out=out)
 
 
-def _gemm_add(bias: Tensor, rows: Tensor, filter: Tensor, out: Tensor) -> None:
-    torch.addmm(bias, rows, filter, out=out)
+def _linear_scratch(filters: Tensor, chunks: tuple[Chunk, ...]) -> tuple[Tensor, ...]:
+    _, c_in, c_out = filters.shape
+    pairs = max((len(c.gather) for c in chunks), default=0)
+    segment = max((length for c in chunks for length in c.lengths), default=0)
+    return filters.new_empty(segment, c_in), filters.new_empty(pairs, c_out)
 
 
-def _linear(rows: Tensor, filter: Tensor, out: Tensor) -> None:
-    out.copy_(torch.ops.mkldnn._linear_pointwise(rows, filter.t(), None, "none", [], ""))
+def _linear_products(x: Tensor, filters: Tensor, chunk: Chunk, scratch: tuple[Tensor, ...]) -> Tensor:
+    products = scratch[1][: len(chunk.gather)]
+    segments = zip(chunk.offsets, chunk.gather.split(chunk.lengths), products.split(chunk.lengths), strict=True)
+    for k, gather, part in segments:
+        rows = torch.index_select(x, 0, gather, out=scratch[0][: len(gather)])
+        part.copy_(torch.ops.mkldnn._linear_pointwise(rows, filters[k].t(), None, "none", [], ""))
+    return products
 
 
-def _linear_add(bias: Tensor, rows: Tensor, filter: Tensor, out: Tensor) -> None:
-    torch.add(bias, torch.ops.mkldnn._linear_pointwise(rows, filter.t(), None, "none", [], ""), out=out)
+def _linear_dense(rows: Tensor, filter: Tensor, out: Tensor, quantum: int) -> None:
+    """A number of rows that will not come back is not worth compiling for: the BLAS takes it."""
+    if len(rows) % quantum:
+        torch.mm(rows, filter, out=out)
+    else:
+        out.copy_(torch.ops.mkldnn._linear_pointwise(rows, filter.t(), None, "none", [], ""))
 
 
 def _outer_gemm(x: Tensor, grad: Tensor, out: Tensor) -> None:
@@ -167,7 +195,7 @@ def _outer_gemm(x: Tensor, grad: Tensor, out: Tensor) -> None:
 
 
 def _outer_convolution(x: Tensor, grad: Tensor, out: Tensor) -> None:
-    """The same as a 1x1 convolution's gradient: the pairs are the pixels of one channels-last image."""
+    """The same as the gradient of a 1x1 convolution: the pairs are the pixels of one channels-last image."""
     count, (c_in, c_out) = len(x), out.shape
     image = x.view(1, count, 1, c_in).permute(0, 3, 1, 2)
     image_grad = grad.view(1, count, 1, c_out).permute(0, 3, 1, 2)
@@ -178,30 +206,16 @@ def _outer_convolution(x: Tensor, grad: Tensor, out: Tensor) -> None:
     out.add_(gradient.view(c_out, c_in).t())
 
 
-ENGINES = {"gemm": Engine(_gemm, _gemm_add), "linear": Engine(_linear, _linear_add)}
+ENGINES = {
+    "batched": Engine(_batched_scratch, _batched_products, _batched_dense),
+    "linear": Engine(_linear_scratch, _linear_products, _linear_dense),
+}
 GRADIENTS = {"gemm": _outer_gemm, "convolution": _outer_convolution}
 
 
 def _onednn(dtype: torch.dtype) -> bool:
     available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return available and dtype == torch.float32
-
-
-def _engine(name: str, dtype: torch.dtype) -> Engine:
-    return ENGINES[name] if _onednn(dtype) else ENGINES["gemm"]
-
-
-def _sum_of_products(
-    x: Tensor, filters: Tensor, chunk: Chunk, engine: Engine, buffers: tuple[Tensor, Tensor]
-) -> Tensor | None:
-    """The outputs of a chunk without the identity offset, [last - first, C_out]; None where nothing reaches them."""
-    if not chunk.gather:
-        return None
-    gathered, products = buffers[0], buffers[1][: sum(chunk.lengths)]
-    parts = products.split(chunk.lengths)
-    for k, rows, length, part in zip(chunk.offsets, chunk.gather, chunk.lengths, parts, strict=True):
-        engine.multiply(torch.index_select(x, 0, rows, out=gathered[:length]), filters[k], part)
-    return torch.embedding_bag(products, chunk.slots, chunk.starts, False, 0, False, None, False)[0]
 
 
 def _chunks(plan: CpuPlan, rows: int, quantum: int) -> tuple[Chunk, ...]:
@@ -214,31 +228,32 @@ def _chunks(plan: CpuPlan, rows: int, quantum: int) -> tuple[Chunk, ...]:
     counts = torch.bincount(segment, minlength=blocks * taps)
     padded = (counts + quantum - 1) // quantum * quantum
     begin = padded.cumsum(0) - padded
-    place = torch.empty_like(order)  # of each pair among all products, padding included
-    sorted_segment = segment[order]
-    place[order] = torch.arange(len(order)) + (begin - counts.cumsum(0) + counts)[sorted_segment]
+    shift = begin - counts.cumsum(0) + counts
+    place = torch.empty_like(order)  # of each pair among all products
+    place[order] = torch.arange(len(order)) + shift[segment[order]]
     gather = in_rows.new_zeros(int(padded.sum()))
     gather[place] = in_rows
-    base = begin.view(blocks, taps)[:, 0]
-    by_output = out_rows.argsort(stable=True)
-    slots = (place - base[block])[by_output].int()
+    slots = (place - begin[block * taps])[out_rows.argsort(stable=True)].int()
     ends = torch.bincount(out_rows, minlength=plan.n_out).cumsum(0)
-    return _cut(plan.n_out, rows, padded.view(blocks, taps), gather, slots, ends)
+    return _cut(plan.n_out, rows, quantum, (padded.view(blocks, taps), gather, slots, ends))
 
 
-def _cut(n_out: int, rows: int, padded: Tensor, gather: Tensor, slots: Tensor, ends: Tensor) -> tuple[Chunk, ...]:
+def _cut(n_out: int, rows: int, quantum: int, laid_out: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Chunk, ...]:
     """Cuts what is laid out for all chunks at once: gather by (chunk, offset), slots by output row."""
+    padded, gather, slots, ends = laid_out
+    taps = torch.arange(padded.shape[1], dtype=torch.int32)
     chunks: list[Chunk] = []
     at = done = 0
-    for first, lengths in zip(range(0, n_out, rows), padded.tolist(), strict=True):
+    for first, row in zip(range(0, n_out, rows), padded, strict=True):
         last = min(first + rows, n_out)
+        lengths = row.tolist()
         offsets = tuple(k for k, length in enumerate(lengths) if length)
-        used = tuple(lengths[k] for k in offsets)
-        parts = gather[at : at + sum(used)].split(used) if used else ()
-        stop = int(ends[last - 1])
+        stop, to = int(ends[last - 1]), at + sum(lengths)
         starts = torch.cat([ends.new_tensor([done]), ends[first : last - 1]]) - done
-        chunks.append(Chunk(first, last, offsets, tuple(parts), used, slots[done:stop], starts.int()))
-        at, done = at + sum(used), stop
+        tiles = taps.repeat_interleave(row // quantum)
+        used = tuple(lengths[k] for k in offsets)
+        chunks.append(Chunk(first, last, offsets, used, gather[at:to], tiles, slots[done:stop], starts.int()))
+        at, done = to, stop
     return tuple(chunks)
 
 
@@ -263,5 +278,5 @@ def _narrow(index: Tensor) -> Tensor:
 
 
 def _power_of_two(value: int, limit: int) -> int:
-    """The power of two at or above value; limit where that is smaller. At least 1."""
+    """The power of two at or above value, no more than limit; at least 1."""
     return max(1, min(1 << max(value - 1, 0).bit_length(), limit))

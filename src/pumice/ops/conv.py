@@ -60,7 +60,7 @@ def conv(
     and van der Maaten, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", CVPR 2018, sec. 3.
     """
     _check_weight(x, weight, bias, groups, spatial=offsets is None)
-    policy, target = _target(out)
+    policy, target = target_of(out)
     if offsets is None:
         relation = Relation.of(
             x.dim, tuple(weight.shape[1:-1]), stride=stride, padding=padding, dilation=dilation, policy=policy
@@ -140,7 +140,7 @@ def conv_inverse(
         dilation=dilation,
         policy="cached_inverse",
     )
-    _, finer = _target(target)
+    _, finer = target_of(target)
     found, outputs = kernel_map(x.geometry, relation, finer)
     return _apply(x, weight, bias, groups, found, outputs)
 
@@ -178,7 +178,7 @@ def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, T
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _target(out: Target) -> tuple[str | None, Geometry | None]:
+def target_of(out: Target) -> tuple[str | None, Geometry | None]:
     """(policy, target geometry) that `out` asks for."""
     if out is None or isinstance(out, str):
         if out in ("given", "cached_inverse", "transposed_support"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pumice.coords import Geometry, check_points, frame_of, quantize
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
-from pumice.ops.pool import _winners
+from pumice.ops.reduce import REDUCTIONS
 from pumice.ops.tensor import SparseTensor
 
 
@@ -168,32 +168,3 @@ def _reduced(values: Tensor, geometry: Geometry, reduce: str) -> Tensor:
         rows = (place >= 0).nonzero()[:, 0]
         place = place[rows]
     return REDUCTIONS[reduce](values, rows, place, geometry.coords.shape[0])
-
-
-def _wide_sum(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:
-    """Sums per voxel in at least float32: many points of half precision overflow it."""
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    sums = values.new_zeros((rows, values.shape[1]), dtype=dtype)
-    return sums.index_add(0, place, values[points].to(dtype))
-
-
-def _sum(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:
-    return _wide_sum(values, points, place, rows).to(values.dtype)
-
-
-def _mean(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:
-    counts = torch.bincount(place, minlength=rows).clamp(min=1)
-    return (_wide_sum(values, points, place, rows) / counts[:, None]).to(values.dtype)
-
-
-def _first(values: Tensor, points: Tensor, place: Tensor, rows: int) -> Tensor:
-    lowest = place.new_full((rows,), len(values)).scatter_reduce(0, place, points, "amin")
-    return values[lowest]
-
-
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, int], Tensor]] = {
-    "mean": _mean,
-    "sum": _sum,
-    "max": _winners,
-    "first": _first,
-}

@@ -24,9 +24,9 @@ class CpuSchedule:
     oneDNN wins is lost on its calls, which take 12 us against 3.
     """
 
-    engine: str = "gemm"
-    pairs: int = 98_304
-    quantum: int = 1
+    engine: str = "batched"
+    pairs: int = 32_768
+    quantum: int = 64
     gradient: str = "gemm"
     gradient_pairs: int = 8192
 
@@ -35,6 +35,6 @@ class CpuSchedule:
         """The schedule for these channels and this number of pairs (over all offsets of the map)."""
         narrow, wide = sorted((channels_in, channels_out))
         chunk = min(196_608, max(49_152, 3_145_728 // max(wide, 1)))
-        if narrow < 16 or narrow * wide < 2048 or pairs < 16_384:
+        if narrow < 32 or narrow * wide < 2048 or pairs < 16_384:
             return cls(pairs=chunk)
         return cls(engine="linear", pairs=chunk, quantum=256, gradient="convolution")
