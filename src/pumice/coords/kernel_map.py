@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -71,7 +71,11 @@ class KernelMap:
         """int64 [num_outputs]: how many inputs each output meets."""
         return self.storage("counts", lambda m: torch.bincount(m.pairs().outputs, minlength=m.num_outputs))
 
-    def storage(self, name: str, build: Callable[[KernelMap], Any]) -> Any:
+    def has(self, name: Hashable) -> bool:
+        """Whether storage `name` was made for this direction of the map."""
+        return (name, self.flipped) in self._storages
+
+    def storage(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
         key = (name, self.flipped)
         if key not in self._storages:

@@ -1,36 +1,39 @@
-"""Sparse convolution on a CPU with torch's own kernels: forward and the gradient of the weights.
+"""The operators on a CPU, through torch's own kernels; their plain twins are in reference.py.
 
-    out[o, n] += x[i, c] * weight[n, k, c]        for every pair (i, o) of offset k
+    out[o, n] += x[i, c] * weight[n, k, c]        for every meeting (o, k, i)
 
 Outputs are taken in chunks. The inputs of a chunk's pairs are gathered (`index_select`), multiplied into a buffer of
-products, and `embedding_bag` sums the products of each output. All of it stays in the cache, every sum runs in a fixed
-order, and nothing is scattered. An offset whose pairs are (0, 0), (1, 1), ... is multiplied in place.
-The gradient of the input is `forward` again, with the two rows of the plan exchanged and the weights transposed.
+products, and `embedding_bag` sums the products of each output: movement stays in the cache, every sum runs in a fixed
+order, and nothing is scattered. The tap of a submanifold map that meets each row with itself is multiplied in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pumice.coords import KernelMap, Pairs
+from pumice.lower import reference
 from pumice.schedule.cpu import CpuSchedule
+
+_PAIRS = 3  # the first tables are the pairs themselves
 
 
 class Chunk(NamedTuple):
-    """Output rows first..last and the pairs that reach them, without those of the identity offset.
+    """Output rows first..last and the pairs that reach them, those of the identity tap left out.
 
-    The pairs lie in segments, one per offset of offsets; segment s has lengths[s] pairs, a multiple of the quantum:
-    it is filled up with input 0, and no slot refers to a product of these. gather holds the inputs of all segments,
-    tiles the offset of each quantum of pairs. Output first + j is the sum of products slots[starts[j]:starts[j + 1]].
+    The pairs lie in segments, one per tap of `taps`; segment s has lengths[s] pairs, a multiple of the quantum: it is
+    filled up with input 0, and no slot refers to a product of these. gather [sum of lengths] holds the inputs of all
+    segments, tiles the tap of each quantum of pairs. Output first + j is the sum of the products
+    slots[starts[j]:starts[j + 1]].
     """
 
     first: int
     last: int
-    offsets: tuple[int, ...]
+    taps: tuple[int, ...]
     lengths: tuple[int, ...]
     gather: Tensor
     tiles: Tensor
@@ -38,98 +41,70 @@ class Chunk(NamedTuple):
     starts: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class CpuPlan:
-    """Pairs of a kernel map, sorted by offset: sizes[k] pairs of offset k, each (in_rows, out_rows), integers [P].
+def tables(kernel_map: KernelMap, channels: tuple[int, int]) -> tuple[Tensor, ...]:
+    """A map as flat tensors, its pairs and its chunks: (inputs, outputs, sizes, gather, tiles, slots, starts, layout).
 
-    identity is the offset whose pairs are (0, 0), (1, 1), ..., (n_out - 1, n_out - 1), or -1. `chunks` is made when
-    first asked for and kept; it depends on the map only.
+    layout int64 on the CPU: identity tap or -1, rows of a chunk, quantum, the length of each (chunk, tap) segment.
+    `channels` (in, out) choose the schedule; the chunks depend on the map and the schedule only.
     """
-
-    in_rows: Tensor
-    out_rows: Tensor
-    sizes: tuple[int, ...]
-    n_out: int
-    identity: int
-    _tables: dict[tuple[int, int], tuple[Chunk, ...]] = field(default_factory=dict, repr=False)
-
-    def chunks(self, pairs: int, quantum: int) -> tuple[Chunk, ...]:
-        """The outputs in chunks of about `pairs` pairs, segments filled up to a multiple of `quantum` pairs."""
-        gathered = len(self.in_rows) - (self.n_out if self.identity >= 0 else 0)
-        rows = _power_of_two(self.n_out * pairs // max(gathered, 1), self.n_out)
-        key = (rows, quantum)
-        if key not in self._tables:  # two threads may both make it: they make the same
-            self._tables[key] = _chunks(self, rows, quantum)
-        return self._tables[key]
+    pairs = kernel_map.pairs()
+    schedule = CpuSchedule.default(*channels, len(pairs.inputs))
+    key = ("cpu", schedule.pairs, schedule.quantum)
+    identity = _identity_tap(kernel_map)
+    chunked = kernel_map.storage(key, lambda m: _chunk(pairs, identity, m.num_outputs, schedule))
+    return (*pairs, *chunked)
 
 
-def cpu_plan(in_rows: Tensor, out_rows: Tensor, sizes: tuple[int, ...], n_out: int) -> CpuPlan:
-    """The plan of a kernel map given as pairs (in_rows, out_rows), integers [P], sorted by offset.
+def forward(x: Tensor, weight: Tensor, tables: Sequence[Tensor], rows: int, groups: int) -> Tensor:
+    """x [N_in, G*C], weight [G*N, K, C] -> out [rows, G*N] in x's dtype.
 
-    sizes[k] is the number of pairs of offset k, n_out the number of outputs.
+    Half precisions are computed in float32 throughout and rounded once. Groups take the loop of reference.py.
     """
-    count = torch.arange(n_out, dtype=out_rows.dtype)
-    start, identity = 0, -1
-    for k, size in enumerate(sizes):
-        if identity < 0 and size == n_out > 0:
-            here = slice(start, start + size)
-            identity = k if torch.equal(out_rows[here], count) and torch.equal(in_rows[here], count) else -1
-        start += size
-    return CpuPlan(_narrow(in_rows), _narrow(out_rows), tuple(sizes), n_out, identity)
-
-
-def forward(x: Tensor, weight: Tensor, plan: CpuPlan, schedule: CpuSchedule | None = None) -> Tensor:
-    """out[o, n] = sum of x[i, c] * weight[n, k, c] over the pairs (i, o) of every offset k.
-
-    x [N_in, C_in], weight [C_out, K, C_in], result [plan.n_out, C_out] in the dtype of x. Half precisions are computed
-    in float32 throughout and rounded once. No gradient is recorded.
-    """
-    schedule = schedule or CpuSchedule.default(weight.shape[2], weight.shape[0], len(plan.in_rows))
-    x, dtype = _computable(x), x.dtype
-    filters = weight.detach().to(x.dtype).permute(1, 2, 0).contiguous()  # [K, C_in, C_out]
-    out = x.new_empty(plan.n_out, weight.shape[0])
+    pairs = Pairs(*tables[:_PAIRS])
+    if groups > 1:
+        return reference.forward(x, weight, pairs, rows, groups)
+    schedule = CpuSchedule.default(weight.shape[2], weight.shape[0], len(pairs.inputs))
+    chunked = tables[_PAIRS:] or _chunk(pairs, -1, rows, schedule)
+    dtype, x = x.dtype, _computable(x)
+    filters = weight.to(x.dtype).permute(1, 2, 0).contiguous()  # [K, C_in, C_out]
+    out = x.new_empty(rows, weight.shape[0])
     if 0 in filters.shape:
         return out.zero_().to(dtype)
-    chunks = plan.chunks(schedule.pairs, schedule.quantum)
+    identity, quantum = int(chunked[-1][0]), int(chunked[-1][2])
+    chunks = list(_chunks(chunked, len(pairs.sizes), rows))
     engine = ENGINES[schedule.engine if _onednn(x.dtype) else "batched"]
     scratch = engine.scratch(filters, chunks)
     for chunk in chunks:
         part = out[chunk.first : chunk.last]
-        if plan.identity >= 0:
-            engine.dense(x[chunk.first : chunk.last], filters[plan.identity], part, schedule.quantum)
+        if identity >= 0:
+            engine.dense(x[chunk.first : chunk.last], filters[identity], part, quantum)
         elif not chunk.lengths:
             part.zero_()
         if chunk.lengths:
             products = engine.products(x, filters, chunk, scratch)
             total = torch.embedding_bag(products, chunk.slots, chunk.starts, False, 0, False, None, False)[0]
-            part.add_(total) if plan.identity >= 0 else part.copy_(total)
+            part.add_(total) if identity >= 0 else part.copy_(total)
     return out.to(dtype)
 
 
-def weight_gradient(x: Tensor, grad: Tensor, plan: CpuPlan, schedule: CpuSchedule | None = None) -> Tensor:
-    """dW[n, k, c] = sum of grad[o, n] * x[i, c] over the pairs (i, o) of offset k.
-
-    x [N_in, C_in], grad [plan.n_out, C_out], result [C_out, K, C_in] in the dtype of x, accumulated in float32 at least.
-    """
-    schedule = schedule or CpuSchedule.default(x.shape[1], grad.shape[1], len(plan.in_rows))
-    dtype = x.dtype
-    x, grad = _computable(x), _computable(grad)
-    result = x.new_zeros(len(plan.sizes), x.shape[1], grad.shape[1])  # [K, C_in, C_out]
+def weight_gradient(x: Tensor, grad: Tensor, tables: Sequence[Tensor], groups: int) -> Tensor:
+    """x [N_in, G*C], grad [N_out, G*N] -> dw [G*N, K, C] in x's dtype, accumulated in float32 at least."""
+    pairs = Pairs(*tables[:_PAIRS])
+    if groups > 1:
+        return reference.weight_gradient(x, grad, pairs, groups)
+    schedule = CpuSchedule.default(x.shape[1], grad.shape[1], len(pairs.inputs))
+    identity = int(tables[-1][0]) if len(tables) > _PAIRS else -1
+    dtype, x, grad = x.dtype, _computable(x), _computable(grad)
+    result = x.new_zeros(len(pairs.sizes), x.shape[1], grad.shape[1])  # [K, C_in, C_out]
     block = schedule.gradient_pairs
-    full = GRADIENTS[schedule.gradient] if _onednn(x.dtype) else _outer_gemm
-    left, right = x.new_empty(block, x.shape[1]), x.new_empty(block, grad.shape[1])
-    start = 0
-    for k, size in enumerate(plan.sizes):
-        for at in range(0, size, block):
-            count = min(block, size - at)
-            if k == plan.identity:
-                a, b = x[at : at + count], grad[at : at + count]
-            else:
-                pairs = slice(start + at, start + at + count)
-                a = torch.index_select(x, 0, plan.in_rows[pairs], out=left[:count])
-                b = torch.index_select(grad, 0, plan.out_rows[pairs], out=right[:count])
-            (full if count == block else _outer_gemm)(a, b, result[k])
-        start += size
+    whole = GRADIENTS[schedule.gradient if _onednn(x.dtype) else "gemm"]
+    for tap, inputs, outputs in reference.meetings(pairs):
+        for at in range(0, len(inputs), block):
+            here = slice(at, at + block)
+            # The identity tap meets row j with row j: nothing is gathered.
+            a = x[here] if tap == identity else x.index_select(0, inputs[here])
+            b = grad[here] if tap == identity else grad.index_select(0, outputs[here])
+            (whole if len(a) == block else _outer_gemm)(a, b, result[tap])
     return result.permute(2, 0, 1).contiguous().to(dtype)
 
 
@@ -141,19 +116,20 @@ class Engine(NamedTuple):
     dense(rows, filter, out, quantum)       out = rows @ filter
     """
 
-    scratch: Callable[[Tensor, tuple[Chunk, ...]], tuple[Tensor, ...]]
+    scratch: Callable[[Tensor, list[Chunk]], tuple[Tensor, ...]]
     products: Callable[[Tensor, Tensor, Chunk, tuple[Tensor, ...]], Tensor]
     dense: Callable[[Tensor, Tensor, Tensor, int], object]
 
 
-def _batched_scratch(filters: Tensor, chunks: tuple[Chunk, ...]) -> tuple[Tensor, ...]:
+def _batched_scratch(filters: Tensor, chunks: list[Chunk]) -> tuple[Tensor, ...]:
     _, c_in, c_out = filters.shape
-    pairs, tiles = (max((len(c[column]) for c in chunks), default=0) for column in (4, 5))
-    return tuple(filters.new_empty(shape) for shape in ((pairs, c_in), (tiles, c_in, c_out), (pairs, c_out)))
+    pairs = max((c.gather.shape[0] for c in chunks), default=0)
+    tiles = max((c.tiles.shape[0] for c in chunks), default=0)
+    return filters.new_empty(pairs, c_in), filters.new_empty(tiles, c_in, c_out), filters.new_empty(pairs, c_out)
 
 
 def _batched_products(x: Tensor, filters: Tensor, chunk: Chunk, scratch: tuple[Tensor, ...]) -> Tensor:
-    """One batched product of all tiles: the BLAS then runs at full speed however few pairs an offset has."""
+    """One batched product of all tiles: the BLAS then runs at full speed however few pairs a tap has."""
     pairs, tiles = len(chunk.gather), len(chunk.tiles)
     rows = torch.index_select(x, 0, chunk.gather, out=scratch[0][:pairs])
     filters = torch.index_select(filters, 0, chunk.tiles, out=scratch[1][:tiles])
@@ -166,24 +142,25 @@ def _batched_dense(rows: Tensor, filter: Tensor, out: Tensor, quantum: int) -> N
     torch.mm(rows, filter, out=out)
 
 
-def _linear_scratch(filters: Tensor, chunks: tuple[Chunk, ...]) -> tuple[Tensor, ...]:
+def _linear_scratch(filters: Tensor, chunks: list[Chunk]) -> tuple[Tensor, ...]:
     _, c_in, c_out = filters.shape
-    pairs = max((len(c.gather) for c in chunks), default=0)
+    pairs = max((c.gather.shape[0] for c in chunks), default=0)
     segment = max((length for c in chunks for length in c.lengths), default=0)
     return filters.new_empty(segment, c_in), filters.new_empty(pairs, c_out)
 
 
 def _linear_products(x: Tensor, filters: Tensor, chunk: Chunk, scratch: tuple[Tensor, ...]) -> Tensor:
+    """A product of oneDNN per tap: on AMD it runs at twice the rate of the BLAS."""
     products = scratch[1][: len(chunk.gather)]
-    segments = zip(chunk.offsets, chunk.gather.split(chunk.lengths), products.split(chunk.lengths), strict=True)
-    for k, gather, part in segments:
+    segments = zip(chunk.taps, chunk.gather.split(chunk.lengths), products.split(chunk.lengths), strict=True)
+    for tap, gather, part in segments:
         rows = torch.index_select(x, 0, gather, out=scratch[0][: len(gather)])
-        part.copy_(torch.ops.mkldnn._linear_pointwise(rows, filters[k].t(), None, "none", [], ""))
+        part.copy_(torch.ops.mkldnn._linear_pointwise(rows, filters[tap].t(), None, "none", [], ""))
     return products
 
 
 def _linear_dense(rows: Tensor, filter: Tensor, out: Tensor, quantum: int) -> None:
-    """A number of rows that will not come back is not worth compiling for: the BLAS takes it."""
+    # oneDNN compiles for each number of rows; one that will not come back is left to the BLAS.
     if len(rows) % quantum:
         torch.mm(rows, filter, out=out)
     else:
@@ -218,63 +195,73 @@ def _onednn(dtype: torch.dtype) -> bool:
     return available and dtype == torch.float32
 
 
-def _chunks(plan: CpuPlan, rows: int, quantum: int) -> tuple[Chunk, ...]:
-    """Chunks of `rows` outputs. Pairs come sorted by offset, so a stable sort by chunk sorts by (chunk, offset)."""
-    in_rows, out_rows, offset = _gathered_pairs(plan)
-    taps, blocks = len(plan.sizes), -(-plan.n_out // rows)
-    block = out_rows // rows
+def _identity_tap(kernel_map: KernelMap) -> int:
+    """The tap whose pairs are (0, 0), (1, 1), ...: the zero offset of a map that keeps the coordinates; else -1."""
+    relation = kernel_map.relation
+    zero = (0,) * relation.dim
+    return relation.offsets.index(zero) if relation.policy == "same" and zero in relation.offsets else -1
+
+
+def _chunk(pairs: Pairs, identity: int, num_outputs: int, schedule: CpuSchedule) -> tuple[Tensor, ...]:
+    """(gather, tiles, slots, starts, layout) of all chunks, laid out by (chunk, tap)."""
+    inputs, outputs, taps = _gathered_pairs(pairs, identity)
+    count = len(pairs.sizes)
+    rows = _power_of_two(num_outputs * schedule.pairs // max(len(inputs), 1), num_outputs)
+    blocks, block = -(-num_outputs // rows), outputs // rows
+    # Pairs come sorted by tap, so that a stable sort by chunk sorts them by (chunk, tap).
     order = block.argsort(stable=True)
-    segment = block * taps + offset
-    counts = torch.bincount(segment, minlength=blocks * taps)
-    padded = (counts + quantum - 1) // quantum * quantum
+    segment = block * count + taps
+    lengths = torch.bincount(segment, minlength=blocks * count)
+    padded = (lengths + schedule.quantum - 1) // schedule.quantum * schedule.quantum
     begin = padded.cumsum(0) - padded
-    shift = begin - counts.cumsum(0) + counts
+    shift = begin - lengths.cumsum(0) + lengths
     place = torch.empty_like(order)  # of each pair among all products
     place[order] = torch.arange(len(order)) + shift[segment[order]]
-    gather = in_rows.new_zeros(int(padded.sum()))
-    gather[place] = in_rows
-    slots = (place - begin[block * taps])[out_rows.argsort(stable=True)].int()
-    ends = torch.bincount(out_rows, minlength=plan.n_out).cumsum(0)
-    return _cut(plan.n_out, rows, quantum, (padded.view(blocks, taps), gather, slots, ends))
+    gather = inputs.new_zeros(int(padded.sum()))
+    gather[place] = inputs
+    tiles = torch.arange(count).repeat(blocks).repeat_interleave(padded // schedule.quantum)
+    slots = (place - begin.view(blocks, count)[:, 0][block])[outputs.argsort(stable=True)]
+    met = torch.bincount(outputs, minlength=num_outputs)
+    starts = met.cumsum(0) - met
+    starts -= starts[::rows].repeat_interleave(rows)[:num_outputs]
+    used = lengths.view(blocks, count).sum(dim=1)
+    layout = torch.cat([padded.new_tensor([identity, rows, schedule.quantum]), padded, used])
+    return gather.int(), tiles.int(), slots.int(), starts.int(), layout
 
 
-def _cut(n_out: int, rows: int, quantum: int, laid_out: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Chunk, ...]:
-    """Cuts what is laid out for all chunks at once: gather by (chunk, offset), slots by output row."""
-    padded, gather, slots, ends = laid_out
-    taps = torch.arange(padded.shape[1], dtype=torch.int32)
-    chunks: list[Chunk] = []
-    at = done = 0
-    for first, row in zip(range(0, n_out, rows), padded, strict=True):
-        last = min(first + rows, n_out)
-        lengths = row.tolist()
-        offsets = tuple(k for k, length in enumerate(lengths) if length)
-        stop, to = int(ends[last - 1]), at + sum(lengths)
-        starts = torch.cat([ends.new_tensor([done]), ends[first : last - 1]]) - done
-        tiles = taps.repeat_interleave(row // quantum)
-        used = tuple(lengths[k] for k in offsets)
-        chunks.append(Chunk(first, last, offsets, used, gather[at:to], tiles, slots[done:stop], starts.int()))
-        at, done = to, stop
-    return tuple(chunks)
+def _chunks(chunked: Sequence[Tensor], taps: int, num_outputs: int) -> Iterator[Chunk]:
+    """The chunks laid out by _chunk()."""
+    gather, tiles, slots, starts, layout = chunked
+    _, rows, quantum, *numbers = layout.tolist()
+    blocks = -(-num_outputs // rows)
+    segments = [numbers[b * taps : (b + 1) * taps] for b in range(blocks)]
+    padded = [sum(lengths) for lengths in segments]
+    parts = zip(
+        segments,
+        gather.split(padded),
+        tiles.split([pairs // quantum for pairs in padded]),
+        slots.split(numbers[blocks * taps :]),
+        starts.split(rows),
+        strict=True,
+    )
+    for block, (lengths, *tensors) in enumerate(parts):
+        present = tuple(tap for tap, length in enumerate(lengths) if length)
+        first = block * rows
+        last = min(first + rows, num_outputs)
+        yield Chunk(first, last, present, tuple(lengths[tap] for tap in present), *tensors)
 
 
-def _gathered_pairs(plan: CpuPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """(in_rows, out_rows int64, offset) of every pair that is not of the identity offset."""
-    offset = torch.repeat_interleave(torch.arange(len(plan.sizes)), torch.tensor(plan.sizes, dtype=torch.long))
-    if plan.identity < 0:
-        return plan.in_rows, plan.out_rows.long(), offset
-    start = sum(plan.sizes[: plan.identity])
-    others = [slice(0, start), slice(start + plan.n_out, None)]
-    in_rows, out_rows, offset = (torch.cat([t[s] for s in others]) for t in (plan.in_rows, plan.out_rows, offset))
-    return in_rows, out_rows.long(), offset
+def _gathered_pairs(pairs: Pairs, identity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(inputs, outputs, tap) of every pair that is not of the identity tap."""
+    taps = torch.repeat_interleave(torch.arange(len(pairs.sizes)), pairs.sizes)
+    if identity < 0:
+        return pairs.inputs, pairs.outputs, taps
+    kept = taps != identity
+    return pairs.inputs[kept], pairs.outputs[kept], taps[kept]
 
 
 def _computable(x: Tensor) -> Tensor:
-    return x.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-
-
-def _narrow(index: Tensor) -> Tensor:
-    """int32 where it suffices: half the memory, and a faster gather."""
-    return index.int() if not len(index) or int(index.max()) < 2**31 else index
+    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
 
 def _power_of_two(value: int, limit: int) -> int:

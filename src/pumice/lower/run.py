@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, Pairs
-from pumice.lower import reference
+from pumice.lower import cpu, reference
 from pumice.lower.reference import transposed
 
 __all__ = ["BACKENDS", "Backend", "forward", "tables", "transposed", "weight_gradient"]
@@ -20,32 +20,40 @@ __all__ = ["BACKENDS", "Backend", "forward", "tables", "transposed", "weight_gra
 class Backend:
     """What a device needs to run the operators.
 
-    tables: the flat tensors of a map, at least (inputs, outputs, sizes). forward and weight_gradient take them back.
+    tables: the flat tensors of a map for channels (in, out), at least (inputs, outputs, sizes); forward and
+    weight_gradient take them back, and make do with the first three.
     """
 
-    tables: Callable[[KernelMap], tuple[Tensor, ...]]
+    tables: Callable[[KernelMap, tuple[int, int]], tuple[Tensor, ...]]
     forward: Callable[[Tensor, Tensor, Sequence[Tensor], int, int], Tensor]
     weight_gradient: Callable[[Tensor, Tensor, Sequence[Tensor], int], Tensor]
 
 
 BACKENDS: dict[str, Backend] = {
     "loop": Backend(
-        tables=lambda kernel_map: tuple(kernel_map.pairs()),
+        tables=lambda kernel_map, channels: tuple(kernel_map.pairs()),
         forward=lambda x, w, t, rows, groups: reference.forward(x, w, Pairs(*t[:3]), rows, groups),
         weight_gradient=lambda x, g, t, groups: reference.weight_gradient(x, g, Pairs(*t[:3]), groups),
     ),
+    "cpu": Backend(cpu.tables, cpu.forward, cpu.weight_gradient),
 }
-BY_DEVICE = {"cpu": "loop"}
+BY_DEVICE = {"cpu": "cpu", "cuda": "loop"}
 
 
 def _backend(device_type: str) -> Backend:
     return BACKENDS[BY_DEVICE.get(device_type, "loop")]
 
 
-def tables(kernel_map: KernelMap) -> tuple[Tensor, ...]:
-    """The flat tensors of `kernel_map` that its device's back end reads; made once."""
-    device_type = kernel_map.forward.inputs.device.type
-    return kernel_map.storage(f"tables/{device_type}", _backend(device_type).tables)
+def tables(kernel_map: KernelMap, channels: tuple[int, int]) -> tuple[Tensor, ...]:
+    """The flat tensors of `kernel_map` that its device's back end reads for channels (in, out); made once.
+
+    While torch.compile traces, what is not there yet stays unmade: the pairs alone serve too.
+    """
+    key = ("tables", channels)
+    if torch.compiler.is_compiling() and not kernel_map.has(key):
+        return tuple(kernel_map.pairs())
+    backend = _backend(kernel_map.forward.inputs.device.type)
+    return kernel_map.storage(key, lambda m: backend.tables(m, channels))
 
 
 def forward(x: Tensor, weight: Tensor, tables: Sequence[Tensor], rows: int, groups: int) -> Tensor:

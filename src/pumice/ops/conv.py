@@ -150,9 +150,11 @@ def conv_features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups
 
     `found` is the kernel map, `rows` its number of outputs. Differentiable, any number of times, in x and weight.
     """
-    tables = run.tables(found)
+    channels = (x.shape[1], weight.shape[0])
+    tables = run.tables(found, channels)
+    back = found.transpose()
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    tables_t = run.tables(found.transpose()) if differentiable else tuple(found.transpose().pairs())
+    tables_t = run.tables(back, channels[::-1]) if differentiable else tuple(back.pairs())
     return register.conv(x, weight, tables, tables_t, rows, groups)
 
 

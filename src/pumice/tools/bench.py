@@ -142,10 +142,11 @@ def _cpu_conv_pair(
         return layer(given).features
 
     truth = reference.forward(feats.double(), weight.double(), found.pairs(), len(coords), 1)
-    for name, call in (("pumice", ours), ("spconv", theirs)):
+    # spconv's threads add to one output at once and lose some sums: a few rows in 10,000 are off, run by run.
+    for name, call, bound in (("pumice", ours, 1e-5), ("spconv", theirs, 5e-2)):
         error = float((call() - truth).norm() / truth.norm())
-        if not error < 1e-5:
-            raise PumiceError(f"{name} at C={channels}: relative error {error:.2g}, expected below 1e-5: not timed")
+        if not error < bound:
+            raise PumiceError(f"{name} at C={channels}: relative error {error:.2g}, expected below {bound}: not timed")
     return ours, theirs
 
 
