@@ -103,7 +103,7 @@ def cpu_conv(say: Say) -> Iterator[Row]:
     say(f"{scene}: {found}; {torch.get_num_threads()} threads; milliseconds, median (20 %, 80 %)")
     ratios = []
     for channels in (16, 32, 64, 128):
-        ours, theirs = _cpu_conv_pair(coords, found, channels, spconv)
+        ours, theirs = _cpu_conv_pair(coords, found, channels, spconv, say)
         mine, peer = interleaved(ours, theirs, seconds=8.0)
         ratios.append(peer.median / mine.median)
         say(
@@ -119,7 +119,7 @@ SUITES: dict[str, Callable[[Say], Iterator[Row]]] = {"cpu-conv": cpu_conv}
 
 
 def _cpu_conv_pair(
-    coords: Tensor, found: KernelMap, channels: int, spconv: Any
+    coords: Tensor, found: KernelMap, channels: int, spconv: Any, say: Say
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Our call and spconv's of one layer, both checked against the float64 loop."""
     chance = torch.Generator().manual_seed(channels)
@@ -142,9 +142,11 @@ def _cpu_conv_pair(
         return layer(given).features
 
     truth = reference.forward(feats.double(), weight.double(), found.pairs(), len(coords), 1)
-    # spconv's threads add to one output at once and lose some sums: a few rows in 10,000 are off, run by run.
-    for name, call, bound in (("pumice", ours, 1e-5), ("spconv", theirs, 5e-2)):
-        error = float((call() - truth).norm() / truth.norm())
+    errors = [float((call() - truth).norm() / truth.norm()) for call in (ours, theirs)]
+    say(f"C={channels:<4} relative error: pumice {errors[0]:.1e}, spconv {errors[1]:.1e}")
+    # spconv's threads add to one output at once and lose sums: exact with one thread, some rows wrong with two. It is
+    # timed all the same, with the threads its users have; another mistake than that would show as an error near 1.
+    for name, error, bound in zip(("pumice", "spconv"), errors, (1e-5, 0.2), strict=True):
         if not error < bound:
             raise PumiceError(f"{name} at C={channels}: relative error {error:.2g}, expected below {bound}: not timed")
     return ours, theirs
