@@ -68,7 +68,7 @@ def forward(x: Tensor, weight: Tensor, tables: Sequence[Tensor], rows: int, grou
     dtype, x = x.dtype, _computable(x)
     filters = weight.to(x.dtype).permute(1, 2, 0).contiguous()  # [K, C_in, C_out]
     out = x.new_empty(rows, weight.shape[0])
-    if 0 in filters.shape:
+    if 0 in filters.shape or not len(pairs.inputs):
         return out.zero_().to(dtype)
     identity, quantum = int(chunked[-1][0]), int(chunked[-1][2])
     chunks = list(_chunks(chunked, len(pairs.sizes), rows))

@@ -1,0 +1,112 @@
+"""The CPU back end agrees with its plain twin on every engine, in every dtype, and with itself bit for bit."""
+
+import itertools
+
+import pytest
+import torch
+
+import pumice as pm
+from pumice.coords import Geometry, Relation, kernel_map
+from pumice.lower import cpu, reference
+from pumice.schedule.cpu import CpuSchedule
+
+RELATIONS = {
+    "same": Relation.of(3, 3),
+    "pointwise": Relation.of(3, 1),
+    "floor": Relation.of(3, 2, stride=2),
+    "support": Relation.of(3, 3, stride=2, padding=1),
+    "transposed": Relation.of_transposed(3, 2, stride=2),
+}
+CHANNELS = [(1, 1), (4, 32), (5, 7), (32, 32), (48, 40), (64, 33)]
+
+
+@pytest.fixture(scope="module")
+def cloud() -> Geometry:
+    """A cube so full that its maps have enough pairs for every engine."""
+    cells = torch.tensor(list(itertools.product([0], range(14), range(14), range(14))), dtype=torch.int32)
+    kept = torch.rand(len(cells), generator=torch.Generator().manual_seed(0)) < 0.8
+    return Geometry.checked(cells[kept])
+
+
+def operands(found, channels, dtype):
+    chance = torch.Generator().manual_seed(1)
+    x = torch.randn(found.num_inputs, channels[0], generator=chance, dtype=torch.float64).to(dtype)
+    weight = torch.randn(channels[1], found.volume, channels[0], generator=chance, dtype=torch.float64)
+    grad = torch.randn(found.num_outputs, channels[1], generator=chance, dtype=torch.float64)
+    return x, (weight / (found.volume * channels[0]) ** 0.5).to(dtype), grad.to(dtype)
+
+
+def engine_of(found, channels):
+    return CpuSchedule.default(*channels, len(found.pairs().inputs))
+
+
+def test_the_cases_reach_every_engine(cloud):
+    schedules = [engine_of(kernel_map(cloud, r)[0], c) for r in RELATIONS.values() for c in CHANNELS]
+    assert {s.engine for s in schedules} == set(cpu.ENGINES)
+    assert {s.gradient for s in schedules} == set(cpu.GRADIENTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("name", RELATIONS)
+def test_agrees_with_its_twin(cloud, name, channels, dtype):
+    found, _ = kernel_map(cloud, RELATIONS[name])
+    x, weight, grad = operands(found, channels, dtype)
+    tables = cpu.tables(found, channels)
+    eps = torch.finfo(dtype).eps
+    truth = reference.forward(x.double(), weight.double(), found.pairs(), found.num_outputs, 1)
+    y = cpu.forward(x, weight, tables, found.num_outputs, 1)
+    assert y.dtype == dtype
+    assert (y - truth).abs().max() <= 8 * eps * truth.abs().max()
+    truth = reference.weight_gradient(x.double(), grad.double(), found.pairs(), 1)
+    dw = cpu.weight_gradient(x, grad, tables, 1)
+    assert dw.dtype == dtype and dw.shape == weight.shape
+    assert (dw - truth).abs().max() <= 64 * eps * truth.abs().max()
+
+
+@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("name", RELATIONS)
+def test_pairs_alone_serve_too(cloud, name, channels):
+    """What compiled code gets when the chunks were not made before."""
+    found, _ = kernel_map(cloud, RELATIONS[name])
+    x, weight, _ = operands(found, channels, torch.float64)
+    y = cpu.forward(x, weight, tuple(found.pairs()), found.num_outputs, 1)
+    torch.testing.assert_close(y, cpu.forward(x, weight, cpu.tables(found, channels), found.num_outputs, 1))
+
+
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_bitwise_the_same_every_time(cloud, channels):
+    found, _ = kernel_map(cloud, RELATIONS["same"])
+    x, weight, grad = operands(found, channels, torch.float32)
+    tables = cpu.tables(found, channels)
+    y, dw = cpu.forward(x, weight, tables, len(x), 1), cpu.weight_gradient(x, grad, tables, 1)
+    for _ in range(5):
+        assert torch.equal(y, cpu.forward(x, weight, tables, len(x), 1))
+        assert torch.equal(dw, cpu.weight_gradient(x, grad, tables, 1))
+
+
+def test_chunks_cover_every_pair_once(cloud):
+    found, _ = kernel_map(cloud, RELATIONS["same"])
+    schedule = CpuSchedule(pairs=3000, quantum=16)
+    chunked = cpu._chunk(found.pairs(), 13, found.num_outputs, schedule)
+    seen = set()
+    for chunk in cpu._chunks(chunked, found.volume, found.num_outputs):
+        taps = chunk.tiles.repeat_interleave(16)
+        ends = [*chunk.starts.tolist()[1:], len(chunk.slots)]
+        for row, (start, end) in enumerate(zip(chunk.starts.tolist(), ends, strict=True)):
+            for slot in chunk.slots[start:end].tolist():
+                seen.add((chunk.first + row, int(taps[slot]), int(chunk.gather[slot])))
+    pairs = found.pairs()
+    taps = torch.repeat_interleave(torch.arange(found.volume), pairs.sizes)
+    kept = taps != 13
+    wanted = set(zip(pairs.outputs[kept].tolist(), taps[kept].tolist(), pairs.inputs[kept].tolist(), strict=True))
+    assert seen == wanted and len(wanted) == int(kept.sum())
+
+
+def test_a_layer_uses_the_chunks_kept_by_its_map(cloud):
+    x = pm.SparseTensor(torch.randn(len(cloud), 4), cloud)
+    weight = torch.randn(8, 3, 3, 3, 4, requires_grad=True)
+    pm.ops.conv(x, weight).feats.sum().backward()
+    found, _ = kernel_map(cloud, RELATIONS["same"])
+    assert found.has(("tables", (4, 8)))
+    assert len(cpu.tables(found, (4, 8))) == 8
