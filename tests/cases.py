@@ -220,8 +220,15 @@ def run(case: Case, ops: Operands) -> "pm.SparseTensor":
     common = {"stride": stride, "dilation": dilation, "groups": case.groups}
     if case.policy in ("transposed", "centred", "generative"):
         padding = None if case.policy != "transposed" and case.padding is None else case.padding or 0
-        return pm.ops.conv_transpose(x, ops.weight, ops.bias, padding=padding, output_padding=case.extra,
-                                     bounded=case.policy != "generative", **common)
+        return pm.ops.conv_transpose(
+            x,
+            ops.weight,
+            ops.bias,
+            padding=padding,
+            output_padding=case.extra,
+            bounded=case.policy != "generative",
+            **common,
+        )
     if case.policy == "inverse":
         target = given(case, ops, x.device)
         return pm.ops.conv_inverse(x, ops.weight, target, ops.bias, padding=case.padding, **common)
@@ -236,8 +243,6 @@ def given(case: Case, ops: Operands, device) -> "pm.SparseTensor":
     target = target_of(case, ops.coords)
     zeros = torch.zeros(len(target), 1, dtype=ops.feats.dtype, device=device)
     return tensor(target, zeros, dim=case.dim, stride=case.steps if case.rule == "given" else 1)
-
-
 
 
 def assert_close(got: torch.Tensor, want: np.ndarray, dtype: torch.dtype, what: str) -> None:
@@ -340,8 +345,14 @@ SUPPORT = [  # the active set of the dense convolution; unbounded, or bounded by
     Case("support-1d-k4-s2-nopad-named", (4,), "support", stride=(2,)),
     Case("support-2d-k3-s2-p1-bounded", (3, 3), stride=(2, 2), padding=(1, 1), spatial=(7, 6)),
     Case("support-3d-k3-s2-p1-bounded", (3, 3, 3), stride=(2, 2, 2), padding=(1, 1, 1), spatial=(5, 6, 7)),
-    Case("support-3d-k2-s2-p0-odd-tail-dropped", (2, 2, 2), stride=(2, 2, 2), padding=(0, 0, 0), spatial=(5, 5, 5),
-         voxels=40),
+    Case(
+        "support-3d-k2-s2-p0-odd-tail-dropped",
+        (2, 2, 2),
+        stride=(2, 2, 2),
+        padding=(0, 0, 0),
+        spatial=(5, 5, 5),
+        voxels=40,
+    ),
     Case("support-2d-k3-s1-p0-bounded-valid", (3, 3), "support", padding=(0, 0), spatial=(6, 5)),
     Case("support-2d-k3-s1-p1-bounded", (3, 3), "support", padding=(1, 1), spatial=(6, 5)),
     Case("support-1d-k3-s3-p1-bounded", (3,), stride=(3,), padding=(1,), spatial=(10,)),
@@ -365,8 +376,15 @@ TRANSPOSED = [  # out = stride * in + dilation * tap - padding, bounded by spati
     Case("transposed-2d-k3-s3-d2", (3, 3), "transposed", stride=(3, 3), dilation=(2, 2)),
     Case("transposed-2d-k3-s1-p1", (3, 3), "transposed", padding=(1, 1)),
     Case("transposed-2d-k3-s2-p1-bounded", (3, 3), "transposed", stride=(2, 2), padding=(1, 1), spatial=(4, 5)),
-    Case("transposed-2d-k3-s2-p1-op1-bounded", (3, 3), "transposed", stride=(2, 2), padding=(1, 1), spatial=(4, 5),
-         extra=1),
+    Case(
+        "transposed-2d-k3-s2-p1-op1-bounded",
+        (3, 3),
+        "transposed",
+        stride=(2, 2),
+        padding=(1, 1),
+        spatial=(4, 5),
+        extra=1,
+    ),
     Case("transposed-3d-k312-s212-bounded", (3, 1, 2), "transposed", stride=(2, 1, 2), spatial=(3, 4, 3), voxels=8),
     Case("centred-2d-k3-s2", (3, 3), "centred", stride=(2, 2)),
     Case("centred-2d-k3-s2-bounded", (3, 3), "centred", stride=(2, 2), spatial=(4, 4), voxels=8),

@@ -5,6 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from jaxtyping import install_import_hook
+
+# Shapes in signatures are checked under test, and only there.
+with install_import_hook(["pumice.lower.reference", "pumice.lower.cpu"], "beartype.beartype"):
+    import pumice  # noqa: F401
+
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 

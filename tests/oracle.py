@@ -229,8 +229,9 @@ def containing(position: Sequence[float], stride: Ints) -> list[tuple[Coord, flo
     return [((int(position[0]), *(math.floor(u / t) for u, t in zip(position[1:], stride, strict=True))), 1.0)]
 
 
-def interpolation_weights(coords: Sequence[Coord], positions: Sequence[Sequence[float]], stride: Ints, mode: str,
-                          normalize: bool = True) -> np.ndarray:
+def interpolation_weights(
+    coords: Sequence[Coord], positions: Sequence[Sequence[float]], stride: Ints, mode: str, normalize: bool = True
+) -> np.ndarray:
     """Dense matrix [P, N] of weights; an absent voxel gives nothing; ``normalize`` divides by the weights present."""
     row = {c: i for i, c in enumerate(coords)}
     rule = {"nearest": containing, "trilinear": corners}[mode]
@@ -272,8 +273,9 @@ def voxelise(voxels: Sequence[Coord], feats: np.ndarray, reduce: str) -> tuple[l
     for i, points in enumerate(members):
         for c in range(feats.shape[1]):
             values = [float(feats[p, c]) for p in points]
-            out[i][c] = {"mean": sum(values) / len(values), "sum": sum(values), "max": max(values),
-                         "first": values[0]}[reduce]
+            out[i][c] = {"mean": sum(values) / len(values), "sum": sum(values), "max": max(values), "first": values[0]}[
+                reduce
+            ]
     return coords, grid(out, feats.shape[1]), inverse
 
 

@@ -106,11 +106,7 @@ def environment_reads(source: Source) -> Iterator[str]:
     if source.room == "env":
         return
     for node in ast.walk(source.tree):
-        names = (
-            {a.name for a in node.names}
-            if isinstance(node, ast.ImportFrom) and node.module == "os"
-            else set()
-        )
+        names = {a.name for a in node.names} if isinstance(node, ast.ImportFrom) and node.module == "os" else set()
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             names = {node.attr}
         for name in sorted(names & ENVIRONMENT):

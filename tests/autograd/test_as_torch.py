@@ -118,8 +118,9 @@ class Clouds(Dataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_data_loader(workers):
-    loader = DataLoader(Clouds(), batch_size=4, num_workers=workers, collate_fn=pm.collate,
-                        pin_memory=torch.cuda.is_available())
+    loader = DataLoader(
+        Clouds(), batch_size=4, num_workers=workers, collate_fn=pm.collate, pin_memory=torch.cuda.is_available()
+    )
     found = list(loader)
     assert len(found) == 2
     for part, x in enumerate(found):
@@ -152,8 +153,9 @@ def test_gradient_checkpointing():
         return model(x.replace(f)).feats
 
     plain = torch.autograd.grad(through(feats).pow(2).sum(), [feats, *model.parameters()])
-    kept = torch.autograd.grad(checkpoint(through, feats, use_reentrant=False).pow(2).sum(),
-                               [feats, *model.parameters()])
+    kept = torch.autograd.grad(
+        checkpoint(through, feats, use_reentrant=False).pow(2).sum(), [feats, *model.parameters()]
+    )
     for a, b in zip(plain, kept, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -55,12 +55,16 @@ def test_empty_without_a_batch_size(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("coords", [
-    [(0, 3, 3)],
-    [(0, 2, -5), (1, -1, 0), (2, 7, 7)],
-    [(0, 0, 0), (2, 1, 1), (2, 0, 0)],
-    [(3, 0, 0)],
-], ids=["one", "one-per-batch", "missing-batch", "only-the-last"])
+@pytest.mark.parametrize(
+    "coords",
+    [
+        [(0, 3, 3)],
+        [(0, 2, -5), (1, -1, 0), (2, 7, 7)],
+        [(0, 0, 0), (2, 1, 1), (2, 0, 0)],
+        [(3, 0, 0)],
+    ],
+    ids=["one", "one-per-batch", "missing-batch", "only-the-last"],
+)
 def test_few_voxels(coords, name, device):
     """Each operator on few voxels equals itself on each batch item alone."""
     feats = torch.randn(len(coords), 2, dtype=torch.float64, device=device)
@@ -79,8 +83,10 @@ def test_few_voxels(coords, name, device):
         assert f == pytest.approx(alone[c], abs=1e-12)
 
 
-@pytest.mark.parametrize(("c_in", "c_out", "groups"), [(1, 1, 1), (1, 7, 1), (7, 1, 1), (3, 5, 1), (13, 11, 1),
-                                                       (33, 65, 1), (9, 3, 3), (15, 25, 5), (7, 7, 7)])
+@pytest.mark.parametrize(
+    ("c_in", "c_out", "groups"),
+    [(1, 1, 1), (1, 7, 1), (7, 1, 1), (3, 5, 1), (13, 11, 1), (33, 65, 1), (9, 3, 3), (15, 25, 5), (7, 7, 7)],
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_odd_channels(c_in, c_out, groups, dtype, device):
     cases.check(Case("odd", (3, 3), channels=(c_in, c_out), groups=groups, voxels=9), dtype, device)
@@ -195,8 +201,11 @@ def test_nan_is_seen_and_not_lost():
         y = pool(x, 2).feats
         assert y[0].isnan() and y[1] == 2.0
     assert pm.ops.global_max_pool(x).isnan().all()
-    assert pm.voxelize(torch.tensor([[0.1], [0.2]]), torch.tensor([[1.0], [float("nan")]]), size=1.0,
-                       reduce="max").feats.isnan().all()
+    assert (
+        pm.voxelize(torch.tensor([[0.1], [0.2]]), torch.tensor([[1.0], [float("nan")]]), size=1.0, reduce="max")
+        .feats.isnan()
+        .all()
+    )
     y = pm.ops.conv(x, torch.ones(1, 3, 1)).feats
     assert y[:2].isnan().all() and y[2] == 2.0
     dense = torch.tensor([[[0.0, float("nan"), 3.0]]])

@@ -93,8 +93,13 @@ def test_gradcheck_of_global_pools(mode):
 def test_gradcheck_of_interpolation(mode, normalize):
     ops = cases.operands(Case("at", (1, 1), voxels=6))
     rng = torch.Generator().manual_seed(0)
-    at = torch.cat([torch.randint(0, 2, (8, 1), generator=rng).double(),
-                    torch.rand(8, 2, dtype=torch.float64, generator=rng) * 6 - 3], 1)
+    at = torch.cat(
+        [
+            torch.randint(0, 2, (8, 1), generator=rng).double(),
+            torch.rand(8, 2, dtype=torch.float64, generator=rng) * 6 - 3,
+        ],
+        1,
+    )
 
     def function(feats):
         return pm.interpolate(cases.tensor(ops.coords, feats), at, mode, normalize=normalize)
@@ -158,7 +163,7 @@ def test_third_derivatives():
     feats, weight = leaves
     y = (function(feats, weight) ** 3).sum()
     (g,) = torch.autograd.grad(y, feats, create_graph=True)
-    (h,) = torch.autograd.grad((g ** 2).sum(), weight, create_graph=True)
+    (h,) = torch.autograd.grad((g**2).sum(), weight, create_graph=True)
     (third,) = torch.autograd.grad(h.sum(), feats)
     assert torch.isfinite(third).all() and third.abs().max() > 0
     step, eps = torch.randn_like(feats), 1e-6
@@ -166,7 +171,7 @@ def test_third_derivatives():
     def second(f):
         y = (function(f, weight) ** 3).sum()
         (g,) = torch.autograd.grad(y, f, create_graph=True)
-        return torch.autograd.grad((g ** 2).sum(), weight)[0].sum()
+        return torch.autograd.grad((g**2).sum(), weight)[0].sum()
 
     ahead, behind = (second((feats.detach() + s * eps * step).requires_grad_()) for s in (1, -1))
     torch.testing.assert_close((third * step).sum(), (ahead - behind) / (2 * eps), rtol=1e-5, atol=1e-6)

@@ -72,10 +72,14 @@ def test_any_convolution_equals_the_oracle(setup):
     rel = oracle.relation(kernel, keys["stride"], keys["dilation"], keys["padding"])
     x, w = sparse(coords, dim), weight(kernel)
     y = pm.ops.conv(x, w, **keys)
-    policy = keys["out"] or ("same" if set(keys["stride"]) == {1} else
-                             "floor_unique" if keys["padding"] is None else "support")
-    outs = {"same": lambda: coords, "support": lambda: oracle.support(coords, rel),
-            "floor_unique": lambda: oracle.floor_unique(coords, rel.stride)}[policy]()
+    policy = keys["out"] or (
+        "same" if set(keys["stride"]) == {1} else "floor_unique" if keys["padding"] is None else "support"
+    )
+    outs = {
+        "same": lambda: coords,
+        "support": lambda: oracle.support(coords, rel),
+        "floor_unique": lambda: oracle.floor_unique(coords, rel.stride),
+    }[policy]()
     assert cases.tuples(y) == outs
     pairs = oracle.forward_pairs(coords, outs, rel)
     want = oracle.conv(pairs, len(outs), cases.array(x.feats), cases.flat(w))
@@ -185,8 +189,10 @@ def test_groups_are_convolutions_side_by_side(setup, share):
     x = sparse(coords, dim, channels=4)
     w = weight(kernel, 2, 2 * share)
     both = pm.ops.conv(x, w, groups=2, **keys).feats
-    halves = [pm.ops.conv(x.replace(x.feats[:, 2 * g:2 * g + 2]), w[share * g:share * (g + 1)], **keys).feats
-              for g in range(2)]
+    halves = [
+        pm.ops.conv(x.replace(x.feats[:, 2 * g : 2 * g + 2]), w[share * g : share * (g + 1)], **keys).feats
+        for g in range(2)
+    ]
     torch.testing.assert_close(both, torch.cat(halves, 1), atol=1e-12, rtol=0)
 
 
@@ -197,8 +203,10 @@ def test_offsets_are_a_kernel_written_out(setup):
     coords, dim, kernel, keys = setup
     x, w = sparse(coords, dim), weight(kernel)
     padding = keys["padding"] or oracle.default_padding(kernel, keys["dilation"])
-    taps = [[d * r - p for r, d, p in zip(tap, keys["dilation"], padding, strict=True)]
-            for tap in itertools.product(*map(range, kernel))]
+    taps = [
+        [d * r - p for r, d, p in zip(tap, keys["dilation"], padding, strict=True)]
+        for tap in itertools.product(*map(range, kernel))
+    ]
     policy = keys["out"] or "floor_unique"
     want = pm.ops.conv(x, w, **(keys | {"out": policy}))
     got = pm.ops.conv(x, w.flatten(1, -2), stride=keys["stride"], offsets=taps, out=policy)
@@ -210,8 +218,9 @@ def test_offsets_are_a_kernel_written_out(setup):
 def test_a_kernel_map_transposed_twice_is_itself(setup):
     coords, dim, kernel, keys = setup
     geometry = sparse(coords, dim).geometry
-    relation = pm.coords.Relation.of(dim, kernel, stride=keys["stride"], padding=keys["padding"],
-                                     dilation=keys["dilation"], policy=keys["out"])
+    relation = pm.coords.Relation.of(
+        dim, kernel, stride=keys["stride"], padding=keys["padding"], dilation=keys["dilation"], policy=keys["out"]
+    )
     found, outputs = pm.coords.kernel_map(geometry, relation)
     assert (found.num_inputs, found.num_outputs) == (len(geometry), len(outputs))
     once, twice = found.transpose(), found.transpose().transpose()
@@ -228,8 +237,9 @@ def test_every_storage_of_a_kernel_map_is_the_same_set_of_pairs(setup):
     coords, dim, kernel, keys = setup
     rel = oracle.relation(kernel, keys["stride"], keys["dilation"], keys["padding"])
     geometry = sparse(coords, dim).geometry
-    relation = pm.coords.Relation.of(dim, kernel, stride=keys["stride"], padding=keys["padding"],
-                                     dilation=keys["dilation"], policy=keys["out"])
+    relation = pm.coords.Relation.of(
+        dim, kernel, stride=keys["stride"], padding=keys["padding"], dilation=keys["dilation"], policy=keys["out"]
+    )
     found, outputs = pm.coords.kernel_map(geometry, relation)
     pairs = found.pairs()
     taps = [k for k, size in enumerate(pairs.sizes.tolist()) for _ in range(size)]

@@ -67,8 +67,7 @@ def test_from_dense_of_to_dense(x):
 @given(st.integers(1, 4).flatmap(tensors))
 def test_to_dense_and_origin(x):
     dense = x.to_dense(spatial_shape=(9,) * x.dim, origin=(-4,) * x.dim)
-    assert values(pm.from_dense(dense)) == {
-        (c[0], *(a + 4 for a in c[1:])): f for c, f in values(x).items()}
+    assert values(pm.from_dense(dense)) == {(c[0], *(a + 4 for a in c[1:])): f for c, f in values(x).items()}
 
 
 @FEW
@@ -115,8 +114,9 @@ def test_sums_are_kept_and_means_lie_between(cloud):
     points, batch = cloud
     feats = torch.sin(7 * points.sum(1, keepdim=True))
     keys = {"size": 1.0, "batch": batch, "batch_size": 3}
-    torch.testing.assert_close(pm.voxelize(points, feats, reduce="sum", **keys).feats.sum(), feats.sum(), atol=1e-10,
-                               rtol=0)
+    torch.testing.assert_close(
+        pm.voxelize(points, feats, reduce="sum", **keys).feats.sum(), feats.sum(), atol=1e-10, rtol=0
+    )
     low, mean = -pm.voxelize(points, -feats, reduce="max", **keys).feats, pm.voxelize(points, feats, **keys).feats
     high = pm.voxelize(points, feats, reduce="max", **keys).feats
     assert bool((low <= mean + 1e-12).all()) and bool((mean <= high + 1e-12).all())
@@ -137,10 +137,12 @@ def test_voxelise_then_devoxelise_is_a_projection(cloud):
 
 
 @FEW
-@given(st.lists(st.tuples(st.integers(0, 3), *[st.integers(-(2**31), 2**31 - 1)] * 4), unique=True, max_size=20),
-       st.integers(1, 4))
+@given(
+    st.lists(st.tuples(st.integers(0, 3), *[st.integers(-(2**31), 2**31 - 1)] * 4), unique=True, max_size=20),
+    st.integers(1, 4),
+)
 def test_morton_order_over_the_whole_of_int32(rows, dim):
-    coords = list(dict.fromkeys(r[:1 + dim] for r in rows))
+    coords = list(dict.fromkeys(r[: 1 + dim] for r in rows))
     matrix = cases.table(coords, dim)
     bounds = pm.coords.Bounds.of(matrix)
     order = pm.coords.morton_argsort(matrix, bounds)

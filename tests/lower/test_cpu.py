@@ -110,3 +110,9 @@ def test_a_layer_uses_the_chunks_kept_by_its_map(cloud):
     found, _ = kernel_map(cloud, RELATIONS["same"])
     assert found.has(("tables", (4, 8)))
     assert len(cpu.tables(found, (4, 8))) == 8
+
+
+def test_shapes_in_signatures_are_checked_under_test(cloud):
+    found, _ = kernel_map(cloud, RELATIONS["same"])
+    with pytest.raises(Exception, match="weight"):
+        reference.forward(torch.zeros(len(cloud), 4), torch.zeros(8, 4), found.pairs(), len(cloud), 1)

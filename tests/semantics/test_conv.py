@@ -9,10 +9,26 @@ from cases import CASES, Case
 import pumice as pm
 
 # The families whose numbers differ in kind; low precision runs on these, the rest of the table in fp64.
-LOW = [c for c in CASES if c.name in {
-    "same-3d-k3", "same-2d-k5", "floor-3d-k2-s2", "floor-3d-k3-s2", "support-3d-k3-s2-p1", "given-2d-k3-s2",
-    "transposed-3d-k2-s2", "inverse-3d-k2-s2", "groups-2", "depthwise", "channels-wide", "offsets-3d-cross",
-    "same-4d-k3"}]
+LOW = [
+    c
+    for c in CASES
+    if c.name
+    in {
+        "same-3d-k3",
+        "same-2d-k5",
+        "floor-3d-k2-s2",
+        "floor-3d-k3-s2",
+        "support-3d-k3-s2-p1",
+        "given-2d-k3-s2",
+        "transposed-3d-k2-s2",
+        "inverse-3d-k2-s2",
+        "groups-2",
+        "depthwise",
+        "channels-wide",
+        "offsets-3d-cross",
+        "same-4d-k3",
+    }
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -27,11 +43,15 @@ def test_conv_in_low_precision(case: Case, dtype, device):
     cases.check(case, dtype, device)
 
 
-@pytest.mark.parametrize(("case", "factor"), [
-    (Case("down", (3, 3), stride=(2, 3)), (2, 3)),
-    (Case("down", (3, 3), "support", stride=(2, 1), padding=(1, 1)), (2, 1)),
-    (Case("same", (3, 3)), (1, 1)),
-], ids=lambda v: str(v))
+@pytest.mark.parametrize(
+    ("case", "factor"),
+    [
+        (Case("down", (3, 3), stride=(2, 3)), (2, 3)),
+        (Case("down", (3, 3), "support", stride=(2, 1), padding=(1, 1)), (2, 1)),
+        (Case("same", (3, 3)), (1, 1)),
+    ],
+    ids=lambda v: str(v),
+)
 def test_cumulative_stride_is_multiplied(case: Case, factor):
     ops = cases.operands(case)
     x = cases.tensor(ops.coords, ops.feats, stride=(4, 6))
@@ -49,11 +69,14 @@ def test_cumulative_stride_is_divided_by_transposed_and_inverse():
     assert pm.ops.conv_inverse(down, ops.weight, fine, stride=2).stride == (1, 1)
 
 
-@pytest.mark.parametrize(("shape", "kernel", "stride", "padding", "want"), [
-    ((7, 6), 3, 2, 1, (4, 3)),
-    ((5, 5), 2, 2, 0, (2, 2)),
-    ((9, 4), (3, 1), (3, 1), (0, 0), (3, 4)),
-])
+@pytest.mark.parametrize(
+    ("shape", "kernel", "stride", "padding", "want"),
+    [
+        ((7, 6), 3, 2, 1, (4, 3)),
+        ((5, 5), 2, 2, 0, (2, 2)),
+        ((9, 4), (3, 1), (3, 1), (0, 0), (3, 4)),
+    ],
+)
 def test_spatial_shape_follows_the_dense_formula(shape, kernel, stride, padding, want):
     case = Case("shape", (kernel, kernel) if isinstance(kernel, int) else kernel, spatial=shape, voxels=9)
     ops = cases.operands(case)
@@ -144,8 +167,14 @@ def test_maps_of_different_relations_do_not_mix():
 def test_far_apart_coordinates(device):
     """Neighbours at both ends of a wide range; keys must not wrap."""
     far = 2**20 - 3
-    ins = [(0, a + x, b - y, c) for a in (-far, far) for b in (-far, far) for c in (-far, far)
-           for x in range(2) for y in range(2)]
+    ins = [
+        (0, a + x, b - y, c)
+        for a in (-far, far)
+        for b in (-far, far)
+        for c in (-far, far)
+        for x in range(2)
+        for y in range(2)
+    ]
     feats = torch.randn(len(ins), 2, dtype=torch.float64, device=device)
     w = torch.randn(3, 3, 3, 3, 2, dtype=torch.float64, device=device)
     y = pm.ops.conv(cases.tensor(ins, feats), w)
@@ -184,8 +213,9 @@ def test_modules_are_their_functions(module):
     want = {
         "Conv2d": lambda: pm.ops.conv(x, w, b, stride=2, groups=2),
         "ConvTranspose2d": lambda: pm.ops.conv_transpose(x, w, b, stride=2, groups=2),
-        "GenerativeConvTranspose2d": lambda: pm.ops.conv_transpose(x, w, b, stride=2, padding=None, groups=2,
-                                                                   bounded=False),
+        "GenerativeConvTranspose2d": lambda: pm.ops.conv_transpose(
+            x, w, b, stride=2, padding=None, groups=2, bounded=False
+        ),
         "InverseConv2d": lambda: pm.ops.conv_inverse(x, w, fine, b, stride=2, groups=2),
     }[module]()
     got = layer(x, fine) if module == "InverseConv2d" else layer(x)

@@ -28,10 +28,24 @@ def dense_weight(w):
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
-@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), [
-    (3, 1, 1, 1), (3, 1, 0, 1), (3, 2, 1, 1), (3, 2, 0, 1), (2, 2, 0, 1), (2, 1, 1, 1), (4, 2, 1, 1), (3, 3, 1, 1),
-    (3, 1, 2, 2), (3, 2, 2, 2), (1, 1, 0, 1), (1, 2, 0, 1), (5, 2, 2, 1),
-])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation"),
+    [
+        (3, 1, 1, 1),
+        (3, 1, 0, 1),
+        (3, 2, 1, 1),
+        (3, 2, 0, 1),
+        (2, 2, 0, 1),
+        (2, 1, 1, 1),
+        (4, 2, 1, 1),
+        (3, 3, 1, 1),
+        (3, 1, 2, 2),
+        (3, 2, 2, 2),
+        (1, 1, 0, 1),
+        (1, 2, 0, 1),
+        (5, 2, 2, 1),
+    ],
+)
 def test_support_is_dense(dim, kernel, stride, padding, dilation):
     dense, x = sparse_image(SHAPES[dim], 4)
     w = torch.randn(6, *[kernel] * dim, 2, dtype=torch.float64)
@@ -45,10 +59,18 @@ def test_support_is_dense(dim, kernel, stride, padding, dilation):
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
-@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation", "extra"), [
-    (2, 2, 0, 1, 0), (3, 2, 1, 1, 0), (3, 2, 1, 1, 1), (3, 1, 1, 1, 0), (4, 2, 1, 1, 0), (3, 3, 0, 1, 2),
-    (3, 2, 2, 2, 1),
-])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation", "extra"),
+    [
+        (2, 2, 0, 1, 0),
+        (3, 2, 1, 1, 0),
+        (3, 2, 1, 1, 1),
+        (3, 1, 1, 1, 0),
+        (4, 2, 1, 1, 0),
+        (3, 3, 0, 1, 2),
+        (3, 2, 2, 2, 1),
+    ],
+)
 def test_transposed_is_dense(dim, kernel, stride, padding, dilation, extra):
     dense, x = sparse_image(SHAPES[dim], 3)
     w = torch.randn(4, *[kernel] * dim, 3, dtype=torch.float64)

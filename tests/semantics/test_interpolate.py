@@ -85,8 +85,9 @@ def test_devoxelize_at_points(mode, level, device):
     points = rng.uniform(-3, 3, (40, 3))
     batch = rng.integers(0, 2, 40)
     size, origin = (0.5, 0.25, 1.0), (0.1, -0.2, 0.3)
-    x = pm.voxelize(torch.from_numpy(points).to(device), size=size, origin=origin,
-                    batch=torch.from_numpy(batch).to(device))
+    x = pm.voxelize(
+        torch.from_numpy(points).to(device), size=size, origin=origin, batch=torch.from_numpy(batch).to(device)
+    )
     for _ in range(level):
         x = pm.ops.avg_pool(x, 2)
     got = pm.devoxelize(x, torch.from_numpy(points).to(device), torch.from_numpy(batch).to(device), mode=mode)

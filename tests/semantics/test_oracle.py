@@ -67,8 +67,9 @@ def test_conv_is_the_dense_convolution(spec):
     pairs = oracle.forward_pairs(ins, outs, rel)
     got = oracle.conv(pairs, len(outs), x, w, bias, groups)
     np.testing.assert_allclose(got, values(outs, want.detach()), atol=1e-12)
-    mask = CONVS[len(shape)](scatter(ins, np.ones((len(ins), 1)), shape), torch.ones(1, 1, *kernel).double(), None,
-                             stride, padding, dilation)
+    mask = CONVS[len(shape)](
+        scatter(ins, np.ones((len(ins), 1)), shape), torch.ones(1, 1, *kernel).double(), None, stride, padding, dilation
+    )
     assert {tuple(c) for c in mask[:, 0].nonzero().tolist()} == set(outs)
     dy = rng.normal(size=got.shape)
     want.backward(scatter(outs, dy, size))
@@ -79,8 +80,12 @@ def test_conv_is_the_dense_convolution(spec):
 
 
 # torch wants output_padding below the stride or the dilation
-PADDED = [(spec, extra) for spec in DENSE for extra in (0, 1)
-          if all(extra < max(s, d) for s, d in zip(spec[2], spec[4], strict=True))]
+PADDED = [
+    (spec, extra)
+    for spec in DENSE
+    for extra in (0, 1)
+    if all(extra < max(s, d) for s, d in zip(spec[2], spec[4], strict=True))
+]
 
 
 @pytest.mark.parametrize(("spec", "extra"), PADDED, ids=str)
@@ -136,7 +141,11 @@ def test_interpolation_of_a_full_box_is_grid_sample():
 def test_morton_order_by_hand():
     square = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
     assert oracle.ordered([*reversed(square), (0, 0, 2), (0, -1, 0), (1, -9, -9)]) == [
-        (0, -1, 0), *square, (0, 0, 2), (1, -9, -9)]
+        (0, -1, 0),
+        *square,
+        (0, 0, 2),
+        (1, -9, -9),
+    ]
     assert oracle.ordered([(0, 5), (0, -3), (0, 2), (0, 5)]) == [(0, -3), (0, 2), (0, 5)]
 
 

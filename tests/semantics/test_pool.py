@@ -27,8 +27,16 @@ class Pool:
 
     def case(self) -> cases.Case:
         """The convolution with the same relation."""
-        return cases.Case(self.name, self.kernel, self.policy, self.stride or self.kernel, self.dilation or (),
-                          self.padding, spatial=self.spatial, voxels=16)
+        return cases.Case(
+            self.name,
+            self.kernel,
+            self.policy,
+            self.stride or self.kernel,
+            self.dilation or (),
+            self.padding,
+            spatial=self.spatial,
+            voxels=16,
+        )
 
     def __str__(self) -> str:
         return self.name
@@ -58,8 +66,9 @@ def test_pool_equals_the_oracle(spec: Pool, mode, device):
     ops = cases.operands(case, device=device)
     x = cases.tensor(ops.coords, ops.feats, spatial_shape=case.spatial, batch_size=case.batches)
     out = cases.given(case, ops, device) if spec.policy == "given" else {"default": None}.get(spec.policy, spec.policy)
-    y = getattr(pm.ops, f"{mode}_pool")(x, spec.kernel, stride=spec.stride, padding=spec.padding,
-                                        dilation=spec.dilation or 1, out=out)
+    y = getattr(pm.ops, f"{mode}_pool")(
+        x, spec.kernel, stride=spec.stride, padding=spec.padding, dilation=spec.dilation or 1, out=out
+    )
     outs = cases.outputs_of(case, ops.coords)
     assert cases.tuples(y) == outs, cases.diff(cases.tuples(y), outs)
     pairs = oracle.forward_pairs(ops.coords, outs, case.relation)

@@ -183,8 +183,10 @@ def test_split_shows_missing_batch_items_as_empty():
     assert [len(part) for part in x.split()] == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize(("method", "dtype"), [("half", torch.float16), ("bfloat16", torch.bfloat16),
-                                               ("float", torch.float32), ("double", torch.float64)])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("half", torch.float16), ("bfloat16", torch.bfloat16), ("float", torch.float32), ("double", torch.float64)],
+)
 def test_casts_keep_the_geometry(method, dtype):
     x = random_tensor()
     y = getattr(x, method)()

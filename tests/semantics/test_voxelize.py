@@ -29,8 +29,9 @@ def test_voxelize_equals_the_oracle(dim, reduce, rounding, device):
     points, batch, feats = points_of(dim=dim)
     size, origin = (0.7, 0.45, 1.3, 0.9)[:dim], (0.05, -0.3, 0.0, 2.0)[:dim]
     leaf = torch.from_numpy(feats).to(device).requires_grad_()
-    x = pm.voxelize(torch.from_numpy(points).to(device), leaf, size, torch.from_numpy(batch).to(device), origin,
-                    rounding, reduce)
+    x = pm.voxelize(
+        torch.from_numpy(points).to(device), leaf, size, torch.from_numpy(batch).to(device), origin, rounding, reduce
+    )
     coords, want, inverse = oracle.voxelise(voxels_of(points, batch, size, origin, rounding), feats, reduce)
     assert cases.tuples(x) == coords, cases.diff(cases.tuples(x), coords)
     assert x.inverse.dtype == torch.int64 and x.inverse.tolist() == inverse
@@ -50,8 +51,12 @@ def test_gradient_of_voxelize(reduce, device):
     for p, i in enumerate(x.inverse.tolist()):
         for c in range(feats.shape[1]):
             best = max(members[i], key=lambda q, c=c: feats[q, c])
-            share = {"mean": 1 / len(members[i]), "sum": 1.0, "max": float(best == p),
-                     "first": float(members[i][0] == p)}[reduce]
+            share = {
+                "mean": 1 / len(members[i]),
+                "sum": 1.0,
+                "max": float(best == p),
+                "first": float(members[i][0] == p),
+            }[reduce]
             want[p, c] = share * dy[i, c].item()
     cases.assert_close(leaf.grad, want, torch.float64, "gradient")
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from pumice.coords import KernelMap, Pairs
@@ -55,7 +56,13 @@ def tables(kernel_map: KernelMap, channels: tuple[int, int]) -> tuple[Tensor, ..
     return (*pairs, *chunked)
 
 
-def forward(x: Tensor, weight: Tensor, tables: Sequence[Tensor], rows: int, groups: int) -> Tensor:
+def forward(
+    x: Float[Tensor, "inputs c_in"],
+    weight: Float[Tensor, "c_out k c_group"],
+    tables: Sequence[Tensor],
+    rows: int,
+    groups: int,
+) -> Float[Tensor, "{rows} c_out"]:
     """x [N_in, G*C], weight [G*N, K, C] -> out [rows, G*N] in x's dtype.
 
     Half precisions are computed in float32 throughout and rounded once. Groups take the loop of reference.py.
@@ -87,7 +94,9 @@ def forward(x: Tensor, weight: Tensor, tables: Sequence[Tensor], rows: int, grou
     return out.to(dtype)
 
 
-def weight_gradient(x: Tensor, grad: Tensor, tables: Sequence[Tensor], groups: int) -> Tensor:
+def weight_gradient(
+    x: Float[Tensor, "inputs c_in"], grad: Float[Tensor, "outputs c_out"], tables: Sequence[Tensor], groups: int
+) -> Float[Tensor, "c_out k c_group"]:
     """x [N_in, G*C], grad [N_out, G*N] -> dw [G*N, K, C] in x's dtype, accumulated in float32 at least."""
     pairs = Pairs(*tables[:_PAIRS])
     if groups > 1:
@@ -167,11 +176,15 @@ def _linear_dense(rows: Tensor, filter: Tensor, out: Tensor, quantum: int) -> No
         out.copy_(torch.ops.mkldnn._linear_pointwise(rows, filter.t(), None, "none", [], ""))
 
 
-def _outer_gemm(x: Tensor, grad: Tensor, out: Tensor) -> None:
+def _outer_gemm(
+    x: Float[Tensor, "pairs c_in"], grad: Float[Tensor, "pairs c_out"], out: Float[Tensor, "c_in c_out"]
+) -> None:
     out.addmm_(x.t(), grad)
 
 
-def _outer_convolution(x: Tensor, grad: Tensor, out: Tensor) -> None:
+def _outer_convolution(
+    x: Float[Tensor, "pairs c_in"], grad: Float[Tensor, "pairs c_out"], out: Float[Tensor, "c_in c_out"]
+) -> None:
     """The same as the gradient of a 1x1 convolution: the pairs are the pixels of one channels-last image."""
     count, (c_in, c_out) = len(x), out.shape
     image = x.view(1, count, 1, c_in).permute(0, 3, 1, 2)

@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from pumice.coords import Pairs
 
 
-def forward(x: Tensor, weight: Tensor, pairs: Pairs, rows: int, groups: int) -> Tensor:
+def forward(
+    x: Float[Tensor, "inputs c_in"], weight: Float[Tensor, "c_out k c_group"], pairs: Pairs, rows: int, groups: int
+) -> Float[Tensor, "{rows} c_out"]:
     """x [N_in, G*C], weight [G*N, K, C] -> out [rows, G*N], in x's dtype."""
     out = x.new_zeros((rows, weight.shape[0]), dtype=accumulator(x.dtype))
     taps = grouped(weight, groups)
@@ -27,7 +30,9 @@ def forward(x: Tensor, weight: Tensor, pairs: Pairs, rows: int, groups: int) -> 
     return out.to(x.dtype)
 
 
-def weight_gradient(x: Tensor, grad: Tensor, pairs: Pairs, groups: int) -> Tensor:
+def weight_gradient(
+    x: Float[Tensor, "inputs c_in"], grad: Float[Tensor, "outputs c_out"], pairs: Pairs, groups: int
+) -> Float[Tensor, "c_out k c_group"]:
     """x [N_in, G*C], grad [N_out, G*N] -> dw [G*N, K, C], in x's dtype."""
     channels, width = x.shape[1] // groups, grad.shape[1] // groups
     out = x.new_zeros((len(pairs.sizes), groups, channels, width), dtype=accumulator(x.dtype))
@@ -43,12 +48,12 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def grouped(weight: Tensor, groups: int) -> Tensor:
+def grouped(weight: Float[Tensor, "c_out k c_group"], groups: int) -> Float[Tensor, "k {groups} c_group n"]:
     """The view [K, G, C, N] of a weight [G*N, K, C]."""
     return weight.view(groups, -1, *weight.shape[1:]).permute(2, 0, 3, 1)
 
 
-def transposed(weight: Tensor, groups: int) -> Tensor:
+def transposed(weight: Float[Tensor, "c_out k c_group"], groups: int) -> Float[Tensor, "c_in k n"]:
     """The weight [G*C, K, N] of the input gradient, from the weight [G*N, K, C] of the forward operator."""
     if groups == 1:
         return weight.transpose(0, 2)
@@ -64,7 +69,9 @@ def meetings(pairs: Pairs) -> Iterator[tuple[int, Tensor, Tensor]]:
         start += size
 
 
-def _products(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+def _products(
+    x: Float[Tensor, "pairs c_in"], weight: Float[Tensor, "g c n"], dtype: torch.dtype
+) -> Float[Tensor, "pairs c_out"]:
     """x [P, G*C] times weight [G, C, N] -> [P, G*N] in `dtype`."""
     groups, channels, width = weight.shape
     if groups == 1:
