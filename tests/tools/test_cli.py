@@ -65,7 +65,7 @@ def refused(ran, *parts):
 def test_a_labelled_scan(write, scenes, pumice, tmp_path):
     ran = pumice("segment", write("scan.npz", scenes(1)[0]), *SMALL, "--epochs", 3)
     assert ran.code == 0, ran.err
-    out = tmp_path / "pumice-runs" / "segment"
+    out = tmp_path / "pumice-runs" / "scan"
     assert sorted(p.name for p in out.iterdir()) == ["checkpoint.safetensors", "metrics.json", "report.html"]
     expected = [f"read  scan: {len(scenes(1)[0])} points", "train 1/3", "train 3/3", "mIoU", "point accuracy"]
     expected += ["on the training scan itself", "kernel maps included", "report.html", "checkpoint.safetensors"]
@@ -85,7 +85,7 @@ def test_a_folder_of_scans(write, scenes, pumice, tmp_path):
         "segment", path.parent, *SMALL, "--epochs", 1, "--out", tmp_path / "o", "--report", tmp_path / "r.html"
     )
     assert ran.code == 0, ran.err
-    assert "train 4/4" in ran.out and "on 1 held-out scans" in ran.out and "mIoU of the commonest class" in ran.out
+    assert "train 4/4" in ran.out and "on 1 held-out scan" in ran.out and "mIoU of the commonest class" in ran.out
     assert (tmp_path / "r.html").is_file() and not (tmp_path / "o" / "report.html").exists()
 
 
@@ -283,6 +283,11 @@ def test_options_that_make_no_sense(write, scenes, pumice, kept, tmp_path, optio
     assert refused(ran, *parts) and kept()
 
 
+def test_a_checkpoint_brings_its_voxel_and_width(write, scenes, pumice, trained, kept, tmp_path):
+    ran = pumice("segment", write("a.npz", scenes(1)[0]), *SMALL, "--checkpoint", trained, "--out", tmp_path / "out")
+    assert refused(ran, "--checkpoint", "--voxel", "--width") and kept()
+
+
 def test_voxels_too_small_for_int32(write, scenes, pumice, kept, tmp_path):
     ran = pumice("segment", write("a.npz", scenes(1)[0]), *SMALL, "--voxel", 1e-9, "--out", tmp_path / "out")
     assert refused(ran, "int32", "larger size") and kept()
@@ -300,7 +305,7 @@ def test_a_damaged_checkpoint(write, scenes, pumice, trained, kept, tmp_path):
     cut.write_bytes(trained.read_bytes()[:-100])
     for path in (labelled, bare):
         for file in (cut, tmp_path / "gone.safetensors", labelled):
-            ran = pumice("segment", path, *SMALL, "--checkpoint", file, "--epochs", 1, "--out", tmp_path / "out")
+            ran = pumice("segment", path, "--checkpoint", file, "--device", "cpu", "--epochs", 1, "--out", tmp_path / "out")
             assert refused(ran, file, "expected", "found") and kept()
 
 
@@ -309,20 +314,20 @@ def test_a_checkpoint_of_other_classes(write, scenes, pumice, trained, kept, tmp
     path = tmp_path / "other.npz"
     np.savez(path, xyz=scan.xyz, feats=scan.feats, labels=scan.labels + 10)
     ran = pumice("segment", path, "--checkpoint", trained, "--epochs", 1, "--device", "cpu", "--out", tmp_path / "out")
-    assert refused(ran, trained, "expected classes", "class 10", "found", "class 0") and kept()
+    assert refused(ran, trained, "expected the classes", "class 10", "found", "class 0") and kept()
 
 
 def test_features_differ_in_number(write, scenes, pumice, trained, kept, tmp_path):
     scan = scenes(1)[0]
     wide = replace(scan, feats=np.repeat(scan.feats, 3, axis=1))
     path = write("scans/wide.npz", wide)
-    for more in ((), ("--checkpoint", trained)):
+    for more in (SMALL, ("--device", "cpu", "--checkpoint", trained)):
         write("scans/a.npz", scan)
         write("scans/b.npz", scan)
-        ran = pumice("segment", path.parent, *SMALL, *more, "--epochs", 1, "--out", tmp_path / "out")
+        ran = pumice("segment", path.parent, *more, "--epochs", 1, "--out", tmp_path / "out")
         assert refused(ran, "features per point", "1", "3") and kept()
     ran = pumice("segment", path, "--checkpoint", trained, "--device", "cpu", "--epochs", 0, "--out", tmp_path / "out")
-    assert refused(ran, "wide: the network takes 1 features per point, the scan has 3") and kept()
+    assert refused(ran, "wide: expected 1 features per point as in training, found 3") and kept()
 
 
 # ---------------------------------------------------------------------------------------------------- interruption

@@ -12,8 +12,9 @@ import pumice as pm
 from pumice.data import STREET, Scan
 from pumice.errors import DeviceError, FileError, OptionError
 from pumice.tools import checkpoint, evaluate, segment, train
+from pumice.tools import job as jobs
 from pumice.tools.evaluate import Scores, confusion, trivial_scores
-from pumice.tools.segment import Job, hold_out
+from pumice.tools.job import Job, hold_out
 from pumice.tools.task import Task, example
 from pumice.tools.train import Recipe, class_weights
 
@@ -131,12 +132,12 @@ def test_a_single_scan_is_judged_on_itself():
 
 def test_labels_in_common(scenes):
     one, two = scenes(2)
-    assert segment.common_labels([one, two])[1] is two
+    assert jobs.common_labels([one, two])[1] is two
     bare = replace(two, labels=None, name="bare")
     with pytest.raises(FileError, match=r"bare: expected labels .* found none \(1 of 2\)"):
-        segment.common_labels([one, bare])
+        jobs.common_labels([one, bare])
     generic = [Scan(s.xyz, s.feats, np.where(s.labels == k, k + 1, s.labels)) for k, s in enumerate((one, two))]
-    first, second = segment.common_labels(generic)
+    first, second = jobs.common_labels(generic)
     assert first.label_set == second.label_set and len(first.label_set) == 6
 
 
@@ -149,7 +150,7 @@ def test_a_whole_run(scenes, job, tmp_path):
     assert [s.number for s in result.steps] == list(range(1, 9)) and not result.interrupted
     assert result.steps[-1].loss < result.steps[0].loss
     assert all(0 <= s.accuracy <= 1 and s.speed > 0 and math.isfinite(s.loss) for s in result.steps)
-    assert int(result.scores.counts.sum()) == len(judge_on[0]) and result.where == "1 held-out scans"
+    assert int(result.scores.counts.sum()) == len(judge_on[0]) and result.where == "1 held-out scan"
     assert set(result.trivial) == {"commonest class", "commonest at its height"}
     assert result.timing.p20 <= result.timing.median <= result.timing.p80 and result.timing.runs == 2
     out = tmp_path / "out"
@@ -255,7 +256,7 @@ def test_a_checkpoint_of_other_classes(scenes, job):
     first = segment.run(scenes(1), scenes(1), job(1), ignore)
     scan = scenes(1)[0]
     other = Scan(scan.xyz, scan.feats, scan.labels % 3, "other")
-    with pytest.raises(FileError, match="checkpoint.safetensors: expected classes .*class 0.* found .*ground"):
+    with pytest.raises(FileError, match="checkpoint.safetensors: expected the classes .*class 0.* found .*ground"):
         segment.run([other], [other], job(1, checkpoint=first.checkpoint), ignore)
 
 
@@ -291,7 +292,7 @@ def test_features_that_do_not_fit_the_checkpoint(scenes, job):
     first = segment.run(scenes(1), scenes(1), job(1), ignore)
     scan = scenes(1)[0]
     wide = Scan(scan.xyz, np.repeat(scan.feats, 3, axis=1), name="wide")
-    with pytest.raises(OptionError, match="wide: the network takes 1 features per point, the scan has 3"):
+    with pytest.raises(FileError, match="wide: expected 1 features per point as in training, found 3"):
         segment.apply([wide], job(0, checkpoint=first.checkpoint))
 
 
@@ -334,7 +335,7 @@ SENSELESS = [{"recipe": Recipe(-1)}, {"voxel": 0}, {"width": -0.5}, {"voxel": ma
 
 @pytest.mark.parametrize("arguments", SENSELESS, ids=str)
 def test_jobs_that_make_no_sense(tmp_path, arguments):
-    with pytest.raises(OptionError, match="epochs is at least 0, voxel and width are positive"):
+    with pytest.raises(OptionError, match="epochs and seed are at least 0|voxel and width are positive and finite"):
         Job(tmp_path, CPU, **arguments)
 
 
@@ -346,9 +347,34 @@ def test_an_unknown_precision(tmp_path):
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "tpu", "cpu:x", "mps", "meta", "cuda:99", ""])
 def test_devices_that_are_not_there(name):
     with pytest.raises(DeviceError, match=f"device {name!r}"):
-        segment.pick_device(name)
+        jobs.pick_device(name)
 
 
 def test_devices_that_are_there():
-    assert segment.pick_device("cpu") == CPU
-    assert segment.pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert jobs.pick_device("cpu") == CPU
+    assert jobs.pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# ------------------------------------------------------------------------------------------------- nothing is lost
+def test_stopped_before_the_first_step_keeps_the_older_checkpoint(scenes, job, monkeypatch):
+    first = segment.run(scenes(1), scenes(1), job(1), ignore)
+    before = first.checkpoint.read_bytes()
+
+    def stopped(*args):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(segment, "train", stopped)
+    result = segment.run(scenes(1), scenes(1), job(1), ignore)
+    assert result.interrupted and not result.steps and first.checkpoint.read_bytes() == before
+
+
+def test_fewer_classes_than_the_checkpoint_are_renumbered(scenes, job):
+    scan = scenes(1)[0]
+    everything = Scan(scan.xyz, scan.feats, scan.labels, "everything")  # generic classes: class 0, class 1, ...
+    first = segment.run([everything], [everything], job(1), ignore)
+    kept = scan.labels != 1
+    fewer = Scan(scan.xyz[kept], scan.feats[kept], scan.labels[kept], "fewer")
+    assert len(fewer.label_set) == 5
+    result = segment.apply([fewer], job(0, checkpoint=first.checkpoint))
+    assert result.scores.counts.tolist() == np.bincount(scan.labels[kept], minlength=6).tolist()

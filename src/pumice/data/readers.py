@@ -2,7 +2,8 @@
 
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -179,9 +180,9 @@ def _lidarseg_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
 
 
 def _npy_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
-    raw = _load(path)
-    if not isinstance(raw, np.ndarray) or raw.dtype.kind not in "iu":
-        raise bad_file(path, "an array of integers", f"dtype {getattr(raw, 'dtype', 'none')}")
+    with _loaded(path) as raw:
+        if not isinstance(raw, np.ndarray) or raw.dtype.kind not in "iu":
+            raise bad_file(path, "an array of integers", f"dtype {getattr(raw, 'dtype', 'none')}")
     return raw.reshape(-1).astype(np.int64), generic_labels(raw)
 
 
@@ -189,22 +190,27 @@ def _known(raw: np.ndarray, label_set: LabelSet) -> tuple[np.ndarray, LabelSet]:
     return raw, label_set if label_set.knows(raw) else generic_labels(raw)
 
 
-def _load(path: Path) -> Any:
-    try:
-        return np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise bad_file(path, f"a numpy {path.suffix} file of plain arrays", str(error)) from error
+@contextmanager
+def _loaded(path: Path) -> Iterator[Any]:
+    """The array or archive in a numpy file; our own handle, since numpy leaves that of a broken archive open."""
+    with path.open("rb") as file:
+        try:
+            loaded = np.load(file, allow_pickle=False)
+        except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise bad_file(path, f"a numpy {path.suffix} file of plain arrays", str(error)) from error
+        yield loaded
 
 
 def _read_npy(path: Path, columns: int | None = None) -> Cloud:
-    table = _load(path)
+    with _loaded(path) as table:
+        table = np.asarray(table)
     if table.ndim != 2 or table.shape[1] < 3 or table.dtype.kind not in "fiu":
         raise bad_file(path, "numbers [P, 3 or more]", f"{table.dtype} {list(table.shape)}")
     return from_columns(table)
 
 
 def _read_npz(path: Path, columns: int | None = None) -> Cloud:
-    with _load(path) as archive:
+    with _loaded(path) as archive:
         key = next((k for k in _POINT_KEYS if k in archive.files), None)
         if key is None:
             raise bad_file(path, f"an array called {' | '.join(_POINT_KEYS)}", f"{', '.join(archive.files) or 'none'}")

@@ -154,7 +154,7 @@ def conv_features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups
     tables = run.tables(found, channels)
     back = found.transpose()
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    tables_t = run.tables(back, channels[::-1]) if differentiable else tuple(back.pairs())
+    tables_t = run.tables(back, (channels[1], channels[0])) if differentiable else tuple(back.pairs())
     return register.conv(x, weight, tables, tables_t, rows, groups)
 
 

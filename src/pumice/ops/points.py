@@ -118,18 +118,20 @@ def _nearest(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> 
 def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> Tensor:
     corner = torch.floor(units.detach() - 0.5)
     ahead = units - 0.5 - corner
+    # A half would round the weights, and the sum of eight parts: they are kept wide and rounded once.
+    wide = torch.promote_types(x.dtype, torch.float32)
     total = y = None
     for side in itertools.product((0, 1), repeat=x.dim):
         sides = torch.tensor(side, dtype=corner.dtype, device=corner.device)
         rows = x.geometry.find(_cells(batch, corner + sides))
         weight = torch.where(sides.bool(), ahead, 1 - ahead).prod(dim=1) * (rows >= 0)
-        weight = weight.to(x.dtype)
-        part = _take(x.feats, rows) * weight[:, None]
+        weight = weight.to(wide)
+        part = _take(x.feats, rows).to(wide) * weight[:, None]
         y, total = (part, weight) if y is None or total is None else (y + part, total + weight)
     assert y is not None and total is not None
-    if not normalize:
-        return y
-    return y / torch.where(total > 0, total, 1)[:, None]
+    if normalize:
+        y = y / torch.where(total > 0, total, 1)[:, None]
+    return y.to(x.dtype)
 
 
 MODES: dict[str, Callable[[SparseTensor, Tensor, Tensor, bool], Tensor]] = {

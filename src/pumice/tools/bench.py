@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from pumice.env import settings
 from pumice.errors import FileError, OptionError, PumiceError
 from pumice.lower import reference
 from pumice.ops import SparseTensor, conv_features
+from pumice.tools.info import distribution
 
 Say = Callable[[str], object]
 
@@ -155,7 +155,7 @@ def _cpu_conv_pair(
 def _row(
     suite: str, case: str, times: Times, dtype: str, clock: str, peer: tuple[str, float, str], packages: Sequence[str]
 ) -> Row:
-    names = ("torch", "numpy", *packages)
+    names = ("pumice", "torch", "numpy", *packages)
     return Row(
         suite,
         case,
@@ -170,7 +170,7 @@ def _row(
         round(peer[1], 4),
         peer[2],
         device_name(),
-        {"pumice": _version("pumice"), "python": platform.python_version(), **{n: _version(n) for n in names}},
+        {"python": platform.python_version(), **{name: distribution(name) or "from source" for name in names}},
         _commit(),
         date.today().isoformat(),
     )
@@ -205,13 +205,6 @@ def _spconv() -> Any:
     except ImportError as error:
         raise OptionError(f"this suite measures spconv too: pip install pumice[bench] ({error})") from None
     return spconv
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _commit() -> str:

@@ -41,7 +41,7 @@ def load(path: Path, device: torch.device) -> tuple[nn.Module, Task]:
         raise FileError(f"{path}: expected a safetensors checkpoint, found something else ({error})") from None
     if header.get("format") != FORMAT:
         raise FileError(f"{path}: expected format {FORMAT!r}, found {header.get('format')!r}")
-    task = _task(path, header["task"])
+    task = _task(path, header.get("task", ""))
     net = task.network()
     try:
         net.load_state_dict(state)

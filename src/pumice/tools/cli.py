@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pumice.data import Scan, find_scans, read_scan, street_scene
-from pumice.errors import PumiceError
+from pumice.errors import OptionError, PumiceError
 from pumice.tools import info as info_
 from pumice.tools import segment as segment_
-from pumice.tools.segment import Job, Result
+from pumice.tools.job import Job, common_labels, hold_out, labelled, pick_device
+from pumice.tools.segment import Result
 from pumice.tools.train import Recipe, Step
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -35,7 +36,7 @@ def main() -> None:
     try:
         app()
     except PumiceError as error:
-        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)))
+        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(1)
 
 
@@ -45,31 +46,35 @@ def segment(
     labels: Annotated[Path | None, typer.Option(help="label file, or folder of label files")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="go on from this checkpoint, or run it")] = None,
     epochs: Annotated[int | None, typer.Option(help="passes over the training scans [default: 60, or 20]")] = None,
-    voxel: Annotated[float, typer.Option(help="edge of a voxel in metres")] = 0.1,
-    width: Annotated[float, typer.Option(help="factor on MinkUNet's channels")] = 0.5,
+    voxel: Annotated[float | None, typer.Option(help="edge of a voxel in metres [default: 0.1]")] = None,
+    width: Annotated[float | None, typer.Option(help="factor on MinkUNet's channels [default: 0.5]")] = None,
     columns: Annotated[int | None, typer.Option(help="numbers per point in .bin files, if the guess is wrong")] = None,
     device: Device = "auto",
     precision: Precision = "fp32",
     seed: int = 0,
-    out: OutFolder = Path("pumice-runs/segment"),
+    out: OutFolder | None = None,
     report: ReportFile = None,
 ) -> None:
     """Train MinkUNet on labelled scans, evaluate, time and draw it; without labels, run a checkpoint.
 
     Every fifth scan of a folder is held out for the evaluation; a single scan is evaluated on itself.
     """
-    chosen = segment_.pick_device(device)
+    chosen = pick_device(device)
     files = find_scans(path)
-    scans = segment_.common_labels([read_scan(file, labels, columns=columns) for file in files])
+    if checkpoint is not None and (voxel is not None or width is not None):
+        raise OptionError("a --checkpoint brings its own voxel and width: leave --voxel and --width out")
+    scans = common_labels([read_scan(file, labels, columns=columns) for file in files])
     for scan in scans:
-        lost = f", [yellow]{scan.dropped} not finite, left out[/]" if scan.dropped else ""
-        console.print(f"read  {scan.name}: {len(scan)} points{lost}")
-    labelled = scans[0].labels is not None
-    train_on, judge_on = segment_.hold_out(scans)
+        _say(f"read  {scan.name}: {_told(scan)}")
+    train_on, judge_on = hold_out(scans)
     default = 60 if len(train_on) == 1 else 20
     recipe = Recipe(default if epochs is None else epochs, augment=len(train_on) > 1, precision=precision, seed=seed)
-    job = Job(out, chosen, voxel, width, recipe, checkpoint, report)
-    training = labelled and recipe.epochs > 0
+    training = scans[0].labels is not None and recipe.epochs > 0
+    # Running a checkpoint must not overwrite what training it left.
+    folder = out or Path("pumice-runs") / (path.stem + ("" if training else "-applied"))
+    job = Job(
+        folder, chosen, 0.1 if voxel is None else voxel, 0.5 if width is None else width, recipe, checkpoint, report
+    )
     _tell(_train(train_on, judge_on, job) if training else segment_.apply(scans, job))
 
 
@@ -86,11 +91,11 @@ def demo(
     report: ReportFile = None,
 ) -> None:
     """The main job on generated street scenes: train on some, evaluate on others. About two minutes on two cores."""
-    chosen = segment_.pick_device(device)
+    chosen = pick_device(device)
     train_on = [street_scene(seed + i, azimuths=720) for i in range(scenes)]
     judge_on = [street_scene(seed + 1000 + i, azimuths=720) for i in range(2)]
     points = sum(map(len, train_on))
-    console.print(f"made  {scenes} street scenes with {points} points to train on, 2 others to be judged on")
+    _say(f"made  {scenes} street scenes with {points} points to train on, 2 others to be judged on")
     job = Job(out, chosen, voxel, width, Recipe(epochs, precision=precision, seed=seed), None, report)
     _tell(_train(train_on, judge_on, job))
 
@@ -109,9 +114,20 @@ def bench(
     """Measure Pumice against its peers in the same run."""
     from pumice.tools import bench as bench_
 
-    for row in bench_.run(suite, console.print):
+    for row in bench_.run(suite, _say):
         if out is not None:
             bench_.append(out, row)
+
+
+def _say(text: str) -> None:
+    # Outside a terminal a path must stay in one piece.
+    console.print(text, soft_wrap=True)
+
+
+def _told(scan: Scan) -> str:
+    lost = f", [yellow]{scan.dropped} not finite, left out[/]" if scan.dropped else ""
+    bare = ", [yellow]no labelled point, not trained on[/]" if scan.labels is not None and not labelled(scan) else ""
+    return f"{len(scan)} points{lost}{bare}"
 
 
 def _train(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job) -> Result:
@@ -156,20 +172,18 @@ class _Figures(ProgressColumn):
 
 def _tell(result: Result) -> None:
     if result.interrupted:
-        console.print(
-            f"[yellow]stopped[/] after {len(result.steps)} steps; the network so far is in {result.checkpoint}\n"
-            f"go on with --checkpoint {result.checkpoint}"
-        )
+        kept = f"the network so far is in {result.checkpoint}\ngo on with --checkpoint {result.checkpoint}"
+        _say(f"[yellow]stopped[/] after {len(result.steps)} steps; {kept if result.steps else 'nothing to save yet'}")
         raise typer.Exit(130)
     if result.scores is not None:
         console.print(_score_table(result))
     if result.timing is not None:
         t = result.timing
-        console.print(
+        _say(
             f"inference {t.median:.1f} ms (20 %: {t.p20:.1f}, 80 %: {t.p80:.1f}; {t.runs} runs, {t.voxels} voxels, "
             "kernel maps included)"
         )
-    console.print(f"checkpoint {result.checkpoint}\nreport     {result.report}")
+    _say(f"checkpoint {result.checkpoint}\nreport     {result.report}")
 
 
 def _score_table(result: Result) -> Table:

@@ -138,7 +138,7 @@ def _check_table(checks: tuple[Check, ...]) -> Any:
 
 def _versions() -> dict[str, str]:
     return {
-        "pumice": _distribution("pumice") or "not installed (run from its sources)",
+        "pumice": distribution("pumice") or "not installed (run from its sources)",
         "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
         "torch": str(torch.__version__),
         "triton": _triton_version() or "none",
@@ -148,7 +148,8 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _distribution(name: str) -> str | None:
+def distribution(name: str) -> str | None:
+    """The version of an installed distribution, None where it is absent."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -160,7 +161,7 @@ def _module_version(module: str) -> str | None:
     if find_spec(module) is None:
         return None
     names = metadata.packages_distributions().get(module, ())
-    return (_distribution(names[0]) if names else None) or "version unknown"
+    return (distribution(names[0]) if names else None) or "version unknown"
 
 
 def _triton_version() -> str | None:

@@ -7,17 +7,18 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from pumice.data import LabelSet, Scan, align_labels
-from pumice.errors import DeviceError, FileError, OptionError
+from pumice.data import Scan
+from pumice.errors import FileError, OptionError
 from pumice.tools import checkpoint, evaluate
 from pumice.tools.evaluate import Layer, Scores, Timing
+from pumice.tools.info import distribution
+from pumice.tools.job import Job, fit_to_task, labelled
 from pumice.tools.report import (
     CloudView,
     InferenceTiming,
@@ -30,31 +31,9 @@ from pumice.tools.report import (
     write_report,
 )
 from pumice.tools.task import Task, example
-from pumice.tools.train import PRECISIONS, Recipe, Step, train
+from pumice.tools.train import Step, train
 
 Watch = Callable[[Step, int], None]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to do. epochs None: 60 for one training scan, 20 for more. recipe.epochs is that number, decided."""
-
-    out: Path
-    device: torch.device
-    voxel: float = 0.1
-    width: float = 0.5
-    recipe: Recipe = field(default_factory=lambda: Recipe(epochs=60))
-    checkpoint: Path | None = None
-    report: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.recipe.precision not in PRECISIONS:
-            raise OptionError(f"precision={self.recipe.precision!r} is unknown; there are {', '.join(PRECISIONS)}")
-        if self.recipe.epochs < 0 or self.voxel <= 0 or self.width <= 0:
-            raise OptionError(
-                f"epochs is at least 0, voxel and width are positive; found {self.recipe.epochs}, {self.voxel}, "
-                f"{self.width}"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,55 +54,36 @@ class Result:
     interrupted: bool = False
 
 
-def pick_device(name: str) -> torch.device:
-    """ "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1"; DeviceError for one that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise DeviceError(f"device {name!r} is unknown; there are auto, cpu, cuda and cuda:0, cuda:1, ...") from None
-    if device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"device {name!r} is not supported; there are auto, cpu and cuda")
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= found:
-        raise DeviceError(f"device {name!r} was asked for, torch finds {found} GPUs; `pumice info` says why")
-    return device
-
-
-def hold_out(scans: Sequence[Scan]) -> tuple[list[Scan], list[Scan]]:
-    """(to train on, to evaluate on): every fifth scan and the last are held out; a single scan serves as both."""
-    if len(scans) == 1:
-        return list(scans), list(scans)
-    held = {i for i in range(len(scans)) if i % 5 == 4} | ({len(scans) - 1} if len(scans) < 5 else set())
-    return [s for i, s in enumerate(scans) if i not in held], [scans[i] for i in sorted(held)]
-
-
 def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Watch) -> Result:
     """Train on labelled scans (or go on from job.checkpoint), evaluate, time, and write the report.
 
-    `watch(step, total)` is called after each step. KeyboardInterrupt in training saves the checkpoint and ends the
-    job; later on it is the caller's.
+    `watch(step, total)` is called after each step. Scans without a labelled point are not trained on.
+    KeyboardInterrupt in training saves the checkpoint and ends the job; later on it is the caller's.
     """
-    if not any(scan.labels is not None and (scan.labels >= 0).any() for scan in train_on):
+    same = len(train_on) == len(judge_on) == 1 and train_on[0] is judge_on[0]
+    train_on = [scan for scan in train_on if labelled(scan)]
+    if not train_on:
         raise OptionError("no scan to train on has labels: give --labels, or a --checkpoint to run")
     net, task = _network(train_on, job)
+    train_on, judge_on = fit_to_task(train_on, task), fit_to_task(judge_on, task)
     steps: list[Step] = []
     total = job.recipe.epochs * len(train_on)
-    path = job.out / "checkpoint.safetensors"
+    path = job.opened().out / "checkpoint.safetensors"
     try:
         for step in train(net, train_on, task, job.recipe, job.device):
             steps.append(step)
             watch(step, total)
     except KeyboardInterrupt:
-        return Result(task, tuple(steps), checkpoint.save(path, net, task), interrupted=True)
+        if steps:
+            checkpoint.save(path, net, task)
+        return Result(task, tuple(steps), path, interrupted=True)
     checkpoint.save(path, net, task)
-    same = train_on[0] is judge_on[0]
-    where = "the training scan itself" if same else f"{len(judge_on)} held-out scans"
-    trivial = {} if same else evaluate.trivial_scores(train_on, judge_on, len(task.names))
-    views = [(s, "train" if same else "held out") for s in judge_on]
-    if not same:
-        views.append((train_on[0], "train"))
+    if same:
+        plain = Result(task, tuple(steps), path, where="the training scan itself")
+        return _finish(net, task, [(train_on[0], "train")], plain, job)
+    trivial = evaluate.trivial_scores(train_on, [s for s in judge_on if labelled(s)], len(task.names))
+    views = [(s, "held out") for s in judge_on] + [(train_on[0], "train")]
+    where = f"{len(judge_on)} held-out scans" if len(judge_on) > 1 else "1 held-out scan"
     return _finish(net, task, views, Result(task, tuple(steps), path, where=where, trivial=trivial), job)
 
 
@@ -132,29 +92,22 @@ def apply(scans: Sequence[Scan], job: Job) -> Result:
     if job.checkpoint is None:
         raise OptionError("scans without labels need a --checkpoint to run")
     net, task = checkpoint.load(job.checkpoint, job.device)
-    result = Result(task, (), job.checkpoint, where=f"{len(scans)} scans")
-    return _finish(net, task, [(scan, "") for scan in scans], result, job)
-
-
-def common_labels(scans: Sequence[Scan]) -> list[Scan]:
-    """The scans with one label set for all. Raises FileError when some have labels and others do not."""
-    bare = [scan.name for scan in scans if scan.labels is None]
-    if bare and len(bare) < len(scans):
-        raise FileError(f"{bare[0]}: expected labels as the other scans have, found none ({len(bare)} of {len(scans)})")
-    return list(scans) if bare else list(align_labels(scans))
+    scans = fit_to_task(scans, task)
+    result = Result(task, (), job.checkpoint, where=f"{len(scans)} scans" if len(scans) > 1 else "1 scan")
+    return _finish(net, task, [(scan, "") for scan in scans], result, job.opened())
 
 
 def _network(scans: Sequence[Scan], job: Job) -> tuple[nn.Module, Task]:
     labels = scans[0].label_set
     assert labels is not None
-    if job.checkpoint is not None:
-        net, task = checkpoint.load(job.checkpoint, job.device)
-        if task.names != labels.names:
-            raise FileError(f"{job.checkpoint}: expected classes {labels.names}, found {task.names}")
-        return net, task
-    torch.manual_seed(job.recipe.seed)
-    task = Task.of(scans, labels, job.voxel, job.width)
-    return task.network().to(job.device), task
+    if job.checkpoint is None:
+        torch.manual_seed(job.recipe.seed)
+        task = Task.of(scans, labels, job.voxel, job.width)
+        return task.network().to(job.device), task
+    net, task = checkpoint.load(job.checkpoint, job.device)
+    if not set(labels.names) <= set(task.names):
+        raise FileError(f"{job.checkpoint}: expected the classes {labels.names}, found {task.names}")
+    return net, task
 
 
 def _finish(net: nn.Module, task: Task, views: Sequence[tuple[Scan, str]], result: Result, job: Job) -> Result:
@@ -169,7 +122,7 @@ def _finish(net: nn.Module, task: Task, views: Sequence[tuple[Scan, str]], resul
     )
     assert done.report is not None
     write_report(done.report, _report(done, views, predicted, layers, job))
-    (job.out / "metrics.json").write_text(json.dumps(_metrics(done), indent=1) + "\n")
+    (job.out / "metrics.json").write_text(json.dumps(_metrics(done), indent=1) + "\n", encoding="utf-8")
     return done
 
 
@@ -179,8 +132,7 @@ def _scores(views: Sequence[tuple[Scan, str]], predicted: Sequence[np.ndarray], 
     judged = "held out" if "held out" in splits else next(iter(splits))
     total = np.zeros((len(task.names),) * 2, np.int64)
     for (scan, split), classes in zip(views, predicted, strict=True):
-        known = scan.label_set is not None and scan.label_set.names == task.names
-        if split == judged and scan.labels is not None and known:
+        if split == judged and scan.labels is not None:
             total += evaluate.confusion(scan.labels, classes, len(task.names))
     return Scores(total) if total.any() else None
 
@@ -214,7 +166,7 @@ def _report(
         layers=[LayerTime(a.name, a.ms, a.ms / spent, a.voxels, a.channels) for a in layers if a.voxels],
         facts=RunFacts(
             device=device,
-            versions={"pumice": version("pumice"), "torch": torch.__version__},
+            versions={"pumice": distribution("pumice") or "from source", "torch": torch.__version__},
             voxel_size=task.voxel,
             commands=[shlex.join(["pumice", *sys.argv[1:]])],
             extra=_extra(result),
@@ -244,8 +196,3 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
-
-
-def label_set_of(scans: Sequence[Scan]) -> LabelSet | None:
-    """The label set of the first scan."""
-    return scans[0].label_set if scans else None

@@ -15,6 +15,7 @@ from pumice.models import MinkUNet
 from pumice.ops import SparseTensor, voxelize
 
 IGNORE = -1
+_DERIVED = 2  # inputs made from the position: height, distance
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,15 @@ class Task:
     def in_channels(self) -> int:
         return len(self.mean) + 1
 
+    @property
+    def features(self) -> int:
+        """How many features of its own a point has."""
+        return len(self.mean) - _DERIVED
+
+    @property
+    def label_set(self) -> LabelSet:
+        return LabelSet(self.names, self.colors)
+
     def network(self) -> MinkUNet:
         """A fresh network for this task."""
         return MinkUNet(self.in_channels, len(self.names), self.width)
@@ -68,8 +78,7 @@ def example(scan: Scan, task: Task, device: torch.device, turn: np.random.Genera
     inputs = _inputs(scan)
     if inputs.shape[1] != len(task.mean):
         raise OptionError(
-            f"{scan.name}: the network takes {len(task.mean) - 2} features per point, the scan has "
-            f"{scan.feats.shape[1]}"
+            f"{scan.name}: the network takes {task.features} features per point, the scan has {scan.feats.shape[1]}"
         )
     inputs = (inputs - np.asarray(task.mean, np.float32)) / np.asarray(task.std, np.float32)
     inputs = np.concatenate([inputs, np.ones((len(inputs), 1), np.float32)], axis=1)
