@@ -401,7 +401,11 @@ def test_two_runs_are_equal_bit_for_bit(gpu, dtype):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+# Sums over all voxels of a batch item add in any order; torch's switch fixes it (below).
+UNORDERED = {"global avg pool", "global sum pool", "group norm"}
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in UNORDERED])
 def test_operators_are_equal_bit_for_bit(gpu, name):
     torch.use_deterministic_algorithms(False)
     first, second = (outcome(name, gpu, torch.float32) for _ in range(2))

@@ -305,7 +305,9 @@ def test_a_damaged_checkpoint(write, scenes, pumice, trained, kept, tmp_path):
     cut.write_bytes(trained.read_bytes()[:-100])
     for path in (labelled, bare):
         for file in (cut, tmp_path / "gone.safetensors", labelled):
-            ran = pumice("segment", path, "--checkpoint", file, "--device", "cpu", "--epochs", 1, "--out", tmp_path / "out")
+            ran = pumice(
+                "segment", path, "--checkpoint", file, "--device", "cpu", "--epochs", 1, "--out", tmp_path / "out"
+            )
             assert refused(ran, file, "expected", "found") and kept()
 
 

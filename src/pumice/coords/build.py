@@ -112,20 +112,29 @@ def _floor_unique(geometry: Geometry, relation: Relation, target: Geometry | Non
 
 def _support(geometry: Geometry, relation: Relation, target: Geometry | None) -> Geometry:
     """Every out with stride * out + offset = in for some active input: (in - offset) / stride, where it divides."""
-    coords, bounds = geometry.coords, geometry.bounds
-    for axes, offsets in _separable(relation):
-        stride = [relation.stride[a] for a in axes]
-        coords, bounds = _unmeet(coords, bounds, axes, offsets, stride)
-    return _bounded_level(geometry, relation, coords, bounds)
+
+    def box(low: int, high: int, near: int, far: int, stride: int) -> tuple[int, int]:
+        first = -((far - low) // stride)
+        return first, max(first, (high - near) // stride)
+
+    def cells(values: Tensor, offset: Tensor, stride: Tensor) -> tuple[Tensor, Tensor | None]:
+        shifted = values - offset
+        whole = (shifted % stride == 0).all(dim=1)
+        return torch.div(shifted[whole], stride, rounding_mode="floor"), whole
+
+    return _spread(geometry, relation, box, cells)
 
 
 def _transposed_support(geometry: Geometry, relation: Relation, target: Geometry | None) -> Geometry:
     """Every out = stride * in + offset."""
-    coords, bounds = geometry.coords, geometry.bounds
-    for axes, offsets in _separable(relation):
-        stride = [relation.stride[a] for a in axes]
-        coords, bounds = _meet(coords, bounds, axes, offsets, stride)
-    return _bounded_level(geometry, relation, coords, bounds)
+
+    def box(low: int, high: int, near: int, far: int, stride: int) -> tuple[int, int]:
+        return low * stride + near, high * stride + far
+
+    def cells(values: Tensor, offset: Tensor, stride: Tensor) -> tuple[Tensor, Tensor | None]:
+        return values * stride + offset, None
+
+    return _spread(geometry, relation, box, cells)
 
 
 OUTPUTS: dict[str, Callable[[Geometry, Relation, Geometry | None], Geometry]] = {
@@ -150,52 +159,39 @@ def _separable(relation: Relation) -> list[_AxisOffsets]:
     return [((axis,), tuple((d * t - p,) for t in range(k))) for axis, (k, d, p) in enumerate(rule)]
 
 
-def _unmeet(
-    coords: Tensor,
-    bounds: Bounds,
-    axes: Sequence[int],
-    offsets: Sequence[Sequence[int]],
-    stride: Sequence[int],
-) -> tuple[Tensor, Bounds]:
-    columns = [a + 1 for a in axes]
-    step = torch.tensor(stride, dtype=torch.int64, device=coords.device)
-    low, high = list(bounds.low), list(bounds.high)
-    for place, (axis, s) in enumerate(zip(axes, stride, strict=True)):
-        along = [o[place] for o in offsets]
-        low[axis] = -((max(along) - bounds.low[axis]) // s)
-        high[axis] = max(low[axis], (bounds.high[axis] - min(along)) // s)
-    box = Bounds(tuple(low), tuple(high), bounds.batch).checked()
-    found = []
-    for offset in offsets:
-        shifted = coords[:, columns].long() - torch.tensor(offset, dtype=torch.int64, device=coords.device)
-        whole = (shifted % step == 0).all(dim=1)
-        out = coords[whole].clone()
-        out[:, columns] = torch.div(shifted[whole], step, rounding_mode="floor").int()
-        found.append(out)
-    return morton_unique(torch.cat(found), box)[0], box
+def _spread(
+    geometry: Geometry,
+    relation: Relation,
+    box: Callable[[int, int, int, int, int], tuple[int, int]],
+    cells: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]],
+) -> Geometry:
+    """The distinct cells that `cells(in, offset, stride)` names for any offset (with the rows it kept, if not all).
+
+    `box(low, high, least offset, greatest offset, stride)` bounds them along an axis.
+    """
+    coords, bounds = geometry.coords, geometry.bounds
+    for axes, offsets in _separable(relation):
+        columns = [axis + 1 for axis in axes]
+        stride = torch.tensor([relation.stride[a] for a in axes], device=coords.device)
+        bounds = _box_along(bounds, relation, (axes, offsets), box).checked()
+        found = []
+        for offset in offsets:
+            moved, kept = cells(coords[:, columns].long(), torch.tensor(offset, device=coords.device), stride)
+            out = coords.clone() if kept is None else coords[kept]
+            out[:, columns] = moved.int()
+            found.append(out)
+        coords, _ = morton_unique(torch.cat(found), bounds)
+    return _bounded_level(geometry, relation, coords, bounds)
 
 
-def _meet(
-    coords: Tensor,
-    bounds: Bounds,
-    axes: Sequence[int],
-    offsets: Sequence[Sequence[int]],
-    stride: Sequence[int],
-) -> tuple[Tensor, Bounds]:
-    columns = [a + 1 for a in axes]
-    step = torch.tensor(stride, dtype=torch.int64, device=coords.device)
+def _box_along(
+    bounds: Bounds, relation: Relation, along: _AxisOffsets, box: Callable[[int, int, int, int, int], tuple[int, int]]
+) -> Bounds:
     low, high = list(bounds.low), list(bounds.high)
-    for place, (axis, s) in enumerate(zip(axes, stride, strict=True)):
-        along = [o[place] for o in offsets]
-        low[axis], high[axis] = bounds.low[axis] * s + min(along), bounds.high[axis] * s + max(along)
-    box = Bounds(tuple(low), tuple(high), bounds.batch).checked()
-    found = []
-    for offset in offsets:
-        out = coords.clone()
-        shift = torch.tensor(offset, dtype=torch.int64, device=coords.device)
-        out[:, columns] = (coords[:, columns].long() * step + shift).int()
-        found.append(out)
-    return morton_unique(torch.cat(found), box)[0], box
+    for place, axis in enumerate(along[0]):
+        steps = [offset[place] for offset in along[1]]
+        low[axis], high[axis] = box(low[axis], high[axis], min(steps), max(steps), relation.stride[axis])
+    return Bounds(tuple(low), tuple(high), bounds.batch)
 
 
 def _bounded_level(geometry: Geometry, relation: Relation, coords: Tensor, bounds: Bounds) -> Geometry:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pumice.coords import Geometry, check_points, frame_of, quantize
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
-from pumice.ops.reduce import REDUCTIONS
+from pumice.ops.reduce import REDUCTIONS, pick
 from pumice.ops.tensor import SparseTensor
 
 
@@ -150,7 +150,7 @@ def _take(feats: Tensor, rows: Tensor) -> Tensor:
     if feats.shape[0] == 0:
         return feats.sum(dim=0).expand(rows.shape[0], -1)  # zeros, with the feats' graph
     absent = (rows < 0)[:, None]
-    return feats.index_select(0, rows.clamp(min=0)).masked_fill(absent, 0)
+    return pick(feats, rows.clamp(min=0)).masked_fill(absent, 0)
 
 
 def _check_values(points: Tensor, values: Tensor) -> None:

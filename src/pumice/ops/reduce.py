@@ -18,7 +18,8 @@ def maximum(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
         source = torch.cat([inputs, inputs.new_zeros(1)])[winner]
     if x.shape[0] == 0:
         return x.sum(dim=0).expand(rows, -1)  # zeros, with x's graph
-    return torch.where(found, x.gather(0, source), 0)
+    channels = torch.arange(x.shape[1], device=x.device)
+    return torch.where(found, pick(x, (source, channels)), 0)
 
 
 def _first_maximum(values: Tensor, outputs: Tensor, rows: int) -> Tensor:
@@ -32,6 +33,14 @@ def _first_maximum(values: Tensor, outputs: Tensor, rows: int) -> Tensor:
     candidate = torch.where(attains, place, places)
     first = torch.full((rows, channels), places, dtype=torch.int64, device=values.device)
     return first.scatter_reduce(0, index, candidate, "amin")
+
+
+def pick(x: Tensor, index: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """x[index], with a gradient that is summed in at least float32 and in a fixed order.
+
+    Those of gather and index_select are summed in x's dtype, and on a GPU in any order.
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))[index].to(x.dtype)
 
 
 def total(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
