@@ -46,9 +46,7 @@ def main() -> None:
     rooms: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         rooms[path.relative_to(PACKAGE).parts[0]].append(path)
-    print(
-        f"{'room':<14}{'files':>6}{'lines':>7}{'functions':>10}{'median':>7}{'longest':>8}{'args':>5}{'nesting':>8}"
-    )
+    print(f"{'room':<14}{'files':>6}{'lines':>7}{'functions':>10}{'median':>7}{'longest':>8}{'args':>5}{'nesting':>8}")
     over = []
     for room, paths in rooms.items():
         found = [f for path in paths for f in functions(path)]
@@ -56,9 +54,7 @@ def main() -> None:
         lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
         args, depth = (max((getattr(f, key) for f in found), default=0) for key in ("args", "nesting"))
         middle = sizes[len(sizes) // 2]
-        print(
-            f"{room:<14}{len(paths):>6}{lines:>7}{len(found):>10}{middle:>7}{sizes[-1]:>8}{args:>5}{depth:>8}"
-        )
+        print(f"{room:<14}{len(paths):>6}{lines:>7}{len(found):>10}{middle:>7}{sizes[-1]:>8}{args:>5}{depth:>8}")
         over += [f for f in found if any(getattr(f, key) > limit for key, limit in LIMITS.items())]
     for f in over:
         print(f"over: {f.where}: {f.lines} lines, {f.args} arguments, nesting {f.nesting}")
