@@ -26,31 +26,29 @@ _PAIRS = 3  # the first tables are the pairs themselves
 class Chunk(NamedTuple):
     """Output rows first..last and the pairs that reach them, those of the identity tap left out.
 
-    The pairs lie in segments, one per tap of `taps`; segment s has lengths[s] pairs, a multiple of the quantum: it is
-    filled up with input 0, and no slot refers to a product of these. gather [sum of lengths] holds the inputs of all
-    segments, tiles the tap of each quantum of pairs. Output first + j is the sum of the products
+    The pairs lie in tiles of one tap each, taps [tiles]. What a tile lacks is filled up with input 0, and no slot
+    refers to the products of that. gather [tiles * tile] holds the inputs, tile after tile, or interleaved: the first
+    of every tile, the second of every tile, ... Output first + j is the sum of the products
     slots[starts[j]:starts[j + 1]].
     """
 
     first: int
     last: int
-    taps: tuple[int, ...]
-    lengths: tuple[int, ...]
+    taps: Tensor
     gather: Tensor
-    tiles: Tensor
     slots: Tensor
     starts: Tensor
 
 
 def tables(kernel_map: KernelMap, channels: tuple[int, int]) -> tuple[Tensor, ...]:
-    """A map as flat tensors, its pairs and its chunks: (inputs, outputs, sizes, gather, tiles, slots, starts, layout).
+    """A map as flat tensors, its pairs and its chunks: (inputs, outputs, sizes, gather, taps, slots, starts, layout).
 
-    layout int64 on the CPU: identity tap or -1, rows of a chunk, quantum, the length of each (chunk, tap) segment.
+    layout int64 on the CPU: identity tap or -1, are tiles interleaved, then rows, tiles and pairs of each chunk.
     `channels` (in, out) choose the schedule; the chunks depend on the map and the schedule only.
     """
     pairs = kernel_map.pairs()
     schedule = CpuSchedule.default(*channels, len(pairs.inputs))
-    key = ("cpu", schedule.pairs, schedule.quantum)
+    key = ("cpu", schedule.engine, schedule.pairs, schedule.tile)
     identity = _identity_tap(kernel_map)
     chunked = kernel_map.storage(key, lambda m: _chunk(pairs, identity, m.num_outputs, schedule))
     return (*pairs, *chunked)
@@ -73,24 +71,23 @@ def forward(
     schedule = CpuSchedule.default(weight.shape[2], weight.shape[0], len(pairs.inputs))
     chunked = tables[_PAIRS:] or _chunk(pairs, -1, rows, schedule)
     dtype, x = x.dtype, _computable(x)
-    filters = weight.to(x.dtype).permute(1, 2, 0).contiguous()  # [K, C_in, C_out]
-    out = x.new_empty(rows, weight.shape[0])
-    if 0 in filters.shape or not len(pairs.inputs):
-        return out.zero_().to(dtype)
-    identity, quantum = int(chunked[-1][0]), int(chunked[-1][2])
-    chunks = list(_chunks(chunked, len(pairs.sizes), rows))
-    engine = ENGINES[schedule.engine if _onednn(x.dtype) else "batched"]
-    scratch = engine.scratch(filters, chunks)
+    if 0 in weight.shape or not len(pairs.inputs):
+        return x.new_zeros(rows, weight.shape[0], dtype=dtype)
+    identity, interleaved = chunked[-1][:2].tolist()
+    engine = _engine(bool(interleaved), x.dtype)
+    filters = weight.to(x.dtype).permute(engine.axes).contiguous()
+    whole = identity >= 0
+    out = engine.dense(x, filters[identity]) if whole else x.new_zeros(rows, weight.shape[0])
+    chunks = [chunk for chunk in _chunks(chunked) if len(chunk.slots)]
+    # The same buffers for every chunk: fresh pages are dear.
+    longest = max((len(chunk.gather) for chunk in chunks), default=0)
+    scratch = x.new_empty(longest, x.shape[1]), x.new_empty(longest if engine.buffered else 0, out.shape[1])
     for chunk in chunks:
+        gathered = torch.index_select(x, 0, chunk.gather, out=scratch[0][: len(chunk.gather)])
+        products = engine.multiply(gathered, filters.index_select(0, chunk.taps), scratch[1])
+        total = torch.embedding_bag(products, chunk.slots, chunk.starts, False, 0, False, None, False)[0]
         part = out[chunk.first : chunk.last]
-        if identity >= 0:
-            engine.dense(x[chunk.first : chunk.last], filters[identity], part, quantum)
-        elif not chunk.lengths:
-            part.zero_()
-        if chunk.lengths:
-            products = engine.products(x, filters, chunk, scratch)
-            total = torch.embedding_bag(products, chunk.slots, chunk.starts, False, 0, False, None, False)[0]
-            part.add_(total) if identity >= 0 else part.copy_(total)
+        part.add_(total) if whole else part.copy_(total)
     return out.to(dtype)
 
 
@@ -120,60 +117,44 @@ def weight_gradient(
 class Engine(NamedTuple):
     """How rows meet filters.
 
-    scratch(filters, chunks)                the buffers that every chunk uses again: fresh pages are dear
-    products(x, filters, chunk, scratch)    the product of each pair of the chunk, in the order of chunk.gather
-    dense(rows, filter, out, quantum)       out = rows @ filter
+    axes                               of weight [C_out, K, C_in] in the order in which the engine reads them, K first
+    dense(x, filter)                   the product of every row with one filter
+    multiply(rows, filters, buffer)    the product of every row of the tiles with the filter of its tile, in their order
+    interleaved                        how the rows of the tiles lie
+    buffered                           whether multiply writes into its buffer [at least len(rows), C_out]
     """
 
-    scratch: Callable[[Tensor, list[Chunk]], tuple[Tensor, ...]]
-    products: Callable[[Tensor, Tensor, Chunk, tuple[Tensor, ...]], Tensor]
-    dense: Callable[[Tensor, Tensor, Tensor, int], object]
+    axes: tuple[int, int, int]
+    dense: Callable[[Tensor, Tensor], Tensor]
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
+    interleaved: bool
+    buffered: bool
 
 
-def _batched_scratch(filters: Tensor, chunks: list[Chunk]) -> tuple[Tensor, ...]:
-    _, c_in, c_out = filters.shape
-    pairs = max((c.gather.shape[0] for c in chunks), default=0)
-    tiles = max((c.tiles.shape[0] for c in chunks), default=0)
-    return filters.new_empty(pairs, c_in), filters.new_empty(tiles, c_in, c_out), filters.new_empty(pairs, c_out)
-
-
-def _batched_products(x: Tensor, filters: Tensor, chunk: Chunk, scratch: tuple[Tensor, ...]) -> Tensor:
-    """One batched product of all tiles: the BLAS then runs at full speed however few pairs a tap has."""
-    pairs, tiles = len(chunk.gather), len(chunk.tiles)
-    rows = torch.index_select(x, 0, chunk.gather, out=scratch[0][:pairs])
-    filters = torch.index_select(filters, 0, chunk.tiles, out=scratch[1][:tiles])
-    products = scratch[2][:pairs]
-    torch.bmm(rows.view(tiles, -1, rows.shape[1]), filters, out=products.view(tiles, -1, products.shape[1]))
+def _batched(rows: Tensor, filters: Tensor, buffer: Tensor) -> Tensor:
+    """A batch of small products: the BLAS runs at full speed however few pairs a tap has."""
+    tiles, c_in, c_out = filters.shape
+    products = buffer[: len(rows)]
+    torch.bmm(rows.view(tiles, -1, c_in), filters, out=products.view(tiles, -1, c_out))
     return products
 
 
-def _batched_dense(rows: Tensor, filter: Tensor, out: Tensor, quantum: int) -> None:
-    torch.mm(rows, filter, out=out)
+def _strided(rows: Tensor, filters: Tensor, buffer: Tensor) -> Tensor:
+    """The same of interleaved rows."""
+    tiles, c_in, c_out = filters.shape
+    return torch.bmm(rows.view(-1, tiles, c_in).transpose(0, 1), filters).transpose(0, 1).reshape(-1, c_out)
 
 
-def _linear_scratch(filters: Tensor, chunks: list[Chunk]) -> tuple[Tensor, ...]:
-    _, c_in, c_out = filters.shape
-    pairs = max((c.gather.shape[0] for c in chunks), default=0)
-    segment = max((length for c in chunks for length in c.lengths), default=0)
-    return filters.new_empty(segment, c_in), filters.new_empty(pairs, c_out)
+def _grouped(rows: Tensor, filters: Tensor, buffer: Tensor | None = None) -> Tensor:
+    """A 1x1 convolution with a group for each tile. Its pixels, channels last, are the interleaved rows."""
+    tiles, c_out, c_in = filters.shape
+    image = rows.view(1, -1, 1, tiles * c_in).permute(0, 3, 1, 2)
+    out = torch.mkldnn_convolution(image, filters.view(-1, c_in, 1, 1), None, [0, 0], [1, 1], [1, 1], tiles)
+    return out.permute(0, 2, 3, 1).reshape(-1, c_out)
 
 
-def _linear_products(x: Tensor, filters: Tensor, chunk: Chunk, scratch: tuple[Tensor, ...]) -> Tensor:
-    """A product of oneDNN per tap: on AMD it runs at twice the rate of the BLAS."""
-    products = scratch[1][: len(chunk.gather)]
-    segments = zip(chunk.taps, chunk.gather.split(chunk.lengths), products.split(chunk.lengths), strict=True)
-    for tap, gather, part in segments:
-        rows = torch.index_select(x, 0, gather, out=scratch[0][: len(gather)])
-        part.copy_(torch.ops.mkldnn._linear_pointwise(rows, filters[tap].t(), None, "none", [], ""))
-    return products
-
-
-def _linear_dense(rows: Tensor, filter: Tensor, out: Tensor, quantum: int) -> None:
-    # oneDNN compiles for each number of rows; one that will not come back is left to the BLAS.
-    if len(rows) % quantum:
-        torch.mm(rows, filter, out=out)
-    else:
-        out.copy_(torch.ops.mkldnn._linear_pointwise(rows, filter.t(), None, "none", [], ""))
+def _grouped_dense(x: Tensor, filter: Tensor) -> Tensor:
+    return _grouped(x, filter.unsqueeze(0))
 
 
 def _outer_gemm(
@@ -197,15 +178,20 @@ def _outer_convolution(
 
 
 ENGINES = {
-    "batched": Engine(_batched_scratch, _batched_products, _batched_dense),
-    "linear": Engine(_linear_scratch, _linear_products, _linear_dense),
+    "batched": Engine((1, 2, 0), torch.mm, _batched, interleaved=False, buffered=True),
+    "grouped": Engine((1, 0, 2), _grouped_dense, _grouped, interleaved=True, buffered=False),
+    "strided": Engine((1, 2, 0), torch.mm, _strided, interleaved=True, buffered=False),
 }
 GRADIENTS = {"gemm": _outer_gemm, "convolution": _outer_convolution}
 
 
 def _onednn(dtype: torch.dtype) -> bool:
-    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return available and dtype == torch.float32
+    return dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def _engine(interleaved: bool, dtype: torch.dtype) -> Engine:
+    """The engine of this layout; oneDNN has no float64."""
+    return ENGINES[("grouped" if _onednn(dtype) else "strided") if interleaved else "batched"]
 
 
 def _identity_tap(kernel_map: KernelMap) -> int:
@@ -216,52 +202,49 @@ def _identity_tap(kernel_map: KernelMap) -> int:
 
 
 def _chunk(pairs: Pairs, identity: int, num_outputs: int, schedule: CpuSchedule) -> tuple[Tensor, ...]:
-    """(gather, tiles, slots, starts, layout) of all chunks, laid out by (chunk, tap)."""
+    """(gather, taps, slots, starts, layout) of all chunks; each has as many pairs as the others."""
     inputs, outputs, taps = _gathered_pairs(pairs, identity)
-    count = len(pairs.sizes)
-    rows = _power_of_two(num_outputs * schedule.pairs // max(len(inputs), 1), num_outputs)
-    blocks, block = -(-num_outputs // rows), outputs // rows
+    count, tile, interleaved = len(pairs.sizes), schedule.tile, ENGINES[schedule.engine].interleaved
+    met = torch.bincount(outputs, minlength=num_outputs)
+    ends = met.cumsum(0)
+    blocks = max(1, -(-len(inputs) // schedule.pairs))
+    block_of = (ends - 1).clamp(min=0) * blocks // max(len(inputs), 1)  # the chunk of each output
+    block = block_of[outputs]
     # Pairs come sorted by tap, so that a stable sort by chunk sorts them by (chunk, tap).
     order = block.argsort(stable=True)
     segment = block * count + taps
     lengths = torch.bincount(segment, minlength=blocks * count)
-    padded = (lengths + schedule.quantum - 1) // schedule.quantum * schedule.quantum
-    begin = padded.cumsum(0) - padded
-    shift = begin - lengths.cumsum(0) + lengths
+    tiles = ((lengths + tile - 1) // tile).view(blocks, count)
+    tiles[:, 0] += -tiles.sum(dim=1) % schedule.multiple
+    begin = (tiles.view(-1).cumsum(0) - tiles.view(-1)) * tile
     place = torch.empty_like(order)  # of each pair among all products
-    place[order] = torch.arange(len(order)) + shift[segment[order]]
-    gather = inputs.new_zeros(int(padded.sum()))
+    place[order] = torch.arange(len(order)) + (begin - lengths.cumsum(0) + lengths)[segment[order]]
+    gather = inputs.new_zeros(int(tiles.sum()) * tile)
     gather[place] = inputs
-    tiles = torch.arange(count).repeat(blocks).repeat_interleave(padded // schedule.quantum)
-    slots = (place - begin.view(blocks, count)[:, 0][block])[outputs.argsort(stable=True)]
-    met = torch.bincount(outputs, minlength=num_outputs)
-    starts = met.cumsum(0) - met
-    starts -= starts[::rows].repeat_interleave(rows)[:num_outputs]
-    used = lengths.view(blocks, count).sum(dim=1)
-    layout = torch.cat([padded.new_tensor([identity, rows, schedule.quantum]), padded, used])
-    return gather.int(), tiles.int(), slots.int(), starts.int(), layout
+    slots = place - begin[block * count]
+    tiles_of = tiles.sum(dim=1)
+    if interleaved:
+        gather = torch.cat([part.t().reshape(-1) for part in gather.view(-1, tile).split(tiles_of.tolist())])
+        slots = slots % tile * tiles_of[block] + slots // tile
+    slots = slots[outputs.argsort(stable=True)]
+    rows, used = torch.bincount(block_of, minlength=blocks), lengths.view(blocks, count).sum(dim=1)
+    starts = ends - met - (used.cumsum(0) - used)[block_of]
+    of_tiles = torch.arange(count).repeat(blocks).repeat_interleave(tiles.view(-1))
+    layout = torch.cat([rows.new_tensor([identity, interleaved]), rows, tiles_of, used])
+    return gather.int(), of_tiles.int(), slots.int(), starts.int(), layout
 
 
-def _chunks(chunked: Sequence[Tensor], taps: int, num_outputs: int) -> Iterator[Chunk]:
+def _chunks(chunked: Sequence[Tensor]) -> Iterator[Chunk]:
     """The chunks laid out by _chunk()."""
-    gather, tiles, slots, starts, layout = chunked
-    _, rows, quantum, *numbers = layout.tolist()
-    blocks = -(-num_outputs // rows)
-    segments = [numbers[b * taps : (b + 1) * taps] for b in range(blocks)]
-    padded = [sum(lengths) for lengths in segments]
-    parts = zip(
-        segments,
-        gather.split(padded),
-        tiles.split([pairs // quantum for pairs in padded]),
-        slots.split(numbers[blocks * taps :]),
-        starts.split(rows),
-        strict=True,
-    )
-    for block, (lengths, *tensors) in enumerate(parts):
-        present = tuple(tap for tap, length in enumerate(lengths) if length)
-        first = block * rows
-        last = min(first + rows, num_outputs)
-        yield Chunk(first, last, present, tuple(lengths[tap] for tap in present), *tensors)
+    gather, taps, slots, starts, layout = chunked
+    rows, tiles, used = layout[2:].view(3, -1).tolist()
+    tile = len(gather) // max(1, sum(tiles))
+    inputs = gather.split([count * tile for count in tiles])
+    parts = zip(rows, taps.split(tiles), inputs, slots.split(used), starts.split(rows), strict=True)
+    first = 0
+    for height, *tensors in parts:
+        yield Chunk(first, first + height, *tensors)
+        first += height
 
 
 def _gathered_pairs(pairs: Pairs, identity: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,8 +258,3 @@ def _gathered_pairs(pairs: Pairs, identity: int) -> tuple[Tensor, Tensor, Tensor
 
 def _computable(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-
-
-def _power_of_two(value: int, limit: int) -> int:
-    """The power of two at or above value, no more than limit; at least 1."""
-    return max(1, min(1 << max(value - 1, 0).bit_length(), limit))
