@@ -80,9 +80,9 @@ def segment(
 
 @app.command()
 def demo(
-    scenes: Annotated[int, typer.Option(help="street scenes to train on")] = 8,
-    epochs: int = 8,
-    voxel: float = 0.2,
+    scenes: Annotated[int, typer.Option(help="street scenes to train on")] = 12,
+    epochs: int = 12,
+    voxel: float = 0.15,
     width: float = 0.25,
     device: Device = "auto",
     precision: Precision = "fp32",
