@@ -118,15 +118,16 @@ def _nearest(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> 
 def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> Tensor:
     corner = torch.floor(units.detach() - 0.5)
     ahead = units - 0.5 - corner
-    # A half would round the weights, and the sum of eight parts: they are kept wide and rounded once.
+    # A half would round the weights, and the sums of eight parts and eight gradients: all is kept wide, rounded once.
     wide = torch.promote_types(x.dtype, torch.float32)
+    feats = x.feats.to(wide)
     total = y = None
     for side in itertools.product((0, 1), repeat=x.dim):
         sides = torch.tensor(side, dtype=corner.dtype, device=corner.device)
         rows = x.geometry.find(_cells(batch, corner + sides))
         weight = torch.where(sides.bool(), ahead, 1 - ahead).prod(dim=1) * (rows >= 0)
         weight = weight.to(wide)
-        part = _take(x.feats, rows).to(wide) * weight[:, None]
+        part = _take(feats, rows) * weight[:, None]
         y, total = (part, weight) if y is None or total is None else (y + part, total + weight)
     assert y is not None and total is not None
     if normalize:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -201,10 +202,9 @@ def _scene(name: str) -> Tensor:
 
 def _spconv() -> Any:
     try:
-        import spconv.pytorch as spconv
+        return import_module("spconv.pytorch")
     except ImportError as error:
         raise OptionError(f"this suite measures spconv too: pip install pumice[bench] ({error})") from None
-    return spconv
 
 
 def _commit() -> str:
