@@ -371,6 +371,8 @@ def test_a_real_sigint(write, scenes, tmp_path):
     process = subprocess.Popen(
         [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": source, "COLUMNS": "400"},
+        # A shell starts its background jobs, and the tests may be one, with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         seen = ""
