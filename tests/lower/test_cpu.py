@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.coords import Geometry, Relation, kernel_map
+from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.lower import cpu, reference
 from pumice.schedule.cpu import CpuSchedule
 
@@ -120,3 +120,16 @@ def test_shapes_in_signatures_are_checked_under_test(cloud):
     found, _ = kernel_map(cloud, RELATIONS["same"])
     with pytest.raises(Exception, match="weight"):
         reference.forward(torch.zeros(len(cloud), 4), torch.zeros(8, 4), found.pairs(), len(cloud), 1)
+
+
+def test_a_map_made_by_hand(cloud):
+    """Its middle tap need not be the identity, whatever its policy says."""
+    found, _ = kernel_map(cloud, RELATIONS["same"])
+    order = torch.randperm(len(cloud), generator=torch.Generator().manual_seed(3))
+    mine = KernelMap.from_rows(found.relation, found.rows()[order], len(cloud))
+    x, weight, grad = operands(mine, (16, 32), torch.float64)
+    tables = cpu.tables(mine, (16, 32))
+    truth = reference.forward(x, weight, mine.pairs(), len(cloud), 1)
+    torch.testing.assert_close(cpu.forward(x, weight, tables, len(cloud), 1), truth)
+    truth = reference.weight_gradient(x, grad, mine.pairs(), 1)
+    torch.testing.assert_close(cpu.weight_gradient(x, grad, tables, 1), truth)

@@ -196,9 +196,16 @@ def _engine(interleaved: bool, dtype: torch.dtype) -> Engine:
 
 def _identity_tap(kernel_map: KernelMap) -> int:
     """The tap whose pairs are (0, 0), (1, 1), ...: the zero offset of a map that keeps the coordinates; else -1."""
-    relation = kernel_map.relation
+    relation, pairs = kernel_map.relation, kernel_map.pairs()
     zero = (0,) * relation.dim
-    return relation.offsets.index(zero) if relation.policy == "same" and zero in relation.offsets else -1
+    if relation.policy != "same" or zero not in relation.offsets:
+        return -1
+    tap = relation.offsets.index(zero)
+    start = int(pairs.sizes[:tap].sum())
+    here = slice(start, start + int(pairs.sizes[tap]))
+    # A map may have been made by hand: what the policy promises is looked at.
+    each = torch.arange(kernel_map.num_outputs)
+    return tap if torch.equal(pairs.inputs[here], each) and torch.equal(pairs.outputs[here], each) else -1
 
 
 def _chunk(pairs: Pairs, identity: int, num_outputs: int, schedule: CpuSchedule) -> tuple[Tensor, ...]:
