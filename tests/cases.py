@@ -287,7 +287,7 @@ def diff(got: list[Coord], want: list[Coord]) -> str:
     return "same set" if at is None else f"same set, order differs from row {at}: {got[at]} instead of {want[at]}"
 
 
-# ------------------------------------------------------------------------------------------------------- the table
+# The table
 CROSS = ((0, 0, 0), (1, 0, 0), (-1, 0, 0), (0, 2, 0), (0, -2, 0), (0, 0, 1), (0, 0, -3))
 
 SAME = [  # stride 1: outputs are the inputs, in the user's order

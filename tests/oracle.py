@@ -21,7 +21,7 @@ Ints = tuple[int, ...]
 Pair = tuple[int, int, int]
 
 
-# ---------------------------------------------------------------------------------------------- relation and order
+# Relation and order
 @dataclass(frozen=True)
 class Relation:
     """``in = stride * out + dilation * tap - padding`` for each tap of ``taps`` (all per axis)."""
@@ -81,7 +81,7 @@ def ordered(coords: Iterable[Coord]) -> list[Coord]:
     return sorted(set(coords), key=morton)
 
 
-# ---------------------------------------------------------------------------------------------- output coordinates
+# Output coordinates
 def inside(coord: Coord, shape: Ints | None) -> bool:
     """Whether 0 <= c < S on every axis; True where there is no shape."""
     return shape is None or all(0 <= c < s for c, s in zip(coord[1:], shape, strict=True))
@@ -116,7 +116,7 @@ def transposed_support(coords: Sequence[Coord], rel: Relation, shape: Ints | Non
     return ordered(q for q in found if inside(q, shape))
 
 
-# ---------------------------------------------------------------------------------------------------------- pairs
+# Pairs
 def forward_pairs(ins: Sequence[Coord], outs: Sequence[Coord], rel: Relation) -> list[Pair]:
     """All (k, i, o) with ``ins[i] = stride * outs[o] + dilation * taps[k] - padding``."""
     row = {c: i for i, c in enumerate(ins)}
@@ -130,7 +130,7 @@ def exchanged_pairs(ins: Sequence[Coord], outs: Sequence[Coord], rel: Relation) 
     return [(k, i, o) for k, o, i in forward_pairs(outs, ins, rel)]
 
 
-# ----------------------------------------------------------------------------------------------------- convolution
+# Convolution
 def zeros(rows: int, cols: int) -> list[list[float]]:
     """A matrix of zeros as lists."""
     return [[0.0] * cols for _ in range(rows)]
@@ -174,7 +174,7 @@ def conv_grads(pairs: Sequence[Pair], x: np.ndarray, w: np.ndarray, dy: np.ndarr
     return grid(dx, x.shape[1]), np.array(dw).reshape(w.shape), np.array(db)
 
 
-# --------------------------------------------------------------------------------------------------------- pooling
+# Pooling
 def pool(pairs: Sequence[Pair], n_out: int, x: np.ndarray, mode: str) -> np.ndarray:
     """Sum, average or maximum over the inputs that are present; 0 where none is."""
     met: list[list[int]] = [[] for _ in range(n_out)]
@@ -209,7 +209,7 @@ def global_pool(coords: Sequence[Coord], x: np.ndarray, batches: int, mode: str)
     return pool(pairs, batches, x, mode)
 
 
-# --------------------------------------------------------------------------------------------------- interpolation
+# Interpolation
 def corners(position: Sequence[float], stride: Ints) -> list[tuple[Coord, float]]:
     """The 2^D voxels around a position (batch, u...) and their multilinear weights. u is in finest voxel units, level
     coordinate v = u / stride, voxel c covers [c, c+1) of it, its centre is c + 0.5."""
@@ -254,7 +254,7 @@ def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return grid(out, b.shape[1])
 
 
-# -------------------------------------------------------------------------------------------------------- voxelise
+# Voxelise
 def voxel_of(point: Sequence[float], size: Sequence[float], origin: Sequence[float], rounding: str) -> Ints:
     """floor((p - origin) / size), or the nearest integer: voxel c then covers [c - 1/2, c + 1/2), halves go up."""
     shift = {"floor": 0.0, "round": 0.5}[rounding]
@@ -279,7 +279,7 @@ def voxelise(voxels: Sequence[Coord], feats: np.ndarray, reduce: str) -> tuple[l
     return coords, grid(out, feats.shape[1]), inverse
 
 
-# ------------------------------------------------------------------------------------------------ sets of voxels
+# Sets of voxels
 def union(a: Sequence[Coord], x: np.ndarray, b: Sequence[Coord], y: np.ndarray) -> tuple[list[Coord], np.ndarray]:
     """Coordinates of either; features add where both are present."""
     coords = ordered([*a, *b])

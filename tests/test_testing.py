@@ -21,7 +21,7 @@ def numbers(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------------------------------------------- assert_close
+# Assert_close
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounding_passes(dtype):
     want = numbers(200, 7)
@@ -112,7 +112,7 @@ def test_sparse_tensors_compare_coordinates_too():
         assert_close(x, x.feats)
 
 
-# ------------------------------------------------------------------------------------------------------- the clouds
+# The clouds
 @pytest.mark.parametrize("dim", [1, 2, 3, 4])
 def test_a_cloud_is_distinct_and_balanced(dim):
     coords = random_cloud(50, dim, extent=20, batch_size=3)
@@ -152,7 +152,7 @@ def test_features_are_the_same_numbers_in_every_dtype():
         assert torch.equal(x.coords, want.coords)
 
 
-# ---------------------------------------------------------------------------------------------------- the reference
+# The reference
 @pytest.mark.parametrize("case", [*cases.SAME[:4], *cases.FLOOR[:2], *cases.SUPPORT[-6:-4], *cases.GIVEN[:2],
                                   *cases.OFFSETS[-2:], *cases.GROUPS[:3]], ids=str)  # fmt: skip
 def test_the_reference_is_the_oracle(case):

@@ -166,7 +166,7 @@ def test_voxelize(gpu, reduce, dtype):
     assert torch.isfinite(leaf.grad).all()
 
 
-# -------------------------------------------------------------------------------------------------------- networks
+# Networks
 def unet(device, dtype=torch.float32):
     torch.manual_seed(0)
     return MinkUNet(12, 5, 0.25).to(device, dtype)
@@ -258,7 +258,7 @@ def test_one_voxel(gpu):
     assert torch.isfinite(y.feats).all()
 
 
-# ----------------------------------------------------------------------------------------------- streams and devices
+# Streams and devices
 def test_another_stream(gpu):
     """Maps and features made late on a stream of their own: nothing may look at them from the default one."""
     net = unet(gpu).eval()
@@ -313,7 +313,7 @@ def test_devices_do_not_mix(gpu):
             pm.ops.conv(x, w.to("cuda:0"))
 
 
-# ---------------------------------------------------------------------------------------------------------- copies
+# Copies
 class Clouds(Dataset):
     """Six clouds, made in the worker."""
 
@@ -386,7 +386,7 @@ def test_memory_comes_back(gpu):
         gc.enable()
 
 
-# ----------------------------------------------------------------------------------------------------- determinism
+# Determinism
 def one_step(device, dtype):
     """Logits and every gradient of a training step from scratch, maps included."""
     net, x = unet(device, dtype), scene(dtype, device).requires_grad_()
@@ -439,7 +439,7 @@ def test_the_deterministic_switch_on_a_network(gpu, deterministic):
     assert torch.isfinite(points.grad).all()
 
 
-# ----------------------------------------------------------------------------------------------------- compilation
+# Compilation
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(gpu, backend):
@@ -471,7 +471,7 @@ def test_compiled_training(gpu, backend):
     assert (grads[0] - grads[1]).norm() < 1e-3 * grads[0].norm()
 
 
-# ----------------------------------------------------------------------------------------------------- the main job
+# The main job
 def test_the_main_job(gpu, tmp_path):
     """Train, evaluate, time and draw on the GPU, then run the checkpoint on the CPU."""
     pytest.importorskip("plotly")

@@ -85,7 +85,7 @@ def triple(value):
     return (value,) * 3 if isinstance(value, int) else value
 
 
-# ------------------------------------------------------------------------------------------------------- structure
+# Structure
 @pytest.mark.parametrize("form", FORMS)
 def test_it_is_the_published_network(form):
     with torch.device("meta"):
@@ -156,7 +156,7 @@ def test_the_nuscenes_grid():
     assert torch.equal(dense[rows[:, 0], :, rows[:, 1], rows[:, 2], rows[:, 3]], y.feats)
 
 
-# --------------------------------------------------------------------------------------------------------- numbers
+# Numbers
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("form", FORMS)
 def test_float64_is_the_oracle(device, form, training):

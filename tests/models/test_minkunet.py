@@ -98,7 +98,7 @@ def rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.detach().double().cpu() - want).norm() / want.norm())
 
 
-# ------------------------------------------------------------------------------------------------------- structure
+# Structure
 def convolutions(net):
     return [m for m in net.modules() if isinstance(m, pm.nn.Conv3d | pm.nn.InverseConv3d)]
 
@@ -166,7 +166,7 @@ def test_prepare_finds_the_same_nine():
     assert {id(m) for m in maps_below(x.geometry)} == found
 
 
-# ------------------------------------------------------------------------------------------------ numbers, float64
+# Numbers, float64
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_float64_is_the_oracle(device, training):
     net, x = network(device=device).train(training), sample(device=device).requires_grad_()
@@ -208,7 +208,7 @@ def test_batch_items_do_not_meet(device):
         assert rms_error(item.feats, net(alone).feats.cpu()) < 1e-13
 
 
-# ------------------------------------------------------------------------------------------- numbers, low precision
+# Numbers, low precision
 # rms error over rms of the float64 network with the same (rounded) parameters and features. In eval mode: (logits,
 # gradient of x, gradient of all parameters); in training: (logits, 1 - cosine of the gradients of all parameters).
 # Measured on a CPU, then given room of a factor of two to three. What costs so much in the gradients is ReLU: a
@@ -253,7 +253,7 @@ def test_low_precision(device, name, training):
     assert all(a <= limit for a, limit in zip(found, limits, strict=True)), f"{found} over {limits}"
 
 
-# ------------------------------------------------------------------------------------------------------- other forms
+# Other forms
 def test_predict_is_per_point():
     rng = torch.Generator().manual_seed(0)
     points = 3 * torch.rand(500, 3, generator=rng)

@@ -61,7 +61,7 @@ def refused(ran, *parts):
     return True
 
 
-# ---------------------------------------------------------------------------------------------------- what works
+# What works
 def test_a_labelled_scan(write, scenes, pumice, tmp_path):
     ran = pumice("segment", write("scan.npz", scenes(1)[0]), *SMALL, "--epochs", 3)
     assert ran.code == 0, ran.err
@@ -170,7 +170,7 @@ def test_info(pumice):
     assert ran.code == 0 and torch.__version__ in ran.out
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# What is refused
 def garbage(folder, scan):
     (folder / "bad.npz").write_bytes(b"this is no archive" * 10)
 
@@ -332,7 +332,7 @@ def test_features_differ_in_number(write, scenes, pumice, trained, kept, tmp_pat
     assert refused(ran, "wide: expected 1 features per point as in training, found 3") and kept()
 
 
-# ---------------------------------------------------------------------------------------------------- interruption
+# Interruption
 def test_ctrl_c(write, scenes, pumice, monkeypatch, tmp_path):
     def interrupting(progress, bar):
         def watch(step, total):

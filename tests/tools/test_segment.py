@@ -44,7 +44,7 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-# ---------------------------------------------------------------------------------------------------------- scores
+# Scores
 def naive_confusion(labels, predicted, classes):
     out = [[0] * classes for _ in range(classes)]
     for a, b in zip(labels, predicted, strict=True):
@@ -114,7 +114,7 @@ def test_class_weights(scenes):
     assert class_weights([none], task)[3] == 0 and torch.isfinite(class_weights([none], task)).all()
 
 
-# ----------------------------------------------------------------------------------------------------- what is held
+# What is held
 @pytest.mark.parametrize("count, held", [(2, [1]), (3, [2]), (4, [3]), (5, [4]), (6, [4]), (9, [4]), (10, [4, 9]),
                                          (14, [4, 9])])  # fmt: skip
 def test_every_fifth_scan_is_held_out(count, held):
@@ -141,7 +141,7 @@ def test_labels_in_common(scenes):
     assert first.label_set == second.label_set and len(first.label_set) == 6
 
 
-# ------------------------------------------------------------------------------------------------------- whole runs
+# Whole runs
 def test_a_whole_run(scenes, job, tmp_path):
     seen = []
     train_on, judge_on = scenes(3)[:2], scenes(3)[2:]
@@ -204,7 +204,7 @@ def test_inference_is_timed_with_new_maps(scenes):
     assert not x.geometry.maps
 
 
-# ---------------------------------------------------------------------------------------------------- interruption
+# Interruption
 @pytest.mark.parametrize("at", [1, 3])
 def test_ctrl_c_saves_a_checkpoint(scenes, job, tmp_path, at):
     def watch(step, total):
@@ -260,7 +260,7 @@ def test_a_checkpoint_of_other_classes(scenes, job):
         segment.run([other], [other], job(1, checkpoint=first.checkpoint), ignore)
 
 
-# ---------------------------------------------------------------------------------------------- running a checkpoint
+# Running a checkpoint
 def test_a_checkpoint_on_scans_without_labels(scenes, job, tmp_path):
     first = segment.run(scenes(1), scenes(1), job(2), ignore)
     before = first.checkpoint.read_bytes()
@@ -296,7 +296,7 @@ def test_features_that_do_not_fit_the_checkpoint(scenes, job):
         segment.apply([wide], job(0, checkpoint=first.checkpoint))
 
 
-# ------------------------------------------------------------------------------------------------- odd training data
+# Odd training data
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_training_on_hardly_any_point(scenes, job, count):
     few = scenes(1)[0].select(np.arange(count))
@@ -329,7 +329,7 @@ def test_no_labels_at_all(scenes, job):
         segment.apply([blank], job(1))
 
 
-# --------------------------------------------------------------------------------------------------------- arguments
+# Arguments
 SENSELESS = [{"recipe": Recipe(-1)}, {"voxel": 0}, {"width": -0.5}, {"voxel": math.nan}, {"width": math.inf}]
 
 
@@ -355,7 +355,7 @@ def test_devices_that_are_there():
     assert jobs.pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-# ------------------------------------------------------------------------------------------------- nothing is lost
+# Nothing is lost
 def test_stopped_before_the_first_step_keeps_the_older_checkpoint(scenes, job, monkeypatch):
     first = segment.run(scenes(1), scenes(1), job(1), ignore)
     before = first.checkpoint.read_bytes()

@@ -133,9 +133,7 @@ def _check_table(checks: tuple[Check, ...]) -> Any:
     return table
 
 
-# ---- versions and devices ------------------------------------------------------------------------
-
-
+# Versions and devices
 def _versions() -> dict[str, str]:
     return {
         "pumice": distribution("pumice") or "not installed (run from its sources)",
@@ -223,9 +221,7 @@ def _platform_name() -> str:
     return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
 
 
-# ---- what can be used ----------------------------------------------------------------------------
-
-
+# What can be used
 def _cpu_libraries() -> tuple[Check, ...]:
     libraries: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("oneDNN", torch.backends.mkldnn.is_available),
@@ -299,9 +295,7 @@ def _triton(compiler: str | None) -> Check:
     return Check("Triton kernels", True, f"triton {version} on {_platform_name()}")
 
 
-# ---- packages and folders ------------------------------------------------------------------------
-
-
+# Packages and folders
 def _package(package: Package) -> Check:
     version = _module_version(package.module)
     if version is None:

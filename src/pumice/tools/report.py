@@ -201,9 +201,7 @@ def write_report(path: str | Path, report: Report) -> Path:
     return path
 
 
-# ---- the data of the page ------------------------------------------------------------------------
-
-
+# The data of the page
 def _payload(report: Report) -> dict[str, Any]:
     classes = len(report.classes)
     limit = min(MAX_POINTS_PER_VIEW, MAX_POINTS_IN_ALL // max(1, len(report.views)))
@@ -256,9 +254,7 @@ def _json(payload: Mapping[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-# ---- the sections of the page; each gives "" where there is nothing to show ----------------------
-
-
+# The sections of the page; each gives "" where there is nothing to show
 def _header(report: Report) -> str:
     subtitle = report.subtitle or _default_subtitle(report)
     line = f'<p class="subtitle">{escape(subtitle)}</p>' if subtitle else ""
@@ -409,9 +405,7 @@ def _panel(title: str, note: str, inside: str) -> str:
 SECTIONS: tuple[Callable[[Report], str], ...] = (_header, _cards, _cloud, _curves, _layers, _facts, _footer)
 
 
-# ---- text ----------------------------------------------------------------------------------------
-
-
+# Text
 def _percent(share: float) -> str:
     return MISSING if _finite(share) is None else f"{100 * share:.1f}"
 
