@@ -427,3 +427,14 @@ GROUPS = [  # channel groups, depthwise, a depth multiplier, odd channels
 ]
 
 CASES = [*SAME, *FLOOR, *SUPPORT, *GIVEN, *TRANSPOSED, *INVERSE, *OFFSETS, *GROUPS]
+
+
+def maps_below(geometry, seen=None):
+    """All kernel maps that can be reached from a geometry."""
+    seen = {} if seen is None else seen
+    if geometry not in seen:
+        seen[geometry] = [found for found, _ in geometry.maps.values()]
+        for _, outputs in geometry.maps.values():
+            if outputs is not None:
+                maps_below(outputs, seen)
+    return [found for maps in seen.values() for found in maps]

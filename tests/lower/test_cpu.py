@@ -7,7 +7,7 @@ import torch
 
 import pumice as pm
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
-from pumice.lower import cpu, reference
+from pumice.lower import cpu, reference, run
 from pumice.schedule.cpu import CpuSchedule
 
 RELATIONS = {
@@ -133,3 +133,8 @@ def test_a_map_made_by_hand(cloud):
     torch.testing.assert_close(cpu.forward(x, weight, tables, len(cloud), 1), truth)
     truth = reference.weight_gradient(x, grad, mine.pairs(), 1)
     torch.testing.assert_close(cpu.weight_gradient(x, grad, tables, 1), truth)
+
+
+def test_a_device_without_a_back_end():
+    with pytest.raises(pm.errors.DeviceError, match="'xpu'; there are cpu, cuda"):
+        run._backend("xpu")

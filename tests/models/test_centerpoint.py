@@ -1,5 +1,6 @@
 """CenterPointBackbone: the two published forms, and the numbers of dense torch convolutions masked to active sites."""
 
+import cases
 import masked
 import pytest
 import torch
@@ -113,22 +114,12 @@ def test_an_unknown_form():
         CenterPointBackbone(form="resnet50")
 
 
-def maps_below(geometry, seen=None):
-    seen = {} if seen is None else seen
-    if geometry not in seen:
-        seen[geometry] = [found for found, _ in geometry.maps.values()]
-        for _, outputs in geometry.maps.values():
-            if outputs is not None:
-                maps_below(outputs, seen)
-    return [found for maps in seen.values() for found in maps]
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_eight_kernel_maps(form):
     net, x = network(form), sample(form)
     for _ in range(2):
         net(x)
-        kinds = sorted((m.volume, m.relation.policy) for m in maps_below(x.geometry))
+        kinds = sorted((m.volume, m.relation.policy) for m in cases.maps_below(x.geometry))
         assert kinds == sorted([(27, "same")] * 4 + [(27, "support")] * 3 + [(3, "support")])
 
 

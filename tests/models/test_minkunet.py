@@ -133,37 +133,26 @@ def test_half_the_width():
     assert (linears(net)[-1].in_features, linears(net)[-1].out_features) == (48, 19)
 
 
-def maps_below(geometry, seen=None):
-    """All kernel maps that can be reached from a geometry."""
-    seen = {} if seen is None else seen
-    if geometry not in seen:
-        seen[geometry] = [found for found, _ in geometry.maps.values()]
-        for _, outputs in geometry.maps.values():
-            if outputs is not None:
-                maps_below(outputs, seen)
-    return [found for maps in seen.values() for found in maps]
-
-
 def test_nine_kernel_maps():
     net, x = network(), sample()
     net(x)
-    maps = maps_below(x.geometry)
+    maps = cases.maps_below(x.geometry)
     volumes = sorted((m.volume, m.relation.policy) for m in maps)
     assert volumes == [(8, "floor_unique")] * 4 + [(27, "same")] * 5
     levels = {m.num_inputs for m in maps if m.volume == 27}
     assert levels == {len((x.coords // torch.tensor([1, s, s, s])).unique(dim=0)) for s in (1, 2, 4, 8, 16)}
     net.eval()(x)
     net.train()(x.replace(x.feats * 2)).feats.sum().backward()
-    assert len(maps_below(x.geometry)) == 9
+    assert len(cases.maps_below(x.geometry)) == 9
 
 
 def test_prepare_finds_the_same_nine():
     net, x = network(), sample()
     pm.prepare(net, x)
-    found = {id(m) for m in maps_below(x.geometry)}
+    found = {id(m) for m in cases.maps_below(x.geometry)}
     assert len(found) == 9
     net(x)
-    assert {id(m) for m in maps_below(x.geometry)} == found
+    assert {id(m) for m in cases.maps_below(x.geometry)} == found
 
 
 # Numbers, float64

@@ -207,4 +207,5 @@ def test_static_picture(tmp_path, labelled):
 
 def test_static_picture_of_bare_and_empty_scans(tmp_path):
     for points in (0, 5):
-        static_picture(tmp_path / "p.png", CloudView("v", np.zeros((points, 3))), (), width=3.0)
+        path = static_picture(tmp_path / f"{points}.png", CloudView("v", np.zeros((points, 3))), (), width=3.0)
+        assert path.read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, Pairs
+from pumice.errors import DeviceError
 from pumice.lower import cpu, reference
 from pumice.lower.reference import transposed
 
@@ -30,18 +31,19 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "loop": Backend(
+    "cpu": Backend(cpu.tables, cpu.forward, cpu.weight_gradient),
+    "cuda": Backend(
         tables=lambda kernel_map, channels: tuple(kernel_map.pairs()),
         forward=lambda x, w, t, rows, groups: reference.forward(x, w, Pairs(*t[:3]), rows, groups),
         weight_gradient=lambda x, g, t, groups: reference.weight_gradient(x, g, Pairs(*t[:3]), groups),
     ),
-    "cpu": Backend(cpu.tables, cpu.forward, cpu.weight_gradient),
 }
-BY_DEVICE = {"cpu": "cpu", "cuda": "loop"}
 
 
 def _backend(device_type: str) -> Backend:
-    return BACKENDS[BY_DEVICE.get(device_type, "loop")]
+    if device_type not in BACKENDS:
+        raise DeviceError(f"no back end computes on {device_type!r}; there are {', '.join(BACKENDS)}")
+    return BACKENDS[device_type]
 
 
 def tables(kernel_map: KernelMap, channels: tuple[int, int]) -> tuple[Tensor, ...]:

@@ -22,8 +22,9 @@ _DERIVED = 2  # inputs made from the position: height, distance
 class Task:
     """What a checkpoint must say so that the network can be used again: the classes, the voxels, the inputs.
 
-    voxel: edge in metres. width: factor on MinkUNet's channels. mean, std: of each input feature (height above the
-    scan's ground, distance to the sensor, a one for every voxel, then the scan's own features) over the training scans.
+    voxel: edge in metres. width: factor on MinkUNet's channels. mean, std: of each input (height above the low end of
+    the scan, distance to the sensor, then the scan's own features) over the training scans; the network gets a constant
+    one beside them.
     """
 
     names: tuple[str, ...]
