@@ -9,6 +9,7 @@ __all__ = [
     "OptionError",
     "PumiceError",
     "ShapeError",
+    "StatementError",
 ]
 
 
@@ -42,3 +43,7 @@ class OptionError(PumiceError, ValueError):
 
 class FileError(PumiceError, ValueError):
     """A file that cannot be used; the message names it, what was expected and what was found."""
+
+
+class StatementError(PumiceError, ValueError):
+    """A text that is not a statement of the language; the message shows the place."""

@@ -1,0 +1,216 @@
+"""Sizes: the range of every index and the shape of the target, from the shapes of the operands.
+
+An index runs over [0, n), n being the extent of an axis where it stands bare; all such axes must agree. Else it runs
+over the largest range that keeps every window inside its operand (`I[2*p+r]`). Else it must be declared (`; p:14`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pumice.errors import ShapeError
+from pumice.language.nodes import Access, Affine, Index, Range, Statement, accesses_of, indices_of
+
+Shape = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A statement with its sizes.
+
+    ranges: of every index, by name; shape: of the target; windowed: the indices whose range only windows or the text
+    tell (no axis has it as its extent).
+    """
+
+    statement: Statement
+    ranges: Mapping[str, Range]
+    shape: tuple[int, ...]
+    windowed: tuple[str, ...] = ()
+
+    def extent(self, index: str) -> int:
+        return len(self.ranges[index])
+
+
+class Axis(NamedTuple):
+    """An axis of an access, and the extent of it (None where that is yet open)."""
+
+    access: Access
+    number: int
+    expression: Affine
+    extent: int | None
+
+    def __str__(self) -> str:
+        return f"axis {self.number} of {self.access}"
+
+
+def bind(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None = None, strict: bool = True) -> Bound:
+    """The sizes of `statement` for operands of these shapes; `shape` is the target's where that is known.
+
+    strict: windows may leave their operand only through an index that the text declares. What the library derives is
+    bound without it: outside there is nothing.
+
+    Raises ShapeError for what is missing, contradicts itself, or leaves its operand; it names index and both sizes.
+    """
+    for access in accesses_of(*statement.terms, *statement.target.indices):
+        _check_rank(access, shapes)
+    open_shape = _target_shape(statement, shapes, shape)
+    read = list(_axes((a for a in accesses_of(*statement.terms, *statement.target.indices)), shapes))
+    written = [Axis(statement.target, i, e, open_shape[i]) for i, e in enumerate(statement.target.indices)]
+    ranges = _bare_ranges(statement, [*read, *written])
+    bare = set(ranges) - {name for name, _ in statement.ranges}
+    _window_ranges(ranges, read)
+    for name in indices_of(statement):
+        if name not in ranges:
+            raise ShapeError(
+                f"index {name} has no size: it stands bare on no axis of an operand, and no window tells it; "
+                f"declare it, for instance `; {name}:10`{_in(statement)}"
+            )
+    if strict:
+        _check_windows(statement, ranges, read)
+    windowed = tuple(name for name in ranges if name not in bare)
+    return Bound(statement, ranges, _inferred_shape(statement, ranges, written, strict), windowed)
+
+
+def span_of(expression: Affine, ranges: Mapping[str, Range]) -> tuple[int, int]:
+    """The smallest and the largest value of an expression without index arrays; its indices are not empty."""
+    low = high = expression.constant
+    for coefficient, atom in expression.terms:
+        assert isinstance(atom, Index)
+        ends = coefficient * ranges[atom.name].start, coefficient * (ranges[atom.name].stop - 1)
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
+def _check_rank(access: Access, shapes: Mapping[str, Shape]) -> None:
+    if access.name not in shapes:
+        raise ShapeError(f"{access} is read, but no operand {access.name} is given; there are {sorted(shapes)}")
+    if len(shapes[access.name]) != len(access.indices):
+        raise ShapeError(
+            f"{access} has {len(access.indices)} indices, the operand {access.name} has {len(shapes[access.name])} "
+            f"axes (shape {list(shapes[access.name])})"
+        )
+
+
+def _target_shape(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None) -> tuple[int | None, ...]:
+    """The target's shape as given or declared, None for open axes."""
+    target = statement.target
+    known = shape if shape is not None else shapes.get(target.name)
+    declared = dict(statement.shapes).get(target.name)
+    if known is not None and len(known) != len(target.indices):
+        raise ShapeError(f"{target} has {len(target.indices)} indices, its operand has shape {list(known)}")
+    if known is None:
+        return declared or (None,) * len(target.indices)
+    if declared and any(d is not None and d != k for d, k in zip(declared, known, strict=True)):
+        raise ShapeError(f"{target.name} is declared as {list(declared)}, the operand has shape {list(known)}")
+    return tuple(known)
+
+
+def _axes(accesses: Iterable[Access], shapes: Mapping[str, Shape]) -> Iterator[Axis]:
+    for access in accesses:
+        for number, expression in enumerate(access.indices):
+            yield Axis(access, number, expression, shapes[access.name][number])
+
+
+def _bare_ranges(statement: Statement, axes: Sequence[Axis]) -> dict[str, Range]:
+    """The declared ranges, and those of indices that stand bare on an axis of known extent."""
+    ranges = dict(statement.ranges)
+    first: dict[str, Axis] = {}
+    for axis in axes:
+        name = axis.expression.bare
+        if name is None or axis.extent is None:
+            continue
+        declared = statement.declared(name)
+        if declared is not None:
+            _check_declared(name, declared, axis)
+        elif name in first and first[name].extent != axis.extent:
+            raise ShapeError(
+                f"index {name} is {first[name].extent} on {first[name]} and {axis.extent} on {axis}{_in(statement)}"
+            )
+        else:
+            first.setdefault(name, axis)
+            ranges[name] = Range(0, axis.extent)
+    return ranges
+
+
+def _check_declared(name: str, declared: Range, axis: Axis) -> None:
+    assert axis.extent is not None
+    if axis.extent != declared.stop if not declared.start else axis.extent < declared.stop:
+        raise ShapeError(f"index {name} is declared as {declared}, {axis} has extent {axis.extent}")
+
+
+def _window_ranges(ranges: dict[str, Range], axes: Sequence[Axis]) -> None:
+    """Add the ranges that windows tell: the largest that keep every window inside."""
+    while True:
+        found: dict[str, int] = {}
+        for axis in axes:
+            if axis.expression.arrays:
+                continue
+            unknown = [a.name for _, a in axis.expression.terms if isinstance(a, Index) and a.name not in ranges]
+            if len(unknown) == 1:
+                stop = _largest(unknown[0], axis, ranges)
+                found[unknown[0]] = min(found.get(unknown[0], stop), stop)
+        if not found:
+            return
+        ranges.update((name, Range(0, stop)) for name, stop in found.items())
+
+
+def _largest(name: str, axis: Axis, ranges: Mapping[str, Range]) -> int:
+    """The stop of the largest range from 0 of `name` for which the expression stays below the extent and above -1."""
+    assert axis.extent is not None
+    rest = Affine(tuple(t for t in axis.expression.terms if t[1] != Index(name)), axis.expression.constant)
+    coefficient = next(c for c, atom in axis.expression.terms if atom == Index(name))
+    if any(not len(ranges[a.name]) for _, a in rest.terms if isinstance(a, Index)):
+        return 0
+    low, high = span_of(rest, ranges)
+    room = axis.extent - 1 - high if coefficient > 0 else low
+    return max(0, room // abs(coefficient) + 1)
+
+
+def _check_windows(statement: Statement, ranges: Mapping[str, Range], axes: Sequence[Axis]) -> None:
+    for axis in axes:
+        names = [atom.name for _, atom in axis.expression.terms if isinstance(atom, Index)]
+        if axis.expression.bare or axis.expression.arrays or any(not len(ranges[name]) for name in names):
+            continue
+        low, high = span_of(axis.expression, ranges)
+        assert axis.extent is not None
+        if low >= 0 and high < axis.extent or any(statement.declared(name) for name in names):
+            continue
+        advice = f"; declare an index to pad with nothing, for instance `; {names[0]}:{len(ranges[names[0]])}`"
+        raise ShapeError(
+            f"{axis.expression} runs from {low} to {high}, but {axis} has extent {axis.extent}"
+            f"{advice if names else ''}{_in(statement)}"
+        )
+
+
+def _inferred_shape(
+    statement: Statement, ranges: Mapping[str, Range], axes: Sequence[Axis], strict: bool
+) -> tuple[int, ...]:
+    return tuple(_target_extent(statement, ranges, axis, strict) for axis in axes)
+
+
+def _target_extent(statement: Statement, ranges: Mapping[str, Range], axis: Axis, strict: bool) -> int:
+    expression = axis.expression
+    if expression.arrays:
+        if axis.extent is None:
+            raise ShapeError(
+                f"{axis} is addressed through {', '.join(map(str, expression.arrays))}, which tells no extent; "
+                f"pass {axis.access.name} or declare it, for instance `; {axis.access.name}:[...]`{_in(statement)}"
+            )
+        return axis.extent
+    if expression.bare:
+        return axis.extent if axis.extent is not None else ranges[expression.bare].stop
+    names = [atom.name for _, atom in expression.terms if isinstance(atom, Index)]
+    if any(not len(ranges[name]) for name in names):
+        return axis.extent or 0
+    low, high = span_of(expression, ranges)
+    padded = not strict or any(statement.declared(name) for name in names)
+    if low < 0 and not padded or axis.extent is not None and high >= axis.extent and not padded:
+        limit = "" if axis.extent is None else f", but {axis} has extent {axis.extent}"
+        raise ShapeError(f"{expression} writes to {low} up to {high}{limit}{_in(statement)}")
+    return axis.extent if axis.extent is not None else max(0, high + 1)
+
+
+def _in(statement: Statement) -> str:
+    return f", in `{statement.text or statement}`"

@@ -1,0 +1,102 @@
+"""Derivatives of statements, as statements.
+
+For  C[t] += a(..) * x[e] * b(..)  and an upstream gradient G of C's shape, the gradient of x is
+
+    dx[e] += a(..) * G[t] * b(..)
+
+over the same points: target and operand exchange their places. An operand that is read several times gets one term
+for each. Under max and min the gradient goes to the entries that equal the result, shared evenly among them, and under
+mean evenly to all; both divide G by a count first, which is again a statement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from pumice.language.nodes import Access, Equal, Exists, Factor, Range, Statement, Term, accesses_of, indices_of
+
+GRADIENT = "grad"
+"""The operand that stands for the upstream gradient in a derivative, made free of clashes by `fresh`."""
+
+
+def fresh(name: str, taken: Iterable[str]) -> str:
+    """`name` with as many underscores behind it as make it differ from all of `taken`."""
+    taken = set(taken)
+    while name in taken:
+        name += "_"
+    return name
+
+
+def names_of(statement: Statement) -> tuple[str, ...]:
+    """The operands and indices of the statement, the target's name first."""
+    operands = (access.name for access in accesses_of(statement))
+    return tuple(dict.fromkeys((*operands, *indices_of(statement))))
+
+
+def gradient_name(statement: Statement) -> str:
+    return fresh(GRADIENT, names_of(statement))
+
+
+def result_name(statement: Statement) -> str:
+    """The operand that stands for the statement's own result in `derivative` and `count` of max and min."""
+    return fresh(f"{statement.target.name}_result", names_of(statement))
+
+
+def derivative(statement: Statement, operand: str) -> tuple[Statement, ...]:
+    """Statements, one for each place where `operand` is read as a value; the gradient of it is their sum.
+
+    The operand gradient_name(statement) is the upstream gradient (divided by `count` under max, min and mean), and
+    result_name(statement), where it occurs, the result. The target is named after the operand with a "d" before it
+    and has the operand's shape; an index that stands bare on no axis any more needs `declare`.
+
+    Source: the derivative rule of indirect einsums, Insum (section 4); written out for affine and repeated indices.
+    """
+    upstream = Access(gradient_name(statement), statement.target.indices)
+    selects = _selection(statement)
+    target_name = fresh(f"d{operand}", names_of(statement))
+    found = []
+    for term in statement.terms:
+        # Under max, min and mean a point counts only if all of the right side is there.
+        others = () if statement.reduction == "sum" else _existence(t for t in statement.terms if t is not term)
+        for place, factor in enumerate(term.factors):
+            if isinstance(factor, Access) and factor.name == operand:
+                rest = (*term.factors[:place], upstream, *term.factors[place + 1 :], *others, *selects)
+                new = Statement(Access(target_name, factor.indices), (Term(rest, term.coefficient),))
+                found.append(_kept(new, statement))
+    return tuple(found)
+
+
+def count(statement: Statement) -> Statement:
+    """How many points met in each entry: all of them under mean, those that equal the result under max and min."""
+    points = _selection(statement) or _existence(statement.terms)
+    return replace(statement, terms=(Term(points),), reduction="sum", accumulate=False, text="")
+
+
+def _selection(statement: Statement) -> tuple[Factor, ...]:
+    if statement.reduction not in ("max", "min"):
+        return ()
+    return (Equal(Access(result_name(statement), statement.target.indices), statement.terms),)
+
+
+def _existence(terms: Iterable[Term]) -> tuple[Factor, ...]:
+    accesses = (factor for term in terms for factor in term.factors if isinstance(factor, Access))
+    return tuple(Exists(access) for access in dict.fromkeys(accesses))
+
+
+def declare(new: Statement, ranges: Mapping[str, Range]) -> Statement:
+    """`new` with declared ranges for those of its indices that stand bare on no axis, the target's included."""
+    bare = {e.bare for access in accesses_of(new) for e in access.indices}
+    declared = {name for name, _ in new.ranges}
+    lost = [name for name in indices_of(new) if name not in bare and name not in declared]
+    return replace(new, ranges=(*new.ranges, *((name, ranges[name]) for name in lost)))
+
+
+def _kept(new: Statement, old: Statement) -> Statement:
+    """`new` with the old declarations of what is left in it."""
+    left, names = set(indices_of(new)), {access.name for access in accesses_of(new)}
+    return replace(
+        new,
+        ranges=tuple((name, extent) for name, extent in old.ranges if name in left),
+        facts=tuple((name, fact) for name, fact in old.facts if name in names),
+    )

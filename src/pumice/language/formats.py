@@ -1,0 +1,354 @@
+"""How a sparse tensor is stored: levels, each of one or more axes, written as text.
+
+m:U k:C             CSR: every m, and for each the k that occur
+(m k):C             COO: the pairs that occur
+[m,k] k:U m:C       CSC: stored by k, though the tensor's dimensions are m, k
+m:C k:G4            groups: each m that occurs, once per 4 coordinates of k; short groups are padded with -1
+m:C k:G2,8,32       buckets: each m goes to the group size that suits the number of its k
+m:U k:C m:B4 k:B4   blocks of 4 x 4: the levels before run over block coordinates
+
+level    U: all coordinates, none stored.  C: those that occur.  B: the position in a block.  G: groups of C
+format   the logical order of the axes, and the levels in the order in which they are stored
+layout   what the arrays of a format look like, which is all that a kernel needs to know
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+
+from pumice.errors import OptionError, StatementError
+
+KINDS = ("U", "C", "B", "G")
+
+AUTOMATIC = (0,)
+"""The sizes of a grouped level whose buckets are chosen at conversion, written G*."""
+
+NAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "COO": "(m k):C",
+        "CSR": "m:U k:C",
+        "CSC": "[m,k] k:U m:C",
+        "DCSR": "m:C k:C",
+        "ELL": "m:U k:G",
+        "BCSR": "m:U k:C m:B32 k:B32",
+        "GroupCOO": "m:C k:G",
+        "BlockCOO": "(m k):C m:B32 k:B32",
+        "BlockGroupCOO": "m:C k:G m:B32 k:B32",
+    }
+)
+"""Formats of matrices [m, k] that have a name elsewhere."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level. sizes: the block of B, the group sizes of G (none: chosen at conversion), nothing for U and C."""
+
+    axes: tuple[str, ...]
+    kind: str
+    sizes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        axes = self.axes[0] if len(self.axes) == 1 else f"({' '.join(self.axes)})"
+        sizes = "*" if self.sizes == AUTOMATIC else ",".join(map(str, self.sizes))
+        return f"{axes}:{self.kind}{sizes}"
+
+
+@dataclass(frozen=True)
+class Format:
+    """axes: the tensor's dimensions in order. levels: how they are stored, outermost first."""
+
+    axes: tuple[str, ...]
+    levels: tuple[Level, ...]
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise OptionError("a format has at least one level, found none")
+        for _, problem in _problems(self.levels):
+            raise OptionError(f"format {str(self)!r}: {problem}")
+        if problem := _order_problem(self.axes, self.levels):
+            raise OptionError(f"format {str(self)!r}: {problem}")
+
+    @property
+    def ndim(self) -> int:
+        return len(self.axes)
+
+    @property
+    def grouped(self) -> Level | None:
+        """The level of kind G, if there is one."""
+        return next((level for level in self.levels if level.kind == "G"), None)
+
+    @property
+    def flattened(self) -> tuple[Level, ...]:
+        """The levels that share one position: all up to the last C."""
+        last = max((place for place, level in enumerate(self.levels) if level.kind == "C"), default=-1)
+        return self.levels[: last + 1]
+
+    @property
+    def parents(self) -> tuple[Level, ...]:
+        """The levels that a grouped level lies below, blocks left out; none without a grouped level."""
+        above = self.levels[: self.levels.index(self.grouped)] if self.grouped else ()
+        return tuple(level for level in above if level.kind != "B")
+
+    def block(self, axis: str) -> int:
+        """Extent of a block along the axis; 1 where it is not blocked."""
+        return next((level.sizes[0] for level in self.levels if level.kind == "B" and level.axes == (axis,)), 1)
+
+    def with_sizes(self, sizes: Sequence[int]) -> Format:
+        """The format with the sizes of its grouped level replaced."""
+        levels = (replace(level, sizes=tuple(sizes)) if level.kind == "G" else level for level in self.levels)
+        return Format(self.axes, tuple(levels))
+
+    def __str__(self) -> str:
+        text = " ".join(map(str, self.levels))
+        return text if self.axes == _mentioned(self.levels) else f"[{','.join(self.axes)}] {text}"
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """The coordinate along an axis: block * (array[its symbols], or the position where there is no array) + inner."""
+
+    axis: str
+    array: tuple[str, ...] | None
+    position: str | None
+    block: int = 1
+    inner: str | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The arrays of a format, their dimensions named by symbols.
+
+    values: the symbols of the array of values, in storage order.
+    coordinates: one per axis, in the logical order.
+    position, group: the symbols of the flattened levels and of the places in a group, None where there are none. They
+    are "p" and "q" unless an axis that is stored densely has that name.
+    """
+
+    values: tuple[str, ...]
+    coordinates: tuple[Coordinate, ...]
+    position: str | None = None
+    group: str | None = None
+
+
+@lru_cache(maxsize=256)
+def layout(format: Format) -> Layout:
+    """What the arrays of a format look like.
+
+    CSR     values[p], coordinates m[p], k[p]
+    ELL     values[m,q], k[m,q]; m is the position itself
+    blocks  BlockGroupCOO: values[p,q,m_in,k_in], m = 32 * m[p] + m_in, k = 32 * k[p,q] + k_in
+    """
+    flattened = format.flattened
+    dense = [level.axes[0] for level in format.levels if level.kind == "U" and level not in flattened]
+    taken = set(dense)
+    position = _fresh("p", taken) if flattened else None
+    group = _fresh("q", taken) if format.grouped else None
+    inner = {level.axes[0]: _fresh(f"{level.axes[0]}_in", taken) for level in format.levels if level.kind == "B"}
+
+    values = [position] if position else []
+    arrays: dict[str, tuple[str, ...]] = {axis: tuple(values) for level in flattened for axis in level.axes}
+    parents = list(values)
+    for level in format.levels[len(flattened) :]:
+        axis = level.axes[0]
+        symbol = {"U": axis, "G": group, "B": inner.get(axis)}[level.kind]
+        assert symbol is not None
+        values.append(symbol)
+        if level.kind != "B":
+            parents.append(symbol)
+        if level.kind == "G":
+            arrays.update(dict.fromkeys(level.axes, tuple(parents)))
+    coordinates = (
+        Coordinate(axis, arrays.get(axis), None if axis in arrays else axis, format.block(axis), inner.get(axis))
+        for axis in format.axes
+    )
+    return Layout(tuple(values), tuple(coordinates), position, group)
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    """The name, with underscores behind it until nobody has it; it is then taken."""
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
+def parse_format(text: str | Format) -> Format:
+    """The format that a text or a name ("CSR") says; parse_format(str(f)) == f.
+
+    Raises StatementError, which shows the place, on a text that is no format.
+    """
+    if isinstance(text, Format):
+        return text
+    if not isinstance(text, str):
+        raise OptionError(f"a format is a text or a Format, found {type(text).__name__}")
+    return _parse(NAMED.get(text.strip(), text))
+
+
+def named(name: str, block: int | Sequence[int] | None = None, group: int | Sequence[int] | None = None) -> Format:
+    """A format of NAMED with its sizes filled in: block for all axes or one per axis, group one size or buckets."""
+    if name not in NAMED:
+        raise OptionError(f"no format is named {name!r}; known: {', '.join(NAMED)}")
+    format = parse_format(name)
+    blocked = [level.axes[0] for level in format.levels if level.kind == "B"]
+    if block is not None:
+        if not blocked:
+            raise OptionError(f"{name} is {str(format)!r}, which has no blocks; found block={block!r}")
+        blocks = (block,) * len(blocked) if isinstance(block, int) else tuple(block)
+        if len(blocks) != len(blocked):
+            raise OptionError(f"{name} has {len(blocked)} blocked axes, found {len(blocks)} block sizes")
+        sizes = dict(zip(blocked, blocks, strict=True))
+        levels = (replace(x, sizes=(sizes[x.axes[0]],)) if x.kind == "B" else x for x in format.levels)
+        format = Format(format.axes, tuple(levels))
+    if group is None:
+        return format
+    if format.grouped is None:
+        raise OptionError(f"{name} is {str(format)!r}, which has no groups; found group={group!r}")
+    return format.with_sizes((group,) if isinstance(group, int) else group)
+
+
+_NAME = r"[^\W\d]\w*"
+_PREFIX = re.compile(rf"\s*\[\s*({_NAME}(?:\s*,\s*{_NAME})*)\s*\]")
+_LEVEL = re.compile(rf"\s*(?P<axes>{_NAME}|\(\s*{_NAME}(?:\s+{_NAME})*\s*\))\s*:\s*(?P<kind>[^\s\[\]():]+)")
+_KIND = re.compile(r"(?P<kind>[UC])|(?P<block>B)(?P<size>\d+)|(?P<group>G)(?P<sizes>\*|\d+(?:,\d+)*)?")
+
+
+def _parse(text: str) -> Format:
+    prefix = _PREFIX.match(text)
+    place = prefix.end() if prefix else 0
+    levels: list[Level] = []
+    spans: list[tuple[int, int]] = []
+    while text[place:].strip():
+        found = _LEVEL.match(text, place)
+        if found is None:
+            raise _error(text, _next(text, place), len(text.rstrip()), _expected(text))
+        levels.append(_level(text, found))
+        spans.append((found.start("axes"), found.end("kind")))
+        place = found.end()
+    if not levels:
+        raise _error(text, 0, len(text), f"no levels; {_expected(text)}")
+    for level, problem in _problems(levels):
+        raise _error(text, *spans[level], problem)
+    axes = tuple(re.findall(_NAME, prefix[1])) if prefix else _mentioned(levels)
+    if problem := _order_problem(axes, levels):
+        raise _error(text, _next(text, 0), place if prefix is None else prefix.end(), problem)
+    return Format(axes, tuple(levels))
+
+
+def _level(text: str, found: re.Match[str]) -> Level:
+    kind = _KIND.fullmatch(found["kind"])
+    if kind is None:
+        known = "U, C, B<size>, G, G<size>, G<size>,<size>,..., G*"
+        raise _error(text, *found.span("kind"), f"no kind of level is {found['kind']!r}; known: {known}")
+    axes = tuple(re.findall(_NAME, found["axes"]))
+    if kind["sizes"] == "*":
+        return Level(axes, "G", AUTOMATIC)
+    sizes = kind["size"] or kind["sizes"]
+    if kind["sizes"] == "0":  # which the sizes of G* look like inside
+        raise _error(text, *found.span("kind"), _size_problem("G", 0))
+    return Level(axes, found["kind"][0], tuple(map(int, sizes.split(","))) if sizes else ())
+
+
+def _problems(levels: Sequence[Level]) -> Iterator[tuple[int, str]]:
+    """Everything that keeps the levels from being a format, each with the number of the level."""
+    seen: dict[str, int] = {}  # axes that have a level other than B
+    blocked: set[str] = set()
+    for place, level in enumerate(levels):
+        if problem := _level_problem(level):
+            yield place, problem
+            continue
+        above = [other.kind for other in levels[:place]]
+        if level.kind == "B":
+            axis = level.axes[0]
+            if axis in blocked:
+                yield place, f"axis {axis!r} has two block levels"
+            elif axis not in seen:
+                yield place, _stray_block(axis, levels)
+            blocked.add(axis)
+            continue
+        for axis in level.axes:
+            if axis in seen:
+                yield place, f"axis {axis!r} has two levels, {str(levels[seen[axis]])!r} and {str(level)!r}"
+            seen[axis] = place
+        if level.kind == "C" and ("G" in above or "B" in above):
+            first = next(str(other) for other in levels if other.kind in "GB")
+            yield place, f"{str(level)!r} comes after {first!r}; compressed levels come before groups and blocks"
+        if level.kind == "G" and "G" in above:
+            yield place, f"a second grouped level {str(level)!r}; a format has at most one"
+        if _bucketed(level) and ("C" not in above or _last_above(levels[:place]) != "C"):
+            yield place, f"{str(level)!r} has buckets; they need a compressed level right before, as in 'm:C k:G2,8'"
+
+
+def _level_problem(level: Level) -> str | None:
+    """What is wrong with a level on its own."""
+    if level.kind not in KINDS:
+        return f"no kind of level is {level.kind!r}; known: {', '.join(KINDS)}"
+    if level.kind in "UB" and len(level.axes) != 1:
+        return f"{str(level)!r} is of {len(level.axes)} axes; only levels of kind C and G can be fused"
+    if not level.axes:
+        return "a level without an axis"
+    if level.kind in "UC" and level.sizes:
+        return f"a level of kind {level.kind} has no sizes, found {level.sizes}"
+    if level.kind == "B" and len(level.sizes) != 1:
+        return f"a level of kind B has one size, found {len(level.sizes)}"
+    if level.kind == "G" and level.sizes == AUTOMATIC:
+        return None
+    if any(size < 1 for size in level.sizes):
+        return _size_problem(level.kind, min(level.sizes))
+    if list(level.sizes) != sorted(set(level.sizes)):
+        return f"bucket sizes rise, found {','.join(map(str, level.sizes))}"
+    return None
+
+
+def _bucketed(level: Level) -> bool:
+    return level.kind == "G" and (len(level.sizes) > 1 or level.sizes == AUTOMATIC)
+
+
+def _last_above(levels: Sequence[Level]) -> str | None:
+    """The kind of the last level, blocks left out."""
+    return next((level.kind for level in reversed(levels) if level.kind != "B"), None)
+
+
+def _size_problem(kind: str, size: int) -> str:
+    return f"a size of kind {kind} is at least 1, found {size}"
+
+
+def _stray_block(axis: str, levels: Sequence[Level]) -> str:
+    if any(axis in level.axes and level.kind != "B" for level in levels):
+        return f"the block of axis {axis!r} comes before the level that it is a block of"
+    return f"axis {axis!r} has a block and no other level; the blocks need one, as in '{axis}:C {axis}:B4'"
+
+
+def _order_problem(axes: tuple[str, ...], levels: Sequence[Level]) -> str | None:
+    """What is wrong with the logical order."""
+    mentioned = _mentioned(levels)
+    if len(set(axes)) != len(axes):
+        return f"the order [{','.join(axes)}] names an axis twice"
+    if missing := [axis for axis in axes if axis not in mentioned]:
+        return f"axis {missing[0]!r} has no level"
+    if missing := [axis for axis in mentioned if axis not in axes]:
+        return f"axis {missing[0]!r} has a level and is not in the order [{','.join(axes)}]"
+    return None
+
+
+def _mentioned(levels: Sequence[Level]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(axis for level in levels for axis in level.axes))
+
+
+def _next(text: str, place: int) -> int:
+    """The first place from `place` on that is no blank."""
+    return place + len(text[place:]) - len(text[place:].lstrip())
+
+
+def _expected(text: str) -> str:
+    hint = "expected levels such as 'm:U' or '(m k):C'"
+    return hint if ":" in text else f"{hint}, or a name: {', '.join(NAMED)}"
+
+
+def _error(text: str, start: int, stop: int, problem: str) -> StatementError:
+    """The problem, the text, and a line that points at characters start..stop."""
+    shown = re.sub(r"\s", " ", text)
+    return StatementError(f"format: {problem}\n  {shown}\n  {' ' * start}{'^' * max(1, stop - start)}")

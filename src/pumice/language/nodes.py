@@ -1,0 +1,285 @@
+"""What a statement is made of: a dozen kinds of frozen value, each printing as the text it was read from.
+
+    C[AM[p], n] += 2 * AV[p,q] * B[AK[p,q], n] ; p:10
+
+    statement   target, how it is written ("=" or "+="), the reduction, the terms of the right side, declarations
+    term        a coefficient and factors that are multiplied
+    factor      Access: a value of an operand.  Exists, Equal: 1 or 0
+    access      an operand and one affine index expression for each axis of it
+    affine      a constant and a sum of coefficient * atom; an atom is an index or an access to an integer operand
+
+What a statement means, at any point of its index space: a term contributes nothing where an index array that it reads
+(at any depth) is negative, or where an access lies outside its operand. Under max, min and mean this holds for the
+whole right side at once. Each term of a sum runs over its own indices; under max, min and mean all terms run over all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+FACTS = ("sorted", "distinct")
+"""What may be declared of an index array."""
+
+REDUCTIONS = ("sum", "max", "min", "mean")
+"""How the values that meet in one entry of the target are joined."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Characters start..stop of the text that a node was read from."""
+
+    start: int
+    stop: int
+
+
+_NOWHERE = Span(0, 0)
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index variable: it runs over the points of its range."""
+
+    name: str
+    span: Span = field(default=_NOWHERE, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Affine:
+    """constant + sum of coefficient * atom. Coefficients are not 0 and no atom occurs twice; see `affine`."""
+
+    terms: tuple[tuple[int, Index | Access], ...]
+    constant: int = 0
+    span: Span = field(default=_NOWHERE, compare=False, repr=False)
+
+    @property
+    def bare(self) -> str | None:
+        """The index's name where the expression is one index and nothing else."""
+        if self.constant or len(self.terms) != 1:
+            return None
+        (coefficient, atom), *_ = self.terms
+        return atom.name if coefficient == 1 and isinstance(atom, Index) else None
+
+    @property
+    def arrays(self) -> tuple[Access, ...]:
+        """The index arrays read directly (not those inside them)."""
+        return tuple(atom for _, atom in self.terms if isinstance(atom, Access))
+
+    def __str__(self) -> str:
+        text = ""
+        for coefficient, atom in self.terms:
+            sign = ("-" if coefficient < 0 else "+") if text or coefficient < 0 else ""
+            text += sign + (f"{abs(coefficient)}*" if abs(coefficient) != 1 else "") + str(atom)
+        if self.constant or not text:
+            text += f"{self.constant:+d}" if text else str(self.constant)
+        return text
+
+
+@dataclass(frozen=True)
+class Access:
+    """A value of the operand `name`; no indices for a scalar."""
+
+    name: str
+    indices: tuple[Affine, ...] = ()
+    span: Span = field(default=_NOWHERE, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.name}[{','.join(map(str, self.indices))}]" if self.indices else self.name
+
+
+@dataclass(frozen=True)
+class Exists:
+    """1 where the access lies inside its operand and none of its index arrays is negative; else nothing."""
+
+    access: Access
+
+    def __str__(self) -> str:
+        return f"exists({self.access})"
+
+
+@dataclass(frozen=True)
+class Equal:
+    """1 where the value of the access equals the sum of the terms, else 0. Its derivative is 0."""
+
+    access: Access
+    terms: tuple[Term, ...]
+
+    def __str__(self) -> str:
+        return f"equal({self.access}, {_sum(self.terms)})"
+
+
+Factor = Access | Exists | Equal
+
+
+@dataclass(frozen=True)
+class Term:
+    """coefficient * the product of the factors."""
+
+    factors: tuple[Factor, ...]
+    coefficient: float = 1
+
+    def __str__(self) -> str:
+        parts = [str(factor) for factor in self.factors]
+        if self.coefficient != 1 or not parts:
+            parts.insert(0, repr(self.coefficient))
+        return " * ".join(parts)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The points start <= i < stop of an index."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __str__(self) -> str:
+        return f"{self.start}..{self.stop}" if self.start else str(self.stop)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """target (=, +=, max=, min=, mean=) the sum of the terms.
+
+    accumulate: whether the target's old value takes part ("+=" always; max= and min= where the target is an operand).
+    ranges: declared ranges of indices, by name.
+    shapes: declared shapes of operands, by name, None where an axis is left open.
+    facts: what is declared of index arrays, by name: "sorted" (values do not fall), "distinct" (no value but -1 twice).
+    """
+
+    target: Access
+    terms: tuple[Term, ...]
+    reduction: str = "sum"
+    accumulate: bool = False
+    ranges: tuple[tuple[str, Range], ...] = ()
+    shapes: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    text: str = field(default="", compare=False, repr=False)
+
+    @property
+    def operator(self) -> str:
+        if self.reduction == "sum":
+            return "+=" if self.accumulate else "="
+        return f"{self.reduction}="
+
+    def declared(self, index: str) -> Range | None:
+        return dict(self.ranges).get(index)
+
+    def __str__(self) -> str:
+        declarations = [f"{name}:{extent}" for name, extent in self.ranges]
+        declarations += [f"{name}:[{','.join('_' if n is None else str(n) for n in s)}]" for name, s in self.shapes]
+        declarations += [f"{name}:{fact}" for name, fact in self.facts]
+        tail = f" ; {', '.join(declarations)}" if declarations else ""
+        return f"{self.target} {self.operator} {_sum(self.terms)}{tail}"
+
+
+Node = Statement | Term | Factor | Affine | Index
+
+
+def affine(
+    terms: list[tuple[int, Index | Access]] | tuple[tuple[int, Index | Access], ...],
+    constant: int = 0,
+    span: Span = _NOWHERE,
+) -> Affine:
+    """The expression with equal atoms joined and those that cancel left out; the order of first mention is kept."""
+    joined: dict[Index | Access, int] = {}
+    for coefficient, atom in terms:
+        joined[atom] = joined.get(atom, 0) + coefficient
+    return Affine(tuple((c, atom) for atom, c in joined.items() if c), constant, span)
+
+
+def index(name: str) -> Affine:
+    """The bare index `name` as an expression."""
+    return Affine(((1, Index(name)),))
+
+
+def children(node: Node) -> tuple[Node, ...]:
+    """The nodes directly inside, the target of a statement first."""
+    match node:
+        case Statement():
+            return (node.target, *node.terms)
+        case Term():
+            return node.factors
+        case Equal():
+            return (node.access, *node.terms)
+        case Exists():
+            return (node.access,)
+        case Access():
+            return node.indices
+        case Affine():
+            return tuple(atom for _, atom in node.terms)
+    return ()
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """The node and all inside it, outermost first, in the order of the text."""
+    yield node
+    for child in children(node):
+        yield from walk(child)
+
+
+def indices_of(*nodes: Node) -> tuple[str, ...]:
+    """The index variables in the nodes, at any depth, each once, in the order of first mention."""
+    return tuple(dict.fromkeys(node.name for root in nodes for node in walk(root) if isinstance(node, Index)))
+
+
+def accesses_of(*nodes: Node) -> tuple[Access, ...]:
+    """Every access in the nodes, index arrays included, in the order of the text."""
+    return tuple(node for root in nodes for node in walk(root) if isinstance(node, Access))
+
+
+def arrays_of(*nodes: Node) -> tuple[Access, ...]:
+    """Every access to an index array, at any depth, each once; those inside come before those around them."""
+    found: dict[Access, None] = {}
+    for root in nodes:
+        for node in walk(root):
+            if isinstance(node, Affine):
+                for access in node.arrays:
+                    found.update(dict.fromkeys((*arrays_of(access), access)))
+    return tuple(found)
+
+
+def substitute(node, indices: dict[str, Affine]):  # noqa: ANN001, ANN201 (the kind of node that comes in goes out)
+    """The node with index variables replaced by expressions."""
+    match node:
+        case Statement():
+            return replace(
+                node,
+                target=substitute(node.target, indices),
+                terms=tuple(substitute(term, indices) for term in node.terms),
+            )
+        case Term():
+            return replace(node, factors=tuple(substitute(factor, indices) for factor in node.factors))
+        case Equal():
+            return Equal(substitute(node.access, indices), tuple(substitute(t, indices) for t in node.terms))
+        case Exists():
+            return Exists(substitute(node.access, indices))
+        case Access():
+            return replace(node, indices=tuple(substitute(i, indices) for i in node.indices))
+        case Affine():
+            return _substituted(node, indices)
+    raise TypeError(f"{type(node).__name__} holds no index expressions")
+
+
+def _substituted(expression: Affine, indices: dict[str, Affine]) -> Affine:
+    terms: list[tuple[int, Index | Access]] = []
+    constant = expression.constant
+    for coefficient, atom in expression.terms:
+        if isinstance(atom, Access):
+            terms.append((coefficient, substitute(atom, indices)))
+        elif atom.name in indices:
+            inner = indices[atom.name]
+            terms += [(coefficient * c, a) for c, a in inner.terms]
+            constant += coefficient * inner.constant
+        else:
+            terms.append((coefficient, atom))
+    return affine(terms, constant, expression.span)
+
+
+def _sum(terms: tuple[Term, ...]) -> str:
+    return " + ".join(map(str, terms)) if terms else "0"

@@ -1,0 +1,263 @@
+"""Text to statement: a tokenizer and one method for each rule of the grammar.
+
+    text    := access op sum [';' decl ((';' | ',') decl)*]        op := '=' | '+=' | 'max=' | 'min=' | 'mean='
+    sum     := product (('+' | '-') product)*
+    product := factor ('*' factor)*                                products of sums are multiplied out
+    factor  := '-' factor | NUMBER | access | '(' sum ')' | 'exists' '(' access ')' | 'equal' '(' access ',' sum ')'
+    access  := NAME ['[' affine (',' affine)* ']']
+    affine  := the same sums and products of integers, indices and accesses, at most one of them no integer in a product
+    decl    := NAME ':' INT ['..' INT] | NAME ':' '[' (INT | '_') (',' (INT | '_'))* ']' | NAME ':' FACT
+
+In `affine` and `decl` a name among the given integers is an integer. `#` starts a comment; white space is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pumice.language.accesses import AccessReader, Use, count_axes
+from pumice.language.nodes import (
+    Equal,
+    Exists,
+    Factor,
+    Range,
+    Statement,
+    Term,
+    accesses_of,
+    indices_of,
+)
+from pumice.language.tokens import Token, quote, where
+
+FACTS = ("sorted", "distinct")
+"""What can be declared of an index array."""
+
+MOST_TERMS = 1000
+"""Terms of a sum, multiplied out."""
+MOST_SIZE = 100_000
+"""Tokens of a sum, multiplied out."""
+
+
+class _Product(NamedTuple):
+    """A term on its way; `size` is how many tokens it would take to write."""
+
+    coefficient: float
+    factors: tuple[Factor, ...] = ()
+    size: int = 1
+
+
+_ONE = [_Product(1)]
+
+
+def parse(text: str, integers: Mapping[str, int] | None = None) -> Statement:
+    """The statement that the text writes.
+
+    integers: the values of names that stand for constants in index expressions and declarations (`STR*p + r`, `p:P`).
+    Raises StatementError, whose message shows the place.
+    """
+    return _Parser(text, integers or {}).statement()
+
+
+class _Parser(AccessReader):
+    """Reads statements: `statement` is the whole text."""
+
+    dropped = False  # whether a term was 0
+
+    def statement(self) -> Statement:
+        if self.now.kind == "end":
+            self.fail("the text is empty; expected a statement such as C[i] = A[i,k] * B[k]", 0)
+        if self.now.kind != "name":
+            self.unexpected("the target, such as C[i]")
+        target = self.access(self.take(), written=True)
+        reduction, accumulate = self.operator()
+        terms = _terms(self.sum())
+        declared = self.declarations()
+        if self.now.kind != "end":
+            self.unexpected("an operator, `;` or the end of the text")
+        if self.dropped:  # what was declared of a term that is 0 goes with it
+            left = {*indices_of(target, *terms), *(access.name for access in accesses_of(target, *terms))}
+            declared = {key: value for key, value in declared.items() if key[0] in left}
+        ranges = tuple((name, value) for (name, _), value in declared.items() if isinstance(value, Range))
+        shapes = tuple((name, value) for (name, _), value in declared.items() if isinstance(value, tuple))
+        facts = tuple((name, fact) for name, fact in declared if fact)
+        return Statement(target, terms, reduction, accumulate, ranges, shapes, facts, self.text)
+
+    def operator(self) -> tuple[str, bool]:
+        """The reduction, and whether the target's old value takes part."""
+        if self.now.kind in ("=", "+="):
+            return "sum", self.take().kind == "+="
+        if self.now.text not in ("max", "min", "mean"):
+            self.unexpected("=, +=, max=, min= or mean= after the target")
+        reduction = self.take().text
+        if self.now.kind != "=":
+            self.unexpected(f"`=` after `{reduction}`")
+        self.take()
+        return reduction, False
+
+    def sum(self) -> list[_Product]:
+        start = self.now.start
+        found = self.product()
+        while self.now.kind in ("+", "-"):
+            sign = 1 if self.take().kind == "+" else -1
+            found += self.product(sign)
+            self.bounded(len(found), 0, start)
+        self.bounded(len(found), sum(product.size for product in found), start)
+        return found
+
+    def product(self, sign: int = 1) -> list[_Product]:
+        start = self.now.start
+        products, coefficient, factors, size = _ONE, sign, [], 1
+        while True:
+            sign = self.sign()
+            inner = self.factor()
+            if len(inner) == 1:
+                coefficient = self.times(coefficient, sign * inner[0].coefficient, start)
+                factors += inner[0].factors
+                size += inner[0].size
+            else:
+                before = [_Product(sign * coefficient, tuple(factors), size)]
+                products = self.distributed(self.distributed(products, before, start), inner, start)
+                coefficient, factors, size = 1, [], 1
+            if self.now.kind != "*":
+                break
+            self.take()
+        if self.now.kind in ("name", "number", "("):
+            self.unexpected("+, -, * or the end of the statement")
+        products = self.distributed(products, [_Product(coefficient, tuple(factors), size)], start)
+        kept = [product for product in products if product.coefficient]
+        self.dropped = self.dropped or not kept or len(kept) < len(products)
+        return kept
+
+    def distributed(self, left: list[_Product], right: list[_Product], place: int) -> list[_Product]:
+        """Every one of the left times every one of the right."""
+        if left is _ONE:
+            return right
+        size = len(right) * sum(product.size for product in left) + len(left) * sum(product.size for product in right)
+        self.bounded(len(left) * len(right), size, place)
+        return [_Product(self.times(c, d, place), f + g, m + n) for c, f, m in left for d, g, n in right]
+
+    def bounded(self, terms: int, size: int, place: int) -> None:
+        if terms > MOST_TERMS:
+            self.fail(f"multiplied out, this sum has {terms} terms; at most {MOST_TERMS} are taken", place)
+        if size > MOST_SIZE:
+            self.fail(f"multiplied out, this sum is {size} tokens long; at most {MOST_SIZE} are taken", place)
+
+    def factor(self) -> list[_Product]:
+        token, at = self.now, self.at
+        if token.kind == "number":
+            return [_Product(self.number())]
+        if token.kind == "(":
+            opened = self.open()
+            inner = self.sum()
+            self.close(opened, "an operator or ")
+            return inner
+        if token.kind != "name":
+            self.unexpected("an operand, a number or `(`")
+        self.take()
+        if self.now.kind == "(":
+            return self.function(token)
+        return [_Product(1, (self.access(token),), self.at - at)]
+
+    def function(self, name: Token) -> list[_Product]:
+        """`exists(access)` or `equal(access, sum)`; the name is read."""
+        if name.text not in ("exists", "equal"):
+            self.fail(f"{quote(name.text)} is no function of the language; there are exists and equal", name.start)
+        opened, at = self.open(), self.at
+        usage = "exists(A[i])" if name.text == "exists" else "equal(A[i], B[i])"
+        if self.now.kind != "name":
+            self.unexpected(f"an access, as in {usage}")
+        access = self.access(self.take())
+        if name.text == "exists":
+            self.close(opened, "")
+            return [_Product(1, (Exists(access),), self.at - at)]
+        if self.now.kind != ",":
+            self.unexpected(f"`,` and what the access may equal, as in {usage}")
+        size = self.at - at
+        self.take()
+        inner = self.sum()
+        self.close(opened, "an operator or ")
+        return [_Product(1, (Equal(access, _terms(inner)),), size + sum(product.size for product in inner))]
+
+    def declarations(self) -> dict[tuple[str, str], object]:
+        """What is declared: an extent ("") of a name, or a fact."""
+        found: dict[tuple[str, str], object] = {}
+        places: dict[tuple[str, str], int] = {}
+        while self.now.kind == ";" or (found and self.now.kind == ","):
+            self.take()
+            token = self.now
+            use = self.declared()
+            fact = self.now.text if self.now.text in FACTS else ""
+            if (token.text, fact) in places:
+                first = where(self.text, places[token.text, fact])
+                self.fail(f"{quote(token.text)} is declared twice, first at {first}", token.start)
+            read = self.fact if fact else self.shape if self.now.kind == "[" else self.range
+            found[token.text, fact] = read(token.text, use)
+            places[token.text, fact] = token.start
+        return found
+
+    def declared(self) -> Use:
+        """Past the name and the colon; returns the name's first use in the statement."""
+        token = self.now
+        if token.kind != "name":
+            self.unexpected("a declaration such as p:10 or C:[10,_]")
+        self.take()
+        if self.now.kind != ":":
+            self.unexpected(f"`:` after the declared {quote(token.text)}")
+        if token.text not in self.uses:
+            self.fail(f"{quote(token.text)} is declared and is no index or operand of the statement", token.start)
+        self.take()
+        return self.uses[token.text]
+
+    def fact(self, name: str, use: Use) -> str:
+        if not use.axes or name == self.target:
+            self.fail(f"{quote(self.now.text)} is said of index arrays; {quote(name)} is none")
+        return self.take().text
+
+    def range(self, name: str, use: Use) -> Range:
+        if use.axes is not None:
+            form = "its shape is declared as " + quote(f"{name}:[{','.join('_' * use.axes)}]")
+            self.fail(f"{quote(name)} is an operand; {form if use.axes else 'it has no axes'}")
+        place = self.now.start
+        start, stop = 0, self.extent()
+        if self.now.kind == "..":
+            self.take()
+            start, stop = stop, self.extent()
+        if start > stop:
+            self.fail(f"the range {start}..{stop} of {quote(name)} ends before it starts", place)
+        return Range(start, stop)
+
+    def shape(self, name: str, use: Use) -> tuple[int | None, ...]:
+        if use.axes is None:
+            self.fail(f"{quote(name)} is an index; its range is declared as {quote(name + ':10')}")
+        opened = self.open()
+        found = [self.open_extent()]
+        while self.now.kind == ",":
+            self.take()
+            found.append(self.open_extent())
+        self.close(opened, "`,` or ")
+        if len(found) != use.axes:
+            there = f"{count_axes(use.axes)} at {where(self.text, use.place)}"
+            self.fail(f"{quote(name)} is declared with {count_axes(len(found))} and has {there}", opened.start)
+        return tuple(found)
+
+    def open_extent(self) -> int | None:
+        if self.now.text != "_":
+            return self.extent()
+        self.take()
+        return None
+
+    def extent(self) -> int:
+        place, sign = self.now.start, self.sign()
+        if self.now.kind == "number":
+            value = sign * self.integer("a declaration")
+        elif self.now.text in self.integers:
+            value = sign * self.integers[self.take().text]
+        else:
+            self.unexpected("an integer or the name of one that is passed")
+        if value < 0:
+            self.fail(f"an extent is at least 0, found {value}", place)
+        return value
+
+
+def _terms(products: list[_Product]) -> tuple[Term, ...]:
+    return tuple(Term(product.factors, product.coefficient) for product in products)

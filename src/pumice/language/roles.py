@@ -1,0 +1,236 @@
+"""The contraction inside a statement: which index is batch, row (M), column (N) or reduction (K).
+
+    C[32*AM[p]+bm, n] += A[p,q,bm,bk] * B[32*AK[p,q]+bk, n]      AM sorted
+    segment p under s, rows bm, columns n, reduced bk, loops (p, q)
+
+Where a sorted index array says where the target is written, the points that write one place lie together: its position
+runs within a segment, the sum stays in registers, and nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pumice.language.derive import fresh, names_of
+from pumice.language.nodes import Access, Affine, Index, Statement, Term, accesses_of, affine, arrays_of, indices_of
+
+_SMALLEST = 8
+"""Below this many rows, columns or reduced points a tile of a matrix product is mostly empty."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`position` runs over the entries p with array[p] == index; the array is sorted."""
+
+    array: str
+    position: str
+    index: str
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The part each index plays.
+
+    product     whether left and right meet in a matrix product; else everything is multiplied entry by entry
+    rows, columns   the two axes of the tile of results; several indices are one axis, the last one fastest
+    reduced     the third axis of a matrix product; loops: the reductions taken one after another
+    batch       indices of the target that a program has fixed
+    left, right places of the factors on either side of the product
+    target      where the result is written, the segment's index in the place of its array
+    segment     see Segment; its index is the batch's first or the only row
+    adds        whether several programs may write one entry
+    folds       whether the columns are a reduction too, summed at the end
+    """
+
+    product: bool
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    reduced: tuple[str, ...]
+    loops: tuple[str, ...]
+    batch: tuple[str, ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    target: Access
+    segment: Segment | None
+    adds: bool
+    folds: bool = False
+
+
+def roles(statement: Statement, extents: Mapping[str, int], product: bool = True) -> Roles:
+    """The roles in a statement of one term; `product=False` asks for the form without a matrix product."""
+    (term,) = statement.terms
+    target, segment = _segmented(statement)
+    out = indices_of(target)
+    everything = indices_of(target, term)
+    reduced = tuple(name for name in everything if name not in out)
+    adds = not _injective(target, extents, statement)
+    found = _product(term, target, reduced, segment, extents) if product else None
+    common = {"target": target, "segment": segment, "adds": adds}
+    if found is not None:
+        return replace(found, **common)
+    return replace(_entrywise(term, target, reduced, segment, extents), **common)
+
+
+def segment_count(roles: Roles, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> int:
+    """How many values the segment's index takes: the extent of its axis in units of its coefficient."""
+    assert roles.segment is not None
+    own = (roles.target, *accesses_of(*roles.target.indices))
+    for access in own:
+        sizes = shape if access.name == roles.target.name else shapes[access.name]
+        for extent, expression in zip(sizes, access.indices, strict=True):
+            for coefficient, atom in expression.terms:
+                if atom == Index(roles.segment.index):
+                    return -(-int(extent) // coefficient)
+    raise AssertionError(f"{roles.segment.index} is not in {roles.target}")
+
+
+def _segmented(statement: Statement) -> tuple[Access, Segment | None]:
+    """The target with the first sorted array of one position replaced by an index, and that segment."""
+    sorted_ = {name for name, fact in statement.facts if fact == "sorted"}
+    target = statement.target
+    for array in arrays_of(*target.indices):
+        position = array.indices[0].bare if len(array.indices) == 1 else None
+        if array.name not in sorted_ or position is None:
+            continue
+        name = fresh("s", names_of(statement))
+        replaced = _exchange(target, array, Index(name))
+        if position not in indices_of(replaced) and _coefficient(replaced, name) > 0:
+            return replaced, Segment(array.name, position, name)
+    return target, None
+
+
+def _coefficient(target: Access, name: str) -> int:
+    terms = [t for access in (target, *accesses_of(*target.indices)) for e in access.indices for t in e.terms]
+    return next(c for c, atom in terms if atom == Index(name))
+
+
+def _exchange(access: Access, old: Access, new: Index) -> Access:
+    """The access with an index array inside it replaced by an index."""
+    return replace(access, indices=tuple(_exchanged(e, old, new) for e in access.indices))
+
+
+def _exchanged(expression: Affine, old: Access, new: Index) -> Affine:
+    terms: list[tuple[int, Index | Access]] = []
+    for coefficient, atom in expression.terms:
+        if atom == old:
+            atom = new
+        elif isinstance(atom, Access):
+            atom = _exchange(atom, old, new)
+        terms.append((coefficient, atom))
+    return affine(terms, expression.constant, expression.span)
+
+
+def _injective(target: Access, extents: Mapping[str, int], statement: Statement) -> bool:
+    """Whether different points of the target's indices write different entries."""
+    distinct = {name for name, fact in statement.facts if fact == "distinct"}
+    told: set[str] = set()
+    for expression in target.indices:
+        if expression.arrays:
+            ((coefficient, atom), *rest) = expression.terms
+            if rest or not isinstance(atom, Access) or atom.name not in distinct:
+                continue
+            bare = [e.bare for e in atom.indices]
+            told.update(name for name in bare if name)
+            continue
+        reach = 0
+        for coefficient, atom in sorted(expression.terms, key=lambda term: abs(term[0])):
+            assert isinstance(atom, Index)
+            if abs(coefficient) <= reach:
+                break
+            told.add(atom.name)
+            # The segment's index is open; nothing is measured in units above it.
+            reach += abs(coefficient) * (max(extents.get(atom.name, 1 << 62), 1) - 1)
+    return set(indices_of(target)) <= told
+
+
+def _product(
+    term: Term, target: Access, reduced: Sequence[str], segment: Segment | None, extents: Mapping[str, int]
+) -> Roles | None:
+    """The matrix product with the largest tile, or None."""
+    deps = [set(indices_of(factor)) for factor in term.factors]
+    if not all(isinstance(factor, Access) for factor in term.factors):
+        return None
+    own = segment.index if segment else None
+    position = segment.position if segment else None
+    out = [name for name in indices_of(target) if name != own]
+    inside = set(indices_of(*arrays_of(term, target)))
+    best: tuple[int, Roles] | None = None
+    for column in (name for name in out if name not in inside):
+        right = tuple(i for i, dep in enumerate(deps) if column in dep)
+        left = tuple(i for i, dep in enumerate(deps) if column not in dep)
+        a, b = _union(deps, left), _union(deps, right)
+        rows = tuple(name for name in out if name in a and name not in b)
+        columns = tuple(name for name in out if name in b and name not in a and name not in inside)
+        meets = tuple(name for name in reduced if name in a and name in b and name != position)
+        if not rows or not meets:
+            continue
+        tile = _tile_of(meets, extents)
+        sizes = [_volume(rows, extents), _volume(columns, extents), _volume(tile, extents)]
+        if min(sizes) < _SMALLEST:
+            continue
+        score = math.prod(min(size, cap) for size, cap in zip(sizes, (128, 128, 64), strict=True))
+        # Of two equal ones that whose columns are the target's last axis: they are stored together.
+        score = 2 * score + (bool(target.indices) and target.indices[-1].bare in columns)
+        if best is None or score > best[0]:
+            best = score, _with_rest(target, reduced, (rows, columns, tile), (left, right), own)
+    return best[1] if best else None
+
+
+def _with_rest(
+    target: Access,
+    reduced: Sequence[str],
+    axes: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
+    sides: tuple[tuple[int, ...], tuple[int, ...]],
+    own: str | None,
+) -> Roles:
+    rows, columns, tile = axes
+    loops = tuple(name for name in reduced if name not in tile)
+    batch = tuple(n for n in indices_of(target) if n not in rows and n not in columns and n != own)
+    batch = (own, *batch) if own else batch
+    return Roles(True, rows, columns, tile, loops, batch, *sides, target, None, False)
+
+
+def _tile_of(meets: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
+    """The reduction taken in a tile: the last index, with those before it as long as it is short."""
+    tile: list[str] = []
+    for name in reversed(meets):
+        if tile and _volume(tile, extents) >= 16:
+            break
+        tile.insert(0, name)
+    return tuple(tile)
+
+
+def _entrywise(
+    term: Term, target: Access, reduced: Sequence[str], segment: Segment | None, extents: Mapping[str, int]
+) -> Roles:
+    """Rows and columns of a tile of results; where the target has too few indices, a reduction is the columns."""
+    own = segment.index if segment else None
+    position = segment.position if segment else None
+    out = [name for name in indices_of(target) if name != own]
+    inside = set(indices_of(*arrays_of(term, target)))
+    free = [name for name in out if name not in inside]
+    last = target.indices[-1].bare if target.indices else None
+    columns = last if last in free else max(free, key=lambda n: extents[n], default=None)
+    folds = False
+    folded = [name for name in reduced if name != position and name not in inside]
+    if own is None and columns is not None and len(out) == 1 and folded:
+        columns = None
+    if columns is None and folded:
+        columns, folds = max(folded, key=lambda n: extents[n]), True
+    rest = [name for name in out if name != columns]
+    rows = own if own else max(rest, key=lambda n: extents[n], default=None)
+    loops = tuple(name for name in reduced if name != columns)
+    batch = tuple(name for name in rest if name != rows)
+    every = tuple(range(len(term.factors)))
+    some = [(name,) if name else () for name in (rows, columns)]
+    return Roles(False, some[0], some[1], (), loops, batch, every, (), target, None, False, folds)
+
+
+def _union(deps: Sequence[set[str]], places: Iterable[int]) -> set[str]:
+    return set().union(*(deps[place] for place in places))
+
+
+def _volume(names: Sequence[str], extents: Mapping[str, int]) -> int:
+    return math.prod(extents[name] for name in names)

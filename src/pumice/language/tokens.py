@@ -1,0 +1,142 @@
+"""Text to tokens, a reader that walks along them, and the message that shows a place in a text."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import NamedTuple, NoReturn
+
+from pumice.errors import StatementError
+
+_TOKEN = re.compile(
+    r"""(?P<space>[ \t\r\n\f]+|\#[^\n]*)
+    |(?P<name>[^\W\d]\w*)
+    |(?P<number>(?:[0-9]+(?:\.(?!\.)[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)
+    |\*\*|//|\.\.|[-+*/=]=|[-+*/=()\[\],:;]
+    |(?P<unknown>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+MOST_LEVELS = 100
+"""Brackets inside each other; each takes four calls."""
+
+_LONGEST_NUMBER = 40
+_LONGEST_LINE = 120
+_LONGEST_QUOTE = 40
+
+_REFUSED = {
+    "==": "`==` is not part of the language: a statement has `=`, a comparison is equal(A[i], B[i])",
+    "-=": "`-=` is not an operator of the language; write += and a minus before the right side",
+    "*=": "`*=` is not an operator of the language; there are =, +=, max=, min= and mean=",
+    "/=": "division is not part of the language; multiply by the reciprocal",
+    "/": "division is not part of the language; multiply by the reciprocal",
+    "//": "division is not part of the language; an index array can hold quotients",
+    "**": "powers are not part of the language; multiply: A[i] * A[i]",
+}
+
+
+class Token(NamedTuple):
+    """kind: name, number, end, or the sign itself."""
+
+    kind: str
+    text: str
+    start: int
+    stop: int
+
+
+def tokens(text: str) -> list[Token]:
+    """The tokens of the text and one of kind `end` just behind the last."""
+    found: list[Token] = []
+    for match in _TOKEN.finditer(text):
+        kind = match.lastgroup
+        if kind == "space":
+            continue
+        if kind == "unknown":
+            raise complaint(text, match.start(), f"a character that is not part of the language: {match[0]!r}")
+        if kind == "number" and match.end() - match.start() > _LONGEST_NUMBER:
+            raise complaint(text, match.start(), f"a number has at most {_LONGEST_NUMBER} characters")
+        found.append(Token(kind or match[0], match[0], match.start(), match.end()))
+    stop = found[-1].stop if found else 0
+    found.append(Token("end", "", stop, stop))
+    return found if text.isascii() else [_normal(text, token) for token in found]
+
+
+def _normal(text: str, token: Token) -> Token:
+    """A name as Python spells it when it is a keyword argument: µ is two characters, and it knows one of them."""
+    if token.kind != "name" or token.text.isascii():
+        return token
+    for place, character in enumerate(token.text, token.start):
+        if not ("_" + character).isidentifier():
+            raise complaint(text, place, f"a character that is not part of the language: {character!r}")
+    return token._replace(text=unicodedata.normalize("NFKC", token.text))
+
+
+def quote(text: str) -> str:
+    """A piece of the text in a sentence, not more of it than fits."""
+    return f"`{text}`" if len(text) <= _LONGEST_QUOTE else f"`{text[: _LONGEST_QUOTE - 3]}...`"
+
+
+def where(text: str, place: int) -> str:
+    """The place in words, with its line where the text has several."""
+    column = place - text.rfind("\n", 0, place)
+    line = text.count("\n", 0, place) + 1
+    return f"line {line}, column {column}" if "\n" in text else f"column {column}"
+
+
+def complaint(text: str, place: int, sentence: str) -> StatementError:
+    """The error of three lines: the sentence, the line of the text, a caret under the place."""
+    start = text.rfind("\n", 0, place) + 1
+    line, column = text[start:].split("\n", 1)[0], place - start
+    if len(line) > _LONGEST_LINE:
+        first = max(0, column - _LONGEST_LINE // 2)
+        before, after = "..." * (first > 0), "..." * (first + _LONGEST_LINE < len(line))
+        line, column = before + line[first : first + _LONGEST_LINE] + after, column - first + len(before)
+    shown = "".join(character if character.isprintable() else " " for character in line)
+    if "\n" in text:
+        sentence += f" ({where(text, place)})"
+    return StatementError(f"{sentence}\n{shown}\n{' ' * column}^")
+
+
+class Reader:
+    """The tokens of a text and how far they are read."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = tokens(text)
+        self.at = 0
+        self.now = self.tokens[0]
+        self.levels = 0
+
+    def take(self) -> Token:
+        token = self.now
+        self.at += 1
+        self.now = self.tokens[self.at]
+        return token
+
+    def fail(self, sentence: str, place: int | None = None) -> NoReturn:
+        raise complaint(self.text, self.now.start if place is None else place, sentence)
+
+    def unexpected(self, expected: str) -> NoReturn:
+        found = "the end of the text" if self.now.kind == "end" else quote(self.now.text)
+        self.fail(_REFUSED.get(self.now.kind) or f"expected {expected}, found {found}")
+
+    def open(self) -> Token:
+        if self.levels == MOST_LEVELS:
+            self.fail(f"brackets are nested at most {MOST_LEVELS} levels deep")
+        self.levels += 1
+        return self.take()
+
+    def close(self, opened: Token, expected: str) -> int:
+        """Past the closing bracket; returns where it ends."""
+        bracket = "]" if opened.kind == "[" else ")"
+        if self.now.kind != bracket:
+            place = where(self.text, opened.start)
+            self.unexpected(f"{expected}`{bracket}` to close the `{opened.kind}` at {place}")
+        self.levels -= 1
+        return self.take().stop
+
+    def sign(self) -> int:
+        sign = 1
+        while self.now.kind == "-":
+            self.take()
+            sign = -sign
+        return sign

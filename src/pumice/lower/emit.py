@@ -1,0 +1,477 @@
+"""The one emitter: a statement of one term becomes the source of one Triton kernel.
+
+    gather in the load, product (or dot) in registers, scatter in the store
+
+A program owns a tile of results, rows x columns, and takes the reductions in one flat loop. Index tensors keep the axes
+they depend on (a row of them is 1-D) and meet others only where an address or a mask needs both: nothing is reshaped or
+transposed before the dot ("lazy broadcasting", Insum section 5). The plain-torch twin is lower/graph.py.
+
+What the source depends on is in `Signature`; sizes are arguments, so that other sizes need no other kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pumice.errors import OptionError
+from pumice.language.nodes import Access, Affine, Index, Statement, indices_of
+from pumice.language.roles import Roles
+
+FLOATS = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32", "fp64": "tl.float64"}
+INTEGERS = {"i32": "tl.int32", "i64": "tl.int64"}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the source of a kernel depends on, besides the statement.
+
+    dtypes: of the operands and of the result (under ""), by name: fp16, bf16, fp32, fp64, i32, i64.
+    unit: (operand, axis) whose stride is 1.  wide: operands that need 64-bit addresses.
+    static: extents that are baked in.  starts: first values of declared ranges.
+    even: which of the axes "R" and "X" their tile divides.
+    lanes: entries of one segment that a row takes side by side, where the segment's index is the row.
+    accumulate: whether the result's old values are added.
+    """
+
+    dtypes: tuple[tuple[str, str], ...]
+    unit: frozenset[tuple[str, int]] = frozenset()
+    wide: frozenset[str] = frozenset()
+    static: tuple[tuple[str, int], ...] = ()
+    starts: tuple[tuple[str, int], ...] = ()
+    even: str = ""
+    lanes: int = 1
+    accumulate: bool = False
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a kernel.
+
+    kind: "result", "operand", "segment" (rows, starts, stops), "extent" of an index, "size" or "stride" of an axis of
+    an operand, or "constant" (known when the kernel is compiled).
+    """
+
+    kind: str
+    variable: str
+    name: str = ""
+    axis: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text of a kernel, its name, and its arguments in order."""
+
+    name: str
+    text: str
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """An expression of the source and the axes of the tile that it has: "", "Y", "R", "X", "YR", "RX" or "YX"."""
+
+    code: str
+    axes: str = ""
+
+    def at(self, axes: str) -> str:
+        """The expression, broadcastable to `axes`."""
+        if len(self.axes) != 1 or len(axes) < 2:
+            return self.code
+        return f"{self.code}[:, None]" if axes[0] == self.axes else f"{self.code}[None, :]"
+
+
+def emit(statement: Statement, roles: Roles, signature: Signature) -> Source:
+    """The kernel of a statement with one term. Raises OptionError for what no kernel is made of."""
+    return _Emitter(statement, roles, signature).source()
+
+
+def _joined(axes: str) -> str:
+    """The axes each once, in the order of the tile."""
+    return "".join(axis for axis in "YRX" if axis in axes)
+
+
+@dataclass
+class _Emitter:
+    statement: Statement
+    roles: Roles
+    signature: Signature
+    head: list[str] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    arguments: dict[tuple[str, str, int], Argument] = field(default_factory=dict)
+    number: Iterator[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.static = dict(self.signature.static)
+        self.starts = dict(self.signature.starts)
+        self.dtypes = dict(self.signature.dtypes)
+        segment = self.roles.segment
+        self.position = segment.position if segment else None
+        self.turning = {*self.roles.loops, *self.roles.reduced, *([self.position] if self.position else [])}
+        if self.roles.folds:
+            self.turning.update(self.roles.columns)
+        self.accumulator = "tl.float64" if "fp64" in self.dtypes.values() else "tl.float32"
+
+    # The frame of the kernel
+
+    def source(self) -> Source:
+        self._programs()
+        inner, outer = self._split_factors()
+        product = self._product(inner) if inner else None
+        self._loop(product)
+        self._store(outer, inner != [])
+        constants = ["BY", "BX", *(["BR", "PRECISION"] if self.roles.product else []), *self._loop_constants()]
+        arguments = (
+            *sorted(self.arguments.values(), key=lambda a: _ORDER.index(a.kind)),
+            *(Argument("constant", name) for name in constants),
+        )
+        name = f"_{'dot' if self.roles.product else 'mul'}_{self.dtypes['']}"
+        return Source(name, self._text(name, arguments), arguments)
+
+    def _text(self, name: str, arguments: Sequence[Argument]) -> str:
+        signature = ", ".join(a.variable + (": tl.constexpr" if a.kind == "constant" else "") for a in arguments)
+        legend = "\n".join(
+            f"    {a.variable}: {a.kind} {a.name}{f' axis {a.axis}' if a.kind in ('size', 'stride') else ''}"
+            for a in arguments
+            if a.kind not in ("constant",)
+        )
+        lines = "\n".join(f"    {line}" if line else "" for line in self.head)
+        return (
+            '"""Written by pumice.lower.emit."""\n\nimport triton\nimport triton.language as tl\n\n\n'
+            f'@triton.jit\ndef {name}({signature}):\n    """{_doc(self.statement)}\n\n{legend}\n    """\n{lines}\n'
+        )
+
+    def _programs(self) -> None:
+        """Which tile of results this program owns."""
+        roles, head = self.roles, self.head
+        head.append("rest = tl.program_id(0)")
+        self._axis("X", roles.columns, "fold" if roles.folds else "rest")
+        lanes = self._lane_rows()
+        if not lanes:
+            self._axis("Y", roles.rows, "rest")
+        for name in reversed(roles.batch):
+            if roles.segment and name == roles.segment.index:
+                continue
+            self._define(name, f"rest % {self._extent(name)}", "")
+            head.append(f"rest = rest // {self._extent(name)}")
+        if roles.segment and not lanes:
+            rows, starts, stops = (self._segment(part) for part in ("rows", "starts", "stops"))
+            self._define(roles.segment.index, f"tl.load({rows} + rest)", "")
+            head += [f"start = tl.load({starts} + rest)", f"stop = tl.load({stops} + rest)"]
+
+    def _lane_rows(self) -> bool:
+        """Rows that are segments: each has `lanes` rows of the tile, which take its entries in turn."""
+        segment = self.roles.segment
+        if segment is None or self.roles.rows != (segment.index,):
+            return False
+        lanes, head = self.signature.lanes, self.head
+        rows, starts, stops = (self._segment(part) for part in ("rows", "starts", "stops"))
+        count = self._argument("extent", segment.index)
+        head += [
+            f"lane = rest * BY + tl.arange(0, BY)  # row * {lanes} + lane",
+            f"row = lane // {lanes}",
+            f"start = tl.load({starts} + row, mask=row < {count}, other=0) + lane % {lanes}",
+            f"stop = tl.load({stops} + row, mask=row < {count}, other=0)",
+            f"turns = tl.max(tl.cdiv(tl.maximum(stop - start + lane % {lanes}, 0), {lanes}), 0)",
+            f"row = rest * (BY // {lanes}) + tl.arange(0, BY // {lanes})",
+        ]
+        owner = Value(f"tl.load({rows} + row, mask=row < {count}, other=-1)", "Y")
+        self.values[segment.index] = self._named("s", owner, self.head)
+        return True
+
+    def _axis(self, axis: str, names: Sequence[str], program: str) -> None:
+        """The points of the indices along an axis of the tile, and which program has which."""
+        total = self._volume(names)
+        block, points = f"B{axis}", axis.lower()
+        if program == "rest":
+            self.head += [f"blocks_{points} = tl.cdiv({total}, {block})"]
+            self.head += [f"{points} = rest % blocks_{points} * {block} + tl.arange(0, {block})"]
+            self.head += [f"rest = rest // blocks_{points}"]
+            self._points(axis, names, self.head)
+
+    def _points(self, axis: str, names: Sequence[str], lines: list[str]) -> None:
+        """The value of each index from the point along the axis; the last index is the fastest."""
+        points = axis.lower()
+        if axis not in self.signature.even:
+            lines.append(f"in_{points} = {points} < {self._volume(names)}")
+        rest = points
+        for place, name in enumerate(reversed(names)):
+            code = rest if place == len(names) - 1 else f"{rest} % {self._extent(name)}"
+            self._define(name, code, axis, lines)
+            rest = f"({rest} // {self._extent(name)})"
+
+    def _define(self, name: str, code: str, axes: str, lines: list[str] | None = None) -> None:
+        start = self.starts.get(name, 0)
+        value = Value(f"{code} + {start}" if start else code, axes)
+        self.values[name] = self._named("i", value, self.head if lines is None else lines)
+
+    def _named(self, letter: str, value: Value, lines: list[str]) -> Value:
+        name = f"{letter}{next(self.number)}"
+        lines.append(f"{name} = {value.code}")
+        return Value(name, value.axes)
+
+    # The loop
+
+    def _split_factors(self) -> tuple[list[int], list[int]]:
+        """Places of the factors inside the loop, and of those that can be multiplied once at the end."""
+        inner, outer = [], []
+        for place, factor in enumerate(self.statement.terms[0].factors):
+            if not isinstance(factor, Access):
+                raise OptionError(f"no kernel is made of the condition {factor}")
+            (inner if self.turning & set(indices_of(factor)) else outer).append(place)
+        return inner, outer
+
+    def _product(self, inner: Sequence[int]) -> str:
+        """The body of the loop: loads and one product; the code that goes into the accumulator."""
+        roles = self.roles
+        self._turn()
+        if not roles.product:
+            return f"accumulator + {self._multiplied(inner, 'YX').at('YX')}"
+        sides = []
+        compute = self._compute_dtype(inner)
+        for places, axes, shape in ((roles.left, "YR", "(BY, BR)"), (roles.right, "RX", "(BR, BX)")):
+            value = self._multiplied([place for place in places if place in inner], axes)
+            code = value.at(axes)
+            if value.axes != axes:
+                code = f"tl.broadcast_to({code}, {shape})"
+            sides.append(f"({code}).to({compute})")
+        return f"tl.dot({sides[0]}, {sides[1]}, accumulator, input_precision=PRECISION)"
+
+    def _compute_dtype(self, inner: Sequence[int]) -> str:
+        factors = self.statement.terms[0].factors
+        kinds = {self.dtypes[f.name] for f in (factors[place] for place in inner) if isinstance(f, Access)}
+        if kinds == {"fp16"} or kinds == {"bf16"}:
+            return FLOATS[kinds.pop()]
+        return "tl.float32"
+
+    def _multiplied(self, places: Sequence[int], axes: str) -> Value:
+        """The product of the factors, each loaded over the axes that it has."""
+        loaded = [self._load(self._factor(place), axes) for place in places]
+        if len(loaded) == 1 and self.roles.product:
+            return loaded[0]
+        joined = _joined("".join(value.axes for value in loaded))
+        code = " * ".join(f"({value.at(joined)}).to({self.accumulator})" for value in loaded)
+        return self._named("m", Value(code, joined), self.body)
+
+    def _factor(self, place: int) -> Access:
+        factor = self.statement.terms[0].factors[place]
+        assert isinstance(factor, Access)
+        return factor
+
+    def _turn(self) -> None:
+        """The value of every reduction index from the number of the turn."""
+        roles, body = self.roles, self.body
+        body.append("rest = turn")
+        if roles.folds:
+            body += ["x = rest % BLOCKS * BX + tl.arange(0, BX)", "rest = rest // BLOCKS"]
+            self._points("X", roles.columns, body)
+        if roles.product:
+            body += ["r = rest % BLOCKS * BR + tl.arange(0, BR)", "rest = rest // BLOCKS"]
+            self._points("R", roles.reduced, body)
+        for name in reversed([name for name in roles.loops if name != self.position]):
+            self._define(name, f"rest % {self._extent(name)}", "", body)
+            body.append(f"rest = rest // {self._extent(name)}")
+        if self.position is None:
+            return
+        if self._lane_segment():
+            body.append(f"p = start + rest * {self.signature.lanes}")
+            body.append("in_p = p < stop")
+            self.values[self.position] = Value("p", "Y")
+        else:
+            self._define(self.position, "start + rest", "", body)
+
+    def _lane_segment(self) -> bool:
+        return self.roles.segment is not None and self.roles.rows == (self.roles.segment.index,)
+
+    def _loop_constants(self) -> list[str]:
+        tiled = self.roles.product or self.roles.folds
+        names = self.roles.reduced if self.roles.product else self.roles.columns
+        return ["BLOCKS"] if tiled and all(name in self.static for name in names) else []
+
+    def _loop(self, product: str | None) -> None:
+        head = self.head
+        if product is None:
+            return
+        head.append(f"accumulator = tl.zeros((BY, BX), dtype={self.accumulator})")
+        turns = [self._extent(name) for name in self.roles.loops if name != self.position]
+        if self.roles.product or self.roles.folds:
+            names, block = (self.roles.reduced, "BR") if self.roles.product else (self.roles.columns, "BX")
+            if not self._loop_constants():
+                head.append(f"BLOCKS = tl.cdiv({self._volume(names)}, {block})")
+            turns.append("BLOCKS")
+        if self.position is not None:
+            turns.insert(0, "turns" if self._lane_segment() else "(stop - start)")
+        head.append(f"for turn in tl.range(0, {' * '.join(turns) or '1'}):")
+        head += [f"    {line}" for line in self.body]
+        head.append(f"    accumulator = {product}")
+        self.body = []
+
+    # Loads
+
+    def _load(self, access: Access, axes: str) -> Value:
+        """The value of an access over the axes of the tile that it depends on; 0, or -1 of an integer, outside."""
+        key = str(access)
+        if key in self.values:
+            return self.values[key]
+        lines = self.body if self.turning & set(indices_of(access)) else self.head
+        pointer, masks = self._address(access, self._operand(access.name), lines)
+        own = _joined("".join(value.axes for value in (*pointer, *masks)))
+        if len(own) > 2 or (axes and not set(own) <= set(axes)):
+            raise OptionError(f"{access} depends on rows, columns and the reduction of a tile at once")
+        integer = self.dtypes[access.name] in INTEGERS
+        where = " + ".join([self._operand(access.name), *(value.at(own) for value in pointer)])
+        mask = " & ".join(value.at(own) for value in masks)
+        outside = "-1" if integer else "0.0"
+        guarded = f", mask={mask}, other={outside}" if mask else ""
+        cast = ".to(tl.int32)" if integer and not self.signature.wide else ""
+        loaded = self._named("v", Value(f"tl.load({where}{guarded}){cast}", own), lines)
+        self.values[key] = loaded
+        return loaded
+
+    def _address(self, access: Access, pointer: str, lines: list[str]) -> tuple[list[Value], list[Value]]:
+        """The parts of the address, one per set of axes, and the conditions under which it is read."""
+        parts: dict[str, list[str]] = {}
+        masks: dict[str, Value] = {}
+        for axis, expression in enumerate(access.indices):
+            components, conditions = self._components(access, axis, expression, lines)
+            for value in components:
+                parts.setdefault(value.axes, []).append(self._scaled(access.name, axis, value.code))
+            masks.update((value.code, value) for value in conditions)
+        return [Value(f"({' + '.join(codes)})", axes) for axes, codes in parts.items()], list(masks.values())
+
+    def _scaled(self, name: str, axis: int, code: str) -> str:
+        if name in self.signature.wide:
+            code = f"tl.cast({code}, tl.int64)"
+        if (name, axis) in self.signature.unit:
+            return code
+        return f"{code} * {self._argument('stride', name, axis)}"
+
+    def _components(
+        self, access: Access, axis: int, expression: Affine, lines: list[str]
+    ) -> tuple[list[Value], list[Value]]:
+        """The expression as a sum of values of different axes, and what must hold for it to be inside."""
+        sums: dict[str, list[str]] = {"": [str(expression.constant)]} if expression.constant else {}
+        conditions: list[Value] = []
+        for coefficient, atom in expression.terms:
+            value = self._atom(atom, conditions)
+            sums.setdefault(value.axes, []).append(value.code if coefficient == 1 else f"{coefficient} * {value.code}")
+        values = [Value(f"({' + '.join(codes)})" if len(codes) > 1 else codes[0], axes) for axes, codes in sums.items()]
+        if not values:
+            values = [Value("0")]
+        if expression.bare is None:
+            conditions.append(self._inside(access.name, axis, values, lines))
+            conditions += [Value(f"({v.code} >= 0)", v.axes) for v in map(self._array_value, expression.arrays)]
+        return values, conditions
+
+    def _array_value(self, access: Access) -> Value:
+        return self.values[str(access)]
+
+    def _atom(self, atom: Index | Access, conditions: list[Value]) -> Value:
+        if isinstance(atom, Access):
+            return self._load(atom, "")
+        value = self.values[atom.name]
+        if len(value.axes) == 1 and value.axes not in self.signature.even:
+            name = "in_p" if atom.name == self.position else f"in_{value.axes.lower()}"
+            if not (self._lane_segment() and value.axes == "Y" and atom.name != self.position):
+                conditions.append(Value(name, value.axes))
+        return value
+
+    def _inside(self, name: str, axis: int, values: Sequence[Value], lines: list[str]) -> Value:
+        axes = _joined("".join(value.axes for value in values))
+        total = " + ".join(value.at(axes) for value in values)
+        found = self._named("e", Value(total, axes), lines)
+        size = self._argument("size", name, axis)
+        return Value(f"(({found.code} >= 0) & ({found.code} < {size}))", axes)
+
+    # The store
+
+    def _store(self, outer: Sequence[int], looped: bool) -> None:
+        head, roles = self.head, self.roles
+        self.turning = set()
+        self.body = head
+        if looped and roles.segment and self._lane_segment() and self.signature.lanes > 1:
+            lanes = self.signature.lanes
+            head.append(f"accumulator = tl.sum(tl.reshape(accumulator, (BY // {lanes}, {lanes}, BX)), 1)")
+        if roles.folds:
+            head.append("accumulator = tl.sum(accumulator, 1)[:, None]")
+            self.values = {k: v for k, v in self.values.items() if "X" not in v.axes}
+        values = [self._load(self._factor(place), "YX") for place in outer]
+        factors = [f"({value.at('YX')}).to({self.accumulator})" for value in values]
+        if looped:
+            factors.insert(0, "accumulator")
+        coefficient = self.statement.terms[0].coefficient
+        if coefficient != 1 or not factors:
+            factors.append(repr(float(coefficient)))
+        head.append(f"result = {' * '.join(factors)}")
+        pointer, masks = self._address(Access("", roles.target.indices), self._result(), head)
+        where = " + ".join([self._result(), *(value.at("YX") for value in pointer)])
+        if roles.segment and self._lane_segment():
+            masks.append(Value(f"({self.values[roles.segment.index].code} >= 0)", "Y"))
+        shape = f"({self._rows_of_result()}, {'1' if roles.folds else 'BX'})"
+        # Sums rather than broadcasts: the interpreter's atomics read whole arrays only.
+        head.append(f"where = {where} + tl.zeros({shape}, tl.int32)")
+        head.append(f"mask = {' & '.join([*(v.at('YX') for v in masks), f'tl.full({shape}, True, tl.int1)'])}")
+        head.append(f"result = result + tl.zeros({shape}, {self.accumulator})")
+        self._write()
+
+    def _rows_of_result(self) -> str:
+        return f"BY // {self.signature.lanes}" if self._lane_segment() else "BY"
+
+    def _write(self) -> None:
+        if self.roles.adds:
+            self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
+            return
+        if self.signature.accumulate:
+            self.head.append(f"result += tl.load(where, mask=mask, other=0.0).to({self.accumulator})")
+        self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
+
+    # Arguments
+
+    def _argument(self, kind: str, name: str, axis: int = 0) -> str:
+        letter = {"extent": "n", "size": "size", "stride": "stride", "segment": name, "operand": "t", "result": "out"}
+        key = (kind, name, axis)
+        if key not in self.arguments:
+            number = sum(a.kind == kind for a in self.arguments.values())
+            variable = letter[kind] if kind in ("segment", "result") else f"{letter[kind]}{number}"
+            self.arguments[key] = Argument(kind, variable, name, axis)
+        return self.arguments[key].variable
+
+    def _operand(self, name: str) -> str:
+        return self._result() if name == "" else self._argument("operand", name)
+
+    def _result(self) -> str:
+        return self._argument("result", "")
+
+    def _segment(self, part: str) -> str:
+        return self._argument("segment", part)
+
+    def _extent(self, name: str) -> str:
+        return str(self.static[name]) if name in self.static else self._argument("extent", name)
+
+    def _volume(self, names: Sequence[str]) -> str:
+        if all(name in self.static for name in names):
+            return str(math.prod(self.static[name] for name in names))
+        return " * ".join(self._extent(name) for name in names)
+
+
+_ORDER = ("result", "operand", "segment", "extent", "size", "stride", "constant")
+
+
+def _doc(statement: Statement) -> str:
+    return str(statement).replace("\\", "").replace('"""', "")
+
+
+def grid(roles: Roles, extents: Mapping[str, int], tile: tuple[int, int], segments: int, lanes: int) -> int:
+    """The number of programs for tiles of (rows, columns); `segments` is how many the launch covers."""
+    rows, columns = tile
+    blocks = 1 if roles.folds else -(-math.prod(extents[n] for n in roles.columns) // columns)
+    own = roles.segment.index if roles.segment else None
+    if own and roles.rows == (own,):
+        blocks *= -(-segments // (rows // lanes))
+    else:
+        blocks *= -(-math.prod(extents[n] for n in roles.rows) // rows)
+        blocks *= segments if own else 1
+    return blocks * math.prod(extents[n] for n in roles.batch if n != own)

@@ -1,0 +1,388 @@
+"""From a list of entries to the arrays of a format: one sort of one key, then cumulative sums and scatters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import combinations
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from pumice.errors import CoordinateError, OptionError, ShapeError
+from pumice.language.formats import AUTOMATIC, Format, Layout, Level, layout
+
+_KEYS = 2**62  # cells that an int64 key numbers with room to spare
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """What is stored, in any order: int64 coordinates, one [n] per axis, no cell twice; values [n], None for ones."""
+
+    coords: tuple[Tensor, ...]
+    values: Tensor | None
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.coords[0].shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One bucket of a sparse tensor; formats without buckets have one part.
+
+    coords: axis -> int32 coordinates (of blocks, where the axis is blocked) as layout() says; -1 is padding.
+    values: shape by layout().values; None where every stored entry is 1.
+    """
+
+    coords: dict[str, Tensor]
+    values: Tensor | None
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """What groups of one size cost, in entries and in bytes.
+
+    gathers: coordinates of grouped axes. scatters: groups, each written once. padded: places that hold nothing.
+    """
+
+    gathers: int
+    scatters: int
+    padded: int
+    bytes: int
+
+    @property
+    def total(self) -> int:
+        """Gathers and scatters, which `group="count"` makes least."""
+        return self.gathers + self.scatters
+
+
+def group_cost(occupancy: Tensor | Sequence[int], size: int, itemsize: int = 4) -> GroupCost:
+    """The cost of rows that hold `occupancy` entries each in groups of `size`, with int32 coordinates."""
+    lengths = torch.as_tensor(occupancy)
+    entries, groups = torch.stack([lengths.sum(), _groups(lengths, size).sum()]).tolist()
+    places = size * groups
+    return GroupCost(places, groups, places - entries, 4 * groups + (4 + itemsize) * places)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a conversion in numbers: how many, their cells, the longest, and groups by group size."""
+
+    rows: int
+    cells: int
+    longest: int
+    groups: Mapping[int, int]
+
+    def best(self, sizes: Sequence[int]) -> int:
+        """The size of least cost, the smallest of equals."""
+        return min(sizes, key=lambda size: ((1 + size) * self.groups[size], size))
+
+
+def _by_count(found: Rows) -> int:
+    """The power of two with the fewest gathers and scatters, counted."""
+    return found.best([size for size in found.groups if size <= max(1, found.longest)])
+
+
+def _by_root(found: Rows) -> int:
+    """The better neighbour of the root of the mean row, which makes a bound on the count least (Insum's rule)."""
+    mean = found.cells / max(1, found.rows)
+    if mean <= 1:
+        return found.best((2, 4))
+    # The largest power of two below the root; the root itself, where it is one, is the upper neighbour.
+    lower = 2 ** (math.ceil(math.log2(math.sqrt(mean))) - 1)
+    return found.best((lower, 2 * lower))
+
+
+GROUP_SIZES: Mapping[str, Callable[[Rows], int]] = MappingProxyType({"count": _by_count, "sqrt": _by_root})
+"""How a group size is chosen where the format leaves it open."""
+
+
+def buckets(occupancy: Tensor | Sequence[int], count: int = 3) -> tuple[int, ...]:
+    """Up to `count` powers of two of least cost, where each row goes to the size that costs it least.
+
+    The fewest sizes of equal cost. Empty rows go nowhere.
+    """
+    lengths, often = torch.as_tensor(occupancy).cpu().unique(return_counts=True)
+    lengths, often = lengths[lengths > 0], often[lengths > 0]
+    if len(lengths) == 0:
+        return (1,)
+    sizes = _powers(int(lengths[-1]))
+    cost = torch.stack([(1 + size) * _groups(lengths, size) for size in sizes])
+    choices = [c for n in range(1, count + 1) for c in combinations(range(len(sizes)), n)]
+    totals = [int((cost[list(choice)].amin(0) * often).sum()) for choice in choices]
+    return tuple(sizes[place] for place in choices[totals.index(min(totals))])
+
+
+def _groups(lengths: Tensor, size: int) -> Tensor:
+    return (lengths + (size - 1)) // size
+
+
+def _powers(longest: int) -> list[int]:
+    """The powers of two up to the longest row."""
+    return [2**power for power in range(max(1, longest).bit_length())]
+
+
+def checked(shape: Sequence[int], format: Format) -> tuple[int, ...]:
+    """The shape, if the format has its axes and its cells can be numbered."""
+    if len(shape) != format.ndim:
+        order = " ".join(f"a{axis}" for axis in range(len(shape)))
+        raise ShapeError(
+            f"format {str(format)!r} has {format.ndim} axes, the tensor has {len(shape)}"
+            + (f"; coordinates of {len(shape)} axes are '({order}):C'" if shape else "")
+        )
+    if max(shape) > 2**31:
+        raise CoordinateError(f"int32 coordinates reach an extent of {2**31}, found shape {tuple(shape)}")
+    cells = math.prod(_ceil(n, format.block(axis)) for n, axis in zip(shape, format.axes, strict=True))
+    cells *= math.prod(map(format.block, format.axes))
+    if cells >= _KEYS:
+        raise CoordinateError(f"shape {tuple(shape)} has {cells} cells; int64 keys number fewer than {_KEYS}")
+    return tuple(shape)
+
+
+def strategy(name: str) -> Callable[[Rows], int]:
+    if name not in GROUP_SIZES:
+        raise OptionError(f"group is one of {', '.join(GROUP_SIZES)}; found {name!r}")
+    return GROUP_SIZES[name]
+
+
+def arrange(entries: Entries, format: Format, group: str) -> tuple[Format, tuple[Part, ...]]:
+    """The entries in the arrays of the format, and the format with its group sizes filled in.
+
+    At most one read from the device: the number of positions, together with what the group size is chosen by.
+    """
+    choose = strategy(group)
+    plan = _Plan.of(entries, format)
+    grouped = format.grouped
+    if grouped is None:
+        return format, (plan.part(plan.positions()),)
+    if not plan.splits:
+        place = plan.fixed_groups(grouped)
+        return format.with_sizes((place.group,)), (plan.part(place),)
+    sizes, places = plan.split_groups(grouped, choose)
+    return format.with_sizes(sizes), tuple(plan.part(place) for place in places)
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Where each sorted entry goes: position p of `positions`, place q of `group`; `here` is whether in this part."""
+
+    p: Tensor | None = None
+    q: Tensor | None = None
+    positions: int = 1
+    group: int = 1
+    here: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """Entries sorted by the coordinates of a format.
+
+    outer, inner: per axis, the coordinate of the block and the position in it.
+    cell: numbers the places that are kept apart; row: what a group lies in (equal to cell without groups).
+    position: what shares the flattened levels.
+    """
+
+    entries: Entries
+    format: Format
+    layout: Layout
+    outer: dict[str, Tensor]
+    inner: dict[str, Tensor]
+    extents: dict[str, int]
+    cell: Tensor
+    row: Tensor
+    position: Tensor
+
+    @staticmethod
+    def of(entries: Entries, format: Format) -> _Plan:
+        blocks = {axis: format.block(axis) for axis in format.axes}
+        coords = dict(zip(format.axes, entries.coords, strict=True))
+        extents = {a: _ceil(n, blocks[a]) for a, n in zip(format.axes, entries.shape, strict=True)}
+        outer = {axis: coords[axis] // n if n > 1 else coords[axis] for axis, n in blocks.items()}
+        flattened = _axes(format.flattened)
+        parents = _axes(format.parents) if format.grouped else flattened
+        grouped = format.grouped.axes if format.grouped else ()
+        keyed = (*parents, *grouped)
+        if keyed:
+            key = _ravel([outer[a] for a in keyed], [extents[a] for a in keyed])
+            key, order = torch.sort(key, stable=True)
+            coords = {axis: c[order] for axis, c in coords.items()}
+            outer = {axis: c[order] for axis, c in outer.items()}
+            values = None if entries.values is None else entries.values.index_select(0, order)
+            entries = replace(entries, coords=tuple(coords.values()), values=values)
+        else:
+            key = torch.zeros_like(entries.coords[0])
+        inner = {axis: coords[axis] % n for axis, n in blocks.items() if n > 1}
+        row = key // max(1, math.prod(extents[a] for a in grouped))
+        above = row // max(1, math.prod(extents[a] for a in parents[len(flattened) :]))
+        return _Plan(entries, format, layout(format), outer, inner, extents, key, row, above)
+
+    @property
+    def splits(self) -> bool:
+        """Whether a row may fill several groups: it needs a position per group, which dense parents have not."""
+        return bool(self.format.flattened) and self.format.parents == self.format.flattened
+
+    def positions(self) -> _Places:
+        """Places in a format without groups."""
+        if self.layout.position is None:
+            return _Places()
+        if self.layout.values == (self.layout.position,):
+            return _Places(p=torch.arange(len(self.entries), device=self.cell.device), positions=len(self.entries))
+        new = _starts(self.position)
+        return _Places(p=_number(new), positions=int(new.sum()))
+
+    def fixed_groups(self, grouped: Level) -> _Places:
+        """Places where each row has one group, which holds the longest row."""
+        new = _starts(self.position)
+        rank = _rank(_starts(self.cell), _starts(self.row))
+        positions, longest = torch.stack([new.sum(), _longest(rank)]).tolist()
+        size = grouped.sizes[0] if grouped.sizes else max(1, longest)
+        if longest > size:
+            raise ShapeError(
+                f"format {str(self.format)!r} holds {size} coordinates of {_text(grouped)} per row, "
+                f"the longest row has {longest}"
+            )
+        if self.layout.position is None:
+            return _Places(q=rank, group=size)
+        return _Places(p=_number(new), q=rank, positions=positions, group=size)
+
+    def split_groups(self, grouped: Level, choose: Callable[[Rows], int]) -> tuple[tuple[int, ...], list[_Places]]:
+        """Group sizes, and places where a row fills as many groups as it needs."""
+        new_cell, new_row = _starts(self.cell), _starts(self.row)
+        row, rank = _number(new_row), _rank(new_cell, new_row)
+        # As long as there are entries, so that the number of rows need not be known: the rest are empty rows.
+        lengths = torch.zeros_like(row).index_add_(0, row, new_cell.long())
+        sizes, counts = self._sizes(grouped, choose, lengths, new_row)
+        bucket = _cheapest(lengths, sizes)
+        places = []
+        for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+            chosen = bucket == number
+            groups = torch.where(chosen, _groups(lengths, size), 0)
+            first = torch.cumsum(groups, 0) - groups
+            here = chosen[row] if len(sizes) > 1 else None
+            places.append(_Places(first[row] + rank // size, rank % size, count, size, here))
+        return sizes, places
+
+    def _sizes(
+        self, grouped: Level, choose: Callable[[Rows], int], lengths: Tensor, new_row: Tensor
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """The group sizes and how many groups of each there are: one read from the device."""
+        if grouped.sizes == AUTOMATIC:
+            lengths = lengths.cpu()
+            sizes = buckets(lengths)
+            return sizes, _bucket_groups(lengths, sizes).tolist()
+        if grouped.sizes:
+            return grouped.sizes, _bucket_groups(lengths, grouped.sizes).tolist()
+        # No row is longer than its axes, nor than all entries; 4 is there because `sqrt` weighs 2 against 4.
+        bound = min(math.prod(self.extents[axis] for axis in grouped.axes), len(self.entries))
+        powers = _powers(max(4, 2 * bound))
+        numbers = [new_row.sum(), lengths.sum(), _longest(lengths - 1), *(_groups(lengths, g).sum() for g in powers)]
+        rows, cells, longest, *groups = torch.stack(numbers).tolist()
+        found = Rows(rows, cells, longest, dict(zip(powers, groups, strict=True)))
+        size = choose(found)
+        return (size,), [found.groups[size]]
+
+    def part(self, place: _Places) -> Part:
+        """The arrays of one part."""
+        sizes, index = dict(self.extents), dict(self.outer)
+        if self.layout.position is not None and place.p is not None:
+            sizes[self.layout.position], index[self.layout.position] = place.positions, place.p
+        if self.layout.group is not None and place.q is not None:
+            sizes[self.layout.group], index[self.layout.group] = place.group, place.q
+        for c in self.layout.coordinates:
+            if c.inner is not None:
+                sizes[c.inner] = c.block
+                index[c.inner] = self.inner.get(c.axis, torch.zeros_like(self.outer[c.axis]))
+
+        def scatter(symbols: tuple[str, ...], source: Tensor, empty: int) -> Tensor:
+            shape = [sizes[symbol] for symbol in symbols]
+            where = _ravel([index[symbol] for symbol in symbols], shape)
+            return _scatter(where, source, shape, place.here, empty)
+
+        coords = {
+            c.axis: scatter(c.array, self.outer[c.axis].int(), -1)
+            for c in self.layout.coordinates
+            if c.array is not None
+        }
+        return Part(coords, self._values(place, scatter))
+
+    def _values(self, place: _Places, scatter: Callable[[tuple[str, ...], Tensor, int], Tensor]) -> Tensor | None:
+        """The array of values; a pattern stays one unless the format has places without a coordinate of their own."""
+        symbols, values = self.layout.values, self.entries.values
+        if values is None:
+            if set(symbols) <= {symbol for c in self.layout.coordinates for symbol in c.array or ()}:
+                return None
+            values = torch.ones_like(self.cell, dtype=torch.bool)
+        # Sorted entries, one per position, are the array.
+        if symbols == (self.layout.position,) and place.here is None:
+            return values
+        return scatter(symbols, values, 0)
+
+
+def _cheapest(lengths: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The number of the size that costs each row least, the first of equals."""
+    best = torch.zeros_like(lengths)
+    cost = (1 + sizes[0]) * _groups(lengths, sizes[0])
+    for number, size in enumerate(sizes[1:], 1):
+        other = (1 + size) * _groups(lengths, size)
+        best = torch.where(other < cost, number, best)
+        cost = torch.minimum(cost, other)
+    return best
+
+
+def _bucket_groups(lengths: Tensor, sizes: Sequence[int]) -> Tensor:
+    """How many groups of each size there are."""
+    bucket = _cheapest(lengths, sizes)
+    return torch.stack([(_groups(lengths, g) * (bucket == number)).sum() for number, g in enumerate(sizes)])
+
+
+def _scatter(where: Tensor, source: Tensor, shape: Sequence[int], here: Tensor | None, empty: int) -> Tensor:
+    """A tensor that holds source[i] at the flat place where[i] for each i that is `here`, and `empty` elsewhere."""
+    cells = math.prod(shape)
+    if here is None:
+        return source.new_full((cells,), empty).index_copy(0, where, source).view(tuple(shape))
+    # One place past the end takes what is not here, so that nobody has to ask how much that is.
+    where = torch.where(here, where, cells)
+    return source.new_full((cells + 1,), empty).index_copy(0, where, source)[:cells].view(tuple(shape))
+
+
+def _starts(key: Tensor) -> Tensor:
+    """Whether each of the sorted keys differs from the one before."""
+    return torch.cat([torch.ones_like(key[:1], dtype=torch.bool), key[1:] != key[:-1]])
+
+
+def _number(starts: Tensor) -> Tensor:
+    """Runs counted from 0, for each member."""
+    return torch.cumsum(starts, 0) - 1
+
+
+def _rank(new_cell: Tensor, new_row: Tensor) -> Tensor:
+    """The number of each entry's cell in its row."""
+    cell = _number(new_cell)
+    if cell.shape[0] == 0:  # cummax has nothing to start from
+        return cell
+    return cell - torch.cummax(torch.where(new_row, cell, 0), 0).values
+
+
+def _longest(rank: Tensor) -> Tensor:
+    return rank.max() + 1 if rank.shape[0] else rank.sum()
+
+
+def _ravel(coords: Sequence[Tensor], extents: Sequence[int]) -> Tensor:
+    """Row-major numbers of the coordinates."""
+    return reduce(lambda key, axis: key * axis[1] + axis[0], zip(coords[1:], extents[1:], strict=True), coords[0])
+
+
+def _axes(levels: Sequence[Level]) -> tuple[str, ...]:
+    return tuple(axis for level in levels for axis in level.axes)
+
+
+def _ceil(extent: int, block: int) -> int:
+    return -(-extent // block)
+
+
+def _text(level: Level) -> str:
+    return level.axes[0] if len(level.axes) == 1 else f"({' '.join(level.axes)})"

@@ -1,0 +1,452 @@
+"""Sparse tensors in any format of levels: `sparse` makes them, the einsums read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
+from pumice.language.formats import Coordinate, Format, Layout, layout, parse_format
+from pumice.ops.convert import (
+    GROUP_SIZES,
+    Entries,
+    GroupCost,
+    Part,
+    arrange,
+    buckets,
+    checked,
+    group_cost,
+    strategy,
+)
+
+__all__ = ["GROUP_SIZES", "GroupCost", "Part", "Sparse", "buckets", "group_cost", "sparse"]
+
+_INPUTS = (
+    "a dense torch tensor, a torch sparse tensor (coo, csr, csc, bsr, bsc), a numpy array, "
+    "a scipy sparse array or matrix, a Sparse"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Sparse:
+    """A tensor stored by a format.
+
+    Worked example, [[0, 7, 8, 9], [0, 0, 0, 0], [5, 0, 0, 0]] as "m:C k:G2":
+
+        m      = [0, 0, 2]                      one per group
+        k      = [[1, 2], [3, -1], [0, -1]]     -1 is padding
+        values = [[7, 8], [9, 0], [5, 0]]
+
+    nnz: stored entries that are real: padding of groups and of blocks not counted.
+    Frozen. Values carry gradients; storages are functions of the coordinates, kept once made.
+    """
+
+    format: Format
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    nnz: int
+    _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def layout(self) -> Layout:
+        """What the arrays look like."""
+        return layout(self.format)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self._some_array.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values; bool for a pattern."""
+        values = self.parts[0].values
+        return torch.bool if values is None else values.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the format proper, padding counted: row pointers where a level has them, int32 coordinates."""
+        values = (part.values for part in self.parts)
+        return self.storage("nbytes", _index_bytes) + sum(v.numel() * v.element_size() for v in values if v is not None)
+
+    @property
+    def padding(self) -> float:
+        """The share of the places for values that hold nothing."""
+        places = sum(math.prod(_extents(self, part)) for part in self.parts)
+        return 1 - self.nnz / places if places else 0.0
+
+    @property
+    def _some_array(self) -> Tensor:
+        arrays = (*self.parts[0].coords.values(), self.parts[0].values)
+        return next(array for array in arrays if array is not None)
+
+    def storage(self, name: Hashable, build: Callable[[Sparse], Any]) -> Any:
+        """What `build(self)` gives, made once and kept under `name`; a function of the coordinates alone.
+
+        `with_values` hands it on.
+        """
+        if name not in self._storages:
+            self._storages[name] = build(self)
+        return self._storages[name]
+
+    def segments(self, part: Part) -> Tensor:
+        """int32 [extent of the first axis + 1]: where each of its coordinates begins in p; CSR's row pointers.
+
+        The first axis is the first of the flattened levels, in blocks where it is blocked.
+        """
+        number = self.parts.index(part)
+        return self.storage(("segments", number), lambda x: _segments(x, x.parts[number]))
+
+    def with_values(self, values: Sequence[Tensor | None]) -> Sparse:
+        """The same coordinates with other values, one tensor per part; None is ones."""
+        if len(values) != len(self.parts):
+            raise ShapeError(f"values are one tensor per part: expected {len(self.parts)}, found {len(values)}")
+        for part, new in zip(self.parts, values, strict=True):
+            expected = _extents(self, part)
+            if new is not None and tuple(new.shape) != expected:
+                names = ",".join(self.layout.values)
+                raise ShapeError(f"values[{names}] have shape {list(expected)}, found {list(new.shape)}")
+            if new is not None and new.device != self.device:
+                raise DeviceError(f"the coordinates are on {self.device}, the values on {new.device}")
+        return replace(self, parts=tuple(replace(p, values=v) for p, v in zip(self.parts, values, strict=True)))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Sparse:
+        """The tensor with its arrays on `device` and its values in `dtype`; a pattern stays one."""
+
+        def moved(part: Part) -> Part:
+            coords = {axis: array.to(device=device or array.device) for axis, array in part.coords.items()}
+            values = part.values
+            return Part(coords, None if values is None else values.to(device or values.device, dtype or values.dtype))
+
+        parts = tuple(map(moved, self.parts))
+        stays = device is None or torch.empty(0, device=device).device == self.device
+        return replace(self, parts=parts, _storages=self._storages if stays else {})
+
+    def to_dense(self) -> Tensor:
+        """The dense tensor, on the same device; differentiable in the values."""
+        cells = math.prod(self.shape)
+        flat = torch.zeros(cells + 1, dtype=self.dtype, device=self.device)
+        for part in self.parts:
+            where, inside = _places(self, part)
+            # The place past the end takes the padding.
+            where = where if inside is None else torch.where(inside, where, cells)
+            flat = flat.index_copy(0, where.reshape(-1), _values(self, part).reshape(-1))
+        return flat[:cells].view(self.shape)
+
+    def to_format(self, format: str | Format, *, group: str = "count") -> Sparse:
+        """The tensor in another format, its axes taken in order. See `sparse`."""
+        return _make(self, parse_format(format), group)
+
+    def to_torch(self) -> Tensor:
+        """A torch sparse tensor: csr, csc, bsr or bsc where the format is one, else coo; differentiable."""
+        kind = _kind(self)
+        if kind == "coo":
+            coo = self if _is_coo(self) else self.to_format(_coo(self.ndim))
+            (part,) = coo.parts
+            coords = torch.stack([part.coords[axis].long() for axis in coo.format.axes])
+            # Two orders of axes sort differently, and torch's own is the logical one.
+            ordered = True if coo.format.axes == tuple(a for x in coo.format.levels for a in x.axes) else None
+            return torch.sparse_coo_tensor(coords, _values(coo, part), self.shape, is_coalesced=ordered)
+        pointers, coords, values = _compressed(self)
+        make = getattr(torch, f"sparse_{kind}_tensor")
+        return make(pointers.long(), coords.long(), values, self.shape)
+
+    def to_scipy(self) -> Any:
+        """A scipy sparse array of a matrix: csr, csc or bsr where the format is one, else coo."""
+        import scipy.sparse
+
+        if self.ndim != 2:
+            raise ShapeError(f"scipy's sparse arrays are matrices: expected 2 axes, found {self.ndim}")
+        if self.dtype in (torch.bfloat16, torch.float16):
+            raise DtypeError(f"scipy's sparse arrays hold float32, float64, integers and bools, found {self.dtype}")
+        kind = _kind(self)
+        if kind in ("csr", "csc", "bsr"):
+            pointers, coords, values = (x.detach().cpu().numpy() for x in _compressed(self))
+            return getattr(scipy.sparse, f"{kind}_array")((values, coords, pointers), shape=self.shape)
+        coo = self if _is_coo(self) else self.to_format(_coo(2))
+        (part,) = coo.parts
+        coords = tuple(part.coords[axis].cpu().numpy() for axis in coo.format.axes)
+        return scipy.sparse.coo_array((_values(coo, part).detach().cpu().numpy(), coords), shape=self.shape)
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        grouped = self.format.grouped
+        groups = f", groups of {', '.join(map(str, grouped.sizes))}" if grouped else ""
+        return (
+            f'Sparse("{self.format}", {shape}, nnz={self.nnz}, {self.nbytes} bytes, '
+            f"{self.padding:.1%} padding{groups}, {self.dtype})"
+        )
+
+
+def sparse(tensor: Any, format: str | Format = "COO", *, group: str = "count") -> Sparse:
+    """The tensor in a format.
+
+    Parameters
+    ----------
+    tensor: a dense torch tensor or numpy array, of which entries other than 0 are stored (NaN is); or a torch sparse
+        tensor, a scipy sparse array or a Sparse, of which all stored entries are, zeros too. COO duplicates are summed.
+    format: as text, a name or a Format; see pumice.language.formats. Its axes are the tensor's, in order.
+    group: how the size of a `G` that names none is chosen, a name of GROUP_SIZES. "count" makes gathers + scatters
+        least, "sqrt" takes the root of the mean row. Where rows cannot be split (ELL) it is the longest row.
+
+    Differentiable in the values. Where an extent is no multiple of its block the rest is padded with zeros. Of a
+    Sparse with blocks every entry of the blocks counts as stored; of one without any array of coordinates, nonzeros.
+
+    Raises ShapeError (axes, a row longer than a fixed group), CoordinateError (too many cells), OptionError (another
+    kind of tensor, an unknown strategy), StatementError (the text of the format).
+    """
+    return _make(tensor, parse_format(format), group)
+
+
+def _make(tensor: Any, format: Format, group: str) -> Sparse:
+    strategy(group)
+    if not _readable(tensor):
+        raise OptionError(f"sparse takes {_INPUTS}; found {_description(tensor)}")
+    shape = checked(tuple(tensor.shape), format)
+    entries = _read(tensor, shape)
+    resolved, parts = arrange(entries, format, group)
+    return Sparse(resolved, shape, parts, len(entries))
+
+
+def _readable(tensor: Any) -> bool:
+    if isinstance(tensor, Tensor):
+        return tensor.layout in (torch.strided, torch.sparse_coo, *_COMPRESSED) and not tensor.is_meta
+    return isinstance(tensor, (Sparse, np.ndarray)) or (hasattr(tensor, "tocoo") and hasattr(tensor, "shape"))
+
+
+def _description(tensor: Any) -> str:
+    kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
+    return f"{kind} of layout {tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else kind
+
+
+def _read(tensor: Any, shape: tuple[int, ...]) -> Entries:
+    if isinstance(tensor, Sparse):
+        return _of_sparse(tensor)
+    if isinstance(tensor, np.ndarray):
+        return _of_dense(_from_numpy(tensor))
+    if not isinstance(tensor, Tensor):
+        return _of_scipy(tensor, shape)
+    if tensor.layout == torch.strided:
+        return _of_dense(tensor)
+    if tensor.layout == torch.sparse_coo:
+        return _of_coo(tensor)
+    return _of_compressed(tensor)
+
+
+def _from_numpy(array: np.ndarray) -> Tensor:
+    try:
+        return torch.tensor(np.ascontiguousarray(array))
+    except TypeError as error:
+        raise DtypeError(f"torch has no dtype for numpy's {array.dtype}") from error
+
+
+def _of_dense(tensor: Tensor) -> Entries:
+    coords = tensor.detach().nonzero().unbind(1)
+    return Entries(coords, tensor[coords], tuple(tensor.shape))
+
+
+def _of_scipy(matrix: Any, shape: tuple[int, ...]) -> Entries:
+    coo = matrix.tocoo(copy=True)
+    coo.sum_duplicates()
+    found = coo.coords if hasattr(coo, "coords") else (coo.row, coo.col)
+    coords = tuple(torch.tensor(np.asarray(axis, dtype=np.int64)) for axis in found)
+    return Entries(coords, _from_numpy(coo.data), shape)
+
+
+def _of_coo(tensor: Tensor) -> Entries:
+    if tensor.dense_dim():
+        raise ShapeError(f"all axes of a torch sparse tensor are sparse; found {tensor.dense_dim()} dense ones")
+    tensor = tensor.coalesce()
+    return Entries(tensor.indices().unbind(0), tensor.values(), tuple(tensor.shape))
+
+
+# Whether the rows are what is compressed.
+_COMPRESSED = {torch.sparse_csr: True, torch.sparse_bsr: True, torch.sparse_csc: False, torch.sparse_bsc: False}
+
+
+def _of_compressed(tensor: Tensor) -> Entries:
+    by_rows = _COMPRESSED[tensor.layout]
+    pointers = tensor.crow_indices() if by_rows else tensor.ccol_indices()
+    minor = tensor.col_indices() if by_rows else tensor.row_indices()
+    values = tensor.values()
+    blocked = tensor.layout in (torch.sparse_bsr, torch.sparse_bsc)
+    if pointers.ndim != 1 or values.ndim != (3 if blocked else 1):
+        raise ShapeError(
+            f"a {tensor.layout} tensor has 2 axes, neither batched nor dense; found shape {list(tensor.shape)}"
+        )
+    major = torch.arange(len(pointers) - 1, device=values.device)
+    major = torch.repeat_interleave(major, pointers.diff(), output_size=len(minor))
+    outer = (major, minor.long()) if by_rows else (minor.long(), major)
+    if not blocked:
+        return Entries(outer, values, tuple(tensor.shape))
+    rows, columns = (torch.arange(n, device=values.device) for n in values.shape[1:])
+    inner = (rows[:, None], columns[None, :])
+    coords = (
+        (o[:, None, None] * n + i).expand(values.shape).reshape(-1)
+        for o, n, i in zip(outer, values.shape[1:], inner, strict=True)
+    )
+    return Entries(tuple(coords), values.reshape(-1), tuple(tensor.shape))
+
+
+def _of_sparse(x: Sparse) -> Entries:
+    lists: list[list[Tensor]] = []
+    inside: list[Tensor] = []
+    padded = False
+    for part in x.parts:
+        extents = _extents(x, part)
+        coords, kept = _coordinates(x, part)
+        if x.layout.position is None and x.layout.group is None:  # a dense tensor in disguise
+            nonzero = _values(x, part).detach() != 0
+            kept = nonzero if kept is None else kept & nonzero
+        lists.append([c.expand(extents).reshape(-1) for c in coords])
+        padded |= kept is not None
+        kept = torch.ones((), dtype=torch.bool, device=x.device) if kept is None else kept
+        inside.append(kept.expand(extents).reshape(-1))
+    coords = tuple(torch.cat(axis) for axis in zip(*lists, strict=True))
+    pattern = all(part.values is None for part in x.parts)
+    values = None if pattern else torch.cat([_values(x, part).reshape(-1) for part in x.parts])
+    if padded:
+        (real,) = torch.cat(inside).nonzero(as_tuple=True)
+        coords = tuple(axis[real] for axis in coords)
+        values = None if values is None else values.index_select(0, real)
+    return Entries(coords, values, x.shape)
+
+
+def _extents(x: Sparse, part: Part) -> tuple[int, ...]:
+    """The shape of the part's array of values."""
+    found: dict[str, int] = {}
+    for c, n in zip(x.layout.coordinates, x.shape, strict=True):
+        if c.array is not None:
+            found.update(zip(c.array, part.coords[c.axis].shape, strict=True))
+        elif c.position is not None:
+            found[c.position] = -(-n // c.block)
+        if c.inner is not None:
+            found[c.inner] = c.block
+    return tuple(found[symbol] for symbol in x.layout.values)
+
+
+def _values(x: Sparse, part: Part) -> Tensor:
+    """The part's values; ones for a pattern."""
+    if part.values is not None:
+        return part.values
+    return torch.ones(_extents(x, part), dtype=torch.bool, device=x.device)
+
+
+def _coordinates(x: Sparse, part: Part) -> tuple[list[Tensor], Tensor | None]:
+    """int64 coordinates of every place for a value, one tensor per axis, and which places are no padding.
+
+    They broadcast to the shape of the values. None: there is no padding.
+    """
+    coords, inside = [], None
+    for c, extent in zip(x.layout.coordinates, x.shape, strict=True):
+        outer = _outer(x, part, c, extent)
+        tests = [outer >= 0] if c.array is not None and x.layout.group in c.array else []
+        if c.inner is not None:
+            outer = outer * c.block + _spread(x.layout, torch.arange(c.block, device=x.device), (c.inner,))
+        tests += [outer < extent] if extent % c.block else []
+        for test in tests:
+            inside = test if inside is None else inside & test
+        coords.append(outer)
+    return coords, inside
+
+
+def _outer(x: Sparse, part: Part, c: Coordinate, extent: int) -> Tensor:
+    if c.array is not None:
+        return _spread(x.layout, part.coords[c.axis].long(), c.array)
+    assert c.position is not None
+    return _spread(x.layout, torch.arange(-(-extent // c.block), device=x.device), (c.position,))
+
+
+def _spread(layout: Layout, array: Tensor, symbols: tuple[str, ...]) -> Tensor:
+    """The array with a dimension for every symbol of the values, of extent 1 where it has none."""
+    sizes = dict(zip(symbols, array.shape, strict=True))
+    return array.reshape([sizes.get(symbol, 1) for symbol in layout.values])
+
+
+def _places(x: Sparse, part: Part) -> tuple[Tensor, Tensor | None]:
+    """The row-major number in the dense tensor of every place for a value, and which places are no padding."""
+    coords, inside = _coordinates(x, part)
+    where = torch.zeros((), dtype=torch.int64, device=x.device)
+    for c, n in zip(coords, x.shape, strict=True):
+        where = where * n + c
+    return where.expand(_extents(x, part)), inside
+
+
+def _segments(x: Sparse, part: Part) -> Tensor:
+    if x.layout.position is None:
+        raise CoordinateError(f"format {str(x.format)!r} has no compressed level, and so no segments")
+    axis = x.format.flattened[0].axes[0]
+    extent = -(-x.shape[x.format.axes.index(axis)] // x.format.block(axis))
+    coordinates = torch.arange(extent + 1, dtype=torch.int32, device=x.device)
+    return torch.searchsorted(part.coords[axis], coordinates, out_int32=True)
+
+
+def _index_bytes(x: Sparse) -> int:
+    """Bytes of all coordinates and pointers that the format needs, int32."""
+    grouped = x.format.grouped.axes if x.format.grouped else ()
+    words = sum(part.coords[axis].numel() for part in x.parts for axis in grouped)
+    return 4 * (words + sum(_level_words(x, part) for part in x.parts))
+
+
+def _level_words(x: Sparse, part: Part) -> int:
+    """Coordinates and pointers of the flattened levels: a node of C has a coordinate per axis, its parent a pointer."""
+    words, parents = 0, 1
+    axes: list[str] = []
+    levels = x.format.flattened
+    for place, level in enumerate(levels):
+        axes += level.axes
+        if level.kind == "U":
+            axis = level.axes[0]
+            parents *= -(-x.shape[x.format.axes.index(axis)] // x.format.block(axis))
+            continue
+        last = place == len(levels) - 1
+        nodes = part.coords[axes[0]].shape[0] if last else _distinct([part.coords[axis] for axis in axes])
+        words += nodes * len(level.axes) + (parents + 1 if place else 0)
+        parents = nodes
+    return words
+
+
+def _distinct(coords: list[Tensor]) -> int:
+    """How many distinct tuples there are in sorted lists."""
+    stacked = torch.stack(coords)
+    return int((stacked[:, 1:] != stacked[:, :-1]).any(0).sum()) + bool(stacked.shape[1])
+
+
+def _is_coo(x: Sparse) -> bool:
+    """Whether each value has its own coordinates, as torch's and scipy's coo have."""
+    return x.layout.values == (x.layout.position,)
+
+
+def _coo(ndim: int) -> str:
+    axes = " ".join(f"a{axis}" for axis in range(ndim))
+    return f"({axes}):C"
+
+
+def _kind(x: Sparse) -> str:
+    """The kind of torch sparse tensor whose arrays these are, "coo" where there is none."""
+    levels = x.format.levels
+    if x.ndim != 2 or [level.kind for level in levels[:2]] != ["U", "C"]:
+        return "coo"
+    by_rows = levels[0].axes[0] == x.format.axes[0]
+    if len(levels) == 2:
+        return "csr" if by_rows else "csc"
+    # Blocks lie row by row in both, and fill their matrix.
+    blocked = [level.axes[0] for level in levels[2:]] == list(x.format.axes)
+    if blocked and all(n % x.format.block(axis) == 0 for n, axis in zip(x.shape, x.format.axes, strict=True)):
+        return "bsr" if by_rows else "bsc"
+    return "coo"
+
+
+def _compressed(x: Sparse) -> tuple[Tensor, Tensor, Tensor]:
+    """Pointers, coordinates and values of a format that is a kind of torch's."""
+    (part,) = x.parts
+    return x.segments(part), part.coords[x.format.levels[1].axes[0]], _values(x, part)
