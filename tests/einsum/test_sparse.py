@@ -133,6 +133,15 @@ def test_buckets_by_hand():
     assert found.segments(single).tolist() == [0, 0, 0, 1, 3] and found.segments(four).tolist() == [0, 1, 1, 1, 1]
 
 
+def test_ties_take_less_padding():
+    # A row of 3 costs 6 in groups of 1 and of 2.
+    ones, twos = sparse(torch.ones(1, 3), "m:C k:G1,2").parts
+    assert ones.coords["k"].shape == (3, 1) and twos.coords["k"].shape == (0, 2)
+    # Groups of 4 would cost 5, and are longer than any row.
+    assert str(sparse(torch.ones(2, 3), "GroupCOO").format) == "m:C k:G1"
+    assert buckets([3, 3]) == (1,)
+
+
 def test_ell_by_hand():
     found = sparse(MATRIX, "ELL")
     assert str(found.format) == "m:U k:G3"
@@ -207,11 +216,15 @@ def test_storages_are_kept():
 
 
 def test_to():
-    found = sparse(MATRIX, "m:C k:G2").to(dtype=torch.float64)
+    groups = sparse(MATRIX, "m:C k:G2")
+    kept = groups.segments(groups.parts[0])
+    found = groups.to(dtype=torch.float64)
+    assert found.segments(found.parts[0]) is kept
     assert found.dtype == torch.float64 and found.to_dense().equal(MATRIX.double())
     assert found.to("cpu").device == torch.device("cpu")
     on_meta = found.to("meta")
     assert on_meta.device.type == "meta" and all(a.is_meta for a in on_meta.parts[0].coords.values())
+    assert on_meta.segments(on_meta.parts[0]).is_meta
 
 
 def test_patterns():
@@ -279,7 +292,11 @@ def test_torch_outputs(text, layout):
     assert found.layout == layout and found.to_dense().equal(x)
     if layout not in (torch.sparse_coo, torch.sparse_bsr, torch.sparse_bsc):
         assert found.values().equal(x.to_sparse(layout=layout).values())
-    assert sparse(found, "CSR").nnz >= sparse(x).nnz
+    assert sparse(found, "CSR").to_dense().equal(x)
+    if layout == torch.sparse_coo:
+        assert found.is_coalesced() == (text != "[m,k] (k m):C")
+        order = torch.argsort(found.indices()[0] * 9 + found.indices()[1]) if found.is_coalesced() else None
+        assert order is None or order.equal(torch.arange(len(order)))
 
 
 class Triplets:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 FACTS = ("sorted", "distinct")
 """What may be declared of an index array."""
@@ -244,8 +245,8 @@ def arrays_of(*nodes: Node) -> tuple[Access, ...]:
     return tuple(found)
 
 
-def substitute(node, indices: dict[str, Affine]):  # noqa: ANN001, ANN201 (the kind of node that comes in goes out)
-    """The node with index variables replaced by expressions."""
+def substitute(node: Any, indices: dict[str, Affine]) -> Any:
+    """The node, of its own kind, with index variables replaced by expressions."""
     match node:
         case Statement():
             return replace(

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from pumice.errors import OptionError, ShapeError
 from pumice.language.derive import fresh, names_of
-from pumice.language.formats import Coordinate, Layout
+from pumice.language.formats import Coordinate, Format, layout
 from pumice.language.nodes import (
     Access,
     Affine,
@@ -32,25 +33,62 @@ from pumice.language.nodes import (
     substitute,
 )
 
+VALUES = "values"
+"""The local name of the array that holds the values."""
+
 
 @dataclass(frozen=True)
 class Stored:
-    """How a sparse operand is held: the layout of its parts (buckets), how many, and whether they have values.
+    """A form in which a sparse operand is held, in names of its own.
 
-    A part without values holds 1 wherever it stores an entry.
+    coordinates: for each axis the expression that gives its coordinate, over positions and index arrays; None where
+        the axis is dense: its index itself is a position.
+    values: the positions that index the array of values, in storage order.
+    dense: the positions that are the index of a dense axis itself, with the number of that axis.
+    facts: what holds of the index arrays ("sorted", "distinct"), by local name.
+    parts: how many buckets; each has its own arrays.
+    ones: whether there is no array of values, every stored entry being 1.
     """
 
-    layout: Layout
+    coordinates: tuple[Affine | None, ...]
+    values: tuple[str, ...] = ()
+    dense: tuple[tuple[str, int], ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
     parts: int = 1
-    values: bool = True
+    ones: bool = False
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The local names of the index arrays."""
+        found = (array.name for c in self.coordinates if c is not None for array in arrays_of(c))
+        return tuple(dict.fromkeys(found))
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(format: Format, parts: int = 1, ones: bool = False) -> Stored:
+        """The form of a format: arrays are named after their axes."""
+        shape = layout(format)
+        plain = enumerate(shape.coordinates)
+        dense = tuple((c.position or "", n) for n, c in plain if c.array is None and c.inner is None)
+        first = format.flattened[0] if format.flattened else None
+        facts = ((first.axes[0], "sorted"),) if first else ()
+        return Stored(tuple(map(_expression, shape.coordinates)), shape.values, dense, facts, parts, ones)
+
+
+def _expression(c: Coordinate) -> Affine | None:
+    """block * (array[positions] or position) + inner."""
+    if c.array is None and c.inner is None:
+        return None
+    outer = Index(c.position or "") if c.array is None else Access(c.axis, tuple(index(symbol) for symbol in c.array))
+    return affine([(c.block, outer), *([(1, Index(c.inner))] if c.inner else [])])
 
 
 class Array(NamedTuple):
-    """An array of a sparse operand: the coordinates of `axis` (None: the values) of part `part` of `operand`."""
+    """The array `local` (VALUES: the values) of part `part` of the sparse operand `operand`."""
 
     operand: str
     part: int
-    axis: str | None
+    local: str
 
 
 @dataclass(frozen=True)
@@ -137,14 +175,22 @@ def _rewritten(statement: Statement, stored: Mapping[str, Stored]) -> tuple[list
     steps: list[Statement] = []
     arrays: dict[str, Array] = {}
     for step in single_terms(statement):
-        sparse = [f for t in step.terms for f in t.factors if isinstance(f, Access) and f.name in stored]
-        parts = [range(stored[access.name].parts) for access in sparse]
-        for choice in _choices(parts):
+        places = [
+            (place, stored[factor.name])
+            for place, factor in _factors(step)
+            if isinstance(factor, Access) and factor.name in stored
+        ]
+        for choice in _choices([range(how.parts) for _, how in places]):
             new = step
-            for part, access in zip(choice, sparse, strict=True):
-                new = _replaced(new, access, _Naming(part, stored[access.name], arrays, statement))
+            # The last place first: what is put there or taken away moves none before it.
+            for part, (place, how) in reversed(list(zip(choice, places, strict=True))):
+                new = _replaced(new, place, _Naming(part, how, arrays, statement))
             steps.append(new)
     return steps, arrays
+
+
+def _factors(step: Statement) -> list[tuple[tuple[int, int], Factor]]:
+    return [((t, f), factor) for t, term in enumerate(step.terms) for f, factor in enumerate(term.factors)]
 
 
 def _choices(parts: Sequence[range]) -> list[tuple[int, ...]]:
@@ -163,71 +209,73 @@ class _Naming:
     arrays: dict[str, Array]
     statement: Statement
 
-    def array(self, operand: str, axis: str | None) -> str:
-        wanted = Array(operand, self.part, axis)
+    def array(self, operand: str, local: str) -> str:
+        wanted = Array(operand, self.part, local)
         for name, known in self.arrays.items():
             if known == wanted:
                 return name
         suffix = f"_{self.part}" if self.stored.parts > 1 else ""
-        taken = (*names_of(self.statement), *self.arrays)
-        name = fresh(f"{operand}_{axis or 'values'}{suffix}", taken)
+        name = fresh(f"{operand}_{local}{suffix}", (*names_of(self.statement), *self.arrays))
         self.arrays[name] = wanted
         return name
 
+    def renamed(self, operand: str, expression: Affine, positions: Mapping[str, Affine]) -> Affine:
+        """An expression in local names in those of the statement."""
+        terms: list[tuple[int, Index | Access]] = []
+        for coefficient, atom in expression.terms:
+            if isinstance(atom, Index):
+                terms += [(coefficient * c, a) for c, a in positions[atom.name].terms]
+            else:
+                inner = tuple(self.renamed(operand, e, positions) for e in atom.indices)
+                terms.append((coefficient, Access(self.array(operand, atom.name), inner)))
+        return affine(terms, expression.constant)
 
-def _replaced(step: Statement, access: Access, naming: _Naming) -> Statement:
-    """The step with one access to a sparse operand replaced by accesses to its arrays."""
-    layout = naming.stored.layout
-    if len(access.indices) != len(layout.coordinates):
-        raise ShapeError(
-            f"{access} has {len(access.indices)} indices, its format has {len(layout.coordinates)} axes "
-            f"({', '.join(c.axis for c in layout.coordinates)})"
-        )
-    taken = [*names_of(step), *naming.arrays]
-    positions: dict[str, Affine] = {}
-    for symbol in layout.values:
-        positions[symbol] = index(fresh(f"{symbol}_{access.name}" if len(symbol) == 1 else symbol, taken))
-        taken.append(str(positions[symbol]))
-    # A dense level keeps the expression that the statement wrote for it.
-    for coordinate, expression in zip(layout.coordinates, access.indices, strict=True):
-        if coordinate.array is None and coordinate.inner is None:
-            positions[coordinate.position or ""] = expression
-    place = _place(step, access)
+
+def _replaced(step: Statement, place: tuple[int, int], naming: _Naming) -> Statement:
+    """The step with the access to a sparse operand at `place` replaced by accesses to its arrays."""
+    stored, access = naming.stored, step.terms[place[0]].factors[place[1]]
+    assert isinstance(access, Access)
+    if len(access.indices) != len(stored.coordinates):
+        raise ShapeError(f"{access} has {len(access.indices)} indices, its format has {len(stored.coordinates)} axes")
+    positions = _positions(step, access, naming)
     new = _without(step, place)
-    pending = [
-        (coordinate, number)
-        for number, coordinate in enumerate(layout.coordinates)
-        if coordinate.array is not None or coordinate.inner is not None
-    ]
     expressions = list(access.indices)
-    for coordinate, number in pending:
-        value = _coordinate(coordinate, access.name, positions, naming)
-        name, solution = _solve(new, access.name, expressions[number], value, expressions, number)
+    for number, coordinate in enumerate(stored.coordinates):
+        if coordinate is None:
+            continue
+        value = naming.renamed(access.name, coordinate, positions)
+        name, solution = _solve(new, access.name, expressions, number, value)
         new = substitute(new, {name: solution})
         expressions = [substitute(e, {name: solution}) for e in expressions]
         positions = {symbol: substitute(e, {name: solution}) for symbol, e in positions.items()}
-    if naming.stored.values:
-        values = Access(naming.array(access.name, None), tuple(positions[s] for s in layout.values))
-        new = _with(new, place, values)
-    _check_used(new, access, naming, layout)
-    return new
+    if not stored.ones:
+        at = tuple(positions[symbol] for symbol in stored.values)
+        new = _with(new, place, Access(naming.array(access.name, VALUES), at))
+    _check_used(new, access, naming)
+    facts = tuple((naming.array(access.name, local), fact) for local, fact in stored.facts)
+    used = {a.name for a in arrays_of(new)}
+    return replace(new, facts=(*new.facts, *(f for f in facts if f[0] in used and f not in new.facts)))
 
 
-def _coordinate(c: Coordinate, operand: str, positions: Mapping[str, Affine], naming: _Naming) -> Affine:
-    """block * (array[positions] or position) + inner."""
-    if c.array is None:
-        outer = positions[c.position or ""].terms
-    else:
-        at = tuple(positions[symbol] for symbol in c.array)
-        outer = ((1, Access(naming.array(operand, c.axis), at)),)
-    inner = positions[c.inner].terms if c.inner else ()
-    return affine([*((c_ * c.block, atom) for c_, atom in outer), *inner])
+def _positions(step: Statement, access: Access, naming: _Naming) -> dict[str, Affine]:
+    """The positions of the form as indices that the statement does not have yet."""
+    taken = [*names_of(step), *naming.arrays]
+    positions = {symbol: access.indices[number] for symbol, number in naming.stored.dense}
+    inside = indices_of(*(c for c in naming.stored.coordinates if c is not None))
+    for symbol in dict.fromkeys((*naming.stored.values, *inside)):
+        if symbol in positions:
+            continue
+        name = fresh(symbol, taken)
+        positions[symbol] = index(name)
+        taken.append(name)
+    return positions
 
 
 def _solve(
-    step: Statement, operand: str, expression: Affine, value: Affine, expressions: Sequence[Affine], number: int
+    step: Statement, operand: str, expressions: Sequence[Affine], number: int, value: Affine
 ) -> tuple[str, Affine]:
-    """An index and what it equals where `expression` equals the stored coordinate `value`."""
+    """An index and what it equals where the expression of that number equals the stored coordinate `value`."""
+    expression = expressions[number]
     if expression.bare and step.declared(expression.bare) is None:
         return expression.bare, value
     implied = {e.bare for access in accesses_of(step) for e in access.indices} | {
@@ -247,23 +295,14 @@ def _solve(
     raise _Unsolvable(operand, f"`{expression}` cannot be solved for an index that is free there")
 
 
-def _check_used(step: Statement, access: Access, naming: _Naming, layout: Layout) -> None:
+def _check_used(step: Statement, access: Access, naming: _Naming) -> None:
     """A position that is padding must be seen as such: by its value 0, or by its negative coordinate."""
-    used = {array.name for array in arrays_of(step)}
-    needed = [c.axis for c in layout.coordinates if c.array is not None]
-    if naming.stored.values and step.reduction == "sum":
+    if not naming.stored.ones and step.reduction == "sum":
         return
-    missing = [axis for axis in needed if naming.array(access.name, axis) not in used]
+    used = {array.name for array in arrays_of(step)}
+    missing = [local for local in naming.stored.arrays if naming.array(access.name, local) not in used]
     if missing:
-        raise _Unsolvable(access.name, f"its axis {missing[0]} meets nothing else in the statement")
-
-
-def _place(step: Statement, access: Access) -> tuple[int, int]:
-    for t, term in enumerate(step.terms):
-        for f, factor in enumerate(term.factors):
-            if factor == access:
-                return t, f
-    raise AssertionError(f"{access} is not a factor of {step}")
+        raise _Unsolvable(access.name, f"its coordinate {missing[0]} meets nothing else in the statement")
 
 
 def _without(step: Statement, place: tuple[int, int]) -> Statement:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pumice.lower.remember import per_tensor
+
 
 @dataclass(frozen=True, eq=False)
 class Segments:
@@ -21,6 +23,7 @@ class Segments:
     mean: float
 
 
+@per_tensor
 def segments(array: Tensor, count: int, split: bool = False) -> tuple[Segments, ...]:
     """The segments of a sorted array for the values 0 to count - 1, empty ones too.
 

@@ -208,7 +208,7 @@ class _Plan:
         keyed = (*parents, *grouped)
         if keyed:
             key = _ravel([outer[a] for a in keyed], [extents[a] for a in keyed])
-            key, order = torch.sort(key, stable=True)
+            key, order = torch.sort(key)
             coords = {axis: c[order] for axis, c in coords.items()}
             outer = {axis: c[order] for axis, c in outer.items()}
             values = None if entries.values is None else entries.values.index_select(0, order)
@@ -278,7 +278,7 @@ class _Plan:
             return grouped.sizes, _bucket_groups(lengths, grouped.sizes).tolist()
         # No row is longer than its axes, nor than all entries; 4 is there because `sqrt` weighs 2 against 4.
         bound = min(math.prod(self.extents[axis] for axis in grouped.axes), len(self.entries))
-        powers = _powers(max(4, 2 * bound))
+        powers = _powers(max(4, bound))
         numbers = [new_row.sum(), lengths.sum(), _longest(lengths - 1), *(_groups(lengths, g).sum() for g in powers)]
         rows, cells, longest, *groups = torch.stack(numbers).tolist()
         found = Rows(rows, cells, longest, dict(zip(powers, groups, strict=True)))

@@ -1,0 +1,288 @@
+"""The reference of the einsum language: every point of the index space, in plain torch.
+
+All indices of a term and of the target form a grid. Every access is read over the whole grid, at positions that are 0
+wherever something is not there; such points are written to a slot behind the target, which is cut off. Slow, large,
+and differentiable: what the kernels compute, and their gradients, are checked against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.language.bind import Bound
+from pumice.language.nodes import (
+    Access,
+    Affine,
+    Equal,
+    Exists,
+    Factor,
+    Index,
+    Range,
+    Statement,
+    Term,
+    accesses_of,
+    indices_of,
+)
+
+POINTS = 1 << 22
+"""Points that are evaluated at once, unless one value of the longest index has more."""
+
+
+class Written(NamedTuple):
+    """A value for each point of a grid, and the entry of the flat target that it goes to."""
+
+    values: Tensor
+    entries: Tensor
+
+
+def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The result of any statement, in `dtype`; a new tensor, differentiable by autograd."""
+    statement = bound.statement
+    wide = working_dtype(statement, operands, dtype)
+    if statement.reduction == "sum":
+        parts = (part for term in statement.terms for part in _written(bound, operands, (term,), wide))
+        flat = _sums(_start(bound, operands, wide), parts)
+    elif statement.reduction == "mean":
+        flat = _means(_start(bound, operands, wide), _written(bound, operands, statement.terms, wide))
+    else:
+        flat = _extremes(bound, operands, wide)
+    return flat[:-1].reshape(bound.shape).to(dtype)
+
+
+def working_dtype(statement: Statement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> torch.dtype:
+    """What is computed in: the widest dtype of the values and of the result, float32 at least.
+
+    int64 where everything, the result too, is an integer.
+    """
+    names = value_names(statement)
+    kinds = [operands[name].dtype for name in names] + [dtype]
+    if all(not kind.is_floating_point for kind in kinds) and statement.reduction != "mean" and whole(statement.terms):
+        return torch.int64
+    return _widest(kinds)
+
+
+def equals(value: Tensor, other: Tensor) -> Tensor:
+    """Where a value is the other one, as near as the value's own dtype can hold that."""
+    return value == (other.to(value.dtype) if value.dtype.is_floating_point else other)
+
+
+def equal_dtype(factor: Equal, operands: Mapping[str, Tensor]) -> torch.dtype:
+    """What the second argument of `equal` is computed in: int64 for integers, so that large labels differ."""
+    kinds = [operands[access.name].dtype for access in (factor.access, *factors_of(factor.terms))]
+    if whole(factor.terms) and not any(kind.is_floating_point for kind in kinds):
+        return torch.int64
+    return _widest(kinds)
+
+
+def value_names(statement: Statement) -> tuple[str, ...]:
+    """The operands whose values take part: those of the right side, and the target where it is added to."""
+    old = (statement.target.name,) if statement.accumulate else ()
+    return tuple(dict.fromkeys((*(access.name for access in factors_of(statement.terms)), *old)))
+
+
+def read_names(statement: Statement) -> tuple[str, ...]:
+    """The operands that are read: on the right side, in the target's index arrays, and the target if added to."""
+    right = (access.name for access in accesses_of(*statement.terms, *statement.target.indices))
+    return tuple(dict.fromkeys((*right, *value_names(statement))))
+
+
+def factors_of(terms: Iterable[Term]) -> tuple[Access, ...]:
+    """The accesses among the factors."""
+    return tuple(f for term in terms for f in term.factors if isinstance(f, Access))
+
+
+def whole(terms: Iterable[Term]) -> bool:
+    """Whether all coefficients are integers."""
+    return all(float(term.coefficient).is_integer() for term in terms)
+
+
+def _widest(kinds: Iterable[torch.dtype]) -> torch.dtype:
+    widest = torch.float32
+    for kind in kinds:
+        widest = torch.promote_types(widest, kind)
+    return widest
+
+
+def _start(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, value: float = 0) -> Tensor:
+    """The flat target before anything is written, with a slot behind it for points that are not there."""
+    statement = bound.statement
+    if statement.accumulate:
+        old = operands[statement.target.name].to(dtype).flatten()
+        return torch.cat([old, old.new_zeros(1)])
+    size = math.prod(bound.shape) + 1
+    return torch.full((size,), value, dtype=dtype, device=_device(operands))
+
+
+def _sums(start: Tensor, parts: Iterable[Written]) -> Tensor:
+    for part in parts:
+        start = start.index_add(0, part.entries, part.values)
+    return start
+
+
+def _means(start: Tensor, parts: Iterable[Written]) -> Tensor:
+    count = torch.zeros_like(start)
+    for part in parts:
+        start = start.index_add(0, part.entries, part.values)
+        count = count.index_add(0, part.entries, torch.ones_like(part.values))
+    return start / count.clamp(min=1)
+
+
+def _extremes(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Largest or smallest values, 0 where there are none and the old target takes no part."""
+    statement = bound.statement
+    largest = statement.reduction == "max"
+    found = _start(bound, operands, dtype, worst(dtype, largest))
+    reached = torch.full_like(found, statement.accumulate, dtype=torch.bool)
+    parts: Iterable[Written] = _written(bound, operands, statement.terms, dtype)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in operands.values()):
+        parts = _joined(parts)  # so that a gradient is shared evenly by all that are equal, wherever they are
+    for part in parts:
+        found = found.scatter_reduce(0, part.entries, part.values, "amax" if largest else "amin")
+        reached = reached.index_fill(0, part.entries, True)
+    return torch.where(reached, found, 0)
+
+
+def worst(dtype: torch.dtype, largest: bool) -> float:
+    """What every value is larger (or smaller) than, or equal to."""
+    if dtype.is_floating_point:
+        return -math.inf if largest else math.inf
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+def _joined(parts: Iterable[Written]) -> list[Written]:
+    parts = list(parts)
+    if not parts:
+        return []
+    return [Written(torch.cat([p.values for p in parts]), torch.cat([p.entries for p in parts]))]
+
+
+def _written(
+    bound: Bound, operands: Mapping[str, Tensor], terms: Sequence[Term], dtype: torch.dtype
+) -> Iterator[Written]:
+    """What the terms together write, at all points of their indices and the target's, a part at a time."""
+    target = bound.statement.target
+    ranges = {name: bound.ranges[name] for name in indices_of(target, *terms)}
+    for part in _parts(ranges):
+        grid = _Grid(_points(part, _device(operands)), operands)
+        place = grid.place(target, bound.shape)
+        there = place.there & grid.there(terms)
+        values = torch.where(there, grid.sum(terms, there, dtype), 0)
+        entries = torch.zeros((), dtype=torch.int64, device=there.device)
+        for position, extent in zip(place.positions, bound.shape, strict=True):
+            entries = entries * extent + position
+        entries = torch.where(there, entries, math.prod(bound.shape))
+        shape = tuple(len(r) for r in part.values())
+        yield Written(values.expand(shape).flatten(), entries.expand(shape).flatten())
+
+
+def _parts(ranges: dict[str, Range]) -> Iterator[dict[str, Range]]:
+    """The index space cut along its longest index; nothing where it is empty."""
+    size = math.prod(len(r) for r in ranges.values())
+    if size <= POINTS:
+        if size:
+            yield ranges
+        return
+    longest = max(ranges, key=lambda name: len(ranges[name]))
+    whole_range = ranges[longest]
+    step = max(1, POINTS // (size // len(whole_range)))
+    for start in range(whole_range.start, whole_range.stop, step):
+        yield {**ranges, longest: Range(start, min(start + step, whole_range.stop))}
+
+
+def _points(ranges: Mapping[str, Range], device: torch.device) -> dict[str, Tensor]:
+    """The values of every index along its own axis of the grid."""
+    points = {}
+    for axis, (name, extent) in enumerate(ranges.items()):
+        shape = [1] * len(ranges)
+        shape[axis] = len(extent)
+        points[name] = torch.arange(extent.start, extent.stop, device=device).reshape(shape)
+    return points
+
+
+def _device(operands: Mapping[str, Tensor]) -> torch.device:
+    return next((t.device for t in operands.values()), torch.device("cpu"))
+
+
+class _Place(NamedTuple):
+    """Positions on each axis of an operand, 0 where they are not `there`."""
+
+    positions: tuple[Tensor, ...]
+    there: Tensor
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Values over a part of the index space; everything broadcasts to its shape."""
+
+    points: Mapping[str, Tensor]
+    operands: Mapping[str, Tensor]
+
+    def there(self, terms: Sequence[Term]) -> Tensor:
+        """Where everything that the terms read is there; `exists` is a question and asks for nothing."""
+        conditions = [condition for term in terms for factor in term.factors for condition in self._asked(factor)]
+        return self._all(conditions)
+
+    def sum(self, terms: Sequence[Term], there: Tensor, dtype: torch.dtype) -> Tensor:
+        total = torch.zeros((), dtype=dtype, device=there.device)
+        for term in terms:
+            value = torch.full((), term.coefficient, dtype=dtype, device=there.device)
+            for factor in term.factors:
+                value = value * self._factor(factor, there).to(dtype)
+            total = total + value
+        return total
+
+    def place(self, access: Access, shape: Sequence[int]) -> _Place:
+        """Where the access lies in an operand of this shape."""
+        found = [self._position(expression) for expression in access.indices]
+        inside = [(p >= 0) & (p < extent) for (p, _), extent in zip(found, shape, strict=True)]
+        there = self._all([*inside, *(t for _, t in found)])
+        return _Place(tuple(torch.where(there, p, 0) for p, _ in found), there)
+
+    def _asked(self, factor: Factor) -> list[Tensor]:
+        if isinstance(factor, Exists):
+            return []
+        access = factor if isinstance(factor, Access) else factor.access
+        own = self.place(access, self.operands[access.name].shape).there
+        return [own] if isinstance(factor, Access) else [own, self.there(factor.terms)]
+
+    def _factor(self, factor: Factor, there: Tensor) -> Tensor:
+        if isinstance(factor, Exists):
+            return self.place(factor.access, self.operands[factor.access.name].shape).there
+        if isinstance(factor, Access):
+            return self._read(factor, there)
+        value = self._read(factor.access, there)
+        return equals(value, self.sum(factor.terms, there, equal_dtype(factor, self.operands)))
+
+    def _read(self, access: Access, there: Tensor) -> Tensor:
+        """The values of the access; 0, and no gradient, where the point is not `there`."""
+        operand = self.operands[access.name]
+        if not operand.numel():
+            return torch.zeros((), dtype=operand.dtype, device=operand.device)
+        positions = self.place(access, operand.shape).positions
+        return torch.where(there, operand[positions] if positions else operand, 0)
+
+    def _position(self, expression: Affine) -> tuple[Tensor, Tensor]:
+        """The value of an index expression, and where its index arrays have one."""
+        total = torch.full((), expression.constant, dtype=torch.int64, device=_device(self.operands))
+        conditions = []
+        for coefficient, atom in expression.terms:
+            if isinstance(atom, Index):
+                total = total + coefficient * self.points[atom.name]
+                continue
+            there = self.place(atom, self.operands[atom.name].shape).there
+            value = self._read(atom, there).long()
+            conditions += [there, value >= 0]
+            total = total + coefficient * value
+        return total, self._all(conditions)
+
+    def _all(self, conditions: Sequence[Tensor]) -> Tensor:
+        result = torch.ones((), dtype=torch.bool, device=_device(self.operands))
+        for condition in conditions:
+            result = result & condition
+        return result
