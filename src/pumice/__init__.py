@@ -1,4 +1,4 @@
-"""Pumice: computing on data that is mostly holes. Sparse convolution for PyTorch, on any machine."""
+"""Pumice: computing on data that is mostly holes. Sparse convolution and sparse einsums for PyTorch, on any machine."""
 
 import torch
 
@@ -6,13 +6,17 @@ from pumice import coords, errors, models, nn, ops
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map, same_geometry
 from pumice.coords.geometry import _rebuild
 from pumice.ops import (
+    Sparse,
     SparseTensor,
     cat,
     collate,
+    compile_einsum,
     devoxelize,
+    einsum,
     from_dense,
     interpolate,
     prepare,
+    sparse,
     to_dense,
     union,
     voxelize,
@@ -27,11 +31,14 @@ __all__ = [
     "Geometry",
     "KernelMap",
     "Relation",
+    "Sparse",
     "SparseTensor",
     "cat",
     "collate",
+    "compile_einsum",
     "coords",
     "devoxelize",
+    "einsum",
     "errors",
     "from_dense",
     "interpolate",
@@ -41,6 +48,7 @@ __all__ = [
     "ops",
     "prepare",
     "same_geometry",
+    "sparse",
     "to_dense",
     "union",
     "voxelize",

@@ -1,6 +1,7 @@
 """Who meets whom: integers in, integers out."""
 
 from pumice.coords.build import kernel_map
+from pumice.coords.compact import Compacted, Grouped
 from pumice.coords.geometry import Frame, Geometry, Site, same_geometry
 from pumice.coords.kernel_map import KernelMap, Pairs
 from pumice.coords.keys import Bounds, KeySpace, morton_argsort, morton_unique
@@ -11,8 +12,10 @@ __all__ = [
     "POLICIES",
     "ROUNDINGS",
     "Bounds",
+    "Compacted",
     "Frame",
     "Geometry",
+    "Grouped",
     "KernelMap",
     "KeySpace",
     "Pairs",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pumice.coords.compact import Compacted, Grouped, compacted, grouped
 from pumice.coords.relation import Relation
 from pumice.errors import ShapeError
 
@@ -71,6 +72,18 @@ class KernelMap:
         """int64 [num_outputs]: how many inputs each output meets."""
         return self.storage("counts", lambda m: torch.bincount(m.pairs().outputs, minlength=m.num_outputs))
 
+    def taps(self) -> Tensor:
+        """int64 [P]: the tap of each pair, in the order of `pairs()`; the same for the transposed map."""
+        return self.storage("taps", _taps) if not self.flipped else self.transpose().taps()
+
+    def compacted(self, block: int) -> Compacted:
+        """Tiles of `block` outputs with the taps that occur in each; see Compacted."""
+        return self.storage(("compacted", block), lambda m: _compacted(m, block))
+
+    def grouped(self, group: int) -> Grouped:
+        """The pairs of each tap in groups of `group`; see Grouped."""
+        return self.storage(("grouped", group), lambda m: grouped(*m.pairs(), group))
+
     def has(self, name: Hashable) -> bool:
         """Whether storage `name` was made for this direction of the map."""
         return (name, self.flipped) in self._storages
@@ -114,15 +127,21 @@ def _taps(kernel_map: KernelMap) -> Tensor:
     return torch.repeat_interleave(taps, sizes, output_size=pairs.inputs.shape[0])
 
 
+def _compacted(kernel_map: KernelMap, block: int) -> Compacted:
+    inputs, outputs, _ = kernel_map.pairs()
+    shape = (kernel_map.num_outputs, kernel_map.volume)
+    return compacted(inputs, outputs, kernel_map.taps(), shape, block)
+
+
 def _rows(kernel_map: KernelMap) -> Tensor:
     pairs = kernel_map.pairs()
     rows = pairs.inputs.new_full((kernel_map.num_outputs, kernel_map.volume), -1)
-    rows[pairs.outputs, _taps(kernel_map)] = pairs.inputs
+    rows[pairs.outputs, kernel_map.taps()] = pairs.inputs
     return rows
 
 
 def _masks(kernel_map: KernelMap) -> Tensor:
-    pairs, taps = kernel_map.pairs(), _taps(kernel_map)
+    pairs, taps = kernel_map.pairs(), kernel_map.taps()
     words = -(-kernel_map.volume // 62)
     masks = pairs.inputs.new_zeros(kernel_map.num_outputs * words)
     # Each (output, tap) occurs once, so that adding bits is setting them.

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 FACTS = ("sorted", "distinct")
@@ -161,6 +162,14 @@ class Statement:
     shapes: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
     text: str = field(default="", compare=False, repr=False)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Statements are the keys of many caches.
+        return hash(str(self))
 
     @property
     def operator(self) -> str:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pumice.coords import KernelMap, Pairs
+from pumice.coords import Pairs
 from pumice.lower import reference
 from pumice.schedule.cpu import CpuSchedule
 
@@ -40,18 +40,12 @@ class Chunk(NamedTuple):
     starts: Tensor
 
 
-def tables(kernel_map: KernelMap, channels: tuple[int, int]) -> tuple[Tensor, ...]:
-    """A map as flat tensors, its pairs and its chunks: (inputs, outputs, sizes, gather, taps, slots, starts, layout).
+def chunks(pairs: Pairs, rows: int, inputs: int, schedule: CpuSchedule) -> tuple[Tensor, ...]:
+    """The chunks of pairs between that many inputs and output rows: (gather, taps, slots, starts, layout).
 
     layout int64 on the CPU: identity tap or -1, are tiles interleaved, then rows, tiles and pairs of each chunk.
-    `channels` (in, out) choose the schedule; the chunks depend on the map and the schedule only.
     """
-    pairs = kernel_map.pairs()
-    schedule = CpuSchedule.default(*channels, len(pairs.inputs))
-    key = ("cpu", schedule.engine, schedule.pairs, schedule.tile)
-    identity = _identity_tap(kernel_map)
-    chunked = kernel_map.storage(key, lambda m: _chunk(pairs, identity, m.num_outputs, schedule))
-    return (*pairs, *chunked)
+    return _chunk(pairs, _identity_tap(pairs, rows, inputs), rows, schedule)
 
 
 def forward(
@@ -194,18 +188,17 @@ def _engine(interleaved: bool, dtype: torch.dtype) -> Engine:
     return ENGINES[("grouped" if _onednn(dtype) else "strided") if interleaved else "batched"]
 
 
-def _identity_tap(kernel_map: KernelMap) -> int:
-    """The tap whose pairs are (0, 0), (1, 1), ...: the zero offset of a map that keeps the coordinates; else -1."""
-    relation, pairs = kernel_map.relation, kernel_map.pairs()
-    zero = (0,) * relation.dim
-    if relation.policy != "same" or zero not in relation.offsets:
+def _identity_tap(pairs: Pairs, rows: int, inputs: int) -> int:
+    """The tap whose pairs are (0, 0), (1, 1), ... up to the last row, or -1."""
+    if rows != inputs:
         return -1
-    tap = relation.offsets.index(zero)
-    start = int(pairs.sizes[:tap].sum())
-    here = slice(start, start + int(pairs.sizes[tap]))
-    # A map may have been made by hand: what the policy promises is looked at.
-    each = torch.arange(kernel_map.num_outputs)
-    return tap if torch.equal(pairs.inputs[here], each) and torch.equal(pairs.outputs[here], each) else -1
+    each, start = torch.arange(rows), 0
+    for tap, size in enumerate(pairs.sizes.tolist()):
+        here = slice(start, start + size)
+        if size == rows and torch.equal(pairs.inputs[here], each) and torch.equal(pairs.outputs[here], each):
+            return tap
+        start += size
+    return -1
 
 
 def _chunk(pairs: Pairs, identity: int, num_outputs: int, schedule: CpuSchedule) -> tuple[Tensor, ...]:

@@ -44,7 +44,7 @@ class Written(NamedTuple):
 def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The result of any statement, in `dtype`; a new tensor, differentiable by autograd."""
     statement = bound.statement
-    wide = working_dtype(statement, operands, dtype)
+    wide = working_dtype(statement, dtypes_of(operands), dtype)
     if statement.reduction == "sum":
         parts = (part for term in statement.terms for part in _written(bound, operands, (term,), wide))
         flat = _sums(_start(bound, operands, wide), parts)
@@ -55,13 +55,13 @@ def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Ten
     return flat[:-1].reshape(bound.shape).to(dtype)
 
 
-def working_dtype(statement: Statement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> torch.dtype:
+def working_dtype(statement: Statement, dtypes: Mapping[str, torch.dtype], dtype: torch.dtype) -> torch.dtype:
     """What is computed in: the widest dtype of the values and of the result, float32 at least.
 
     int64 where everything, the result too, is an integer.
     """
     names = value_names(statement)
-    kinds = [operands[name].dtype for name in names] + [dtype]
+    kinds = [dtypes[name] for name in names] + [dtype]
     if all(not kind.is_floating_point for kind in kinds) and statement.reduction != "mean" and whole(statement.terms):
         return torch.int64
     return _widest(kinds)
@@ -72,12 +72,16 @@ def equals(value: Tensor, other: Tensor) -> Tensor:
     return value == (other.to(value.dtype) if value.dtype.is_floating_point else other)
 
 
-def equal_dtype(factor: Equal, operands: Mapping[str, Tensor]) -> torch.dtype:
+def equal_dtype(factor: Equal, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
     """What the second argument of `equal` is computed in: int64 for integers, so that large labels differ."""
-    kinds = [operands[access.name].dtype for access in (factor.access, *factors_of(factor.terms))]
+    kinds = [dtypes[access.name] for access in (factor.access, *factors_of(factor.terms))]
     if whole(factor.terms) and not any(kind.is_floating_point for kind in kinds):
         return torch.int64
     return _widest(kinds)
+
+
+def dtypes_of(operands: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in operands.items()}
 
 
 def value_names(statement: Statement) -> tuple[str, ...]:
@@ -257,7 +261,7 @@ class _Grid:
         if isinstance(factor, Access):
             return self._read(factor, there)
         value = self._read(factor.access, there)
-        return equals(value, self.sum(factor.terms, there, equal_dtype(factor, self.operands)))
+        return equals(value, self.sum(factor.terms, there, equal_dtype(factor, dtypes_of(self.operands))))
 
     def _read(self, access: Access, there: Tensor) -> Tensor:
         """The values of the access; 0, and no gradient, where the point is not `there`."""

@@ -32,7 +32,7 @@ def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Co
             entry = (weakref.ref(tensor, lambda _: known.pop(key, None)), tensor._version, {})
             known[key] = entry
         results = entry[2]
-        asked = (args, tuple(sorted(kwargs.items())))
+        asked = tuple(map(_key, (*args, *sorted(kwargs.items()))))
         if asked not in results:
             if len(results) >= _MOST:
                 results.clear()
@@ -40,3 +40,8 @@ def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Co
         return results[asked]
 
     return remembered
+
+
+def _key(value: Any) -> Hashable:
+    """A tensor among the arguments counts with its writes."""
+    return (value, value._version) if isinstance(value, Tensor) else value

@@ -88,6 +88,16 @@ def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, tile: 
     return out.to(dtype)
 
 
+def source_of(bound: Bound, operands: Mapping[str, Tensor]) -> str:
+    """The source of the kernel for these operands; "" where none is made."""
+    if refusal(bound.statement, bound, operands):
+        return ""
+    form = roles(bound.statement, {name: len(r) for name, r in bound.ranges.items()})
+    dtype = next(t.dtype for t in operands.values() if t.dtype.is_floating_point)
+    signature = _signature(bound.statement, bound, operands, form, dtype, _smallest(form))
+    return emit(bound.statement, form, signature).text
+
+
 def prepare(bound: Bound, operands: Mapping[str, Tensor], out: Tensor, tile: Tile) -> Launch:
     """The kernel for these operands."""
     statement = bound.statement

@@ -1,22 +1,27 @@
 """Differentiable functions of sparse tensors."""
 
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
+from pumice.ops.einsum import compile_einsum, einsum
 from pumice.ops.points import devoxelize, interpolate, voxelize
 from pumice.ops.pool import avg_pool, global_avg_pool, global_max_pool, global_sum_pool, max_pool, sum_pool
 from pumice.ops.prepare import prepare
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
+from pumice.ops.sparse import Sparse, sparse
 from pumice.ops.tensor import SparseTensor
 
 __all__ = [
+    "Sparse",
     "SparseTensor",
     "avg_pool",
     "cat",
     "collate",
+    "compile_einsum",
     "conv",
     "conv_features",
     "conv_inverse",
     "conv_transpose",
     "devoxelize",
+    "einsum",
     "from_dense",
     "global_avg_pool",
     "global_max_pool",
@@ -25,6 +30,7 @@ __all__ = [
     "max_pool",
     "prepare",
     "prune",
+    "sparse",
     "split",
     "sum_pool",
     "to_dense",

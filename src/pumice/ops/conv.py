@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
-from pumice.lower import run
+from pumice.lower import maps
 from pumice.ops import register
 from pumice.ops.tensor import SparseTensor
 
@@ -145,17 +145,24 @@ def conv_inverse(
     return _apply(x, weight, bias, groups, found, outputs)
 
 
+CONV = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c]"
+GROUPED_CONV = "O[o,g,n] = map[o,k,i] * x[i,g,c] * w[g,n,k,c]"
+"""The one equation: a kernel map is a sparse operand, and its gradients are its derivatives."""
+
+
 def conv_features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1) -> Tensor:
     """The convolution of plain features: x [N_in, C_in], weight [C_out, K, C_in / groups] -> [rows, C_out].
 
     `found` is the kernel map, `rows` its number of outputs. Differentiable, any number of times, in x and weight.
     """
-    channels = (x.shape[1], weight.shape[0])
-    tables = run.tables(found, channels)
-    back = found.transpose()
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    tables_t = run.tables(back, (channels[1], channels[0])) if differentiable else tuple(back.pairs())
-    return register.conv(x, weight, tables, tables_t, rows, groups)
+    tokens, arrays = maps.passed(found, differentiable)
+    names = "|".join(("x", "w", *tokens))
+    if groups == 1:
+        return register.einsum([x, weight, *arrays], names, CONV, (rows, weight.shape[0]))
+    x, width = x.unflatten(1, (groups, -1)), weight.shape[0] // groups
+    weight = weight.unflatten(0, (groups, width))
+    return register.einsum([x, weight, *arrays], names, GROUPED_CONV, (rows, groups, width)).flatten(1)
 
 
 def _apply(

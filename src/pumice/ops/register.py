@@ -1,103 +1,151 @@
-"""The two operators the dispatcher knows, with their derivatives and their shapes.
+"""The operator that the dispatcher knows, its shapes and its derivatives.
 
-`conv` covers the forward operator and the input gradient (the same loop over the transposed map), `conv_weight` the
-weight gradient. Each one's derivative is made of the two again, so that derivatives of any order exist.
-
-A map travels as flat tensors (inputs, outputs, sizes, ...): compiled code sees nothing else of it.
+`pumice::einsum` carries out any statement of the language; its gradient is made of itself, so that derivatives of any
+order exist. Operands travel as a flat list of tensors, and `names` says what they are (pumice.lower.plan.read):
+compiled code sees nothing else of a sparse operand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pumice.lower import run
+from pumice.language.derive import count, declare, derivative, gradient_name, result_name
+from pumice.language.nodes import Statement, accesses_of, indices_of
+from pumice.language.rewrite import VALUES
+from pumice.lower import plan
 
 _LIBRARY = torch.library.Library("pumice", "DEF")
 _LIBRARY.define(
-    "conv(Tensor x, Tensor weight, Tensor[] map, Tensor[] map_t, SymInt rows, int groups) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_LIBRARY.define(
-    "conv_weight(Tensor x, Tensor grad, Tensor[] map, Tensor[] map_t, int groups) -> Tensor",
+    "einsum(Tensor[] operands, str names, str text, SymInt[]? shape, str lowering) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def conv(
-    x: Tensor, weight: Tensor, tables: Sequence[Tensor], tables_t: Sequence[Tensor], rows: int, groups: int
+def einsum(
+    operands: Sequence[Tensor], names: str, text: str, shape: Sequence[int] | None = None, lowering: str = ""
 ) -> Tensor:
-    """out[o, g, n] += x[i, g, c] * weight[g*N + n, k, c] over the meetings of the map; [rows, G*N]."""
-    return torch.ops.pumice.conv(x, weight, tables, tables_t, rows, groups)
+    """The result of the statement `text`; `shape` is the target's where the caller knows it."""
+    return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
 
 
-def _conv(x: Tensor, weight: Tensor, tables: list[Tensor], tables_t: list[Tensor], rows: int, groups: int) -> Tensor:
-    return run.forward(x, weight, tables, rows, groups)
+def _einsum(operands: list[Tensor], names: str, text: str, shape: list[int] | None, lowering: str) -> Tensor:
+    with _as_given(operands):
+        return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
 
 
-def _conv_fake(
-    x: Tensor, weight: Tensor, tables: list[Tensor], tables_t: list[Tensor], rows: int, groups: int
-) -> Tensor:
-    return x.new_empty(rows, weight.shape[0])
+def _einsum_fake(operands: list[Tensor], names: str, text: str, shape: list[int] | None, lowering: str) -> Tensor:
+    if shape is None:
+        shape = list(plan.sizes(text, names, [t.shape for t in operands], None).shape)
+    dtype = plan.result_dtype(operands, names, text)
+    # Features without values meet maps that have them.
+    like = next((t for t in operands if t.is_meta), operands[0])
+    return like.new_empty(shape, dtype=dtype)
 
 
-def _conv_weight(x: Tensor, grad: Tensor, tables: list[Tensor], tables_t: list[Tensor], groups: int) -> Tensor:
-    return run.weight_gradient(x, grad, tables, groups).contiguous()
+def _as_given(operands: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Lowerings choose their dtypes themselves: autocast was applied at the door and must not act again inside."""
+    kind = operands[0].device.type if operands else "cpu"
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _conv_weight_fake(x: Tensor, grad: Tensor, tables: list[Tensor], tables_t: list[Tensor], groups: int) -> Tensor:
-    return x.new_empty(grad.shape[1], tables[2].shape[0], x.shape[1] // groups)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    operands, ctx.names, ctx.text, _, ctx.lowering = inputs
+    ctx.extreme = plan.statement_of(ctx.text, ctx.names).reduction in ("max", "min")
+    ctx.save_for_backward(*operands, *([output] if ctx.extreme else []))
 
 
-def _save_conv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, tables, tables_t, _, groups = inputs
-    ctx.save_for_backward(x, weight, *tables, *tables_t)
-    ctx.counts, ctx.groups = (len(tables), len(tables_t)), groups
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    *operands, last = (*ctx.saved_tensors, None) if not ctx.extreme else ctx.saved_tensors
+    call = _Call(operands, ctx.names, ctx.text, ctx.lowering, grad.shape)
+    needed = ctx.needs_input_grad[0]
+    grads: list[Tensor | None] = [None] * len(operands)
+    if any(needed):
+        grad, grads = call.shared(grad, last, grads, needed)
+        for (name, form, part, local), place in call.given.places.items():
+            if needed[place] and grads[place] is None:
+                grads[place] = call.gradient((name, form, part, local), grad, last)
+    return grads, None, None, None, None
 
 
-def _save_conv_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, grad, tables, tables_t, groups = inputs
-    ctx.save_for_backward(x, grad, *tables, *tables_t)
-    ctx.counts, ctx.groups = (len(tables), len(tables_t)), groups
+class _Call:
+    """A call whose gradients are asked for."""
+
+    def __init__(self, operands: Sequence[Tensor], names: str, text: str, lowering: str, shape: Sequence[int]) -> None:
+        self.operands, self.names, self.text, self.lowering, self.shape = operands, names, text, lowering, shape
+        self.given = plan.read(names)
+        self.statement = plan.statement_of(text, names)
+        self.tokens = names.split(";")[0].split("|")
+
+    def shared(
+        self, grad: Tensor, result: Tensor | None, grads: list[Tensor | None], needed: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The gradient of each point that counts, and the gradient of the target's old values."""
+        statement, target = self.statement, self.given.places.get((self.statement.target.name, "", 0, ""))
+        if statement.reduction == "sum":
+            if statement.accumulate and target is not None and needed[target]:
+                grads[target] = grad
+            return grad, grads
+        points = self._run(count(statement), {result_name(statement): result}, self.shape)
+        old = self.operands[target] == result if statement.accumulate and target is not None else None
+        grad = grad / (points if old is None else points + old).clamp(min=1).to(grad.dtype)
+        if old is not None and target is not None and needed[target]:
+            grads[target] = torch.where(old, grad, 0)
+        return grad, grads
+
+    def gradient(self, place: tuple[str, str, int, str], grad: Tensor, result: Tensor | None) -> Tensor | None:
+        """The gradient of one tensor: of a dense operand, or of the values of a sparse one."""
+        name, form, _, local = place
+        operand = self.operands[self.given.places[place]]
+        extra = {gradient_name(self.statement): grad, result_name(self.statement): result}
+        if not form:
+            parts = [self._run(new, extra, operand.shape) for new in derivative(self.statement, name)]
+        elif local == VALUES:
+            parts = list(self._of_values(place, grad))
+        else:
+            return None
+        return sum(parts[1:], parts[0]).to(operand.dtype) if parts else None
+
+    def _of_values(self, place: tuple[str, str, int, str], grad: Tensor) -> Any:
+        """The gradients of the values of a sparse operand: those of the steps, in which they are an operand."""
+        forms = tuple((name, next(iter(held))) for name, held in self.given.forms.items())
+        done = plan.rewritten(self.text, self.names, forms)
+        tensors = plan.arrays(self.operands, self.names, self.text, plan.Option(forms, (), done.steps, 0.0))
+        for values, array in done.arrays.items():
+            if (array.operand, array.part, array.local) != (place[0], place[2], VALUES):
+                continue
+            for step in done.steps:
+                for new in derivative(step, values):
+                    known = {**tensors, gradient_name(step): grad}
+                    yield self._dense(new, known, tensors[values].shape)
+
+    def _dense(self, new: Statement, tensors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+        used = [name for name in dict.fromkeys(a.name for a in accesses_of(new)) if name in tensors]
+        return einsum([tensors[name] for name in used], "|".join(used), str(new), shape, self.lowering)
+
+    def _run(self, new: Statement, extra: Mapping[str, Tensor | None], shape: Sequence[int]) -> Tensor:
+        """A statement over the operands of the call and some more."""
+        used = {access.name for access in accesses_of(*new.terms, *new.target.indices)}
+        kept = [(t, x) for t, x in zip(self.tokens, self.operands, strict=True) if t.split("@")[0] in used]
+        kept += [(name, x) for name, x in extra.items() if name in used and x is not None]
+        return einsum(
+            [x for _, x in kept], "|".join(t for t, _ in kept), str(self._anchored(new)), shape, self.lowering
+        )
+
+    def _anchored(self, new: Statement) -> Statement:
+        """The statement with declared ranges for indices that no axis tells any more."""
+        bare = {e.bare for access in accesses_of(new) for e in access.indices}
+        if set(indices_of(new)) - {name for name, _ in new.ranges} <= bare:
+            return new
+        bound = plan.sizes(self.text, self.names, [x.shape for x in self.operands], self.shape)
+        return declare(new, bound.ranges)
 
 
-def _saved(ctx: Any) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-    first, second, *tables = ctx.saved_tensors
-    split = ctx.counts[0]
-    return first, second, tables[:split], tables[split:]
-
-
-def _conv_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    x, weight, tables, tables_t = _saved(ctx)
-    need_x, need_weight, *_ = ctx.needs_input_grad
-    dx = dweight = None
-    if need_x:
-        weight_t = run.transposed(weight, ctx.groups)
-        dx = conv(grad, weight_t, tables_t, tables, x.shape[0], ctx.groups)
-    if need_weight:
-        dweight = torch.ops.pumice.conv_weight(x, grad, tables, tables_t, ctx.groups)
-    return dx, dweight, [None] * len(tables), [None] * len(tables_t), None, None
-
-
-def _conv_weight_backward(ctx: Any, dweight: Tensor) -> tuple[Any, ...]:
-    x, grad, tables, tables_t = _saved(ctx)
-    need_x, need_grad, *_ = ctx.needs_input_grad
-    dx = dgrad = None
-    if need_x:
-        dx = conv(grad, run.transposed(dweight, ctx.groups), tables_t, tables, x.shape[0], ctx.groups)
-    if need_grad:
-        dgrad = conv(x, dweight, tables, tables_t, grad.shape[0], ctx.groups)
-    return dx, dgrad, [None] * len(tables), [None] * len(tables_t), None
-
-
-for _name, _impl, _fake, _backward, _save in (
-    ("conv", _conv, _conv_fake, _conv_backward, _save_conv),
-    ("conv_weight", _conv_weight, _conv_weight_fake, _conv_weight_backward, _save_conv_weight),
-):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _impl, _key)
-    torch.library.register_fake(f"pumice::{_name}", _fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"pumice::{_name}", _backward, setup_context=_save, lib=_LIBRARY)
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("einsum", _einsum, _key)
+torch.library.register_fake("pumice::einsum", _einsum_fake, lib=_LIBRARY)
+torch.library.register_autograd("pumice::einsum", _backward, setup_context=_save, lib=_LIBRARY)

@@ -1,0 +1,220 @@
+"""Gather, multiply by the matrix of a group, scatter: statements of that form on a CPU, with the engines of cpu.py.
+
+    T[S[p], g, n] += x[G[p], g, c] * w[K[p], g, c, n]           forward; the input gradient with S and G exchanged
+    T[K[p], g, c, n] += x[G[p], g, c] * y[S[p], g, n]           weight gradient                             K sorted
+
+in any order of the axes, g or not. A sparse convolution is one of them, and so is a relational graph convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pumice.coords import Pairs
+from pumice.language.bind import Bound
+from pumice.language.nodes import Access, Statement, arrays_of, indices_of
+from pumice.language.parse import parse
+from pumice.lower import cpu
+from pumice.lower.remember import per_tensor
+from pumice.schedule.cpu import CpuSchedule
+
+
+@dataclass(frozen=True)
+class Match:
+    """The parts of a statement of the form above: the factors in their order, the arrays, and the bare indices.
+
+    x is the factor gathered by G, other the weights (forward) or the factor gathered by S (weight gradient).
+    """
+
+    x: Access
+    other: Access
+    gather: str
+    scatter: str
+    taps: str
+    group: tuple[str, ...]
+    inner: tuple[str, ...]
+    outer: tuple[str, ...]
+    weights: bool
+
+
+def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+    """Why the statement is not computed this way, or None."""
+    if any(t.device.type != "cpu" for t in operands.values()):
+        return "the operands are not on a CPU"
+    match = matched(str(statement))
+    if isinstance(match, str):
+        return match
+    kinds = {operands[match.x.name].dtype, operands[match.other.name].dtype}
+    if len(kinds) > 1 or not kinds.pop().is_floating_point:
+        return "the factors are not of one floating dtype"
+    limits = ((match.gather, match.x), (match.scatter, match.other if match.weights is False else statement.target))
+    for name, access in (*limits, (match.taps, statement.target if not match.weights else match.other)):
+        shape = bound.shape if access == statement.target else operands[access.name].shape
+        if not _valid(operands[name], int(shape[_array_axis(access)])):
+            return f"{name} holds places that are not there"
+    return None
+
+
+def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The result of a statement that `refusal` has nothing against, in `dtype`; a new tensor."""
+    statement = bound.statement
+    match = matched(str(statement))
+    assert isinstance(match, Match)
+    axis = _array_axis(statement.target if not match.weights else match.other)
+    volume = int(bound.shape[axis] if not match.weights else operands[match.other.name].shape[axis])
+    pairs = Pairs(operands[match.gather], operands[match.scatter], _sizes(operands[match.taps], volume))
+    result = (_forward if match.weights else _gradient)(match, bound, operands, pairs).to(dtype)
+    if statement.accumulate:
+        result = operands[statement.target.name] + result
+    return result
+
+
+@lru_cache(maxsize=256)
+def matched(text: str) -> Match | str:
+    """The match of a statement, or why there is none."""
+    statement = parse(text)
+    if statement.reduction != "sum" or len(statement.terms) != 1 or statement.terms[0].coefficient != 1:
+        return "it is not a plain sum of one product"
+    factors = [f for f in statement.terms[0].factors if isinstance(f, Access)]
+    if len(factors) != 2 or len(statement.terms[0].factors) != 2:
+        return "it is not a product of two factors"
+    if statement.ranges:
+        return "a range is declared"
+    accesses = (statement.target, *factors)
+    arrays = [_array_of(access) for access in accesses]
+    if not all(isinstance(array, Access) for array in arrays):
+        return "target and factors are not each indexed by one index array and bare indices"
+    taps = {name for name, fact in statement.facts if fact == "sorted"}
+    names = [array.name for array in arrays if array is not None]
+    if len(set(arrays_of(*accesses))) != 3 or len(set(indices_of(*(a for a in arrays if a)))) != 1:
+        return "the index arrays do not share one position"
+    place = next((i for i, name in enumerate(names) if name in taps), None)
+    if place is None:
+        return "no index array is known to be sorted"
+    return _roles(accesses, names, place)
+
+
+def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> Match | str:
+    target, first, second = (_bare(access) for access in accesses)
+    if place == 0:
+        group = tuple(i for i in first if i in second and i in target)
+        inner = tuple(i for i in first if i in target and i not in second)
+        outer = tuple(i for i in second if i in target and i not in first)
+        whole = (
+            set(first) == {*group, *inner}
+            and set(second) == {*group, *outer}
+            and len(target) == len({*group, *inner, *outer})
+        )
+        match = Match(accesses[1], accesses[2], names[1], names[2], names[0], group, inner, outer, False)
+        return match if whole else "an index is reduced that is not the position"
+    weights, x = (1, 2) if place == 1 else (2, 1)
+    axes = _bare(accesses[x]), _bare(accesses[weights])
+    group = tuple(i for i in axes[0] if i in axes[1] and i in target)
+    inner = tuple(i for i in axes[0] if i in axes[1] and i not in target)
+    outer = tuple(i for i in axes[1] if i in target and i not in axes[0])
+    whole = (
+        set(axes[0]) == {*group, *inner}
+        and set(axes[1]) == {*group, *inner, *outer}
+        and set(target)
+        == {
+            *group,
+            *outer,
+        }
+    )
+    match = Match(accesses[x], accesses[weights], names[x], names[0], names[weights], group, inner, outer, True)
+    return match if whole else "an index is in one factor alone, or in both and the target"
+
+
+def _array_of(access: Access) -> Access | None:
+    """The one index array of an access whose other axes are bare and different indices."""
+    arrays = [e for e in access.indices if e.bare is None]
+    bare = _bare(access)
+    if len(arrays) != 1 or len(set(bare)) != len(bare):
+        return None
+    ((coefficient, atom), *rest) = arrays[0].terms or ((0, None),)
+    if rest or coefficient != 1 or arrays[0].constant or not isinstance(atom, Access):
+        return None
+    return atom if len(atom.indices) == 1 and atom.indices[0].bare and atom.indices[0].bare not in bare else None
+
+
+def _bare(access: Access) -> tuple[str, ...]:
+    return tuple(e.bare for e in access.indices if e.bare is not None)
+
+
+def _array_axis(access: Access) -> int:
+    return next(i for i, e in enumerate(access.indices) if e.bare is None)
+
+
+def _forward(match: Match, bound: Bound, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+    sizes = [_volume(names, bound) for names in (match.group, match.inner, match.outer)]
+    groups, c_in, c_out = sizes
+    x = _rows(operands[match.x.name], match.x, (*match.group, *match.inner))
+    order = (*match.group, *match.outer, "", *match.inner)
+    weight = _arranged(operands[match.other.name], match.other, order).reshape(groups * c_out, -1, c_in)
+    target = bound.statement.target
+    rows = int(bound.shape[_array_axis(target)])
+    prepared = _prepared(pairs, rows, len(x), (groups * c_in, groups * c_out))
+    flat = cpu.forward(x, weight, prepared, rows, groups)
+    return _restored(flat, target, ("", *match.group, *match.outer), bound)
+
+
+def _gradient(match: Match, bound: Bound, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+    groups = _volume(match.group, bound)
+    x = _rows(operands[match.x.name], match.x, (*match.group, *match.inner))
+    y = _rows(operands[match.other.name], match.other, (*match.group, *match.outer))
+    prepared = _prepared(pairs, len(y), len(x), (x.shape[1], y.shape[1]))
+    flat = cpu.weight_gradient(x, y, prepared, groups)  # [G*N, K, C]
+    return _restored(flat, bound.statement.target, (*match.group, *match.outer, "", *match.inner), bound)
+
+
+def _rows(tensor: Tensor, access: Access, names: Sequence[str]) -> Tensor:
+    """The tensor as [rows, everything else in this order]."""
+    return _arranged(tensor, access, ("", *names)).reshape(tensor.shape[_array_axis(access)], -1)
+
+
+def _arranged(tensor: Tensor, access: Access, order: Sequence[str]) -> Tensor:
+    """The tensor with its axes in the order of these indices, "" being the axis of the index array."""
+    have = [e.bare or "" for e in access.indices]
+    return tensor.permute([have.index(name) for name in order])
+
+
+def _restored(flat: Tensor, target: Access, order: Sequence[str], bound: Bound) -> Tensor:
+    """A flat result, its axes in this order, as the target has them."""
+    want = [e.bare or "" for e in target.indices]
+    sizes = dict(zip(want, bound.shape, strict=True))
+    return flat.reshape([int(sizes[name]) for name in order]).permute([order.index(name) for name in want]).contiguous()
+
+
+def _volume(names: Sequence[str], bound: Bound) -> int:
+    return math.prod(len(bound.ranges[name]) for name in names)
+
+
+@per_tensor
+def _sizes(taps: Tensor, volume: int) -> Tensor:
+    """How many positions each tap has, on the host."""
+    return torch.bincount(taps, minlength=volume)
+
+
+@per_tensor
+def _valid(array: Tensor, extent: int) -> bool:
+    """Whether all places of an index array are there."""
+    return not len(array) or (int(array.min()) >= 0 and int(array.max()) < extent)
+
+
+def _prepared(pairs: Pairs, rows: int, inputs: int, channels: tuple[int, int]) -> tuple[Tensor, ...]:
+    """The pairs and their chunks, which are kept; they do not depend on what the schedule says of gradients."""
+    schedule = replace(CpuSchedule.default(*channels, len(pairs.inputs)), gradient="gemm", gradient_pairs=1)
+    return (*pairs, *_chunks(pairs.outputs, pairs.inputs, pairs.sizes, rows, inputs, schedule))
+
+
+@per_tensor
+def _chunks(
+    outputs: Tensor, inputs: Tensor, sizes: Tensor, rows: int, other_rows: int, schedule: CpuSchedule
+) -> tuple[Tensor, ...]:
+    return cpu.chunks(Pairs(inputs, outputs, sizes), rows, other_rows, schedule)

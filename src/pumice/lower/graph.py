@@ -1,0 +1,532 @@
+"""Statements as torch.fx graphs: gather each factor over its own indices, one einsum for a term, scatter to the target.
+
+A graph is made from the statement and the dtypes. Sizes are read from the operands when it runs, so one graph serves
+any of them. It computes with torch operators only, which torch.compile may fuse.
+
+Where a factor is not there it is 0, whatever lies in row 0; the other factors of the point are multiplied as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from string import ascii_letters
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.nn.functional import pad
+
+from pumice.language.bind import Bound, span_of
+from pumice.language.nodes import Access, Affine, Equal, Exists, Factor, Index, Statement, Term, accesses_of, indices_of
+from pumice.lower.loops import dtypes_of, equal_dtype, equals, read_names, working_dtype, worst
+
+LIMIT = 16 << 30
+"""Bytes of gathered operands at which `refusal` refuses."""
+NATIVE = {"triton.native_matmul": True, "triton.prefer_nd_tiling": True, "unroll_reductions_threshold": 1}
+"""How Inductor fuses gathers, products and scatters into one kernel."""
+
+
+class Setting(NamedTuple):
+    """What a graph is made for, other than the statement.
+
+    dtypes: of the operands; result: the result's; low: whether products of halves are left to the device's own units,
+    which add up in float32; inside: accesses that are there at every point.
+    """
+
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    result: torch.dtype
+    low: bool = False
+    inside: frozenset[Access] = frozenset()
+
+
+class Part(NamedTuple):
+    """A tensor with an axis for each index, in this order. An axis of a condition may be 1 and stand for all points."""
+
+    tensor: Any
+    indices: tuple[str, ...]
+
+
+class Prepared(NamedTuple):
+    """A graph and what it is called with."""
+
+    module: fx.GraphModule
+    arguments: tuple[Any, ...]
+
+
+def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The result of any statement, in `dtype`; a new tensor."""
+    module, arguments = prepare(bound, operands, dtype)
+    return module(*arguments)
+
+
+def prepare(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Prepared:
+    """The graph for these operands, and its arguments."""
+    names = read_names(bound.statement) or tuple(operands)
+    tensors = [operands[name] for name in names]
+    dtypes = tuple((name, operands[name].dtype) for name in names)
+    low = bool(tensors) and tensors[0].is_cuda
+    module = graph(bound.statement, names, Setting(dtypes, dtype, low, _inside(bound, operands)))
+    return Prepared(module, (*tensors, sizes(bound)))
+
+
+def sizes(bound: Bound) -> tuple[int, ...]:
+    """The last argument of a graph: the stop of each index's range, then the target's shape."""
+    return (*(bound.ranges[name].stop for name in indices_of(bound.statement)), *bound.shape)
+
+
+def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor], limit: int = LIMIT) -> str | None:
+    """Why the graph is not to be run on these operands, or None."""
+    most = max((len(indices_of(term)) for term in statement.terms), default=0)
+    if most > len(ascii_letters):
+        return f"a term has {most} indices; einsum takes {len(ascii_letters)}"
+    width = working_dtype(statement, dtypes_of(operands), torch.float32).itemsize
+    count = max((_gathered(term, bound) for term in statement.terms), default=0)
+    if statement.reduction != "sum":
+        count = max(count, _points(indices_of(statement), bound))
+    if count * width > limit:
+        return f"the gathered operands would take {count * width / 2**30:.1f} GiB, the limit is {limit / 2**30:.1f} GiB"
+    return None
+
+
+def compiled(module: fx.GraphModule, native: bool = False) -> Callable[..., Tensor]:
+    """The module compiled by Inductor; native: with gathers and scatters fused into its products where torch can."""
+    known = torch._inductor.list_options()
+    options = {name: value for name, value in NATIVE.items() if name in known}
+    return torch.compile(module, fullgraph=True, dynamic=None, options=options if native else None)
+
+
+def native_refusal() -> str | None:
+    """Why `compiled` cannot fuse products, or None."""
+    if "triton.native_matmul" in torch._inductor.list_options():
+        return None
+    return f"torch {torch.__version__} has no triton.native_matmul; 2.10 and later have"
+
+
+@lru_cache(maxsize=1024)
+def graph(statement: Statement, names: tuple[str, ...], setting: Setting) -> fx.GraphModule:
+    """The statement as a module of the operands `names`, in this order, and `sizes`."""
+    made = fx.Graph()
+    operands = {name: fx.Proxy(made.placeholder(f"operand{place}")) for place, name in enumerate(names)}
+    builder = _Builder(statement, setting, operands, fx.Proxy(made.placeholder("sizes")))
+    made.output(builder.result().node)
+    made.eliminate_dead_code()
+    made.lint()
+    return fx.GraphModule(torch.nn.Module(), made)
+
+
+# What the graphs call besides torch's own operators.
+def points(start: int, stop: int, like: Tensor | None) -> Tensor:
+    """The values of an index."""
+    return torch.arange(start, stop, device=None if like is None else like.device)
+
+
+def filled(shape: Sequence[int], value: float, dtype: torch.dtype, like: Tensor | None) -> Tensor:
+    return torch.full(tuple(shape), value, dtype=dtype, device=None if like is None else like.device)
+
+
+def readable(x: Tensor, axes: Sequence[int]) -> Tensor:
+    """x with axes of extent 0 made 1, so that reads of nothing have something to read."""
+    for axis in axes:
+        if x.shape[axis] == 0:
+            x = pad(x, [0, 0] * (x.ndim - axis - 1) + [0, 1])
+    return x
+
+
+def extreme(x: Tensor, axes: Sequence[int], largest: bool) -> Tensor:
+    """The largest or smallest values along the axes."""
+    if 0 in x.shape:
+        shape = [n for axis, n in enumerate(x.shape) if axis not in axes]
+        return x.new_full(shape, worst(x.dtype, largest))
+    return x.amax(list(axes)) if largest else x.amin(list(axes))
+
+
+class _Builder:
+    """Makes the nodes of one statement."""
+
+    def __init__(self, statement: Statement, setting: Setting, operands: Mapping[str, Any], sizes: Any) -> None:
+        self.statement, self.setting, self.operands, self.sizes = statement, setting, operands, sizes
+        self.dtypes = dict(setting.dtypes)
+        self.dtype = working_dtype(statement, self.dtypes, setting.result)
+        self.names = indices_of(statement)
+        self.like = next(iter(operands.values()), None)
+        self.made: dict[Any, Any] = {}
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return self.sizes.tracer.create_proxy("call_function", function, arguments, {})
+
+    def once(self, make: Callable[[Any], Any], key: Any) -> Any:
+        """make(key), made only once."""
+        full = (make.__name__, key)
+        if full not in self.made:
+            self.made[full] = make(key)
+        return self.made[full]
+
+    # Sizes
+    def start(self, name: str) -> int:
+        declared = self.statement.declared(name)
+        return declared.start if declared else 0
+
+    def extent(self, name: str) -> Any:
+        """How many values an index has: an integer if declared, else the extent of an axis where it stands bare."""
+        declared = self.statement.declared(name)
+        return len(declared) if declared else self.once(self._extent, name)
+
+    def _extent(self, name: str) -> Any:
+        for access in accesses_of(self.statement):
+            for axis, expression in enumerate(access.indices):
+                if expression.bare == name and access.name in self.operands:
+                    return self.operands[access.name].shape[axis]
+        return self.sizes[self.names.index(name)]
+
+    def extents(self, names: Sequence[str]) -> list[Any]:
+        return [self.extent(name) for name in names]
+
+    def length(self, axis: int) -> Any:
+        """The target's extent on an axis."""
+        return self.once(self._length, axis)
+
+    def _length(self, axis: int) -> Any:
+        if self.statement.accumulate:
+            return self.operands[self.statement.target.name].shape[axis]
+        return self.sizes[len(self.names) + axis]
+
+    # Positions
+    def points(self, name: str) -> Any:
+        start = self.start(name)
+        return self.call(points, start, self.extent(name) + start if start else self.extent(name), self.like)
+
+    def position(self, expression: Affine) -> tuple[Part, Part | None]:
+        """The value of an index expression, and where its index arrays have one, as far as bounds do not tell."""
+        names = indices_of(expression)
+        total: Any = None
+        conditions: list[Part | None] = []
+        for coefficient, atom in expression.terms:
+            if isinstance(atom, Index):
+                part = Part(self.once(self.points, atom.name), (atom.name,))
+            else:
+                part, there = self.read(atom)
+                part = Part(part.tensor.to(torch.int64), part.indices)
+                conditions.append(there)
+                if len(expression.terms) > 1 or coefficient < 0 or expression.constant > 0:
+                    conditions.append(Part(part.tensor >= 0, part.indices))
+            value = aligned(part, names)
+            value = value if coefficient == 1 else value * coefficient
+            total = value if total is None else total + value
+        if total is None:
+            total = self.call(filled, (), expression.constant, torch.int64, self.like)
+        elif expression.constant:
+            total = total + expression.constant
+        return Part(total, names), both(conditions)
+
+    def place(self, access: Access, axes: Sequence[int], lengths: Sequence[Any]) -> tuple[list[Part], Part | None]:
+        """Positions along the axes, 0 where there are none, and where there are."""
+        positions, conditions = [], []
+        for axis, length in zip(axes, lengths, strict=True):
+            position, there = self.once(self.position, access.indices[axis])
+            if access.indices[axis].bare is None and access not in self.setting.inside:
+                value = position.tensor
+                there = both([there, Part((value >= 0) & (value < length), position.indices)])
+            if there is not None:
+                value = self.call(torch.where, aligned(there, position.indices), position.tensor, 0)
+                position = Part(value, position.indices)
+            positions.append(position)
+            conditions.append(there)
+        return positions, both(conditions)
+
+    # Factors
+    def read(self, access: Access) -> tuple[Part, Part | None]:
+        """The values of an access, 0 where it is not there, and where it is."""
+        return self.once(self._read, access)
+
+    def _read(self, access: Access) -> tuple[Part, Part | None]:
+        x = self.operands[access.name]
+        looked = looked_up(access)
+        lengths = [x.shape[axis] for axis in looked]
+        names = [expression.bare for expression in access.indices]
+        for axis, name in enumerate(names):
+            if axis not in looked and name and self.start(name):
+                x = x.narrow(axis, self.start(name), self.extent(name))
+        if not looked:
+            return diagonal(Part(x, tuple(filter(None, names)))), None
+        positions, there = self.place(access, looked, lengths)
+        if there is not None:
+            x = self.call(readable, x, looked)
+        part = diagonal(self._gathered(x, names, looked, positions))
+        if there is not None:
+            part = Part(part.tensor.masked_fill(~aligned(there, part.indices), 0), part.indices)
+        return part, there
+
+    def _gathered(self, x: Any, names: Sequence[str | None], looked: Sequence[int], positions: Sequence[Part]) -> Part:
+        """x at positions along the axes `looked`; the other axes are kept."""
+        kept = [axis for axis in range(len(names)) if axis not in looked]
+        if len(looked) == 1:
+            (axis,), (position,) = looked, positions
+            before, after = tuple(map(str, names[:axis])), tuple(map(str, names[axis + 1 :]))
+            value = self.call(torch.index_select, x, axis, position.tensor.reshape(-1))
+            if len(position.indices) != 1:
+                shape = [x.shape[other] for other in range(len(names))]
+                value = value.reshape([*shape[:axis], *self.extents(position.indices), *shape[axis + 1 :]])
+            return Part(value, (*before, *position.indices, *after))
+        grid = tuple(dict.fromkeys(name for position in positions for name in position.indices))
+        x = x.permute(*looked, *kept) if [*looked, *kept] != sorted((*looked, *kept)) else x
+        # Permuted positions would permute the result's strides, which the tracer of torch 2.13 mistakes.
+        found = [aligned(p, grid).contiguous() if grid else p.tensor.reshape(1) for p in positions]
+        value = x[tuple(found)] if grid else x[tuple(found)].squeeze(0)
+        return Part(value, (*grid, *(str(names[axis]) for axis in kept)))
+
+    def factor(self, factor: Factor, dtype: torch.dtype) -> tuple[Part, Part | None]:
+        """A factor in `dtype`, 0 where it is not there, and where it is."""
+        if isinstance(factor, Access):
+            part, there = self.read(factor)
+            same = self.dtypes[factor.name] == dtype
+            return (part if same else Part(part.tensor.to(dtype), part.indices)), there
+        if isinstance(factor, Exists):
+            return self._exists(factor.access, dtype), None
+        return self._equal(factor, dtype)
+
+    def _exists(self, access: Access, dtype: torch.dtype) -> Part:
+        names = indices_of(access)
+        there = self.read(access)[1]
+        if there is None:
+            one = self.call(filled, (), 1, dtype, self.like)
+            return Part(one.expand(*self.extents(names)) if names else one, names)
+        return Part(self.whole(there, names).to(dtype), names)
+
+    def _equal(self, factor: Equal, dtype: torch.dtype) -> tuple[Part, Part | None]:
+        part, there = self.read(factor.access)
+        other, others = self.elementwise(factor.terms, equal_dtype(factor, self.dtypes))
+        names = tuple(dict.fromkeys((*part.indices, *other.indices)))
+        value = self.call(equals, aligned(part, names), aligned(other, names))
+        there = both([there, others])
+        if there is not None:
+            value = value & aligned(there, names)
+        return Part(value.to(dtype), names), there
+
+    # Terms
+    def elementwise(self, terms: Sequence[Term], dtype: torch.dtype) -> tuple[Part, Part | None]:
+        """The sum of the terms over all their indices, and where everything in them is there."""
+        names = indices_of(*terms)
+        conditions: list[Part | None] = []
+        total: Any = None
+        for term in terms:
+            value: Any = None if term.coefficient == 1 and term.factors else self.constant(term.coefficient, dtype)
+            for factor in term.factors:
+                part, there = self.factor(factor, dtype)
+                conditions.append(there)
+                value = aligned(part, names) if value is None else value * aligned(part, names)
+            total = value if total is None else total + value
+        return Part(self.constant(0, dtype) if total is None else total, names), both(conditions)
+
+    def constant(self, value: float, dtype: torch.dtype) -> Any:
+        return self.call(filled, (), value, dtype, self.like)
+
+    def term(self, term: Term) -> Part:
+        """The term, summed over the indices that the target does not have."""
+        dtype = self.product_dtype(term)
+        parts = [self.factor(factor, dtype)[0] for factor in term.factors]
+        tensors = [part for part in parts if part.indices]
+        needed = [n for n in indices_of(self.statement.target) if any(n in part.indices for part in parts)]
+        found = contracted(self.call, tensors, tuple(needed)) if tensors else Part(None, ())
+        value = None if found.tensor is None else found.tensor.to(self.dtype)
+        for part in parts:
+            if not part.indices:
+                scalar = part.tensor.to(self.dtype)
+                value = scalar if value is None else value * scalar
+        if value is None:
+            value = self.constant(term.coefficient, self.dtype)
+        elif term.coefficient != 1:
+            value = value * term.coefficient
+        return Part(value, found.indices)
+
+    def product_dtype(self, term: Term) -> torch.dtype:
+        """What the factors are multiplied in."""
+        kinds = {self.dtypes[f.name] for f in term.factors if isinstance(f, Access)}
+        kinds = {kind for kind in kinds if kind.is_floating_point}
+        low = self.setting.low and self.dtype == torch.float32 and len(kinds) == 1
+        return kinds.pop() if low else self.dtype
+
+    # The target
+    def whole(self, part: Part, names: Sequence[str]) -> Any:
+        """The tensor over all points of these indices."""
+        return aligned(part, names).expand(*self.extents(names)) if names else part.tensor
+
+    def scatter(self, part: Part, how: str = "sum", fill: float = 0) -> Any:
+        """The values joined in a new target, `fill` where an index array leads to none."""
+        target = self.statement.target
+        looked = looked_up(target, distinct=True)
+        kept = [axis for axis in range(len(target.indices)) if axis not in looked]
+        columns = tuple(str(target.indices[axis].bare) for axis in kept)
+        if not looked:
+            return self._padded(self.whole(part, columns), kept, 0)
+        rows = tuple(dict.fromkeys(n for axis in looked for n in indices_of(target.indices[axis])))
+        value = self.whole(part, (*rows, *columns))
+        if len(rows) != 1:
+            value = value.flatten(0, len(rows) - 1) if rows else value.unsqueeze(0)
+        value = self._padded(value, kept, 1)
+        entries, count = self.once(self._entries, rows)
+        shape = [self.length(axis) for axis in kept]
+        start = value.new_full([count + 1, *shape], fill)
+        if how == "sum":
+            written = start.index_add(0, entries, value)
+        else:
+            spread = entries.reshape([-1, *[1] * len(kept)]).expand_as(value)
+            written = start.scatter_reduce(0, spread, value, how)
+        written = written.narrow(0, 0, count).reshape([*(self.length(axis) for axis in looked), *shape])
+        order = [*looked, *kept]
+        return written.permute(*map(order.index, sorted(order))) if order != sorted(order) else written
+
+    def _entries(self, rows: tuple[str, ...]) -> tuple[Any, Any]:
+        """The row of each point in the target's looked-up axes taken as one, the last one for no row; their count."""
+        target = self.statement.target
+        looked = looked_up(target, distinct=True)
+        lengths = [self.length(axis) for axis in looked]
+        positions, there = self.place(target, looked, lengths)
+        entries, count = aligned(positions[0], rows), lengths[0]
+        for position, length in zip(positions[1:], lengths[1:], strict=True):
+            entries, count = entries * length + aligned(position, rows), count * length
+        if there is not None:
+            entries = self.call(torch.where, aligned(there, rows), entries, count)
+        return self.whole(Part(entries, rows), rows).reshape(-1), count
+
+    def _padded(self, value: Any, axes: Sequence[int], first: int) -> Any:
+        """Zeros around the declared ranges that do not start at 0; the target's `axes` are those from `first` on."""
+        names = [str(self.statement.target.indices[axis].bare) for axis in axes]
+        if not any(map(self.start, names)):
+            return value
+        sides: list[Any] = []
+        for axis, name in zip(reversed(axes), reversed(names), strict=True):
+            start = self.start(name)
+            sides += [start, self.length(axis) - (start + self.extent(name)) if start else 0]
+        return self.call(pad, value, sides)
+
+    # The whole
+    def result(self) -> Any:
+        old = self.operands[self.statement.target.name].to(self.dtype) if self.statement.accumulate else None
+        total = self._sum(old) if self.statement.reduction == "sum" else self._joined(old)
+        total = total.to(self.setting.result)
+        return total.clone(memory_format=torch.contiguous_format) if self._viewed() else total.contiguous()
+
+    def _viewed(self) -> bool:
+        """Whether the result may be a view of an operand."""
+        factors = [factor for term in self.statement.terms for factor in term.factors]
+        gathered = any(looked_up(factor) for factor in factors if isinstance(factor, Access))
+        return len(factors) <= 1 and not gathered and not self.statement.accumulate
+
+    def _sum(self, old: Any) -> Any:
+        total = old
+        for term in self.statement.terms:
+            value = self.scatter(self.term(term))
+            total = value if total is None else total + value
+        if total is None:
+            shape = [self.length(axis) for axis in range(len(self.statement.target.indices))]
+            total = self.call(filled, shape, 0, self.dtype, self.like)
+        return total
+
+    def _joined(self, old: Any) -> Any:
+        """max, min, mean: over the nest of all indices; a point counts only if all of the right side is there."""
+        how = self.statement.reduction
+        value, there = self.elementwise(self.statement.terms, self.dtype)
+        kept = indices_of(self.statement.target)
+        nest = tuple(dict.fromkeys((*kept, *value.indices)))
+        reduced = list(range(len(kept), len(nest)))
+        there = there or Part(self.call(filled, (), 1, torch.bool, self.like), ())
+        counted, values = self.whole(there, nest), self.whole(value, nest)
+        fill = 0 if how == "mean" else worst(self.dtype, how == "max")
+        values = self.call(torch.where, counted, values, fill)
+        counted = counted.to(torch.int64)
+        if reduced:
+            counted = counted.sum(reduced)
+            values = values.sum(reduced) if how == "mean" else self.call(extreme, values, reduced, how == "max")
+        count = self.scatter(Part(counted, kept))
+        total = self.scatter(Part(values, kept), {"mean": "sum", "max": "amax", "min": "amin"}[how], fill)
+        if how == "mean":
+            return total / count.clamp(min=1)
+        if old is None:
+            return self.call(torch.where, count > 0, total, 0)
+        join = torch.maximum if how == "max" else torch.minimum
+        return self.call(torch.where, count > 0, self.call(join, total, old), old)
+
+
+def contracted(call: Callable[..., Any], parts: Sequence[Part], wanted: tuple[str, ...]) -> Part:
+    """The product of the parts, summed over all indices but `wanted`."""
+    if len(parts) == 1 and set(parts[0].indices) == set(wanted):
+        return parts[0]
+    letters = dict(zip(dict.fromkeys(n for part in parts for n in part.indices), ascii_letters, strict=False))
+    sides = ("".join(letters[name] for name in names) for names in (*(part.indices for part in parts), wanted))
+    *left, right = sides
+    return Part(call(torch.einsum, f"{','.join(left)}->{right}", *(part.tensor for part in parts)), wanted)
+
+
+def looked_up(access: Access, distinct: bool = False) -> tuple[int, ...]:
+    """The axes that need positions: not bare, or of an index that one of those has; distinct: or that stands twice."""
+    bare = [expression.bare for expression in access.indices]
+    shared = set(indices_of(*(expression for expression in access.indices if not expression.bare)))
+    if distinct:
+        shared |= {name for name in bare if name and bare.count(name) > 1}
+    return tuple(axis for axis, name in enumerate(bare) if name is None or name in shared)
+
+
+def aligned(part: Part, names: Sequence[str]) -> Any:
+    """The tensor with its axes in the order of `names`, 1 for those that it lacks."""
+    tensor = part.tensor
+    order = sorted(range(len(part.indices)), key=lambda axis: names.index(part.indices[axis]))
+    if order != list(range(len(order))):
+        tensor = tensor.permute(*order)
+    if len(names) > len(order):
+        tensor = tensor[tuple(slice(None) if name in part.indices else None for name in names)]
+    return tensor
+
+
+def diagonal(part: Part) -> Part:
+    """One axis for each index."""
+    tensor, names = part
+    while len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        first = names.index(twice)
+        second = names.index(twice, first + 1)
+        tensor = tensor.diagonal(0, first, second)
+        names = (*(name for axis, name in enumerate(names) if axis not in (first, second)), twice)
+    return Part(tensor, names)
+
+
+def both(conditions: Sequence[Part | None]) -> Part | None:
+    """Where all conditions hold; None where there is none."""
+    parts = list(dict.fromkeys(part for part in conditions if part is not None))
+    names = tuple(dict.fromkeys(name for part in parts for name in part.indices))
+    held: Any = None
+    for part in parts:
+        held = aligned(part, names) if held is None else held & aligned(part, names)
+    return None if held is None else Part(held, names)
+
+
+def _inside(bound: Bound, operands: Mapping[str, Tensor]) -> frozenset[Access]:
+    """The accesses that lie inside their operand at every point, whatever index arrays hold."""
+    target = bound.statement.target
+    found = {target} if _lies_inside(target, bound.shape, bound) else set()
+    accesses = accesses_of(*target.indices, *bound.statement.terms)
+    return frozenset(found.union(a for a in accesses if _lies_inside(a, operands[a.name].shape, bound)))
+
+
+def _lies_inside(access: Access, shape: Sequence[int], bound: Bound) -> bool:
+    return all(_fits(e, extent, bound) for e, extent in zip(access.indices, shape, strict=True))
+
+
+def _fits(expression: Affine, extent: int, bound: Bound) -> bool:
+    if expression.arrays:
+        return False
+    if not _points(indices_of(expression), bound):
+        return True
+    low, high = span_of(expression, bound.ranges)
+    return low >= 0 and high < extent
+
+
+def _points(names: Sequence[str], bound: Bound) -> int:
+    return math.prod(len(bound.ranges[name]) for name in names)
+
+
+def _gathered(term: Term, bound: Bound) -> int:
+    """Values that are gathered for the term."""
+    read = [f for f in term.factors if not isinstance(f, Access) or looked_up(f)]
+    return sum(_points(indices_of(factor), bound) for factor in read)

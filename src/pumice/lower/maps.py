@@ -1,0 +1,102 @@
+"""The forms in which a kernel map is a sparse operand map[o, k, i]: one for each storage that a kernel reads.
+
+pairs        lists of pairs per tap (weight-stationary)
+compacted    tiles of outputs with the taps that occur in each (output-stationary); compacted_t: of the transposed map
+grouped      groups of pairs of one tap
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pumice.coords import KernelMap
+from pumice.language.parse import parse
+from pumice.language.rewrite import Stored
+
+_TEXTS = {
+    "pairs": "map[o[p], k[p], i[p]] = 1 ; k:sorted",
+    "compacted": "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct",
+    "compacted_t": "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct",
+    "grouped": "map[o[g,q], k[g], i[g,q]] = 1",
+}
+
+
+_FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cpu": (("pairs",), ("pairs",)),
+    "cuda": (("compacted",), ("compacted", "compacted_t", "grouped")),
+}
+"""The forms that are passed on a device: without gradients, and with."""
+
+
+def form(name: str) -> Stored:
+    """The form of that name."""
+    return FORMS[name].stored
+
+
+@dataclass(frozen=True)
+class MapForm:
+    """A form and how its arrays are read from a map."""
+
+    stored: Stored
+    arrays: Callable[[KernelMap], Mapping[str, Tensor]]
+
+
+@lru_cache(maxsize=16)
+def _stored(text: str) -> Stored:
+    statement = parse(text)
+    return Stored(statement.target.indices, facts=statement.facts, ones=True)
+
+
+def _pairs(found: KernelMap) -> Mapping[str, Tensor]:
+    inputs, outputs, _ = found.pairs()
+    return {"o": outputs, "k": found.taps(), "i": inputs}
+
+
+def _compacted(found: KernelMap) -> Mapping[str, Tensor]:
+    rows, tiles, taps, met = found.compacted(block_of(found.num_outputs))
+    return {"rows": rows, "tile": tiles, "k": taps, "met": met}
+
+
+def _grouped(found: KernelMap) -> Mapping[str, Tensor]:
+    taps, inputs, outputs = found.grouped(group_of(found.forward.inputs.shape[0]))
+    return {"o": outputs, "k": taps, "i": inputs}
+
+
+def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], list[Tensor]]:
+    """The arrays of a map for a call, with their tokens: in the forms that its device's lowerings like.
+
+    While torch.compile traces, what is not there yet stays unmade: the pairs alone serve too.
+    """
+    names = _FORMS_OF.get(found.forward.inputs.device.type, _FORMS_OF["cpu"])[differentiable]
+    if torch.compiler.is_compiling():
+        names = tuple(name for name in names if found.has(("form", name))) or ("pairs",)
+    held = [found.storage(("form", name), lambda m, name=name: _read(m, name)) for name in names]
+    return tuple(t for tokens, _ in held for t in tokens), [x for _, arrays in held for x in arrays]
+
+
+def _read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
+    arrays = FORMS[name].arrays(found)
+    return tuple(f"map@{name}@0@{local}" for local in arrays), list(arrays.values())
+
+
+def block_of(outputs: int) -> int:
+    """Outputs of a tile: fewer where there are too few tiles to fill a GPU."""
+    return 64 if outputs < 40_000 else 128
+
+
+def group_of(pairs: int) -> int:
+    """Pairs of a group: some thousand, so that a group's weights are added to memory rarely."""
+    return 2048 if pairs < 4_000_000 else 8192
+
+
+FORMS: Mapping[str, MapForm] = {
+    "pairs": MapForm(_stored(_TEXTS["pairs"]), _pairs),
+    "compacted": MapForm(_stored(_TEXTS["compacted"]), _compacted),
+    "compacted_t": MapForm(_stored(_TEXTS["compacted_t"]), lambda m: _compacted(m.transpose())),
+    "grouped": MapForm(_stored(_TEXTS["grouped"]), _grouped),
+}

@@ -1,0 +1,356 @@
+"""From a call to kernels: which form of each sparse operand, which lowering of each step, by what it would cost.
+
+read(names)      what the operands of a call are
+options(...)     every form and lowering, with its cost or the reason why not
+execute(...)     the cheapest of them, run
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from pumice.errors import OptionError
+from pumice.language.bind import Bound, bind
+from pumice.language.derive import declare
+from pumice.language.formats import parse_format
+from pumice.language.nodes import Statement, accesses_of, indices_of
+from pumice.language.parse import parse
+from pumice.language.rewrite import Conscious, Stored, conscious
+from pumice.language.roles import roles
+from pumice.lower import gathered, graph, loops, maps
+from pumice.lower import triton as kernels
+from pumice.schedule.cost import DEVICES, Device, Work, seconds
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """A way of computing a step.
+
+    refusal(statement, bound, operands) -> why not, or None; run(bound, operands, dtype) -> the result;
+    work(statement, bound, operands) -> what is to be done.
+    """
+
+    refusal: Callable[[Statement, Bound, Mapping[str, Tensor]], str | None]
+    run: Callable[[Bound, Mapping[str, Tensor], torch.dtype], Tensor]
+    work: Callable[[Statement, Bound, Mapping[str, Tensor]], Work]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call passes: names of dense operands, forms of sparse ones with their arrays, shapes, integers.
+
+    places: the position of each tensor, by (operand, form, part, local array); form "" of a dense operand.
+    """
+
+    dense: tuple[str, ...]
+    forms: Mapping[str, Mapping[str, Stored]]
+    places: Mapping[tuple[str, str, int, str], int]
+    shapes: Shapes
+    integers: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Option:
+    """A form for each sparse operand and a lowering for each step; why it is refused, or what it costs in seconds."""
+
+    forms: tuple[tuple[str, str], ...]
+    lowerings: tuple[str, ...]
+    steps: tuple[Statement, ...]
+    cost: float
+    refused: str = ""
+
+
+def token(operand: str, form: str, part: int, local: str) -> str:
+    """The name under which an array of a sparse operand is passed."""
+    return f"{operand}@{form}@{part}@{local}"
+
+
+@lru_cache(maxsize=1024)
+def read(names: str) -> Given:
+    """What "X|W|map@pairs@0@o|...;A=4096x4096;STR=2" says: tokens in the order of the tensors, shapes, integers."""
+    tokens, *rest = names.split(";")
+    dense: list[str] = []
+    places: dict[tuple[str, str, int, str], int] = {}
+    held: dict[str, dict[str, dict[int, set[str]]]] = {}
+    for place, text in enumerate(tokens.split("|") if tokens else []):
+        if "@" not in text:
+            dense.append(text)
+            places[text, "", 0, ""] = place
+            continue
+        operand, form, part, local = text.split("@")
+        places[operand, form, int(part), local] = place
+        held.setdefault(operand, {}).setdefault(form, {}).setdefault(int(part), set()).add(local)
+    shapes, integers = {}, {}
+    for text in rest:
+        name, _, value = text.partition("=")
+        if "x" in value:
+            shapes[name] = tuple(int(n) for n in value.split("x")[1:])
+        else:
+            integers[name] = int(value)
+    forms = {name: {form: _stored(form, parts) for form, parts in by_form.items()} for name, by_form in held.items()}
+    return Given(tuple(dense), forms, places, shapes, integers)
+
+
+def _stored(form: str, parts: Mapping[int, set[str]]) -> Stored:
+    if form in maps.FORMS:
+        return maps.form(form)
+    return Stored.of(parse_format(form), len(parts), "values" not in parts[0])
+
+
+@lru_cache(maxsize=1024)
+def statement_of(text: str, names: str) -> Statement:
+    """The statement of a call; max= and min= take the target's old values where it is passed."""
+    given = read(names)
+    statement = parse(text, given.integers)
+    if statement.reduction in ("max", "min") and statement.target.name in given.dense:
+        statement = replace(statement, accumulate=True)
+    return statement
+
+
+@lru_cache(maxsize=4096)
+def rewritten(text: str, names: str, forms: tuple[tuple[str, str], ...]) -> Conscious:
+    """The steps of a call over the arrays of these forms."""
+    given = read(names)
+    return conscious(statement_of(text, names), {name: given.forms[name][form] for name, form in forms})
+
+
+def sizes(text: str, names: str, shapes: Sequence[Sequence[int]], shape: Sequence[int] | None) -> Bound:
+    """The sizes of a call as the user sees it: sparse operands count with the shape they stand for."""
+    given = read(names)
+    known = dict(given.shapes)
+    known.update((name, tuple(shapes[given.places[name, "", 0, ""]])) for name in given.dense)
+    return bind(statement_of(text, names), known, shape)
+
+
+def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
+    """The result of a call. `shape` is the target's; None: it is inferred, and the sizes are checked as users want."""
+    dtype = result_dtype(operands, names, text)
+    if shape is None:
+        bound = _sizes(text, names, tuple(tuple(t.shape) for t in operands))
+        shape = bound.shape
+        text = _with_lost_ranges(text, names, bound)
+    option = chosen(operands, names, text, shape, lowering)
+    out: Tensor | None = None
+    for number, step in enumerate(option.steps):
+        tensors = arrays(operands, names, text, option)
+        bound = step_bound(step, tensors, shape)
+        if number:
+            bound = replace(bound, statement=_unaccumulated(step))
+        part = LOWERINGS[option.lowerings[number]].run(bound, tensors, dtype)
+        out = part if out is None else out + part
+    if out is None:
+        out = _nothing(operands, names, text, shape, dtype)
+    return out
+
+
+def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dtype:
+    """The dtype of the values that are read, and of the target where it is read too."""
+    kinds = [t.dtype for t in value_tensors(operands, names, text)]
+    found = kinds[0] if kinds else torch.float32
+    for kind in kinds[1:]:
+        found = torch.promote_types(found, kind)
+    return found
+
+
+def value_tensors(operands: Sequence[Tensor], names: str, text: str) -> list[Tensor]:
+    """The tensors whose values enter the result: not index arrays."""
+    given, statement = read(names), statement_of(text, names)
+    values = loops.value_names(statement)
+    found = [operands[given.places[name, "", 0, ""]] for name in values if name in given.dense]
+    for (name, _, _, local), place in given.places.items():
+        if local == "values" and name in values:
+            found.append(operands[place])
+    if statement.accumulate and statement.target.name in given.dense:
+        found.append(operands[given.places[statement.target.name, "", 0, ""]])
+    return found
+
+
+def arrays(operands: Sequence[Tensor], names: str, text: str, option: Option) -> dict[str, Tensor]:
+    """The tensors of a call by their names in the steps of an option."""
+    given, form = read(names), dict(option.forms)
+    found = {name: operands[given.places[name, "", 0, ""]] for name in given.dense}
+    done = rewritten(text, names, option.forms)
+    for name, array in done.arrays.items():
+        found[name] = operands[given.places[array.operand, form[array.operand], array.part, array.local]]
+    return found
+
+
+def chosen(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Option:
+    """The cheapest option. Raises OptionError where there is none, with every reason."""
+    key = (names, text, lowering, tuple((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
+    if key not in _CHOSEN:
+        found = sorted(options(operands, names, text, shape, lowering), key=lambda option: option.cost)
+        if not found or found[0].refused:
+            raise OptionError(
+                f"`{text}` has no lowering here: " + "; ".join(f"{'/'.join(o.lowerings)}: {o.refused}" for o in found)
+            )
+        if len(_CHOSEN) >= _MOST:
+            _CHOSEN.clear()
+        _CHOSEN[key] = found[0]
+    return _CHOSEN[key]
+
+
+def options(
+    operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str = ""
+) -> Iterator[Option]:
+    """Every form of the sparse operands with the cheapest lowering of each step, and every refusal."""
+    given = read(names)
+    held = [[(name, form) for form in forms] for name, forms in given.forms.items()]
+    device = device_of(operands)
+    for forms in product(*held):
+        done = rewritten(text, names, forms)
+        if done.dense:
+            yield Option(
+                forms, (), done.steps, math.inf, "; ".join(f"{n} is dense: {w}" for n, w in done.dense.items())
+            )
+            continue
+        bare = Option(forms, (), done.steps, 0.0)
+        tensors = arrays(operands, names, text, bare)
+        ways = [list(step_options(step, tensors, shape, device, lowering)) for step in done.steps]
+        names_ = tuple(min(way, key=lambda w: w[1])[0] for way in ways)
+        costs = [min(way, key=lambda w: w[1]) for way in ways]
+        refused = "; ".join(f"{n}: {why}" for n, cost, why in costs if cost == math.inf)
+        yield replace(bare, lowerings=names_, cost=sum(c for _, c, _ in costs), refused=refused)
+
+
+def step_options(
+    step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...], device: Device, wanted: str
+) -> Iterator[tuple[str, float, str]]:
+    """(lowering, seconds, why not) of every lowering that may be used."""
+    bound = step_bound(step, tensors, shape)
+    for name, lowering in LOWERINGS.items():
+        if wanted and name != wanted:
+            continue
+        why = lowering.refusal(step, bound, tensors)
+        yield name, math.inf if why else seconds(lowering.work(step, bound, tensors), device), why or ""
+
+
+def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Bound:
+    """The sizes of a step."""
+    return _bound(step, tuple((name, tuple(t.shape)) for name, t in tensors.items()), shape)
+
+
+def device_of(operands: Sequence[Tensor]) -> Device:
+    """What the cost of a call on these operands is reckoned for."""
+    return DEVICES["cuda" if operands and operands[0].is_cuda else "cpu"]
+
+
+@lru_cache(maxsize=4096)
+def _sizes(text: str, names: str, shapes: tuple[tuple[int, ...], ...]) -> Bound:
+    return sizes(text, names, shapes, None)
+
+
+@lru_cache(maxsize=4096)
+def _bound(step: Statement, shapes: tuple[tuple[str, tuple[int, ...]], ...], shape: tuple[int, ...]) -> Bound:
+    return bind(step, dict(shapes), shape, strict=False)
+
+
+def _with_lost_ranges(text: str, names: str, bound: Bound) -> str:
+    """The text with the ranges declared that only windows told and that the steps could not find again."""
+    statement = statement_of(text, names)
+    lost = dict(declare(statement, bound.ranges).ranges)
+    sparse = set(read(names).forms)
+    for access in accesses_of(statement):
+        if access.name in sparse:
+            lost.update((n, bound.ranges[n]) for n in indices_of(access) if n in bound.windowed)
+    return text if len(lost) == len(statement.ranges) else str(replace(statement, ranges=tuple(lost.items())))
+
+
+def _unaccumulated(step: Statement) -> Statement:
+    return replace(step, accumulate=False)
+
+
+def _nothing(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The result of a statement whose right side is 0."""
+    statement, given = statement_of(text, names), read(names)
+    if statement.accumulate:
+        return operands[given.places[statement.target.name, "", 0, ""]].clone()
+    return torch.zeros(shape, dtype=dtype, device=operands[0].device if operands else None)
+
+
+def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
+    """Sizes by their power of two: a choice holds for what is about as large."""
+    return tuple(int(n).bit_length() for n in shape)
+
+
+def _points(names: Sequence[str], bound: Bound) -> float:
+    return float(math.prod(len(bound.ranges[name]) for name in names))
+
+
+def _loops_work(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+    points = _points(indices_of(statement), bound)
+    reads = len(accesses_of(statement))
+    return Work(flops=2 * points, memory=24 * points * reads, launches=12 * reads)
+
+
+def _graph_work(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+    total = Work(launches=0)
+    for term in statement.terms:
+        moved = 0.0
+        for access in accesses_of(term):
+            if access.name in operands:
+                gathers = any(e.bare is None for e in access.indices)
+                moved += (
+                    (3 if gathers else 1) * operands[access.name].element_size() * _points(indices_of(access), bound)
+                )
+        moved += 12 * _points(indices_of(statement.target), bound)
+        flops = 2 * _points(indices_of(term, statement.target), bound)
+        total = total + Work(flops, moved, 0, 3 + 2 * len(term.factors), matrix=len(term.factors) > 1)
+    return total
+
+
+def _kernel_work(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+    extents = {name: len(r) for name, r in bound.ranges.items()}
+    form = roles(statement, extents)
+    moved = 4 * _points(indices_of(statement.target), bound) * (3 if form.adds else 1)
+    cached = 0.0
+    for place, factor in enumerate(statement.terms[0].factors):
+        own = _points(indices_of(factor), bound)
+        size = operands[accesses_of(factor)[0].name].element_size()
+        other = form.columns if place in form.left else form.rows
+        again = -(-_points([n for n in other if n in extents], bound) // 128) if form.product else 1
+        cached += own * size * again
+    flops = 2 * _points(indices_of(statement), bound)
+    return Work(flops, moved, cached, 1, matrix=form.product)
+
+
+def _gathered_work(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+    return Work(2 * _points(indices_of(statement), bound), launches=8, matrix=True)
+
+
+def _never(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+    return None
+
+
+def _graph_refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+    return graph.refusal(statement, bound, operands)
+
+
+def _kernel_refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+    if any(t.device.type != "cuda" for t in operands.values()):
+        return "the operands are not on a GPU"
+    return kernels.refusal(statement, bound, operands)
+
+
+LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
+    {
+        "triton": Lowering(_kernel_refusal, kernels.run, _kernel_work),
+        "gathered": Lowering(gathered.refusal, gathered.run, _gathered_work),
+        "graph": Lowering(_graph_refusal, graph.run, _graph_work),
+        "reference": Lowering(_never, loops.run, _loops_work),
+    }
+)
+"""The ways of computing a step, by name."""
+
+_MOST = 4096
+_CHOSEN: dict[object, Option] = {}

@@ -1,0 +1,78 @@
+"""What becomes of a statement, told in text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pumice.language.nodes import Statement
+from pumice.language.roles import roles
+from pumice.lower import plan
+from pumice.lower import triton as kernels
+
+
+def explanation(operands: Sequence[Tensor], names: str, text: str, lowering: str) -> str:
+    """The format-agnostic form, the format-conscious one, and, with operands, the choice, its costs and the kernel."""
+    statement = plan.statement_of(text, names)
+    lines = ["statement", f"  {statement}", ""]
+    if not operands:
+        forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
+        done = plan.rewritten(text, names, forms)
+        return "\n".join([*lines, *_steps(done.steps, done.dense)])
+    bound = plan.sizes(text, names, [t.shape for t in operands], None)
+    ranges = ", ".join(f"{name} {len(extent)}" for name, extent in bound.ranges.items())
+    lines += ["sizes", f"  {ranges}", f"  {statement.target.name} {list(bound.shape)}", ""]
+    for option in sorted(plan.options(operands, names, text, bound.shape, lowering), key=lambda o: o.cost):
+        lines += _option(option, operands, names, text, bound.shape)
+    return "\n".join(lines)
+
+
+def _steps(steps: Sequence[Statement], dense: dict[str, str] | object) -> list[str]:
+    lines = ["steps", *(f"  {step}" for step in steps)]
+    if isinstance(dense, dict):
+        lines += [f"  {name} is used in dense form: {why}" for name, why in dense.items()]
+    return [*lines, ""]
+
+
+def _option(
+    option: plan.Option, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...]
+) -> list[str]:
+    form = ", ".join(f"{name} as {form}" for name, form in option.forms) or "dense operands"
+    if option.refused:
+        return [f"{form}: refused", f"  {option.refused}", ""]
+    tensors = plan.arrays(operands, names, text, option)
+    lines = [f"{form}: {' and '.join(option.lowerings)}, estimated {1e6 * option.cost:.1f} us", ""]
+    lines += _steps(option.steps, {})
+    for step in option.steps:
+        lines += _ways(step, tensors, shape)
+    return lines
+
+
+def _ways(step: Statement, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> list[str]:
+    """What each lowering says to a step, the roles in it, and the source of its kernel."""
+    lines = [f"lowerings of {step}"]
+    device = plan.device_of(list(tensors.values()))
+    for name, cost, why in plan.step_options(step, tensors, shape, device, ""):
+        lines.append(f"  {name:10} {why if cost == math.inf else f'{1e6 * cost:.1f} us'}")
+    bound = plan.step_bound(step, tensors, shape)
+    lines += ["", *_contraction(step, bound.ranges), ""]
+    source = kernels.source_of(bound, tensors)
+    return [*lines, *(["kernel", source, ""] if source else [])]
+
+
+def _contraction(step: Statement, ranges: object) -> list[str]:
+    if step.reduction != "sum" or len(step.terms) != 1:
+        return []
+    found = roles(step, {name: len(extent) for name, extent in dict(ranges).items()})  # type: ignore[call-overload]
+    kind = "matrix product" if found.product else "entry by entry"
+    parts = [("batch", found.batch), ("rows", found.rows), ("columns", found.columns), ("reduced", found.reduced)]
+    parts.append(("loops", found.loops))
+    told = ", ".join(f"{label} {' '.join(names)}" for label, names in parts if names)
+    lines = [f"roles      {kind}: {told}"]
+    if found.segment:
+        lines.append(f"           segments of {found.segment.array}: each result is written once, in a fixed order")
+    elif found.adds:
+        lines.append("           results are added to memory by atomics, in float32")
+    return lines
