@@ -16,9 +16,9 @@ from pumice.language.nodes import Access, Affine, Index, Range, Statement, acces
 Shape = Sequence[int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bound:
-    """A statement with its sizes.
+    """A statement with its sizes; equal to itself alone, so that what follows from it is found by it.
 
     ranges: of every index, by name; shape: of the target; windowed: the indices whose range only windows or the text
     tell (no axis has it as its extent).

@@ -20,6 +20,7 @@ from pumice.language.formats import Coordinate, Format, layout
 from pumice.language.nodes import (
     Access,
     Affine,
+    Equal,
     Exists,
     Factor,
     Index,
@@ -138,12 +139,22 @@ def simplify(statement: Statement) -> Statement:
     """The same with equal terms joined, terms of coefficient 0 and conditions that always hold left out."""
     terms: dict[tuple[Factor, ...], float] = {}
     for term in statement.terms:
-        factors = tuple(f for f in dict.fromkeys(term.factors) if isinstance(f, Exists) and not _holds(f, term))
-        kept = tuple(f for f in term.factors if not isinstance(f, Exists)) + factors
+        kept = _without_conditions(term, statement)
         terms[kept] = terms.get(kept, 0) + term.coefficient if statement.reduction == "sum" else term.coefficient
     if statement.reduction != "sum" and len(terms) != len(statement.terms):
         return statement
-    return replace(statement, terms=tuple(Term(f, c) for f, c in terms.items() if c))
+    return _step(statement, tuple(Term(f, c) for f, c in terms.items() if c))
+
+
+def _without_conditions(term: Term, statement: Statement) -> tuple[Factor, ...]:
+    """The factors, conditions last and only those that do not always hold."""
+    conditions = [f for f in dict.fromkeys(term.factors) if isinstance(f, Exists)]
+    kept = tuple(f for f in term.factors if not isinstance(f, Exists))
+    for condition in tuple(conditions):
+        others = tuple(f for f in conditions if f is not condition)
+        if _holds(condition, (statement.target, *kept, *others), kept):
+            conditions.remove(condition)
+    return kept + tuple(conditions)
 
 
 def single_terms(statement: Statement) -> tuple[Statement, ...]:
@@ -165,10 +176,12 @@ def _step(statement: Statement, terms: tuple[Term, ...]) -> Statement:
     )
 
 
-def _holds(condition: Exists, term: Term) -> bool:
-    """Whether the term's own accesses, or its being bare, say so already."""
-    inside = all(e.bare for e in condition.access.indices)
-    return inside or condition.access in term.factors
+def _holds(condition: Exists, others: Sequence[Factor], factors: Sequence[Factor]) -> bool:
+    """Whether the factors say so already: one reads the same, or all is bare and the others tell the same ranges."""
+    if condition.access in factors:
+        return True
+    bare = {e.bare for access in accesses_of(*others) for e in access.indices}
+    return all(e.bare and e.bare in bare for e in condition.access.indices)
 
 
 def _rewritten(statement: Statement, stored: Mapping[str, Stored]) -> tuple[list[Statement], dict[str, Array]]:
@@ -180,13 +193,29 @@ def _rewritten(statement: Statement, stored: Mapping[str, Stored]) -> tuple[list
             for place, factor in _factors(step)
             if isinstance(factor, Access) and factor.name in stored
         ]
+        _check_parts(step, stored)
         for choice in _choices([range(how.parts) for _, how in places]):
             new = step
             # The last place first: what is put there or taken away moves none before it.
             for part, (place, how) in reversed(list(zip(choice, places, strict=True))):
                 new = _replaced(new, place, _Naming(part, how, arrays, statement))
+            _check_read(new, stored)
             steps.append(new)
     return steps, arrays
+
+
+def _check_read(step: Statement, stored: Mapping[str, Stored]) -> None:
+    """A sparse operand is a factor of the right side, nothing else."""
+    for access in accesses_of(step):
+        if access.name in stored and access.name != step.target.name:
+            raise _Unsolvable(access.name, f"`{access}` is no factor of a term")
+
+
+def _check_parts(step: Statement, stored: Mapping[str, Stored]) -> None:
+    """Steps are added up, which is not how the others join."""
+    for access in accesses_of(step):
+        if step.reduction != "sum" and access.name in stored and stored[access.name].parts > 1:
+            raise _Unsolvable(access.name, f"stored in {stored[access.name].parts} parts")
 
 
 def _factors(step: Statement) -> list[tuple[tuple[int, int], Factor]]:
@@ -248,13 +277,37 @@ def _replaced(step: Statement, place: tuple[int, int], naming: _Naming) -> State
         new = substitute(new, {name: solution})
         expressions = [substitute(e, {name: solution}) for e in expressions]
         positions = {symbol: substitute(e, {name: solution}) for symbol, e in positions.items()}
-    if not stored.ones:
-        at = tuple(positions[symbol] for symbol in stored.values)
-        new = _with(new, place, Access(naming.array(access.name, VALUES), at))
+    values = (
+        None if stored.ones else Access(naming.array(access.name, VALUES), tuple(positions[s] for s in stored.values))
+    )
+    new = _with_term(
+        new, place[0], _repeated(new.terms[place[0]].factors, replace(access, indices=tuple(expressions)), values)
+    )
+    if values is not None:
+        new = _with(new, place, values)
     _check_used(new, access, naming)
     facts = tuple((naming.array(access.name, local), fact) for local, fact in stored.facts)
-    used = {a.name for a in arrays_of(new)}
+    used, left = {a.name for a in arrays_of(new)}, set(indices_of(new))
+    new = replace(new, ranges=tuple(r for r in new.ranges if r[0] in left))
     return replace(new, facts=(*new.facts, *(f for f in facts if f[0] in used and f not in new.facts)))
+
+
+def _repeated(factors: Sequence[Factor], access: Access, values: Access | None) -> tuple[Factor, ...]:
+    """The factors of a point at which `access` is stored: what is said of it inside them is said of its values."""
+    found: list[Factor] = []
+    for factor in factors:
+        if isinstance(factor, Exists) and factor.access == access:
+            continue
+        if isinstance(factor, Equal):
+            own = values if values is not None and factor.access == access else factor.access
+            stored = (values,) if values is not None else ()
+            terms = tuple(
+                replace(term, factors=tuple(n for f in term.factors for n in (stored if f == access else (f,))))
+                for term in factor.terms
+            )
+            factor = Equal(own, terms)
+        found.append(factor)
+    return tuple(found)
 
 
 def _positions(step: Statement, access: Access, naming: _Naming) -> dict[str, Affine]:
@@ -276,7 +329,9 @@ def _solve(
 ) -> tuple[str, Affine]:
     """An index and what it equals where the expression of that number equals the stored coordinate `value`."""
     expression = expressions[number]
-    if expression.bare and step.declared(expression.bare) is None:
+    declared = step.declared(expression.bare or "")
+    # A declared range that begins at 0 is all of the axis.
+    if expression.bare and (declared is None or not declared.start):
         return expression.bare, value
     implied = {e.bare for access in accesses_of(step) for e in access.indices} | {
         e.bare for i, e in enumerate(expressions) if i != number

@@ -73,6 +73,11 @@ def roles(statement: Statement, extents: Mapping[str, int], product: bool = True
     return replace(_entrywise(term, target, reduced, segment, extents), **common)
 
 
+def exchanged(roles: Roles) -> Roles:
+    """The same product with rows and columns, left and right, in each other's place."""
+    return replace(roles, rows=roles.columns, columns=roles.rows, left=roles.right, right=roles.left)
+
+
 def segment_count(roles: Roles, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> int:
     """How many values the segment's index takes: the extent of its axis in units of its coefficient."""
     assert roles.segment is not None

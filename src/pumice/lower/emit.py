@@ -33,6 +33,7 @@ class Signature:
     static: extents that are baked in.  starts: first values of declared ranges.
     even: which of the axes "R" and "X" their tile divides.
     lanes: entries of one segment that a row takes side by side, where the segment's index is the row.
+    slabs: whether all rows are taken for one block of columns before the next.
     accumulate: whether the result's old values are added.
     """
 
@@ -43,6 +44,7 @@ class Signature:
     starts: tuple[tuple[str, int], ...] = ()
     even: str = ""
     lanes: int = 1
+    slabs: bool = False
     accumulate: bool = False
 
 
@@ -148,6 +150,12 @@ class _Emitter:
         """Which tile of results this program owns."""
         roles, head = self.roles, self.head
         head.append("rest = tl.program_id(0)")
+        if self.signature.slabs and not roles.folds:
+            head += [f"blocks_x = tl.cdiv({self._volume(roles.columns)}, BX)"]
+            # The programs of one block of columns follow each other: the block is the slowest part of the number.
+            head += [
+                "rest = rest % (tl.num_programs(0) // blocks_x) * blocks_x + rest // (tl.num_programs(0) // blocks_x)"
+            ]
         self._axis("X", roles.columns, "fold" if roles.folds else "rest")
         lanes = self._lane_rows()
         if not lanes:

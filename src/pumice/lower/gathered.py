@@ -19,8 +19,7 @@ from torch import Tensor
 from pumice.coords import Pairs
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Statement, arrays_of, indices_of
-from pumice.language.parse import parse
-from pumice.lower import cpu
+from pumice.lower import cpu, graph
 from pumice.lower.remember import per_tensor
 from pumice.schedule.cpu import CpuSchedule
 
@@ -47,25 +46,22 @@ def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) 
     """Why the statement is not computed this way, or None."""
     if any(t.device.type != "cpu" for t in operands.values()):
         return "the operands are not on a CPU"
-    match = matched(str(statement))
+    match = matched(statement)
     if isinstance(match, str):
         return match
     kinds = {operands[match.x.name].dtype, operands[match.other.name].dtype}
     if len(kinds) > 1 or not kinds.pop().is_floating_point:
         return "the factors are not of one floating dtype"
-    limits = ((match.gather, match.x), (match.scatter, match.other if match.weights is False else statement.target))
-    for name, access in (*limits, (match.taps, statement.target if not match.weights else match.other)):
-        shape = bound.shape if access == statement.target else operands[access.name].shape
-        if not _valid(operands[name], int(shape[_array_axis(access)])):
-            return f"{name} holds places that are not there"
     return None
 
 
 def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The result of a statement that `refusal` has nothing against, in `dtype`; a new tensor."""
     statement = bound.statement
-    match = matched(str(statement))
+    match = matched(statement)
     assert isinstance(match, Match)
+    if not _places_valid(match, bound, operands):
+        return graph.run(bound, operands, dtype)
     axis = _array_axis(statement.target if not match.weights else match.other)
     volume = int(bound.shape[axis] if not match.weights else operands[match.other.name].shape[axis])
     pairs = Pairs(operands[match.gather], operands[match.scatter], _sizes(operands[match.taps], volume))
@@ -76,9 +72,8 @@ def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Ten
 
 
 @lru_cache(maxsize=256)
-def matched(text: str) -> Match | str:
+def matched(statement: Statement) -> Match | str:
     """The match of a statement, or why there is none."""
-    statement = parse(text)
     if statement.reduction != "sum" or len(statement.terms) != 1 or statement.terms[0].coefficient != 1:
         return "it is not a plain sum of one product"
     factors = [f for f in statement.terms[0].factors if isinstance(f, Access)]
@@ -98,6 +93,17 @@ def matched(text: str) -> Match | str:
     if place is None:
         return "no index array is known to be sorted"
     return _roles(accesses, names, place)
+
+
+def _places_valid(match: Match, bound: Bound, operands: Mapping[str, Tensor]) -> bool:
+    """Whether every place in the index arrays is there, so that nothing needs a mask."""
+    target = bound.statement.target
+    scattered, tapped = (target, match.other) if match.weights else (match.other, target)
+    for name, access in ((match.gather, match.x), (match.scatter, scattered), (match.taps, tapped)):
+        shape = bound.shape if access is target else operands[access.name].shape
+        if not _valid(operands[name], int(shape[_array_axis(access)])):
+            return False
+    return True
 
 
 def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> Match | str:

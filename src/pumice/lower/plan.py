@@ -27,6 +27,7 @@ from pumice.language.rewrite import Conscious, Stored, conscious
 from pumice.language.roles import roles
 from pumice.lower import gathered, graph, loops, maps
 from pumice.lower import triton as kernels
+from pumice.lower.remember import Bounded
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -132,25 +133,54 @@ def sizes(text: str, names: str, shapes: Sequence[Sequence[int]], shape: Sequenc
     return bind(statement_of(text, names), known, shape)
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A step made ready: what runs it, its sizes, and where its tensors are among the operands."""
+
+    run: Callable[[Bound, Mapping[str, Tensor], torch.dtype], Tensor]
+    bound: Bound
+    places: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A call made ready for operands of certain shapes, dtypes and devices."""
+
+    parts: tuple[Part, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
     """The result of a call. `shape` is the target's; None: it is inferred, and the sizes are checked as users want."""
+    key = (text, names, shape, lowering, _deterministic(), *[(t.shape, t.dtype, t.device) for t in operands])
+    ready = _READY.get(key)
+    if ready is None:
+        ready = _READY.keep(key, _prepared(operands, names, text, shape, lowering))
+    out: Tensor | None = None
+    for part in ready.parts:
+        result = part.run(part.bound, {name: operands[place] for name, place in part.places}, ready.dtype)
+        out = result if out is None else out + result
+    return _nothing(operands, names, text, ready) if out is None else out
+
+
+def _prepared(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Ready:
     dtype = result_dtype(operands, names, text)
     if shape is None:
         bound = _sizes(text, names, tuple(tuple(t.shape) for t in operands))
         shape = bound.shape
         text = _with_lost_ranges(text, names, bound)
     option = chosen(operands, names, text, shape, lowering)
-    out: Tensor | None = None
+    places = array_places(names, text, option.forms)
+    parts = []
     for number, step in enumerate(option.steps):
-        tensors = arrays(operands, names, text, option)
-        bound = step_bound(step, tensors, shape)
-        if number:
-            bound = replace(bound, statement=_unaccumulated(step))
-        part = LOWERINGS[option.lowerings[number]].run(bound, tensors, dtype)
-        out = part if out is None else out + part
-    if out is None:
-        out = _nothing(operands, names, text, shape, dtype)
-    return out
+        read_here = {access.name for access in accesses_of(step)}
+        used = tuple((name, place) for name, place in places.items() if name in read_here)
+        # The target's old values enter with the first step.
+        step = replace(step, accumulate=False) if number else step
+        bound = step_bound(step, {name: operands[place] for name, place in used}, shape)
+        parts.append(Part(LOWERINGS[option.lowerings[number]].run, bound, used))
+    return Ready(tuple(parts), shape, dtype)
 
 
 def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dtype:
@@ -175,29 +205,31 @@ def value_tensors(operands: Sequence[Tensor], names: str, text: str) -> list[Ten
     return found
 
 
+def array_places(names: str, text: str, forms: tuple[tuple[str, str], ...]) -> dict[str, int]:
+    """Where the tensors are among the operands, by their names in the steps over these forms."""
+    given, form = read(names), dict(forms)
+    found = {name: given.places[name, "", 0, ""] for name in given.dense}
+    for name, array in rewritten(text, names, forms).arrays.items():
+        found[name] = given.places[array.operand, form[array.operand], array.part, array.local]
+    return found
+
+
 def arrays(operands: Sequence[Tensor], names: str, text: str, option: Option) -> dict[str, Tensor]:
     """The tensors of a call by their names in the steps of an option."""
-    given, form = read(names), dict(option.forms)
-    found = {name: operands[given.places[name, "", 0, ""]] for name in given.dense}
-    done = rewritten(text, names, option.forms)
-    for name, array in done.arrays.items():
-        found[name] = operands[given.places[array.operand, form[array.operand], array.part, array.local]]
-    return found
+    return {name: operands[place] for name, place in array_places(names, text, option.forms).items()}
 
 
 def chosen(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Option:
     """The cheapest option. Raises OptionError where there is none, with every reason."""
-    key = (names, text, lowering, tuple((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
-    if key not in _CHOSEN:
-        found = sorted(options(operands, names, text, shape, lowering), key=lambda option: option.cost)
-        if not found or found[0].refused:
-            raise OptionError(
-                f"`{text}` has no lowering here: " + "; ".join(f"{'/'.join(o.lowerings)}: {o.refused}" for o in found)
-            )
-        if len(_CHOSEN) >= _MOST:
-            _CHOSEN.clear()
-        _CHOSEN[key] = found[0]
-    return _CHOSEN[key]
+    key = (names, text, lowering, _deterministic(), *((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
+    known = _CHOSEN.get(key)
+    if known is not None:
+        return known
+    found = sorted(options(operands, names, text, shape, lowering), key=lambda option: option.cost)
+    if not found or found[0].refused:
+        reasons = "; ".join(f"{'/'.join(option.lowerings)}: {option.refused}" for option in found)
+        raise OptionError(f"`{text}` has no lowering here: {reasons}")
+    return _CHOSEN.keep(key, found[0])
 
 
 def options(
@@ -266,16 +298,16 @@ def _with_lost_ranges(text: str, names: str, bound: Bound) -> str:
     return text if len(lost) == len(statement.ranges) else str(replace(statement, ranges=tuple(lost.items())))
 
 
-def _unaccumulated(step: Statement) -> Statement:
-    return replace(step, accumulate=False)
-
-
-def _nothing(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _nothing(operands: Sequence[Tensor], names: str, text: str, ready: Ready) -> Tensor:
     """The result of a statement whose right side is 0."""
     statement, given = statement_of(text, names), read(names)
     if statement.accumulate:
         return operands[given.places[statement.target.name, "", 0, ""]].clone()
-    return torch.zeros(shape, dtype=dtype, device=operands[0].device if operands else None)
+    return torch.zeros(ready.shape, dtype=ready.dtype, device=operands[0].device if operands else None)
+
+
+def _deterministic() -> bool:
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
@@ -352,5 +384,5 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
 )
 """The ways of computing a step, by name."""
 
-_MOST = 4096
-_CHOSEN: dict[object, Option] = {}
+_READY: Bounded[Ready] = Bounded(4096)
+_CHOSEN: Bounded[Option] = Bounded(4096)

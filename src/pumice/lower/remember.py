@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,25 @@ from torch import Tensor
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 _MOST = 16
+
+
+class Bounded(Generic[Found]):
+    """Values by key, at most so many: the oldest goes first."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._held = most, dict[Hashable, Found]()
+
+    def get(self, key: Hashable) -> Found | None:
+        return self._held.get(key)
+
+    def clear(self) -> None:
+        self._held.clear()
+
+    def keep(self, key: Hashable, value: Found) -> Found:
+        while len(self._held) >= self._most:
+            self._held.pop(next(iter(self._held)), None)
+        self._held[key] = value
+        return value
 
 
 def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:

@@ -24,7 +24,7 @@ class Segments:
 
 
 @per_tensor
-def segments(array: Tensor, count: int, split: bool = False) -> tuple[Segments, ...]:
+def segments(array: Tensor, count: int) -> tuple[Segments, ...]:
     """The segments of a sorted array for the values 0 to count - 1, empty ones too.
 
     Long ones come first, so that none starts late. Nothing is read from the device. The array may begin with -1.

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,12 +19,14 @@ from torch import Tensor
 from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import Bound
-from pumice.language.nodes import Access, Statement, accesses_of
-from pumice.language.roles import Roles, roles, segment_count
+from pumice.language.nodes import Access, Index, Statement, accesses_of, arrays_of, indices_of
+from pumice.language.roles import Roles, exchanged, roles, segment_count
 from pumice.lower.emit import Argument, Signature, Source, emit, grid
+from pumice.lower.remember import Bounded
 from pumice.lower.segments import Segments, segments
 from pumice.schedule import tile as tiles
-from pumice.schedule.tile import Tile
+from pumice.schedule.ledger import Key, ledger
+from pumice.schedule.tile import Problem, Tile
 
 DTYPES = {
     torch.float16: "fp16",
@@ -38,14 +40,15 @@ _STATIC = 1024
 """Extents of reductions and columns up to this are baked into the kernel; longer ones are arguments."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Launch:
-    """A kernel made ready for operands of certain dtypes and layouts; sizes are still open."""
+    """A kernel made ready for operands of certain shapes, dtypes and layouts."""
 
     source: Source
     kernel: Any
     roles: Roles
     tile: Tile
+    extents: Mapping[str, int]
     constants: Mapping[str, Any]
 
 
@@ -57,58 +60,118 @@ def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) 
         return "a kernel sums one term"
     if not all(isinstance(factor, Access) for factor in statement.terms[0].factors):
         return "a condition (exists, equal) is not loaded"
-    kinds = {t.dtype for name, t in operands.items() if name in {a.name for a in accesses_of(statement)}}
+    used = {a.name for a in accesses_of(*statement.terms)}
+    kinds = {t.dtype for name, t in operands.items() if name in used}
     odd = kinds - set(DTYPES)
     if odd:
         return f"{', '.join(map(str, odd))} is not a dtype of kernels; there are {', '.join(map(str, DTYPES))}"
-    if not any(t.dtype.is_floating_point for t in operands.values()):
+    if not any(kind.is_floating_point for kind in kinds):
         return "nothing is floating point"
+    form = roles(statement, extents_of(bound))
+    if form.adds and torch.are_deterministic_algorithms_enabled():
+        return "results are added by atomics, and deterministic algorithms are asked for"
     try:
-        form = roles(statement, {name: len(r) for name, r in bound.ranges.items()})
-        emit(statement, form, _signature(statement, bound, operands, form, torch.float32, _smallest(form)))
+        emit(statement, form, _signature(bound, operands, form, torch.float32, _smallest(form)))
     except OptionError as reason:
         return str(reason)
     return None
 
 
 def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
-    """The result of a statement of one term as one kernel, in `dtype`; a new tensor."""
-    statement = bound.statement
-    extents = {name: len(r) for name, r in bound.ranges.items()}
-    form = roles(statement, extents)
-    empty = math.prod(extents.values()) == 0
+    """The result of a statement of one term as one kernel, in `dtype`; a new tensor.
+
+    tile: by default the tuned one, and where nothing was tuned a good guess.
+    """
+    form = _form(bound)
+    empty = any(not len(extent) for extent in bound.ranges.values())
     out = _result(bound, operands, dtype, form, empty)
-    if empty:
-        return out.to(dtype)
-    parts = _segments(statement, bound, operands, form)
-    for part in parts or [None]:
-        chosen = tile or tiles.default(form, extents, part.mean if part else 1.0, _bits(operands))
-        launch = prepare(bound, operands, out, chosen)
-        _launch(launch, bound, {**operands, "": out}, part)
+    if not empty:
+        for part in _segments(bound, operands, form) or (None,):
+            _launch(_prepared(bound, operands, out, part, tile), operands, out, part)
     return out.to(dtype)
+
+
+def tune(
+    bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, measure: Callable[[Callable[[], object]], float]
+) -> dict[Tile, float]:
+    """Time every tile worth it with `measure` (seconds of a call), keep the fastest in the ledger; all times.
+
+    A tile that does not fit the device is left out.
+    """
+    times: dict[Tile, float] = {}
+    for tile in tiles.candidates(_problem(bound, operands, _form(bound))):
+        try:
+            times[tile] = measure(lambda tile=tile: run(bound, operands, dtype, tile))
+        except _does_not_fit():
+            continue
+    if times:
+        ledger().put(_key(bound, operands), min(times, key=times.__getitem__))
+        _LAUNCHES.clear()
+    return times
+
+
+def _does_not_fit() -> tuple[type[BaseException], ...]:
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    return OutOfResources, PTXASError, CompilationError
+
+
+def tile_of(bound: Bound, operands: Mapping[str, Tensor]) -> Tile:
+    """The tile that `run` takes: the tuned one, or the default."""
+    problem = _problem(bound, operands, _form(bound))
+    return ledger().get(_key(bound, operands)) or tiles.default(problem)
 
 
 def source_of(bound: Bound, operands: Mapping[str, Tensor]) -> str:
     """The source of the kernel for these operands; "" where none is made."""
     if refusal(bound.statement, bound, operands):
         return ""
-    form = roles(bound.statement, {name: len(r) for name, r in bound.ranges.items()})
     dtype = next(t.dtype for t in operands.values() if t.dtype.is_floating_point)
-    signature = _signature(bound.statement, bound, operands, form, dtype, _smallest(form))
-    return emit(bound.statement, form, signature).text
+    out = torch.empty(bound.shape, dtype=dtype, device="meta")
+    return prepare(bound, operands, out, tile_of(bound, operands)).source.text
+
+
+@lru_cache(maxsize=4096)
+def extents_of(bound: Bound) -> Mapping[str, int]:
+    """The number of points of each index."""
+    return {name: len(extent) for name, extent in bound.ranges.items()}
+
+
+@lru_cache(maxsize=4096)
+def _form(bound: Bound) -> Roles:
+    return roles(bound.statement, extents_of(bound))
+
+
+@lru_cache(maxsize=4096)
+def _used(bound: Bound) -> tuple[str, ...]:
+    """The operands that a kernel reads."""
+    statement = bound.statement
+    return tuple(dict.fromkeys(a.name for a in accesses_of(*statement.terms, *statement.target.indices)))
+
+
+def _prepared(
+    bound: Bound, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile | None
+) -> Launch:
+    tensors = [operands[name] for name in _used(bound)]
+    key = (bound, tile, out.dtype, torch.get_float32_matmul_precision(), *((t.dtype, t.stride()) for t in tensors))
+    known = _LAUNCHES.get(key)
+    if known is None:
+        known = _LAUNCHES.keep(key, prepare(bound, operands, out, tile or tile_of(bound, operands)))
+    return known
 
 
 def prepare(bound: Bound, operands: Mapping[str, Tensor], out: Tensor, tile: Tile) -> Launch:
-    """The kernel for these operands."""
-    statement = bound.statement
-    extents = {name: len(r) for name, r in bound.ranges.items()}
-    form = roles(statement, extents)
-    signature = _signature(statement, bound, {**operands, "": out}, form, out.dtype, tile)
-    source = _emitted(statement, form, signature)
+    """The kernel for these operands with this tile."""
+    form, extents = _form(bound), extents_of(bound)
+    if tile.swapped:
+        form = exchanged(form)
+    signature = _signature(bound, {**operands, "": out}, form, out.dtype, tile)
+    source = _emitted(bound.statement, form, signature)
     constants = {"BY": tile.rows, "BX": tile.columns, "BR": tile.reduced, "PRECISION": _precision(operands)}
     tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
     constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
-    return Launch(source, loaded(source), form, tile, constants)
+    return Launch(source, loaded(source), form, tile, extents, constants)
 
 
 @lru_cache(maxsize=1024)
@@ -139,17 +202,17 @@ def _write(path: Path, text: str) -> None:
     os.replace(name, path)
 
 
-def _launch(launch: Launch, bound: Bound, operands: Mapping[str, Tensor], part: Segments | None) -> None:
-    extents = {name: len(r) for name, r in bound.ranges.items()}
+def _launch(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> None:
+    extents, tile = launch.extents, launch.tile
     count = part.rows.shape[0] if part else 0
     if launch.roles.segment:
-        extents[launch.roles.segment.index] = count
-    tile = launch.tile
+        extents = {**extents, launch.roles.segment.index: count}
     programs = grid(launch.roles, extents, (tile.rows, tile.columns), count, tile.lanes)
     if not programs:
         return
-    values = {a.variable: _value(a, extents, operands, part, launch.constants) for a in launch.source.arguments}
-    launch.kernel[(programs,)](**values, num_warps=tile.warps, num_stages=tile.stages)
+    arguments = launch.source.arguments
+    values = [_value(a, extents, operands if a.name else {"": out}, part, launch.constants) for a in arguments]
+    launch.kernel[(programs,)](*values, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def _value(
@@ -173,25 +236,14 @@ def _value(
     return constants[argument.variable]
 
 
-def _signature(
-    statement: Statement,
-    bound: Bound,
-    operands: Mapping[str, Tensor],
-    form: Roles,
-    dtype: torch.dtype,
-    tile: Tile,
-) -> Signature:
-    names = {access.name for access in accesses_of(*statement.terms, *statement.target.indices)}
+def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype: torch.dtype, tile: Tile) -> Signature:
+    names = set(_used(bound))
     used = {name: tensor for name, tensor in operands.items() if name in names or name == ""}
-    extents = {name: len(r) for name, r in bound.ranges.items()}
-    own = form.segment.index if form.segment else None
-    fixed = {n: extents[n] for n in (*form.reduced, *form.columns, *form.loops) if n != own and extents[n] <= _STATIC}
-    if form.segment:
-        fixed.pop(form.segment.position, None)
+    fixed = _static(bound, form)
     even = "".join(
         axis
-        for axis, names_, side in (("R", form.reduced, tile.reduced), ("X", form.columns, tile.columns))
-        if all(n in fixed for n in names_) and names_ and math.prod(fixed[n] for n in names_) % side == 0
+        for axis, along, side in (("R", form.reduced, tile.reduced), ("X", form.columns, tile.columns))
+        if along and all(n in fixed for n in along) and math.prod(fixed[n] for n in along) % side == 0
     )
     return Signature(
         dtypes=(*((name, DTYPES[t.dtype]) for name, t in sorted(used.items()) if name), ("", DTYPES[dtype])),
@@ -201,8 +253,48 @@ def _signature(
         starts=tuple((name, r.start) for name, r in sorted(bound.ranges.items()) if r.start),
         even=even,
         lanes=tile.lanes,
-        accumulate=statement.accumulate,
+        slabs=tile.slabs,
+        accumulate=bound.statement.accumulate,
     )
+
+
+def _static(bound: Bound, form: Roles) -> dict[str, int]:
+    """Extents that are baked into a kernel: short ones of reductions and columns.
+
+    Not those of an index that leads every access that it is in: it counts entries or samples, and changes.
+    """
+    statement, extents = bound.statement, extents_of(bound)
+    leading: dict[str, bool] = {}
+    for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
+        for axis, expression in enumerate(access.indices):
+            for _, atom in expression.terms:
+                if isinstance(atom, Index):
+                    leading[atom.name] = leading.get(atom.name, True) and axis == 0 and len(access.indices) > 0
+    names = (*form.reduced, *form.columns, *form.rows, *form.loops)
+    return {n: extents[n] for n in names if n in extents and extents[n] <= _STATIC and not leading.get(n, False)}
+
+
+def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Problem:
+    """What a tile is chosen for."""
+    statement = bound.statement
+    parts = _segments(bound, operands, form) if form.segment else None
+    gathered = [
+        operands[f.name].numel() * operands[f.name].element_size()
+        for f in statement.terms[0].factors
+        if isinstance(f, Access) and any(e.arrays for e in f.indices)
+    ]
+    turning = {*form.loops, *form.reduced}
+    chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
+    return Problem(
+        form, extents_of(bound), parts[0].mean if parts else 1.0, _bits(operands), max(gathered, default=0), chained
+    )
+
+
+def _key(bound: Bound, operands: Mapping[str, Tensor]) -> Key:
+    used = [operands[name] for name in _used(bound)]
+    device = torch.cuda.get_device_name(used[0].device) if used[0].is_cuda else used[0].device.type
+    sizes = (max(1, extent).bit_length() for extent in extents_of(bound).values())
+    return Key(device, str(bound.statement), tuple(DTYPES[t.dtype] for t in used), tuple(sizes))
 
 
 def _reach(tensor: Tensor) -> int:
@@ -238,13 +330,11 @@ def _covers(bound: Bound, form: Roles) -> bool:
     return True
 
 
-def _segments(
-    statement: Statement, bound: Bound, operands: Mapping[str, Tensor], form: Roles
-) -> Sequence[Segments] | None:
+def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Sequence[Segments]:
     if form.segment is None:
-        return None
+        return ()
     count = segment_count(form, bound.shape, {name: t.shape for name, t in operands.items()})
-    return segments(operands[form.segment.array], count, split=form.rows == (form.segment.index,))
+    return segments(operands[form.segment.array], count)
 
 
 def _smallest(form: Roles) -> Tile:
@@ -256,5 +346,12 @@ def _bits(operands: Mapping[str, Tensor]) -> int:
 
 
 def _precision(operands: Mapping[str, Tensor]) -> str:
-    """How float32 is multiplied: as torch is told to."""
-    return "tf32" if torch.get_float32_matmul_precision() != "highest" else "ieee"
+    """How float32 is multiplied: as torch is told to. "highest" is three products of tf32 on NVIDIA (1e-6), of which
+    AMD has none: there it is exact."""
+    precision = torch.get_float32_matmul_precision()
+    if precision == "highest":
+        return "ieee" if torch.version.hip else "tf32x3"
+    return "tf32"
+
+
+_LAUNCHES: Bounded[Launch] = Bounded(4096)

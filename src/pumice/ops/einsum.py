@@ -93,7 +93,12 @@ class Einsum:
         operands = _checked(statement, operands, dict(self.formats))
         tensors, names = _flattened(operands)
         _check_arrays(statement, operands)
-        return tensors, names
+        dense = _used_dense(self.text, names)
+        return (
+            _flattened({n: x.to_dense() if n in dense else x for n, x in operands.items()})
+            if dense
+            else (tensors, names)
+        )
 
 
 def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None, *, lowering: str = "") -> Einsum:
@@ -125,6 +130,12 @@ def _bare_names(formats: Mapping[str, str]) -> str:
     return "|".join(tokens)
 
 
+def _used_dense(text: str, names: str) -> set[str]:
+    """The sparse operands that have no form over stored entries in this statement."""
+    forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
+    return set(plan.rewritten(text, names, forms).dense) if forms else set()
+
+
 def _checked(statement: Statement, operands: Mapping[str, Operand], formats: Mapping[str, str]) -> dict[str, Any]:
     """The operands of one floating dtype and one device, scalars as tensors; what cannot be is refused."""
     target = statement.target.name
@@ -135,6 +146,8 @@ def _checked(statement: Statement, operands: Mapping[str, Operand], formats: Map
             f"`{statement.text or statement}` needs the operand {', '.join(missing) or target}; "
             f"given are {', '.join(sorted(operands)) or 'none'}"
         )
+    if isinstance(operands.get(target), Sparse):
+        raise OptionError(f"the target {target} is a dense tensor, found a pm.sparse operand; pass its to_dense()")
     found: dict[str, Any] = {}
     for name, x in operands.items():
         found[name] = _operand(name, x, formats.get(name))

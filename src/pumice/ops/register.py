@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pumice.language.bind import bind
 from pumice.language.derive import count, declare, derivative, gradient_name, result_name
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.rewrite import VALUES
@@ -63,13 +64,26 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     *operands, last = (*ctx.saved_tensors, None) if not ctx.extreme else ctx.saved_tensors
     call = _Call(operands, ctx.names, ctx.text, ctx.lowering, grad.shape)
     needed = ctx.needs_input_grad[0]
-    grads: list[Tensor | None] = [None] * len(operands)
+    if not any(needed):
+        return [None] * len(operands), None, None, None, None
+    if not call.given.forms or call.statement.reduction == "sum":
+        return _gradients(call, grad, last, needed), None, None, None, None
+    # Which points are there, a sparse operand says only in the form that is stored.
+    call, places = call.stored()
+    found = _gradients(call, grad, last, [needed[place] for place in places])
+    grads = dict(zip(places, found, strict=True))
+    return [grads.get(place) for place in range(len(operands))], None, None, None, None
+
+
+def _gradients(call: _Call, grad: Tensor, last: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of the operands of a call, None where none is needed."""
+    grads: list[Tensor | None] = [None] * len(call.operands)
     if any(needed):
         grad, grads = call.shared(grad, last, grads, needed)
         for (name, form, part, local), place in call.given.places.items():
             if needed[place] and grads[place] is None:
                 grads[place] = call.gradient((name, form, part, local), grad, last)
-    return grads, None, None, None, None
+    return grads
 
 
 class _Call:
@@ -79,7 +93,18 @@ class _Call:
         self.operands, self.names, self.text, self.lowering, self.shape = operands, names, text, lowering, shape
         self.given = plan.read(names)
         self.statement = plan.statement_of(text, names)
-        self.tokens = names.split(";")[0].split("|")
+        tokens, *self.notes = names.split(";")
+        self.tokens = tokens.split("|")
+
+    def stored(self) -> tuple[_Call, list[int]]:
+        """The same call over the arrays of its sparse operands, and which operands those are."""
+        forms = tuple((name, next(iter(held))) for name, held in self.given.forms.items())
+        (step,) = plan.rewritten(self.text, self.names, forms).steps
+        known = plan.array_places(self.names, self.text, forms)
+        names = "|".join(known)
+        return _Call(
+            [self.operands[place] for place in known.values()], names, str(step), self.lowering, self.shape
+        ), list(known.values())
 
     def shared(
         self, grad: Tensor, result: Tensor | None, grads: list[Tensor | None], needed: Sequence[bool]
@@ -121,7 +146,7 @@ class _Call:
             for step in done.steps:
                 for new in derivative(step, values):
                     known = {**tensors, gradient_name(step): grad}
-                    yield self._dense(new, known, tensors[values].shape)
+                    yield self._dense(self._anchored(new), known, tensors[values].shape)
 
     def _dense(self, new: Statement, tensors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         used = [name for name in dict.fromkeys(a.name for a in accesses_of(new)) if name in tensors]
@@ -132,17 +157,18 @@ class _Call:
         used = {access.name for access in accesses_of(*new.terms, *new.target.indices)}
         kept = [(t, x) for t, x in zip(self.tokens, self.operands, strict=True) if t.split("@")[0] in used]
         kept += [(name, x) for name, x in extra.items() if name in used and x is not None]
-        return einsum(
-            [x for _, x in kept], "|".join(t for t, _ in kept), str(self._anchored(new)), shape, self.lowering
-        )
+        notes = [note for note in self.notes if note.partition("=")[0] in used]
+        names = ";".join(["|".join(t for t, _ in kept), *notes])
+        return einsum([x for _, x in kept], names, str(self._anchored(new)), shape, self.lowering)
 
     def _anchored(self, new: Statement) -> Statement:
         """The statement with declared ranges for indices that no axis tells any more."""
         bare = {e.bare for access in accesses_of(new) for e in access.indices}
         if set(indices_of(new)) - {name for name, _ in new.ranges} <= bare:
             return new
-        bound = plan.sizes(self.text, self.names, [x.shape for x in self.operands], self.shape)
-        return declare(new, bound.ranges)
+        shapes: dict[str, Sequence[int]] = dict(self.given.shapes)
+        shapes.update((name, self.operands[self.given.places[name, "", 0, ""]].shape) for name in self.given.dense)
+        return declare(new, bind(self.statement, shapes, self.shape, strict=False).ranges)
 
 
 for _key in ("CPU", "CUDA"):

@@ -17,6 +17,8 @@ class Tile:
     rows, columns: of the results of one program; reduced: points of the reduction per turn of a matrix product.
     lanes: rows of the tile that share one segment (only where segments are the rows).
     warps: of 32 threads (64 on CDNA); stages: turns whose loads are under way at once.
+    swapped: the columns of the statement are the rows of the tile: wgmma wants 64 rows at least.
+    slabs: all rows are taken for one block of columns before the next, so that what they gather stays in the cache.
     """
 
     rows: int
@@ -25,9 +27,13 @@ class Tile:
     lanes: int = 1
     warps: int = 4
     stages: int = 2
+    swapped: bool = False
+    slabs: bool = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
+            if isinstance(value, bool):
+                continue
             if value < 1 or (name != "stages" and value & (value - 1)):
                 raise OptionError(f"{name} of a tile is a power of two, at least 1; found {value}")
         if self.rows % self.lanes:
@@ -37,7 +43,8 @@ class Tile:
 
     def __str__(self) -> str:
         lanes = f"/{self.lanes}" if self.lanes > 1 else ""
-        return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}"
+        order = " swapped" * self.swapped + " slabs" * self.slabs
+        return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}{order}"
 
 
 def power_above(value: int) -> int:
@@ -45,63 +52,114 @@ def power_above(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def default(roles: Roles, extents: Mapping[str, int], mean_segment: float = 1.0, bits: int = 16) -> Tile:
+@dataclass(frozen=True)
+class Problem:
+    """What a tile is chosen for.
+
+    roles and extents of the statement; mean: entries of a segment on average; bits: of the values; gathered: bytes of
+    the largest operand whose rows are gathered; chained: whether loads in the loop wait for an index loaded there.
+    """
+
+    roles: Roles
+    extents: Mapping[str, int]
+    mean: float = 1.0
+    bits: int = 16
+    gathered: int = 0
+    chained: bool = False
+
+    def volume(self, names: tuple[str, ...]) -> int:
+        return math.prod(self.extents[name] for name in names if name in self.extents)
+
+    @property
+    def laned(self) -> bool:
+        """Whether the rows of the tile are segments."""
+        return self.roles.segment is not None and self.roles.rows == (self.roles.segment.index,)
+
+
+SLAB = 40 << 20
+"""Bytes of gathered rows from which they no longer stay in the cache (60 MiB of L2 on an H200)."""
+
+
+def default(problem: Problem) -> Tile:
     """A good tile before any tuning.
 
-    mean_segment: entries of a segment on average; bits: of the values. The figures for matrix products are those of
-    the convolution prototype on an H200 (C = 32, 64, 128, 256); the others keep a program at 2 to 8 KiB in registers.
+    The figures for matrix products are those of the convolution prototype on an H200 (C = 32, 64, 128, 256); the others
+    keep a program at 2 to 8 KiB in registers.
     """
-    rows, columns, reduced = (_volume(names, extents) for names in (roles.rows, roles.columns, roles.reduced))
+    roles = problem.roles
+    rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
     if roles.product:
-        return _product_tile(rows, columns, reduced, bits)
+        return _product_tile(problem)
     if roles.folds:
         return Tile(_below(rows, 16), max(16, _below(columns, 512)), warps=4)
-    wide = _below(columns, 128)
-    if roles.segment and roles.rows == (roles.segment.index,):
-        lanes = min(16, power_above(max(1, int(mean_segment / 8))))
+    slabs = problem.gathered > SLAB and columns >= 64
+    wide = _below(columns, 32 if slabs else 128)
+    if problem.laned:
+        lanes = min(16, power_above(max(1, int(problem.mean / 8))))
         height = max(lanes, min(16, 2048 // wide))
-        return Tile(height, wide, lanes=lanes, warps=_warps(height * wide, 512))
+        return Tile(height, wide, lanes=lanes, warps=_warps(height * wide, 512), slabs=slabs)
     height = _below(rows, max(1, 2048 // wide))
     return Tile(height, wide, warps=_warps(height * wide, 512))
 
 
-def candidates(roles: Roles, extents: Mapping[str, int], mean_segment: float = 1.0, bits: int = 16) -> Iterator[Tile]:
+def candidates(problem: Problem) -> Iterator[Tile]:
     """Tiles worth timing, the default first, none twice."""
     seen: set[Tile] = set()
-    for tile in _candidates(roles, extents, default(roles, extents, mean_segment, bits)):
+    first = default(problem)
+    for tile in (first, *(_product_tiles if problem.roles.product else _plain_tiles)(problem, first)):
         if tile not in seen:
             seen.add(tile)
             yield tile
 
 
-def _candidates(roles: Roles, extents: Mapping[str, int], first: Tile) -> Iterator[Tile]:
-    yield first
-    if not roles.product:
-        for scale in (0.5, 2, 4):
-            for warps in (1, 2, 4, 8):
-                rows = max(first.lanes, int(first.rows * scale)) if roles.rows else 1
-                yield replace(first, rows=power_above(rows), warps=warps)
-        if first.lanes >= 1 and roles.segment and not roles.folds:
-            for lanes in (1, 2, 4, 8, 16, 32):
-                for warps in (1, 2, 4):
-                    yield replace(first, rows=max(first.rows, lanes), lanes=lanes, warps=warps)
+def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
+    for scale in (0.5, 2, 4):
+        for warps in (1, 2, 4, 8):
+            rows = max(first.lanes, int(first.rows * scale)) if problem.roles.rows else 1
+            yield replace(first, rows=power_above(rows), warps=warps)
+    if not problem.laned:
         return
-    rows, columns, reduced = (_volume(names, extents) for names in (roles.rows, roles.columns, roles.reduced))
-    for height in {_tile_side(rows, cap) for cap in (32, 64, 128, 256)}:
-        for width in {_tile_side(columns, cap) for cap in (32, 64, 128, 256)}:
-            for depth in {_tile_side(reduced, cap) for cap in (32, 64)}:
-                if height * width > 128 * 256:
-                    continue
-                for warps, stages in ((4, 3), (4, 5), (8, 3), (8, 4)):
-                    if height * width >= 64 * 32 * warps / 4:
-                        yield Tile(height, width, depth, warps=warps, stages=stages)
+    columns = problem.volume(problem.roles.columns)
+    for width in (32, 64, 128):
+        for lanes in (1, 2, 4, 8, 16, 32):
+            for rows in (1, 4, 16):
+                tile = replace(first, rows=rows * lanes, columns=min(width, power_above(columns)), lanes=lanes)
+                if 256 <= tile.rows * tile.columns <= 8192:
+                    warps = _warps(tile.rows * tile.columns, 512)
+                    yield replace(tile, warps=warps, slabs=False)
+                    if width < columns:
+                        yield replace(tile, warps=warps, slabs=True)
 
 
-def _product_tile(rows: int, columns: int, reduced: int, bits: int) -> Tile:
-    width = _tile_side(columns, 256 if rows < 64 else 128)
-    height = _tile_side(rows, 128)
-    depth = _tile_side(reduced, 64 if bits <= 16 else 32)
-    return Tile(height, width, depth, warps=8 if height * width >= 128 * 128 else 4, stages=3 if width > 32 else 4)
+def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
+    roles = problem.roles
+    sizes = [problem.volume(names) for names in (roles.rows, roles.columns, roles.reduced)]
+    for swapped in (False, True):
+        rows, columns = (sizes[1], sizes[0]) if swapped else (sizes[0], sizes[1])
+        for height in sorted({_tile_side(rows, cap) for cap in (16, 32, 64, 128, 256)}):
+            for width in sorted({_tile_side(columns, cap) for cap in (16, 32, 64, 128, 256)}):
+                for depth in sorted({_tile_side(sizes[2], cap) for cap in (32, 64)}):
+                    if not 1024 <= height * width <= 128 * 256:
+                        continue
+                    for warps, stages in ((4, 3), (4, 5), (8, 3), (8, 4)):
+                        if height * width >= 512 * warps:
+                            yield Tile(height, width, depth, warps=warps, stages=stages, swapped=swapped)
+
+
+def _product_tile(problem: Problem) -> Tile:
+    """The larger side, at least 64, is the rows; the loads wait for an index, so that more of them are under way."""
+    roles, wide = problem.roles, problem.bits > 16
+    rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
+    # With 32 bits wgmma reads its rows along the reduction only: what is gathered must stay the rows.
+    swapped = rows < 64 <= columns and not wide
+    if swapped:
+        rows, columns = columns, rows
+    height = _tile_side(rows, 128 if columns > 64 else 256 if columns <= 32 else 128)
+    width = _tile_side(columns, 128 if height >= 128 else 256)
+    depth = _tile_side(problem.volume(roles.reduced), 32 if wide else 64)
+    warps = 8 if height * width >= 128 * 128 else 4
+    stages = 3 if wide or height * width * depth >= 128 * 128 * 64 else 5 if problem.chained else 4
+    return Tile(height, width, depth, warps=warps, stages=stages, swapped=swapped)
 
 
 def _tile_side(extent: int, most: int) -> int:
@@ -115,7 +173,3 @@ def _below(extent: int, most: int) -> int:
 
 def _warps(entries: int, each: int) -> int:
     return max(1, min(8, power_above(entries // each)))
-
-
-def _volume(names: tuple[str, ...], extents: Mapping[str, int]) -> int:
-    return math.prod(extents[name] for name in names if name in extents)

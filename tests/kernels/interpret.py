@@ -1,0 +1,339 @@
+"""Emitted kernels in Triton's interpreter, in a process of its own: `python -m kernels.interpret GROUP`.
+
+TRITON_INTERPRET must be set before triton is first imported, and the other tests need it unset. The checks of a group
+are run one after another; a line of JSON tells how each ended.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import torch
+from einsum_fuzz import random_case
+from einsum_oracle import evaluate
+from kernels.cases import CASES, SMALL, STUDIES, Case, Problem, problem, variants
+from torch import Tensor
+
+from pumice.coords import KernelMap, Relation, kernel_map
+from pumice.language.bind import bind
+from pumice.language.derive import declare
+from pumice.language.parse import parse
+from pumice.language.rewrite import conscious, single_terms
+from pumice.language.roles import Roles, roles
+from pumice.lower import loops
+from pumice.lower import triton as kernels
+from pumice.lower.maps import FORMS
+from pumice.schedule.tile import Tile, candidates, default
+from pumice.testing import random_tensor
+
+Checks = Mapping[str, Callable[[], None]]
+SEEDS = 300
+BATCH = 30
+TILES = 3
+"""Tiles per case besides the default."""
+
+
+# Comparing
+def form_of(p: Problem) -> Roles:
+    return roles(p.bound.statement, p.bound.ranges and {name: len(r) for name, r in p.bound.ranges.items()})
+
+
+def wanted(p: Problem) -> Tensor:
+    """The reference in float64 (the oracle checks it elsewhere)."""
+    return loops.run(p.bound, p.to(torch.float64).operands, torch.float64)
+
+
+def agree(p: Problem, dtype: torch.dtype = torch.float32, tile: Tile | None = None, limit: float = 2e-5) -> None:
+    """The kernel's result is the reference's, in the dtype asked, and operands are left alone."""
+    before = {name: t.clone() for name, t in p.operands.items()}
+    refused = kernels.refusal(p.bound.statement, p.bound, p.operands)
+    assert refused is None, refused
+    got = kernels.run(p.bound, p.operands, dtype, tile)
+    assert got.dtype == dtype, f"asked for {dtype}, found {got.dtype}"
+    near(got, wanted(p), limit)
+    for name, tensor in p.operands.items():
+        assert torch.equal(tensor, before[name]), f"operand {name} was written to"
+
+
+def near(got: Tensor, want: Tensor, limit: float) -> None:
+    assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    if not want.numel():
+        return
+    error = float((got.double() - want).abs().max())
+    scale = max(1.0, float(want.abs().max()))
+    assert error <= limit * scale, f"error {error:.3g}, allowed are {limit:.3g} * {scale:.3g}"
+
+
+def tiles(p: Problem, count: int = TILES, most: int = 64 * 64) -> list[Tile]:
+    """The default and some candidates spread over all that are small."""
+    form, extents = form_of(p), {name: len(r) for name, r in p.bound.ranges.items()}
+    found = [t for t in candidates(form, extents, 4.0, 32) if t.rows * t.columns <= most]
+    # Warps and stages do nothing here.
+    found = list({(t.rows, t.columns, t.reduced, t.lanes): t for t in found}.values())
+    step = max(1, len(found) // (count + 1))
+    return [default(form, extents, 4.0, 32), *found[1::step][:count]]
+
+
+# The case studies
+def study_checks(kind: str) -> Checks:
+    found: dict[str, Callable[[], None]] = {}
+    for name, case in CASES.items():
+        if STUDIES[case.study].kind == kind and not case.study.endswith("128"):
+            small = case.at(SMALL)
+            found[f"{name} tiles"] = partial(check_tiles, small)
+            found[f"{name} half"] = partial(check_half, small)
+            found[f"{name} accumulates"] = partial(check_accumulates, small)
+            found[f"{name} strided"] = partial(check_strided, small)
+            found |= {f"{name} {label}": partial(check_one, odd) for label, odd in variants(case)}
+    return found
+
+
+def check_one(case: Case) -> None:
+    agree(problem(case))
+
+
+def check_tiles(case: Case) -> None:
+    p = problem(case)
+    for tile in tiles(p):
+        try:
+            agree(p, tile=tile)
+        except Exception as error:
+            raise AssertionError(f"tile {tile}: {error}") from error
+
+
+def check_half(case: Case) -> None:
+    """Half operands are multiplied and added in float32; what goes into a dot is rounded once if it is a product."""
+    p = problem(case).to(torch.float16)
+    form = form_of(p)
+    rounds = form.product and max(len(form.left), len(form.right)) > 1
+    agree(p, torch.float32, limit=2**-10 if rounds else 2e-5)
+    agree(p, torch.float16, limit=2**-9 if rounds else 2**-10)
+
+
+def check_accumulates(case: Case) -> None:
+    p = problem(case)
+    old = torch.randn(p.bound.shape, generator=torch.Generator().manual_seed(5))
+    statement = replace(p.bound.statement, accumulate=True)
+    agree(Problem.of(statement, {**p.operands, statement.target.name: old}, p.bound.shape))
+
+
+def check_strided(case: Case) -> None:
+    """Every operand transposed in memory, or with gaps."""
+    p = problem(case)
+    agree(replace(p, operands={name: strided(t) for name, t in p.operands.items()}))
+
+
+def strided(tensor: Tensor) -> Tensor:
+    if tensor.ndim < 2:
+        return torch.stack([tensor, tensor], -1)[..., 0]
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+# Rows that are segments
+def lane_checks() -> Checks:
+    found: dict[str, Callable[[], None]] = {}
+    for study in ("coo", "group_coo"):
+        for rows in (1, 3, 17, 40):
+            for lanes in (1, 2, 4):
+                found[f"{study} {rows} rows {lanes} lanes"] = partial(check_lanes, study, rows, lanes)
+    found["one long row"] = partial(check_long_row, 4)
+    found["one long row, one lane"] = partial(check_long_row, 1)
+    return found
+
+
+def check_lanes(study: str, rows: int, lanes: int) -> None:
+    p = problem(CASES[study].at(SMALL, M=rows, p=2 * rows + 5), rows)
+    assert form_of(p).rows == (form_of(p).segment.index,)  # type: ignore[union-attr]
+    for height in (lanes, 4 * lanes):
+        agree(p, tile=Tile(height, 16, lanes=lanes))
+
+
+def check_long_row(lanes: int) -> None:
+    p = problem(CASES["coo"].at(SMALL, M=5, p=70))
+    p = replace(p, operands={**p.operands, "A_m": torch.tensor([0] * 2 + [3] * 68, dtype=torch.int32)})
+    agree(p, tile=Tile(2 * lanes, 16, lanes=lanes))
+
+
+# Convolutions over real kernel maps
+WAYS = {
+    "forward": "O[o,n] = map[o,k,i] * X[i,c] * W[n,k,c]",
+    "dgrad": "D[i,c] = map[o,k,i] * G[o,n] * W[n,k,c]",
+    "wgrad": "D[n,k,c] = map[o,k,i] * G[o,n] * X[i,c]",
+}
+
+
+def map_checks() -> Checks:
+    return {
+        f"kernel {size} stride {stride} {way} {form}": partial(check_map, size, stride, way, form)
+        for size, stride in ((3, 1), (2, 2), (3, 2))
+        for way in WAYS
+        for form in FORMS
+    }
+
+
+def check_map(size: int, stride: int, way: str, form: str) -> None:
+    found, operands = cloud(size, stride)
+    shapes = {"forward": (found.num_outputs, 11), "dgrad": (found.num_inputs, 9), "wgrad": (11, found.volume, 9)}
+    want = wanted(map_problem(found, operands, "pairs", WAYS[way], shapes[way]))
+    p = map_problem(found, operands, form, WAYS[way], shapes[way])
+    near(kernels.run(p.bound, p.operands, torch.float32), want, 2e-5)
+
+
+def cloud(size: int, stride: int) -> tuple[KernelMap, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(size)
+    x = random_tensor(70, 9, 3)
+    found, _ = kernel_map(x.geometry, Relation.of(3, size, stride=stride))
+    weight = torch.randn(11, found.volume, 9, generator=generator)
+    return found, {"X": x.feats, "W": weight, "G": torch.randn(found.num_outputs, 11, generator=generator)}
+
+
+def map_problem(
+    found: KernelMap, operands: Mapping[str, Tensor], form: str, text: str, shape: tuple[int, ...]
+) -> Problem:
+    told = conscious(parse(text), {"map": FORMS[form].stored})
+    (step,) = told.steps
+    arrays = FORMS[form].arrays(found)
+    return Problem.of(step, {**operands, **{name: arrays[a.local] for name, a in told.arrays.items()}}, shape)
+
+
+# Statements of other shapes
+OTHERS: Mapping[str, tuple[str, Mapping[str, tuple[int, ...]]]] = {
+    "matrix product": ("C[m,n] = A[m,k] * B[k,n]", {"A": (21, 37), "B": (37, 50)}),
+    "matrix product, ranges": (
+        "C[m,n] = A[m,k] * B[k,n] ; k:2..33, n:3..47, m:1..20",
+        {"A": (21, 37), "B": (37, 50)},
+    ),
+    "matrix product, short": ("C[m,n] = A[m,k] * B[k,n]", {"A": (3, 5), "B": (5, 2)}),
+    "batched": ("C[b,m,n] = A[b,m,k] * B[b,n,k]", {"A": (3, 17, 19), "B": (3, 9, 19)}),
+    "matrix times vector": ("C[i] = A[i,k] * x[k]", {"A": (21, 37), "x": (37,)}),
+    "sum of all": ("s = A[i,j] * A[i,j]", {"A": (21, 37)}),
+    "outer product": ("C[i,j] = 2.5 * a[i] * b[j]", {"a": (21,), "b": (37,)}),
+    "trace": ("s = A[i,i]", {"A": (21, 21)}),
+    "padded convolution": (
+        "O[n,p,q,m] = X[n,p+r-1,q+s-1,c] * F[r,s,c,m] ; p:6, q:7",
+        {"X": (2, 6, 7, 9), "F": (3, 3, 9, 11)},
+    ),
+    "strided convolution": ("O[p,m] = X[2*p+r,c] * F[m,r,c]", {"X": (25, 9), "F": (10, 3, 9)}),
+    "transposed convolution": ("O[2*p+r,m] = X[p,c] * F[m,r,c]", {"X": (12, 9), "F": (10, 3, 9)}),
+    "dilated, ranges": ("O[p] = X[p+2*r-2] * F[r] ; p:2..20", {"X": (20,), "F": (3,)}),
+}
+
+
+def other_checks() -> Checks:
+    found: dict[str, Callable[[], None]] = {name: partial(check_other, name) for name in OTHERS}
+    found["padding everywhere"] = check_all_padding
+    found["64-bit indices"] = check_long_indices
+    found["float64"] = check_double
+    return found
+
+
+def check_other(name: str) -> None:
+    text, shapes = OTHERS[name]
+    generator = torch.Generator().manual_seed(3)
+    operands = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+    p = Problem.of(text, operands)
+    want = torch.from_numpy(evaluate(text, {n: t.double().numpy() for n, t in operands.items()}))
+    for tile in tiles(p):
+        near(kernels.run(p.bound, p.operands, torch.float32, tile), want, 2e-5)
+
+
+def check_all_padding() -> None:
+    """Nothing but -1: the result is 0 everywhere."""
+    for name in ("block_group_coo", "conv_grouped", "tp"):
+        p = problem(CASES[name].at(SMALL))
+        gone = {n: t if t.is_floating_point() else torch.full_like(t, -1) for n, t in p.operands.items()}
+        got = kernels.run(p.bound, gone, torch.float32)
+        assert got.shape == p.bound.shape and not got.any(), name
+
+
+def check_long_indices() -> None:
+    for name in ("coo", "block_group_coo", "conv_compacted", "tp_grouped"):
+        p = problem(CASES[name].at(SMALL))
+        agree(replace(p, operands={n: t if t.is_floating_point() else t.long() for n, t in p.operands.items()}))
+
+
+def check_double() -> None:
+    for name in ("coo", "group_coo", "conv_pairs"):
+        agree(problem(CASES[name].at(SMALL)).to(torch.float64), torch.float64, limit=1e-12)
+
+
+# Random statements, against the oracle
+def sums() -> Iterator[int]:
+    """The seeds of statements that kernels are made of."""
+    seed = 0
+    while True:
+        text = random_case(seed).text
+        if not any(word in text for word in ("max=", "min=", "mean=", "exists", "equal")):
+            yield seed
+        seed += 1
+
+
+def fuzz_checks() -> Checks:
+    return {
+        f"fuzz {first} to {first + BATCH - 1}": partial(check_fuzz, first, BATCH) for first in range(0, SEEDS, BATCH)
+    }
+
+
+def check_fuzz(first: int, count: int) -> None:
+    for seed in islice(sums(), first, first + count):
+        try:
+            check_seed(seed)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, `{random_case(seed).text}`: {error}") from error
+
+
+def check_seed(seed: int) -> None:
+    """A statement term by term, as plans carry it out."""
+    case = random_case(seed)
+    integers = {name: v for name, v in case.operands.items() if isinstance(v, int)}
+    operands = {name: torch.as_tensor(np.asarray(v)) for name, v in case.operands.items() if name not in integers}
+    operands |= {name: torch.tensor(float(v)) for name, v in integers.items()}
+    operands = {name: t.float() if t.is_floating_point() else t for name, t in operands.items()}
+    shapes = {name: tuple(t.shape) for name, t in operands.items()}
+    statement = parse(case.text, integers)
+    bound = bind(statement, shapes)
+    total = torch.zeros(bound.shape, dtype=torch.float64)
+    if statement.accumulate:
+        total = total + operands[statement.target.name]
+    for step in single_terms(replace(statement, accumulate=False)):
+        part = bind(declare(step, bound.ranges), shapes, bound.shape, strict=False)
+        refused = kernels.refusal(part.statement, part, operands)
+        assert refused is None, refused
+        total = total + kernels.run(part, operands, torch.float32)
+    near(total, torch.from_numpy(evaluate(case.text, case.operands)), 2e-5)
+
+
+GROUPS: Mapping[str, Callable[[], Checks]] = {
+    "block spmm": partial(study_checks, "block spmm"),
+    "spmm": partial(study_checks, "spmm"),
+    "lanes": lane_checks,
+    "convolution": partial(study_checks, "convolution"),
+    "maps": map_checks,
+    "tensor product": partial(study_checks, "tensor product"),
+    "others": other_checks,
+    "fuzz": fuzz_checks,
+}
+"""The checks, by name, of each group; a group is one process."""
+
+
+def main(group: str) -> None:
+    torch.set_num_threads(1)
+    for name, check in GROUPS[group]().items():
+        try:
+            check()
+            problem_found = ""
+        except Exception as error:
+            frames = "".join(traceback.format_exception(error)[-4:])
+            problem_found = f"{type(error).__name__}: {error}\n{frames}"
+        print(json.dumps([name, problem_found]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
