@@ -17,7 +17,8 @@ from pumice.language.derive import derivative, gradient_name
 from pumice.language.nodes import Statement, accesses_of
 from pumice.language.parse import parse
 
-BLOCK = 32
+SMALL_BLOCK = 16
+"""The blocks that the interpreter takes; the cross-compiler takes the others."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ class Study:
 
     axes: of every operand, and of the target under "", as symbols.
     reach: what the values of an index array are places of: the axis, in units of a block.
+    block: the side of a block, 0 where there are none.
     """
 
     kind: str
     text: str
     axes: Mapping[str, str]
     reach: Mapping[str, tuple[str, int]]
+    block: int = 0
 
     @property
     def statement(self) -> Statement:
@@ -53,7 +56,7 @@ def _spmm(at: str, k: str, block: int = 0) -> Study:
     inner = " m_in k_in" if block else ""
     axes = {"A_m": "p", "A_k": " ".join(k.split(",")), "A_values": " ".join(at.split(",")) + inner}
     reach = {"A_m": ("M", block or 1), "A_k": ("K", block or 1)}
-    return Study("block spmm" if block else "spmm", text, {**axes, "B": "K n", "": "M n"}, reach)
+    return Study("block spmm" if block else "spmm", text, {**axes, "B": "K n", "": "M n"}, reach, block)
 
 
 _MAPS = {
@@ -110,9 +113,8 @@ def _tensor_product(grouped: bool, own: bool) -> Study:
 STUDIES: Mapping[str, Study] = {
     "coo": _spmm("p", "p"),
     "group_coo": _spmm("p,q", "p,q"),
-    "bcsr": _spmm("p", "p", BLOCK),
-    "block_group_coo": _spmm("p,q", "p,q", BLOCK),
-    "block_group_coo_128": _spmm("p,q", "p,q", 128),
+    **{f"bcsr_{block}": _spmm("p", "p", block) for block in (SMALL_BLOCK, 32, 128)},
+    **{f"block_group_coo_{block}": _spmm("p,q", "p,q", block) for block in (SMALL_BLOCK, 32, 128)},
     **{f"conv_{form}": _conv(form, False) for form in _MAPS},
     **{f"conv_g_{form}": _conv(form, True) for form in _MAPS},
     "tp": _tensor_product(False, False),
@@ -123,13 +125,13 @@ STUDIES: Mapping[str, Study] = {
 """The forward statements of the case studies, in the forms that a kernel reads."""
 
 SMALL: Mapping[str, Mapping[str, int]] = {
-    "block spmm": {"M": 4 * BLOCK, "K": 3 * BLOCK, "n": 37, "p": 5, "q": 2, "m_in": BLOCK, "k_in": BLOCK},
+    "block spmm": {"M": 4 * SMALL_BLOCK, "K": 3 * SMALL_BLOCK, "n": 37, "p": 5, "q": 2},
     "spmm": {"M": 23, "K": 19, "n": 13, "p": 41, "q": 3},
-    "convolution": {"N": 29, "I": 31, "V": 5, "n": 13, "c": 9, "p": 37, "e": 7, "T": 3, "b": 11, "h": 6, "q": 11, "g": 3},
-    "tensor product": {"b": 11, "ni": 4, "nj": 3, "nk": 5, "nl": 3, "u": 9, "w": 10, "p": 7, "q": 3},
+    "convolution": {"N": 29, "I": 31, "V": 5, "n": 13, "c": 9, "p": 37, "e": 7, "T": 3, "b": 11, "h": 6, "q": 11, "g": 2},
+    "tensor product": {"b": 9, "ni": 3, "nj": 3, "nk": 4, "nl": 2, "u": 9, "w": 10, "p": 5, "q": 2},
 }
 LARGE: Mapping[str, Mapping[str, int]] = {
-    "block spmm": {"M": 4096, "K": 4096, "n": 4096, "p": 1000, "q": 4, "m_in": BLOCK, "k_in": BLOCK},
+    "block spmm": {"M": 4096, "K": 4096, "n": 4096, "p": 1000, "q": 4},
     "spmm": {"M": 100_000, "K": 100_000, "n": 128, "p": 1_000_000, "q": 4},
     "convolution": {
         **{"N": 100_000, "I": 100_000, "V": 27, "n": 128, "c": 128, "p": 1_000_000},
@@ -158,9 +160,8 @@ class Case:
 
     def at(self, sizes: Mapping[str, Mapping[str, int]], **other: int) -> Case:
         """The case at the sizes of its kind, some of them exchanged."""
-        found = {**sizes[STUDIES[self.study].kind], **other}
-        if self.study.endswith("128"):
-            found |= {"m_in": 128, "k_in": 128}
+        study = STUDIES[self.study]
+        found = {**sizes[study.kind], "m_in": study.block, "k_in": study.block, **other}
         return replace(self, sizes=tuple(found.items()))
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -249,13 +250,11 @@ def meta(case: Case, dtype: torch.dtype) -> Problem:
 def variants(case: Case) -> Iterator[tuple[str, Case]]:
     """The case at sizes that are easy to get wrong."""
     study = STUDIES[case.study]
-    tensors, used = set(study.axes.values()), set(" ".join(study.axes.values()).split())
-    assert tensors
-    columns = "w" if "w" in used else "n"
+    used = set(" ".join(study.axes.values()).split())
     entries = next(axis for axis in ("e", "h", "p") if axis in used)
     rows = study.axes[""].split()[0]
-    block = BLOCK if rows == "M" and "m_in" in used else 1
-    yield "one column", case.at(SMALL, **{columns: 1})
+    few = {"p": 2} if study.block else {}
+    yield "one column", case.at(SMALL, **{"w" if "w" in used else "n": 1}, **few)
     yield "nothing stored", case.at(SMALL, **{entries: 0})
     yield "no rows", case.at(SMALL, **{rows: 0})
-    yield "one row", case.at(SMALL, **{rows: block})
+    yield "one row", case.at(SMALL, **{rows: study.block or 1})

@@ -7,7 +7,8 @@ import torch
 
 import pumice as pm
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
-from pumice.lower import cpu, reference, run
+from pumice.lower import cpu, gathered, reference
+from pumice.ops import register
 from pumice.schedule.cpu import CpuSchedule
 
 RELATIONS = {
@@ -40,6 +41,11 @@ def engine_of(found, channels):
     return CpuSchedule.default(*channels, len(found.pairs().inputs))
 
 
+def tables_of(found, channels):
+    schedule = engine_of(found, channels)
+    return (*found.pairs(), *cpu.chunks(found.pairs(), found.num_outputs, found.num_inputs, schedule))
+
+
 def test_the_cases_reach_every_engine(cloud):
     schedules = [engine_of(kernel_map(cloud, r)[0], c) for r in RELATIONS.values() for c in CHANNELS]
     # "strided" takes what "grouped" cannot: float64 here, and machines without oneDNN.
@@ -53,7 +59,7 @@ def test_the_cases_reach_every_engine(cloud):
 def test_agrees_with_its_twin(cloud, name, channels, dtype):
     found, _ = kernel_map(cloud, RELATIONS[name])
     x, weight, grad = operands(found, channels, dtype)
-    tables = cpu.tables(found, channels)
+    tables = tables_of(found, channels)
     eps = torch.finfo(dtype).eps
     truth = reference.forward(x.double(), weight.double(), found.pairs(), found.num_outputs, 1)
     y = cpu.forward(x, weight, tables, found.num_outputs, 1)
@@ -72,14 +78,14 @@ def test_pairs_alone_serve_too(cloud, name, channels):
     found, _ = kernel_map(cloud, RELATIONS[name])
     x, weight, _ = operands(found, channels, torch.float64)
     y = cpu.forward(x, weight, tuple(found.pairs()), found.num_outputs, 1)
-    torch.testing.assert_close(y, cpu.forward(x, weight, cpu.tables(found, channels), found.num_outputs, 1))
+    torch.testing.assert_close(y, cpu.forward(x, weight, tables_of(found, channels), found.num_outputs, 1))
 
 
 @pytest.mark.parametrize("channels", CHANNELS)
 def test_bitwise_the_same_every_time(cloud, channels):
     found, _ = kernel_map(cloud, RELATIONS["same"])
     x, weight, grad = operands(found, channels, torch.float32)
-    tables = cpu.tables(found, channels)
+    tables = tables_of(found, channels)
     y, dw = cpu.forward(x, weight, tables, len(x), 1), cpu.weight_gradient(x, grad, tables, 1)
     for _ in range(5):
         assert torch.equal(y, cpu.forward(x, weight, tables, len(x), 1))
@@ -107,13 +113,18 @@ def test_chunks_cover_every_pair_once(cloud, schedule):
     assert rows == found.num_outputs and seen == wanted and len(wanted) == int(kept.sum())
 
 
-def test_a_layer_uses_the_chunks_kept_by_its_map(cloud):
-    x = pm.SparseTensor(torch.randn(len(cloud), 4), cloud)
+def test_a_layer_makes_the_chunks_of_a_map_once(cloud, monkeypatch):
+    made = []
+    chunks = cpu.chunks
+    monkeypatch.setattr(gathered.cpu, "chunks", lambda *given: made.append(given) or chunks(*given))
+    x = pm.SparseTensor(torch.randn(len(cloud), 4), Geometry.checked(cloud.coords))
     weight = torch.randn(8, 3, 3, 3, 4, requires_grad=True)
+    for _ in range(3):
+        pm.ops.conv(x, weight).feats.sum().backward()
+    assert len(made) == 1
+    x.map(lambda feats: feats.requires_grad_())
     pm.ops.conv(x, weight).feats.sum().backward()
-    found, _ = kernel_map(cloud, RELATIONS["same"])
-    assert found.has(("tables", (4, 8)))
-    assert len(cpu.tables(found, (4, 8))) == 8
+    assert len(made) == 2, "the input gradient goes the other way"
 
 
 def test_shapes_in_signatures_are_checked_under_test(cloud):
@@ -128,7 +139,7 @@ def test_a_map_made_by_hand(cloud):
     order = torch.randperm(len(cloud), generator=torch.Generator().manual_seed(3))
     mine = KernelMap.from_rows(found.relation, found.rows()[order], len(cloud))
     x, weight, grad = operands(mine, (16, 32), torch.float64)
-    tables = cpu.tables(mine, (16, 32))
+    tables = tables_of(mine, (16, 32))
     truth = reference.forward(x, weight, mine.pairs(), len(cloud), 1)
     torch.testing.assert_close(cpu.forward(x, weight, tables, len(cloud), 1), truth)
     truth = reference.weight_gradient(x, grad, mine.pairs(), 1)
@@ -137,4 +148,4 @@ def test_a_map_made_by_hand(cloud):
 
 def test_a_device_without_a_back_end():
     with pytest.raises(pm.errors.DeviceError, match="'xpu'; there are cpu, cuda"):
-        run._backend("xpu")
+        register.check_device(torch.device("xpu"))

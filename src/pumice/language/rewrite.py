@@ -251,13 +251,15 @@ class _Naming:
     def renamed(self, operand: str, expression: Affine, positions: Mapping[str, Affine]) -> Affine:
         """An expression in local names in those of the statement."""
         terms: list[tuple[int, Index | Access]] = []
+        constant = expression.constant
         for coefficient, atom in expression.terms:
             if isinstance(atom, Index):
                 terms += [(coefficient * c, a) for c, a in positions[atom.name].terms]
+                constant += coefficient * positions[atom.name].constant
             else:
                 inner = tuple(self.renamed(operand, e, positions) for e in atom.indices)
                 terms.append((coefficient, Access(self.array(operand, atom.name), inner)))
-        return affine(terms, expression.constant)
+        return affine(terms, constant)
 
 
 def _replaced(step: Statement, place: tuple[int, int], naming: _Naming) -> Statement:
@@ -329,15 +331,15 @@ def _solve(
 ) -> tuple[str, Affine]:
     """An index and what it equals where the expression of that number equals the stored coordinate `value`."""
     expression = expressions[number]
-    declared = step.declared(expression.bare or "")
-    # A declared range that begins at 0 is all of the axis.
-    if expression.bare and (declared is None or not declared.start):
+    # A declared range that begins at 0 is all of an axis on which the index stands bare.
+    shut = {name for name, extent in step.ranges if extent.start} | set(indices_of(value))
+    if expression.bare and expression.bare not in shut:
         return expression.bare, value
     implied = {e.bare for access in accesses_of(step) for e in access.indices} | {
         e.bare for i, e in enumerate(expressions) if i != number
     }
     for coefficient, atom in expression.terms:
-        if not isinstance(atom, Index) or abs(coefficient) != 1 or step.declared(atom.name) or atom.name not in implied:
+        if not isinstance(atom, Index) or abs(coefficient) != 1 or atom.name in shut or atom.name not in implied:
             continue
         if atom.name in indices_of(*(a for _, a in expression.terms if isinstance(a, Access))):
             continue

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from pumice.language.bind import Bound, span_of
 from pumice.language.nodes import Access, Affine, Equal, Exists, Factor, Index, Statement, Term, accesses_of, indices_of
 from pumice.lower.loops import dtypes_of, equal_dtype, equals, read_names, working_dtype, worst
+from pumice.lower.remember import Bounded
 
 LIMIT = 16 << 30
 """Bytes of gathered operands at which `refusal` refuses."""
@@ -63,12 +64,24 @@ def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Ten
 
 def prepare(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Prepared:
     """The graph for these operands, and its arguments."""
+    key = (bound, dtype, *((name, x.dtype, x.device) for name, x in operands.items()))
+    known = _KNOWN.get(key) or _KNOWN.keep(key, _built(bound, operands, dtype))
+    module, names, last = known
+    return Prepared(module, (*(operands[name] for name in names), last))
+
+
+def _built(
+    bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype
+) -> tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]:
+    """The graph, the names of its operands, and its last argument."""
     names = read_names(bound.statement) or tuple(operands)
     tensors = [operands[name] for name in names]
     dtypes = tuple((name, operands[name].dtype) for name in names)
     low = bool(tensors) and tensors[0].is_cuda
-    module = graph(bound.statement, names, Setting(dtypes, dtype, low, _inside(bound, operands)))
-    return Prepared(module, (*tensors, sizes(bound)))
+    return graph(bound.statement, names, Setting(dtypes, dtype, low, _inside(bound, operands))), names, sizes(bound)
+
+
+_KNOWN: Bounded[tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]] = Bounded(4096)
 
 
 def sizes(bound: Bound) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,19 @@ _STATIC = 1024
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A kernel made ready for operands of certain shapes, dtypes and layouts."""
+    """A kernel made ready for operands of certain shapes, dtypes and layouts.
+
+    fixed: its arguments, None where a tensor belongs; slots: the places of those, and what belongs there.
+    compiled: by which tensors are aligned to 16 bytes, what Triton made of it; a later launch goes there directly.
+    """
 
     source: Source
     kernel: Any
-    roles: Roles
     tile: Tile
-    extents: Mapping[str, int]
-    constants: Mapping[str, Any]
+    programs: int
+    fixed: tuple[Any, ...]
+    slots: tuple[tuple[int, str, str], ...]
+    compiled: dict[tuple[bool, ...], Any] = field(default_factory=dict)
 
 
 def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
@@ -154,24 +159,37 @@ def _prepared(
     bound: Bound, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile | None
 ) -> Launch:
     tensors = [operands[name] for name in _used(bound)]
-    key = (bound, tile, out.dtype, torch.get_float32_matmul_precision(), *((t.dtype, t.stride()) for t in tensors))
+    # Segments are told by the array they are of, whose length is in the bound.
+    count = None if part is None else part.rows.shape[0]
+    precision = torch.get_float32_matmul_precision()
+    key = (bound, tile, out.dtype, count, precision, *((t.dtype, t.stride()) for t in tensors))
     known = _LAUNCHES.get(key)
     if known is None:
-        known = _LAUNCHES.keep(key, prepare(bound, operands, out, tile or tile_of(bound, operands)))
+        known = _LAUNCHES.keep(key, prepare(bound, operands, out, tile or tile_of(bound, operands), part))
     return known
 
 
-def prepare(bound: Bound, operands: Mapping[str, Tensor], out: Tensor, tile: Tile) -> Launch:
+def prepare(
+    bound: Bound, operands: Mapping[str, Tensor], out: Tensor, tile: Tile, part: Segments | None = None
+) -> Launch:
     """The kernel for these operands with this tile."""
     form, extents = _form(bound), extents_of(bound)
     if tile.swapped:
         form = exchanged(form)
     signature = _signature(bound, {**operands, "": out}, form, out.dtype, tile)
     source = _emitted(bound.statement, form, signature)
+    count = part.rows.shape[0] if part else 0
+    if form.segment:
+        extents = {**extents, form.segment.index: count}
     constants = {"BY": tile.rows, "BX": tile.columns, "BR": tile.reduced, "PRECISION": _precision(operands)}
     tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
     constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
-    return Launch(source, loaded(source), form, tile, extents, constants)
+    given = {**operands, "": out}
+    fixed = tuple(_fixed(a, extents, given, constants) for a in source.arguments)
+    tensors = ("operand", "result", "segment")
+    slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in tensors)
+    programs = grid(form, extents, (tile.rows, tile.columns), count, tile.lanes)
+    return Launch(source, loaded(source), tile, programs, fixed, slots)
 
 
 @lru_cache(maxsize=1024)
@@ -203,37 +221,45 @@ def _write(path: Path, text: str) -> None:
 
 
 def _launch(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> None:
-    extents, tile = launch.extents, launch.tile
-    count = part.rows.shape[0] if part else 0
-    if launch.roles.segment:
-        extents = {**extents, launch.roles.segment.index: count}
-    programs = grid(launch.roles, extents, (tile.rows, tile.columns), count, tile.lanes)
-    if not programs:
+    if not launch.programs:
         return
-    arguments = launch.source.arguments
-    values = [_value(a, extents, operands if a.name else {"": out}, part, launch.constants) for a in arguments]
-    launch.kernel[(programs,)](*values, num_warps=tile.warps, num_stages=tile.stages)
+    values = list(launch.fixed)
+    for place, kind, name in launch.slots:
+        values[place] = operands[name] if kind == "operand" else out if kind == "result" else getattr(part, name)
+    if out.is_cuda and out.device.index != torch.cuda.current_device():
+        with torch.cuda.device(out.device):
+            _start(launch, values)
+    else:
+        _start(launch, values)
 
 
-def _value(
-    argument: Argument,
-    extents: Mapping[str, int],
-    operands: Mapping[str, Tensor],
-    part: Segments | None,
-    constants: Mapping[str, Any],
+def _start(launch: Launch, values: list[Any]) -> None:
+    """The first launch goes through Triton's own door; sizes being fixed, later ones differ in alignment alone."""
+    aligned = tuple(values[place].data_ptr() % 16 == 0 for place, _, _ in launch.slots)
+    compiled = launch.compiled.get(aligned)
+    if compiled is not None:
+        compiled[(launch.programs, 1, 1)](*values)
+        return
+    options = {"num_warps": launch.tile.warps, "num_stages": launch.tile.stages}
+    compiled = launch.kernel[(launch.programs,)](*values, **options)
+    if compiled is not None:
+        launch.compiled[aligned] = compiled
+
+
+def _fixed(
+    argument: Argument, extents: Mapping[str, int], given: Mapping[str, Tensor], constants: Mapping[str, Any]
 ) -> Any:
+    """The value of an argument that is no tensor."""
     match argument.kind:
-        case "result" | "operand":
-            return operands[argument.name]
-        case "segment":
-            return getattr(part, argument.name)
         case "extent":
             return extents[argument.name]
         case "size":
-            return operands[argument.name].shape[argument.axis]
+            return given[argument.name].shape[argument.axis]
         case "stride":
-            return operands[argument.name].stride(argument.axis)
-    return constants[argument.variable]
+            return given[argument.name].stride(argument.axis)
+        case "constant":
+            return constants[argument.variable]
+    return None
 
 
 def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype: torch.dtype, tile: Tile) -> Signature:

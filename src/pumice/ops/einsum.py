@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.language.formats import Format, parse_format
-from pumice.language.nodes import Statement, accesses_of, arrays_of
+from pumice.language.nodes import Access, Statement, accesses_of, arrays_of
 from pumice.language.parse import parse
 from pumice.lower import plan
-from pumice.lower.remember import per_tensor
+from pumice.lower.remember import Bounded, per_tensor
 from pumice.ops import register
 from pumice.ops.explain import explanation
 from pumice.ops.sparse import Sparse, sparse
@@ -88,17 +88,91 @@ class Einsum:
         if torch.compiler.is_compiling():
             # Nothing can be read while tracing; shapes are checked by the operator, values are masked by the kernels.
             return _flattened(_autocasted(operands))
+        key = (self, _autocast_state(operands), *((name, *_signature(x)) for name, x in operands.items()))
+        seen = _SEEN.get(key)
+        if seen is None:
+            return self._first_passed(operands, key)
+        for check in seen.checks:
+            check.look(operands)
+        return _tensors(operands), seen.names
+
+    def _first_passed(self, operands: Mapping[str, Operand], key: tuple[Any, ...]) -> tuple[list[Tensor], str]:
+        """All checks, and whatever has to be converted; what needs no conversion is passed as it is from then on."""
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
         statement = _parsed(self.text, integers)
-        operands = _checked(statement, operands, dict(self.formats))
-        tensors, names = _flattened(operands)
-        _check_arrays(statement, operands)
+        ready = _checked(statement, operands, dict(self.formats))
+        tensors, names = _flattened(ready)
+        checks = _array_checks(statement, ready)
+        for check in checks:
+            check.look(ready)
         dense = _used_dense(self.text, names)
-        return (
-            _flattened({n: x.to_dense() if n in dense else x for n, x in operands.items()})
-            if dense
-            else (tensors, names)
-        )
+        if dense:
+            return _flattened({n: x.to_dense() if n in dense else x for n, x in ready.items()})
+        if all(ready[name] is x for name, x in operands.items()):
+            _SEEN.keep(key, _Seen(names, checks))
+        return tensors, names
+
+
+@dataclass(frozen=True)
+class _Check:
+    """An index array, and the axis whose places it holds in units of `coefficient`."""
+
+    array: str
+    text: str
+    coefficient: int
+    extent: int
+    where: str
+
+    def look(self, operands: Mapping[str, Any]) -> None:
+        """Raise CoordinateError unless the values are there; they are read once per tensor."""
+        array = operands[self.array]
+        if array.numel() and not array.is_meta and not (array.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _check_values(self, *_limits(array))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was found of operands that need no conversion: their names for the operator, and what is left to check."""
+
+    names: str
+    checks: tuple[_Check, ...]
+
+
+_SEEN: Bounded[_Seen] = Bounded(1024)
+
+
+def _signature(x: Any) -> tuple[Any, ...]:
+    """What the checks depend on, values of index arrays apart."""
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype, x.device
+    if isinstance(x, Sparse):
+        return x.shape, x.dtype, x.device, x.storage(("passed", *(p.values is None for p in x.parts)), _passed_tokens)
+    return type(x), x
+
+
+def _passed_tokens(x: Sparse) -> tuple[str, ...]:
+    form = str(x.format)
+    held = [(n, local) for n, p in enumerate(x.parts) for local in (*p.coords, *(["values"] * (p.values is not None)))]
+    return tuple(f"{form}@{part}@{local}" for part, local in held)
+
+
+def _tensors(operands: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of all operands, in the order of `_flattened`."""
+    tensors: list[Tensor] = []
+    for x in operands.values():
+        if isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, Sparse):
+            for part in x.parts:
+                tensors += part.coords.values()
+                if part.values is not None:
+                    tensors.append(part.values)
+    return tensors
+
+
+def _autocast_state(operands: Mapping[str, Any]) -> torch.dtype | None:
+    kind = next((x.device.type for x in operands.values() if isinstance(x, Tensor | Sparse)), "cpu")
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None, *, lowering: str = "") -> Einsum:
@@ -245,29 +319,27 @@ def _flattened(operands: Mapping[str, Any]) -> tuple[list[Tensor], str]:
     return tensors, ";".join(["|".join(tokens), *notes])
 
 
-def _check_arrays(statement: Statement, operands: Mapping[str, Any]) -> None:
-    """The values of index arrays, looked at once per tensor: -1, or a place along each axis that they index."""
+def _array_checks(statement: Statement, operands: Mapping[str, Any]) -> tuple[_Check, ...]:
+    """What the values of the index arrays must be: -1, or a place along each axis that they index."""
+    found = []
     for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
         x = operands.get(access.name)
         if x is None:
             continue
         for axis, expression in enumerate(access.indices):
             for coefficient, atom in expression.terms:
-                array = operands.get(getattr(atom, "name", "")) if atom in expression.arrays else None
-                if array is None or array.is_meta or not array.numel():
-                    continue
-                _check_values(str(atom), array, coefficient, int(x.shape[axis]), f"axis {axis} of {access}")
+                if isinstance(atom, Access) and isinstance(operands.get(atom.name), Tensor):
+                    where = f"axis {axis} of {access}"
+                    found.append(_Check(atom.name, str(atom), coefficient, int(x.shape[axis]), where))
+    return tuple(dict.fromkeys(found))
 
 
-def _check_values(text: str, array: Tensor, coefficient: int, extent: int, where: str) -> None:
-    if array.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    low, high = _limits(array)
-    if low < -1 or (high >= 0 and coefficient > 0 and coefficient * high >= extent):
-        found = low if low < -1 else high
+def _check_values(check: _Check, low: int, high: int) -> None:
+    step = check.coefficient
+    if low < -1 or (high >= 0 and step > 0 and step * high >= check.extent):
         raise CoordinateError(
-            f"{text} holds {found}, but {where} has extent {extent}: values are -1 (nothing) or from 0 to "
-            f"{max(0, -(-extent // max(coefficient, 1)) - 1)}"
+            f"{check.text} holds {low if low < -1 else high}, but {check.where} has extent {check.extent}: values are "
+            f"-1 (nothing) or from 0 to {max(0, -(-check.extent // max(step, 1)) - 1)}"
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pumice.errors import DeviceError
 from pumice.language.bind import bind
 from pumice.language.derive import count, declare, derivative, gradient_name, result_name
 from pumice.language.nodes import Statement, accesses_of, indices_of
@@ -27,11 +28,23 @@ _LIBRARY.define(
 )
 
 
+DEVICES = ("cpu", "cuda", "meta")
+"""What is computed on; meta tensors have shapes and no values."""
+
+
 def einsum(
     operands: Sequence[Tensor], names: str, text: str, shape: Sequence[int] | None = None, lowering: str = ""
 ) -> Tensor:
     """The result of the statement `text`; `shape` is the target's where the caller knows it."""
+    if operands:
+        check_device(operands[0].device)
     return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise DeviceError for a device that nothing computes on."""
+    if device.type not in DEVICES:
+        raise DeviceError(f"no back end computes on {device.type!r}; there are {', '.join(DEVICES)}")
 
 
 def _einsum(operands: list[Tensor], names: str, text: str, shape: list[int] | None, lowering: str) -> Tensor:

@@ -154,11 +154,11 @@ def _product_tile(problem: Problem) -> Tile:
     swapped = rows < 64 <= columns and not wide
     if swapped:
         rows, columns = columns, rows
-    height = _tile_side(rows, 128 if columns > 64 else 256 if columns <= 32 else 128)
-    width = _tile_side(columns, 128 if height >= 128 else 256)
+    height, width = _tile_side(rows, 128), _tile_side(columns, 256)
     depth = _tile_side(problem.volume(roles.reduced), 32 if wide else 64)
     warps = 8 if height * width >= 128 * 128 else 4
-    stages = 3 if wide or height * width * depth >= 128 * 128 * 64 else 5 if problem.chained else 4
+    # A load that waits for another one gets half of the stages.
+    stages = (4 if wide else 5) if problem.chained else 3
     return Tile(height, width, depth, warps=warps, stages=stages, swapped=swapped)
 
 

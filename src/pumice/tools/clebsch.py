@@ -71,7 +71,7 @@ def coefficients(a: int, b: int, c: int) -> np.ndarray:
 
 
 def _real_basis(degree: int) -> np.ndarray:
-    """[complex order, real order]: real spherical harmonics by complex ones, with the phase that keeps products real."""
+    """[complex order, real order]: real harmonics by complex ones, with the phase that keeps products real."""
     basis = np.zeros((2 * degree + 1, 2 * degree + 1), dtype=complex)
     basis[degree, degree] = 1
     half = 1 / math.sqrt(2)

@@ -1,0 +1,116 @@
+"""Unstructured SpMM: a sparse matrix by a dense one of 128 columns, against cuSPARSE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pumice.env import settings
+from pumice.ops.sparse import Sparse, sparse
+from pumice.tools import cusparse, matrices
+from pumice.tools.ledger import Row
+from pumice.tools.matrices import Matrix
+from pumice.tools.study import Case, Setup, Way, line, measured, seconds_to_move, summarize
+
+TEXT = "C[m,n] = A[m,k] * B[k,n]"
+FORMATS = {"GroupCOO": "m:C k:G", "COO": "(m k):C", "CSR": "m:U k:C", "buckets": "m:C k:G*"}
+CHUNK = 1 << 20  # non-zeros of the float64 result at once
+
+
+def unstructured(setup: Setup) -> Iterator[Row]:
+    """Every matrix in fp32 and, on a GPU, fp16, in all our formats."""
+    columns = 16 if setup.quick else 128
+    done: list[Row] = []
+    for matrix in _matrices(setup):
+        setup.say(str(matrix))
+        for dtype in dict.fromkeys((torch.float32, setup.half)):
+            rows = list(_one(setup, matrix, columns, dtype))
+            done += rows
+            yield from rows
+    summarize(setup, done)
+    _summarize_best(setup, done)
+
+
+def _matrices(setup: Setup) -> Iterator[Matrix]:
+    names = [name for name in matrices.STAND_INS if setup.wants(f"unstructured/{name}/")]
+    if setup.quick:
+        yield from (matrices.stand_in(name, 0.005) for name in names)
+        return
+    yield from map(matrices.stand_in, names)
+    folder = settings().data
+    if folder is None:
+        setup.say("PUMICE_DATA is not set: stand-ins only")
+        return
+    yield from (m for m in matrices.real(folder) if setup.wants(f"unstructured/{m.name}/"))
+
+
+def _one(setup: Setup, matrix: Matrix, columns: int, dtype: torch.dtype) -> Iterator[Row]:
+    csr = _csr(setup, matrix, dtype)
+    b = setup.filled(matrix.shape[1], columns, dtype=dtype, seed=6)
+    truth = product(matrix, csr.values(), b)
+    ours = [line(name, TEXT, A=made, B=b) for name, made in _formats(setup, csr)]
+    peers = [Way("torch.sparse.mm", lambda: lambda: torch.sparse.mm(csr, b)), *_cached(setup, csr, b)]
+    case = Case(f"unstructured/{matrix.name}/N{columns}", dtype, truth, {"L2 bound": 1e3 * _least(matrix, b)})
+    yield from measured(setup, case, ours, peers)
+
+
+def _csr(setup: Setup, matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    pointers, cols = (torch.from_numpy(x).int().to(setup.device) for x in (matrix.pointers, matrix.cols))
+    return torch.sparse_csr_tensor(pointers, cols, setup.filled(matrix.nnz, dtype=dtype, seed=5), matrix.shape)
+
+
+def _formats(setup: Setup, csr: Tensor) -> Iterator[tuple[str, Sparse]]:
+    for name, text in FORMATS.items():
+        made = sparse(csr, text)
+        setup.say(f"  {name}: {made}")
+        yield name, made
+
+
+def product(matrix: Matrix, values: Tensor, b: Tensor) -> Tensor:
+    """The product in float64, some non-zeros at a time."""
+    rows, cols = (torch.from_numpy(x).to(b.device) for x in (matrix.rows, matrix.cols))
+    out = torch.zeros(matrix.shape[0], b.shape[1], dtype=torch.float64, device=b.device)
+    for first in range(0, matrix.nnz, CHUNK):
+        part = slice(first, first + CHUNK)
+        out.index_add_(0, rows[part], values[part, None].double() * b[cols[part]].double())
+    return out
+
+
+def _cached(setup: Setup, csr: Tensor, b: Tensor) -> list[Way]:
+    """cuSPARSE without the host's work of torch: descriptors, buffer and preprocessing made once."""
+    if setup.device.type != "cuda":
+        return []
+    given = (csr.crow_indices(), csr.col_indices(), csr.values())
+    shape = (int(csr.shape[0]), int(csr.shape[1]))
+    return [
+        Way(f"cuSPARSE cached {name}", lambda name=name: cusparse.spmm(given, shape, b, name), loose=2e-2)
+        for name in cusparse.ALGORITHMS
+    ]
+
+
+def _least(matrix: Matrix, b: Tensor) -> float:
+    """Seconds: each non-zero reads a row of b through the L2 (only reuse across rows goes below)."""
+    size, columns = b.element_size(), b.shape[1]
+    entries = matrix.nnz * (4 + size)
+    compulsory = entries + size * columns * (matrix.shape[0] + len(set(matrix.cols.tolist())))
+    return seconds_to_move(cache=matrix.nnz * columns * size + entries, memory=compulsory)
+
+
+def _summarize_best(setup: Setup, rows: list[Row]) -> None:
+    """Against the best of all cuSPARSE calls of a case, by dtype and clock: the worst case and the mean."""
+    mine: dict[tuple[str, str, str], float] = {}
+    theirs: dict[tuple[str, str, str], float] = {}
+    for found in (r for r in rows if r.peer_source == "same run"):
+        key = (found.dtype, found.clock, found.case.rpartition("/")[0])
+        mine[key] = min(mine.get(key, found.value), found.value)
+        theirs[key] = min(theirs.get(key, found.peer_value), found.peer_value)
+    for dtype, clock in sorted({key[:2] for key in mine}):
+        ratios = {key[2]: theirs[key] / mine[key] for key in mine if key[:2] == (dtype, clock)}
+        mean = torch.tensor(list(ratios.values()), dtype=torch.float64).log().mean().exp()
+        worst = min(ratios, key=lambda name: ratios[name])
+        setup.say(
+            f"best cuSPARSE {dtype} {clock}: {float(mean):.2f}x (geometric mean of {len(ratios)}), "
+            f"least {ratios[worst]:.2f}x at {worst}"
+        )

@@ -1,0 +1,269 @@
+"""What every study does: check our call and the peers' against a float64 result, then time them in turn, as rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pumice.lower import plan
+from pumice.lower.graph import Prepared, prepare
+from pumice.ops.einsum import compile_einsum
+from pumice.ops.sparse import Sparse
+from pumice.schedule.cost import DEVICES
+from pumice.tools.ledger import Peer, Row, Subject, row
+from pumice.tools.timing import Times, clocks, together
+
+Say = Callable[[str], object]
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-10}
+"""The relative error of the whole result from which on nothing is timed; float32 with room for long sums."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where a study runs. quick: tiny sizes, few repeats. only: a part of the names wanted. failures: what was wrong, added to as it is found."""
+
+    device: torch.device
+    quick: bool
+    say: Say
+    only: str = ""
+    suite: str = "einsum"
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """For one clock of one case, all calls together."""
+        return 0.01 if self.quick else 0.4
+
+    @property
+    def half(self) -> torch.dtype:
+        """float16; on a CPU float32, which has no units for less."""
+        return torch.float16 if self.device.type == "cuda" else torch.float32
+
+    def wants(self, name: str) -> bool:
+        return self.only in name
+
+    def failed(self, what: str) -> None:
+        self.say(f"FAILED {what}")
+        self.failures.append(what)
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+        """Normal numbers, the same on every device."""
+        chance = torch.Generator().manual_seed(seed)
+        return torch.randn(*shape, generator=chance).to(self.device, dtype)
+
+    def filled(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+        """Normal numbers made on the device: for what would take long to make elsewhere."""
+        chance = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(*shape, generator=chance, device=self.device).to(dtype)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of computing the result. make() prepares it and gives the call; it may raise what a missing peer raises.
+
+    view: from what the call gives to what is compared. loose: a peer whose error is told, not judged.
+    """
+
+    name: str
+    make: Callable[[], Callable[[], Any]]
+    package: str = ""
+    view: Callable[[Any], Any] = lambda x: x
+    loose: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One result that several ways compute. bounds: least milliseconds by name, on an H200."""
+
+    name: str
+    dtype: torch.dtype
+    truth: Tensor | Sequence[Tensor]
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    metric: str = "time"
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A way that was checked: its call, and its error."""
+
+    name: str
+    call: Callable[[], Any]
+    package: str
+    error: float
+
+
+def error(found: Any, truth: Tensor | Sequence[Tensor]) -> float:
+    """|found - truth| / |truth| in float64, the largest of several; NaN where anything is."""
+    if isinstance(truth, Tensor):
+        found, truth = [found], [truth]
+    worst = 0.0
+    for mine, right in zip(found, truth, strict=True):
+        if mine.shape != right.shape:
+            return float("inf")
+        distance = float((mine.detach().double() - right.double()).norm() / right.double().norm().clamp(min=1e-30))
+        worst = distance if distance != distance or distance > worst else worst
+        if worst != worst:
+            return worst
+    return worst
+
+
+def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
+    """The way made and checked. A wrong result of ours is a failure; a peer that cannot is said in one line."""
+    try:
+        call = way.make()
+        distance = error(way.view(call()), case.truth)
+    except Exception as reason:  # peers fail in their own ways, and the other cases are still wanted
+        _recover(setup)
+        told = f"{case.name}: {way.name}: {_line(reason)}"
+        setup.failed(told) if ours else setup.say(f"  {told}")
+        return None
+    bound = way.loose or TOLERANCE[case.dtype]
+    if not distance < bound:
+        told = f"{case.name}: {way.name}: relative error {distance:.2g}, expected below {bound:g}; not timed"
+        setup.failed(told) if ours else setup.say(f"  {told}")
+        return None
+    return Ready(way.name, call, way.package, distance)
+
+
+def measured(setup: Setup, case: Case, ours: Sequence[Way], peers: Sequence[Way]) -> Iterator[Row]:
+    """Our ways and the peers', checked and then timed in turn: a row for each of ours, each peer and each clock."""
+    mine = [r for r in (ready(setup, case, way, True) for way in ours) if r]
+    if not mine:
+        return
+    theirs = [r for r in (ready(setup, case, way, False) for way in peers) if r]
+    yield from timed(setup, case, mine, theirs)
+
+
+def timed(setup: Setup, case: Case, mine: Sequence[Ready], theirs: Sequence[Ready]) -> Iterator[Row]:
+    """The rows of ways that were checked."""
+    everyone = (*mine, *theirs)
+    for clock in clocks(setup.device):
+        try:
+            spent = together([r.call for r in everyone], setup.device, clock, setup.seconds)
+        except Exception as reason:  # a way that runs once may still run out of memory among the others
+            _recover(setup)
+            setup.failed(f"{case.name}: while timed: {_line(reason)}")
+            return
+        times = dict(zip((r.name for r in everyone), spent, strict=True))
+        setup.say(f"{case.name} {DTYPES[case.dtype]} {clock}: " + "   ".join(_told(r, times[r.name]) for r in everyone))
+        _say_bounds(setup, case, min(times[r.name].median for r in mine))
+        for own in mine:
+            yield from _rows(setup, case, clock, own, times, theirs)
+
+
+def summarize(setup: Setup, rows: Sequence[Row]) -> None:
+    """How many times as fast as each peer the best of our ways is: the geometric mean over cases, and the least."""
+    best: dict[tuple[str, str, str], dict[str, float]] = {}
+    for found in rows:
+        if found.peer_source == "same run":
+            cases = best.setdefault((found.peer, found.dtype, found.clock), {})
+            case = found.case.rpartition("/")[0]
+            cases[case] = max(cases.get(case, 0.0), found.peer_value / found.value)
+    for (peer, dtype, clock), cases in sorted(best.items()):
+        mean = math.exp(sum(map(math.log, cases.values())) / len(cases))
+        worst = min(cases, key=lambda name: cases[name])
+        setup.say(
+            f"{peer} {dtype} {clock}: {mean:.2f}x (geometric mean of {len(cases)}), least {cases[worst]:.2f}x at {worst}"
+        )
+
+
+def _rows(
+    setup: Setup, case: Case, clock: str, own: Ready, times: Mapping[str, Times], theirs: Sequence[Ready]
+) -> Iterator[Row]:
+    subject = Subject(setup.suite, f"{case.name}/{own.name}", DTYPES[case.dtype], setup.device)
+    for peer in theirs:
+        packages = (peer.package,) if peer.package else ()
+        found = Peer(peer.name, times[peer.name].median)
+        yield row(replace(subject, packages=packages), times[own.name], clock, found, case.metric)
+    bounds = case.bounds if setup.device.type == "cuda" else {}
+    for name, least in bounds.items():
+        yield row(subject, times[own.name], clock, Peer(name, least, "bound"), case.metric)
+
+
+def _told(found: Ready, times: Times) -> str:
+    return f"{found.name} {times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g}; error {found.error:.1e})"
+
+
+def _say_bounds(setup: Setup, case: Case, best: float) -> None:
+    if setup.device.type == "cuda" and case.bounds:
+        told = (f"{name} {least:.4g} ms ({least / best:.0%} reached)" for name, least in case.bounds.items())
+        setup.say("  " + ", ".join(told))
+
+
+def _line(reason: Exception) -> str:
+    """An error in one line."""
+    lines = [line.strip() for line in f"{type(reason).__name__}: {reason}".splitlines() if line.strip()]
+    return (lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}")[:240]
+
+
+def _recover(setup: Setup) -> None:
+    if setup.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds_to_move(cache: float = 0.0, memory: float = 0.0, flops: float = 0.0) -> float:
+    """The least seconds of an H200 for bytes through the L2, bytes of memory and FLOP of 16-bit matrix products."""
+    gpu = DEVICES["cuda"]
+    return max(cache / gpu.cache, memory / gpu.memory, flops / gpu.matrix)
+
+
+def line(name: str, text: str, lowering: str = "", **operands: Tensor | Sparse) -> Way:
+    """Our way: one line of einsum."""
+
+    def make() -> Callable[[], Tensor]:
+        formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
+        call = compile_einsum(text, formats, lowering=lowering)
+        return lambda: call(**operands)
+
+    return Way(name, make)
+
+
+def as_graph(text: str, **operands: Tensor | Sparse) -> Prepared:
+    """The statement as torch operators (gather, einsum, scatter): what eager PyTorch and Inductor are given."""
+    formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
+    tensors, names = compile_einsum(text, formats)._passed(operands)
+    return graph_of(tensors, names, text, None)
+
+
+def graph_of(tensors: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None) -> Prepared:
+    """The same of operands that are named as the operator names them; of one form each, in one step."""
+    forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
+    done = plan.rewritten(text, names, forms)
+    if len(done.steps) != 1:
+        raise ValueError(f"`{text}` has {len(done.steps)} steps; a graph is made of one")
+    found = plan.arrays(tensors, names, text, plan.Option(forms, (), done.steps, 0.0))
+    whole = shape or plan.sizes(text, names, [t.shape for t in tensors], None).shape
+    dtype = plan.result_dtype(tensors, names, text)
+    return prepare(plan.step_bound(done.steps[0], found, whole), found, dtype)
+
+
+def inductor(name: str, made: Callable[[], Prepared], native: bool) -> Way:
+    """Inductor on a graph; native: with gathers and scatters fused into its products."""
+
+    def make() -> Callable[[], Tensor]:
+        from pumice.lower.graph import compiled, native_refusal
+
+        if native and (why := native_refusal()):
+            raise RuntimeError(why)
+        module, arguments = made()
+        torch._dynamo.reset()  # or the limit of recompilations is met by the shapes of earlier cases
+        call = compiled(module, native)
+        return lambda: call(*arguments)
+
+    return Way(name, make, "torch")
+
+
+def eager(name: str, made: Callable[[], Prepared]) -> Way:
+    """The graph run operator by operator."""
+
+    def make() -> Callable[[], Tensor]:
+        module, arguments = made()
+        return lambda: module(*arguments)
+
+    return Way(name, make)

@@ -1,0 +1,105 @@
+"""Clocks: how long calls take on the wall and on the GPU, several calls in turn, with quantiles.
+
+wall   from an idle device to an idle device: host time counts in full
+gpu    between two events on the stream, the host far ahead: what the device alone needs
+
+On a GPU the L2 is flushed before every call, as in triton.testing.do_bench. A CPU has the wall clock only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+Call = Callable[[], object]
+FLUSH = 256 << 20  # bytes, several times the L2 of any GPU
+_LEAST, _MOST = 7, 200
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median and quantiles of a timed call, in milliseconds."""
+
+    median: float
+    p20: float
+    p80: float
+
+    @staticmethod
+    def of(spent: Sequence[float]) -> Times:
+        return Times(*np.quantile(spent, (0.5, 0.2, 0.8)).tolist())
+
+
+def clocks(device: torch.device) -> tuple[str, ...]:
+    """The clocks of a device."""
+    return ("wall", "gpu") if device.type == "cuda" else ("wall",)
+
+
+def interleaved(ours: Call, theirs: Call, seconds: float) -> tuple[Times, Times]:
+    """Time two calls in turn on the CPU, so that what disturbs one disturbs both; at least 7 runs of each."""
+    first, second = together((ours, theirs), torch.device("cpu"), "wall", seconds)
+    return first, second
+
+
+def together(calls: Sequence[Call], device: torch.device, clock: str, seconds: float) -> list[Times]:
+    """Time calls in turn for about `seconds` in all; each runs twice before, and then 7 to 200 times."""
+    for _ in range(2):
+        for call in calls:
+            call()
+    if clock == "gpu":
+        return [Times.of(spent) for spent in _on_gpu(calls, device, seconds)]
+    return [Times.of(spent) for spent in _on_wall(calls, device, seconds)]
+
+
+def _on_wall(calls: Sequence[Call], device: torch.device, seconds: float) -> list[list[float]]:
+    flush = torch.empty(FLUSH, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    spent: list[list[float]] = [[] for _ in calls]
+    start = time.perf_counter()
+    while _goes_on(spent[0], start, seconds):
+        for call, times in zip(calls, spent, strict=True):
+            if flush is not None:
+                flush.zero_()
+                torch.cuda.synchronize(device)
+            begin = time.perf_counter()
+            call()
+            if flush is not None:
+                torch.cuda.synchronize(device)
+            times.append(1e3 * (time.perf_counter() - begin))
+    return spent
+
+
+def _on_gpu(calls: Sequence[Call], device: torch.device, seconds: float) -> list[list[float]]:
+    flush = torch.empty(FLUSH, dtype=torch.int8, device=device)
+    naps = [_nap(call, device) for call in calls]
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+    start = time.perf_counter()
+    while _goes_on(events[0], start, seconds):
+        for call, nap, marks in zip(calls, naps, events, strict=True):
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            flush.zero_()
+            # While the device sleeps the host gets ahead, so that no wait for it lies between the events.
+            torch.cuda._sleep(nap)
+            first.record()
+            call()
+            last.record()
+            marks.append((first, last))
+        torch.cuda.synchronize(device)
+    return [[first.elapsed_time(last) for first, last in marks] for marks in events]
+
+
+def _nap(call: Call, device: torch.device) -> int:
+    """Cycles in which the host has surely queued the call, at 2 GHz; at most 20 ms."""
+    took = []
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - begin)
+    return int(2e9 * min(20e-3, 2 * min(took) + 50e-6))
+
+
+def _goes_on(done: Sequence[object], start: float, seconds: float) -> bool:
+    return len(done) < _LEAST or (len(done) < _MOST and time.perf_counter() - start < seconds)
