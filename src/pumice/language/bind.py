@@ -55,6 +55,7 @@ def bind(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None 
     """
     for access in accesses_of(*statement.terms, *statement.target.indices):
         _check_rank(access, shapes)
+    _check_shapes(statement, shapes)
     open_shape = _target_shape(statement, shapes, shape)
     read = list(_axes((a for a in accesses_of(*statement.terms, *statement.target.indices)), shapes))
     written = [Axis(statement.target, i, e, open_shape[i]) for i, e in enumerate(statement.target.indices)]
@@ -91,6 +92,15 @@ def _check_rank(access: Access, shapes: Mapping[str, Shape]) -> None:
             f"{access} has {len(access.indices)} indices, the operand {access.name} has {len(shapes[access.name])} "
             f"axes (shape {list(shapes[access.name])})"
         )
+
+
+def _check_shapes(statement: Statement, shapes: Mapping[str, Shape]) -> None:
+    """Operands have the shapes that the text declares."""
+    for name, declared in statement.shapes:
+        found = shapes.get(name, declared) if name != statement.target.name else declared
+        fits = len(found) == len(declared) and all(d in (None, n) for d, n in zip(declared, found, strict=True))
+        if not fits:
+            raise ShapeError(f"{name} is declared as {list(declared)}, the operand has shape {list(found)}")
 
 
 def _target_shape(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None) -> tuple[int | None, ...]:

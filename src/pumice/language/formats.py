@@ -84,8 +84,10 @@ class Format:
     @property
     def flattened(self) -> tuple[Level, ...]:
         """The levels that share one position: all up to the last C."""
-        last = max((place for place, level in enumerate(self.levels) if level.kind == "C"), default=-1)
-        return self.levels[: last + 1]
+        count = 0
+        for place, level in enumerate(self.levels, 1):
+            count = place if level.kind == "C" else count
+        return self.levels[:count]
 
     @property
     def parents(self) -> tuple[Level, ...]:

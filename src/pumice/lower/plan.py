@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from types import MappingProxyType
 
@@ -164,8 +164,22 @@ def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int,
     return _nothing(operands, names, text, ready) if out is None else out
 
 
+def tune(
+    operands: Sequence[Tensor], names: str, text: str, lowering: str
+) -> list[tuple[Statement, dict[kernels.Tile, float]]]:
+    """Time the tiles of every step that is a kernel, and keep the best; the times by step."""
+    ready = _prepared(operands, names, text, None, lowering)
+    found = []
+    for part in ready.parts:
+        if getattr(part.run, "func", part.run) is kernels.run:
+            tensors = {name: operands[place] for name, place in part.places}
+            found.append((part.bound.statement, kernels.tune(part.bound, tensors, ready.dtype, kernels.measured)))
+    return found
+
+
 def _prepared(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Ready:
     dtype = result_dtype(operands, names, text)
+    lowering, _, precision = lowering.partition("/")
     if shape is None:
         bound = _sizes(text, names, tuple(tuple(t.shape) for t in operands))
         shape = bound.shape
@@ -179,7 +193,8 @@ def _prepared(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
         # The target's old values enter with the first step.
         step = replace(step, accumulate=False) if number else step
         bound = step_bound(step, {name: operands[place] for name, place in used}, shape)
-        parts.append(Part(LOWERINGS[option.lowerings[number]].run, bound, used))
+        run = LOWERINGS[option.lowerings[number]].run
+        parts.append(Part(partial(kernels.run, precision=precision) if precision else run, bound, used))
     return Ready(tuple(parts), shape, dtype)
 
 

@@ -36,6 +36,8 @@ DTYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+PRECISIONS = ("ieee", "tf32x3", "bf16x3", "tf32")
+"""How float32 values meet in a product, the most exact first: relative errors of 1e-7, 1e-6, 1e-5 and 5e-4."""
 _STATIC = 1024
 """Extents of reductions and columns up to this are baked into the kernel; longer ones are arguments."""
 
@@ -82,17 +84,20 @@ def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) 
     return None
 
 
-def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
+def run(
+    bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, tile: Tile | None = None, precision: str = ""
+) -> Tensor:
     """The result of a statement of one term as one kernel, in `dtype`; a new tensor.
 
-    tile: by default the tuned one, and where nothing was tuned a good guess.
+    tile: by default the tuned one, and where nothing was tuned a good guess. precision: of float32 products, one of
+    PRECISIONS; by default what torch.set_float32_matmul_precision asks for.
     """
     form = _form(bound)
     empty = any(not len(extent) for extent in bound.ranges.values())
     out = _result(bound, operands, dtype, form, empty)
     if not empty:
         for part in _segments(bound, operands, form) or (None,):
-            _launch(_prepared(bound, operands, out, part, tile), operands, out, part)
+            _launch(_prepared(bound, operands, out, part, (tile, precision or _precision())), operands, out, part)
     return out.to(dtype)
 
 
@@ -156,21 +161,30 @@ def _used(bound: Bound) -> tuple[str, ...]:
 
 
 def _prepared(
-    bound: Bound, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile | None
+    bound: Bound,
+    operands: Mapping[str, Tensor],
+    out: Tensor,
+    part: Segments | None,
+    how: tuple[Tile | None, str],
 ) -> Launch:
     tensors = [operands[name] for name in _used(bound)]
     # Segments are told by the array they are of, whose length is in the bound.
     count = None if part is None else part.rows.shape[0]
-    precision = torch.get_float32_matmul_precision()
-    key = (bound, tile, out.dtype, count, precision, *((t.dtype, t.stride()) for t in tensors))
+    key = (bound, how, out.dtype, count, *((t.dtype, t.stride()) for t in tensors))
     known = _LAUNCHES.get(key)
     if known is None:
-        known = _LAUNCHES.keep(key, prepare(bound, operands, out, tile or tile_of(bound, operands), part))
+        tile = how[0] or tile_of(bound, operands)
+        known = _LAUNCHES.keep(key, prepare(bound, operands, out, tile, part, how[1]))
     return known
 
 
 def prepare(
-    bound: Bound, operands: Mapping[str, Tensor], out: Tensor, tile: Tile, part: Segments | None = None
+    bound: Bound,
+    operands: Mapping[str, Tensor],
+    out: Tensor,
+    tile: Tile,
+    part: Segments | None = None,
+    precision: str = "ieee",
 ) -> Launch:
     """The kernel for these operands with this tile."""
     form, extents = _form(bound), extents_of(bound)
@@ -181,7 +195,7 @@ def prepare(
     count = part.rows.shape[0] if part else 0
     if form.segment:
         extents = {**extents, form.segment.index: count}
-    constants = {"BY": tile.rows, "BX": tile.columns, "BR": tile.reduced, "PRECISION": _precision(operands)}
+    constants = {"BY": tile.rows, "BX": tile.columns, "BR": tile.reduced, "PRECISION": precision}
     tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
     constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
     given = {**operands, "": out}
@@ -371,13 +385,30 @@ def _bits(operands: Mapping[str, Tensor]) -> int:
     return max(t.dtype.itemsize * 8 for t in operands.values() if t.dtype.is_floating_point)
 
 
-def _precision(operands: Mapping[str, Tensor]) -> str:
-    """How float32 is multiplied: as torch is told to. "highest" is three products of tf32 on NVIDIA (1e-6), of which
-    AMD has none: there it is exact."""
-    precision = torch.get_float32_matmul_precision()
-    if precision == "highest":
+def _precision() -> str:
+    """How float32 is multiplied: as torch is told to.
+
+    "highest" is three products of tf32 on NVIDIA (relative error 1e-6), which run on tensor cores; AMD has none of
+    them, and multiplies exactly.
+    """
+    if torch.get_float32_matmul_precision() == "highest":
         return "ieee" if torch.version.hip else "tf32x3"
     return "tf32"
+
+
+def measured(call: Callable[[], object], runs: int = 10) -> float:
+    """Seconds of a call on the GPU: the median over some runs, each with a cold cache."""
+    flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
+    times = []
+    for _ in range(runs + 2):
+        flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return 1e-3 * sorted(times[2:])[runs // 2]
 
 
 _LAUNCHES: Bounded[Launch] = Bounded(4096)

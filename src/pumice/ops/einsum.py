@@ -41,6 +41,8 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
         `+=` adds to the operand of the target's name, which stays as it is.
     out: where the result is written; a tensor of its shape. It is returned.
     lowering: "triton", "gathered", "graph" or "reference"; by default the cheapest, see compile_einsum().explain().
+        "triton/bf16x3" (or ieee, tf32x3, tf32) says how float32 is multiplied; by default as
+        torch.set_float32_matmul_precision says.
 
     Returns
     -------
@@ -70,11 +72,11 @@ class Einsum:
     formats: tuple[tuple[str, str], ...] = ()
     lowering: str = ""
 
-    def __call__(self, **operands: Operand) -> Tensor:
+    def __call__(self, /, **operands: Operand) -> Tensor:
         tensors, names = self._passed(operands)
         return register.einsum(tensors, names, self.text, None, self.lowering)
 
-    def explain(self, **operands: Operand) -> str:
+    def explain(self, /, **operands: Operand) -> str:
         """The forms of the statement, what each lowering would cost on these operands, and the kernel's source.
 
         Operands may be left out of a statement without them: then only the forms are told.
@@ -84,10 +86,28 @@ class Einsum:
         tensors, names = self._passed(operands)
         return explanation(tensors, names, self.text, self.lowering)
 
+    def tune(self, **operands: Operand) -> str:
+        """Time the tiles of the kernels on these operands, and keep the fastest for sizes like these; the times.
+
+        What was found is kept on disk and used from then on, in this process and in others.
+        Raises OptionError where no kernel runs (on a CPU).
+        """
+        tensors, names = self._passed(operands)
+        found = plan.tune(tensors, names, self.text, self.lowering)
+        if not found:
+            raise OptionError("there is nothing to tune: no step is a kernel here, see explain()")
+        lines = []
+        for step, times in found:
+            lines.append(str(step))
+            lines += [f"  {1e3 * t:9.4f} ms  {tile}" for tile, t in sorted(times.items(), key=lambda item: item[1])]
+        return "\n".join(lines)
+
     def _passed(self, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
         if torch.compiler.is_compiling():
             # Nothing can be read while tracing; shapes are checked by the operator, values are masked by the kernels.
-            return _flattened(_autocasted(operands))
+            return _flattened(self._traced(operands))
+        if problem := _problem(operands):
+            raise DtypeError(problem)
         key = (self, _autocast_state(operands), *((name, *_signature(x)) for name, x in operands.items()))
         seen = _SEEN.get(key)
         if seen is None:
@@ -95,6 +115,11 @@ class Einsum:
         for check in seen.checks:
             check.look(operands)
         return _tensors(operands), seen.names
+
+    def _traced(self, operands: Mapping[str, Operand]) -> dict[str, Any]:
+        integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
+        values = _value_names(self.text, integers)
+        return _one_dtype(dict(operands), {name for name in values if name in operands})
 
     def _first_passed(self, operands: Mapping[str, Operand], key: tuple[Any, ...]) -> tuple[list[Tensor], str]:
         """All checks, and whatever has to be converted; what needs no conversion is passed as it is from then on."""
@@ -186,10 +211,19 @@ def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None,
     """
     if not isinstance(text, str):
         raise DtypeError(f"a statement is text, found {type(text).__name__}")
-    if lowering and lowering not in plan.LOWERINGS:
-        raise OptionError(f"lowering {lowering!r} is unknown; there are {', '.join(plan.LOWERINGS)}")
+    _check_lowering(lowering)
     known = tuple(sorted((name, str(parse_format(f))) for name, f in (formats or {}).items()))
     return Einsum(text, known, lowering)
+
+
+def _check_lowering(lowering: str) -> None:
+    if not isinstance(lowering, str):
+        raise OptionError(f"lowering is text, found {type(lowering).__name__}; there are {', '.join(plan.LOWERINGS)}")
+    name, _, precision = lowering.partition("/")
+    if name and name not in plan.LOWERINGS:
+        raise OptionError(f"lowering {name!r} is unknown; there are {', '.join(plan.LOWERINGS)}")
+    if precision and (name != "triton" or precision not in plan.kernels.PRECISIONS):
+        raise OptionError(f"{lowering!r}: only triton takes a precision, one of {', '.join(plan.kernels.PRECISIONS)}")
 
 
 def _formats(operands: Mapping[str, Operand]) -> dict[str, str]:
@@ -224,23 +258,41 @@ def _checked(statement: Statement, operands: Mapping[str, Operand], formats: Map
         raise OptionError(f"the target {target} is a dense tensor, found a pm.sparse operand; pass its to_dense()")
     found: dict[str, Any] = {}
     for name, x in operands.items():
-        found[name] = _operand(name, x, formats.get(name))
+        found[name] = _operand(x, formats.get(name))
     _check_devices(found)
-    values = plan.loops.value_names(statement)
-    indices = {array.name for array in arrays_of(*statement.terms, statement.target)}
-    for name in indices:
+    for name in dict.fromkeys(array.name for array in arrays_of(*statement.terms, statement.target)):
         _check_index_array(name, found[name])
-    return _one_dtype(found, {*values, *([target] if target in found else [])} - indices)
+    return _one_dtype(found, {name for name in _value_names_of(statement) if name in found})
 
 
-def _operand(name: str, x: Any, format: str | None) -> Any:
-    if isinstance(x, Tensor):
-        return sparse(x, format) if format is not None else x
-    if isinstance(x, Sparse) or type(x) in (int, float):
-        return x
-    raise DtypeError(
-        f"operand {name} should be a tensor, a pm.sparse operand, an int or a float, found {type(x).__name__}"
-    )
+@torch._dynamo.assume_constant_result
+def _value_names(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    return _value_names_of(_parsed(text, integers))
+
+
+def _value_names_of(statement: Statement) -> tuple[str, ...]:
+    """The operands whose values take part, the target's name among them; index arrays stay as they are."""
+    indices = {array.name for array in arrays_of(*statement.terms, statement.target)}
+    names = dict.fromkeys((*plan.loops.value_names(statement), statement.target.name))
+    return tuple(name for name in names if name not in indices)
+
+
+def _problem(operands: Mapping[str, Any]) -> str:
+    """What is wrong with the kind of an operand, if anything."""
+    for name, x in operands.items():
+        if isinstance(x, Tensor):
+            if x.layout != torch.strided:
+                return f"operand {name} has layout {x.layout}, expected a dense tensor; pm.sparse({name}) reads it"
+            if x.is_quantized:
+                return f"operand {name} is quantized, which is not supported"
+        elif not isinstance(x, Sparse) and type(x) not in (int, float):
+            kind = type(x).__name__
+            return f"operand {name} should be a tensor, a pm.sparse operand, an int or a float, found {kind}"
+    return ""
+
+
+def _operand(x: Any, format: str | None) -> Any:
+    return sparse(x, format) if isinstance(x, Tensor) and format is not None else x
 
 
 def _check_devices(operands: Mapping[str, Any]) -> None:
@@ -259,16 +311,24 @@ def _check_index_array(name: str, x: Any) -> None:
         raise DtypeError(f"{name} is an index array: a tensor of int32 or int64, found {kind}")
 
 
+_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
+
+
 def _one_dtype(operands: dict[str, Any], values: set[str]) -> dict[str, Any]:
     """Values in one dtype: that of the floating ones, which must agree; under autocast in its dtype."""
     kinds = {name: operands[name].dtype for name in sorted(values) if isinstance(operands[name], Tensor | Sparse)}
+    strange = [name for name, kind in kinds.items() if kind not in _DTYPES]
+    if strange:
+        told = ", ".join(f"{name} is {kinds[name]}" for name in strange)
+        raise DtypeError(f"values are float16, bfloat16, float32, float64, integers or bools: {told}")
     floating = {name: kind for name, kind in kinds.items() if kind.is_floating_point}
     dtype = _autocast(floating, operands)
     if len(set(floating.values())) > 1 and dtype is None:
         told = ", ".join(f"{name} is {kind}" for name, kind in floating.items())
         raise DtypeError(f"values are of one floating dtype: {told}; convert one, or use torch.autocast")
-    if any(kind.is_complex for kind in kinds.values()):
-        raise DtypeError(f"complex values are not supported: {', '.join(n for n, k in kinds.items() if k.is_complex)}")
     scalars = any(type(operands[name]) is float for name in values)
     if dtype is None:
         dtype = next(iter(floating.values()), torch.get_default_dtype() if scalars or not kinds else None)
@@ -278,7 +338,10 @@ def _one_dtype(operands: dict[str, Any], values: set[str]) -> dict[str, Any]:
     done = dict(operands)
     for name in values:
         x = operands[name]
-        done[name] = torch.tensor(x, dtype=dtype, device=device) if isinstance(x, int | float) else x.to(dtype=dtype)
+        if isinstance(x, int | float):
+            done[name] = torch.tensor(x, dtype=dtype, device=device)
+        elif x.dtype != dtype:
+            done[name] = x.to(dtype=dtype)
     return done
 
 
@@ -287,15 +350,6 @@ def _autocast(floating: Mapping[str, torch.dtype], operands: Mapping[str, Any]) 
     if device == "meta" or not torch.is_autocast_enabled(device) or torch.float64 in floating.values():
         return None
     return torch.get_autocast_dtype(device)
-
-
-def _autocasted(operands: Mapping[str, Any]) -> dict[str, Any]:
-    """Floating operands in the autocast dtype, floats as tensors."""
-    device = next((x.device for x in operands.values() if isinstance(x, Tensor | Sparse)), torch.device("cpu"))
-    found = {n: torch.tensor(x, device=device) if isinstance(x, float) else x for n, x in operands.items()}
-    floating = {n: x.dtype for n, x in found.items() if not isinstance(x, int) and x.dtype.is_floating_point}
-    dtype = _autocast(floating, found)
-    return found if dtype is None else {n: x.to(dtype=dtype) if n in floating else x for n, x in found.items()}
 
 
 def _flattened(operands: Mapping[str, Any]) -> tuple[list[Tensor], str]:
@@ -322,15 +376,17 @@ def _flattened(operands: Mapping[str, Any]) -> tuple[list[Tensor], str]:
 def _array_checks(statement: Statement, operands: Mapping[str, Any]) -> tuple[_Check, ...]:
     """What the values of the index arrays must be: -1, or a place along each axis that they index."""
     found = []
+    declared = dict(statement.shapes)
     for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
         x = operands.get(access.name)
-        if x is None:
+        shape = declared.get(access.name) if x is None else tuple(x.shape)
+        if shape is None or len(shape) != len(access.indices):
             continue
-        for axis, expression in enumerate(access.indices):
+        for axis, (extent, expression) in enumerate(zip(shape, access.indices, strict=True)):
             for coefficient, atom in expression.terms:
-                if isinstance(atom, Access) and isinstance(operands.get(atom.name), Tensor):
+                if extent is not None and isinstance(atom, Access) and isinstance(operands.get(atom.name), Tensor):
                     where = f"axis {axis} of {access}"
-                    found.append(_Check(atom.name, str(atom), coefficient, int(x.shape[axis]), where))
+                    found.append(_Check(atom.name, str(atom), coefficient, int(extent), where))
     return tuple(dict.fromkeys(found))
 
 
@@ -351,6 +407,10 @@ def _limits(array: Tensor) -> tuple[int, int]:
 
 
 def _written(out: Tensor, result: Tensor) -> Tensor:
+    if not isinstance(out, Tensor):
+        raise DtypeError(f"out is a tensor, found {type(out).__name__}")
+    if out.device != result.device:
+        raise DeviceError(f"out is on {out.device}, the result on {result.device}")
     if out.shape != result.shape:
         raise ShapeError(f"out has shape {list(out.shape)}, the result {list(result.shape)}")
     if out.dtype != result.dtype:

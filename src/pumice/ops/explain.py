@@ -24,7 +24,8 @@ def explanation(operands: Sequence[Tensor], names: str, text: str, lowering: str
     bound = plan.sizes(text, names, [t.shape for t in operands], None)
     ranges = ", ".join(f"{name} {len(extent)}" for name, extent in bound.ranges.items())
     lines += ["sizes", f"  {ranges}", f"  {statement.target.name} {list(bound.shape)}", ""]
-    for option in sorted(plan.options(operands, names, text, bound.shape, lowering), key=lambda o: o.cost):
+    found = plan.options(operands, names, text, bound.shape, lowering.partition("/")[0])
+    for option in sorted(found, key=lambda o: o.cost):
         lines += _option(option, operands, names, text, bound.shape)
     return "\n".join(lines)
 

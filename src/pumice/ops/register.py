@@ -38,6 +38,9 @@ def einsum(
     """The result of the statement `text`; `shape` is the target's where the caller knows it."""
     if operands:
         check_device(operands[0].device)
+    if not operands:
+        # The dispatcher finds an operator by its tensors.
+        return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
     return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
 
 
@@ -68,7 +71,9 @@ def _as_given(operands: Sequence[Tensor]) -> AbstractContextManager[object]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    operands, ctx.names, ctx.text, _, ctx.lowering = inputs
+    operands, ctx.names, ctx.text, shape, ctx.lowering = inputs
+    # torch takes an empty list for one of tensors, and wants as many gradients.
+    ctx.none = [] if shape is not None and not len(shape) else None
     ctx.extreme = plan.statement_of(ctx.text, ctx.names).reduction in ("max", "min")
     ctx.save_for_backward(*operands, *([output] if ctx.extreme else []))
 
@@ -78,14 +83,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     call = _Call(operands, ctx.names, ctx.text, ctx.lowering, grad.shape)
     needed = ctx.needs_input_grad[0]
     if not any(needed):
-        return [None] * len(operands), None, None, None, None
+        return [None] * len(operands), None, None, ctx.none, None
     if not call.given.forms or call.statement.reduction == "sum":
-        return _gradients(call, grad, last, needed), None, None, None, None
+        return _gradients(call, grad, last, needed), None, None, ctx.none, None
     # Which points are there, a sparse operand says only in the form that is stored.
     call, places = call.stored()
     found = _gradients(call, grad, last, [needed[place] for place in places])
     grads = dict(zip(places, found, strict=True))
-    return [grads.get(place) for place in range(len(operands))], None, None, None, None
+    return [grads.get(place) for place in range(len(operands))], None, None, ctx.none, None
 
 
 def _gradients(call: _Call, grad: Tensor, last: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:

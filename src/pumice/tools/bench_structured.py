@@ -1,4 +1,4 @@
-"""Structured SpMM: a block-sparse matrix by a dense one, against cuBLAS on the dense matrix and PyTorch's BSR kernels."""
+"""Structured SpMM: a block-sparse matrix by a dense one, against cuBLAS and PyTorch's BSR kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from pumice.ops.sparse import sparse
 from pumice.tools import matrices
 from pumice.tools.ledger import Row
-from pumice.tools.study import DTYPES, Case, Setup, Way, line, measured, seconds_to_move, summarize
+from pumice.tools.study import DTYPES, Case, Setup, Way, line, measured, quietly, seconds_to_move, summarize
 from pumice.tools.timing import together
 
 TEXT = "C[m,n] = A[m,k] * B[k,n]"
@@ -89,7 +89,8 @@ def block_matrix(setup: Setup, size: int, block: int, sparsity: float) -> Tensor
     found = matrices.blocks(size // block, sparsity)
     values = setup.random(found.nnz, block, block, dtype=setup.half, seed=3)
     pointers, cols = (torch.from_numpy(x).int().to(setup.device) for x in (found.pointers, found.cols))
-    return torch.sparse_bsr_tensor(pointers, cols, values, (size, size))
+    with quietly():
+        return torch.sparse_bsr_tensor(pointers, cols, values, (size, size))
 
 
 def _least(entries: int, block: int, columns: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from pumice.ops.sparse import Sparse, sparse
 from pumice.tools import cusparse, matrices
 from pumice.tools.ledger import Row
 from pumice.tools.matrices import Matrix
-from pumice.tools.study import Case, Setup, Way, line, measured, seconds_to_move, summarize
+from pumice.tools.study import Case, Setup, Way, line, measured, quietly, seconds_to_move, summarize
 
 TEXT = "C[m,n] = A[m,k] * B[k,n]"
 FORMATS = {"GroupCOO": "m:C k:G", "COO": "(m k):C", "CSR": "m:U k:C", "buckets": "m:C k:G*"}
@@ -58,7 +59,8 @@ def _one(setup: Setup, matrix: Matrix, columns: int, dtype: torch.dtype) -> Iter
 
 def _csr(setup: Setup, matrix: Matrix, dtype: torch.dtype) -> Tensor:
     pointers, cols = (torch.from_numpy(x).int().to(setup.device) for x in (matrix.pointers, matrix.cols))
-    return torch.sparse_csr_tensor(pointers, cols, setup.filled(matrix.nnz, dtype=dtype, seed=5), matrix.shape)
+    with quietly():
+        return torch.sparse_csr_tensor(pointers, cols, setup.filled(matrix.nnz, dtype=dtype, seed=5), matrix.shape)
 
 
 def _formats(setup: Setup, csr: Tensor) -> Iterator[tuple[str, Sparse]]:
@@ -94,7 +96,7 @@ def _least(matrix: Matrix, b: Tensor) -> float:
     """Seconds: each non-zero reads a row of b through the L2 (only reuse across rows goes below)."""
     size, columns = b.element_size(), b.shape[1]
     entries = matrix.nnz * (4 + size)
-    compulsory = entries + size * columns * (matrix.shape[0] + len(set(matrix.cols.tolist())))
+    compulsory = entries + size * columns * (matrix.shape[0] + len(np.unique(matrix.cols)))
     return seconds_to_move(cache=matrix.nnz * columns * size + entries, memory=compulsory)
 
 
@@ -111,6 +113,6 @@ def _summarize_best(setup: Setup, rows: list[Row]) -> None:
         mean = torch.tensor(list(ratios.values()), dtype=torch.float64).log().mean().exp()
         worst = min(ratios, key=lambda name: ratios[name])
         setup.say(
-            f"best cuSPARSE {dtype} {clock}: {float(mean):.2f}x (geometric mean of {len(ratios)}), "
+            f"best peer {dtype} {clock}: {float(mean):.2f}x (geometric mean of {len(ratios)}), "
             f"least {ratios[worst]:.2f}x at {worst}"
         )

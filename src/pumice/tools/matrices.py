@@ -44,7 +44,8 @@ class Matrix:
     def __str__(self) -> str:
         counts = self.occupancy
         mean = self.nnz / max(1, np.count_nonzero(counts))
-        return f"{self.name} ({self.shape[0]}x{self.shape[1]}, nnz {self.nnz}, longest row {counts.max()}, mean {mean:.1f})"
+        shape = f"{self.shape[0]}x{self.shape[1]}"
+        return f"{self.name} ({shape}, nnz {self.nnz}, longest row {counts.max()}, mean {mean:.1f})"
 
 
 @dataclass(frozen=True)

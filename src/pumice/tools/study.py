@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +28,11 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, tor
 
 @dataclass(frozen=True)
 class Setup:
-    """Where a study runs. quick: tiny sizes, few repeats. only: a part of the names wanted. failures: what was wrong, added to as it is found."""
+    """Where a study runs.
+
+    quick: tiny sizes, few repeats. only: a part of the names of the cases that are wanted.
+    failures: what was wrong, added to as it is found.
+    """
 
     device: torch.device
     quick: bool
@@ -116,8 +122,9 @@ def error(found: Any, truth: Tensor | Sequence[Tensor]) -> float:
 def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
     """The way made and checked. A wrong result of ours is a failure; a peer that cannot is said in one line."""
     try:
-        call = way.make()
-        distance = error(way.view(call()), case.truth)
+        with quietly():
+            call = way.make()
+            distance = error(way.view(call()), case.truth)
     except Exception as reason:  # peers fail in their own ways, and the other cases are still wanted
         _recover(setup)
         told = f"{case.name}: {way.name}: {_line(reason)}"
@@ -168,9 +175,8 @@ def summarize(setup: Setup, rows: Sequence[Row]) -> None:
     for (peer, dtype, clock), cases in sorted(best.items()):
         mean = math.exp(sum(map(math.log, cases.values())) / len(cases))
         worst = min(cases, key=lambda name: cases[name])
-        setup.say(
-            f"{peer} {dtype} {clock}: {mean:.2f}x (geometric mean of {len(cases)}), least {cases[worst]:.2f}x at {worst}"
-        )
+        told = f"{mean:.2f}x (geometric mean of {len(cases)}), least {cases[worst]:.2f}x at {worst}"
+        setup.say(f"{peer} {dtype} {clock}: {told}")
 
 
 def _rows(
@@ -194,6 +200,14 @@ def _say_bounds(setup: Setup, case: Case, best: float) -> None:
     if setup.device.type == "cuda" and case.bounds:
         told = (f"{name} {least:.4g} ms ({least / best:.0%} reached)" for name, least in case.bounds.items())
         setup.say("  " + ", ".join(told))
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the warnings of torch: that sparse tensors are in beta state, and the like."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _line(reason: Exception) -> str:

@@ -1,0 +1,204 @@
+"""Point-cloud convolution: 3x3x3, submanifold, C = 128, map at hand, in every form of the map."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pumice.coords import KernelMap, Relation, kernel_map
+from pumice.coords.compact import compacted, grouped
+from pumice.env import settings
+from pumice.lower import maps, reference
+from pumice.lower.graph import Prepared
+from pumice.ops import SparseTensor, conv_features
+from pumice.ops.conv import CONV
+from pumice.ops.register import einsum
+from pumice.tools.ledger import Peer, Row, Subject, row
+from pumice.tools.study import DTYPES, Case, Setup, Way, eager, graph_of, inductor, measured, summarize
+from pumice.tools.timing import together
+
+FORMS = ("pairs", "grouped", "compacted")
+INSUM_CONVERSION = Peer("Insum on an RTX 3090 (paper)", 0.55, "recorded")
+RANDOM = "random_100k"
+# Inductor takes ten seconds to compile a scene.
+FOR_INDUCTOR = (RANDOM, "waymo_1f_10x10x15cm", "lobby")
+GROUP = 32  # pairs of a group where Inductor multiplies: what the recorded baselines took
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A convolution with its map and operands. weight: [C, 27, C]."""
+
+    found: KernelMap
+    feats: Tensor
+    weight: Tensor
+    coords: Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.coords)
+
+
+def conv(setup: Setup) -> Iterator[Row]:
+    """Every scene: the planner's form, the forced ones, the peers; and what making a form takes."""
+    done: list[Row] = []
+    for name, coords in scenes(setup):
+        case = f"conv/{name}/k3/C{_channels(setup)}"
+        if not setup.wants(case):
+            continue
+        layer = layer_of(setup, coords)
+        setup.say(f"{name}: {layer.found}")
+        rows = list(_one(setup, case, name, layer))
+        done += rows
+        yield from rows
+        yield from conversions(setup, case, layer)
+    summarize(setup, done)
+
+
+def scenes(setup: Setup) -> Iterator[tuple[str, Tensor]]:
+    """Names and coordinates int32 [N, 4] (batch first): random ones, and those of PUMICE_DATA."""
+    yield RANDOM, _random(setup)
+    folder = settings().data
+    if setup.quick:
+        return
+    if folder is None:
+        setup.say("PUMICE_DATA is not set: the random scene only")
+        return
+    for path in sorted((folder / "scenes").glob("*.npz")):
+        yield path.stem, _batched(np.load(path)["coords"])
+    for path in sorted((folder / "ucf_tns").glob("*.tns")):
+        yield path.stem, _batched(np.loadtxt(path, dtype=np.int32))
+
+
+def _random(setup: Setup) -> Tensor:
+    """Voxels anywhere in a box, 6.8 neighbours of 27 each on average."""
+    side, count = (12, 400) if setup.quick else (76, 100_000)
+    cells = np.sort(np.random.default_rng(5).permutation(side**3)[:count])
+    return _batched(np.stack([cells // side**2, cells // side % side, cells % side], axis=1).astype(np.int32))
+
+
+def _batched(coords: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros((len(coords), 1), np.int32), coords[:, :3]], axis=1))
+
+
+def _channels(setup: Setup) -> int:
+    return 16 if setup.quick else 128
+
+
+def layer_of(setup: Setup, coords: Tensor) -> Layer:
+    """The layer on these coordinates with normal features and weights."""
+    coords, channels = coords.to(setup.device), _channels(setup)
+    x = SparseTensor(torch.zeros(len(coords), 1, device=setup.device), coords)
+    found, _ = kernel_map(x.geometry, Relation.of(3, 3))
+    feats = setup.random(len(coords), channels, dtype=setup.half, seed=6)
+    weight = setup.random(channels, 27, channels, seed=7) / math.sqrt(7 * channels)
+    return Layer(found, feats, weight.to(setup.half), coords)
+
+
+def _one(setup: Setup, case: str, name: str, layer: Layer) -> Iterator[Row]:
+    truth = reference.forward(layer.feats.double(), layer.weight.double(), layer.found.pairs(), layer.rows, 1)
+    ours = [
+        Way("planned", lambda: lambda: conv_features(layer.feats, layer.weight, layer.found, layer.rows)),
+        *(Way(form, partial(forced, layer, form)) for form in FORMS),
+    ]
+    made = partial(grouped_graph, layer)
+    peers = [Way("spconv", partial(_spconv, setup, layer), _spconv_package(), loose=_spconv_tolerance(setup))]
+    if name in FOR_INDUCTOR:
+        peers.append(eager("eager", made))
+    if name in FOR_INDUCTOR and not setup.quick:
+        peers += [inductor("Inductor native", made, True), inductor("Inductor", made, False)]
+    yield from measured(setup, Case(case, setup.half, truth), ours, peers)
+
+
+def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
+    """The layer with its map in one form."""
+    held = maps.FORMS[form].arrays(layer.found)
+    names = "|".join(("x", "w", *(f"map@{form}@0@{local}" for local in held)))
+    operands, shape = [layer.feats, layer.weight, *held.values()], (layer.rows, layer.weight.shape[0])
+    return lambda: einsum(operands, names, CONV, shape)
+
+
+def grouped_graph(layer: Layer) -> Prepared:
+    """The layer as torch operators over groups of pairs."""
+    taps, inputs, outputs = layer.found.grouped(GROUP)
+    names = "x|w|map@grouped@0@o|map@grouped@0@k|map@grouped@0@i"
+    shape = (layer.rows, layer.weight.shape[0])
+    return graph_of([layer.feats, layer.weight, outputs, taps, inputs], names, CONV, shape)
+
+
+def conversions(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
+    """From pairs to groups and to compacted tiles, on the wall: a conversion reads its size from the device."""
+    inputs, outputs, sizes = layer.found.pairs()
+    shape = (layer.rows, layer.found.volume)
+    taps = layer.found.taps()
+    calls: dict[str, Callable[[], Any]] = {
+        "grouped": lambda: grouped(inputs, outputs, sizes, maps.group_of(len(inputs))),
+        "compacted": lambda: compacted(inputs, outputs, taps, shape, maps.block_of(layer.rows)),
+    }
+    for name, call in calls.items():
+        if not _holds_all_pairs(name, call(), layer):
+            setup.failed(f"{case}/to {name}: not every pair is there once")
+            continue
+        (times,) = together([call], setup.device, "wall", setup.seconds)
+        setup.say(f"{case}: to {name} {times.median:.4g} ms, paper {INSUM_CONVERSION.value} ms")
+        subject = Subject(setup.suite, f"{case}/to-{name}", DTYPES[setup.half], setup.device)
+        yield row(subject, times, "wall", INSUM_CONVERSION, "conversion")
+
+
+def _holds_all_pairs(form: str, made: Any, layer: Layer) -> bool:
+    """Whether the form has the pairs of the map, each once."""
+    if form == "grouped":
+        taps, inputs, outputs = made.taps[:, None].expand_as(made.inputs), made.inputs, made.outputs
+    else:
+        taps, inputs, outputs = made.taps[:, None].expand_as(made.inputs), made.inputs, made.rows[made.tiles.long()]
+    there = (inputs >= 0) & (outputs >= 0)
+    found = _keys(inputs[there].long(), outputs[there].long(), taps[there].long(), layer)
+    pairs = layer.found.pairs()
+    known = _keys(pairs.inputs, pairs.outputs, layer.found.taps(), layer)
+    return torch.equal(found.sort().values, known.sort().values)
+
+
+def _keys(inputs: Tensor, outputs: Tensor, taps: Tensor, layer: Layer) -> Tensor:
+    return (outputs * layer.found.volume + taps) * layer.rows + inputs
+
+
+def _spconv(setup: Setup, layer: Layer) -> Callable[[], Tensor]:
+    """spconv's layer with its map at hand."""
+    spconv: Any = import_module("spconv.pytorch")
+    channels = layer.feats.shape[1]
+    module = spconv.SubMConv3d(channels, channels, 3, bias=False, indice_key="map")
+    module = module.to(setup.device, setup.half)
+    with torch.no_grad():
+        module.weight.copy_(layer.weight.view_as(module.weight))
+    shape = (layer.coords[:, 1:].amax(0) + 1).tolist()
+    given = spconv.SparseConvTensor(layer.feats, layer.coords.int(), shape, 1)
+    with torch.no_grad():
+        known = module(given).indice_dict
+
+    @torch.no_grad()
+    def call() -> Tensor:
+        x = spconv.SparseConvTensor(layer.feats, layer.coords.int(), shape, 1)
+        x.indice_dict = known
+        return module(x).features
+
+    return call
+
+
+def _spconv_tolerance(setup: Setup) -> float:
+    """On a CPU spconv's threads add to one output at once and lose sums; another mistake would be an error near 1."""
+    return 0.2 if setup.device.type == "cpu" else 1e-2
+
+
+def _spconv_package() -> str:
+    from pumice.tools.info import distribution
+
+    names = ("spconv", "spconv-cu126", "spconv-cu124", "spconv-cu121", "spconv-cu120", "spconv-cu118")
+    return next((name for name in names if distribution(name)), "spconv")
