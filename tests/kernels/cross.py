@@ -1,82 +1,218 @@
-"""Compile an emitted kernel for a GPU that is not there, and read what came out. No driver is asked for."""
+"""Compile emitted kernels for GPUs that are not there, and read what came out: `python -m kernels.cross JOBS FIRST`.
+
+No driver is asked for. JOBS is a file of jobs as JSON; from the job FIRST on, a line of JSON tells what each became.
+A crash of the compiler takes the process with it, so that whoever started it starts another one behind that job.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
 import subprocess
-from dataclasses import dataclass
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+import torch
+from kernels.cases import CASES, LARGE, Problem, meta
 
-from pumice.lower.emit import Source
-from pumice.lower.triton import loaded
+from pumice.language.roles import Roles, roles
+from pumice.lower import triton as kernels
+from pumice.lower.emit import Argument
+from pumice.schedule.tile import Tile
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+NVIDIA = ("sm_80", "sm_90")
+TARGETS = (*NVIDIA, "gfx942")
+AMD_STAGES = 2
+"""More do not fit in the 64 KiB of local memory, and gain nothing there."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case to compile. sizes: those that differ from LARGE; tile: by default what `tile_of` says."""
+
+    case: str
+    target: str
+    dtype: str = "fp16"
+    precision: str = "tf32"
+    sizes: tuple[tuple[str, int], ...] = ()
+    tile: Tile | None = None
+
+    @property
+    def name(self) -> str:
+        parts = [self.case, self.target, self.dtype, *([self.precision] if self.dtype == "fp32" else [])]
+        parts += [f"{axis}={size}" for axis, size in self.sizes] + ([str(self.tile)] if self.tile else [])
+        return " ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of_json(held: dict[str, Any]) -> Job:
+        tile = Tile(**held["tile"]) if held["tile"] else None
+        return Job(**{**held, "sizes": tuple(map(tuple, held["sizes"])), "tile": tile})
 
 
 @dataclass(frozen=True)
 class Built:
-    """What a compiled kernel is made of."""
+    """What a kernel became.
 
-    asm: dict[str, Any]
-    shared: int
+    stage: bytes that one turn of a product loads; buffers: how many turns' values fit in shared memory, the fewest of
+    either side; shared: bytes of it in all. copies: (operand, bytes, how many) of asynchronous copies.
+    wide: operands with 64-bit addresses; serialized: whether ptxas warns that it waits after each wgmma.
+    """
 
-    @property
-    def ptx(self) -> str:
-        return self.asm.get("ptx", "")
+    tile: Tile
+    product: bool
+    adds: bool
+    stage: int = 0
+    buffers: int = 0
+    shared: int = 0
+    spilled: int = 0
+    instructions: dict[str, int] = field(default_factory=dict)
+    copies: list[tuple[str, int, int]] = field(default_factory=list)
+    wide: list[str] = field(default_factory=list)
+    serialized: bool = False
+    error: str = ""
 
-    def count(self, pattern: str) -> int:
-        text = self.ptx or self.asm["amdgcn"]
-        return len(re.findall(pattern, text))
-
-    def spills(self, folder: Path) -> int:
-        """Bytes that spill, from ptxas's own resource usage or the AMD listing."""
-        if "amdgcn" in self.asm:
-            return sum(map(int, re.findall(r"\.vgpr_spill_count:\s+(\d+)", self.asm["amdgcn"])))
-        return _stack(self.asm["cubin"], folder)
+    @staticmethod
+    def of_json(held: dict[str, Any]) -> Built:
+        return Built(**{**held, "tile": Tile(**held["tile"]), "copies": [tuple(c) for c in held["copies"]]})
 
 
-def build(
-    source: Source, dtypes: dict[str, str], constants: dict[str, Any], target: str, warps: int = 4, stages: int = 3
-) -> Built:
-    """Compile; sizes and strides count as multiples of 16, as they are where speed matters."""
-    fn = loaded(source)
-    types: dict[str, str] = {}
-    for a in source.arguments:
-        if a.kind in ("operand", "result"):
-            types[a.variable] = "*" + dtypes[a.name]
-        elif a.kind == "segment":
-            types[a.variable] = "*i32"
-        elif a.kind != "constant":
-            types[a.variable] = "i32"
-    names = [a.variable for a in source.arguments]
-    given = {a.variable: constants[a.variable] for a in source.arguments if a.kind == "constant"}
-    aligned = {a.variable for a in source.arguments if a.kind in ("operand", "result", "segment", "stride")}
-    compiled = compile(
-        ASTSource(
-            fn=fn,
-            signature={n: "constexpr" if n in given else types[n] for n in names},
-            constexprs={(names.index(n),): v for n, v in given.items()},
-            attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in aligned},
-        ),
-        target=TARGETS[target],
-        options={"num_warps": warps, "num_stages": stages},
+_INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "mfma": r"\bv_mfma", "fma": r"\bfma\.rn\.f32"}
+
+
+def built(job: Job) -> Built:
+    """The job done; an error of the compiler is told, not raised."""
+    p = _problem(job)
+    form = roles(p.bound.statement, kernels.extents_of(p.bound))
+    tile = job.tile or kernels.tile_of(p.bound, p.operands)
+    if job.target == "gfx942":
+        tile = replace(tile, stages=min(tile.stages, AMD_STAGES))
+    found = Built(tile, form.product, form.adds)
+    out = torch.empty(p.bound.shape, dtype=torch.float32 if form.adds else DTYPES[job.dtype], device="meta")
+    try:
+        launch = kernels.prepare(p.bound, p.operands, out, tile, precision=job.precision)
+        compiled, log = _compiled(launch, p, out, job.target)
+    except Exception as error:
+        return replace(found, error=f"{type(error).__name__}: {str(error)[-1500:]}")
+    text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    return replace(
+        found,
+        stage=_stage(form, tile, job.dtype),
+        buffers=_buffers(compiled.asm["ttgir"]),
+        shared=compiled.metadata.shared,
+        spilled=_spilled(compiled.asm, log),
+        instructions={name: len(re.findall(pattern, text)) for name, pattern in _INSTRUCTIONS.items()},
+        copies=_copies(text, launch),
+        wide=sorted(name for name, t in {**p.operands, "": out}.items() if t.numel() >= 1 << 31),
+        serialized="C7514" in log or "serialized" in log,
     )
-    return Built(compiled.asm, compiled.metadata.shared)
 
 
-def _stack(cubin: bytes, folder: Path) -> int:
+def _problem(job: Job) -> Problem:
+    return meta(CASES[job.case].at(LARGE, **dict(job.sizes)), DTYPES[job.dtype])
+
+
+def _compiled(launch: kernels.Launch, p: Problem, out: torch.Tensor, target: str) -> tuple[Any, str]:
+    """What Triton makes of the kernel for these arguments, specialised as a launch does it, and what ptxas says."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    targets = {
+        "sm_80": GPUTarget("cuda", 80, 32),
+        "sm_90": GPUTarget("cuda", 90, 32),
+        "gfx942": GPUTarget("hip", "gfx942", 64),
+    }
+    fn = launch.kernel
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for place, argument in enumerate(launch.source.arguments):
+        value = launch.fixed[place]
+        kind = _kind(argument, p, out)
+        special = not fn.params[place].do_not_specialize
+        if argument.kind == "constant" or (kind == "i32" and special and value == 1):
+            constants[(place,)], kind = value, "constexpr"
+        elif special and (value is None or value % 16 == 0):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        signature[argument.variable] = kind
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        compiled = compile(
+            ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes),
+            target=targets[target],
+            options={"num_warps": launch.tile.warps, "num_stages": launch.tile.stages},
+        )
+    return compiled, said.getvalue()
+
+
+def _kind(argument: Argument, p: Problem, out: torch.Tensor) -> str:
+    if argument.kind in ("operand", "result"):
+        return "*" + kernels.DTYPES[(p.operands[argument.name] if argument.name else out).dtype]
+    return "*i32" if argument.kind == "segment" else "i32"
+
+
+def _stage(form: Roles, tile: Tile, dtype: str) -> int:
+    """Bytes of one turn's tiles of both sides."""
+    return (tile.rows + tile.columns) * tile.reduced * DTYPES[dtype].itemsize if form.product else 0
+
+
+def _buffers(ttgir: str) -> int:
+    """The fewest buffers of the float tiles that the pipeliner allocated; 0 where it allocated none."""
+    found = re.findall(r"local_alloc\s*:\s*\(\)\s*->\s*!ttg\.memdesc<(\d+)x\d+x\d+x(?:b?f\d+)", ttgir)
+    return min(map(int, found), default=0)
+
+
+def _spilled(asm: dict[str, Any], log: str) -> int:
+    """Bytes (AMD: registers) that spill: from the listing, from what ptxas said, or from the binary's stack."""
+    if "amdgcn" in asm:
+        return sum(map(int, re.findall(r"[sv]gpr_spill_count:\s+(\d+)", asm["amdgcn"])))
+    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    return sum(map(int, found)) if found else _stack(asm["cubin"])
+
+
+def _stack(cubin: bytes) -> int:
+    import tempfile
+
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    path = folder / "k.cubin"
-    path.write_bytes(cubin)
-    text = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
-    return sum(map(int, re.findall(r"STACK:(\d+)", text)))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return sum(map(int, re.findall(r"STACK:(\d+)", said)))
+
+
+def _copies(ptx: str, launch: kernels.Launch) -> list[tuple[str, int, int]]:
+    """The asynchronous copies: the line of the source that each comes from names the operand."""
+    lines = launch.source.text.splitlines()
+    names = {a.variable: a.name for a in launch.source.arguments if a.kind == "operand"}
+    found: Counter[tuple[str, int]] = Counter()
+    line = 0
+    for text in ptx.splitlines():
+        if place := re.match(r"\s*\.loc\s+\d+\s+(\d+)", text):
+            line = int(place[1])
+        if copy := re.search(r"cp\.async\.c[ag]\.shared\.global .*?,.*?\], (0x[0-9a-f]+|\d+)", text):
+            pointer = re.search(r"tl\.load\((\w+) ", lines[line - 1]) if 0 < line <= len(lines) else None
+            found[(names.get(pointer[1], "?") if pointer else "?", int(copy[1], 0))] += 1
+    return [(name, size, count) for (name, size), count in sorted(found.items())]
+
+
+def main(path: str, first: int) -> None:
+    torch.set_num_threads(1)
+    jobs = [Job.of_json(held) for held in json.loads(Path(path).read_text())]
+    for job in jobs[first:]:
+        print(json.dumps(asdict(built(job))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

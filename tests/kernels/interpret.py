@@ -37,7 +37,7 @@ from pumice.testing import random_tensor
 Checks = Mapping[str, Callable[[], None]]
 SEEDS = 300
 BATCH = 30
-TILES = 2
+TILES = 1
 """Tiles per case besides the default."""
 
 
@@ -84,6 +84,7 @@ def tiles(p: Problem, count: int = TILES, most: int = 64 * 64) -> list[Tile]:
 
 # The case studies
 def study_checks(kind: str) -> Checks:
+    """All sizes and layouts for the forward statements, some for their derivatives."""
     found: dict[str, Callable[[], None]] = {}
     for name, case in CASES.items():
         if STUDIES[case.study].kind == kind and STUDIES[case.study].block in (0, SMALL_BLOCK):
@@ -91,9 +92,12 @@ def study_checks(kind: str) -> Checks:
             small = case.at(SMALL, b=3) if case.study.endswith("own") else case.at(SMALL)
             found[f"{name} tiles"] = partial(check_tiles, small)
             found[f"{name} half"] = partial(check_half, small)
-            found[f"{name} accumulates"] = partial(check_accumulates, small)
             found[f"{name} strided"] = partial(check_strided, small)
-            found |= {f"{name} {label}": partial(check_one, odd) for label, odd in variants(case)}
+            odd = dict(variants(case))
+            found[f"{name} one column"] = partial(check_one, odd.pop("one column"))
+            if not case.wrt:
+                found[f"{name} accumulates"] = partial(check_accumulates, small)
+                found |= {f"{name} {label}": partial(check_one, other) for label, other in odd.items()}
     return found
 
 
@@ -175,7 +179,7 @@ WAYS = {
 def map_checks() -> Checks:
     return {
         f"kernel {size} stride {stride} {way} {form}": partial(check_map, size, stride, way, form)
-        for size, stride in ((3, 1), (2, 2), (3, 2))
+        for size, stride in ((3, 1), (2, 2))
         for way in WAYS
         for form in FORMS
     }
@@ -191,7 +195,7 @@ def check_map(size: int, stride: int, way: str, form: str) -> None:
 
 def cloud(size: int, stride: int) -> tuple[KernelMap, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(size)
-    x = random_tensor(70, 9, 3)
+    x = random_tensor(40, 9, 3)
     found, _ = kernel_map(x.geometry, Relation.of(3, size, stride=stride))
     weight = torch.randn(11, found.volume, 9, generator=generator)
     return found, {"X": x.feats, "W": weight, "G": torch.randn(found.num_outputs, 11, generator=generator)}
@@ -203,6 +207,9 @@ def map_problem(
     told = conscious(parse(text), {"map": FORMS[form].stored})
     (step,) = told.steps
     arrays = FORMS[form].arrays(found)
+    if form == "grouped":
+        # Groups of thousands, mostly padding on so small a cloud, take the interpreter too long.
+        arrays = dict(zip("kio", found.grouped(16), strict=True))
     return Problem.of(step, {**operands, **{name: arrays[a.local] for name, a in told.arrays.items()}}, shape)
 
 
@@ -308,20 +315,21 @@ def check_seed(seed: int) -> None:
     for step in single_terms(replace(statement, accumulate=False)):
         part = bind(declare(step, bound.ranges), shapes, bound.shape, strict=False)
         refused = kernels.refusal(part.statement, part, operands)
-        assert refused is None, refused
-        total = total + kernels.run(part, operands, torch.float32)
+        # A term without a floating operand, such as a constant, is torch's.
+        assert refused in (None, "nothing is floating point"), refused
+        total = total + (loops if refused else kernels).run(part, operands, torch.float32)
     near(total, torch.from_numpy(evaluate(case.text, case.operands)), 2e-5)
 
 
+def joined(*groups: Callable[[], Checks]) -> Checks:
+    return {name: check for group in groups for name, check in group().items()}
+
+
 GROUPS: Mapping[str, Callable[[], Checks]] = {
-    "block spmm": partial(study_checks, "block spmm"),
-    "spmm": partial(study_checks, "spmm"),
-    "lanes": lane_checks,
-    "convolution": partial(study_checks, "convolution"),
-    "maps": map_checks,
+    "spmm": partial(joined, partial(study_checks, "block spmm"), partial(study_checks, "spmm"), lane_checks),
+    "convolution": partial(joined, partial(study_checks, "convolution"), map_checks),
     "tensor product": partial(study_checks, "tensor product"),
-    "others": other_checks,
-    "fuzz": fuzz_checks,
+    "fuzz": partial(joined, other_checks, fuzz_checks),
 }
 """The checks, by name, of each group; a group is one process."""
 

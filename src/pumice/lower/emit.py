@@ -14,10 +14,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pumice.errors import OptionError
-from pumice.language.nodes import Access, Affine, Index, Statement, indices_of
+from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, indices_of
 from pumice.language.roles import Roles
 
 FLOATS = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32", "fp64": "tl.float64"}
@@ -31,7 +31,7 @@ class Signature:
     dtypes: of the operands and of the result (under ""), by name: fp16, bf16, fp32, fp64, i32, i64.
     unit: (operand, axis) whose stride is 1.  wide: operands that need 64-bit addresses.
     static: extents that are baked in.  starts: first values of declared ranges.
-    even: which of the axes "R" and "X" their tile divides.
+    even: which of the axes "Y", "R" and "X" their tile divides.
     lanes: entries of one segment that a row takes side by side, where the segment's index is the row.
     slabs: whether all rows are taken for one block of columns before the next.
     accumulate: whether the result's old values are added.
@@ -90,6 +90,17 @@ def emit(statement: Statement, roles: Roles, signature: Signature) -> Source:
     return _Emitter(statement, roles, signature).source()
 
 
+def contiguous(statement: Statement, unit: frozenset[tuple[str, int]]) -> set[str]:
+    """The indices that run along an axis whose stride is 1."""
+    accesses = (replace(statement.target, name=""), *accesses_of(*statement.terms, *statement.target.indices))
+    found = set()
+    for access in accesses:
+        for axis, expression in enumerate(access.indices):
+            if (access.name, axis) in unit:
+                found.update(atom.name for _, atom in expression.terms if isinstance(atom, Index))
+    return found
+
+
 def _joined(axes: str) -> str:
     """The axes each once, in the order of the tile."""
     return "".join(axis for axis in "YRX" if axis in axes)
@@ -125,7 +136,8 @@ class _Emitter:
         product = self._product(inner) if inner else None
         self._loop(product)
         self._store(outer, inner != [])
-        constants = ["BY", "BX", *(["BR", "PRECISION"] if self.roles.product else []), *self._loop_constants()]
+        own = ["BR", "PRECISION"] if self.roles.product else ["STAGES"] if inner else []
+        constants = ["BY", "BX", *own, *self._loop_constants()]
         arguments = (
             *sorted(self.arguments.values(), key=lambda a: _ORDER.index(a.kind)),
             *(Argument("constant", name) for name in constants),
@@ -141,9 +153,14 @@ class _Emitter:
             if a.kind not in ("constant",)
         )
         lines = "\n".join(f"    {line}" if line else "" for line in self.head)
+        # Sizes change from call to call and must not make new kernels. But where neighbours in memory are masked by a
+        # size, that it is a multiple of 16 lets them be loaded at once.
+        along = contiguous(self.statement, self.signature.unit)
+        open_sizes = [a.variable for a in arguments if a.kind == "size" or (a.kind == "extent" and a.name not in along)]
+        decorator = f"@triton.jit(do_not_specialize={open_sizes})"
         return (
             '"""Written by pumice.lower.emit."""\n\nimport triton\nimport triton.language as tl\n\n\n'
-            f'@triton.jit\ndef {name}({signature}):\n    """{_doc(self.statement)}\n\n{legend}\n    """\n{lines}\n'
+            f'{decorator}\ndef {name}({signature}):\n    """{_doc(self.statement)}\n\n{legend}\n    """\n{lines}\n'
         )
 
     def _programs(self) -> None:
@@ -312,7 +329,9 @@ class _Emitter:
             turns.append("BLOCKS")
         if self.position is not None:
             turns.insert(0, "turns" if self._lane_segment() else "(stop - start)")
-        head.append(f"for turn in tl.range(0, {' * '.join(turns) or '1'}):")
+        # Triton runs the loads of loops with a product ahead by itself, those of others where it is told to.
+        ahead = "" if self.roles.product else ", num_stages=STAGES"
+        head.append(f"for turn in tl.range(0, {' * '.join(turns) or '1'}{ahead}):")
         head += [f"    {line}" for line in self.body]
         head.append(f"    accumulator = {product}")
         self.body = []

@@ -21,7 +21,7 @@ from pumice.errors import OptionError
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, roles, segment_count
-from pumice.lower.emit import Argument, Signature, Source, emit, grid
+from pumice.lower.emit import Argument, Signature, Source, contiguous, emit, grid
 from pumice.lower.remember import Bounded
 from pumice.lower.segments import Segments, segments
 from pumice.schedule import tile as tiles
@@ -57,6 +57,12 @@ class Launch:
     fixed: tuple[Any, ...]
     slots: tuple[tuple[int, str, str], ...]
     compiled: dict[tuple[bool, ...], Any] = field(default_factory=dict)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What is known when the kernel is compiled."""
+        arguments = enumerate(self.source.arguments)
+        return {a.variable: self.fixed[place] for place, a in arguments if a.kind == "constant"}
 
 
 def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
@@ -196,6 +202,7 @@ def prepare(
     if form.segment:
         extents = {**extents, form.segment.index: count}
     constants = {"BY": tile.rows, "BX": tile.columns, "BR": tile.reduced, "PRECISION": precision}
+    constants["STAGES"] = tile.stages
     tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
     constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
     given = {**operands, "": out}
@@ -280,14 +287,23 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
     names = set(_used(bound))
     used = {name: tensor for name, tensor in operands.items() if name in names or name == ""}
     fixed = _static(bound, form)
+    unit = frozenset((name, axis) for name, t in used.items() for axis, s in enumerate(t.stride()) if s == 1)
+    extents = extents_of(bound)
+    # Whether a tile divides an axis is known where its extent is, and asked where masks would cut loads to pieces.
+    settled = {*fixed, *contiguous(bound.statement, unit)}
+    own = form.segment.index if form.segment else None
     even = "".join(
         axis
-        for axis, along, side in (("R", form.reduced, tile.reduced), ("X", form.columns, tile.columns))
-        if along and all(n in fixed for n in along) and math.prod(fixed[n] for n in along) % side == 0
+        for axis, along, side in (
+            ("Y", form.rows, tile.rows),
+            ("R", form.reduced, tile.reduced),
+            ("X", form.columns, tile.columns),
+        )
+        if along and own not in along and settled.issuperset(along) and math.prod(extents[n] for n in along) % side == 0
     )
     return Signature(
         dtypes=(*((name, DTYPES[t.dtype]) for name, t in sorted(used.items()) if name), ("", DTYPES[dtype])),
-        unit=frozenset((name, axis) for name, t in used.items() for axis, s in enumerate(t.stride()) if s == 1),
+        unit=unit,
         wide=frozenset(name for name, t in used.items() if _reach(t) >= 1 << 31),
         static=tuple(sorted(fixed.items())),
         starts=tuple((name, r.start) for name, r in sorted(bound.ranges.items()) if r.start),

@@ -133,17 +133,18 @@ def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
 
 def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     roles = problem.roles
-    sizes = [problem.volume(names) for names in (roles.rows, roles.columns, roles.reduced)]
-    for swapped in (False, True):
-        rows, columns = (sizes[1], sizes[0]) if swapped else (sizes[0], sizes[1])
-        for height in sorted({_tile_side(rows, cap) for cap in (16, 32, 64, 128, 256)}):
-            for width in sorted({_tile_side(columns, cap) for cap in (16, 32, 64, 128, 256)}):
-                for depth in sorted({_tile_side(sizes[2], cap) for cap in (32, 64)}):
-                    if not 1024 <= height * width <= 128 * 256:
-                        continue
-                    for warps, stages in ((4, 3), (4, 5), (8, 3), (8, 4)):
-                        if height * width >= 512 * warps:
-                            yield Tile(height, width, depth, warps=warps, stages=stages, swapped=swapped)
+    rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
+    # Where one side is short it may be either side of the tile; else the statement's own order stands.
+    orders = (False, True) if min(rows, columns) < 64 else (False,)
+    for swapped in orders:
+        sides = (columns, rows) if swapped else (rows, columns)
+        for height in sorted({_tile_side(sides[0], cap) for cap in (32, 64, 128, 256)}):
+            for width in sorted({_tile_side(sides[1], cap) for cap in (32, 64, 128, 256)}):
+                area = height * width
+                if 1024 <= area <= 128 * 256:
+                    for stages in (3, 5):
+                        warps = 4 if area < 128 * 128 else 8
+                        yield Tile(height, width, first.reduced, warps=warps, stages=stages, swapped=swapped)
 
 
 def _product_tile(problem: Problem) -> Tile:

@@ -27,9 +27,8 @@ from pumice.tools.timing import together
 
 FORMS = ("pairs", "grouped", "compacted")
 INSUM_CONVERSION = Peer("Insum on an RTX 3090 (paper)", 0.55, "recorded")
-RANDOM = "random_100k"
 # Inductor takes ten seconds to compile a scene.
-FOR_INDUCTOR = (RANDOM, "waymo_1f_10x10x15cm", "lobby")
+FOR_INDUCTOR = ("random_", "waymo_1f_10x10x15cm", "lobby")
 GROUP = 32  # pairs of a group where Inductor multiplies: what the recorded baselines took
 
 
@@ -65,7 +64,8 @@ def conv(setup: Setup) -> Iterator[Row]:
 
 def scenes(setup: Setup) -> Iterator[tuple[str, Tensor]]:
     """Names and coordinates int32 [N, 4] (batch first): random ones, and those of PUMICE_DATA."""
-    yield RANDOM, _random(setup)
+    coords = _random(setup)
+    yield f"random_{len(coords)}", coords
     folder = settings().data
     if setup.quick:
         return
@@ -104,18 +104,32 @@ def layer_of(setup: Setup, coords: Tensor) -> Layer:
 
 
 def _one(setup: Setup, case: str, name: str, layer: Layer) -> Iterator[Row]:
-    truth = reference.forward(layer.feats.double(), layer.weight.double(), layer.found.pairs(), layer.rows, 1)
     ours = [
-        Way("planned", lambda: lambda: conv_features(layer.feats, layer.weight, layer.found, layer.rows)),
+        planned(layer),
         *(Way(form, partial(forced, layer, form)) for form in FORMS),
     ]
     made = partial(grouped_graph, layer)
     peers = [Way("spconv", partial(_spconv, setup, layer), _spconv_package(), loose=_spconv_tolerance(setup))]
-    if name in FOR_INDUCTOR:
+    if name.startswith(FOR_INDUCTOR):
         peers.append(eager("eager", made))
-    if name in FOR_INDUCTOR and not setup.quick:
+    if name.startswith(FOR_INDUCTOR) and not setup.quick:
         peers += [inductor("Inductor native", made, True), inductor("Inductor", made, False)]
-    yield from measured(setup, Case(case, setup.half, truth), ours, peers)
+    yield from measured(setup, Case(case, setup.half, exact(layer)), ours, peers)
+
+
+def exact(layer: Layer) -> Tensor:
+    """The result in float64."""
+    return reference.forward(layer.feats.double(), layer.weight.double(), layer.found.pairs(), layer.rows, 1)
+
+
+def planned(layer: Layer) -> Way:
+    """The layer as pumice.nn runs it, in inference."""
+    return Way("planned", lambda: lambda: conv_features(layer.feats, layer.weight, layer.found, layer.rows))
+
+
+def convert(layer: Layer) -> None:
+    """Make what `planned` reads of the map."""
+    maps.passed(layer.found, differentiable=False)
 
 
 def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
@@ -149,8 +163,8 @@ def conversions(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
             continue
         (times,) = together([call], setup.device, "wall", setup.seconds)
         setup.say(f"{case}: to {name} {times.median:.4g} ms, paper {INSUM_CONVERSION.value} ms")
-        subject = Subject(setup.suite, f"{case}/to-{name}", DTYPES[setup.half], setup.device)
-        yield row(subject, times, "wall", INSUM_CONVERSION, "conversion")
+        subject = Subject(setup.suite, f"{case}/to-{name}", DTYPES[setup.half], setup.device, metric="conversion")
+        yield row(subject, times, "wall", INSUM_CONVERSION)
 
 
 def _holds_all_pairs(form: str, made: Any, layer: Layer) -> bool:

@@ -48,7 +48,7 @@ def _matrices(setup: Setup) -> Iterator[Matrix]:
 
 
 def _one(setup: Setup, matrix: Matrix, columns: int, dtype: torch.dtype) -> Iterator[Row]:
-    csr = _csr(setup, matrix, dtype)
+    csr = csr_of(setup, matrix, dtype)
     b = setup.filled(matrix.shape[1], columns, dtype=dtype, seed=6)
     truth = product(matrix, csr.values(), b)
     ours = [line(name, TEXT, A=made, B=b) for name, made in _formats(setup, csr)]
@@ -57,7 +57,8 @@ def _one(setup: Setup, matrix: Matrix, columns: int, dtype: torch.dtype) -> Iter
     yield from measured(setup, case, ours, peers)
 
 
-def _csr(setup: Setup, matrix: Matrix, dtype: torch.dtype) -> Tensor:
+def csr_of(setup: Setup, matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """The matrix with normal values as a torch CSR tensor with int32 coordinates."""
     pointers, cols = (torch.from_numpy(x).int().to(setup.device) for x in (matrix.pointers, matrix.cols))
     with quietly():
         return torch.sparse_csr_tensor(pointers, cols, setup.filled(matrix.nnz, dtype=dtype, seed=5), matrix.shape)

@@ -58,6 +58,8 @@ class Subject:
     dtype: str
     device: torch.device
     packages: tuple[str, ...] = ()
+    metric: str = "time"
+    unit: str = "ms"
 
 
 def append(ledger: Path, row: Row) -> None:
@@ -67,14 +69,14 @@ def append(ledger: Path, row: Row) -> None:
         file.write(json.dumps(asdict(row)) + "\n")
 
 
-def row(subject: Subject, times: Times, clock: str, peer: Peer, metric: str = "time") -> Row:
-    """A time in milliseconds as a row."""
+def row(subject: Subject, times: Times, clock: str, peer: Peer) -> Row:
+    """A measurement in the subject's unit as a row."""
     return Row(
         suite=subject.suite,
         case=subject.case,
-        metric=metric,
+        metric=subject.metric,
         value=_rounded(times.median),
-        unit="ms",
+        unit=subject.unit,
         p20=_rounded(times.p20),
         p80=_rounded(times.p80),
         dtype=subject.dtype,

@@ -27,11 +27,21 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, tor
 
 
 @dataclass(frozen=True)
+class Options:
+    """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where."""
+
+    case: str = ""
+    only: str = ""
+    quick: bool = False
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
 class Setup:
     """Where a study runs.
 
     quick: tiny sizes, few repeats. only: a part of the names of the cases that are wanted.
-    failures: what was wrong, added to as it is found.
+    failures: what was wrong, absent: peers that are not installed; added to as they are found.
     """
 
     device: torch.device
@@ -40,6 +50,7 @@ class Setup:
     only: str = ""
     suite: str = "einsum"
     failures: list[str] = field(default_factory=list)
+    absent: set[str] = field(default_factory=set)
 
     @property
     def seconds(self) -> float:
@@ -73,7 +84,8 @@ class Setup:
 class Way:
     """A way of computing the result. make() prepares it and gives the call; it may raise what a missing peer raises.
 
-    view: from what the call gives to what is compared. loose: a peer whose error is told, not judged.
+    package: the distribution of a peer. view: from what the call gives to what is compared. loose: the error that is
+    still good enough, where it is not that of the dtype. optional: ours, but another way may stand in for it.
     """
 
     name: str
@@ -81,6 +93,7 @@ class Way:
     package: str = ""
     view: Callable[[Any], Any] = lambda x: x
     loose: float = 0.0
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,6 @@ class Case:
     dtype: torch.dtype
     truth: Tensor | Sequence[Tensor]
     bounds: Mapping[str, float] = field(default_factory=dict)
-    metric: str = "time"
 
 
 @dataclass(frozen=True)
@@ -121,14 +133,21 @@ def error(found: Any, truth: Tensor | Sequence[Tensor]) -> float:
 
 def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
     """The way made and checked. A wrong result of ours is a failure; a peer that cannot is said in one line."""
+    if way.package in setup.absent:
+        return None
     try:
         with quietly():
             call = way.make()
             distance = error(way.view(call()), case.truth)
+    except ModuleNotFoundError as reason:
+        setup.absent.add(way.package)
+        told = f"{way.package or way.name} is left out: {_line(reason)}"
+        setup.failed(told) if ours else setup.say(told)
+        return None
     except Exception as reason:  # peers fail in their own ways, and the other cases are still wanted
         _recover(setup)
         told = f"{case.name}: {way.name}: {_line(reason)}"
-        setup.failed(told) if ours else setup.say(f"  {told}")
+        setup.failed(told) if ours and not way.optional else setup.say(f"  {told}")
         return None
     bound = way.loose or TOLERANCE[case.dtype]
     if not distance < bound:
@@ -142,6 +161,7 @@ def measured(setup: Setup, case: Case, ours: Sequence[Way], peers: Sequence[Way]
     """Our ways and the peers', checked and then timed in turn: a row for each of ours, each peer and each clock."""
     mine = [r for r in (ready(setup, case, way, True) for way in ours) if r]
     if not mine:
+        setup.failed(f"{case.name}: no way of ours is left")
         return
     theirs = [r for r in (ready(setup, case, way, False) for way in peers) if r]
     yield from timed(setup, case, mine, theirs)
@@ -186,10 +206,10 @@ def _rows(
     for peer in theirs:
         packages = (peer.package,) if peer.package else ()
         found = Peer(peer.name, times[peer.name].median)
-        yield row(replace(subject, packages=packages), times[own.name], clock, found, case.metric)
+        yield row(replace(subject, packages=packages), times[own.name], clock, found)
     bounds = case.bounds if setup.device.type == "cuda" else {}
     for name, least in bounds.items():
-        yield row(subject, times[own.name], clock, Peer(name, least, "bound"), case.metric)
+        yield row(subject, times[own.name], clock, Peer(name, least, "bound"))
 
 
 def _told(found: Ready, times: Times) -> str:
