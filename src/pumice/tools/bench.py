@@ -7,16 +7,9 @@ peer_source, device, versions, commit, date.
 
 from __future__ import annotations
 
-import json
 import math
-import platform
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import date
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,74 +21,25 @@ from pumice.env import settings
 from pumice.errors import FileError, OptionError, PumiceError
 from pumice.lower import reference
 from pumice.ops import SparseTensor, conv_features
-from pumice.tools.info import distribution
+from pumice.tools.bench_einsum import einsum
+from pumice.tools.ledger import Peer, Row, Subject, append, row
+from pumice.tools.study import Options, Say
+from pumice.tools.timing import Times, interleaved
 
-Say = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the ledger; lower is better for times."""
-
-    suite: str
-    case: str
-    metric: str
-    value: float
-    unit: str
-    p20: float
-    p80: float
-    dtype: str
-    clock: str
-    peer: str
-    peer_value: float
-    peer_source: str
-    device: str
-    versions: dict[str, str]
-    commit: str
-    date: str
-    lib: str = "pumice"
+__all__ = ["SUITES", "Options", "Row", "Times", "append", "interleaved", "run"]
 
 
-@dataclass(frozen=True)
-class Times:
-    """Median and quantiles of a timed call, in milliseconds."""
-
-    median: float
-    p20: float
-    p80: float
-
-
-def run(suite: str, say: Say) -> Iterator[Row]:
+def run(suite: str, say: Say, options: Options | None = None) -> Iterator[Row]:
     """The rows of a suite. Raises OptionError for one that is not known (the message lists them)."""
     if suite not in SUITES:
         raise OptionError(f"suite {suite!r} is unknown; there are {', '.join(SUITES)}")
-    return SUITES[suite](say)
+    return SUITES[suite](say, options or Options())
 
 
-def append(ledger: Path, row: Row) -> None:
-    """Add one row at the end of the ledger."""
-    ledger.parent.mkdir(parents=True, exist_ok=True)
-    with ledger.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(row)) + "\n")
-
-
-def interleaved(ours: Callable[[], object], theirs: Callable[[], object], seconds: float) -> tuple[Times, Times]:
-    """Time two calls in turn, so that what disturbs one disturbs both; at least 7 runs of each."""
-    for call in (ours, theirs, ours, theirs):
-        call()
-    spent: tuple[list[float], list[float]] = ([], [])
-    start = time.perf_counter()
-    while len(spent[0]) < 7 or time.perf_counter() - start < seconds:
-        for call, times in zip((ours, theirs), spent, strict=True):
-            begin = time.perf_counter()
-            call()
-            times.append(1e3 * (time.perf_counter() - begin))
-    first, second = (Times(*np.quantile(times, (0.5, 0.2, 0.8)).tolist()) for times in spent)
-    return first, second
-
-
-def cpu_conv(say: Say) -> Iterator[Row]:
+def cpu_conv(say: Say, options: Options) -> Iterator[Row]:
     """Submanifold 3x3x3 convolution, C to C, fp32, map at hand, on the CPU, against spconv's CPU build."""
+    if options != Options():
+        raise OptionError("the suite cpu-conv has one case and runs on the CPU: it takes no options but --out")
     scene = "waymo_1f_10x10x15cm"
     coords = _scene(scene)
     spconv = _spconv()
@@ -112,11 +56,12 @@ def cpu_conv(say: Say) -> Iterator[Row]:
             f"spconv {peer.median:7.2f} ({peer.p20:.2f}, {peer.p80:.2f})   {ratios[-1]:.2f}x"
         )
         case = f"{scene}/k3/C{channels}/fp32/fwd"
-        yield _row("cpu-conv", case, mine, "fp32", "wall", ("spconv", peer.median, "same run"), ("spconv",))
+        subject = Subject("cpu-conv", case, "fp32", torch.device("cpu"), ("spconv",))
+        yield row(subject, mine, "wall", Peer("spconv", peer.median))
     say(f"geometric mean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}x")
 
 
-SUITES: dict[str, Callable[[Say], Iterator[Row]]] = {"cpu-conv": cpu_conv}
+SUITES: dict[str, Callable[[Say, Options], Iterator[Row]]] = {"cpu-conv": cpu_conv, "einsum": einsum}
 
 
 def _cpu_conv_pair(
@@ -153,42 +98,6 @@ def _cpu_conv_pair(
     return ours, theirs
 
 
-def _row(
-    suite: str, case: str, times: Times, dtype: str, clock: str, peer: tuple[str, float, str], packages: Sequence[str]
-) -> Row:
-    names = ("pumice", "torch", "numpy", *packages)
-    return Row(
-        suite,
-        case,
-        "time",
-        round(times.median, 4),
-        "ms",
-        round(times.p20, 4),
-        round(times.p80, 4),
-        dtype,
-        clock,
-        peer[0],
-        round(peer[1], 4),
-        peer[2],
-        device_name(),
-        {"python": platform.python_version(), **{name: distribution(name) or "from source" for name in names}},
-        _commit(),
-        date.today().isoformat(),
-    )
-
-
-def device_name() -> str:
-    """The CPU's model and how many threads torch uses, or the GPU's name."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = lines[0].partition(":")[2].strip() if lines else model
-    return f"{model}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-
-
 def _scene(name: str) -> Tensor:
     folder = settings().data
     if folder is None:
@@ -205,22 +114,3 @@ def _spconv() -> Any:
         return import_module("spconv.pytorch")
     except ImportError as error:
         raise OptionError(f"this suite measures spconv too: pip install pumice[bench] ({error})") from None
-
-
-def _commit() -> str:
-    """The commit of the source tree, "+dirty" if it was changed; "unknown" outside a repository."""
-    here = Path(__file__).parent
-    try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
-        )
-        state = subprocess.run(
-            ["git", "status", "--porcelain", "--", ":/", ":!/bench/results.jsonl"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip() + ("+dirty" if state.stdout.strip() else "")

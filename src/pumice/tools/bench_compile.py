@@ -22,45 +22,61 @@ LIMIT = 300  # seconds for a process
 
 def compile_times(setup: Setup) -> Iterator[Row]:
     """The first call of each study's statement less a later one, cold and warm."""
-    for name in STATEMENTS:
-        if not setup.wants(f"compile/{name}"):
-            continue
+    wanted = [name for name in STATEMENTS if setup.wants(f"compile/{name}")]
+    # A process for each statement; where it need not be exact one for all of them.
+    for names in [wanted] if setup.quick and wanted else [[name] for name in wanted]:
         try:
-            found = first_calls(setup, name, repeats=1 if setup.quick else 3)
+            found = first_calls(setup, names, 1 if setup.quick else 3)
         except PumiceError as reason:
-            setup.failed(f"compile/{name}: {reason}")
+            setup.failed(f"compile/{','.join(names)}: {reason}")
             continue
-        for state, times in found.items():
-            case = f"compile/{name}/{state}"
-            setup.say(f"{case}: {times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g})")
-            dtype = "fp32" if name == "tensor-product" else DTYPES[setup.half]
-            subject = Subject(setup.suite, case, dtype, setup.device, metric="compile")
-            for peer in (GOALS[state], *([INSUM] if (name, state) == ("conv", "cold") else [])):
-                yield row(subject, times, "wall", peer)
+        for name, by_state in found.items():
+            for state, times in by_state.items():
+                yield from _rows(setup, name, state, times)
 
 
-def first_calls(setup: Setup, statement: str, repeats: int) -> dict[str, Times]:
-    """Milliseconds of compilation and tuning by state of the caches: "cold" and "warm"."""
-    spent: dict[str, list[float]] = {"cold": [], "warm": []}
-    for _ in range(repeats):
-        with tempfile.TemporaryDirectory(prefix="pumice-bench-") as folder:
-            for state in spent:
-                first, later = _process(setup, statement, Path(folder))
-                spent[state].append(max(first - later, 1e-3))
-    return {state: Times.of(times) for state, times in spent.items()}
+def _rows(setup: Setup, name: str, state: str, times: Times) -> Iterator[Row]:
+    case = f"compile/{name}/{state}"
+    setup.say(f"{case}: {times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g})")
+    if name == "start":
+        return
+    dtype = "fp32" if name == "tensor-product" else DTYPES[setup.half]
+    subject = Subject(setup.suite, case, dtype, setup.device, metric="compile")
+    for peer in (GOALS[state], *([INSUM] if (name, state) == ("conv", "cold") else [])):
+        yield row(subject, times, "wall", peer)
 
 
-def _process(setup: Setup, statement: str, caches: Path) -> Sequence[float]:
-    """[first, later] of one statement in a process of its own with these caches."""
+def first_calls(setup: Setup, names: Sequence[str], warm: int) -> dict[str, dict[str, Times]]:
+    """Milliseconds of compilation and tuning by statement and state: "cold" once, then "warm" in so many processes.
+
+    "start" is among the statements: what a process pays once.
+    """
+    with tempfile.TemporaryDirectory(prefix="pumice-bench-") as folder:
+        cold = _process(setup, names, Path(folder))
+        again = [_process(setup, names, Path(folder)) for _ in range(warm)]
+    states = {"cold": [cold], **({"warm": again} if again else {})}
+    return {
+        name: {state: Times.of([_spent(found[name]) for found in runs]) for state, runs in states.items()}
+        for name in cold
+    }
+
+
+def _spent(calls: Sequence[float]) -> float:
+    """What the first call took beyond a later one."""
+    return max(calls[0] - calls[1], 1e-3)
+
+
+def _process(setup: Setup, names: Sequence[str], caches: Path) -> dict[str, Sequence[float]]:
+    """[first, later] by statement in a process of its own with these caches."""
     variables = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     command = ["env", *(f"{name}={caches / name.lower()}" for name in variables)]
     size = "quick" if setup.quick else "full"
-    command += [sys.executable, "-m", "pumice.tools.compile_probe", str(setup.device), size, statement]
+    command += [sys.executable, "-m", "pumice.tools.compile_probe", str(setup.device), size, ",".join(names)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        raise PumiceError(f"the process for {statement} ended with {error.returncode}: {last}") from error
+        raise PumiceError(f"its process ended with {error.returncode}: {last}") from error
     except subprocess.TimeoutExpired as error:
-        raise PumiceError(f"the process for {statement} took more than {LIMIT} s") from error
-    return json.loads(done.stdout.strip().splitlines()[-1])[statement]
+        raise PumiceError(f"its process took more than {LIMIT} s") from error
+    return json.loads(done.stdout.strip().splitlines()[-1])

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pumice.ops.convert import group_cost
 from pumice.ops.conv import CONV
+from pumice.ops.convert import group_cost
 from pumice.ops.sparse import sparse
 from pumice.tools import bench_conv, bench_structured, bench_unstructured, matrices
 from pumice.tools.bench_compile import first_calls
@@ -38,8 +38,8 @@ def _sweep(setup: Setup, matrix: matrices.Matrix) -> Iterator[Row]:
     csr = bench_unstructured.csr_of(setup, matrix, dtype)
     b = setup.filled(matrix.shape[1], columns, dtype=dtype, seed=6)
     truth = bench_unstructured.product(matrix, csr.values(), b)
-    costs = {size: group_cost(matrix.occupancy, size) for size in _sizes(matrix)}
-    ours = [line(f"g{size}", TEXT, A=sparse(csr, f"m:C k:G{size}"), B=b) for size in costs]
+    sizes = _sizes(matrix)
+    ours = [line(f"g{size}", TEXT, A=sparse(csr, f"m:C k:G{size}"), B=b) for size in sizes]
     peer = Way("torch.sparse.mm", lambda: lambda: torch.sparse.mm(csr, b))
     case = f"figure7/{matrix.name}/N{columns}"
     rows = list(measured(setup, Case(case, dtype, truth), ours, [peer]))
@@ -55,10 +55,11 @@ def _sizes(matrix: matrices.Matrix) -> list[int]:
 
 def _counts(setup: Setup, case: str, matrix: matrices.Matrix, rows: list[Row]) -> Iterator[Row]:
     """The table of the figure, and its counts as rows beside those of plain coordinates (groups of 1)."""
-    bare = group_cost(matrix.occupancy, 1)
+    occupancy = torch.from_numpy(matrix.occupancy)
+    bare = group_cost(occupancy, 1)
     setup.say(f"{case}: size, gathers + scatters, MB, padding, ms")
     for size in _sizes(matrix):
-        cost = group_cost(matrix.occupancy, size)
+        cost = group_cost(occupancy, size)
         spent = {found.clock: found.value for found in rows if found.case == f"{case}/g{size}"}
         times = ", ".join(f"{value:.4g} ({clock})" for clock, value in spent.items()) or "FAILED"
         padding = cost.padded / max(1, cost.gathers)
@@ -78,7 +79,7 @@ def table3(setup: Setup) -> Iterator[Row]:
     case = f"table3/{name}"
     run = list(_run(setup, case, layer))
     convert = list(bench_conv.conversions(setup, case, layer))
-    build = first_calls(setup, "conv", repeats=1)["cold"]
+    build = first_calls(setup, ["conv"], warm=0)["conv"]["cold"]
     found: dict[str, Times] = {"compile": build, "lines": Times(*(float(len(CONV.splitlines())),) * 3)}
     wall = [r for r in run if r.clock == "wall"]
     if wall:

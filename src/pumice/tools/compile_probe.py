@@ -2,8 +2,9 @@
 
     python -m pumice.tools.compile_probe DEVICE quick|full STATEMENT,...
 
-Operands, formats and maps are made before; torch has multiplied something before. What is left in the first call is
-the text, the choice, the kernel's source, its compilation or its way from the disk, and one run.
+Operands, formats and maps are made before. What is left in the first call is the text, the choice, the kernel's source,
+its compilation or its way from the disk, and one run. What a process pays once (libraries loaded, the launcher of
+Triton built) is in the first call of a tiny statement, "start", that runs before.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ STATEMENTS: Mapping[str, Callable[[Setup], Make]] = MappingProxyType(
 )
 
 
+def _start(setup: Setup) -> Make:
+    """The tiny statement."""
+    x = setup.random(1000)
+    return line("", "C[i] = A[i] * B[i]", "triton" if setup.device.type == "cuda" else "", A=x, B=x).make
+
+
 def first_and_next(make: Make, device: torch.device) -> tuple[float, float]:
     """Milliseconds of the first call, and of a later one."""
     spent = []
@@ -79,12 +86,13 @@ def _wait(device: torch.device) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Print {statement: [first, next]}."""
+    """Print {statement: [first, next]}, "start" among them."""
     device, size, names = arguments
     setup = Setup(torch.device(device), size == "quick", lambda text: None)
     warm = setup.random(64, 64, dtype=setup.half)
     (warm @ warm).sum().item()
-    print(json.dumps({name: first_and_next(STATEMENTS[name](setup), setup.device) for name in names.split(",")}))
+    makers = {"start": _start, **{name: STATEMENTS[name] for name in names.split(",")}}
+    print(json.dumps({name: first_and_next(make(setup), setup.device) for name, make in makers.items()}))
 
 
 if __name__ == "__main__":

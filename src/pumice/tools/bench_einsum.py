@@ -1,0 +1,48 @@
+"""The suite `einsum`: the four case studies of the language, and the figures and tables that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+
+from pumice.errors import OptionError, PumiceError
+from pumice.tools.bench_compile import compile_times
+from pumice.tools.bench_conv import conv
+from pumice.tools.bench_figures import ablation, figure7, table3
+from pumice.tools.bench_structured import structured
+from pumice.tools.bench_tensor_product import tensor_product
+from pumice.tools.bench_unstructured import unstructured
+from pumice.tools.job import pick_device
+from pumice.tools.ledger import Row
+from pumice.tools.study import Options, Say, Setup
+
+STUDIES: Mapping[str, Callable[[Setup], Iterator[Row]]] = MappingProxyType(
+    {
+        "structured": structured,
+        "unstructured": unstructured,
+        "conv": conv,
+        "tensor-product": tensor_product,
+        "figure7": figure7,
+        "table3": table3,
+        "ablation": ablation,
+        "compile": compile_times,
+    }
+)
+
+
+def einsum(say: Say, options: Options) -> Iterator[Row]:
+    """The rows of one study, or of all. Raises PumiceError at the end if anything of ours was wrong."""
+    if options.case and options.case not in STUDIES:
+        raise OptionError(f"case {options.case!r} is unknown; there are {', '.join(STUDIES)}")
+    setup = Setup(pick_device(options.device), options.quick, say, options.only)
+    chosen = [options.case] if options.case else list(STUDIES)
+    say(f"{setup.device}, torch {torch.__version__}; milliseconds, median (20 %, 80 %; relative error)")
+    for name in chosen:
+        try:
+            yield from STUDIES[name](setup)
+        except (PumiceError, RuntimeError) as reason:  # out of memory and the like: the other studies are still wanted
+            setup.failed(f"{name}: {type(reason).__name__}: {reason}")
+    if setup.failures:
+        raise PumiceError(f"{len(setup.failures)} failed: {'; '.join(setup.failures)}")

@@ -1,0 +1,31 @@
+"""The guides' code runs."""
+
+import re
+from pathlib import Path
+
+import torch
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def blocks(name: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(encoding="utf-8"), re.S)
+
+
+def test_the_einsum_guide_runs(capsys):
+    torch.manual_seed(0)
+    space: dict[str, object] = {}
+    for number, block in enumerate(blocks("einsum.md")):
+        exec(compile(block, f"einsum.md block {number}", "exec"), space)
+    said = capsys.readouterr().out
+    assert "C[A_m[p],n] = A_values[p,q] * B[A_k[p,q],n] ; A_m:sorted" in said
+    assert "tl.load" in said
+
+
+def test_the_forms_it_quotes_are_those_found():
+    text = (DOCS / "einsum.md").read_text(encoding="utf-8")
+    from pumice.language.formats import NAMED
+    from pumice.ops.conv import CONV
+
+    assert CONV in text
+    assert all(name in text for name in NAMED)
