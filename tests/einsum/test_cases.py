@@ -46,7 +46,9 @@ def with_gradients(run, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     given = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     out = run(given)
     first = torch.autograd.grad(out, [*given.values()], normal(*out.shape, seed=9), create_graph=True)
-    second = torch.autograd.grad(sum((g * g).sum() for g in first), [*given.values()], materialize_grads=True)
+    # A gradient that depends on nothing has none itself.
+    total = sum((g * g).sum() for g in first) + 0 * sum(x.sum() for x in given.values())
+    second = torch.autograd.grad(total, [*given.values()], materialize_grads=True)
     return [out, *first, *second]
 
 
@@ -257,16 +259,23 @@ def test_gradients_of_convolutions_in_every_form(forms):
 @pytest.mark.parametrize("operator", ["max=", "mean="])
 def test_pooling_over_a_map(form, operator):
     x, found, dense = conv_map(2, 2)
-    mask = (dense.sum(1) > 0)[:, :, None]
+    mask = (dense > 0).transpose(0, 1).flatten(0, 1)[:, :, None]
 
     def run(given: Mapping[str, Tensor]) -> Tensor:
-        return call(f"y[o,c] {operator} map[o,k,i] * x[i,c]", (found.num_outputs, 5), [form], found, given)
+        shape = (found.volume, found.num_outputs, 5)
+        return call(f"y[k,o,c] {operator} map[o,k,i] * x[i,c]", shape, [form], found, given)
 
     def plain(given: Mapping[str, Tensor]) -> Tensor:
-        values = given["x"][None].expand(found.num_outputs, -1, -1)
-        return joined(values, mask.expand_as(values), operator)
+        values = given["x"][None].expand(len(mask), -1, -1)
+        return joined(values, mask.expand_as(values), operator).unflatten(0, (found.volume, -1))
 
     close(with_gradients(run, {"x": x}), with_gradients(plain, {"x": x}))
+
+
+def test_a_coordinate_that_meets_nothing_cannot_tell_padding():
+    x, found, _ = conv_map(2, 2)
+    with pytest.raises(OptionError, match="its coordinate k meets nothing else in the statement"):
+        call("y[o,c] max= map[o,k,i] * x[i,c]", (found.num_outputs, 5), ["pairs"], found, {"x": x})
 
 
 def test_convolution_by_windows():

@@ -127,7 +127,20 @@ STUDIES: Mapping[str, Study] = {
 SMALL: Mapping[str, Mapping[str, int]] = {
     "block spmm": {"M": 4 * SMALL_BLOCK, "K": 3 * SMALL_BLOCK, "n": 37, "p": 5, "q": 2},
     "spmm": {"M": 23, "K": 19, "n": 13, "p": 41, "q": 3},
-    "convolution": {"N": 29, "I": 31, "V": 5, "n": 13, "c": 9, "p": 37, "e": 7, "T": 3, "b": 11, "h": 6, "q": 11, "g": 2},
+    "convolution": {
+        "N": 29,
+        "I": 31,
+        "V": 5,
+        "n": 13,
+        "c": 9,
+        "p": 37,
+        "e": 7,
+        "T": 3,
+        "b": 11,
+        "h": 6,
+        "q": 11,
+        "g": 2,
+    },
     "tensor product": {"b": 9, "ni": 3, "nj": 3, "nk": 4, "nl": 2, "u": 9, "w": 10, "p": 5, "q": 2},
 }
 LARGE: Mapping[str, Mapping[str, int]] = {
@@ -213,7 +226,7 @@ class Problem:
 
 
 def problem(case: Case, seed: int = 0) -> Problem:
-    """Random operands: index arrays with -1 in them, places that nothing points to, and sorted ones that begin at -1."""
+    """Random operands: index arrays hold -1 (sorted ones begin with it) and leave places out."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{case.name} {seed}".encode()))
     study, sizes = STUDIES[case.study], dict(case.sizes)
     facts = dict(case.statement.facts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from typing import Any
 import torch
 from kernels.cases import CASES, LARGE, Problem, meta
 
+from pumice.language.nodes import Access, indices_of
 from pumice.language.roles import Roles, roles
-from pumice.lower import triton as kernels
+from pumice.lower import triton as lowered
 from pumice.lower.emit import Argument
 from pumice.schedule.tile import Tile
 
@@ -62,23 +64,34 @@ class Job:
 class Built:
     """What a kernel became.
 
-    stage: bytes that one turn of a product loads; buffers: how many turns' values fit in shared memory, the fewest of
-    either side; shared: bytes of it in all. copies: (operand, bytes, how many) of asynchronous copies.
-    wide: operands with 64-bit addresses; serialized: whether ptxas warns that it waits after each wgmma.
+    turns: whether the loop has more than one turn; chained: whether loads in it wait for an index that is loaded there.
+    stage: bytes that one turn of a product loads; shared: bytes of shared memory.
+    buffers: how many turns' values lie in it, the fewest of either side.
+    copies: (operand, bytes, how many) of asynchronous copies.
+    sides: of the operands that a product reads in tiles, whether they are contiguous along the reduction.
+    wide: operands with 64-bit addresses, as the source has it.
+    serialized: whether ptxas warns that each wgmma is waited for.
     """
 
     tile: Tile
     product: bool
     adds: bool
+    turns: bool = True
+    chained: bool = False
     stage: int = 0
     buffers: int = 0
     shared: int = 0
     spilled: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
     copies: list[tuple[str, int, int]] = field(default_factory=list)
+    sides: dict[str, bool] = field(default_factory=dict)
     wide: list[str] = field(default_factory=list)
     serialized: bool = False
     error: str = ""
+
+    @staticmethod
+    def of_error(error: str) -> Built:
+        return Built(Tile(1, 1), False, False, error=error)
 
     @staticmethod
     def of_json(held: dict[str, Any]) -> Built:
@@ -91,27 +104,32 @@ _INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "mfma": r"
 def built(job: Job) -> Built:
     """The job done; an error of the compiler is told, not raised."""
     p = _problem(job)
-    form = roles(p.bound.statement, kernels.extents_of(p.bound))
-    tile = job.tile or kernels.tile_of(p.bound, p.operands)
+    extents = lowered.extents_of(p.bound)
+    form = roles(p.bound.statement, extents)
+    tile = job.tile or lowered.tile_of(p.bound, p.operands)
     if job.target == "gfx942":
         tile = replace(tile, stages=min(tile.stages, AMD_STAGES))
     found = Built(tile, form.product, form.adds)
     out = torch.empty(p.bound.shape, dtype=torch.float32 if form.adds else DTYPES[job.dtype], device="meta")
     try:
-        launch = kernels.prepare(p.bound, p.operands, out, tile, precision=job.precision)
+        launch = lowered.prepare(p.bound, p.operands, out, tile, precision=job.precision)
         compiled, log = _compiled(launch, p, out, job.target)
     except Exception as error:
         return replace(found, error=f"{type(error).__name__}: {str(error)[-1500:]}")
     text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    copies = _copies(text, launch)
     return replace(
         found,
+        turns=bool(form.loops) or math.prod(extents[name] for name in form.reduced) > tile.reduced,
         stage=_stage(form, tile, job.dtype),
         buffers=_buffers(compiled.asm["ttgir"]),
         shared=compiled.metadata.shared,
         spilled=_spilled(compiled.asm, log),
         instructions={name: len(re.findall(pattern, text)) for name, pattern in _INSTRUCTIONS.items()},
-        copies=_copies(text, launch),
-        wide=sorted(name for name, t in {**p.operands, "": out}.items() if t.numel() >= 1 << 31),
+        copies=copies,
+        chained=any(name in CASES[job.case].indices for name, _, _ in copies),
+        sides=_sides(p, form),
+        wide=_wide(launch),
         serialized="C7514" in log or "serialized" in log,
     )
 
@@ -120,7 +138,7 @@ def _problem(job: Job) -> Problem:
     return meta(CASES[job.case].at(LARGE, **dict(job.sizes)), DTYPES[job.dtype])
 
 
-def _compiled(launch: kernels.Launch, p: Problem, out: torch.Tensor, target: str) -> tuple[Any, str]:
+def _compiled(launch: lowered.Launch, p: Problem, out: torch.Tensor, target: str) -> tuple[Any, str]:
     """What Triton makes of the kernel for these arguments, specialised as a launch does it, and what ptxas says."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -155,13 +173,21 @@ def _compiled(launch: kernels.Launch, p: Problem, out: torch.Tensor, target: str
 
 def _kind(argument: Argument, p: Problem, out: torch.Tensor) -> str:
     if argument.kind in ("operand", "result"):
-        return "*" + kernels.DTYPES[(p.operands[argument.name] if argument.name else out).dtype]
+        return "*" + lowered.DTYPES[(p.operands[argument.name] if argument.name else out).dtype]
     return "*i32" if argument.kind == "segment" else "i32"
 
 
 def _stage(form: Roles, tile: Tile, dtype: str) -> int:
     """Bytes of one turn's tiles of both sides."""
     return (tile.rows + tile.columns) * tile.reduced * DTYPES[dtype].itemsize if form.product else 0
+
+
+def _sides(p: Problem, form: Roles) -> dict[str, bool]:
+    if not form.product:
+        return {}
+    accesses = [factor for factor in p.bound.statement.terms[0].factors if isinstance(factor, Access)]
+    tiled = [a for a in accesses if set(form.reduced) & set(indices_of(a))]
+    return {a.name: form.reduced[-1] in indices_of(a.indices[-1]) for a in tiled}
 
 
 def _buffers(ttgir: str) -> int:
@@ -173,7 +199,7 @@ def _buffers(ttgir: str) -> int:
 def _spilled(asm: dict[str, Any], log: str) -> int:
     """Bytes (AMD: registers) that spill: from the listing, from what ptxas said, or from the binary's stack."""
     if "amdgcn" in asm:
-        return sum(map(int, re.findall(r"[sv]gpr_spill_count:\s+(\d+)", asm["amdgcn"])))
+        return sum(map(int, re.findall(r"\.vgpr_spill_count:\s+(\d+)", asm["amdgcn"])))
     found = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
     return sum(map(int, found)) if found else _stack(asm["cubin"])
 
@@ -192,7 +218,7 @@ def _stack(cubin: bytes) -> int:
     return sum(map(int, re.findall(r"STACK:(\d+)", said)))
 
 
-def _copies(ptx: str, launch: kernels.Launch) -> list[tuple[str, int, int]]:
+def _copies(ptx: str, launch: lowered.Launch) -> list[tuple[str, int, int]]:
     """The asynchronous copies: the line of the source that each comes from names the operand."""
     lines = launch.source.text.splitlines()
     names = {a.variable: a.name for a in launch.source.arguments if a.kind == "operand"}
@@ -205,6 +231,17 @@ def _copies(ptx: str, launch: kernels.Launch) -> list[tuple[str, int, int]]:
             pointer = re.search(r"tl\.load\((\w+) ", lines[line - 1]) if 0 < line <= len(lines) else None
             found[(names.get(pointer[1], "?") if pointer else "?", int(copy[1], 0))] += 1
     return [(name, size, count) for (name, size), count in sorted(found.items())]
+
+
+def _wide(launch: lowered.Launch) -> list[str]:
+    """The operands ("" is the result) whose addresses are counted in 64 bits."""
+    found = set()
+    for a in launch.source.arguments:
+        pointer = {"operand": rf"tl\.load\({a.variable} .*", "result": rf"where = {a.variable} .*"}.get(a.kind)
+        lines = re.findall(pointer, launch.source.text) if pointer else []
+        if any("tl.int64" in line for line in lines):
+            found.add(a.name)
+    return sorted(found)
 
 
 def main(path: str, first: int) -> None:

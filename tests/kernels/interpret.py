@@ -28,7 +28,7 @@ from pumice.language.parse import parse
 from pumice.language.rewrite import conscious, single_terms
 from pumice.language.roles import Roles, roles
 from pumice.lower import loops
-from pumice.lower import triton as kernels
+from pumice.lower import triton as lowered
 from pumice.lower.maps import FORMS
 from pumice.schedule import tile as schedule
 from pumice.schedule.tile import Tile
@@ -43,7 +43,7 @@ TILES = 1
 
 # Comparing
 def form_of(p: Problem) -> Roles:
-    return roles(p.bound.statement, kernels.extents_of(p.bound))
+    return roles(p.bound.statement, lowered.extents_of(p.bound))
 
 
 def wanted(p: Problem) -> Tensor:
@@ -54,9 +54,9 @@ def wanted(p: Problem) -> Tensor:
 def agree(p: Problem, dtype: torch.dtype = torch.float32, tile: Tile | None = None, limit: float = 2e-5) -> None:
     """The kernel's result is the reference's, in the dtype asked, and operands are left alone."""
     before = {name: t.clone() for name, t in p.operands.items()}
-    refused = kernels.refusal(p.bound.statement, p.bound, p.operands)
+    refused = lowered.refusal(p.bound.statement, p.bound, p.operands)
     assert refused is None, refused
-    got = kernels.run(p.bound, p.operands, dtype, tile)
+    got = lowered.run(p.bound, p.operands, dtype, tile)
     assert got.dtype == dtype, f"asked for {dtype}, found {got.dtype}"
     near(got, wanted(p), limit)
     for name, tensor in p.operands.items():
@@ -74,7 +74,7 @@ def near(got: Tensor, want: Tensor, limit: float) -> None:
 
 def tiles(p: Problem, count: int = TILES, most: int = 64 * 64) -> list[Tile]:
     """The default and some candidates spread over all that are small."""
-    asked = schedule.Problem(form_of(p), kernels.extents_of(p.bound), mean=4.0, bits=32)
+    asked = schedule.Problem(form_of(p), lowered.extents_of(p.bound), mean=4.0, bits=32)
     first, *found = (replace(t, warps=4, stages=2) for t in schedule.candidates(asked))
     # Warps and stages do nothing here.
     found = [t for t in dict.fromkeys(found) if t.rows * t.columns <= most and t != first]
@@ -190,7 +190,7 @@ def check_map(size: int, stride: int, way: str, form: str) -> None:
     shapes = {"forward": (found.num_outputs, 11), "dgrad": (found.num_inputs, 9), "wgrad": (11, found.volume, 9)}
     want = wanted(map_problem(found, operands, "pairs", WAYS[way], shapes[way]))
     p = map_problem(found, operands, form, WAYS[way], shapes[way])
-    near(kernels.run(p.bound, p.operands, torch.float32), want, 2e-5)
+    near(lowered.run(p.bound, p.operands, torch.float32), want, 2e-5)
 
 
 def cloud(size: int, stride: int) -> tuple[KernelMap, dict[str, Tensor]]:
@@ -241,6 +241,7 @@ def other_checks() -> Checks:
     found["padding everywhere"] = check_all_padding
     found["64-bit indices"] = check_long_indices
     found["float64"] = check_double
+    found["the same layout, other sizes"] = check_other_sizes
     return found
 
 
@@ -251,7 +252,7 @@ def check_other(name: str) -> None:
     p = Problem.of(text, operands)
     want = torch.from_numpy(evaluate(text, {n: t.double().numpy() for n, t in operands.items()}))
     for tile in tiles(p):
-        near(kernels.run(p.bound, p.operands, torch.float32, tile), want, 2e-5)
+        near(lowered.run(p.bound, p.operands, torch.float32, tile), want, 2e-5)
 
 
 def check_all_padding() -> None:
@@ -259,7 +260,7 @@ def check_all_padding() -> None:
     for name in ("block_group_coo_16", "conv_grouped", "tp"):
         p = problem(CASES[name].at(SMALL))
         gone = {n: t if t.is_floating_point() else torch.full_like(t, -1) for n, t in p.operands.items()}
-        got = kernels.run(p.bound, gone, torch.float32)
+        got = lowered.run(p.bound, gone, torch.float32)
         assert got.shape == p.bound.shape and not got.any(), name
 
 
@@ -272,6 +273,13 @@ def check_long_indices() -> None:
 def check_double() -> None:
     for name in ("coo", "group_coo", "conv_pairs"):
         agree(problem(CASES[name].at(SMALL)).to(torch.float64), torch.float64, limit=1e-12)
+
+
+def check_other_sizes() -> None:
+    """What is kept from one call is not taken for operands with the same strides and other extents."""
+    for name, axis in (("coo", "K"), ("block_group_coo_16", "K"), ("conv_compacted", "I"), ("tp", "b"), ("coo", "p")):
+        for size in (32, 64, 16):
+            agree(problem(CASES[name].at(SMALL, **{axis: size})))
 
 
 # Random statements, against the oracle
@@ -314,10 +322,10 @@ def check_seed(seed: int) -> None:
         total = total + operands[statement.target.name]
     for step in single_terms(replace(statement, accumulate=False)):
         part = bind(declare(step, bound.ranges), shapes, bound.shape, strict=False)
-        refused = kernels.refusal(part.statement, part, operands)
+        refused = lowered.refusal(part.statement, part, operands)
         # A term without a floating operand, such as a constant, is torch's.
         assert refused in (None, "nothing is floating point"), refused
-        total = total + (loops if refused else kernels).run(part, operands, torch.float32)
+        total = total + (loops if refused else lowered).run(part, operands, torch.float32)
     near(total, torch.from_numpy(evaluate(case.text, case.operands)), 2e-5)
 
 

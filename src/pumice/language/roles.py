@@ -41,7 +41,8 @@ class Roles:
     target      where the result is written, the segment's index in the place of its array
     segment     see Segment; its index is the batch's first or the only row
     adds        whether several programs may write one entry
-    folds       whether the columns are a reduction too, summed at the end
+    folds       whether the columns are a reduction too, summed at the end; of a matrix product after the factors that
+                the loop leaves out were multiplied in: Z[b,p] = (G[b,w] . W[p,u,w]) * X[b,u], columns u
     """
 
     product: bool
@@ -70,6 +71,10 @@ def roles(statement: Statement, extents: Mapping[str, int], product: bool = True
     common = {"target": target, "segment": segment, "adds": adds}
     if found is not None:
         return replace(found, **common)
+    folded = _folded_product(term, target, reduced, extents) if product and segment is None else None
+    if folded is not None:
+        # Several blocks of columns may add to one entry.
+        return replace(folded, target=target, adds=True)
     return replace(_entrywise(term, target, reduced, segment, extents), **common)
 
 
@@ -180,6 +185,33 @@ def _product(
         score = 2 * score + (bool(target.indices) and target.indices[-1].bare in columns)
         if best is None or score > best[0]:
             best = score, _with_rest(target, reduced, (rows, columns, tile), (left, right), own)
+    return best[1] if best else None
+
+
+def _folded_product(term: Term, target: Access, reduced: Sequence[str], extents: Mapping[str, int]) -> Roles | None:
+    """A product whose columns are a reduction, the largest of its kind, or None."""
+    if not all(isinstance(factor, Access) for factor in term.factors):
+        return None
+    deps = [set(indices_of(factor)) for factor in term.factors]
+    inside = set(indices_of(*arrays_of(term, target)))
+    best: tuple[int, Roles] | None = None
+    for column, meet in ((c, k) for c in reduced for k in reduced if c != k and not {c, k} & inside):
+        inner = [i for i, dep in enumerate(deps) if meet in dep]
+        right = tuple(i for i in inner if column in deps[i])
+        left = tuple(i for i in inner if column not in deps[i])
+        a, b = _union(deps, left), _union(deps, right)
+        turning = set(reduced) - {column}
+        if not left or not right or any(turning & deps[i] for i in range(len(deps)) if i not in inner):
+            continue
+        rows = tuple(name for name in indices_of(target) if name in a and name not in b)
+        sizes = [_volume(names, extents) for names in (rows, (column,), (meet,))]
+        if not rows or min(sizes) < _SMALLEST:
+            continue
+        score = math.prod(min(size, cap) for size, cap in zip(sizes, (128, 128, 64), strict=True))
+        if best is None or score > best[0]:
+            rest = tuple(name for name in reduced if name != column)
+            found = _with_rest(target, rest, (rows, (column,), (meet,)), (left, right), None)
+            best = score, replace(found, folds=True)
     return best[1] if best else None
 
 

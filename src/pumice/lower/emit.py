@@ -124,7 +124,8 @@ class _Emitter:
         segment = self.roles.segment
         self.position = segment.position if segment else None
         self.turning = {*self.roles.loops, *self.roles.reduced, *([self.position] if self.position else [])}
-        if self.roles.folds:
+        self.turned = self.roles.folds and not self.roles.product
+        if self.turned:
             self.turning.update(self.roles.columns)
         self.accumulator = "tl.float64" if "fp64" in self.dtypes.values() else "tl.float32"
 
@@ -167,13 +168,13 @@ class _Emitter:
         """Which tile of results this program owns."""
         roles, head = self.roles, self.head
         head.append("rest = tl.program_id(0)")
-        if self.signature.slabs and not roles.folds:
+        if self.signature.slabs and not self.turned:
             head += [f"blocks_x = tl.cdiv({self._volume(roles.columns)}, BX)"]
             # The programs of one block of columns follow each other: the block is the slowest part of the number.
             head += [
                 "rest = rest % (tl.num_programs(0) // blocks_x) * blocks_x + rest // (tl.num_programs(0) // blocks_x)"
             ]
-        self._axis("X", roles.columns, "fold" if roles.folds else "rest")
+        self._axis("X", roles.columns, "fold" if self.turned else "rest")
         lanes = self._lane_rows()
         if not lanes:
             self._axis("Y", roles.rows, "rest")
@@ -196,12 +197,15 @@ class _Emitter:
         rows, starts, stops = (self._segment(part) for part in ("rows", "starts", "stops"))
         count = self._argument("extent", segment.index)
         head += [
-            f"lane = rest * BY + tl.arange(0, BY)  # row * {lanes} + lane",
+            f"blocks_y = tl.cdiv({count}, BY // {lanes})",
+            "block = rest % blocks_y",
+            "rest = rest // blocks_y",
+            f"lane = block * BY + tl.arange(0, BY)  # row * {lanes} + lane",
             f"row = lane // {lanes}",
             f"start = tl.load({starts} + row, mask=row < {count}, other=0) + lane % {lanes}",
             f"stop = tl.load({stops} + row, mask=row < {count}, other=0)",
             f"turns = tl.max(tl.cdiv(tl.maximum(stop - start + lane % {lanes}, 0), {lanes}), 0)",
-            f"row = rest * (BY // {lanes}) + tl.arange(0, BY // {lanes})",
+            f"row = block * (BY // {lanes}) + tl.arange(0, BY // {lanes})",
         ]
         owner = Value(f"tl.load({rows} + row, mask=row < {count}, other=-1)", "Y")
         self.values[segment.index] = self._named("s", owner, self.head)
@@ -290,7 +294,7 @@ class _Emitter:
         """The value of every reduction index from the number of the turn."""
         roles, body = self.roles, self.body
         body.append("rest = turn")
-        if roles.folds:
+        if self.turned:
             body += ["x = rest % BLOCKS * BX + tl.arange(0, BX)", "rest = rest // BLOCKS"]
             self._points("X", roles.columns, body)
         if roles.product:
@@ -312,7 +316,7 @@ class _Emitter:
         return self.roles.segment is not None and self.roles.rows == (self.roles.segment.index,)
 
     def _loop_constants(self) -> list[str]:
-        tiled = self.roles.product or self.roles.folds
+        tiled = self.roles.product or self.turned
         names = self.roles.reduced if self.roles.product else self.roles.columns
         return ["BLOCKS"] if tiled and all(name in self.static for name in names) else []
 
@@ -322,7 +326,7 @@ class _Emitter:
             return
         head.append(f"accumulator = tl.zeros((BY, BX), dtype={self.accumulator})")
         turns = [self._extent(name) for name in self.roles.loops if name != self.position]
-        if self.roles.product or self.roles.folds:
+        if self.roles.product or self.turned:
             names, block = (self.roles.reduced, "BR") if self.roles.product else (self.roles.columns, "BX")
             if not self._loop_constants():
                 head.append(f"BLOCKS = tl.cdiv({self._volume(names)}, {block})")
@@ -422,7 +426,7 @@ class _Emitter:
         if looped and roles.segment and self._lane_segment() and self.signature.lanes > 1:
             lanes = self.signature.lanes
             head.append(f"accumulator = tl.sum(tl.reshape(accumulator, (BY // {lanes}, {lanes}, BX)), 1)")
-        if roles.folds:
+        if self.turned:
             head.append("accumulator = tl.sum(accumulator, 1)[:, None]")
             self.values = {k: v for k, v in self.values.items() if "X" not in v.axes}
         values = [self._load(self._factor(place), "YX") for place in outer]
@@ -433,6 +437,8 @@ class _Emitter:
         if coefficient != 1 or not factors:
             factors.append(repr(float(coefficient)))
         head.append(f"result = {' * '.join(factors)}")
+        if roles.folds and roles.product:
+            head.append("result = tl.sum(result, 1)[:, None]")
         pointer, masks = self._address(Access("", roles.target.indices), self._result(), head)
         where = " + ".join([self._result(), *(value.at("YX") for value in pointer)])
         if roles.segment and self._lane_segment():
@@ -494,7 +500,7 @@ def _doc(statement: Statement) -> str:
 def grid(roles: Roles, extents: Mapping[str, int], tile: tuple[int, int], segments: int, lanes: int) -> int:
     """The number of programs for tiles of (rows, columns); `segments` is how many the launch covers."""
     rows, columns = tile
-    blocks = 1 if roles.folds else -(-math.prod(extents[n] for n in roles.columns) // columns)
+    blocks = 1 if roles.folds and not roles.product else -(-math.prod(extents[n] for n in roles.columns) // columns)
     own = roles.segment.index if roles.segment else None
     if own and roles.rows == (own,):
         blocks *= -(-segments // (rows // lanes))

@@ -65,6 +65,15 @@ class Launch:
         return {a.variable: self.fixed[place] for place, a in arguments if a.kind == "constant"}
 
 
+def interpreted() -> bool:
+    """Whether Triton runs kernels by its interpreter, on a CPU (TRITON_INTERPRET=1)."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
 def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
     """Why no kernel is made of the statement, or None."""
     if importlib.util.find_spec("triton") is None:

@@ -135,7 +135,7 @@ def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     roles = problem.roles
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
     # Where one side is short it may be either side of the tile; else the statement's own order stands.
-    orders = (False, True) if min(rows, columns) < 64 else (False,)
+    orders = (False, True) if min(rows, columns) < 64 and not roles.folds else (False,)
     for swapped in orders:
         sides = (columns, rows) if swapped else (rows, columns)
         for height in sorted({_tile_side(sides[0], cap) for cap in (32, 64, 128, 256)}):
@@ -152,7 +152,7 @@ def _product_tile(problem: Problem) -> Tile:
     roles, wide = problem.roles, problem.bits > 16
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
     # With 32 bits wgmma reads its rows along the reduction only: what is gathered must stay the rows.
-    swapped = rows < 64 <= columns and not wide
+    swapped = rows < 64 <= columns and not wide and not roles.folds
     if swapped:
         rows, columns = columns, rows
     height, width = _tile_side(rows, 128), _tile_side(columns, 256)

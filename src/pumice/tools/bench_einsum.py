@@ -36,7 +36,7 @@ def einsum(say: Say, options: Options) -> Iterator[Row]:
     """The rows of one study, or of all. Raises PumiceError at the end if anything of ours was wrong."""
     if options.case and options.case not in STUDIES:
         raise OptionError(f"case {options.case!r} is unknown; there are {', '.join(STUDIES)}")
-    setup = Setup(pick_device(options.device), options.quick, say, options.only)
+    setup = Setup(pick_device(options.device), options.quick, say, options.only, options.thorough)
     chosen = [options.case] if options.case else list(STUDIES)
     say(f"{setup.device}, torch {torch.__version__}; milliseconds, median (20 %, 80 %; relative error)")
     for name in chosen:

@@ -38,7 +38,7 @@ def structured(setup: Setup) -> Iterator[Row]:
             yield from rows
         for clock, points in ratios.items():
             setup.say(f"{size}/B{block} {clock}: {crossing(points)}")
-    summarize(setup, done)
+    summarize(setup, done, {"dense": ("dense",), "torch BSR": ("torch BSR",)})
 
 
 def _cases(setup: Setup) -> Iterator[tuple[int, int, tuple[float, ...]]]:
@@ -76,7 +76,7 @@ def _one(setup: Setup, size: int, block: int, sparsity: float) -> Iterator[Row]:
     if not setup.wants(name):
         return
     a, b = block_matrix(setup, size, block, sparsity), setup.random(size, size, dtype=setup.half, seed=2)
-    dense = a.to_dense()
+    dense = filled_out(a)
     truth = dense.double() @ b.double()
     ours = [line(name, TEXT, A=sparse(a, text.format(b=block)), B=b) for name, text in FORMATS.items()]
     peers = [Way("dense", lambda: lambda: torch.mm(dense, b)), *_bsr(setup, a, b)]
@@ -93,6 +93,16 @@ def block_matrix(setup: Setup, size: int, block: int, sparsity: float) -> Tensor
         return torch.sparse_bsr_tensor(pointers, cols, values, (size, size))
 
 
+def filled_out(a: Tensor) -> Tensor:
+    """The dense matrix of a torch BSR matrix."""
+    pointers, cols, values = a.crow_indices().long(), a.col_indices().long(), a.values()
+    rows = torch.repeat_interleave(torch.arange(len(pointers) - 1, device=a.device), pointers.diff())
+    grid, block = len(pointers) - 1, values.shape[1]
+    dense = values.new_zeros(grid, grid, block, block)
+    dense[rows, cols] = values
+    return dense.transpose(1, 2).reshape(a.shape)
+
+
 def _least(entries: int, block: int, columns: int) -> float:
     """Seconds: tiles of block x 256 results read a block and a stripe of the dense operand through the L2 each turn."""
     flops = 2.0 * entries * columns
@@ -102,15 +112,17 @@ def _least(entries: int, block: int, columns: int) -> float:
 
 
 def _bsr(setup: Setup, a: Tensor, b: Tensor) -> list[Way]:
-    """PyTorch's kernels as they come, after PyTorch's own tuning, and with the best of our choice of its settings."""
+    """PyTorch's kernels as they come, with the best of some settings for this very case, and after its own search.
+
+    The search takes a minute or two for each size and block: only a thorough run waits for it.
+    """
     plain = Way("torch BSR mm", lambda: lambda: torch.mm(a, b), "triton" if setup.device.type == "cuda" else "")
     if setup.device.type != "cuda":
         return [plain]
-    return [
-        plain,
-        Way("torch BSR addmm tuned", lambda: _tuned_by_torch(a, b), "triton"),
-        Way("torch BSR addmm swept", lambda: _swept(setup, a, b), "triton"),
-    ]
+    swept = Way("torch BSR addmm swept", lambda: _swept(setup, a, b), "triton")
+    if not setup.thorough:
+        return [plain, swept]
+    return [plain, swept, Way("torch BSR addmm tuned", lambda: _tuned_by_torch(a, b), "triton")]
 
 
 def _addmm(a: Tensor, b: Tensor) -> Callable[..., Any]:

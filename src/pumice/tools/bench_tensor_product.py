@@ -60,7 +60,7 @@ def tensor_product(setup: Setup) -> Iterator[Row]:
                     yield from rows
     for backward, rows in done.items():
         setup.say("forward and backward" if backward else "forward")
-        summarize(setup, rows)
+        summarize(setup, rows, {"e3nn or cuEquivariance": ("e3nn", "cuEq"), "dense einsum": ("dense",)})
 
 
 def product(setup: Setup, highest: int, channels: int, shared: bool) -> Product:

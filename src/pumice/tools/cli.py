@@ -112,13 +112,14 @@ def bench(
     case: Annotated[str, typer.Option(help="one study of the suite einsum")] = "",
     only: Annotated[str, typer.Option(help="of its cases, those whose name has this part")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: to see that all of it runs")] = False,
+    thorough: Annotated[bool, typer.Option("--thorough", help="peers that take minutes to tune, too")] = False,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="ledger to append the rows to (one JSON object a line)")] = None,
 ) -> None:
     """Measure Pumice against its peers in the same run; exit code 1 where a result of Pumice was wrong."""
     from pumice.tools import bench as bench_
 
-    for row in bench_.run(suite, _say, bench_.Options(case, only, quick, device)):
+    for row in bench_.run(suite, _say, bench_.Options(case, only, quick, device, thorough)):
         if out is not None:
             bench_.append(out, row)
 

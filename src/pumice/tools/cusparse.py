@@ -89,7 +89,7 @@ def _handle() -> tuple[ctypes.CDLL, c_void_p]:
 
 
 def _library() -> ctypes.CDLL:
-    names = ["libcusparse.so.13", "libcusparse.so.12", "libcusparse.so"]
+    names = ["libcusparse.so.12", "libcusparse.so.13", "libcusparse.so"]
     for folder in sys.path:
         names += map(str, Path(folder or ".").glob("nvidia/*/lib/libcusparse.so*"))
     for name in names:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,18 +24,23 @@ from pumice.tools.timing import Times, clocks, together
 
 Say = Callable[[str], object]
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+SLOW = 2.0  # seconds until the first result from which on they are told
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-10}
 """The relative error of the whole result from which on nothing is timed; float32 with room for long sums."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where."""
+    """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where.
+
+    thorough: peers that take minutes to tune, too.
+    """
 
     case: str = ""
     only: str = ""
     quick: bool = False
     device: str = "auto"
+    thorough: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Setup:
     quick: bool
     say: Say
     only: str = ""
+    thorough: bool = False
     suite: str = "einsum"
     failures: list[str] = field(default_factory=list)
     absent: set[str] = field(default_factory=set)
@@ -84,15 +92,15 @@ class Setup:
 class Way:
     """A way of computing the result. make() prepares it and gives the call; it may raise what a missing peer raises.
 
-    package: the distribution of a peer. view: from what the call gives to what is compared. loose: the error that is
-    still good enough, where it is not that of the dtype. optional: ours, but another way may stand in for it.
+    package: the distribution of a peer. view: from what the call gives to what is compared. slack: how many
+    times the error of the dtype is still good enough. optional: ours, but another way may stand in for it.
     """
 
     name: str
     make: Callable[[], Callable[[], Any]]
     package: str = ""
     view: Callable[[Any], Any] = lambda x: x
-    loose: float = 0.0
+    slack: float = 1.0
     optional: bool = False
 
 
@@ -135,6 +143,7 @@ def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
     """The way made and checked. A wrong result of ours is a failure; a peer that cannot is said in one line."""
     if way.package in setup.absent:
         return None
+    begin = time.perf_counter()
     try:
         with quietly():
             call = way.make()
@@ -149,11 +158,13 @@ def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
         told = f"{case.name}: {way.name}: {_line(reason)}"
         setup.failed(told) if ours and not way.optional else setup.say(f"  {told}")
         return None
-    bound = way.loose or TOLERANCE[case.dtype]
+    bound = way.slack * TOLERANCE[case.dtype]
     if not distance < bound:
         told = f"{case.name}: {way.name}: relative error {distance:.2g}, expected below {bound:g}; not timed"
         setup.failed(told) if ours else setup.say(f"  {told}")
         return None
+    if time.perf_counter() - begin > SLOW:
+        setup.say(f"  {case.name}: {way.name}: made and first run in {time.perf_counter() - begin:.1f} s")
     return Ready(way.name, call, way.package, distance)
 
 
@@ -184,19 +195,40 @@ def timed(setup: Setup, case: Case, mine: Sequence[Ready], theirs: Sequence[Read
             yield from _rows(setup, case, clock, own, times, theirs)
 
 
-def summarize(setup: Setup, rows: Sequence[Row]) -> None:
-    """How many times as fast as each peer the best of our ways is: the geometric mean over cases, and the least."""
-    best: dict[tuple[str, str, str], dict[str, float]] = {}
-    for found in rows:
-        if found.peer_source == "same run":
-            cases = best.setdefault((found.peer, found.dtype, found.clock), {})
+def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[str, ...]]) -> None:
+    """How many times as fast as the best of each family of peers the best of our ways is, over all cases.
+
+    families: beginnings of the peers' names.
+    """
+    compared = [found for found in rows if found.peer_source == "same run"]
+    for family, names in families.items():
+        best: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+        for found in (r for r in compared if r.peer.startswith(names)):
+            cases = best.setdefault((found.dtype, found.clock), {})
             case = found.case.rpartition("/")[0]
-            cases[case] = max(cases.get(case, 0.0), found.peer_value / found.value)
-    for (peer, dtype, clock), cases in sorted(best.items()):
-        mean = math.exp(sum(map(math.log, cases.values())) / len(cases))
-        worst = min(cases, key=lambda name: cases[name])
-        told = f"{mean:.2f}x (geometric mean of {len(cases)}), least {cases[worst]:.2f}x at {worst}"
-        setup.say(f"{peer} {dtype} {clock}: {told}")
+            mine, theirs = cases.get(case, (math.inf, math.inf))
+            cases[case] = min(mine, found.value), min(theirs, found.peer_value)
+        for (dtype, clock), cases in sorted(best.items()):
+            setup.say(f"{family} {dtype} {clock}: {_mean({n: theirs / mine for n, (mine, theirs) in cases.items()})}")
+    _say_fastest(setup, compared)
+
+
+def _mean(ratios: Mapping[str, float]) -> str:
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    worst = min(ratios, key=lambda name: ratios[name])
+    return f"{mean:.2f}x (geometric mean of {len(ratios)}), least {ratios[worst]:.2f}x at {worst}"
+
+
+def _say_fastest(setup: Setup, rows: Sequence[Row]) -> None:
+    """Which of our ways is the fastest how often."""
+    best: dict[tuple[str, str, str], tuple[float, str]] = {}
+    for found in rows:
+        case, _, way = found.case.rpartition("/")
+        key = (case, found.dtype, found.clock)
+        best[key] = min(best.get(key, (math.inf, "")), (found.value, way))
+    ways = Counter((clock, way) for (_, _, clock), (_, way) in best.items())
+    told = ", ".join(f"{way} {count} ({clock})" for (clock, way), count in ways.most_common())
+    setup.say(f"fastest of ours, cases: {told or 'none'}")
 
 
 def _rows(
@@ -290,7 +322,7 @@ def inductor(name: str, made: Callable[[], Prepared], native: bool) -> Way:
         call = compiled(module, native)
         return lambda: call(*arguments)
 
-    return Way(name, make, "torch")
+    return Way(name, make, "torch", slack=4)
 
 
 def eager(name: str, made: Callable[[], Prepared]) -> Way:
@@ -300,4 +332,4 @@ def eager(name: str, made: Callable[[], Prepared]) -> Way:
         module, arguments = made()
         return lambda: module(*arguments)
 
-    return Way(name, make)
+    return Way(name, make, slack=4)

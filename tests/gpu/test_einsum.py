@@ -1,0 +1,175 @@
+"""Einsums on a GPU: the kernels agree with the oracle and the other lowerings, can be captured, and are tuned."""
+
+import numpy as np
+import pytest
+import torch
+from einsum_fuzz import random_case
+from einsum_oracle import evaluate
+
+import pumice as pm
+from pumice.language.parse import parse
+from pumice.testing import assert_close, random_tensor, reference_conv
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
+]
+
+
+def on_gpu(operands, dtype):
+    def moved(x):
+        if isinstance(x, int | float):
+            return x
+        x = torch.as_tensor(x)
+        return x.to("cuda", dtype if x.is_floating_point() else x.dtype)
+
+    return {name: moved(x) for name, x in operands.items()}
+
+
+@pytest.mark.parametrize("lowering", ["", "triton/ieee", "graph"])
+@pytest.mark.parametrize("block", range(10))
+def test_fuzz(block, lowering):
+    for seed in range(100 * block, 100 * block + 100):
+        case = random_case(seed)
+        operands = on_gpu(case.operands, torch.float32)
+        integers = {name: x for name, x in case.operands.items() if isinstance(x, int)}
+        if lowering.startswith("triton") and not kernel_takes(parse(case.text, integers)):
+            continue
+        expected = evaluate(case.text, case.operands)
+        got = pm.einsum(case.text, lowering=lowering, **operands).double().cpu().numpy()
+        scale = max(1.0, np.abs(expected).max(initial=0))
+        assert np.abs(got - expected).max(initial=0) <= 3e-5 * scale, (seed, case.text)
+
+
+def kernel_takes(statement):
+    return statement.reduction == "sum" and all(
+        "exists" not in str(term) and "equal" not in str(term) and term.factors for term in statement.terms
+    )
+
+
+def matrix(rows, columns, density, dtype, seed=0):
+    chance = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, columns, generator=chance, dtype=torch.float64)
+    return (values * (torch.rand(rows, columns, generator=chance) < density)).to("cuda", dtype)
+
+
+FORMATS = ["COO", "CSR", "CSC", "ELL", "GroupCOO", "m:C k:G*", "BCSR", "BlockCOO", "BlockGroupCOO"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(130, 70, 128), (64, 96, 31), (300, 256, 256)])
+@pytest.mark.parametrize("text", FORMATS)
+def test_spmm(text, shape, dtype):
+    a, b = matrix(shape[0], shape[1], 0.1, dtype), matrix(shape[1], shape[2], 1.0, dtype, 1)
+    f = pm.compile_einsum("C[m,n] = A[m,k] * B[k,n]", {"A": text})
+    s = pm.sparse(a, text)
+    b.requires_grad_()
+    for _ in range(3):  # Triton's door, then the prepared launch.
+        y = f(A=s, B=b)
+    assert_close(y, a.double() @ b.double(), dtype=dtype, scale=float((a.double().abs() @ b.double().abs()).mean()))
+    (grad,) = torch.autograd.grad(y.float().sum(), b)
+    expected = a.double().sum(0)[:, None].expand_as(b)
+    assert_close(grad, expected, dtype=dtype, scale=float(a.double().abs().sum(0).mean()))
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32x3", "bf16x3", "tf32"])
+def test_precisions(precision):
+    a, b = matrix(256, 512, 1.0, torch.float32), matrix(512, 128, 1.0, torch.float32, 1)
+    y = pm.einsum("C[m,n] = A[m,k] * B[k,n]", lowering=f"triton/{precision}", A=a, B=b)
+    error = (y.double() - a.double() @ b.double()).norm() / y.double().norm()
+    assert error < {"ieee": 1e-6, "tf32x3": 3e-6, "bf16x3": 3e-5, "tf32": 2e-3}[precision]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("text", ["(i j k l):C", "[i,j,k,l] l:U (i j k):G", "[i,j,k,l] l:C (i j k):G*"])
+def test_tensor_product(text, shared):
+    chance = torch.Generator().manual_seed(0)
+    table = torch.randn(4, 4, 4, 5, generator=chance) * (torch.rand(4, 4, 4, 5, generator=chance) < 0.1)
+    x, y = torch.randn(40, 4, 16, generator=chance), torch.randn(40, 4, generator=chance)
+    w = torch.randn(*([] if shared else [40]), 5, 16, 16, generator=chance)
+    weights = "W[l,u,w]" if shared else "W[b,l,u,w]"
+    operands = {name: t.cuda().requires_grad_() for name, t in {"X": x, "Y": y, "W": w}.items()}
+    z = pm.einsum(
+        f"Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * {weights}", CG=pm.sparse(table.cuda(), text), **operands
+    )
+    doubles = {name: t.detach().double().requires_grad_() for name, t in operands.items()}
+    subscripts = f"ijkl,bju,bk,{'luw' if shared else 'bluw'}->biw"
+    expected = torch.einsum(subscripts, table.cuda().double(), doubles["X"], doubles["Y"], doubles["W"])
+    assert_close(z, expected, scale=float(expected.abs().max()))
+    got = torch.autograd.grad(z.square().sum(), list(operands.values()))
+    want = torch.autograd.grad(expected.square().sum(), list(doubles.values()))
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, scale=float(b.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kernel,stride", [(3, 1), (5, 1), (2, 2)])
+def test_convolution(kernel, stride, dtype):
+    x = random_tensor(3000, 32, 3, device="cuda", dtype=dtype)
+    w = torch.randn(48, kernel, kernel, kernel, 32, device="cuda", dtype=dtype) / kernel**1.5
+    feats = x.feats.clone().requires_grad_()
+    w.requires_grad_()
+    x = x.replace(feats)
+    y = pm.ops.conv(x, w, stride=stride)
+    expected = reference_conv(x, w, stride=stride)
+    assert_close(y.feats, expected.feats, dtype=dtype, scale=float(expected.feats.abs().mean()) * 4)
+    got = torch.autograd.grad(y.feats.float().sum(), [feats, w])
+    want = torch.autograd.grad(expected.feats.sum(), [feats, w])
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, dtype=dtype, scale=float(b.double().abs().mean()) * 8)
+
+
+def test_more_than_2_to_31_elements():
+    a = torch.zeros(1 << 16, (1 << 15) + 8, dtype=torch.float16, device="cuda")
+    a[-1] = 1
+    rows = torch.tensor([(1 << 16) - 1, -1, 0], device="cuda")
+    y = pm.einsum("y[p,k] = A[R[p],k]", lowering="triton", A=a, R=rows)
+    assert y.sum(1).tolist() == [(1 << 15) + 8, 0, 0]
+
+
+def test_a_cuda_graph_holds_it():
+    a, b = matrix(256, 128, 0.1, torch.float16), matrix(128, 64, 1.0, torch.float16, 1)
+    s, f = pm.sparse(a, "GroupCOO"), pm.compile_einsum("C[m,n] = A[m,k] * B[k,n]")
+    f(A=s, B=b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = f(A=s, B=b)
+    b.normal_()
+    graph.replay()
+    assert_close(y, a.double() @ b.double(), dtype=torch.float16, scale=2.0)
+
+
+def test_no_kernel_is_made_for_another_number_of_entries():
+    from pumice.lower import triton as kernels
+
+    b, f = matrix(128, 64, 1.0, torch.float16, 1), pm.compile_einsum("C[m,n] = A[m,k] * B[k,n]")
+    made = set()
+    for seed, density in enumerate((0.1, 0.13, 0.17, 0.2)):
+        s = pm.sparse(matrix(256, 128, density, torch.float16, seed), "COO")
+        f(A=s, B=b)
+        made.add(kernels.loaded.cache_info().currsize)
+    assert len(made) == 1
+
+
+def test_tuning_keeps_the_fastest(monkeypatch, tmp_path):
+    from pumice.lower import triton as kernels
+    from pumice.schedule.ledger import Ledger
+
+    own = Ledger(tmp_path / "tiles.json")
+    monkeypatch.setattr(kernels, "ledger", lambda: own)
+    a, b = matrix(256, 128, 0.1, torch.float16), matrix(128, 64, 1.0, torch.float16, 1)
+    f = pm.compile_einsum("C[m,n] = A[m,k] * B[k,n]")
+    told = f.tune(A=pm.sparse(a, "GroupCOO"), B=b)
+    assert "ms" in told and len(own.all()) == 1
+    assert_close(f(A=pm.sparse(a, "GroupCOO"), B=b), a.double() @ b.double(), dtype=torch.float16, scale=2.0)
+
+
+def test_deterministic_when_asked():
+    rows = torch.randint(0, 8, (5000,), device="cuda")
+    x = torch.randn(5000, 16, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = pm.einsum("y[R[p],c] = x[p,c] ; y:[8,_]", R=rows, x=x)
+        assert all(torch.equal(first, pm.einsum("y[R[p],c] = x[p,c] ; y:[8,_]", R=rows, x=x)) for _ in range(5))
+    finally:
+        torch.use_deterministic_algorithms(False)

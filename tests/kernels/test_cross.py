@@ -1,0 +1,234 @@
+"""Emitted kernels compile for every target, and what comes out is what they are fast with."""
+
+import re
+from functools import partial
+from itertools import permutations
+
+import pytest
+from kernels.cases import CASES, LARGE, SMALL_BLOCK, STUDIES
+from kernels.cross import NVIDIA, TARGETS, Job
+
+from pumice.language.derive import derivative
+from pumice.language.formats import parse_format
+from pumice.language.nodes import Access, accesses_of, arrays_of
+from pumice.language.parse import parse
+from pumice.language.rewrite import Stored, conscious
+from pumice.lower.maps import FORMS
+from pumice.ops.conv import CONV, GROUPED_CONV
+from pumice.schedule.tile import Tile
+
+PRODUCTS = ("block_group_coo_128", "conv_compacted", "conv_compacted_t:dX", "conv_grouped:dW", "tp")
+ONE_TARGET = ("bcsr_128", "conv_g_")
+"""Like others in all but an axis: compiled for sm_90 alone."""
+
+
+def _all_cases():
+    for name, case in CASES.items():
+        if STUDIES[case.study].block != SMALL_BLOCK:
+            yield from (Job(name, t) for t in TARGETS if t == "sm_90" or not name.startswith(ONE_TARGET))
+
+
+def _precisions():
+    for name in PRODUCTS:
+        for target in TARGETS:
+            yield Job(name, target, "bf16")
+            yield Job(name, target, "fp32", "tf32")
+    for name in PRODUCTS[:2]:
+        for target in TARGETS:
+            yield Job(name, target, "fp32", "ieee")
+            yield Job(name, target, "fp32", "bf16x3")
+            if target in NVIDIA:
+                yield Job(name, target, "fp32", "tf32x3")
+
+
+def _wide():
+    for target in TARGETS:
+        yield Job("conv_compacted", target, sizes=(("I", 1 << 25),))
+        yield Job("conv_compacted", target, sizes=(("N", 1 << 25),))
+        yield Job("block_group_coo_32", target, sizes=(("K", 1 << 20),))
+
+
+def _tiles():
+    for tile in (Tile(64, 64, 32, stages=4), Tile(128, 256, 64, warps=8, stages=3), Tile(16, 128, 64, stages=4)):
+        yield Job("conv_compacted", "sm_90", tile=tile)
+    for target in TARGETS:
+        yield Job("coo", target, tile=Tile(16, 128, lanes=4))
+        yield Job("group_coo", target, tile=Tile(32, 32, lanes=16, slabs=True))
+
+
+JOBS = tuple(dict.fromkeys((*_all_cases(), *_precisions(), *_wide(), *_tiles())))
+
+SPILLS = {
+    # Folded columns in tiles of 16 x 512: too many for the registers.
+    "tp:dV": 1500,
+    "tp_own:dV": 8000,
+    "tp_grouped:dV": 1500,
+    "tp_grouped_own:dV": 2500,
+    # float32 by several products holds its operands in several parts.
+    "tp sm_80 fp32 tf32": 16,
+    "block_group_coo_128 sm_80 fp32 ieee": 32,
+    "block_group_coo_128 sm_90 fp32 ieee": 32,
+    "block_group_coo_128 sm_80 fp32 bf16x3": 2000,
+    "block_group_coo_128 sm_90 fp32 bf16x3": 800,
+    "block_group_coo_128 sm_80 fp32 tf32x3": 30_000,
+    "block_group_coo_128 sm_90 fp32 tf32x3": 1200,
+    "conv_compacted sm_80 fp32 tf32x3": 16_000,
+}
+"""Known spills of cases and jobs: bytes at most (registers on AMD)."""
+SERIALIZED = {"tp_grouped:dW sm_90 fp16", "tp sm_90 fp32 tf32"}
+"""Where ptxas is known to wait for each wgmma: the left side is a product, made in registers."""
+
+
+def every(jobs=JOBS):
+    return pytest.mark.parametrize("job", list(jobs), ids=lambda job: job.name)
+
+
+@pytest.fixture
+def built(compiled, job):
+    found = compiled(JOBS)[job.name]
+    if found.error:
+        pytest.fail(found.error, pytrace=False)
+    return found
+
+
+@every()
+def test_compiles(built):
+    assert built.shared <= 227 * 1024
+
+
+@every()
+def test_nothing_spills(built, job):
+    assert built.spilled <= SPILLS.get(job.name, SPILLS.get(job.case, 0))
+
+
+@every(job for job in JOBS if job.target == "gfx942")
+def test_fits_local_memory(built):
+    assert built.shared <= 64 * 1024
+
+
+# Matrix products
+def exact(job):
+    return job.dtype == "fp32" and job.precision == "ieee"
+
+
+@every(job for job in JOBS if not exact(job))
+def test_products_use_matrix_units(built, job):
+    if not built.product:
+        return
+    if job.target == "sm_90" and built.tile.rows >= 64 and built.tile.warps % 4 == 0:
+        assert built.instructions["wgmma"] > 0
+    else:
+        assert built.instructions["mfma" if job.target == "gfx942" else "mma"] > 0
+
+
+@every(job for job in JOBS if job.target == "sm_90")
+def test_no_product_waits_for_each_instruction(built, job):
+    assert not built.serialized or job.name in SERIALIZED
+
+
+@every(job for job in JOBS if job.target in NVIDIA)
+def test_stages_become_buffers(built):
+    """As many as Triton makes of them: an index that is waited for halves the turns that are under way."""
+    ahead = built.tile.stages - 1
+    if built.product and built.turns:
+        assert built.buffers >= max(1, ahead // 2 if built.chained else ahead)
+
+
+@every(job for job in JOBS if job.target in NVIDIA and job.tile is None and job.dtype != "fp32")
+def test_loads_run_ahead(built):
+    """Two buffers at least of both sides, where there is a loop."""
+    if built.product and built.turns:
+        assert built.buffers >= 2
+        assert built.shared >= 2 * built.stage
+
+
+@every(job for job in JOBS if job.target == "sm_90" and job.dtype == "fp32" and job.precision == "tf32")
+def test_float32_runs_ahead(built):
+    if built.product and built.turns and not built.serialized:
+        assert built.shared >= 2 * built.stage
+
+
+@every(job for job in JOBS if job.target in NVIDIA)
+def test_values_are_copied_in_sixteen_bytes(built, job):
+    """Both sides of a product; index arrays and factors of a whole row may be copied in fours.
+
+    So may be a side in float32 that is not contiguous along the reduction: wgmma wants it turned around.
+    """
+    if not built.product:
+        return
+    copied = {(operand, size) for operand, size, _ in built.copies if operand in built.sides}
+    turned = job.target == "sm_90" and job.dtype == "fp32"
+    for operand, size in copied:
+        assert size == 16 or (turned and not built.sides[operand]), f"{operand}: {size} bytes at once, {built.copies}"
+    assert copied or not built.turns
+
+
+@every(_wide())
+def test_large_operands_have_long_addresses(built, job):
+    wanted = {"I": ["X"], "N": [""], "K": ["B"]}[job.sizes[0][0]]
+    assert built.wide == wanted
+
+
+@every(job for job in JOBS if not job.sizes)
+def test_others_have_short_addresses(built):
+    assert built.wide == []
+
+
+# The table
+SPMM = "C[m,n] = A[m,k] * B[k,n]"
+PRODUCT = "Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[{w},u,w]"
+STORAGES = {
+    "COO": (SPMM, {"A": "COO"}),
+    "GroupCOO": (SPMM, {"A": "GroupCOO"}),
+    "BCSR": (SPMM, {"A": "BCSR"}),
+    "BlockGroupCOO": (SPMM, {"A": "BlockGroupCOO"}),
+    **{f"convolution {name}": (CONV, {"map": held.stored}) for name, held in FORMS.items()},
+    **{f"grouped convolution {name}": (GROUPED_CONV, {"map": held.stored}) for name, held in FORMS.items()},
+    "tensor product": (PRODUCT.format(w="l"), {"CG": "(i j k l):C"}),
+    "tensor product, own weights": (PRODUCT.format(w="b,l"), {"CG": "(i j k l):C"}),
+    "tensor product by path": (PRODUCT.format(w="l"), {"CG": "[i,j,k,l] l:C (i j k):G"}),
+    "tensor product by path, own weights": (PRODUCT.format(w="b,l"), {"CG": "[i,j,k,l] l:C (i j k):G"}),
+}
+"""The case studies as users write them, and the formats that they are stored in."""
+
+
+def canonical(statement):
+    """The text with names numbered in the order of their mention; of all orders of the factors the first."""
+    (term,) = statement.terms
+    return min(_numbered(statement, order) for order in permutations(term.factors))
+
+
+def _numbered(statement, factors):
+    names: dict[str, str] = {}
+    # All blocks are one statement.
+    text = re.sub(r"\d+\*", "B*", " * ".join([str(statement.target), *map(str, factors)]))
+    renamed = re.sub(r"[^\W\d]\w*", partial(_renamed, names), text)
+    return renamed, sorted(f"{names[name]}:{fact}" for name, fact in statement.facts)
+
+
+def _renamed(names, match):
+    return names.setdefault(match[0], f"x{len(names)}")
+
+
+def statements(text, formats):
+    """The format-conscious statements and their derivatives by everything that is read as a value."""
+    stored = {n: Stored.of(parse_format(f)) if isinstance(f, str) else f for n, f in formats.items()}
+    for step in conscious(parse(text), stored).steps:
+        yield step
+        for name in dict.fromkeys(f.name for f in step.terms[0].factors if isinstance(f, Access)):
+            yield from derivative(step, name)
+
+
+@pytest.mark.parametrize("study", STORAGES)
+def test_the_table_holds_every_statement(study):
+    known = {canonical(case.statement) for case in CASES.values()}
+    for statement in statements(*STORAGES[study]):
+        assert canonical(statement) in known, f"no case for {statement}"
+
+
+def test_the_table_agrees_with_itself():
+    """Every operand has a shape, and index arrays are those that the statement indexes with."""
+    for case in (case.at(LARGE) for case in CASES.values()):
+        named = {access.name for access in accesses_of(*case.statement.terms, *case.statement.target.indices)}
+        assert set(case.shapes) == named
+        assert case.indices == {array.name for array in arrays_of(case.statement.target, *case.statement.terms)}

@@ -1,0 +1,13 @@
+"""Emitted kernels compute what the reference and the oracle say: any size, dtype, layout and tile."""
+
+import pytest
+from kernels.interpret import GROUPS
+
+CHECKS = [(group, name) for group, checks in GROUPS.items() for name in checks()]
+
+
+@pytest.mark.parametrize(("group", "name"), CHECKS, ids=[name for _, name in CHECKS])
+def test_interpreted(interpreted, group, name):
+    ended = interpreted(group)
+    problem = ended.get(name, f"the process ended before this check: {ended['']}")
+    assert not problem, problem

@@ -1,0 +1,56 @@
+"""The clocks: calls take turns, medians lie between quantiles, and on a GPU the marks lie around the call alone."""
+
+import pytest
+import torch
+
+from pumice.tools import timing
+
+CPU = torch.device("cpu")
+
+
+def test_calls_take_turns():
+    order = []
+    calls = [lambda name=name: order.append(name) for name in "abc"]
+    found = timing.together(calls, CPU, "wall", 0)
+    assert order == list("abc") * 9  # twice before, seven times for the clock
+    assert all(0 <= times.p20 <= times.median <= times.p80 for times in found)
+
+
+def test_a_cpu_has_one_clock_and_a_gpu_two():
+    assert timing.clocks(CPU) == ("wall",) and timing.clocks(torch.device("cuda")) == ("wall", "gpu")
+
+
+def test_quantiles_are_those_of_the_samples():
+    times = timing.Times.of([1.0, 2.0, 3.0, 4.0, 5.0, 100.0])
+    assert (times.median, times.p20, times.p80) == (3.5, 2.0, 5.0)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """What a GPU's stream is given, in order; events are a millisecond apart."""
+    given = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            given.append("mark")
+
+        def elapsed_time(self, other):
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: given.append(cycles))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: given.append("wait"))
+    monkeypatch.setattr(timing, "FLUSH", 16)
+    return given
+
+
+def test_on_a_gpu_the_host_is_ahead_before_the_first_mark(stream):
+    (times,) = timing.together([lambda: stream.append("call")], CPU, "gpu", 0)
+    assert times == timing.Times(1.0, 1.0, 1.0)
+    first = stream.index("mark")
+    assert isinstance(stream[first - 1], int) and 2e5 * 0.4 < stream[first - 1] <= 2e9 * 20e-3
+    assert stream[first : first + 3] == ["mark", "call", "mark"]
+    assert stream.count("mark") == 14
