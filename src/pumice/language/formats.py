@@ -71,6 +71,8 @@ class Format:
             raise OptionError(f"format {str(self)!r}: {problem}")
         if problem := _order_problem(self.axes, self.levels):
             raise OptionError(f"format {str(self)!r}: {problem}")
+        # Made once: torch.compile then sees a text and not the numbers in it, which it would take for sizes.
+        object.__setattr__(self, "_text", self._written())
 
     @property
     def ndim(self) -> int:
@@ -105,6 +107,9 @@ class Format:
         return Format(self.axes, tuple(levels))
 
     def __str__(self) -> str:
+        return getattr(self, "_text", "") or self._written()
+
+    def _written(self) -> str:
         text = " ".join(map(str, self.levels))
         return text if self.axes == _mentioned(self.levels) else f"[{','.join(self.axes)}] {text}"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from types import MappingProxyType
 
@@ -135,33 +135,48 @@ def sizes(text: str, names: str, shapes: Sequence[Sequence[int]], shape: Sequenc
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A step made ready: what runs it, its sizes, and where its tensors are among the operands."""
+    """A step made ready: what runs it with its tensors by name, and where those are among the operands."""
 
-    run: Callable[[Bound, Mapping[str, Tensor], torch.dtype], Tensor]
-    bound: Bound
+    run: Callable[[Mapping[str, Tensor]], Tensor]
     places: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """A call made ready for operands of certain shapes, dtypes and devices."""
+    """A call made ready for operands of certain shapes, dtypes and devices.
+
+    old: where the target's old values are among the operands, if they take part.
+    """
 
     parts: tuple[Part, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    old: int | None
 
 
 def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
     """The result of a call. `shape` is the target's; None: it is inferred, and the sizes are checked as users want."""
+    return carry_out(ready_for(operands, names, text, shape, lowering), operands)
+
+
+def ready_for(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Ready:
+    """A call made ready, once for operands of these shapes, dtypes and devices."""
     key = (text, names, shape, lowering, _deterministic(), *[(t.shape, t.dtype, t.device) for t in operands])
-    ready = _READY.get(key)
-    if ready is None:
-        ready = _READY.keep(key, _prepared(operands, names, text, shape, lowering))
+    return _READY.get(key) or _READY.keep(key, _prepared(operands, names, text, shape, lowering))
+
+
+def carry_out(ready: Ready, operands: Sequence[Tensor]) -> Tensor:
+    """The result of a call that was made ready."""
     out: Tensor | None = None
     for part in ready.parts:
-        result = part.run(part.bound, {name: operands[place] for name, place in part.places}, ready.dtype)
+        result = part.run({name: operands[place] for name, place in part.places})
         out = result if out is None else out + result
-    return _nothing(operands, names, text, ready) if out is None else out
+    if out is not None:
+        return out
+    # The right side is 0.
+    if ready.old is not None:
+        return operands[ready.old].clone()
+    return torch.zeros(ready.shape, dtype=ready.dtype, device=operands[0].device if operands else None)
 
 
 def tune(
@@ -171,9 +186,9 @@ def tune(
     ready = _prepared(operands, names, text, None, lowering)
     found = []
     for part in ready.parts:
-        if getattr(part.run, "func", part.run) is kernels.run:
-            tensors = {name: operands[place] for name, place in part.places}
-            found.append((part.bound.statement, kernels.tune(part.bound, tensors, ready.dtype, kernels.measured)))
+        if isinstance(part.run, kernels.Runner):
+            tensors, bound = {name: operands[place] for name, place in part.places}, part.run.bound
+            found.append((bound.statement, kernels.tune(bound, tensors, ready.dtype, kernels.measured)))
     return found
 
 
@@ -193,9 +208,18 @@ def _prepared(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
         # The target's old values enter with the first step.
         step = replace(step, accumulate=False) if number else step
         bound = step_bound(step, {name: operands[place] for name, place in used}, shape)
-        run = LOWERINGS[option.lowerings[number]].run
-        parts.append(Part(partial(kernels.run, precision=precision) if precision else run, bound, used))
-    return Ready(tuple(parts), shape, dtype)
+        parts.append(Part(_runner(option.lowerings[number], bound, dtype, precision), used))
+    statement, given = statement_of(text, names), read(names)
+    old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
+    return Ready(tuple(parts), shape, dtype, old)
+
+
+def _runner(name: str, bound: Bound, dtype: torch.dtype, precision: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
+    """What runs a step with its tensors."""
+    if name == "triton":
+        return kernels.runner(bound, dtype, None, precision)
+    run = LOWERINGS[name].run
+    return lambda tensors: run(bound, tensors, dtype)
 
 
 def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dtype:
@@ -315,14 +339,6 @@ def _with_lost_ranges(text: str, names: str, bound: Bound) -> str:
         if access.name in sparse:
             lost.update((n, bound.ranges[n]) for n in indices_of(access) if n in bound.windowed)
     return text if len(lost) == len(statement.ranges) else str(replace(statement, ranges=tuple(lost.items())))
-
-
-def _nothing(operands: Sequence[Tensor], names: str, text: str, ready: Ready) -> Tensor:
-    """The result of a statement whose right side is 0."""
-    statement, given = statement_of(text, names), read(names)
-    if statement.accumulate:
-        return operands[given.places[statement.target.name, "", 0, ""]].clone()
-    return torch.zeros(ready.shape, dtype=ready.dtype, device=operands[0].device if operands else None)
 
 
 def _deterministic() -> bool:

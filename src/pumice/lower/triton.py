@@ -107,13 +107,52 @@ def run(
     tile: by default the tuned one, and where nothing was tuned a good guess. precision: of float32 products, one of
     PRECISIONS; by default what torch.set_float32_matmul_precision asks for.
     """
-    form = _form(bound)
-    empty = any(not len(extent) for extent in bound.ranges.values())
-    out = _result(bound, operands, dtype, form, empty)
-    if not empty:
-        for part in _segments(bound, operands, form) or (None,):
-            _launch(_prepared(bound, operands, out, part, (tile, precision or _precision())), operands, out, part)
-    return out.to(dtype)
+    return runner(bound, dtype, tile, precision)(operands)
+
+
+def runner(bound: Bound, dtype: torch.dtype, tile: Tile | None = None, precision: str = "") -> Runner:
+    """`run` for these sizes: what does not depend on the tensors is done once."""
+    key = (bound, dtype, tile, precision)
+    return _RUNNERS.get(key) or _RUNNERS.keep(key, Runner(bound, dtype, tile, precision))
+
+
+class Runner:
+    """A statement of one term of certain sizes: called with the operands by name, it gives the result."""
+
+    def __init__(self, bound: Bound, dtype: torch.dtype, tile: Tile | None, precision: str) -> None:
+        self.bound, self.dtype, self._tile, self._precision = bound, dtype, tile, precision
+        self._form, self._used = _form(bound), _used(bound)
+        self._empty = any(not len(extent) for extent in bound.ranges.values())
+        self._whole = not self._empty and not self._form.adds and _covers(bound, self._form)
+        # What is added to is kept in float32 at least.
+        self._summed = torch.promote_types(dtype, torch.float32) if self._form.adds else dtype
+        self._launches: dict[Any, Launch] = {}
+
+    def __call__(self, operands: Mapping[str, Tensor]) -> Tensor:
+        out = self._result(operands)
+        if not self._empty:
+            for part in _segments(self.bound, operands, self._form) or (None,):
+                _launch(self._ready(operands, out, part), operands, out, part)
+        return out if self._summed == self.dtype else out.to(self.dtype)
+
+    def _result(self, operands: Mapping[str, Tensor]) -> Tensor:
+        """The tensor that the kernel writes: zeros, or the old values, where it does not write all."""
+        statement = self.bound.statement
+        if statement.accumulate:
+            old = operands[statement.target.name]
+            return old.to(self._summed, copy=True, memory_format=torch.contiguous_format)
+        device = operands[self._used[0]].device
+        return (torch.empty if self._whole else torch.zeros)(self.bound.shape, dtype=self._summed, device=device)
+
+    def _ready(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> Launch:
+        tensors = [operands[name] for name in self._used]
+        precision = self._precision or _precision()
+        key = (precision, part is not None and part.rows.shape, *[(t.stride(), t.dtype) for t in tensors])
+        known = self._launches.get(key)
+        if known is None:
+            tile = self._tile or tile_of(self.bound, operands)
+            known = self._launches[key] = prepare(self.bound, operands, out, tile, part, precision)
+        return known
 
 
 def tune(
@@ -131,7 +170,7 @@ def tune(
             continue
     if times:
         ledger().put(_key(bound, operands), min(times, key=times.__getitem__))
-        _LAUNCHES.clear()
+        _RUNNERS.clear()
     return times
 
 
@@ -173,24 +212,6 @@ def _used(bound: Bound) -> tuple[str, ...]:
     """The operands that a kernel reads."""
     statement = bound.statement
     return tuple(dict.fromkeys(a.name for a in accesses_of(*statement.terms, *statement.target.indices)))
-
-
-def _prepared(
-    bound: Bound,
-    operands: Mapping[str, Tensor],
-    out: Tensor,
-    part: Segments | None,
-    how: tuple[Tile | None, str],
-) -> Launch:
-    tensors = [operands[name] for name in _used(bound)]
-    # Segments are told by the array they are of, whose length is in the bound.
-    count = None if part is None else part.rows.shape[0]
-    key = (bound, how, out.dtype, count, *((t.dtype, t.stride()) for t in tensors))
-    known = _LAUNCHES.get(key)
-    if known is None:
-        tile = how[0] or tile_of(bound, operands)
-        known = _LAUNCHES.keep(key, prepare(bound, operands, out, tile, part, how[1]))
-    return known
 
 
 def prepare(
@@ -367,18 +388,6 @@ def _reach(tensor: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size)
 
 
-def _result(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, form: Roles, empty: bool) -> Tensor:
-    """The tensor that the kernel writes: what is added to in at least float32, zeros where not all is written."""
-    statement = bound.statement
-    device = next(iter(operands.values())).device
-    summed = torch.promote_types(dtype, torch.float32) if form.adds else dtype
-    if statement.accumulate:
-        return operands[statement.target.name].to(summed, copy=True, memory_format=torch.contiguous_format)
-    whole = not empty and not form.adds and _covers(bound, form)
-    make = torch.empty if whole else torch.zeros
-    return make(bound.shape, dtype=summed, device=device)
-
-
 def _covers(bound: Bound, form: Roles) -> bool:
     """Whether every entry of the target is written."""
     names = [expression.bare for expression in form.target.indices]
@@ -398,8 +407,13 @@ def _covers(bound: Bound, form: Roles) -> bool:
 def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Sequence[Segments]:
     if form.segment is None:
         return ()
-    count = segment_count(form, bound.shape, {name: t.shape for name, t in operands.items()})
-    return segments(operands[form.segment.array], count)
+    return segments(operands[form.segment.array], _count(bound, tuple((n, operands[n].shape) for n in _used(bound))))
+
+
+@lru_cache(maxsize=4096)
+def _count(bound: Bound, shapes: tuple[tuple[str, torch.Size], ...]) -> int:
+    """How many segments there are, empty ones included."""
+    return segment_count(_form(bound), bound.shape, dict(shapes))
 
 
 def _smallest(form: Roles) -> Tile:
@@ -436,4 +450,4 @@ def measured(call: Callable[[], object], runs: int = 10) -> float:
     return 1e-3 * sorted(times[2:])[runs // 2]
 
 
-_LAUNCHES: Bounded[Launch] = Bounded(4096)
+_RUNNERS: Bounded[Runner] = Bounded(4096)

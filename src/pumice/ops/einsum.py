@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
+from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError, StatementError
 from pumice.language.formats import Format, parse_format
 from pumice.language.nodes import Access, Statement, accesses_of, arrays_of
 from pumice.language.parse import parse
@@ -105,7 +106,7 @@ class Einsum:
     def _passed(self, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
         if torch.compiler.is_compiling():
             # Nothing can be read while tracing; shapes are checked by the operator, values are masked by the kernels.
-            return _flattened(self._traced(operands))
+            return self._traced(operands)
         if problem := _problem(operands):
             raise DtypeError(problem)
         key = (self, _autocast_state(operands), *((name, *_signature(x)) for name, x in operands.items()))
@@ -116,23 +117,24 @@ class Einsum:
             check.look(operands)
         return _tensors(operands), seen.names
 
-    def _traced(self, operands: Mapping[str, Operand]) -> dict[str, Any]:
+    def _traced(self, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
-        values = _value_names(self.text, integers)
-        return _one_dtype(dict(operands), {name for name in values if name in operands})
+        values, constants = _numbers(self.text, integers)
+        return _flattened(_one_dtype(dict(operands), {name for name in values if name in operands}), constants)
 
     def _first_passed(self, operands: Mapping[str, Operand], key: tuple[Any, ...]) -> tuple[list[Tensor], str]:
         """All checks, and whatever has to be converted; what needs no conversion is passed as it is from then on."""
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
         statement = _parsed(self.text, integers)
         ready = _checked(statement, operands, dict(self.formats))
-        tensors, names = _flattened(ready)
+        constants = _numbers(self.text, integers)[1]
+        tensors, names = _flattened(ready, constants)
         checks = _array_checks(statement, ready)
         for check in checks:
             check.look(ready)
         dense = _used_dense(self.text, names)
         if dense:
-            return _flattened({n: x.to_dense() if n in dense else x for n, x in ready.items()})
+            return _flattened({n: x.to_dense() if n in dense else x for n, x in ready.items()}, constants)
         if all(ready[name] is x for name, x in operands.items()):
             _SEEN.keep(key, _Seen(names, checks))
         return tensors, names
@@ -151,7 +153,12 @@ class _Check:
     def look(self, operands: Mapping[str, Any]) -> None:
         """Raise CoordinateError unless the values are there; they are read once per tensor."""
         array = operands[self.array]
-        if array.numel() and not array.is_meta and not (array.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if (
+            array.numel()
+            and not array.is_meta
+            and not isinstance(array, FakeTensor)
+            and not (array.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
             _check_values(self, *_limits(array))
 
 
@@ -266,8 +273,19 @@ def _checked(statement: Statement, operands: Mapping[str, Operand], formats: Map
 
 
 @torch._dynamo.assume_constant_result
-def _value_names(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    return _value_names_of(_parsed(text, integers))
+def _numbers(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+    """The operands whose values take part, and the given integers that the text cannot be read without."""
+    values = _value_names_of(_parsed(text, integers))
+    return values, tuple((n, x) for n, x in integers if n not in values or _needed(text, integers, n))
+
+
+def _needed(text: str, integers: tuple[tuple[str, int], ...], name: str) -> bool:
+    """Whether a given integer, a value elsewhere in the text, is a constant of an index or a range too."""
+    try:
+        _parsed(text, tuple(given for given in integers if given[0] != name))
+    except StatementError:
+        return True
+    return False
 
 
 def _value_names_of(statement: Statement) -> tuple[str, ...]:
@@ -347,13 +365,13 @@ def _one_dtype(operands: dict[str, Any], values: set[str]) -> dict[str, Any]:
 
 def _autocast(floating: Mapping[str, torch.dtype], operands: Mapping[str, Any]) -> torch.dtype | None:
     device = next((operands[name].device.type for name in floating), "cpu")
-    if device == "meta" or not torch.is_autocast_enabled(device) or torch.float64 in floating.values():
+    if not floating or device == "meta" or not torch.is_autocast_enabled(device) or torch.float64 in floating.values():
         return None
     return torch.get_autocast_dtype(device)
 
 
-def _flattened(operands: Mapping[str, Any]) -> tuple[list[Tensor], str]:
-    """The tensors of all operands, and their names for the operator."""
+def _flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]]) -> tuple[list[Tensor], str]:
+    """The tensors of all operands, and their names for the operator, with the integers that the text needs."""
     tensors: list[Tensor] = []
     tokens: list[str] = []
     notes: list[str] = []
@@ -364,12 +382,11 @@ def _flattened(operands: Mapping[str, Any]) -> tuple[list[Tensor], str]:
                 held = {**arrays.coords, **({} if arrays.values is None else {"values": arrays.values})}
                 tokens += [plan.token(name, form, part, local) for local in held]
                 tensors += held.values()
-            notes.append(f"{name}=x" + "x".join(map(str, x.shape)))
-        elif isinstance(x, int | float):
-            notes.append(f"{name}={x}")
-        else:
+            notes.append(f"{name}=x" + "x".join([f"{n}" for n in x.shape]))
+        elif isinstance(x, Tensor):
             tokens.append(name)
             tensors.append(x)
+    notes += [f"{name}={value}" for name, value in constants]
     return tensors, ";".join(["|".join(tokens), *notes])
 
 

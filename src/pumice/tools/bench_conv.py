@@ -189,7 +189,7 @@ def _spconv(setup: Setup, layer: Layer) -> Callable[[], Tensor]:
     spconv: Any = import_module("spconv.pytorch")
     channels = layer.feats.shape[1]
     module = spconv.SubMConv3d(channels, channels, 3, bias=False, indice_key="map")
-    module = module.to(setup.device, setup.half)
+    module = module.to(setup.device, setup.half).eval()
     with torch.no_grad():
         module.weight.copy_(layer.weight.view_as(module.weight))
     shape = (layer.coords[:, 1:].amax(0) + 1).tolist()

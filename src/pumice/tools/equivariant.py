@@ -71,7 +71,6 @@ def _e3nn(setup: Setup, given: Product, mode: str) -> Callable[..., Tensor]:
 
 
 def _e3nn_compiled(setup: Setup, given: Product) -> Callable[..., Tensor]:
-    torch._dynamo.reset()
     return torch.compile(_e3nn(setup, given, "eager"), fullgraph=True, dynamic=False)
 
 

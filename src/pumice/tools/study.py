@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 import warnings
 from collections import Counter
@@ -170,6 +171,7 @@ def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
 
 def measured(setup: Setup, case: Case, ours: Sequence[Way], peers: Sequence[Way]) -> Iterator[Row]:
     """Our ways and the peers', checked and then timed in turn: a row for each of ours, each peer and each clock."""
+    _forget_compiled()
     mine = [r for r in (ready(setup, case, way, True) for way in ours) if r]
     if not mine:
         setup.failed(f"{case.name}: no way of ours is left")
@@ -196,21 +198,29 @@ def timed(setup: Setup, case: Case, mine: Sequence[Ready], theirs: Sequence[Read
 
 
 def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[str, ...]]) -> None:
-    """How many times as fast as the best of each family of peers the best of our ways is, over all cases.
+    """How many times as fast as the best of each family of peers ours are, over all cases: the best, then each way.
 
     families: beginnings of the peers' names.
     """
     compared = [found for found in rows if found.peer_source == "same run"]
     for family, names in families.items():
-        best: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
-        for found in (r for r in compared if r.peer.startswith(names)):
-            cases = best.setdefault((found.dtype, found.clock), {})
-            case = found.case.rpartition("/")[0]
-            mine, theirs = cases.get(case, (math.inf, math.inf))
-            cases[case] = min(mine, found.value), min(theirs, found.peer_value)
-        for (dtype, clock), cases in sorted(best.items()):
-            setup.say(f"{family} {dtype} {clock}: {_mean({n: theirs / mine for n, (mine, theirs) in cases.items()})}")
+        peers = [found for found in compared if found.peer.startswith(names)]
+        for dtype, clock in sorted({(found.dtype, found.clock) for found in peers}):
+            chosen = [found for found in peers if (found.dtype, found.clock) == (dtype, clock)]
+            setup.say(f"{family} {dtype} {clock}: best of ours {_mean(_ratios(chosen))}")
+            ways = dict.fromkeys(found.case.rpartition("/")[2] for found in chosen)
+            for way in ways if len(ways) > 1 else ():
+                own = [found for found in chosen if found.case.rpartition("/")[2] == way]
+                setup.say(f"  {way}: {_mean(_ratios(own))}")
     _say_fastest(setup, compared)
+
+
+def _ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """By case, the fastest peer's time over the fastest of ours."""
+    cases: dict[str, list[Row]] = {}
+    for found in rows:
+        cases.setdefault(found.case.rpartition("/")[0], []).append(found)
+    return {name: min(r.peer_value for r in own) / min(r.value for r in own) for name, own in cases.items()}
 
 
 def _mean(ratios: Mapping[str, float]) -> str:
@@ -252,6 +262,12 @@ def _say_bounds(setup: Setup, case: Case, best: float) -> None:
     if setup.device.type == "cuda" and case.bounds:
         told = (f"{name} {least:.4g} ms ({least / best:.0%} reached)" for name, least in case.bounds.items())
         setup.say("  " + ", ".join(told))
+
+
+def _forget_compiled() -> None:
+    """Let torch.compile begin anew: after shapes of earlier cases it would compile for any shape, and slower."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @contextmanager
@@ -318,7 +334,6 @@ def inductor(name: str, made: Callable[[], Prepared], native: bool) -> Way:
         if native and (why := native_refusal()):
             raise RuntimeError(why)
         module, arguments = made()
-        torch._dynamo.reset()  # or the limit of recompilations is met by the shapes of earlier cases
         call = compiled(module, native)
         return lambda: call(*arguments)
 
