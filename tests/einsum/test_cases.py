@@ -183,7 +183,7 @@ def test_extremes_and_means_over_what_is_stored(form, operator, lowering):
     a[4] = 0
     mask = (a != 0) if "C" in form or "G" in form or form in ("COO", "ELL") else torch.ones_like(a, dtype=torch.bool)
     if form == "k:C m:U":
-        mask = (a != 0).any(0).expand(9, 7)
+        mask = (a != 0).any(1)[:, None].expand(9, 7)
 
     def run(x: Mapping[str, Tensor]) -> Tensor:
         return pm.einsum(f"C[m,n] {operator} A[m,k] * B[k,n]", A=sparse(x["A"], form), B=x["B"], lowering=lowering)
@@ -195,6 +195,19 @@ def test_extremes_and_means_over_what_is_stored(form, operator, lowering):
     if form in ("m:U k:U", "k:C m:U"):
         return close(run({"A": a, "B": b}), dense({"A": a, "B": b}))
     close(with_gradients(run, {"A": a, "B": b}), with_gradients(dense, {"A": a, "B": b}))
+
+
+@pytest.mark.parametrize("text", ["O[k] max= A[m,k] * X[k]", "O[m] max= A[m,k] * Y[m]", "O[k] mean= A[m,k] * X[k]"])
+@pytest.mark.parametrize("form", ["m:U k:U m:B2 k:B3", "m:C k:U m:B2 k:B3", "m:U k:C m:B2"])
+def test_padding_of_blocks_never_counts(form, text):
+    a, x, y = -normal(5, 4).abs() - 1, normal(4).abs(), normal(5).abs()
+    used = {"X": x} if "X[" in text else {"Y": y}
+    try:
+        got = pm.einsum(text, A=sparse(a, form), **used)
+    except OptionError as error:
+        assert "meets nothing else in the statement" in str(error)
+    else:
+        close(got, pm.einsum(text, A=a, **used))
 
 
 def test_buckets_cannot_be_joined_by_max():

@@ -125,6 +125,16 @@ def test_compiled_with_a_sparse_argument():
     assert counter.frame_count <= 6
 
 
+def test_compiled_with_other_numbers_and_shapes():
+    run = compiled(lambda a, n, s: pm.einsum("C[i] = A[n*i] * n * s", A=a, n=n, s=s))
+    for n in (2, 3, 4, 2):
+        close(run(normal(12), n, n / 7), normal(12)[::n] * n * (n / 7))
+    run = compiled(lambda a, b: pm.einsum(PRODUCT, A=a, B=b))
+    for n in (6, 9, 13, 14):
+        matrix, b = holes(n, 12), normal(12, 3)
+        close(run(pm.sparse(matrix, "CSR"), b), matrix @ b)
+
+
 def test_other_numbers_of_stored_entries_compile_nothing():
     held = [pm.sparse(holes(16, 12, density=density), "CSR") for density in (0.3, 0.5, 0.7, 0.9)]
     counter = CompileCounter()

@@ -187,17 +187,21 @@ class Case:
         return self._shape(self.wrt)
 
     @property
+    def read(self) -> list[str]:
+        """The operands that are read."""
+        statement = self.statement
+        return sorted({a.name for a in accesses_of(*statement.terms, *statement.target.indices)})
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the operands that are read."""
-        forward = STUDIES[self.study].statement
-        upstream = gradient_name(forward)
-        read = {a.name for a in accesses_of(*self.statement.terms, *self.statement.target.indices)}
-        return {name: self._shape("" if name == upstream else name) for name in sorted(read)}
+        upstream = gradient_name(STUDIES[self.study].statement)
+        return {name: self._shape("" if name == upstream else name) for name in self.read}
 
     @property
     def indices(self) -> set[str]:
         """The operands that are index arrays."""
-        return set(STUDIES[self.study].reach) & set(self.shapes)
+        return set(STUDIES[self.study].reach) & set(self.read)
 
 
 CASES: Mapping[str, Case] = {

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MINUTES = 60
 COMPILERS = 2
 """How many processes compile at once."""
+CRASHES = 3
+"""How many crashes of the compiler are gone behind."""
 _FORGOTTEN = ("TRITON_INTERPRET", "TRITON_ALWAYS_COMPILE", "PYTHONWARNINGS")
 
 
@@ -88,10 +90,13 @@ def _compiled(jobs: tuple[Job, ...], folder: Path) -> dict[str, Built]:
     path.write_text(json.dumps([job.to_json() for job in jobs]))
     environment = _environment(folder, TRITON_DUMP_PTXAS_LOG="1")
     found: dict[str, Built] = {}
+    crashes = 0
     while len(found) < len(jobs):
-        lines, ended = _lines("kernels.cross", str(path), str(len(found)), environment=environment, minutes=5)
+        lines, ended = _lines("kernels.cross", str(path), str(len(found)), environment=environment, minutes=3)
         found |= {job.name: Built.of_json(line) for job, line in zip(jobs[len(found) :], lines, strict=False)}
-        if len(found) < len(jobs):
-            # The job at which the process ended is to blame; the next one goes on behind it.
-            found[jobs[len(found)].name] = Built.of_error(f"the process ended: {ended}")
+        # The job at which a process ended is to blame, and another process goes on behind it; not for ever.
+        crashes += 1
+        rest = jobs[len(found) :]
+        blamed = rest if crashes > CRASHES else rest[:1]
+        found |= {job.name: Built.of_error(f"the process ended: {ended}") for job in blamed}
     return found

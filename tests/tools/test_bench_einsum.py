@@ -143,14 +143,25 @@ def test_layouts_go_back():
     assert torch.equal(flat[:, :5], x[:, 0]) and torch.equal(flat[:, 5:8], x[:, 1:4, 0])
 
 
+def test_ways_beside_the_others_are_held_against_the_fastest_peer_alone():
+    rows = [
+        _row(f"s/a/{way}", value, peer, theirs)
+        for way, value in (("main", 3.0), ("fast", 1.0), ("slow", 2.0))
+        for peer, theirs in (("quick", 1.0), ("lame", 9.0))
+    ]
+    found = {(row.case.rpartition("/")[2], row.peer) for row in study.kept(rows, ("fast", "slow"))}
+    assert found == {(way, peer) for way in ("main", "fast") for peer in ("quick", "lame")} | {("slow", "quick")}
+    assert study.kept([], ()) == []
+
+
+def _row(case, value, peer, theirs):
+    subject = ledger.Subject("einsum", case, "fp32", CPU)
+    return ledger.row(subject, study.Times(value, value, value), "wall", ledger.Peer(peer, theirs))
+
+
 def test_the_summary_weighs_the_best_of_ours_against_the_best_of_a_family():
     setup = study.Setup(CPU, True, (said := []).append)
-
-    def row(case, value, peer, theirs):
-        subject = ledger.Subject("einsum", case, "fp32", CPU)
-        return ledger.row(subject, study.Times(value, value, value), "wall", ledger.Peer(peer, theirs))
-
-    rows = [row("s/a/COO", 2.0, "p one", 8.0), row("s/a/CSR", 1.0, "p two", 4.0), row("s/b/COO", 1.0, "p one", 1.0)]
+    rows = [_row("s/a/COO", 2.0, "p one", 8.0), _row("s/a/CSR", 1.0, "p two", 4.0), _row("s/b/COO", 1.0, "p one", 1.0)]
     study.summarize(setup, rows, {"peers": ("p ",), "others": ("q",)})
     assert said[:3] == [
         "peers fp32 wall: best of ours 2.00x (geometric mean of 2), least 1.00x at s/b",

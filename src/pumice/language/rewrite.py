@@ -276,6 +276,8 @@ def _replaced(step: Statement, place: tuple[int, int], naming: _Naming) -> State
             continue
         value = naming.renamed(access.name, coordinate, positions)
         name, solution = _solve(new, access.name, expressions, number, value)
+        if not arrays_of(coordinate) and name not in indices_of(new):
+            _check_counted(step, access, number, naming)
         new = substitute(new, {name: solution})
         expressions = [substitute(e, {name: solution}) for e in expressions]
         positions = {symbol: substitute(e, {name: solution}) for symbol, e in positions.items()}
@@ -350,6 +352,14 @@ def _solve(
         )
         return atom.name, solution
     raise _Unsolvable(operand, f"`{expression}` cannot be solved for an index that is free there")
+
+
+def _check_counted(step: Statement, access: Access, number: int, naming: _Naming) -> None:
+    """The last block of a dense axis may be padded: by values 0, and nothing else tells it."""
+    if naming.stored.ones or step.reduction != "sum":
+        raise _Unsolvable(
+            access.name, f"its index `{access.indices[number]}`, in blocks, meets nothing else in the statement"
+        )
 
 
 def _check_used(step: Statement, access: Access, naming: _Naming) -> None:

@@ -23,7 +23,7 @@ from pumice.language.derive import declare
 from pumice.language.formats import parse_format
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.parse import parse
-from pumice.language.rewrite import Conscious, Stored, conscious
+from pumice.language.rewrite import Conscious, Stored, conscious, single_terms
 from pumice.language.roles import roles
 from pumice.lower import gathered, graph, loops, maps
 from pumice.lower import triton as kernels
@@ -333,7 +333,9 @@ def _bound(step: Statement, shapes: tuple[tuple[str, tuple[int, ...]], ...], sha
 def _with_lost_ranges(text: str, names: str, bound: Bound) -> str:
     """The text with the ranges declared that only windows told and that the steps could not find again."""
     statement = statement_of(text, names)
-    lost = dict(declare(statement, bound.ranges).ranges)
+    lost = dict(statement.ranges)
+    for step in single_terms(statement):
+        lost.update(declare(step, bound.ranges).ranges)
     sparse = set(read(names).forms)
     for access in accesses_of(statement):
         if access.name in sparse:

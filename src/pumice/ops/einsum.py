@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from pumice.ops.explain import explanation
 from pumice.ops.sparse import Sparse, sparse
 
 Operand = Tensor | Sparse | int | float
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **operands: Operand) -> Tensor:
@@ -118,6 +120,7 @@ class Einsum:
         return _tensors(operands), seen.names
 
     def _traced(self, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
+        operands = {n: _fixed(x) if type(x) in (int, float) else x for n, x in operands.items()}
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
         values, constants = _numbers(self.text, integers)
         return _flattened(_one_dtype(dict(operands), {name for name in values if name in operands}), constants)
@@ -272,7 +275,16 @@ def _checked(statement: Statement, operands: Mapping[str, Operand], formats: Map
     return _one_dtype(found, {name for name in _value_names_of(statement) if name in found})
 
 
-@torch._dynamo.assume_constant_result
+def _constant(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """Let torch.compile run `function` while it traces and keep what it gives.
+
+    What torch.compiler.assume_constant_result does, without its import of the compiler (and of Triton).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def _numbers(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
     """The operands whose values take part, and the given integers that the text cannot be read without."""
     values = _value_names_of(_parsed(text, integers))
@@ -370,6 +382,15 @@ def _autocast(floating: Mapping[str, torch.dtype], operands: Mapping[str, Any]) 
     return torch.get_autocast_dtype(device)
 
 
+def _fixed(number: Any) -> Any:
+    """The number itself, where torch.compile would put a symbol for it: it is part of a text."""
+    if not torch.compiler.is_compiling():
+        return number
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(number)
+
+
 def _flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]]) -> tuple[list[Tensor], str]:
     """The tensors of all operands, and their names for the operator, with the integers that the text needs."""
     tensors: list[Tensor] = []
@@ -382,7 +403,7 @@ def _flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]]
                 held = {**arrays.coords, **({} if arrays.values is None else {"values": arrays.values})}
                 tokens += [plan.token(name, form, part, local) for local in held]
                 tensors += held.values()
-            notes.append(f"{name}=x" + "x".join([f"{n}" for n in x.shape]))
+            notes.append(f"{name}=x" + "x".join([str(_fixed(n)) for n in x.shape]))
         elif isinstance(x, Tensor):
             tokens.append(name)
             tensors.append(x)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pumice.errors import DeviceError
 from pumice.language.bind import bind
@@ -42,6 +43,30 @@ def einsum(
         # The dispatcher finds an operator by its tensors.
         return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
     return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
+
+
+def plain(operands: Sequence[Tensor]) -> bool:
+    """Whether nobody watches: no gradients, no tracing, no transform, no mode, ordinary tensors with values.
+
+    Then the dispatcher has nothing to add, and its 10 us are saved.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _watched():
+        return False
+    grads = torch.is_grad_enabled()
+    for x in operands:
+        if type(x) not in _ORDINARY or x.is_meta or (grads and x.requires_grad):
+            return False
+    return not operands or not torch.is_autocast_enabled(operands[0].device.type)
+
+
+def _watched() -> bool:
+    """Whether a functorch transform, forward-mode differentiation or a torch function mode is on."""
+    if forward_ad._current_level >= 0 or torch._C._len_torch_function_stack():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 def check_device(device: torch.device) -> None:

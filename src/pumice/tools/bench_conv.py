@@ -22,7 +22,7 @@ from pumice.ops import SparseTensor, conv_features
 from pumice.ops.conv import CONV
 from pumice.ops.register import einsum
 from pumice.tools.ledger import Peer, Row, Subject, row
-from pumice.tools.study import DTYPES, Case, Setup, Way, eager, graph_of, inductor, measured, summarize
+from pumice.tools.study import DTYPES, Case, Setup, Way, eager, graph_of, inductor, kept, measured, summarize
 from pumice.tools.timing import together
 
 FORMS = ("pairs", "grouped", "compacted")
@@ -57,7 +57,7 @@ def conv(setup: Setup) -> Iterator[Row]:
         setup.say(f"{name}: {layer.found}")
         rows = list(_one(setup, case, name, layer))
         done += rows
-        yield from rows
+        yield from kept(rows, FORMS)
         yield from conversions(setup, case, layer)
     summarize(setup, done, {name: (name,) for name in ("spconv", "Inductor", "Inductor native", "eager")})
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from pumice.ops.sparse import sparse
 from pumice.tools import matrices
 from pumice.tools.ledger import Row
-from pumice.tools.study import DTYPES, Case, Setup, Way, line, measured, quietly, seconds_to_move, summarize
+from pumice.tools.study import DTYPES, Case, Setup, Way, kept, line, measured, quietly, seconds_to_move, summarize
 from pumice.tools.timing import together
 
 TEXT = "C[m,n] = A[m,k] * B[k,n]"
@@ -35,7 +35,7 @@ def structured(setup: Setup) -> Iterator[Row]:
                 if found.peer == "dense":
                     ratios.setdefault(found.clock, []).append((sparsity, found.peer_value / found.value))
             done += rows
-            yield from rows
+            yield from kept(rows, ("BCSR",))
         for clock, points in ratios.items():
             setup.say(f"{size}/B{block} {clock}: {crossing(points)}")
     summarize(setup, done, {"dense": ("dense",), "torch BSR": ("torch BSR",)})

@@ -12,7 +12,7 @@ from pumice.ops.einsum import compile_einsum
 from pumice.ops.sparse import sparse
 from pumice.tools import clebsch, equivariant
 from pumice.tools.ledger import Row
-from pumice.tools.study import Case, Setup, Way, measured, seconds_to_move, summarize
+from pumice.tools.study import Case, Setup, Way, kept, measured, seconds_to_move, summarize
 
 SHARED = "Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[l,u,w]"
 PER_SAMPLE = "Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[b,l,u,w]"
@@ -57,7 +57,7 @@ def tensor_product(setup: Setup) -> Iterator[Row]:
                         continue
                     rows = list(_one(setup, case, product(setup, highest, channels, shared), backward))
                     done[backward] += rows
-                    yield from rows
+                    yield from kept(rows, FORMATS)
     for backward, rows in done.items():
         setup.say("forward and backward" if backward else "forward")
         summarize(setup, rows, {"e3nn or cuEquivariance": ("e3nn", "cuEq"), "dense einsum": ("dense",)})

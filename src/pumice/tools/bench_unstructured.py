@@ -13,7 +13,7 @@ from pumice.ops.sparse import Sparse, sparse
 from pumice.tools import cusparse, matrices
 from pumice.tools.ledger import Row
 from pumice.tools.matrices import Matrix
-from pumice.tools.study import Case, Setup, Way, line, measured, quietly, seconds_to_move, summarize
+from pumice.tools.study import Case, Setup, Way, kept, line, measured, quietly, seconds_to_move, summarize
 
 TEXT = "C[m,n] = A[m,k] * B[k,n]"
 FORMATS = {"GroupCOO": "m:C k:G", "COO": "(m k):C", "CSR": "m:U k:C", "buckets": "m:C k:G*"}
@@ -29,7 +29,7 @@ def unstructured(setup: Setup) -> Iterator[Row]:
         for dtype in dict.fromkeys((torch.float32, setup.half)):
             rows = list(_one(setup, matrix, columns, dtype))
             done += rows
-            yield from rows
+            yield from kept(rows, set(FORMATS) - {"GroupCOO"})
     summarize(setup, done, {"cuSPARSE": ("torch.sparse.mm", "cuSPARSE")})
 
 

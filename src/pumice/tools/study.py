@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -221,6 +221,23 @@ def _ratios(rows: Sequence[Row]) -> dict[str, float]:
     for found in rows:
         cases.setdefault(found.case.rpartition("/")[0], []).append(found)
     return {name: min(r.peer_value for r in own) / min(r.value for r in own) for name, own in cases.items()}
+
+
+def kept(rows: Sequence[Row], beside: Collection[str]) -> list[Row]:
+    """The rows of one case that the ledger gets.
+
+    Ways that are only `beside` the others, and not the fastest of ours, are held against the fastest peer alone.
+    """
+    found: list[Row] = []
+    for clock in dict.fromkeys(r.clock for r in rows):
+        own = [r for r in rows if r.clock == clock]
+        fastest = min(own, key=lambda r: r.value).case
+        peers = [r for r in own if r.peer_source == "same run"]
+        rival = min(peers, key=lambda r: r.peer_value).peer if peers else ""
+        found += [
+            r for r in own if r.case == fastest or r.peer == rival or r.case.rpartition("/")[2] not in set(beside)
+        ]
+    return found
 
 
 def _mean(ratios: Mapping[str, float]) -> str:
