@@ -92,12 +92,10 @@ def study_checks(kind: str) -> Checks:
             small = case.at(SMALL, b=3) if case.study.endswith("own") else case.at(SMALL)
             found[f"{name} tiles"] = partial(check_tiles, small)
             found[f"{name} half"] = partial(check_half, small)
-            found[f"{name} strided"] = partial(check_strided, small)
-            odd = dict(variants(case))
-            found[f"{name} one column"] = partial(check_one, odd.pop("one column"))
             if not case.wrt:
+                found[f"{name} strided"] = partial(check_strided, small)
                 found[f"{name} accumulates"] = partial(check_accumulates, small)
-                found |= {f"{name} {label}": partial(check_one, other) for label, other in odd.items()}
+                found |= {f"{name} {label}": partial(check_one, odd) for label, odd in variants(case)}
     return found
 
 

@@ -34,7 +34,8 @@ def _precisions():
             yield Job(name, target, "bf16")
             yield Job(name, target, "fp32", "tf32")
     for name in PRODUCTS[:2]:
-        for target in TARGETS:
+        # For sm_80 the larger tile in float32 spills so much that it takes long to compile.
+        for target in TARGETS if name == "conv_compacted" else TARGETS[1:]:
             yield Job(name, target, "fp32", "ieee")
             yield Job(name, target, "fp32", "bf16x3")
             if target in NVIDIA:
@@ -66,11 +67,8 @@ SPILLS = {
     "tp_grouped_own:dV": 2500,
     # float32 by several products holds its operands in several parts.
     "tp sm_80 fp32 tf32": 16,
-    "block_group_coo_128 sm_80 fp32 ieee": 32,
     "block_group_coo_128 sm_90 fp32 ieee": 32,
-    "block_group_coo_128 sm_80 fp32 bf16x3": 2000,
     "block_group_coo_128 sm_90 fp32 bf16x3": 800,
-    "block_group_coo_128 sm_80 fp32 tf32x3": 30_000,
     "block_group_coo_128 sm_90 fp32 tf32x3": 1200,
     "conv_compacted sm_80 fp32 tf32x3": 16_000,
 }
@@ -203,7 +201,7 @@ def _numbered(statement, factors):
     # All blocks are one statement.
     text = re.sub(r"\d+\*", "B*", " * ".join([str(statement.target), *map(str, factors)]))
     renamed = re.sub(r"[^\W\d]\w*", partial(_renamed, names), text)
-    return renamed, sorted(f"{names[name]}:{fact}" for name, fact in statement.facts)
+    return renamed, ",".join(sorted(f"{names[name]}:{fact}" for name, fact in statement.facts))
 
 
 def _renamed(names, match):
