@@ -18,6 +18,7 @@ from pumice.ops import (
     prepare,
     sparse,
     to_dense,
+    tuning,
     union,
     voxelize,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "same_geometry",
     "sparse",
     "to_dense",
+    "tuning",
     "union",
     "voxelize",
 ]

@@ -7,7 +7,9 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -150,9 +152,32 @@ class Runner:
         key = (precision, part is not None and part.rows.shape, *[(t.stride(), t.dtype) for t in tensors])
         known = self._launches.get(key)
         if known is None:
+            if self._tile is None and is_tuning() and out.is_cuda and not ledger().get(_key(self.bound, operands)):
+                tune(self.bound, operands, self.dtype, measured)
             tile = self._tile or tile_of(self.bound, operands)
             known = self._launches[key] = prepare(self.bound, operands, out, tile, part, precision)
         return known
+
+
+@contextmanager
+def tuning(on: bool = True) -> Iterator[None]:
+    """Within it, the tiles of every kernel that is met and was not tuned are timed, and the fastest is kept on disk.
+
+    The first call takes seconds, later ones and other processes profit. Gradients of what is computed within are tuned
+    too. Nothing happens on a CPU.
+    """
+    token = _TUNING.set(on)
+    try:
+        yield
+    finally:
+        _TUNING.reset(token)
+
+
+def is_tuning() -> bool:
+    return _TUNING.get()
+
+
+_TUNING: ContextVar[bool] = ContextVar("tuning", default=False)
 
 
 def tune(
@@ -164,8 +189,9 @@ def tune(
     """
     times: dict[Tile, float] = {}
     for tile in tiles.candidates(_problem(bound, operands, _form(bound))):
+        attempt = Runner(bound, dtype, tile, "")
         try:
-            times[tile] = measure(lambda tile=tile: run(bound, operands, dtype, tile))
+            times[tile] = measure(lambda attempt=attempt: attempt(operands))
         except _does_not_fit():
             continue
     if times:

@@ -1,5 +1,6 @@
 """Differentiable functions of sparse tensors."""
 
+from pumice.lower.triton import tuning
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
 from pumice.ops.einsum import compile_einsum, einsum
 from pumice.ops.points import devoxelize, interpolate, voxelize
@@ -34,6 +35,7 @@ __all__ = [
     "split",
     "sum_pool",
     "to_dense",
+    "tuning",
     "union",
     "voxelize",
 ]

@@ -100,10 +100,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # torch takes an empty list for one of tensors, and wants as many gradients.
     ctx.none = [] if shape is not None and not len(shape) else None
     ctx.extreme = plan.statement_of(ctx.text, ctx.names).reduction in ("max", "min")
+    ctx.tuning = plan.kernels.is_tuning()
     ctx.save_for_backward(*operands, *([output] if ctx.extreme else []))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
+    with plan.kernels.tuning(ctx.tuning):
+        return _all_gradients(ctx, grad)
+
+
+def _all_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     *operands, last = (*ctx.saved_tensors, None) if not ctx.extreme else ctx.saved_tensors
     call = _Call(operands, ctx.names, ctx.text, ctx.lowering, grad.shape)
     needed = ctx.needs_input_grad[0]

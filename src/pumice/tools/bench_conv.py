@@ -22,7 +22,7 @@ from pumice.ops import SparseTensor, conv_features
 from pumice.ops.conv import CONV
 from pumice.ops.register import einsum
 from pumice.tools.ledger import Peer, Row, Subject, row
-from pumice.tools.study import DTYPES, Case, Setup, Way, eager, graph_of, inductor, kept, measured, summarize
+from pumice.tools.study import DTYPES, Case, Setup, Way, eager, graph_of, inductor, kept, measured, summarize, tuned
 from pumice.tools.timing import together
 
 FORMS = ("pairs", "grouped", "compacted")
@@ -124,7 +124,7 @@ def exact(layer: Layer) -> Tensor:
 
 def planned(layer: Layer) -> Way:
     """The layer as pumice.nn runs it, in inference."""
-    return Way("planned", lambda: lambda: conv_features(layer.feats, layer.weight, layer.found, layer.rows))
+    return Way("planned", lambda: tuned(lambda: conv_features(layer.feats, layer.weight, layer.found, layer.rows)))
 
 
 def convert(layer: Layer) -> None:
@@ -137,7 +137,7 @@ def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
     held = maps.FORMS[form].arrays(layer.found)
     names = "|".join(("x", "w", *(f"map@{form}@0@{local}" for local in held)))
     operands, shape = [layer.feats, layer.weight, *held.values()], (layer.rows, layer.weight.shape[0])
-    return lambda: einsum(operands, names, CONV, shape)
+    return tuned(lambda: einsum(operands, names, CONV, shape))
 
 
 def grouped_graph(layer: Layer) -> Prepared:

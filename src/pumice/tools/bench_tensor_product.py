@@ -12,7 +12,7 @@ from pumice.ops.einsum import compile_einsum
 from pumice.ops.sparse import sparse
 from pumice.tools import clebsch, equivariant
 from pumice.tools.ledger import Row
-from pumice.tools.study import Case, Setup, Way, kept, measured, seconds_to_move, summarize
+from pumice.tools.study import Case, Setup, Way, kept, measured, seconds_to_move, summarize, tuned
 
 SHARED = "Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[l,u,w]"
 PER_SAMPLE = "Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[b,l,u,w]"
@@ -94,8 +94,10 @@ def _one(setup: Setup, case: str, given: Product, backward: bool) -> Iterator[Ro
 def _ours(given: Product, text: str, backward: bool) -> Callable[[], Tensor | tuple[Tensor, ...]]:
     held = sparse(given.coefficients, text)
     line = compile_einsum(SHARED if given.shared else PER_SAMPLE, {"CG": str(held.format)})
-    return with_gradients(
-        lambda x, y, w: line(CG=held, X=x, Y=y, W=w), (given.x, given.y, given.w), given.cotangent, backward
+    return tuned(
+        with_gradients(
+            lambda x, y, w: line(CG=held, X=x, Y=y, W=w), (given.x, given.y, given.w), given.cotangent, backward
+        )
     )
 
 

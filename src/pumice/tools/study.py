@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pumice.lower import plan
 from pumice.lower.graph import Prepared, prepare
+from pumice.lower.triton import tuning
 from pumice.ops.einsum import compile_einsum
 from pumice.ops.sparse import Sparse
 from pumice.schedule.cost import DEVICES
@@ -318,9 +319,16 @@ def line(name: str, text: str, lowering: str = "", **operands: Tensor | Sparse) 
     def make() -> Callable[[], Tensor]:
         formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
         call = compile_einsum(text, formats, lowering=lowering)
-        return lambda: call(**operands)
+        return tuned(lambda: call(**operands))
 
     return Way(name, make)
+
+
+def tuned(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call, its kernels tuned."""
+    with tuning():
+        call()
+    return call
 
 
 def as_graph(text: str, **operands: Tensor | Sparse) -> Prepared:
