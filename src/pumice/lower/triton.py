@@ -8,7 +8,8 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -40,6 +41,8 @@ DTYPES = {
 }
 PRECISIONS = ("ieee", "tf32x3", "bf16x3", "tf32")
 """How float32 values meet in a product, the most exact first: relative errors of 1e-7, 1e-6, 1e-5 and 5e-4."""
+_COMPILERS = 8
+"""Kernels that are made at once while tuning."""
 _STATIC = 1024
 """Extents of reductions and columns up to this are baked into the kernel; longer ones are arguments."""
 
@@ -59,6 +62,10 @@ class Launch:
     fixed: tuple[Any, ...]
     slots: tuple[tuple[int, str, str], ...]
     compiled: dict[tuple[bool, ...], Any] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -122,7 +129,7 @@ class Runner:
     """A statement of one term of certain sizes: called with the operands by name, it gives the result."""
 
     def __init__(self, bound: Bound, dtype: torch.dtype, tile: Tile | None, precision: str) -> None:
-        self.bound, self.dtype, self._tile, self._precision = bound, dtype, tile, precision
+        self.bound, self.dtype, self.tile, self._precision = bound, dtype, tile, precision
         self._form, self._used = _form(bound), _used(bound)
         self._empty = any(not len(extent) for extent in bound.ranges.values())
         self._whole = not self._empty and not self._form.adds and _covers(bound, self._form)
@@ -136,6 +143,15 @@ class Runner:
             for part in _segments(self.bound, operands, self._form) or (None,):
                 _launch(self._ready(operands, out, part), operands, out, part)
         return out if self._summed == self.dtype else out.to(self.dtype)
+
+    def compile(self, operands: Mapping[str, Tensor]) -> None:
+        """Make the kernel without running it, so that several can be made at once; what does not fit shows later."""
+        if self._empty or interpreted():
+            return
+        out, part = self._result(operands), next(iter(_segments(self.bound, operands, self._form)), None)
+        launch = self._ready(operands, out, part)
+        with suppress(*_does_not_fit()):
+            launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
 
     def _result(self, operands: Mapping[str, Tensor]) -> Tensor:
         """The tensor that the kernel writes: zeros, or the old values, where it does not write all."""
@@ -152,9 +168,9 @@ class Runner:
         key = (precision, part is not None and part.rows.shape, *[(t.stride(), t.dtype) for t in tensors])
         known = self._launches.get(key)
         if known is None:
-            if self._tile is None and is_tuning() and out.is_cuda and not ledger().get(_key(self.bound, operands)):
+            if self.tile is None and is_tuning() and out.is_cuda and not ledger().get(_key(self.bound, operands)):
                 tune(self.bound, operands, self.dtype, measured)
-            tile = self._tile or tile_of(self.bound, operands)
+            tile = self.tile or tile_of(self.bound, operands)
             known = self._launches[key] = prepare(self.bound, operands, out, tile, part, precision)
         return known
 
@@ -188,8 +204,12 @@ def tune(
     A tile that does not fit the device is left out.
     """
     times: dict[Tile, float] = {}
-    for tile in tiles.candidates(_problem(bound, operands, _form(bound))):
-        attempt = Runner(bound, dtype, tile, "")
+    attempts = [Runner(bound, dtype, tile, "") for tile in tiles.candidates(_problem(bound, operands, _form(bound)))]
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        list(pool.map(lambda attempt: attempt.compile(operands), attempts))
+    for attempt in attempts:
+        tile = attempt.tile
+        assert tile is not None
         try:
             times[tile] = measure(lambda attempt=attempt: attempt(operands))
         except _does_not_fit():
@@ -300,14 +320,20 @@ def _write(path: Path, text: str) -> None:
 def _launch(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> None:
     if not launch.programs:
         return
-    values = list(launch.fixed)
-    for place, kind, name in launch.slots:
-        values[place] = operands[name] if kind == "operand" else out if kind == "result" else getattr(part, name)
+    values = _values(launch, operands, out, part)
     if out.is_cuda and out.device.index != torch.cuda.current_device():
         with torch.cuda.device(out.device):
             _start(launch, values)
     else:
         _start(launch, values)
+
+
+def _values(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> list[Any]:
+    """The arguments of a launch in their order."""
+    values = list(launch.fixed)
+    for place, kind, name in launch.slots:
+        values[place] = operands[name] if kind == "operand" else out if kind == "result" else getattr(part, name)
+    return values
 
 
 def _start(launch: Launch, values: list[Any]) -> None:
@@ -317,8 +343,7 @@ def _start(launch: Launch, values: list[Any]) -> None:
     if compiled is not None:
         compiled[(launch.programs, 1, 1)](*values)
         return
-    options = {"num_warps": launch.tile.warps, "num_stages": launch.tile.stages}
-    compiled = launch.kernel[(launch.programs,)](*values, **options)
+    compiled = launch.kernel[(launch.programs,)](*values, **launch.options)
     if compiled is not None:
         launch.compiled[aligned] = compiled
 
