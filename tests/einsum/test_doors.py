@@ -220,6 +220,22 @@ def test_arrays_that_change_are_looked_at_again(view):
         assert run(V=V, X=x).tolist() == V[1:3].tolist()
 
 
+def test_declared_facts():
+    text = "C[X[p]] = V[p] ; C:[9], X:"
+    for fact, good, bad in (
+        ("sorted", (0, 0, 1, 3, 3), (0, 1, 3, 2, 3)),
+        ("distinct", (4, -1, 1, -1, 0), (4, 1, 0, 1, 2)),
+    ):
+        wanted = torch.zeros(9).index_add(0, ints(*good).clamp(min=0), V.where(ints(*good) >= 0, 0))
+        torch.testing.assert_close(pm.einsum(text + fact, V=V, X=ints(*good)), wanted)
+        x = ints(*good)
+        pm.einsum(text + fact, V=V, X=x)
+        x[:] = ints(*bad)
+        for _ in range(2):
+            with pytest.raises(CoordinateError, match=f"X is declared {fact}, and is not"):
+                pm.einsum(text + fact, V=V, X=x)
+
+
 def test_an_operand_that_shrinks_is_looked_at_again():
     x = ints(1, 4)
     assert pm.einsum(GATHER, V=V, X=x).shape == (2,)

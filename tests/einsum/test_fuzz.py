@@ -88,7 +88,7 @@ def test_the_oracle_agrees(first):
 
 @pytest.mark.parametrize(("lowering", "first"), [("reference", 1000), ("graph", 1100)])
 def test_the_oracle_agrees_with_every_lowering(lowering, first):
-    for seed in range(first, first + 200):
+    for seed in range(first, first + 100):
         call = Call.of(seed)
         close(call, call.run(lowering), call.oracle())
 
@@ -169,16 +169,16 @@ def test_gradients_are_those_of_the_reference(first):
         close(call, got, wanted)
 
 
-@pytest.mark.parametrize("first", [200, 212])
+@pytest.mark.parametrize("first", [200, 210])
 def test_double_gradients_are_those_of_the_reference(first):
-    for seed in range(first, first + 12):
+    for seed in range(first, first + 10):
         call = Call.of(seed)
         wanted = gradients(call, lambda tensors, call=call: loops.run(call.bound, tensors, torch.float64), True)
         got = gradients(call, lambda tensors, call=call: replace(call, tensors=tensors).run(), True)
         close(call, got, wanted)
 
 
-@pytest.mark.parametrize(("first", "count", "twice"), [(0, 80, False), (400, 24, True)], ids=["once", "twice"])
+@pytest.mark.parametrize(("first", "count", "twice"), [(0, 60, False), (400, 20, True)], ids=["once", "twice"])
 def test_gradients_of_sparse_are_those_of_dense(first, count, twice):
     for seed in range(first, first + count):
         made = with_holes(Call.of(seed), bare=False)

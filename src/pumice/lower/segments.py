@@ -24,14 +24,24 @@ class Segments:
 
 
 @per_tensor
-def segments(array: Tensor, count: int) -> tuple[Segments, ...]:
+def segments(array: Tensor, count: int, window: int = 0) -> tuple[Segments, ...]:
     """The segments of a sorted array for the values 0 to count - 1, empty ones too.
 
-    Long ones come first, so that none starts late. Nothing is read from the device. The array may begin with -1.
+    Long ones come first, so that none starts late. With a window only those far above the mean do, and the others keep
+    their neighbourhood, being sorted by length within so many of them: what they read is near, too. Nothing is read
+    from the device. The array may begin with -1.
     """
     ends = torch.arange(count + 1, device=array.device, dtype=array.dtype)
     bounds = torch.searchsorted(array, ends, out_int32=True)
     starts, stops = bounds[:-1], bounds[1:]
-    order = (stops - starts).argsort(descending=True, stable=True)
     mean = array.shape[0] / max(count, 1)
+    order = _rank(stops - starts, 4 * int(mean) + 8, window).argsort(stable=True)
     return (Segments(order.int(), starts[order], stops[order], mean),)
+
+
+def _rank(lengths: Tensor, most: int, window: int) -> Tensor:
+    """The place of each segment in the order: the longest first, or the long ones and then window after window."""
+    if not window:
+        return -lengths
+    places = torch.arange(len(lengths), device=lengths.device) // window
+    return torch.where(lengths > most, -lengths, places * (most + 1) + most - lengths)

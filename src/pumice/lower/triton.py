@@ -41,6 +41,8 @@ DTYPES = {
 }
 PRECISIONS = ("ieee", "tf32x3", "bf16x3", "tf32")
 """How float32 values meet in a product, the most exact first: relative errors of 1e-7, 1e-6, 1e-5 and 5e-4."""
+_WINDOW = 512
+"""Rows that are sorted by length among themselves, where each gathers on its own."""
 _COMPILERS = 8
 """Kernels that are made at once while tuning."""
 _STATIC = 1024
@@ -458,7 +460,8 @@ def _covers(bound: Bound, form: Roles) -> bool:
 def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Sequence[Segments]:
     if form.segment is None:
         return ()
-    return segments(operands[form.segment.array], _count(bound, tuple((n, operands[n].shape) for n in _used(bound))))
+    count = _count(bound, tuple((n, operands[n].shape) for n in _used(bound)))
+    return segments(operands[form.segment.array], count, 0 if form.product else _WINDOW)
 
 
 @lru_cache(maxsize=4096)

@@ -156,13 +156,23 @@ class _Check:
     def look(self, operands: Mapping[str, Any]) -> None:
         """Raise CoordinateError unless the values are there; they are read once per tensor."""
         array = operands[self.array]
-        if (
-            array.numel()
-            and not array.is_meta
-            and not isinstance(array, FakeTensor)
-            and not (array.is_cuda and torch.cuda.is_current_stream_capturing())
-        ):
+        if _held(array):
             _check_values(self, *_limits(array))
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """An index array of which the text says that it is sorted, or that its places are distinct."""
+
+    array: str
+    fact: str
+
+    def look(self, operands: Mapping[str, Any]) -> None:
+        """Raise CoordinateError unless it is; lowerings rely on it."""
+        array = operands[self.array]
+        if not _held(array) or _FACTS[self.fact](array):
+            return
+        raise CoordinateError(f"{self.array} is declared {self.fact}, and is not")
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,7 @@ class _Seen:
     """What was found of operands that need no conversion: their names for the operator, and what is left to check."""
 
     names: str
-    checks: tuple[_Check, ...]
+    checks: tuple[_Check | _Declared, ...]
 
 
 _SEEN: Bounded[_Seen] = Bounded(1024)
@@ -411,9 +421,11 @@ def _flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]]
     return tensors, ";".join(["|".join(tokens), *notes])
 
 
-def _array_checks(statement: Statement, operands: Mapping[str, Any]) -> tuple[_Check, ...]:
+def _array_checks(statement: Statement, operands: Mapping[str, Any]) -> tuple[_Check | _Declared, ...]:
     """What the values of the index arrays must be: -1, or a place along each axis that they index."""
-    found = []
+    found: list[_Check | _Declared] = [
+        _Declared(name, fact) for name, fact in statement.facts if isinstance(operands.get(name), Tensor)
+    ]
     declared = dict(statement.shapes)
     for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
         x = operands.get(access.name)
@@ -435,6 +447,28 @@ def _check_values(check: _Check, low: int, high: int) -> None:
             f"{check.text} holds {low if low < -1 else high}, but {check.where} has extent {check.extent}: values are "
             f"-1 (nothing) or from 0 to {max(0, -(-check.extent // max(step, 1)) - 1)}"
         )
+
+
+def _held(array: Tensor) -> bool:
+    """Whether there are values, and whether they may be looked at now."""
+    there = array.numel() and not array.is_meta and not isinstance(array, FakeTensor)
+    return bool(there) and not (array.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+@per_tensor
+def _sorted(array: Tensor) -> bool:
+    """Whether no value is smaller than the one before it on the first axis."""
+    return bool((array[1:] >= array[:-1]).all())
+
+
+@per_tensor
+def _distinct(array: Tensor) -> bool:
+    """Whether no place occurs twice; -1 may."""
+    places = array[array >= 0]
+    return len(torch.unique(places)) == len(places)
+
+
+_FACTS = {"sorted": _sorted, "distinct": _distinct}
 
 
 @per_tensor
