@@ -132,7 +132,7 @@ def test_tensor_products(weights):
         ("C[2*i+j] = A[i,j]", {"i": 8, "j": 2}, False),
         ("C[2*i+j] = A[i,j]", {"i": 8, "j": 3}, True),
         # Not seen to be written once, which costs time and nothing else.
-        ("C[i,i+j] = A[i,j]", {"i": 8, "j": 3}, True),
+        ("C[i,i+j] = A[i,j]", {"i": 8, "j": 3}, False),
         ("C[X[p]] = A[p]", {"p": 8}, True),
         ("C[X[p]] = A[p] ; X:distinct", {"p": 8}, False),
         ("C[X[p]+1] = A[p] ; X:distinct", {"p": 8}, False),

@@ -136,23 +136,30 @@ def _injective(target: Access, extents: Mapping[str, int], statement: Statement)
     """Whether different points of the target's indices write different entries."""
     distinct = {name for name, fact in statement.facts if fact == "distinct"}
     told: set[str] = set()
-    for expression in target.indices:
-        if expression.arrays:
-            ((coefficient, atom), *rest) = expression.terms
-            if rest or not isinstance(atom, Access) or atom.name not in distinct:
-                continue
-            bare = [e.bare for e in atom.indices]
-            told.update(name for name in bare if name)
-            continue
-        reach = 0
-        for coefficient, atom in sorted(expression.terms, key=lambda term: abs(term[0])):
-            assert isinstance(atom, Index)
-            if abs(coefficient) <= reach:
-                break
-            told.add(atom.name)
-            # The segment's index is open; nothing is measured in units above it.
-            reach += abs(coefficient) * (max(extents.get(atom.name, 1 << 62), 1) - 1)
+    before = -1
+    # What one axis tells may let another tell more.
+    while before < len(told):
+        before = len(told)
+        for expression in target.indices:
+            told |= _told(expression, told, extents, distinct)
     return set(indices_of(target)) <= told
+
+
+def _told(expression: Affine, told: set[str], extents: Mapping[str, int], distinct: set[str]) -> set[str]:
+    """The indices whose values follow from the value of the expression and those of the indices in `told`."""
+    if expression.arrays:
+        ((_, atom), *rest) = expression.terms
+        if rest or not isinstance(atom, Access) or atom.name not in distinct:
+            return set()
+        return {e.bare for e in atom.indices if e.bare}
+    unknown = sorted((abs(c), a.name) for c, a in expression.terms if isinstance(a, Index) and a.name not in told)
+    reach = 0
+    for coefficient, name in unknown:
+        if coefficient <= reach:
+            return set()
+        # The segment's index is open; nothing is measured in units above it.
+        reach += coefficient * (max(extents.get(name, 1 << 62), 1) - 1)
+    return {name for _, name in unknown}
 
 
 def _product(

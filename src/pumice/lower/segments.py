@@ -32,7 +32,7 @@ def segments(array: Tensor, count: int, window: int = 0) -> tuple[Segments, ...]
     from the device. The array may begin with -1.
     """
     ends = torch.arange(count + 1, device=array.device, dtype=array.dtype)
-    bounds = torch.searchsorted(array, ends, out_int32=True)
+    bounds = torch.searchsorted(array.contiguous(), ends, out_int32=True)
     starts, stops = bounds[:-1], bounds[1:]
     mean = array.shape[0] / max(count, 1)
     order = _rank(stops - starts, 4 * int(mean) + 8, window).argsort(stable=True)

@@ -274,6 +274,9 @@ def _checked(statement: Statement, operands: Mapping[str, Operand], formats: Map
             f"`{statement.text or statement}` needs the operand {', '.join(missing) or target}; "
             f"given are {', '.join(sorted(operands)) or 'none'}"
         )
+    unused = sorted(name for name, x in operands.items() if name not in named | {target} and type(x) is not int)
+    if unused:
+        raise OptionError(f"`{statement.text or statement}` reads no operand {', '.join(unused)}")
     if isinstance(operands.get(target), Sparse):
         raise OptionError(f"the target {target} is a dense tensor, found a pm.sparse operand; pass its to_dense()")
     found: dict[str, Any] = {}

@@ -39,9 +39,12 @@ def einsum(
     """The result of the statement `text`; `shape` is the target's where the caller knows it."""
     if operands:
         check_device(operands[0].device)
-    if not operands:
-        # The dispatcher finds an operator by its tensors.
+    # The dispatcher finds an operator by its tensors, and has nothing to add where nobody watches.
+    if not operands or plain(operands):
         return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
+    if not torch.compiler.is_compiling() and (_transformed() or _has_tangents(operands)):
+        # Torch's own operators know tangents and functorch's transforms, a kernel would drop them.
+        return plan.execute(operands, names, text, None if shape is None else tuple(shape), "graph")
     return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
 
 
@@ -59,11 +62,21 @@ def plain(operands: Sequence[Tensor]) -> bool:
     return not operands or not torch.is_autocast_enabled(operands[0].device.type)
 
 
-def _watched() -> bool:
-    """Whether a functorch transform, forward-mode differentiation or a torch function mode is on."""
-    if forward_ad._current_level >= 0 or torch._C._len_torch_function_stack():
-        return True
+def _has_tangents(operands: Sequence[Tensor]) -> bool:
+    """Whether forward-mode differentiation is under way in one of the operands."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in operands)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is under way."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _watched() -> bool:
+    """Whether a transform, forward-mode differentiation or a torch function mode is on."""
+    return forward_ad._current_level >= 0 or bool(torch._C._len_torch_function_stack()) or _transformed()
 
 
 _ORDINARY = (Tensor, torch.nn.Parameter)

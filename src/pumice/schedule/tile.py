@@ -91,7 +91,7 @@ def default(problem: Problem) -> Tile:
     if roles.product:
         return _product_tile(problem)
     if roles.folds:
-        return Tile(_below(rows, 16), max(16, _below(columns, 512)), warps=4)
+        return Tile(_below(rows, 8), max(16, _below(columns, 256)), warps=4)
     slabs = problem.gathered > SLAB and columns >= 64
     wide = _below(columns, 32 if slabs else 128)
     if problem.laned:
@@ -155,7 +155,8 @@ def _product_tile(problem: Problem) -> Tile:
     swapped = rows < 64 <= columns and not wide and not roles.folds
     if swapped:
         rows, columns = columns, rows
-    height, width = _tile_side(rows, 128), _tile_side(columns, 256)
+    # 128 x 256 results of 32-bit factors do not fit the registers.
+    height, width = _tile_side(rows, 128), _tile_side(columns, 128 if wide else 256)
     depth = _tile_side(problem.volume(roles.reduced), 32 if wide else 64)
     warps = 8 if height * width >= 128 * 128 else 4
     # A load that waits for another one gets half of the stages.
