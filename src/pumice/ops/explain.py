@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from pumice.language.nodes import Statement
+from pumice.language.bind import Bound
+from pumice.language.nodes import Access, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import roles
 from pumice.lower import plan
 from pumice.lower import triton as kernels
@@ -30,11 +31,9 @@ def explanation(operands: Sequence[Tensor], names: str, text: str, lowering: str
     return "\n".join(lines)
 
 
-def _steps(steps: Sequence[Statement], dense: dict[str, str] | object) -> list[str]:
-    lines = ["steps", *(f"  {step}" for step in steps)]
-    if isinstance(dense, dict):
-        lines += [f"  {name} is used in dense form: {why}" for name, why in dense.items()]
-    return [*lines, ""]
+def _steps(steps: Sequence[Statement], dense: Mapping[str, str]) -> list[str]:
+    used = [f"  {name} is used in dense form: {why}" for name, why in dense.items()]
+    return ["steps", *(f"  {step}" for step in steps), *used, ""]
 
 
 def _option(
@@ -44,29 +43,64 @@ def _option(
     if option.refused:
         return [f"{form}: refused", f"  {option.refused}", ""]
     tensors = plan.arrays(operands, names, text, option)
-    lines = [f"{form}: {' and '.join(option.lowerings)}, estimated {1e6 * option.cost:.1f} us", ""]
-    lines += _steps(option.steps, {})
+    lines = [f"{form}: {' and '.join(option.lowerings)}, estimated {1e6 * option.cost:.1f} us"]
+    lines += [*_held(operands, names, option), "", *_steps(option.steps, {})]
     for step in option.steps:
         lines += _ways(step, tensors, shape)
     return lines
 
 
+def _held(operands: Sequence[Tensor], names: str, option: plan.Option) -> list[str]:
+    """The memory of each sparse operand in the form that is used."""
+    form, held = dict(option.forms), {}
+    for (name, stored, _, _), place in plan.read(names).places.items():
+        if form.get(name) == stored:
+            held[name] = held.get(name, 0) + operands[place].nbytes
+    return [f"  {name}: {_count(size)}B in the arrays that are read" for name, size in held.items()]
+
+
 def _ways(step: Statement, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> list[str]:
-    """What each lowering says to a step, the roles in it, and the source of its kernel."""
+    """What each lowering says to a step, the work and the roles in it, and the source of its kernel."""
     lines = [f"lowerings of {step}"]
     device = plan.device_of(list(tensors.values()))
     for name, cost, why in plan.step_options(step, tensors, shape, device, ""):
         lines.append(f"  {name:10} {why if cost == math.inf else f'{1e6 * cost:.1f} us'}")
     bound = plan.step_bound(step, tensors, shape)
-    lines += ["", *_contraction(step, bound.ranges), ""]
-    source = kernels.source_of(bound, tensors)
-    return [*lines, *(["kernel", source, ""] if source else [])]
+    lines += ["", _work(step, bound), *_contraction(step, bound), ""]
+    if source := kernels.source_of(bound, tensors):
+        lines += [f"kernel, tile {kernels.tile_of(bound, tensors)}", source, ""]
+    return lines
 
 
-def _contraction(step: Statement, ranges: object) -> list[str]:
+def _work(step: Statement, bound: Bound) -> str:
+    """How many points there are, and how many values are gathered and scattered through index arrays."""
+    gathers = sum(_points(access, bound) for access in accesses_of(*step.terms) if arrays_of(*access.indices))
+    scatters = _points(step.target, bound) if arrays_of(*step.target.indices) else 0
+    points = _points(step, bound)
+    factors = max((len(term.factors) for term in step.terms), default=1)
+    return (
+        f"work       {_count(points)} points, {_count(factors * points)} FLOP, {_count(gathers)} values gathered, "
+        f"{_count(scatters)} scattered"
+    )
+
+
+def _points(node: Access | Statement, bound: Bound) -> int:
+    return math.prod(bound.extent(name) for name in indices_of(node))
+
+
+def _count(value: float) -> str:
+    """A number in thousands, millions, ..."""
+    for unit in ("", "k", "M", "G"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+def _contraction(step: Statement, bound: Bound) -> list[str]:
     if step.reduction != "sum" or len(step.terms) != 1:
         return []
-    found = roles(step, {name: len(extent) for name, extent in dict(ranges).items()})  # type: ignore[call-overload]
+    found = roles(step, kernels.extents_of(bound))
     kind = "matrix product" if found.product else "entry by entry"
     parts = [("batch", found.batch), ("rows", found.rows), ("columns", found.columns), ("reduced", found.reduced)]
     parts.append(("loops", found.loops))
