@@ -417,3 +417,10 @@ def test_a_compiled_einsum_is_a_value():
 @pytest.mark.parametrize("name", ["self", "text", "operands", "tensors", "shape", "name", "out_", "lower"])
 def test_operands_may_have_any_name(name):
     assert pm.einsum(f"C[i] = {name}[i]", **{name: V}).equal(V)
+
+
+def test_an_array_declared_onto_reaches_every_place():
+    x, text = torch.ones(3), "y[R[p]] = x[p] ; y:[3], R:onto"
+    assert pm.einsum(text, R=torch.tensor([2, 0, 1]), x=x).tolist() == [1, 1, 1]
+    with pytest.raises(CoordinateError, match="R is declared onto an axis of extent 3, and is not"):
+        pm.einsum(text, R=torch.tensor([2, 0, 2]), x=x)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-FACTS = ("sorted", "distinct")
+FACTS = ("sorted", "distinct", "onto")
 """What may be declared of an index array."""
 
 REDUCTIONS = ("sum", "max", "min", "mean")
@@ -151,7 +151,8 @@ class Statement:
     accumulate: whether the target's old value takes part ("+=" always; max= and min= where the target is an operand).
     ranges: declared ranges of indices, by name.
     shapes: declared shapes of operands, by name, None where an axis is left open.
-    facts: what is declared of index arrays, by name: "sorted" (values do not fall), "distinct" (no value but -1 twice).
+    facts: what is declared of index arrays, by name: "sorted" (values do not fall), "distinct" (no value but -1 twice),
+        "onto" (every place of the axis that it addresses occurs).
     """
 
     target: Access

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from pumice.language.accesses import AccessReader, Use, count_axes
 from pumice.language.nodes import (
+    FACTS,
     Equal,
     Exists,
     Factor,
@@ -28,9 +29,6 @@ from pumice.language.nodes import (
     indices_of,
 )
 from pumice.language.tokens import Token, quote, where
-
-FACTS = ("sorted", "distinct")
-"""What can be declared of an index array."""
 
 MOST_TERMS = 1000
 """Terms of a sum, multiplied out."""

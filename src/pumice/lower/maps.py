@@ -20,8 +20,8 @@ from pumice.language.rewrite import Stored
 
 _TEXTS = {
     "pairs": "map[o[p], k[p], i[p]] = 1 ; k:sorted",
-    "compacted": "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct",
-    "compacted_t": "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct",
+    "compacted": "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto",
+    "compacted_t": "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto",
     "grouped": "map[o[g,q], k[g], i[g,q]] = 1",
 }
 

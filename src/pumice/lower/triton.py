@@ -22,7 +22,7 @@ from torch import Tensor
 from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import Bound
-from pumice.language.nodes import Access, Index, Statement, accesses_of, arrays_of, indices_of
+from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, roles, segment_count
 from pumice.lower.emit import Argument, Signature, Source, contiguous, emit, grid
 from pumice.lower.remember import Bounded
@@ -442,19 +442,36 @@ def _reach(tensor: Tensor) -> int:
 
 
 def _covers(bound: Bound, form: Roles) -> bool:
-    """Whether every entry of the target is written."""
-    names = [expression.bare for expression in form.target.indices]
+    """Whether every entry of the target is written: each axis by indices of its own that leave nothing out."""
+    names = [name for expression in form.target.indices for name in indices_of(expression)]
     if len(set(names)) < len(names):
         return False
-    for extent, expression in zip(bound.shape, form.target.indices, strict=True):
-        if expression.bare is None:
+    onto = {name for name, fact in bound.statement.facts if fact == "onto"}
+    return all(
+        _fills(expression, extent, bound, form, onto)
+        for extent, expression in zip(bound.shape, form.target.indices, strict=True)
+    )
+
+
+def _fills(expression: Affine, extent: int, bound: Bound, form: Roles, onto: set[str]) -> bool:
+    """Whether an expression takes every value of an axis: digits without gaps, or an array that is onto."""
+    if expression.arrays:
+        ((coefficient, atom), *rest) = expression.terms
+        whole = coefficient == 1 and not rest and not expression.constant
+        return whole and isinstance(atom, Access) and atom.name in onto
+    own = form.segment.index if form.segment else None
+    reach = 1
+    for coefficient, atom in sorted(expression.terms, key=lambda term: term[0]):
+        assert isinstance(atom, Index)
+        if coefficient != reach or expression.constant:
             return False
-        if form.segment and expression.bare == form.segment.index:
-            continue
-        name = bound.ranges[expression.bare]
-        if name.start or name.stop != extent:
+        if atom.name == own:
+            # Segments are as many as it takes.
+            return True
+        if bound.ranges[atom.name].start:
             return False
-    return True
+        reach *= len(bound.ranges[atom.name])
+    return reach >= extent
 
 
 def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Sequence[Segments]:

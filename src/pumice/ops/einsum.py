@@ -58,8 +58,20 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     Source: "Sparse GPU Kernels Simplified and Optimized with Indirect Einsums" (Insum) for indirect indices, "Unified
     Convolution Framework" (UCF) for affine ones and level formats.
     """
-    result = compile_einsum(text, _formats(operands), lowering=lowering)(**operands)
+    result = _compiled(text, lowering)(**operands)
     return result if out is None else _written(out, result)
+
+
+def _compiled(text: str, lowering: str) -> Einsum:
+    """The callable of a statement; formats are told by the operands themselves."""
+    if torch.compiler.is_compiling() or not (isinstance(text, str) and isinstance(lowering, str)):
+        return compile_einsum(text, lowering=lowering)
+    return _kept(text, lowering)
+
+
+@lru_cache(maxsize=256)
+def _kept(text: str, lowering: str) -> Einsum:
+    return compile_einsum(text, lowering=lowering)
 
 
 @lru_cache(maxsize=256)
@@ -162,17 +174,18 @@ class _Check:
 
 @dataclass(frozen=True)
 class _Declared:
-    """An index array of which the text says that it is sorted, or that its places are distinct."""
+    """An index array of which the text says that it is sorted, distinct, or onto an axis of that extent."""
 
     array: str
     fact: str
+    extent: int
 
     def look(self, operands: Mapping[str, Any]) -> None:
         """Raise CoordinateError unless it is; lowerings rely on it."""
         array = operands[self.array]
-        if not _held(array) or _FACTS[self.fact](array):
-            return
-        raise CoordinateError(f"{self.array} is declared {self.fact}, and is not")
+        if _held(array) and not _FACTS[self.fact](array, self.extent):
+            where = f" an axis of extent {self.extent}" if self.fact == "onto" else ""
+            raise CoordinateError(f"{self.array} is declared {self.fact}{where}, and is not")
 
 
 @dataclass(frozen=True)
@@ -244,10 +257,6 @@ def _check_lowering(lowering: str) -> None:
         raise OptionError(f"lowering {name!r} is unknown; there are {', '.join(plan.LOWERINGS)}")
     if precision and (name != "triton" or precision not in plan.kernels.PRECISIONS):
         raise OptionError(f"{lowering!r}: only triton takes a precision, one of {', '.join(plan.kernels.PRECISIONS)}")
-
-
-def _formats(operands: Mapping[str, Operand]) -> dict[str, str]:
-    return {name: str(x.format) for name, x in operands.items() if isinstance(x, Sparse)}
 
 
 def _bare_names(formats: Mapping[str, str]) -> str:
@@ -426,9 +435,7 @@ def _flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]]
 
 def _array_checks(statement: Statement, operands: Mapping[str, Any]) -> tuple[_Check | _Declared, ...]:
     """What the values of the index arrays must be: -1, or a place along each axis that they index."""
-    found: list[_Check | _Declared] = [
-        _Declared(name, fact) for name, fact in statement.facts if isinstance(operands.get(name), Tensor)
-    ]
+    found: list[_Check | _Declared] = []
     declared = dict(statement.shapes)
     for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
         x = operands.get(access.name)
@@ -440,6 +447,12 @@ def _array_checks(statement: Statement, operands: Mapping[str, Any]) -> tuple[_C
                 if extent is not None and isinstance(atom, Access) and isinstance(operands.get(atom.name), Tensor):
                     where = f"axis {axis} of {access}"
                     found.append(_Check(atom.name, str(atom), coefficient, int(extent), where))
+    extents = {check.array: check.extent for check in found if isinstance(check, _Check)}
+    found += [
+        _Declared(name, fact, extents.get(name, 0))
+        for name, fact in statement.facts
+        if isinstance(operands.get(name), Tensor)
+    ]
     return tuple(dict.fromkeys(found))
 
 
@@ -459,19 +472,25 @@ def _held(array: Tensor) -> bool:
 
 
 @per_tensor
-def _sorted(array: Tensor) -> bool:
+def _sorted(array: Tensor, extent: int) -> bool:
     """Whether no value is smaller than the one before it on the first axis."""
     return bool((array[1:] >= array[:-1]).all())
 
 
 @per_tensor
-def _distinct(array: Tensor) -> bool:
+def _distinct(array: Tensor, extent: int) -> bool:
     """Whether no place occurs twice; -1 may."""
     places = array[array >= 0]
     return len(torch.unique(places)) == len(places)
 
 
-_FACTS = {"sorted": _sorted, "distinct": _distinct}
+@per_tensor
+def _onto(array: Tensor, extent: int) -> bool:
+    """Whether every place of the axis occurs."""
+    return len(torch.unique(array[array >= 0])) == extent
+
+
+_FACTS = {"sorted": _sorted, "distinct": _distinct, "onto": _onto}
 
 
 @per_tensor
