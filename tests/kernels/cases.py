@@ -65,7 +65,7 @@ _MAPS = {
         "rows[tile[e],b]",
         "k[e]",
         "met[e,b]",
-        "tile:sorted, rows:distinct",
+        "tile:sorted, rows:distinct, rows:onto",
         {"rows": "T b", "tile": "e", "k": "e", "met": "e b"},
         {"rows": "N", "tile": "T", "k": "V", "met": "I"},
     ),
@@ -73,7 +73,7 @@ _MAPS = {
         "met[e,b]",
         "k[e]",
         "rows[tile[e],b]",
-        "tile:sorted, rows:distinct",
+        "tile:sorted, rows:distinct, rows:onto",
         {"rows": "T b", "tile": "e", "k": "e", "met": "e b"},
         {"rows": "I", "tile": "T", "k": "V", "met": "N"},
     ),
@@ -246,7 +246,8 @@ def problem(case: Case, seed: int = 0) -> Problem:
 
 def _places(shape: tuple[int, ...], extent: int, fact: str, generator: torch.Generator) -> Tensor:
     count = torch.Size(shape).numel()
-    if fact == "distinct":
+    if fact in ("distinct", "onto"):
+        assert fact == "distinct" or count >= extent, f"{count} entries do not reach {extent} places"
         found = torch.full((count,), -1)
         chosen = torch.randperm(extent, generator=generator)[:count]
         found[: len(chosen)] = chosen

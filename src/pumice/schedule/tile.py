@@ -160,7 +160,7 @@ def _product_tile(problem: Problem) -> Tile:
     depth = _tile_side(problem.volume(roles.reduced), 32 if wide else 64)
     warps = 8 if height * width >= 128 * 128 else 4
     # A load that waits for another one gets half of the stages.
-    stages = (4 if wide else 5) if problem.chained else 3
+    stages = 5 if problem.chained else 3
     return Tile(height, width, depth, warps=warps, stages=stages, swapped=swapped)
 
 
