@@ -24,8 +24,7 @@ from pumice.language.formats import parse_format
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import Conscious, Stored, conscious, single_terms
-from pumice.language.roles import roles
-from pumice.lower import gathered, graph, loops, maps
+from pumice.lower import gathered, graph, loops, maps, work
 from pumice.lower import triton as kernels
 from pumice.lower.remember import Bounded
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
@@ -200,6 +199,9 @@ def _prepared(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
         shape = bound.shape
         text = _with_lost_ranges(text, names, bound)
     option = chosen(operands, names, text, shape, lowering)
+    if _refused(option, operands, names, text, shape):
+        # The choice was made for sizes like these, not for these.
+        option = _cheapest(operands, names, text, shape, lowering)
     places = array_places(names, text, option.forms)
     parts = []
     for number, step in enumerate(option.steps):
@@ -261,14 +263,22 @@ def arrays(operands: Sequence[Tensor], names: str, text: str, option: Option) ->
 def chosen(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Option:
     """The cheapest option. Raises OptionError where there is none, with every reason."""
     key = (names, text, lowering, _deterministic(), *((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
-    known = _CHOSEN.get(key)
-    if known is not None:
-        return known
+    return _CHOSEN.get(key) or _CHOSEN.keep(key, _cheapest(operands, names, text, shape, lowering))
+
+
+def _cheapest(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Option:
     found = sorted(options(operands, names, text, shape, lowering), key=lambda option: option.cost)
     if not found or found[0].refused:
         reasons = "; ".join(f"{'/'.join(option.lowerings)}: {option.refused}" for option in found)
         raise OptionError(f"`{text}` has no lowering here: {reasons}")
-    return _CHOSEN.keep(key, found[0])
+    return found[0]
+
+
+def _refused(option: Option, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...]) -> bool:
+    """Whether a step cannot be done as the option says."""
+    tensors = arrays(operands, names, text, option)
+    steps = zip(option.steps, option.lowerings, strict=True)
+    return any(LOWERINGS[name].refusal(step, step_bound(step, tensors, shape), tensors) for step, name in steps)
 
 
 def options(
@@ -352,51 +362,6 @@ def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n).bit_length() for n in shape)
 
 
-def _points(names: Sequence[str], bound: Bound) -> float:
-    return float(math.prod(len(bound.ranges[name]) for name in names))
-
-
-def _loops_work(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
-    points = _points(indices_of(statement), bound)
-    reads = len(accesses_of(statement))
-    return Work(flops=2 * points, memory=24 * points * reads, launches=12 * reads)
-
-
-def _graph_work(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
-    total = Work(launches=0)
-    for term in statement.terms:
-        moved = 0.0
-        for access in accesses_of(term):
-            if access.name in operands:
-                gathers = any(e.bare is None for e in access.indices)
-                moved += (
-                    (3 if gathers else 1) * operands[access.name].element_size() * _points(indices_of(access), bound)
-                )
-        moved += 12 * _points(indices_of(statement.target), bound)
-        flops = 2 * _points(indices_of(term, statement.target), bound)
-        total = total + Work(flops, moved, 0, 3 + 2 * len(term.factors), matrix=len(term.factors) > 1)
-    return total
-
-
-def _kernel_work(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
-    extents = {name: len(r) for name, r in bound.ranges.items()}
-    form = roles(statement, extents)
-    moved = 4 * _points(indices_of(statement.target), bound) * (3 if form.adds else 1)
-    cached = 0.0
-    for place, factor in enumerate(statement.terms[0].factors):
-        own = _points(indices_of(factor), bound)
-        size = operands[accesses_of(factor)[0].name].element_size()
-        other = form.columns if place in form.left else form.rows
-        again = -(-_points([n for n in other if n in extents], bound) // 128) if form.product else 1
-        cached += own * size * again
-    flops = 2 * _points(indices_of(statement), bound)
-    return Work(flops, moved, cached, 1, matrix=form.product)
-
-
-def _gathered_work(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
-    return Work(2 * _points(indices_of(statement), bound), launches=8, matrix=True)
-
-
 def _never(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
     return None
 
@@ -413,10 +378,10 @@ def _kernel_refusal(statement: Statement, bound: Bound, operands: Mapping[str, T
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
-        "triton": Lowering(_kernel_refusal, kernels.run, _kernel_work),
-        "gathered": Lowering(gathered.refusal, gathered.run, _gathered_work),
-        "graph": Lowering(_graph_refusal, graph.run, _graph_work),
-        "reference": Lowering(_never, loops.run, _loops_work),
+        "triton": Lowering(_kernel_refusal, kernels.run, work.of_kernel),
+        "gathered": Lowering(gathered.refusal, gathered.run, work.of_gathered),
+        "graph": Lowering(_graph_refusal, graph.run, work.of_graph),
+        "reference": Lowering(_never, loops.run, work.of_loops),
     }
 )
 """The ways of computing a step, by name."""

@@ -1,0 +1,62 @@
+"""The work of a step in each lowering, counted for the choice between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from pumice.language.bind import Bound
+from pumice.language.nodes import Statement, accesses_of, indices_of
+from pumice.language.roles import roles
+from pumice.schedule.cost import Work
+
+
+def _points(names: Sequence[str], bound: Bound) -> float:
+    return float(math.prod(len(bound.ranges[name]) for name in names))
+
+
+def of_loops(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+    """Reference loops: every access over every point."""
+    points = _points(indices_of(statement), bound)
+    reads = len(accesses_of(statement))
+    return Work(flops=2 * points, memory=24 * points * reads, launches=12 * reads)
+
+
+def of_graph(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+    """Gather, einsum, scatter: what is gathered is written and read again."""
+    total = Work(launches=0)
+    for term in statement.terms:
+        moved = 0.0
+        for access in accesses_of(term):
+            if access.name in operands:
+                gathers = any(e.bare is None for e in access.indices)
+                moved += (
+                    (3 if gathers else 1) * operands[access.name].element_size() * _points(indices_of(access), bound)
+                )
+        moved += 12 * _points(indices_of(statement.target), bound)
+        flops = 2 * _points(indices_of(term, statement.target), bound)
+        total = total + Work(flops, moved, 0, 3 + 2 * len(term.factors), matrix=len(term.factors) > 1)
+    return total
+
+
+def of_kernel(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+    """One kernel: a factor is read from the cache once for each tile along the axis that it lacks."""
+    extents = {name: len(r) for name, r in bound.ranges.items()}
+    form = roles(statement, extents)
+    moved = 4 * _points(indices_of(statement.target), bound) * (3 if form.adds else 1)
+    cached = 0.0
+    for place, factor in enumerate(statement.terms[0].factors):
+        own = _points(indices_of(factor), bound)
+        size = operands[accesses_of(factor)[0].name].element_size()
+        other = form.columns if place in form.left else form.rows
+        again = -(-_points([n for n in other if n in extents], bound) // 128) if form.product else 1
+        cached += own * size * again
+    flops = 2 * _points(indices_of(statement), bound)
+    return Work(flops, moved, cached, 1, matrix=form.product)
+
+
+def of_gathered(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+    """Gather, multiply by matrices, scatter, in chunks that stay in the cache."""
+    return Work(2 * _points(indices_of(statement), bound), launches=8, matrix=True)
