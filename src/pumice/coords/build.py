@@ -36,7 +36,9 @@ def kernel_map(geometry: Geometry, relation: Relation, target: Geometry | None =
             raise GeometryError(
                 "a kernel map is missing while torch.compile traces; call pumice.prepare(model, x) first"
             )
-        kept = _build(geometry, relation, target)
+        # A map found in inference serves training afterwards.
+        with torch.inference_mode(False):
+            kept = _build(geometry, relation, target)
         geometry.maps[key] = kept
     found, outputs = kept
     return found, geometry if outputs is None else outputs

@@ -38,15 +38,15 @@ class Grouped(NamedTuple):
     outputs: Tensor
 
 
-def compacted(inputs: Tensor, outputs: Tensor, taps: Tensor, shape: tuple[int, int], block: int) -> Compacted:
-    """Pairs in tiles of `block` outputs; shape is (outputs, taps).
+def compacted(pairs: tuple[Tensor, Tensor, Tensor], taps: Tensor, rows: int, block: int) -> Compacted:
+    """Pairs (inputs, outputs, sizes on the CPU) and their taps, in tiles of `block` of the `rows` outputs.
 
     Outputs with like taps share a tile: they are sorted by the Gray code of their taps, rare taps as the high bits
     (the order with the least computing of absent pairs in the project's simulation of indoor and LiDAR scenes).
     """
-    rows, volume = shape
-    device = inputs.device
-    order = _gray_order(outputs, taps, rows, volume)
+    inputs, outputs, sizes = pairs
+    device, volume = inputs.device, len(sizes)
+    order = _gray_order(outputs, taps, rows, sizes)
     tiles = -(-rows // block)
     padded = torch.full((tiles * block,), -1, dtype=torch.int64, device=device)
     padded[:rows] = order
@@ -82,11 +82,12 @@ def grouped(inputs: Tensor, outputs: Tensor, sizes: Tensor, group: int) -> Group
     return Grouped(of_group.int(), both[0].view(total, group), both[1].view(total, group))
 
 
-def _gray_order(outputs: Tensor, taps: Tensor, rows: int, volume: int) -> Tensor:
+def _gray_order(outputs: Tensor, taps: Tensor, rows: int, sizes: Tensor) -> Tensor:
     """Output rows sorted by the rank of their taps' bits in Gray code, the rarest tap the highest bit."""
-    frequency = torch.bincount(taps, minlength=volume)
-    bit = torch.empty_like(frequency)
-    bit[frequency.argsort(descending=True, stable=True)] = torch.arange(volume, device=taps.device)
+    volume = len(sizes)
+    bit = torch.empty_like(sizes)
+    bit[sizes.argsort(descending=True, stable=True)] = torch.arange(volume)
+    bit = bit.to(taps.device, non_blocking=True)
     words = max(1, -(-volume // _BITS))
     masks = torch.zeros(words * rows, dtype=torch.int64, device=taps.device)
     bits = bit[taps]

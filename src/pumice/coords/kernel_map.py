@@ -92,7 +92,9 @@ class KernelMap:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
         key = (name, self.flipped)
         if key not in self._storages:
-            self._storages[key] = build(self)
+            # A map found in inference serves training afterwards.
+            with torch.inference_mode(False):
+                self._storages[key] = build(self)
         return self._storages[key]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KernelMap:
@@ -128,9 +130,7 @@ def _taps(kernel_map: KernelMap) -> Tensor:
 
 
 def _compacted(kernel_map: KernelMap, block: int) -> Compacted:
-    inputs, outputs, _ = kernel_map.pairs()
-    shape = (kernel_map.num_outputs, kernel_map.volume)
-    return compacted(inputs, outputs, kernel_map.taps(), shape, block)
+    return compacted(kernel_map.pairs(), kernel_map.taps(), kernel_map.num_outputs, block)
 
 
 def _rows(kernel_map: KernelMap) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 FACTS = ("sorted", "distinct", "onto")
@@ -38,6 +38,17 @@ class Span:
 _NOWHERE = Span(0, 0)
 
 
+class _Hashed:
+    """Nodes are the keys of many caches: the hash of one is found once."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((type(self).__name__, str(self)))
+
+
 @dataclass(frozen=True)
 class Index:
     """An index variable: it runs over the points of its range."""
@@ -50,8 +61,10 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Affine:
+class Affine(_Hashed):
     """constant + sum of coefficient * atom. Coefficients are not 0 and no atom occurs twice; see `affine`."""
+
+    __hash__ = _Hashed.__hash__
 
     terms: tuple[tuple[int, Index | Access], ...]
     constant: int = 0
@@ -81,8 +94,10 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Access:
+class Access(_Hashed):
     """A value of the operand `name`; no indices for a scalar."""
+
+    __hash__ = _Hashed.__hash__
 
     name: str
     indices: tuple[Affine, ...] = ()
@@ -93,8 +108,10 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Exists:
+class Exists(_Hashed):
     """1 where the access lies inside its operand and none of its index arrays is negative; else nothing."""
+
+    __hash__ = _Hashed.__hash__
 
     access: Access
 
@@ -103,8 +120,10 @@ class Exists:
 
 
 @dataclass(frozen=True)
-class Equal:
+class Equal(_Hashed):
     """1 where the value of the access equals the sum of the terms, else 0. Its derivative is 0."""
+
+    __hash__ = _Hashed.__hash__
 
     access: Access
     terms: tuple[Term, ...]
@@ -117,8 +136,10 @@ Factor = Access | Exists | Equal
 
 
 @dataclass(frozen=True)
-class Term:
+class Term(_Hashed):
     """coefficient * the product of the factors."""
+
+    __hash__ = _Hashed.__hash__
 
     factors: tuple[Factor, ...]
     coefficient: float = 1
@@ -145,7 +166,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Statement:
+class Statement(_Hashed):
     """target (=, +=, max=, min=, mean=) the sum of the terms.
 
     accumulate: whether the target's old value takes part ("+=" always; max= and min= where the target is an operand).
@@ -155,6 +176,8 @@ class Statement:
         "onto" (every place of the axis that it addresses occurs).
     """
 
+    __hash__ = _Hashed.__hash__
+
     target: Access
     terms: tuple[Term, ...]
     reduction: str = "sum"
@@ -163,14 +186,6 @@ class Statement:
     shapes: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
     text: str = field(default="", compare=False, repr=False)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        # Statements are the keys of many caches.
-        return hash(str(self))
 
     @property
     def operator(self) -> str:
@@ -234,16 +249,19 @@ def walk(node: Node) -> Iterator[Node]:
         yield from walk(child)
 
 
+@lru_cache(maxsize=16384)
 def indices_of(*nodes: Node) -> tuple[str, ...]:
     """The index variables in the nodes, at any depth, each once, in the order of first mention."""
     return tuple(dict.fromkeys(node.name for root in nodes for node in walk(root) if isinstance(node, Index)))
 
 
+@lru_cache(maxsize=16384)
 def accesses_of(*nodes: Node) -> tuple[Access, ...]:
     """Every access in the nodes, index arrays included, in the order of the text."""
     return tuple(node for root in nodes for node in walk(root) if isinstance(node, Access))
 
 
+@lru_cache(maxsize=16384)
 def arrays_of(*nodes: Node) -> tuple[Access, ...]:
     """Every access to an index array, at any depth, each once; those inside come before those around them."""
     found: dict[Access, None] = {}

@@ -34,6 +34,7 @@ class Signature:
     even: which of the axes "Y", "R" and "X" their tile divides.
     lanes: entries of one segment that a row takes side by side, where the segment's index is the row.
     slabs: whether all rows are taken for one block of columns before the next.
+    splits: whether several programs share the loop of one tile, and add what they find.
     accumulate: whether the result's old values are added.
     """
 
@@ -45,6 +46,7 @@ class Signature:
     even: str = ""
     lanes: int = 1
     slabs: bool = False
+    splits: bool = False
     accumulate: bool = False
 
 
@@ -183,6 +185,8 @@ class _Emitter:
                 continue
             self._define(name, f"rest % {self._extent(name)}", "")
             head.append(f"rest = rest // {self._extent(name)}")
+        if self.signature.splits:
+            head += [f"split = rest % {self._argument('extent', SPLITS)}", f"rest = rest // {self._extent(SPLITS)}"]
         if roles.segment and not lanes:
             rows, starts, stops = (self._segment(part) for part in ("rows", "starts", "stops"))
             self._define(roles.segment.index, f"tl.load({rows} + rest)", "")
@@ -267,11 +271,14 @@ class _Emitter:
             if value.axes != axes:
                 code = f"tl.broadcast_to({code}, {shape})"
             sides.append(f"({code}).to({compute})")
-        return f"tl.dot({sides[0]}, {sides[1]}, accumulator, input_precision=PRECISION)"
+        kind = f"out_dtype={self.accumulator}, " if compute == "tl.float64" else ""
+        return f"tl.dot({sides[0]}, {sides[1]}, accumulator, {kind}input_precision=PRECISION)"
 
     def _compute_dtype(self, inner: Sequence[int]) -> str:
         factors = self.statement.terms[0].factors
         kinds = {self.dtypes[f.name] for f in (factors[place] for place in inner) if isinstance(f, Access)}
+        if "fp64" in self.dtypes.values():
+            return "tl.float64"
         if kinds == {"fp16"} or kinds == {"bf16"}:
             return FLOATS[kinds.pop()]
         return "tl.float32"
@@ -335,7 +342,14 @@ class _Emitter:
             turns.insert(0, "turns" if self._lane_segment() else "(stop - start)")
         # Triton runs the loads of loops with a product ahead by itself, those of others where it is told to.
         ahead = "" if self.roles.product else ", num_stages=STAGES"
-        head.append(f"for turn in tl.range(0, {' * '.join(turns) or '1'}{ahead}):")
+        first, last = "0", " * ".join(turns) or "1"
+        if self.signature.splits:
+            head += [
+                f"share = tl.cdiv({last}, {self._extent(SPLITS)})",
+                f"last = tl.minimum({last}, (split + 1) * share)",
+            ]
+            first, last = "split * share", "last"
+        head.append(f"for turn in tl.range({first}, {last}{ahead}):")
         head += [f"    {line}" for line in self.body]
         head.append(f"    accumulator = {product}")
         self.body = []
@@ -454,7 +468,7 @@ class _Emitter:
         return f"BY // {self.signature.lanes}" if self._lane_segment() else "BY"
 
     def _write(self) -> None:
-        if self.roles.adds:
+        if self.roles.adds or self.signature.splits:
             self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
             return
         if self.signature.accumulate:
@@ -490,6 +504,9 @@ class _Emitter:
         return " * ".join(self._extent(name) for name in names)
 
 
+SPLITS = "#"
+"""The name under which the number of splits stands among the extents; no index has it."""
+
 _ORDER = ("result", "operand", "segment", "extent", "size", "stride", "constant")
 
 
@@ -507,4 +524,4 @@ def grid(roles: Roles, extents: Mapping[str, int], tile: tuple[int, int], segmen
     else:
         blocks *= -(-math.prod(extents[n] for n in roles.rows) // rows)
         blocks *= segments if own else 1
-    return blocks * math.prod(extents[n] for n in roles.batch if n != own)
+    return blocks * math.prod(extents[n] for n in roles.batch if n != own) * extents.get(SPLITS, 1)

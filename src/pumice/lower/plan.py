@@ -174,7 +174,7 @@ def carry_out(ready: Ready, operands: Sequence[Tensor]) -> Tensor:
         return out
     # The right side is 0.
     if ready.old is not None:
-        return operands[ready.old].clone()
+        return operands[ready.old].clone(memory_format=torch.contiguous_format)
     return torch.zeros(ready.shape, dtype=ready.dtype, device=operands[0].device if operands else None)
 
 

@@ -52,11 +52,15 @@ def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Co
             known[key] = entry
         results = entry[2]
         asked = tuple(map(_key, (*args, *sorted(kwargs.items()))))
-        if asked not in results:
+        if asked in results:
+            return results[asked]
+        found = find(tensor, *args, **kwargs)
+        # What is found while a CUDA graph is captured is not computed until the graph runs.
+        if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(results) >= _MOST:
                 results.clear()
-            results[asked] = find(tensor, *args, **kwargs)
-        return results[asked]
+            results[asked] = found
+        return found
 
     return remembered
 

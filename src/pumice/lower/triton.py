@@ -9,9 +9,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pumice.errors import OptionError
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, roles, segment_count
-from pumice.lower.emit import Argument, Signature, Source, contiguous, emit, grid
+from pumice.lower.emit import SPLITS, Argument, Signature, Source, contiguous, emit, grid
 from pumice.lower.remember import Bounded
 from pumice.lower.segments import Segments, segments
 from pumice.schedule import tile as tiles
@@ -54,7 +54,7 @@ class Launch:
     """A kernel made ready for operands of certain shapes, dtypes and layouts.
 
     fixed: its arguments, None where a tensor belongs; slots: the places of those, and what belongs there.
-    compiled: by which tensors are aligned to 16 bytes, what Triton made of it; a later launch goes there directly.
+    compiled: by device and by which tensors are aligned to 16 bytes, what Triton made of it; later launches go there.
     """
 
     source: Source
@@ -63,7 +63,7 @@ class Launch:
     programs: int
     fixed: tuple[Any, ...]
     slots: tuple[tuple[int, str, str], ...]
-    compiled: dict[tuple[bool, ...], Any] = field(default_factory=dict)
+    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, int]:
@@ -131,12 +131,15 @@ class Runner:
     """A statement of one term of certain sizes: called with the operands by name, it gives the result."""
 
     def __init__(self, bound: Bound, dtype: torch.dtype, tile: Tile | None, precision: str) -> None:
-        self.bound, self.dtype, self.tile, self._precision = bound, dtype, tile, precision
+        self.bound, self.dtype, self.tile, self.precision = bound, dtype, tile, precision
         self._form, self._used = _form(bound), _used(bound)
         self._empty = any(not len(extent) for extent in bound.ranges.values())
-        self._whole = not self._empty and not self._form.adds and _covers(bound, self._form)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        self.splits = 1 if self._empty or deterministic else tiles.splits(self._form, extents_of(bound))
+        adds = self._form.adds or self.splits > 1
+        self._whole = not self._empty and not adds and _covers(bound, self._form)
         # What is added to is kept in float32 at least.
-        self._summed = torch.promote_types(dtype, torch.float32) if self._form.adds else dtype
+        self._summed = torch.promote_types(dtype, torch.float32) if adds else dtype
         self._launches: dict[Any, Launch] = {}
 
     def __call__(self, operands: Mapping[str, Tensor]) -> Tensor:
@@ -152,7 +155,7 @@ class Runner:
             return
         out, part = self._result(operands), next(iter(_segments(self.bound, operands, self._form)), None)
         launch = self._ready(operands, out, part)
-        with suppress(*_does_not_fit()):
+        with suppress(*_unfit()):
             launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
 
     def _result(self, operands: Mapping[str, Tensor]) -> Tensor:
@@ -166,15 +169,21 @@ class Runner:
 
     def _ready(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> Launch:
         tensors = [operands[name] for name in self._used]
-        precision = self._precision or _precision()
-        key = (precision, part is not None and part.rows.shape, *[(t.stride(), t.dtype) for t in tensors])
+        precision = self.precision or _precision()
+        rows = part is not None and part.rows.shape
+        # What was tuned meanwhile counts from the next call on.
+        key = (ledger().generation, is_tuning(), precision, rows, *[(t.stride(), t.dtype) for t in tensors])
         known = self._launches.get(key)
         if known is None:
-            if self.tile is None and is_tuning() and out.is_cuda and not ledger().get(_key(self.bound, operands)):
-                tune(self.bound, operands, self.dtype, measured)
-            tile = self.tile or tile_of(self.bound, operands)
-            known = self._launches[key] = prepare(self.bound, operands, out, tile, part, precision)
+            known = self._launches[key] = self._made(operands, out, part, precision)
         return known
+
+    def _made(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, precision: str) -> Launch:
+        how = _key(self.bound, operands, precision)
+        if self.tile is None and is_tuning() and out.is_cuda and not ledger().get(how):
+            tune(self.bound, operands, self.dtype, measured, precision)
+        tile = self.tile or tile_of(self.bound, operands, precision)
+        return prepare(self.bound, operands, out, tile, part, precision, self.splits)
 
 
 @contextmanager
@@ -199,40 +208,61 @@ _TUNING: ContextVar[bool] = ContextVar("tuning", default=False)
 
 
 def tune(
-    bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, measure: Callable[[Callable[[], object]], float]
+    bound: Bound,
+    operands: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    measure: Callable[[Callable[[], object]], float],
+    precision: str = "",
 ) -> dict[Tile, float]:
     """Time every tile worth it with `measure` (seconds of a call), keep the fastest in the ledger; all times.
 
     A tile that does not fit the device is left out.
     """
     times: dict[Tile, float] = {}
-    attempts = [Runner(bound, dtype, tile, "") for tile in tiles.candidates(_problem(bound, operands, _form(bound)))]
-    with ThreadPoolExecutor(_COMPILERS) as pool:
-        list(pool.map(lambda attempt: attempt.compile(operands), attempts))
-    for attempt in attempts:
-        tile = attempt.tile
-        assert tile is not None
-        try:
-            times[tile] = measure(lambda attempt=attempt: attempt(operands))
-        except _does_not_fit():
-            continue
+    precision = precision or _precision()
+    candidates = tiles.candidates(_problem(bound, operands, _form(bound)))
+    attempts = {tile: Runner(bound, dtype, tile, precision) for tile in candidates}
+    device = operands[_used(bound)[0]].device
+    with _on(device), ThreadPoolExecutor(_COMPILERS) as pool:
+        list(pool.map(lambda attempt: _compiled_on(device, attempt, operands), attempts.values()))
+        for tile, attempt in attempts.items():
+            try:
+                times[tile] = measure(lambda attempt=attempt: attempt(operands))
+            except _unfit() as problem:
+                if not _is_unfit(problem):
+                    raise
     if times:
-        ledger().put(_key(bound, operands), min(times, key=times.__getitem__))
-        _RUNNERS.clear()
+        ledger().put(_key(bound, operands, precision), min(times, key=times.__getitem__))
     return times
 
 
-def _does_not_fit() -> tuple[type[BaseException], ...]:
+def _compiled_on(device: torch.device, attempt: Runner, operands: Mapping[str, Tensor]) -> None:
+    """Each thread has a current device of its own."""
+    with _on(device):
+        attempt.compile(operands)
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _unfit() -> tuple[type[Exception], ...]:
+    """What Triton raises where a tile does not fit the device or its compiler; see also _is_unfit."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    return OutOfResources, PTXASError, CompilationError
+    return OutOfResources, PTXASError, CompilationError, RuntimeError
 
 
-def tile_of(bound: Bound, operands: Mapping[str, Tensor]) -> Tile:
+def _is_unfit(problem: Exception) -> bool:
+    """A RuntimeError is only meant where it is the compiler's."""
+    return type(problem) is not RuntimeError or "PassManager" in str(problem)
+
+
+def tile_of(bound: Bound, operands: Mapping[str, Tensor], precision: str = "") -> Tile:
     """The tile that `run` takes: the tuned one, or the default."""
     problem = _problem(bound, operands, _form(bound))
-    return ledger().get(_key(bound, operands)) or tiles.default(problem)
+    return ledger().get(_key(bound, operands, precision or _precision())) or tiles.default(problem)
 
 
 def source_of(bound: Bound, operands: Mapping[str, Tensor]) -> str:
@@ -241,7 +271,8 @@ def source_of(bound: Bound, operands: Mapping[str, Tensor]) -> str:
         return ""
     dtype = next(t.dtype for t in operands.values() if t.dtype.is_floating_point)
     out = torch.empty(bound.shape, dtype=dtype, device="meta")
-    return prepare(bound, operands, out, tile_of(bound, operands)).source.text
+    shared = tiles.splits(_form(bound), extents_of(bound))
+    return prepare(bound, operands, out, tile_of(bound, operands), splits=shared).source.text
 
 
 @lru_cache(maxsize=4096)
@@ -269,12 +300,14 @@ def prepare(
     tile: Tile,
     part: Segments | None = None,
     precision: str = "ieee",
+    splits: int = 1,
 ) -> Launch:
     """The kernel for these operands with this tile."""
     form, extents = _form(bound), extents_of(bound)
     if tile.swapped:
         form = exchanged(form)
-    signature = _signature(bound, {**operands, "": out}, form, out.dtype, tile)
+    signature = replace(_signature(bound, {**operands, "": out}, form, out.dtype, tile), splits=splits > 1)
+    extents = {**extents, SPLITS: splits}
     source = _emitted(bound.statement, form, signature)
     count = part.rows.shape[0] if part else 0
     if form.segment:
@@ -325,9 +358,9 @@ def _launch(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: S
     values = _values(launch, operands, out, part)
     if out.is_cuda and out.device.index != torch.cuda.current_device():
         with torch.cuda.device(out.device):
-            _start(launch, values)
+            _start(launch, values, out.device.index)
     else:
-        _start(launch, values)
+        _start(launch, values, out.device.index)
 
 
 def _values(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> list[Any]:
@@ -338,16 +371,19 @@ def _values(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: S
     return values
 
 
-def _start(launch: Launch, values: list[Any]) -> None:
-    """The first launch goes through Triton's own door; sizes being fixed, later ones differ in alignment alone."""
-    aligned = tuple(values[place].data_ptr() % 16 == 0 for place, _, _ in launch.slots)
-    compiled = launch.compiled.get(aligned)
+def _start(launch: Launch, values: list[Any], device: int | None) -> None:
+    """The first launch goes through Triton's own door; sizes being fixed, later ones differ in alignment alone.
+
+    A kernel belongs to the device that it was first run on.
+    """
+    key = (device, *(values[place].data_ptr() % 16 == 0 for place, _, _ in launch.slots))
+    compiled = launch.compiled.get(key)
     if compiled is not None:
         compiled[(launch.programs, 1, 1)](*values)
         return
     compiled = launch.kernel[(launch.programs,)](*values, **launch.options)
     if compiled is not None:
-        launch.compiled[aligned] = compiled
+        launch.compiled[key] = compiled
 
 
 def _fixed(
@@ -409,7 +445,7 @@ def _static(bound: Bound, form: Roles) -> dict[str, int]:
             for _, atom in expression.terms:
                 if isinstance(atom, Index):
                     leading[atom.name] = leading.get(atom.name, True) and axis == 0 and len(access.indices) > 0
-    names = (*form.reduced, *form.columns, *form.rows, *form.loops)
+    names = (*form.reduced, *form.columns, *form.loops)
     return {n: extents[n] for n in names if n in extents and extents[n] <= _STATIC and not leading.get(n, False)}
 
 
@@ -429,11 +465,12 @@ def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Probl
     )
 
 
-def _key(bound: Bound, operands: Mapping[str, Tensor]) -> Key:
+def _key(bound: Bound, operands: Mapping[str, Tensor], precision: str) -> Key:
     used = [operands[name] for name in _used(bound)]
     device = torch.cuda.get_device_name(used[0].device) if used[0].is_cuda else used[0].device.type
     sizes = (max(1, extent).bit_length() for extent in extents_of(bound).values())
-    return Key(device, str(bound.statement), tuple(DTYPES[t.dtype] for t in used), tuple(sizes))
+    kinds = tuple(DTYPES[t.dtype] for t in used)
+    return Key(device, str(bound.statement), kinds, tuple(sizes), precision if "fp32" in kinds else "")
 
 
 def _reach(tensor: Tensor) -> int:
@@ -496,20 +533,20 @@ def _bits(operands: Mapping[str, Tensor]) -> int:
 
 
 def _precision() -> str:
-    """How float32 is multiplied: as torch is told to.
+    """How float32 is multiplied: as torch is told to, by its older setting or its newer one.
 
-    "highest" is three products of tf32 on NVIDIA (relative error 1e-6), which run on tensor cores; AMD has none of
-    them, and multiplies exactly.
+    "highest" (or "ieee") is three products of tf32 on NVIDIA (relative error 1e-6), which run on tensor cores; AMD has
+    none of them, and multiplies exactly.
     """
-    if torch.get_float32_matmul_precision() == "highest":
-        return "ieee" if torch.version.hip else "tf32x3"
-    return "tf32"
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "ieee" if torch.version.hip else "tf32x3"
 
 
 def measured(call: Callable[[], object], runs: int = 10) -> float:
     """Seconds of a call on the GPU: the median over some runs, each with a cold cache."""
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
-    times = []
+    times: list[float] = []
     for _ in range(runs + 2):
         flush.zero_()
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

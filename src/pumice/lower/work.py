@@ -11,6 +11,7 @@ from pumice.language.bind import Bound
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.roles import roles
 from pumice.schedule.cost import Work
+from pumice.schedule.tile import PROCESSORS, programs, splits
 
 
 def _points(names: Sequence[str], bound: Bound) -> float:
@@ -54,7 +55,9 @@ def of_kernel(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]
         again = -(-_points([n for n in other if n in extents], bound) // 128) if form.product else 1
         cached += own * size * again
     flops = 2 * _points(indices_of(statement), bound)
-    return Work(flops, moved, cached, 1, matrix=form.product)
+    # What does not fill the device takes as much longer.
+    idle = max(1.0, PROCESSORS / max(1.0, programs(form, extents) * splits(form, extents)))
+    return Work(flops * idle, moved, cached * idle, 1, matrix=form.product)
 
 
 def of_gathered(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:

@@ -102,7 +102,8 @@ def one_dtype(operands: dict[str, Any], values: set[str]) -> dict[str, Any]:
     for name in values:
         x = operands[name]
         if isinstance(x, int | float):
-            done[name] = torch.tensor(x, dtype=dtype, device=device)
+            # Filled on the device: a copy from the host would wait.
+            done[name] = torch.full((), x, dtype=dtype, device=device)
         elif x.dtype != dtype:
             done[name] = x.to(dtype=dtype)
     return done

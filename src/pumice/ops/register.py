@@ -25,7 +25,8 @@ from pumice.lower import plan
 _LIBRARY = torch.library.Library("pumice", "DEF")
 _LIBRARY.define(
     "einsum(Tensor[] operands, str names, str text, SymInt[]? shape, str lowering) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    # What is remembered of an index array must not lie in the memory of a graph that is being captured.
+    tags=tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag)),
 )
 
 

@@ -1,6 +1,7 @@
 """Tuned tiles that last: a file of them per user, safe with many processes.
 
-A tile is kept under what it was tuned for: the device, the statement, the dtypes, and the sizes by their power of two.
+A tile is kept under what it was tuned for: the device, the statement, the dtypes, the sizes by their power of two,
+and how float32 is multiplied.
 """
 
 from __future__ import annotations
@@ -28,16 +29,22 @@ class Key:
     statement: str
     dtypes: tuple[str, ...]
     sizes: tuple[int, ...]
+    precision: str = ""
 
     def __str__(self) -> str:
-        return " | ".join((self.device, self.statement, ",".join(self.dtypes), ",".join(map(str, self.sizes))))
+        parts = self.device, self.statement, ",".join(self.dtypes), ",".join(map(str, self.sizes)), self.precision
+        return " | ".join(parts)
 
 
 class Ledger:
-    """The tuned tiles of a file, read when first asked for; what is put is on disk when `put` returns."""
+    """The tuned tiles of a file, read when first asked for; what is put is on disk when `put` returns.
+
+    generation: how often this one was put to; what was made ready before is made anew.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.generation = 0
         self._tiles: dict[str, Tile] | None = None
 
     def get(self, key: Key) -> Tile | None:
@@ -48,6 +55,7 @@ class Ledger:
 
     def put(self, key: Key, tile: Tile) -> None:
         """Keep a tile. What others have written meanwhile stays."""
+        self.generation += 1
         tiles = {**self._read(), **(self._tiles or {}), str(key): tile}
         self._tiles = tiles
         text = json.dumps({"version": VERSION, "tiles": {k: asdict(t) for k, t in tiles.items()}}, indent=1)

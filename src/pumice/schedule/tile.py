@@ -76,6 +76,42 @@ class Problem:
         return self.roles.segment is not None and self.roles.rows == (self.roles.segment.index,)
 
 
+PROCESSORS = 132
+"""Of an H200; it is filled from about as many programs on."""
+
+
+def programs(roles: Roles, extents: Mapping[str, int]) -> int:
+    """About how many tiles there are; one for each segment where there are any."""
+    rows, columns = _sides(roles)
+    across = 1 if roles.folds and not roles.product else _blocks(roles.columns, extents, columns)
+    inner = 1 if roles.segment is None else PROCESSORS
+    return _blocks(roles.rows, extents, rows) * across * _blocks(roles.batch, extents, 1) * inner
+
+
+def splits(roles: Roles, extents: Mapping[str, int]) -> int:
+    """Into how many programs the loop of a tile is shared: more than one where there are few tiles and long loops.
+
+    Segments are not split: what they have found is written once.
+    """
+    if roles.segment is not None:
+        return 1
+    tiled, side = (roles.reduced, 64) if roles.product else (roles.columns if roles.folds else (), _sides(roles)[1])
+    turns = _blocks(roles.loops, extents, 1) * _blocks(tiled, extents, side)
+    tiles = max(1, programs(roles, extents))
+    if tiles >= PROCESSORS or turns < 32:
+        return 1
+    return max(1, min(-(-2 * PROCESSORS // tiles), turns // 8))
+
+
+def _sides(roles: Roles) -> tuple[int, int]:
+    """Rows and columns of a usual tile."""
+    return (128, 128) if roles.product else (8, 256) if roles.folds else (16, 128)
+
+
+def _blocks(names: tuple[str, ...], extents: Mapping[str, int], side: int) -> int:
+    return -(-math.prod(extents[name] for name in names if name in extents) // side)
+
+
 SLAB = 40 << 20
 """Bytes of gathered rows from which they no longer stay in the cache (60 MiB of L2 on an H200)."""
 
@@ -113,10 +149,14 @@ def candidates(problem: Problem) -> Iterator[Tile]:
 
 
 def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
+    for stages in (1, 3, 4):
+        yield replace(first, stages=stages)
     for scale in (0.5, 2, 4):
+        rows = power_above(max(first.lanes, int(first.rows * scale))) if problem.roles.rows else 1
         for warps in (1, 2, 4, 8):
-            rows = max(first.lanes, int(first.rows * scale)) if problem.roles.rows else 1
-            yield replace(first, rows=power_above(rows), warps=warps)
+            # More than 64 results a thread spill.
+            if rows * first.columns <= 64 * 32 * warps:
+                yield replace(first, rows=rows, warps=warps)
     if not problem.laned:
         return
     columns = problem.volume(problem.roles.columns)

@@ -150,12 +150,10 @@ def grouped_graph(layer: Layer) -> Prepared:
 
 def conversions(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
     """From pairs to groups and to compacted tiles, on the wall: a conversion reads its size from the device."""
-    inputs, outputs, sizes = layer.found.pairs()
-    shape = (layer.rows, layer.found.volume)
-    taps = layer.found.taps()
+    pairs, taps = layer.found.pairs(), layer.found.taps()
     calls: dict[str, Callable[[], Any]] = {
-        "grouped": lambda: grouped(inputs, outputs, sizes, maps.group_of(len(inputs))),
-        "compacted": lambda: compacted(inputs, outputs, taps, shape, maps.block_of(layer.rows)),
+        "grouped": lambda: grouped(*pairs, maps.group_of(len(taps))),
+        "compacted": lambda: compacted(pairs, taps, layer.rows, maps.block_of(layer.rows)),
     }
     for name, call in calls.items():
         if not _holds_all_pairs(name, call(), layer):
