@@ -1,0 +1,129 @@
+"""Tiles, the work a device does, and the ledger of tuned tiles: values that print, compare and last."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pumice.errors import FileError, OptionError
+from pumice.language.parse import parse
+from pumice.language.roles import roles
+from pumice.schedule.cost import DEVICES, Work, seconds
+from pumice.schedule.ledger import Key, Ledger
+from pumice.schedule.tile import Problem, Tile, candidates, default, splits
+
+MATMUL = parse("C[m,n] = A[m,k] * B[k,n]")
+SPMM = parse("C[R[p],n] = V[p] * B[K[p],n] ; R:sorted")
+BLOCKS = parse("C[32*R[p]+a,n] = V[p,a,b] * B[32*K[p]+b,n] ; R:sorted")
+SIZES = {
+    MATMUL: {"m": 512, "n": 256, "k": 128},
+    SPMM: {"p": 5000, "n": 128},
+    BLOCKS: {"p": 500, "a": 32, "b": 32, "n": 1024},
+}
+
+
+def problem(statement, **more):
+    return Problem(roles(statement, SIZES[statement]), SIZES[statement], **more)
+
+
+@pytest.mark.parametrize("statement", SIZES, ids=str)
+def test_candidates_begin_with_the_default_and_differ(statement):
+    found = list(candidates(problem(statement)))
+    assert found[0] == default(problem(statement))
+    assert len(set(found)) == len(found) > 3
+
+
+def test_a_short_side_becomes_the_columns_of_the_tile():
+    """wgmma wants 64 rows."""
+    assert default(problem(BLOCKS)).swapped and default(problem(BLOCKS)).columns == 32
+    assert not default(problem(BLOCKS, bits=32)).swapped
+
+
+def test_long_rows_get_lanes_and_large_operands_slabs():
+    assert default(problem(SPMM, mean=5)).lanes == 1
+    assert default(problem(SPMM, mean=100)).lanes > 1
+    assert default(problem(SPMM, gathered=1 << 30)).slabs and not default(problem(SPMM)).slabs
+
+
+@pytest.mark.parametrize(
+    "wrong,said",
+    [
+        ({"rows": 48}, "rows of a tile is a power of two, at least 1; found 48"),
+        ({"stages": 0}, "stages of a tile is a power of two, at least 1; found 0"),
+        ({"lanes": 32}, "32 lanes do not divide 16 rows"),
+        ({"rows": 2048, "columns": 1024}, "at most 1048576 results, found 2048 x 1024"),
+    ],
+)
+def test_a_wrong_tile_says_what_is_wrong(wrong, said):
+    with pytest.raises(OptionError, match=said):
+        replace(Tile(16, 128), **wrong)
+
+
+def test_tiles_print():
+    assert str(Tile(64, 32, 16, warps=8, stages=3, swapped=True)) == "64x32x16 w8 s3 swapped"
+    assert str(Tile(32, 128, lanes=4, slabs=True)) == "32/4x128x1 w4 s2 slabs"
+
+
+@pytest.mark.parametrize(
+    "sizes,shared",
+    [
+        ({"m": 64, "n": 64, "k": 1 << 20}, True),
+        ({"m": 64, "n": 64, "k": 256}, False),
+        ({"m": 8192, "n": 8192, "k": 1 << 20}, False),
+    ],
+)
+def test_a_long_loop_of_few_tiles_is_shared(sizes, shared):
+    found = splits(roles(MATMUL, sizes), sizes)
+    assert (found > 1) == shared
+    assert found <= sizes["k"]
+
+
+def test_segments_are_not_shared():
+    assert splits(roles(SPMM, {"p": 1 << 24, "n": 8}), {"p": 1 << 24, "n": 8}) == 1
+
+
+def test_seconds():
+    gpu = DEVICES["cuda"]
+    assert seconds(Work(launches=2), gpu) == 2 * gpu.launch
+    assert seconds(Work(flops=1e12, matrix=True), gpu) < seconds(Work(flops=1e12), gpu)
+    assert seconds(Work(memory=4.3e12, launches=0), gpu) == pytest.approx(1)
+    both = Work(1, 2, 3, 4) + Work(10, 20, 30, 40, True)
+    assert both == Work(11, 22, 33, 44, True)
+
+
+KEY = Key("some GPU", "C[i] = A[i]", ("fp16",), (3,))
+
+
+def test_what_is_put_is_found_by_another_process(tmp_path):
+    path = tmp_path / "deep" / "tiles.json"
+    ours, tile = Ledger(path), Tile(64, 32, 16, swapped=True)
+    assert ours.get(KEY) is None and ours.generation == 0
+    ours.put(KEY, tile)
+    assert ours.get(KEY) == tile and ours.generation == 1
+    assert Ledger(path).get(KEY) == tile
+    assert Ledger(path).get(replace(KEY, dtypes=("fp32",))) is None
+    assert Ledger(path).get(replace(KEY, precision="ieee")) is None
+    assert [p.name for p in path.parent.iterdir()] == ["tiles.json"], "nothing half-written stays"
+
+
+def test_two_writers_keep_what_the_other_wrote(tmp_path):
+    one, two = Ledger(tmp_path / "t.json"), Ledger(tmp_path / "t.json")
+    assert one.get(KEY) is None and two.get(KEY) is None
+    one.put(KEY, Tile(16, 16))
+    other = replace(KEY, device="another")
+    two.put(other, Tile(32, 32))
+    assert Ledger(tmp_path / "t.json").all() == {str(KEY): Tile(16, 16), str(other): Tile(32, 32)}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "tiles": {"a": {"rows": "x"}}}'])
+def test_a_broken_ledger_is_named(tmp_path, text):
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(FileError, match="is no ledger of tiles"):
+        Ledger(path).get(KEY)
+
+
+def test_another_version_is_not_read(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"version": 999, "tiles": {str(KEY): {"rows": 16, "columns": 16}}}))
+    assert Ledger(path).get(KEY) is None
