@@ -146,15 +146,28 @@ class Runner:
         out = self._result(operands)
         if not self._empty:
             for part in _segments(self.bound, operands, self._form) or (None,):
-                _launch(self._ready(operands, out, part), operands, out, part)
+                self._run(operands, out, part)
         return out if self._summed == self.dtype else out.to(self.dtype)
+
+    def _run(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> None:
+        """Launch; a default tile that this device has no room for is made smaller."""
+        key = self._launch_key(operands, part)
+        while True:
+            launch = self._launches.get(key) or self._launches.setdefault(key, self._made(operands, out, part))
+            try:
+                return _launch(launch, operands, out, part)
+            except Exception as problem:
+                smaller = launch.tile.smaller()
+                if self.tile is not None or smaller is None or type(problem).__name__ != "OutOfResources":
+                    raise
+                self._launches[key] = self._made(operands, out, part, smaller)
 
     def compile(self, operands: Mapping[str, Tensor]) -> None:
         """Make the kernel without running it, so that several can be made at once; what does not fit shows later."""
         if self._empty or interpreted():
             return
         out, part = self._result(operands), next(iter(_segments(self.bound, operands, self._form)), None)
-        launch = self._ready(operands, out, part)
+        launch = self._launches.setdefault(self._launch_key(operands, part), self._made(operands, out, part))
         with suppress(*_unfit()):
             launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
 
@@ -167,22 +180,21 @@ class Runner:
         device = operands[self._used[0]].device
         return (torch.empty if self._whole else torch.zeros)(self.bound.shape, dtype=self._summed, device=device)
 
-    def _ready(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> Launch:
-        tensors = [operands[name] for name in self._used]
-        precision = self.precision or _precision()
+    def _launch_key(self, operands: Mapping[str, Tensor], part: Segments | None) -> tuple[Any, ...]:
+        """What a launch depends on; what was tuned meanwhile counts from the next call on."""
         rows = part is not None and part.rows.shape
-        # What was tuned meanwhile counts from the next call on.
-        key = (ledger().generation, is_tuning(), precision, rows, *[(t.stride(), t.dtype) for t in tensors])
-        known = self._launches.get(key)
-        if known is None:
-            known = self._launches[key] = self._made(operands, out, part, precision)
-        return known
+        precision = self.precision or _precision()
+        layouts = [(operands[name].stride(), operands[name].dtype) for name in self._used]
+        return (ledger().generation, is_tuning(), precision, rows, *layouts)
 
-    def _made(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, precision: str) -> Launch:
+    def _made(
+        self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile | None = None
+    ) -> Launch:
+        precision = self.precision or _precision()
         how = _key(self.bound, operands, precision)
         if self.tile is None and is_tuning() and out.is_cuda and not ledger().get(how):
             tune(self.bound, operands, self.dtype, measured, precision)
-        tile = self.tile or tile_of(self.bound, operands, precision)
+        tile = tile or self.tile or tile_of(self.bound, operands, precision)
         return prepare(self.bound, operands, out, tile, part, precision, self.splits)
 
 

@@ -41,6 +41,16 @@ class Tile:
         if self.rows * self.columns > 1 << 20:
             raise OptionError(f"a tile has at most 1048576 results, found {self.rows} x {self.columns}")
 
+    def smaller(self) -> Tile | None:
+        """The next tile that asks less of a device: fewer stages, then a shorter longer side; None at the least."""
+        if self.stages > 2:
+            return replace(self, stages=self.stages - 1)
+        if max(self.rows // self.lanes, self.columns) <= 16:
+            return None
+        if self.columns >= self.rows // self.lanes:
+            return replace(self, columns=self.columns // 2)
+        return replace(self, rows=self.rows // 2)
+
     def __str__(self) -> str:
         lanes = f"/{self.lanes}" if self.lanes > 1 else ""
         order = " swapped" * self.swapped + " slabs" * self.slabs
