@@ -27,7 +27,7 @@ from pumice.lower import triton as lowered
 from pumice.lower.emit import Argument
 from pumice.schedule.tile import Tile
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 NVIDIA = ("sm_80", "sm_90")
 TARGETS = (*NVIDIA, "gfx942")
 AMD_STAGES = 2

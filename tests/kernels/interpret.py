@@ -239,6 +239,7 @@ def other_checks() -> Checks:
     found["padding everywhere"] = check_all_padding
     found["64-bit indices"] = check_long_indices
     found["float64"] = check_double
+    found["a loop that programs share"] = check_shared
     found["the same layout, other sizes"] = check_other_sizes
     return found
 
@@ -269,8 +270,27 @@ def check_long_indices() -> None:
 
 
 def check_double() -> None:
-    for name in ("coo", "group_coo", "conv_pairs"):
+    for name in ("coo", "group_coo", "conv_pairs", "conv_compacted", "tp_grouped"):
         agree(problem(CASES[name].at(SMALL)).to(torch.float64), torch.float64, limit=1e-12)
+
+
+def check_shared() -> None:
+    """Few results of a long reduction: several programs add to them, to old values too."""
+    generator = torch.Generator().manual_seed(4)
+    x, y = torch.randn(3000, 16, generator=generator), torch.randn(3000, 24, generator=generator)
+    old = torch.randn(16, 24, generator=generator)
+    near(
+        lowered.run(Problem.of("W[c,n] = x[i,c] * y[i,n]", {"x": x, "y": y}).bound, {"x": x, "y": y}, x.dtype),
+        x.T @ y,
+        1e-4,
+    )
+    given = {"x": x, "y": y, "W": old}
+    p = Problem.of("W[c,n] += x[i,c] * y[i,n]", given)
+    assert lowered.runner(p.bound, x.dtype).splits > 1
+    near(lowered.run(p.bound, given, x.dtype), old + x.T @ y, 1e-4)
+    for text, want in (("d[n] = y[i,n]", y.sum(0)), ("s[z] = y[i,z] * y[i,z]", y.square().sum(0))):
+        p = Problem.of(text, {"y": y})
+        near(lowered.run(p.bound, p.operands, y.dtype), want, 1e-4)
 
 
 def check_other_sizes() -> None:

@@ -43,6 +43,11 @@ def _precisions():
                 yield Job(name, target, "fp32", "tf32x3")
 
 
+def _doubles():
+    for name in ("conv_compacted", "conv_grouped:dW", "tp", "coo"):
+        yield from (Job(name, target, "fp64", "ieee", tile=Tile(64, 64, 16, stages=2)) for target in TARGETS)
+
+
 def _wide():
     for target in TARGETS:
         yield Job("conv_compacted", target, sizes=(("I", 1 << 25),))
@@ -58,7 +63,7 @@ def _tiles():
         yield Job("group_coo", target, tile=Tile(32, 32, lanes=16, slabs=True))
 
 
-JOBS = tuple(dict.fromkeys((*_all_cases(), *_precisions(), *_wide(), *_tiles())))
+JOBS = tuple(dict.fromkeys((*_all_cases(), *_precisions(), *_doubles(), *_wide(), *_tiles())))
 
 SPILLS = {
     # Folded columns in tiles of 16 x 512: too many for the registers.
@@ -125,7 +130,7 @@ def test_fits_local_memory(built):
 
 # Matrix products
 def exact(job):
-    return job.dtype == "fp32" and job.precision == "ieee"
+    return job.dtype in ("fp32", "fp64") and job.precision == "ieee"
 
 
 @every(job for job in JOBS if not exact(job))
