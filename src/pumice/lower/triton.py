@@ -104,7 +104,7 @@ def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) 
     if form.adds and torch.are_deterministic_algorithms_enabled():
         return "results are added by atomics, and deterministic algorithms are asked for"
     try:
-        emit(statement, form, _signature(bound, operands, form, torch.float32, _smallest(form)))
+        _emitted(statement, form, _signature(bound, operands, form, torch.float32, _smallest(form)))
     except OptionError as reason:
         return str(reason)
     return None
