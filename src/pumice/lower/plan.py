@@ -24,7 +24,7 @@ from pumice.language.formats import parse_format
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import Conscious, Stored, conscious, single_terms
-from pumice.lower import gathered, graph, loops, maps, work
+from pumice.lower import bagged, gathered, graph, loops, maps, work
 from pumice.lower import triton as kernels
 from pumice.lower.remember import Bounded
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
@@ -380,6 +380,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
         "triton": Lowering(_kernel_refusal, kernels.run, work.of_kernel),
         "gathered": Lowering(gathered.refusal, gathered.run, work.of_gathered),
+        "bagged": Lowering(bagged.refusal, bagged.run, work.of_bagged),
         "graph": Lowering(_graph_refusal, graph.run, work.of_graph),
         "reference": Lowering(_never, loops.run, work.of_loops),
     }

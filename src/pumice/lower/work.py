@@ -63,3 +63,13 @@ def of_kernel(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]
 def of_gathered(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
     """Gather, multiply by matrices, scatter, in chunks that stay in the cache."""
     return Work(2 * _points(indices_of(statement), bound), launches=8, matrix=True)
+
+
+def of_bagged(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+    """Rows are read, weighed and summed at once, at the speed of the cache."""
+    reads = sum(
+        operands[access.name].element_size() * _points(indices_of(access), bound)
+        for access in accesses_of(*statement.terms)
+        if access.name in operands
+    )
+    return Work(2 * _points(indices_of(statement), bound), cache=reads, launches=6)
