@@ -356,3 +356,29 @@ def test_on_a_gpu(dtype):
             torch.testing.assert_close(
                 got, wanted, rtol=0, atol=20 * torch.finfo(dtype).eps * scale, msg=lambda m, s=seed: f"seed {s}: {m}"
             )
+
+
+PIECES = {
+    "d[p] = a[S[p],n] * b[G[p],n]": {"S": 5000, "G": 5000},
+    "d[q,p] = a[S[p],n] * b[G[q,p],n]": {"S": 5000, "G": (3, 5000)},
+    "d[p,m] = a[S[p],n] * b[G[p],n] * c[m]": {"S": 5000, "G": 5000},
+    "d[p,p] = a[S[p],n] * b[G[p],n]": {"S": 1200, "G": 1200},
+    "d[p] = a[S[p],n] * b[G[q],n] * v[p]": {"S": 5000, "G": 3},
+}
+
+
+@pytest.mark.parametrize("text", PIECES)
+def test_long_indices_are_taken_in_pieces(text, monkeypatch):
+    monkeypatch.setattr(graph, "CACHED", 2048)
+    chance = torch.Generator().manual_seed(0)
+    operands = {
+        n: torch.randint(-1, 9, torch.Size([s] if isinstance(s, int) else s), generator=chance)
+        for n, s in PIECES[text].items()
+    }
+    for name, shape in {"a": (9, 4), "b": (9, 4), "c": (2,), "v": (5000,)}.items():
+        if f"{name}[" in text:
+            operands[name] = torch.randn(shape, dtype=torch.float64, generator=chance)
+    bound = bind(parse(text), {n: t.shape for n, t in operands.items()})
+    pieces = graph._piece(bound)
+    assert (pieces is None) == ("p,p" in text)
+    torch.testing.assert_close(graph.run(bound, operands, torch.float64), loops.run(bound, operands, torch.float64))

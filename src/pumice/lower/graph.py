@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from string import ascii_letters
 from typing import Any, NamedTuple
@@ -19,7 +20,19 @@ from torch import Tensor, fx
 from torch.nn.functional import pad
 
 from pumice.language.bind import Bound, span_of
-from pumice.language.nodes import Access, Affine, Equal, Exists, Factor, Index, Statement, Term, accesses_of, indices_of
+from pumice.language.nodes import (
+    Access,
+    Affine,
+    Equal,
+    Exists,
+    Factor,
+    Index,
+    Range,
+    Statement,
+    Term,
+    accesses_of,
+    indices_of,
+)
 from pumice.lower.loops import dtypes_of, equal_dtype, equals, read_names, working_dtype, worst
 from pumice.lower.remember import Bounded
 
@@ -57,9 +70,83 @@ class Prepared(NamedTuple):
 
 
 def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The result of any statement, in `dtype`; a new tensor."""
+    """The result of any statement, in `dtype`; a new tensor.
+
+    On a CPU a long index of the target is taken in pieces, so that what is gathered stays in the cache.
+    """
+    piece = _piece(bound) if all(x.device.type == "cpu" for x in operands.values()) else None
+    if piece is None:
+        return _whole(bound, operands, dtype)
+    parts = []
+    for start in range(0, bound.extent(piece.index), piece.length):
+        length = min(piece.length, bound.extent(piece.index) - start)
+        cut = dict(operands)
+        for name, axis in piece.axes:
+            cut[name] = operands[name].narrow(axis, start, length)
+        parts.append(_whole(_part(bound, piece, length), cut, dtype))
+    return torch.cat(parts, dim=piece.axis)
+
+
+def _whole(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     module, arguments = prepare(bound, operands, dtype)
     return module(*arguments)
+
+
+class Piece(NamedTuple):
+    """An index that is taken in pieces of `length`: its axis of the target, and of the operands that have it."""
+
+    index: str
+    length: int
+    axis: int
+    axes: tuple[tuple[str, int], ...]
+
+
+CACHED = 1 << 19
+"""Points of a piece: some MiB of gathered values."""
+
+
+@lru_cache(maxsize=4096)
+def _piece(bound: Bound) -> Piece | None:
+    """The longest index of the target that every access has bare, on the same axis; None where nothing is gathered."""
+    statement = bound.statement
+    accesses = accesses_of(*statement.terms)
+    gathers = any(e.arrays for access in accesses for e in access.indices)
+    if not gathers or statement.reduction != "sum" or len(statement.terms) != 1 or statement.accumulate:
+        return None
+    for index in sorted(indices_of(statement.target), key=bound.extent, reverse=True):
+        axes = _axes_of(index, statement)
+        rest = _points(indices_of(*statement.terms), bound) // max(1, bound.extent(index))
+        length = max(256, CACHED // max(1, rest))
+        if axes is not None and bound.extent(index) >= 4 * length and not statement.declared(index):
+            axis = next(i for i, e in enumerate(statement.target.indices) if e.bare == index)
+            return Piece(index, length, axis, axes)
+    return None
+
+
+def _axes_of(index: str, statement: Statement) -> tuple[tuple[str, int], ...] | None:
+    """The axis of each operand that is the index; None where it stands otherwise, or on two axes of one."""
+    found: dict[str, set[int]] = {}
+    everywhere = (statement.target, *accesses_of(*statement.terms, *statement.target.indices))
+    for access in everywhere:
+        for axis, expression in enumerate(access.indices):
+            if index in (atom.name for _, atom in expression.terms if isinstance(atom, Index)):
+                if expression.bare is None:
+                    return None
+                found.setdefault(access.name, set()).add(axis)
+    own = found.pop(statement.target.name, set())
+    if len(own) != 1 or any(len(axes) != 1 for axes in found.values()):
+        return None
+    # An operand read without the index, too, cannot be cut.
+    if any(a.name in found and index not in [e.bare for e in a.indices] for a in everywhere):
+        return None
+    return tuple((name, axes.pop()) for name, axes in found.items())
+
+
+@lru_cache(maxsize=4096)
+def _part(bound: Bound, piece: Piece, length: int) -> Bound:
+    """The sizes of a piece."""
+    shape = tuple(length if axis == piece.axis else n for axis, n in enumerate(bound.shape))
+    return replace(bound, ranges={**bound.ranges, piece.index: Range(0, length)}, shape=shape)
 
 
 def prepare(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Prepared:
