@@ -7,8 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from pumice.errors import OptionError
-from pumice.tools import bench, bench_conv, bench_einsum, bench_structured, cli, equivariant, ledger, study
+from pumice.env import Settings
+from pumice.errors import OptionError, PumiceError
+from pumice.tools import (
+    bench,
+    bench_conv,
+    bench_einsum,
+    bench_structured,
+    bench_tensor_product,
+    bench_unstructured,
+    cli,
+    equivariant,
+    ledger,
+    study,
+)
 
 LEDGER = Path(__file__).parents[2] / "bench" / "results.jsonl"
 CPU = torch.device("cpu")
@@ -95,6 +107,36 @@ def test_a_peer_that_is_not_installed_is_one_line(measure, monkeypatch):
     ran, rows = measure("tensor-product")
     assert ran.code == 0 and {row["peer"] for row in rows} == {"dense einsum"}
     assert ran.out.count("e3nn is left out") == 1 and ran.out.count("cuequivariance-torch is left out") == 1
+
+
+def test_what_fails_in_one_study_does_not_end_the_others(monkeypatch):
+    def broken(setup):
+        raise ValueError("a file that cannot be read")
+        yield
+
+    monkeypatch.setattr(bench_einsum, "STUDIES", {"broken": broken, "table": lambda setup: iter(["a row"])})
+    rows = bench.run("einsum", print, bench.Options(device="cpu"))
+    assert next(rows) == "a row"
+    with pytest.raises(PumiceError, match="1 failed: broken: ValueError: a file"):
+        next(rows)
+
+
+def test_a_data_folder_without_scenes_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_conv, "settings", lambda: Settings(tmp_path, tmp_path))
+    monkeypatch.setattr(bench_unstructured, "settings", lambda: Settings(tmp_path, tmp_path))
+    said = []
+    setup = study.Setup(CPU, False, said.append, only="unstructured/uniform/")
+    assert [name for name, _ in bench_conv.scenes(setup)] == ["random_100000"]
+    assert [matrix.name for matrix in bench_unstructured._matrices(setup)] == ["uniform"]
+    assert len(said) == 2 and all(str(tmp_path) in line for line in said)
+
+
+def test_a_thorough_run_has_every_size_of_the_tensor_product():
+    some = set(bench_tensor_product._sizes(study.Setup(CPU, False, print)))
+    every = set(bench_tensor_product._sizes(study.Setup(CPU, False, print, thorough=True)))
+    assert (
+        some < every and {highest for highest, _ in some} == {1, 2, 3} and {width for _, width in some} == {16, 32, 64}
+    )
 
 
 def test_an_unknown_study_lists_the_known():

@@ -223,10 +223,12 @@ def tune(
     bound: Bound,
     operands: Mapping[str, Tensor],
     dtype: torch.dtype,
-    measure: Callable[[Callable[[], object]], float],
+    measure: Callable[[Callable[[], object], float], float],
     precision: str = "",
 ) -> dict[Tile, float]:
-    """Time every tile worth it with `measure` (seconds of a call), keep the fastest in the ledger; all times.
+    """Time every tile worth it, keep the fastest in the ledger; all times.
+
+    measure(call, best) gives the seconds of a call, and need not be exact far above the best so far.
 
     A tile that does not fit the device is left out.
     """
@@ -239,7 +241,8 @@ def tune(
         list(pool.map(lambda attempt: _compiled_on(device, attempt, operands), attempts.values()))
         for tile, attempt in attempts.items():
             try:
-                times[tile] = measure(lambda attempt=attempt: attempt(operands))
+                best = min(times.values(), default=math.inf)
+                times[tile] = measure(lambda attempt=attempt: attempt(operands), best)
             except _unfit() as problem:
                 if not _is_unfit(problem):
                     raise
@@ -480,7 +483,10 @@ def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Probl
 def _key(bound: Bound, operands: Mapping[str, Tensor], precision: str) -> Key:
     used = [operands[name] for name in _used(bound)]
     device = torch.cuda.get_device_name(used[0].device) if used[0].is_cuda else used[0].device.type
-    sizes = (max(1, extent).bit_length() for extent in extents_of(bound).values())
+    extents = [*extents_of(bound).values()]
+    if _form(bound).segment:
+        extents.append(_count(bound, tuple((n, operands[n].shape) for n in _used(bound))))
+    sizes = (int(2 * math.log2(max(1, extent))) for extent in extents)
     kinds = tuple(DTYPES[t.dtype] for t in used)
     return Key(device, str(bound.statement), kinds, tuple(sizes), precision if "fp32" in kinds else "")
 
@@ -555,8 +561,8 @@ def _precision() -> str:
     return "ieee" if torch.version.hip else "tf32x3"
 
 
-def measured(call: Callable[[], object], runs: int = 10) -> float:
-    """Seconds of a call on the GPU: the median over some runs, each with a cold cache."""
+def measured(call: Callable[[], object], best: float = math.inf, runs: int = 10) -> float:
+    """Seconds of a call on the GPU: the median over some runs, each with a cold cache; fewer far above the best."""
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
     times: list[float] = []
     for _ in range(runs + 2):
@@ -566,8 +572,10 @@ def measured(call: Callable[[], object], runs: int = 10) -> float:
         call()
         stop.record()
         stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return 1e-3 * sorted(times[2:])[runs // 2]
+        times.append(1e-3 * start.elapsed_time(stop))
+        if len(times) == 3 and times[-1] > 3 * best:
+            return times[-1]
+    return sorted(times[2:])[runs // 2]
 
 
 _RUNNERS: Bounded[Runner] = Bounded(4096)

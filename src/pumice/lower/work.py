@@ -38,6 +38,9 @@ def of_graph(statement: Statement, bound: Bound, operands: Mapping[str, Tensor])
                 )
         moved += 12 * _points(indices_of(statement.target), bound)
         flops = 2 * _points(indices_of(term, statement.target), bound)
+        if len(term.factors) > 2:
+            # Products of some of the factors are written down, at worst over all indices.
+            moved += 4 * flops
         total = total + Work(flops, moved, 0, 3 + 2 * len(term.factors), matrix=len(term.factors) > 1)
     return total
 

@@ -1,7 +1,7 @@
 """Tuned tiles that last: a file of them per user, safe with many processes.
 
-A tile is kept under what it was tuned for: the device, the statement, the dtypes, the sizes by their power of two,
-and how float32 is multiplied.
+A tile is kept under what it was tuned for: the device, the statement, the dtypes, the sizes to half a power of
+two, and how float32 is multiplied.
 """
 
 from __future__ import annotations

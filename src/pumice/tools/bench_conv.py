@@ -72,10 +72,12 @@ def scenes(setup: Setup) -> Iterator[tuple[str, Tensor]]:
     if folder is None:
         setup.say("PUMICE_DATA is not set: the random scene only")
         return
-    for path in sorted((folder / "scenes").glob("*.npz")):
-        yield path.stem, _batched(np.load(path)["coords"])
-    for path in sorted((folder / "ucf_tns").glob("*.tns")):
-        yield path.stem, _batched(np.loadtxt(path, dtype=np.int32))
+    paths = [*sorted((folder / "scenes").glob("*.npz")), *sorted((folder / "ucf_tns").glob("*.tns"))]
+    if not paths:
+        setup.say(f"no scene in {folder}: the random scene only")
+    for path in paths:
+        found = np.load(path)["coords"] if path.suffix == ".npz" else np.loadtxt(path, dtype=np.int32)
+        yield path.stem, _batched(found)
 
 
 def _random(setup: Setup) -> Tensor:

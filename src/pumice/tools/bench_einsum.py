@@ -42,7 +42,7 @@ def einsum(say: Say, options: Options) -> Iterator[Row]:
     for name in chosen:
         try:
             yield from STUDIES[name](setup)
-        except (PumiceError, RuntimeError) as reason:  # out of memory and the like: the other studies are still wanted
+        except Exception as reason:  # out of memory, a file that cannot be read: the other studies are still wanted
             setup.failed(f"{name}: {type(reason).__name__}: {reason}")
     if setup.failures:
         raise PumiceError(f"{len(setup.failures)} failed: {'; '.join(setup.failures)}")

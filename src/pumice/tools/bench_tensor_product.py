@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,20 +47,28 @@ class Product:
 def tensor_product(setup: Setup) -> Iterator[Row]:
     """Forward, and forward with the gradients of all three operands, for shared and per-sample weights."""
     done: dict[bool, list[Row]] = {False: [], True: []}
-    for highest in (1,) if setup.quick else (1, 2, 3):
-        for channels in (4,) if setup.quick else (16, 32, 64):
-            for shared in (False, True):
-                name = f"tensor-product/l{highest}/C{channels}/{'shared' if shared else 'per-sample'}"
-                for backward in (False, True):
-                    case = f"{name}/{'fwd+bwd' if backward else 'fwd'}"
-                    if not setup.wants(case):
-                        continue
-                    rows = list(_one(setup, case, product(setup, highest, channels, shared), backward))
-                    done[backward] += rows
-                    yield from kept(rows, FORMATS)
+    for highest, channels in _sizes(setup):
+        for shared in (False, True):
+            name = f"tensor-product/l{highest}/C{channels}/{'shared' if shared else 'per-sample'}"
+            for backward in (False, True):
+                case = f"{name}/{'fwd+bwd' if backward else 'fwd'}"
+                if not setup.wants(case):
+                    continue
+                rows = list(_one(setup, case, product(setup, highest, channels, shared), backward))
+                done[backward] += rows
+                yield from kept(rows, FORMATS)
     for backward, rows in done.items():
         setup.say("forward and backward" if backward else "forward")
         summarize(setup, rows, {"e3nn or cuEquivariance": ("e3nn", "cuEq"), "dense einsum": ("dense",)})
+
+
+def _sizes(setup: Setup) -> Sequence[tuple[int, int]]:
+    """(highest degree, channels) of the cases: each degree, each width; all pairs take a quarter of an hour to tune."""
+    if setup.quick:
+        return ((1, 4),)
+    if setup.thorough:
+        return tuple((highest, channels) for highest in (1, 2, 3) for channels in (16, 32, 64))
+    return ((2, 32), (1, 32), (3, 32), (2, 16), (2, 64))
 
 
 def product(setup: Setup, highest: int, channels: int, shared: bool) -> Product:

@@ -18,6 +18,7 @@ from pumice.tools.study import Case, Setup, Way, kept, line, measured, quietly, 
 TEXT = "C[m,n] = A[m,k] * B[k,n]"
 FORMATS = {"GroupCOO": "m:C k:G", "COO": "(m k):C", "CSR": "m:U k:C", "buckets": "m:C k:G*"}
 CHUNK = 1 << 20  # non-zeros of the float64 result at once
+LEAST = 150_000  # non-zeros of a real matrix, but for a thorough run: each size is tuned anew
 
 
 def unstructured(setup: Setup) -> Iterator[Row]:
@@ -43,7 +44,11 @@ def _matrices(setup: Setup) -> Iterator[Matrix]:
     if folder is None:
         setup.say("PUMICE_DATA is not set: stand-ins only")
         return
-    yield from (m for m in matrices.real(folder) if setup.wants(f"unstructured/{m.name}/"))
+    least = 20_000 if setup.thorough else LEAST
+    found = list(matrices.real(folder, least))
+    if not found:
+        setup.say(f"no matrix with {least} non-zeros in {folder}: stand-ins only")
+    yield from (m for m in found if setup.wants(f"unstructured/{m.name}/"))
 
 
 def _one(setup: Setup, matrix: Matrix, columns: int, dtype: torch.dtype) -> Iterator[Row]:

@@ -112,7 +112,9 @@ def bench(
     case: Annotated[str, typer.Option(help="one study of the suite einsum")] = "",
     only: Annotated[str, typer.Option(help="of its cases, those whose name has this part")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: to see that all of it runs")] = False,
-    thorough: Annotated[bool, typer.Option("--thorough", help="peers that take minutes to tune, too")] = False,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="peers and sizes that take minutes to tune, too")
+    ] = False,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="ledger to append the rows to (one JSON object a line)")] = None,
 ) -> None:

@@ -35,7 +35,7 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, tor
 class Options:
     """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where.
 
-    thorough: peers that take minutes to tune, too.
+    thorough: peers and sizes that take minutes to tune, too.
     """
 
     case: str = ""
