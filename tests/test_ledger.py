@@ -1,6 +1,7 @@
 """The ledger of results holds whole rows, and every claim can be recomputed from it."""
 
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -30,6 +31,21 @@ def test_the_readme_quotes_the_ledger():
     assert len(ratios) == 4 and min(ratios) >= 1.1
     readme = (LEDGER.parents[1] / "README.md").read_text()
     assert all(f"{ratio:.2f}" in readme for ratio in ratios)
+
+
+def test_the_readme_quotes_spmm_on_a_cpu():
+    latest = {
+        row["case"]: row["peer_value"] / row["value"]
+        for row in rows()
+        if row["case"].startswith("unstructured/") and row["case"].endswith("/CSR") and row["peer"] == "torch.sparse.mm"
+        if "threads" in row["device"]
+    }
+    mean = math.exp(sum(map(math.log, latest.values())) / len(latest))
+    readme = (LEDGER.parents[1] / "README.md").read_text()
+    said = (
+        f"{mean:.2f} times `torch.sparse.mm` (geometric mean of {len(latest)} matrices, {min(latest.values()):.2f} to"
+    )
+    assert said in readme
 
 
 def test_rows_are_appended(tmp_path):
