@@ -95,6 +95,8 @@ COMPILED = {
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name):
+    if name == "called" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("this torch cannot trace the making of a frozen dataclass; make the callable outside")
     function, inputs = COMPILED[name]
     agree_compiled(function, *inputs)
 

@@ -68,15 +68,27 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     Source: "Sparse GPU Kernels Simplified and Optimized with Indirect Einsums" (Insum) for indirect indices, "Unified
     Convolution Framework" (UCF) for affine ones and level formats.
     """
-    result = _compiled(text, lowering)(**operands)
+    if torch.compiler.is_compiling():
+        tensors, names = _traced(text, operands)
+        result = register.einsum(tensors, names, text, None, lowering)
+    else:
+        result = _compiled(text, lowering)(**operands)
     return result if out is None else _written(out, result)
 
 
 def _compiled(text: str, lowering: str) -> Einsum:
     """The callable of a statement; formats are told by the operands themselves."""
-    if torch.compiler.is_compiling() or not (isinstance(text, str) and isinstance(lowering, str)):
-        return compile_einsum(text, lowering=lowering)
-    return _kept(text, lowering)
+    known = isinstance(text, str) and isinstance(lowering, str)
+    return _kept(text, lowering) if known else compile_einsum(text, lowering=lowering)
+
+
+def _traced(text: str, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
+    """The operands while torch.compile traces. Nothing can be read then: shapes are checked by the operator, and
+    values of index arrays are masked by whatever runs."""
+    operands = {n: fixed(x) if type(x) in (int, float) else x for n, x in operands.items()}
+    integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
+    values, constants = _numbers(text, integers)
+    return flattened(one_dtype(dict(operands), {name for name in values if name in operands}), constants)
 
 
 @lru_cache(maxsize=256)
@@ -129,8 +141,7 @@ class Einsum:
 
     def _passed(self, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
         if torch.compiler.is_compiling():
-            # Nothing can be read while tracing; shapes are checked by the operator, values are masked by the kernels.
-            return self._traced(operands)
+            return _traced(self.text, operands)
         if problem := problem_of(operands):
             raise DtypeError(problem)
         key = (self, autocast_state(operands), *((name, *signature(x)) for name, x in operands.items()))
@@ -140,12 +151,6 @@ class Einsum:
         for check in seen.checks:
             check.look(operands)
         return tensors_of(operands), seen.names
-
-    def _traced(self, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
-        operands = {n: fixed(x) if type(x) in (int, float) else x for n, x in operands.items()}
-        integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
-        values, constants = _numbers(self.text, integers)
-        return flattened(one_dtype(dict(operands), {name for name in values if name in operands}), constants)
 
     def _first_passed(self, operands: Mapping[str, Operand], key: tuple[Any, ...]) -> tuple[list[Tensor], str]:
         """All checks, and whatever has to be converted; what needs no conversion is passed as it is from then on."""
