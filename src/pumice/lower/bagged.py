@@ -9,7 +9,6 @@ one of them (COO, CSR, ELL, GroupCOO), and so are its gradient and every sum ove
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor
 
 from pumice.language.bind import Bound
-from pumice.language.nodes import Access, Affine, Statement, indices_of
+from pumice.language.nodes import Access, Statement, indices_of
+from pumice.lower import tables
 from pumice.lower.remember import per_tensor
 
 
@@ -41,15 +41,10 @@ class Match:
 
 def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
     """Why the statement is not computed this way, or None."""
-    if any(t.device.type != "cpu" for t in operands.values()):
-        return "the operands are not on a CPU"
     match = matched(statement)
     if isinstance(match, str):
         return match
-    kinds = {operands[access.name].dtype for access in (match.rows, *match.weights)}
-    if len(kinds) > 1 or not kinds.pop().is_floating_point:
-        return "the factors are not of one floating dtype"
-    return None
+    return tables.refusal((access.name for access in (match.rows, *match.weights)), operands)
 
 
 def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -58,9 +53,9 @@ def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Ten
     match = matched(statement)
     assert isinstance(match, Match)
     wide = torch.promote_types(operands[match.rows.name].dtype, torch.float32)
-    axis = _row_axis(statement.target, match.scatter)
-    count = int(bound.shape[axis])
-    table = _table(operands[match.rows.name], match).to(wide)
+    row = match.scatter if isinstance(match.scatter, str) else ""
+    count = int(bound.shape[[e.bare or "" for e in statement.target.indices].index(row)])
+    table = tables.rows_of(operands[match.rows.name], match.rows, match.columns).to(wide)
     bags = _bags_of(match, bound, operands, (count, len(table)))
     weights = _weights(match, bound, operands, wide)
     if weights is not None:
@@ -68,7 +63,7 @@ def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Ten
     total = _summed(table, bags, weights, count)
     if statement.terms[0].coefficient != 1:
         total = total * statement.terms[0].coefficient
-    result = _restored(total, statement.target, match, bound, axis).to(dtype)
+    result = tables.restored(total, (row, *match.columns), bound).to(dtype)
     return operands[statement.target.name] + result if statement.accumulate else result
 
 
@@ -81,25 +76,25 @@ def matched(statement: Statement) -> Match | str:
     if len(factors) != len(statement.terms[0].factors) or statement.ranges:
         return "it has conditions or declared ranges"
     gathering = [f for f in factors if any(e.arrays for e in f.indices)]
-    if len(gathering) != 1 or _array_of(gathering[0]) is None:
+    if len(gathering) != 1 or tables.array_of(gathering[0]) is None:
         return "there is not one factor whose rows are gathered by one index array"
-    rows = gathering[0]
-    gather, columns = _array_of(rows), _bare(rows)
+    gathered = gathering[0]
+    gather, columns = tables.array_of(gathered), tables.bare_of(gathered)
     assert gather is not None
     positions = tuple(e.bare for e in gather.indices if e.bare)
     scatter = _scatter_of(statement.target, positions, columns)
-    weights = tuple(f for f in factors if f is not rows)
+    weights = tuple(f for f in factors if f is not gathered)
     if scatter is None or not columns:
         return "the target is not written by rows of what is gathered"
     if any(not set(indices_of(f)) <= set(positions) or not _plain(f) for f in weights):
         return "a factor is over more than the positions"
-    return Match(rows, gather, scatter, positions, weights, columns)
+    return Match(gathered, gather, scatter, positions, weights, columns)
 
 
 def _scatter_of(target: Access, positions: tuple[str, ...], columns: tuple[str, ...]) -> Access | str | None:
     """What says the target's row: an index array over positions, or a position; None where nothing does."""
-    bare = _bare(target)
-    array = _array_of(target)
+    bare = tables.bare_of(target)
+    array = tables.array_of(target)
     if array is not None:
         inside = {e.bare for e in array.indices}
         return array if inside <= set(positions) and set(bare) == set(columns) else None
@@ -108,46 +103,9 @@ def _scatter_of(target: Access, positions: tuple[str, ...], columns: tuple[str, 
     return own[0] if whole and len(set(bare)) == len(bare) else None
 
 
-def _array_of(access: Access) -> Access | None:
-    """The one index array of an access, over bare and different indices; its other axes are bare and different."""
-    arrays = [e for e in access.indices if e.bare is None]
-    bare = _bare(access)
-    if len(arrays) != 1 or len(set(bare)) != len(bare):
-        return None
-    return _alone(arrays[0], bare)
-
-
-def _alone(expression: Affine, bare: tuple[str, ...]) -> Access | None:
-    if expression.constant or len(expression.terms) != 1:
-        return None
-    ((coefficient, atom),) = expression.terms
-    if coefficient != 1 or not isinstance(atom, Access):
-        return None
-    names = [e.bare for e in atom.indices]
-    plain = all(name and name not in bare for name in names) and len(set(names)) == len(names)
-    return atom if plain and names else None
-
-
 def _plain(access: Access) -> bool:
     names = [e.bare for e in access.indices]
     return all(names) and len(set(names)) == len(names)
-
-
-def _bare(access: Access) -> tuple[str, ...]:
-    return tuple(e.bare for e in access.indices if e.bare is not None)
-
-
-def _row_axis(target: Access, scatter: Access | str) -> int:
-    wanted = scatter if isinstance(scatter, str) else None
-    return next(i for i, e in enumerate(target.indices) if e.bare == wanted)
-
-
-def _table(rows: Tensor, match: Match) -> Tensor:
-    """B as [rows, columns], the columns in the order of the match."""
-    have = [e.bare or "" for e in match.rows.indices]
-    order = [have.index(""), *(have.index(name) for name in match.columns)]
-    found = rows.permute(order)
-    return found.reshape(len(found), math.prod(found.shape[1:]))
 
 
 def _bags_of(match: Match, bound: Bound, operands: Mapping[str, Tensor], extents: tuple[int, int]) -> Bags:
@@ -223,11 +181,3 @@ def _summed(table: Tensor, bags: Bags, weights: Tensor | None, count: int) -> Te
         return table.new_zeros(count, table.shape[1])
     # mode 0 is the sum; nothing is sparse, no last offset, no padding.
     return torch.embedding_bag(table.contiguous(), bags.rows, bags.starts, False, 0, False, weights, False)[0]
-
-
-def _restored(total: Tensor, target: Access, match: Match, bound: Bound, axis: int) -> Tensor:
-    """[rows, columns] as the target has its axes."""
-    sizes = [bound.extent(name) for name in match.columns]
-    names = [e.bare for e in target.indices]
-    want = [0 if place == axis else match.columns.index(name or "") + 1 for place, name in enumerate(names)]
-    return total.reshape(len(total), *sizes).permute(want).contiguous()

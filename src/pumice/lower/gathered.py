@@ -8,7 +8,6 @@ in any order of the axes, g or not. A sparse convolution is one of them, and so 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +18,7 @@ from torch import Tensor
 from pumice.coords import Pairs
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Statement, arrays_of, indices_of
-from pumice.lower import cpu, graph
+from pumice.lower import cpu, graph, tables
 from pumice.lower.remember import per_tensor
 from pumice.schedule.cpu import CpuSchedule
 
@@ -44,15 +43,10 @@ class Match:
 
 def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
     """Why the statement is not computed this way, or None."""
-    if any(t.device.type != "cpu" for t in operands.values()):
-        return "the operands are not on a CPU"
     match = matched(statement)
     if isinstance(match, str):
         return match
-    kinds = {operands[match.x.name].dtype, operands[match.other.name].dtype}
-    if len(kinds) > 1 or not kinds.pop().is_floating_point:
-        return "the factors are not of one floating dtype"
-    return None
+    return tables.refusal((match.x.name, match.other.name), operands)
 
 
 def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -62,7 +56,7 @@ def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Ten
     assert isinstance(match, Match)
     if not _places_valid(match, bound, operands):
         return graph.run(bound, operands, dtype)
-    axis = _array_axis(statement.target if not match.weights else match.other)
+    axis = tables.array_axis(statement.target if not match.weights else match.other)
     volume = int(bound.shape[axis] if not match.weights else operands[match.other.name].shape[axis])
     pairs = Pairs(operands[match.gather], operands[match.scatter], _sizes(operands[match.taps], volume))
     result = (_forward if match.weights else _gradient)(match, bound, operands, pairs).to(dtype)
@@ -82,8 +76,8 @@ def matched(statement: Statement) -> Match | str:
     if statement.ranges:
         return "a range is declared"
     accesses = (statement.target, *factors)
-    arrays = [_array_of(access) for access in accesses]
-    if not all(isinstance(array, Access) for array in arrays):
+    arrays = [tables.array_of(access) for access in accesses]
+    if any(array is None or len(array.indices) != 1 for array in arrays):
         return "target and factors are not each indexed by one index array and bare indices"
     taps = {name for name, fact in statement.facts if fact == "sorted"}
     names = [array.name for array in arrays if array is not None]
@@ -101,13 +95,13 @@ def _places_valid(match: Match, bound: Bound, operands: Mapping[str, Tensor]) ->
     scattered, tapped = (target, match.other) if match.weights else (match.other, target)
     for name, access in ((match.gather, match.x), (match.scatter, scattered), (match.taps, tapped)):
         shape = bound.shape if access is target else operands[access.name].shape
-        if not _valid(operands[name], int(shape[_array_axis(access)])):
+        if not _valid(operands[name], int(shape[tables.array_axis(access)])):
             return False
     return True
 
 
 def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> Match | str:
-    target, first, second = (_bare(access) for access in accesses)
+    target, first, second = (tables.bare_of(access) for access in accesses)
     if place == 0:
         group = tuple(i for i in first if i in second and i in target)
         inner = tuple(i for i in first if i in target and i not in second)
@@ -120,85 +114,36 @@ def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> Matc
         match = Match(accesses[1], accesses[2], names[1], names[2], names[0], group, inner, outer, False)
         return match if whole else "an index is reduced that is not the position"
     weights, x = (1, 2) if place == 1 else (2, 1)
-    axes = _bare(accesses[x]), _bare(accesses[weights])
+    axes = tables.bare_of(accesses[x]), tables.bare_of(accesses[weights])
     group = tuple(i for i in axes[0] if i in axes[1] and i in target)
     inner = tuple(i for i in axes[0] if i in axes[1] and i not in target)
     outer = tuple(i for i in axes[1] if i in target and i not in axes[0])
-    whole = (
-        set(axes[0]) == {*group, *inner}
-        and set(axes[1]) == {*group, *inner, *outer}
-        and set(target)
-        == {
-            *group,
-            *outer,
-        }
-    )
+    found = [set(axes[0]), set(axes[1]), set(target)]
+    whole = found == [{*group, *inner}, {*group, *inner, *outer}, {*group, *outer}]
     match = Match(accesses[x], accesses[weights], names[x], names[0], names[weights], group, inner, outer, True)
     return match if whole else "an index is in one factor alone, or in both and the target"
 
 
-def _array_of(access: Access) -> Access | None:
-    """The one index array of an access whose other axes are bare and different indices."""
-    arrays = [e for e in access.indices if e.bare is None]
-    bare = _bare(access)
-    if len(arrays) != 1 or len(set(bare)) != len(bare):
-        return None
-    ((coefficient, atom), *rest) = arrays[0].terms or ((0, None),)
-    if rest or coefficient != 1 or arrays[0].constant or not isinstance(atom, Access):
-        return None
-    return atom if len(atom.indices) == 1 and atom.indices[0].bare and atom.indices[0].bare not in bare else None
-
-
-def _bare(access: Access) -> tuple[str, ...]:
-    return tuple(e.bare for e in access.indices if e.bare is not None)
-
-
-def _array_axis(access: Access) -> int:
-    return next(i for i, e in enumerate(access.indices) if e.bare is None)
-
-
 def _forward(match: Match, bound: Bound, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
-    sizes = [_volume(names, bound) for names in (match.group, match.inner, match.outer)]
+    sizes = [bound.points(names) for names in (match.group, match.inner, match.outer)]
     groups, c_in, c_out = sizes
-    x = _rows(operands[match.x.name], match.x, (*match.group, *match.inner))
+    x = tables.rows_of(operands[match.x.name], match.x, (*match.group, *match.inner))
     order = (*match.group, *match.outer, "", *match.inner)
-    weight = _arranged(operands[match.other.name], match.other, order).reshape(groups * c_out, -1, c_in)
+    weight = tables.arranged(operands[match.other.name], match.other, order).reshape(groups * c_out, -1, c_in)
     target = bound.statement.target
-    rows = int(bound.shape[_array_axis(target)])
+    rows = int(bound.shape[tables.array_axis(target)])
     prepared = _prepared(pairs, rows, len(x), (groups * c_in, groups * c_out))
     flat = cpu.forward(x, weight, prepared, rows, groups)
-    return _restored(flat, target, ("", *match.group, *match.outer), bound)
+    return tables.restored(flat, ("", *match.group, *match.outer), bound)
 
 
 def _gradient(match: Match, bound: Bound, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
-    groups = _volume(match.group, bound)
-    x = _rows(operands[match.x.name], match.x, (*match.group, *match.inner))
-    y = _rows(operands[match.other.name], match.other, (*match.group, *match.outer))
+    groups = bound.points(match.group)
+    x = tables.rows_of(operands[match.x.name], match.x, (*match.group, *match.inner))
+    y = tables.rows_of(operands[match.other.name], match.other, (*match.group, *match.outer))
     prepared = _prepared(pairs, len(y), len(x), (x.shape[1], y.shape[1]))
     flat = cpu.weight_gradient(x, y, prepared, groups)  # [G*N, K, C]
-    return _restored(flat, bound.statement.target, (*match.group, *match.outer, "", *match.inner), bound)
-
-
-def _rows(tensor: Tensor, access: Access, names: Sequence[str]) -> Tensor:
-    """The tensor as [rows, everything else in this order]."""
-    return _arranged(tensor, access, ("", *names)).reshape(tensor.shape[_array_axis(access)], -1)
-
-
-def _arranged(tensor: Tensor, access: Access, order: Sequence[str]) -> Tensor:
-    """The tensor with its axes in the order of these indices, "" being the axis of the index array."""
-    have = [e.bare or "" for e in access.indices]
-    return tensor.permute([have.index(name) for name in order])
-
-
-def _restored(flat: Tensor, target: Access, order: Sequence[str], bound: Bound) -> Tensor:
-    """A flat result, its axes in this order, as the target has them."""
-    want = [e.bare or "" for e in target.indices]
-    sizes = dict(zip(want, bound.shape, strict=True))
-    return flat.reshape([int(sizes[name]) for name in order]).permute([order.index(name) for name in want]).contiguous()
-
-
-def _volume(names: Sequence[str], bound: Bound) -> int:
-    return math.prod(len(bound.ranges[name]) for name in names)
+    return tables.restored(flat, (*match.group, *match.outer, "", *match.inner), bound)
 
 
 @per_tensor
