@@ -104,7 +104,7 @@ _INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "mfma": r"
 def built(job: Job) -> Built:
     """The job done; an error of the compiler is told, not raised."""
     p = _problem(job)
-    extents = lowered.extents_of(p.bound)
+    extents = p.bound.extents
     form = roles(p.bound.statement, extents)
     tile = job.tile or lowered.tile_of(p.bound, p.operands)
     if job.target == "gfx942":

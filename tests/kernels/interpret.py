@@ -43,7 +43,7 @@ TILES = 1
 
 # Comparing
 def form_of(p: Problem) -> Roles:
-    return roles(p.bound.statement, lowered.extents_of(p.bound))
+    return roles(p.bound.statement, p.bound.extents)
 
 
 def wanted(p: Problem) -> Tensor:
@@ -74,7 +74,7 @@ def near(got: Tensor, want: Tensor, limit: float) -> None:
 
 def tiles(p: Problem, count: int = TILES, most: int = 64 * 64) -> list[Tile]:
     """The default and some candidates spread over all that are small."""
-    asked = schedule.Problem(form_of(p), lowered.extents_of(p.bound), mean=4.0, bits=32)
+    asked = schedule.Problem(form_of(p), p.bound.extents, mean=4.0, bits=32)
     first, *found = (replace(t, warps=4, stages=2) for t in schedule.candidates(asked))
     # Warps and stages do nothing here.
     found = [t for t in dict.fromkeys(found) if t.rows * t.columns <= most and t != first]

@@ -12,9 +12,9 @@ from pumice.lower.maps import FORMS
 LARGE = dict.fromkeys("ijk", 64)
 
 
-def told(text, extents, product=True):
+def told(text, extents):
     """What is told, in short: product?, rows, columns, reduced, loops, batch, as strings of names."""
-    found = roles(parse(text), extents, product)
+    found = roles(parse(text), extents)
     axes = (found.rows, found.columns, found.reduced, found.loops, found.batch)
     return (found.product, *(" ".join(names) for names in axes))
 
@@ -27,6 +27,7 @@ def told(text, extents, product=True):
         ("C[b,i,j] = A[b,i,k] * B[b,k,j]", {"b": 4, **LARGE}, (True, "i", "j", "k", "", "b")),
         ("C[i,j] = A[i,k] * B[k,j]", {**LARGE, "j": 4}, (False, "i", "j", "", "k", "")),
         ("C[i,j] = A[i,k] * B[k,j]", {**LARGE, "k": 4}, (False, "i", "j", "", "k", "")),
+        ("C[i,j] = A[i,k] * B[k,j]", dict.fromkeys("ijk", 4), (False, "i", "j", "", "k", "")),
         ("C[i,j] = A[i] * B[j]", LARGE, (False, "i", "j", "", "", "")),
         ("C[i,j] = A[i,k] * B[k,j] * exists(X[i])", LARGE, (False, "i", "j", "", "k", "")),
         ("C[i,j] = A[i,a,b] * B[a,b,j]", {**LARGE, "a": 3, "b": 4}, (True, "i", "j", "a b", "", "")),
@@ -37,10 +38,6 @@ def told(text, extents, product=True):
 )
 def test_dense(text, extents, wanted):
     assert told(text, extents) == wanted
-
-
-def test_without_a_product():
-    assert told("C[i,j] = A[i,k] * B[k,j]", LARGE, product=False) == (False, "i", "j", "", "k", "")
 
 
 def test_a_reduction_may_be_the_columns():

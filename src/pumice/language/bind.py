@@ -6,8 +6,10 @@ over the largest range that keeps every window inside its operand (`I[2*p+r]`). 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from pumice.errors import ShapeError
@@ -29,8 +31,17 @@ class Bound:
     shape: tuple[int, ...]
     windowed: tuple[str, ...] = ()
 
+    @cached_property
+    def extents(self) -> Mapping[str, int]:
+        """The number of points of each index."""
+        return {name: len(extent) for name, extent in self.ranges.items()}
+
     def extent(self, index: str) -> int:
-        return len(self.ranges[index])
+        return self.extents[index]
+
+    def points(self, names: Iterable[str]) -> int:
+        """How many values these indices take together."""
+        return math.prod(self.extents[name] for name in names)
 
 
 class Axis(NamedTuple):

@@ -58,20 +58,25 @@ class Roles:
     adds: bool
     folds: bool = False
 
+    @property
+    def laned(self) -> bool:
+        """Whether the rows are the segments themselves, so that a tile holds many."""
+        return self.segment is not None and self.rows == (self.segment.index,)
 
-def roles(statement: Statement, extents: Mapping[str, int], product: bool = True) -> Roles:
-    """The roles in a statement of one term; `product=False` asks for the form without a matrix product."""
+
+def roles(statement: Statement, extents: Mapping[str, int]) -> Roles:
+    """The roles in a statement of one term."""
     (term,) = statement.terms
     target, segment = _segmented(statement)
     out = indices_of(target)
     everything = indices_of(target, term)
     reduced = tuple(name for name in everything if name not in out)
     adds = not _injective(target, extents, statement)
-    found = _product(term, target, reduced, segment, extents) if product else None
+    found = _product(term, target, reduced, segment, extents)
     common = {"target": target, "segment": segment, "adds": adds}
     if found is not None:
         return replace(found, **common)
-    folded = _folded_product(term, target, reduced, extents) if product and segment is None else None
+    folded = _folded_product(term, target, reduced, extents) if segment is None else None
     if folded is not None:
         # Several blocks of columns may add to one entry.
         return replace(folded, target=target, adds=True)

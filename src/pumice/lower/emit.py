@@ -153,7 +153,7 @@ class _Emitter:
         legend = "\n".join(
             f"    {a.variable}: {a.kind} {a.name}{f' axis {a.axis}' if a.kind in ('size', 'stride') else ''}"
             for a in arguments
-            if a.kind not in ("constant",)
+            if a.kind != "constant"
         )
         lines = "\n".join(f"    {line}" if line else "" for line in self.head)
         # Sizes change from call to call and must not make new kernels. But where neighbours in memory are masked by a
@@ -173,9 +173,7 @@ class _Emitter:
         if self.signature.slabs and not self.turned:
             head += [f"blocks_x = tl.cdiv({self._volume(roles.columns)}, BX)"]
             # The programs of one block of columns follow each other: the block is the slowest part of the number.
-            head += [
-                "rest = rest % (tl.num_programs(0) // blocks_x) * blocks_x + rest // (tl.num_programs(0) // blocks_x)"
-            ]
+            head += ["others = tl.num_programs(0) // blocks_x", "rest = rest % others * blocks_x + rest // others"]
         self._axis("X", roles.columns, "fold" if self.turned else "rest")
         lanes = self._lane_rows()
         if not lanes:
@@ -195,7 +193,7 @@ class _Emitter:
     def _lane_rows(self) -> bool:
         """Rows that are segments: each has `lanes` rows of the tile, which take its entries in turn."""
         segment = self.roles.segment
-        if segment is None or self.roles.rows != (segment.index,):
+        if segment is None or not self.roles.laned:
             return False
         lanes, head = self.signature.lanes, self.head
         rows, starts, stops = (self._segment(part) for part in ("rows", "starts", "stops"))
@@ -312,15 +310,12 @@ class _Emitter:
             body.append(f"rest = rest // {self._extent(name)}")
         if self.position is None:
             return
-        if self._lane_segment():
+        if self.roles.laned:
             body.append(f"p = start + rest * {self.signature.lanes}")
             body.append("in_p = p < stop")
             self.values[self.position] = Value("p", "Y")
         else:
             self._define(self.position, "start + rest", "", body)
-
-    def _lane_segment(self) -> bool:
-        return self.roles.segment is not None and self.roles.rows == (self.roles.segment.index,)
 
     def _loop_constants(self) -> list[str]:
         tiled = self.roles.product or self.turned
@@ -339,7 +334,7 @@ class _Emitter:
                 head.append(f"BLOCKS = tl.cdiv({self._volume(names)}, {block})")
             turns.append("BLOCKS")
         if self.position is not None:
-            turns.insert(0, "turns" if self._lane_segment() else "(stop - start)")
+            turns.insert(0, "turns" if self.roles.laned else "(stop - start)")
         # Triton runs the loads of loops with a product ahead by itself, those of others where it is told to.
         ahead = "" if self.roles.product else ", num_stages=STAGES"
         first, last = "0", " * ".join(turns) or "1"
@@ -420,7 +415,7 @@ class _Emitter:
         value = self.values[atom.name]
         if len(value.axes) == 1 and value.axes not in self.signature.even:
             name = "in_p" if atom.name == self.position else f"in_{value.axes.lower()}"
-            if not (self._lane_segment() and value.axes == "Y" and atom.name != self.position):
+            if not (self.roles.laned and value.axes == "Y" and atom.name != self.position):
                 conditions.append(Value(name, value.axes))
         return value
 
@@ -437,7 +432,7 @@ class _Emitter:
         head, roles = self.head, self.roles
         self.turning = set()
         self.body = head
-        if looped and roles.segment and self._lane_segment() and self.signature.lanes > 1:
+        if looped and roles.laned and self.signature.lanes > 1:
             lanes = self.signature.lanes
             head.append(f"accumulator = tl.sum(tl.reshape(accumulator, (BY // {lanes}, {lanes}, BX)), 1)")
         if self.turned:
@@ -455,7 +450,7 @@ class _Emitter:
             head.append("result = tl.sum(result, 1)[:, None]")
         pointer, masks = self._address(Access("", roles.target.indices), self._result(), head)
         where = " + ".join([self._result(), *(value.at("YX") for value in pointer)])
-        if roles.segment and self._lane_segment():
+        if roles.segment and roles.laned:
             masks.append(Value(f"({self.values[roles.segment.index].code} >= 0)", "Y"))
         shape = f"({self._rows_of_result()}, {'1' if roles.folds else 'BX'})"
         # Sums rather than broadcasts: the interpreter's atomics read whole arrays only.
@@ -465,7 +460,7 @@ class _Emitter:
         self._write()
 
     def _rows_of_result(self) -> str:
-        return f"BY // {self.signature.lanes}" if self._lane_segment() else "BY"
+        return f"BY // {self.signature.lanes}" if self.roles.laned else "BY"
 
     def _write(self) -> None:
         if self.roles.adds or self.signature.splits:
@@ -519,7 +514,7 @@ def grid(roles: Roles, extents: Mapping[str, int], tile: tuple[int, int], segmen
     rows, columns = tile
     blocks = 1 if roles.folds and not roles.product else -(-math.prod(extents[n] for n in roles.columns) // columns)
     own = roles.segment.index if roles.segment else None
-    if own and roles.rows == (own,):
+    if roles.laned:
         blocks *= -(-segments // (rows // lanes))
     else:
         blocks *= -(-math.prod(extents[n] for n in roles.rows) // rows)

@@ -8,7 +8,6 @@ Where a factor is not there it is 0, whatever lies in row 0; the other factors o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -115,7 +114,7 @@ def _piece(bound: Bound) -> Piece | None:
         return None
     for index in sorted(indices_of(statement.target), key=bound.extent, reverse=True):
         axes = _axes_of(index, statement)
-        rest = _points(indices_of(*statement.terms), bound) // max(1, bound.extent(index))
+        rest = bound.points(indices_of(*statement.terms)) // max(1, bound.extent(index))
         length = max(256, CACHED // max(1, rest))
         if axes is not None and bound.extent(index) >= 4 * length and not statement.declared(index):
             axis = next(i for i, e in enumerate(statement.target.indices) if e.bare == index)
@@ -184,7 +183,7 @@ def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor], 
     width = working_dtype(statement, dtypes_of(operands), torch.float32).itemsize
     count = max((_gathered(term, bound) for term in statement.terms), default=0)
     if statement.reduction != "sum":
-        count = max(count, _points(indices_of(statement), bound))
+        count = max(count, bound.points(indices_of(statement)))
     if count * width > limit:
         return f"the gathered operands would take {count * width / 2**30:.1f} GiB, the limit is {limit / 2**30:.1f} GiB"
     return None
@@ -616,17 +615,13 @@ def _lies_inside(access: Access, shape: Sequence[int], bound: Bound) -> bool:
 def _fits(expression: Affine, extent: int, bound: Bound) -> bool:
     if expression.arrays:
         return False
-    if not _points(indices_of(expression), bound):
+    if not bound.points(indices_of(expression)):
         return True
     low, high = span_of(expression, bound.ranges)
     return low >= 0 and high < extent
 
 
-def _points(names: Sequence[str], bound: Bound) -> int:
-    return math.prod(len(bound.ranges[name]) for name in names)
-
-
 def _gathered(term: Term, bound: Bound) -> int:
     """Values that are gathered for the term."""
     read = [f for f in term.factors if not isinstance(f, Access) or looked_up(f)]
-    return sum(_points(indices_of(factor), bound) for factor in read)
+    return sum(bound.points(indices_of(factor)) for factor in read)

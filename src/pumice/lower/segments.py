@@ -12,7 +12,7 @@ from pumice.lower.remember import per_tensor
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Segments of one launch: entries starts[j] <= p < stops[j] hold the value rows[j]. int32 [n] each.
+    """Entries starts[j] <= p < stops[j] hold the value rows[j]. int32 [n] each.
 
     mean: entries of a segment on average, as far as it is known on the host.
     """
@@ -24,7 +24,7 @@ class Segments:
 
 
 @per_tensor
-def segments(array: Tensor, count: int, window: int = 0) -> tuple[Segments, ...]:
+def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     """The segments of a sorted array for the values 0 to count - 1, empty ones too.
 
     Long ones come first, so that none starts late. With a window only those far above the mean do, and the others keep
@@ -36,7 +36,7 @@ def segments(array: Tensor, count: int, window: int = 0) -> tuple[Segments, ...]
     starts, stops = bounds[:-1], bounds[1:]
     mean = array.shape[0] / max(count, 1)
     order = _rank(stops - starts, 4 * int(mean) + 8, window).argsort(stable=True)
-    return (Segments(order.int(), starts[order], stops[order], mean),)
+    return Segments(order.int(), starts[order], stops[order], mean)
 
 
 def _rank(lengths: Tensor, most: int, window: int) -> Tensor:

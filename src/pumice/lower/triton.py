@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -100,7 +100,7 @@ def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) 
         return f"{', '.join(map(str, odd))} is not a dtype of kernels; there are {', '.join(map(str, DTYPES))}"
     if not any(kind.is_floating_point for kind in kinds):
         return "nothing is floating point"
-    form = roles(statement, extents_of(bound))
+    form = roles(statement, bound.extents)
     if form.adds and torch.are_deterministic_algorithms_enabled():
         return "results are added by atomics, and deterministic algorithms are asked for"
     try:
@@ -135,7 +135,7 @@ class Runner:
         self._form, self._used = _form(bound), _used(bound)
         self._empty = any(not len(extent) for extent in bound.ranges.values())
         deterministic = torch.are_deterministic_algorithms_enabled()
-        self.splits = 1 if self._empty or deterministic else tiles.splits(self._form, extents_of(bound))
+        self.splits = 1 if self._empty or deterministic else tiles.splits(self._form, bound.extents)
         adds = self._form.adds or self.splits > 1
         self._whole = not self._empty and not adds and _covers(bound, self._form)
         # What is added to is kept in float32 at least.
@@ -145,8 +145,7 @@ class Runner:
     def __call__(self, operands: Mapping[str, Tensor]) -> Tensor:
         out = self._result(operands)
         if not self._empty:
-            for part in _segments(self.bound, operands, self._form) or (None,):
-                self._run(operands, out, part)
+            self._run(operands, out, _segments(self.bound, operands, self._form))
         return out if self._summed == self.dtype else out.to(self.dtype)
 
     def _run(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> None:
@@ -166,7 +165,7 @@ class Runner:
         """Make the kernel without running it, so that several can be made at once; what does not fit shows later."""
         if self._empty or interpreted():
             return
-        out, part = self._result(operands), next(iter(_segments(self.bound, operands, self._form)), None)
+        out, part = self._result(operands), _segments(self.bound, operands, self._form)
         launch = self._launches.setdefault(self._launch_key(operands, part), self._made(operands, out, part))
         with suppress(*_unfit()):
             launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
@@ -286,19 +285,13 @@ def source_of(bound: Bound, operands: Mapping[str, Tensor]) -> str:
         return ""
     dtype = next(t.dtype for t in operands.values() if t.dtype.is_floating_point)
     out = torch.empty(bound.shape, dtype=dtype, device="meta")
-    shared = tiles.splits(_form(bound), extents_of(bound))
+    shared = tiles.splits(_form(bound), bound.extents)
     return prepare(bound, operands, out, tile_of(bound, operands), splits=shared).source.text
 
 
 @lru_cache(maxsize=4096)
-def extents_of(bound: Bound) -> Mapping[str, int]:
-    """The number of points of each index."""
-    return {name: len(extent) for name, extent in bound.ranges.items()}
-
-
-@lru_cache(maxsize=4096)
 def _form(bound: Bound) -> Roles:
-    return roles(bound.statement, extents_of(bound))
+    return roles(bound.statement, bound.extents)
 
 
 @lru_cache(maxsize=4096)
@@ -318,7 +311,7 @@ def prepare(
     splits: int = 1,
 ) -> Launch:
     """The kernel for these operands with this tile."""
-    form, extents = _form(bound), extents_of(bound)
+    form, extents = _form(bound), bound.extents
     if tile.swapped:
         form = exchanged(form)
     signature = replace(_signature(bound, {**operands, "": out}, form, out.dtype, tile), splits=splits > 1)
@@ -422,7 +415,7 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
     used = {name: tensor for name, tensor in operands.items() if name in names or name == ""}
     fixed = _static(bound, form)
     unit = frozenset((name, axis) for name, t in used.items() for axis, s in enumerate(t.stride()) if s == 1)
-    extents = extents_of(bound)
+    extents = bound.extents
     # Whether a tile divides an axis is known where its extent is, and asked where masks would cut loads to pieces.
     settled = {*fixed, *contiguous(bound.statement, unit)}
     own = form.segment.index if form.segment else None
@@ -453,7 +446,7 @@ def _static(bound: Bound, form: Roles) -> dict[str, int]:
 
     Not those of an index that leads every access that it is in: it counts entries or samples, and changes.
     """
-    statement, extents = bound.statement, extents_of(bound)
+    statement, extents = bound.statement, bound.extents
     leading: dict[str, bool] = {}
     for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
         for axis, expression in enumerate(access.indices):
@@ -467,7 +460,7 @@ def _static(bound: Bound, form: Roles) -> dict[str, int]:
 def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Problem:
     """What a tile is chosen for."""
     statement = bound.statement
-    parts = _segments(bound, operands, form) if form.segment else None
+    part = _segments(bound, operands, form)
     gathered = [
         operands[f.name].numel() * operands[f.name].element_size()
         for f in statement.terms[0].factors
@@ -475,15 +468,13 @@ def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Probl
     ]
     turning = {*form.loops, *form.reduced}
     chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
-    return Problem(
-        form, extents_of(bound), parts[0].mean if parts else 1.0, _bits(operands), max(gathered, default=0), chained
-    )
+    return Problem(form, bound.extents, part.mean if part else 1.0, _bits(operands), max(gathered, default=0), chained)
 
 
 def _key(bound: Bound, operands: Mapping[str, Tensor], precision: str) -> Key:
     used = [operands[name] for name in _used(bound)]
     device = torch.cuda.get_device_name(used[0].device) if used[0].is_cuda else used[0].device.type
-    extents = [*extents_of(bound).values()]
+    extents = [*bound.extents.values()]
     if _form(bound).segment:
         extents.append(_count(bound, tuple((n, operands[n].shape) for n in _used(bound))))
     sizes = (int(2 * math.log2(max(1, extent))) for extent in extents)
@@ -529,9 +520,9 @@ def _fills(expression: Affine, extent: int, bound: Bound, form: Roles, onto: set
     return reach >= extent
 
 
-def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Sequence[Segments]:
+def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Segments | None:
     if form.segment is None:
-        return ()
+        return None
     count = _count(bound, tuple((n, operands[n].shape) for n in _used(bound)))
     return segments(operands[form.segment.array], count, 0 if form.product else _WINDOW)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -14,13 +13,9 @@ from pumice.schedule.cost import Work
 from pumice.schedule.tile import PROCESSORS, programs, splits
 
 
-def _points(names: Sequence[str], bound: Bound) -> float:
-    return float(math.prod(len(bound.ranges[name]) for name in names))
-
-
 def of_loops(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
     """Reference loops: every access over every point."""
-    points = _points(indices_of(statement), bound)
+    points = bound.points(indices_of(statement))
     reads = len(accesses_of(statement))
     return Work(flops=2 * points, memory=24 * points * reads, launches=12 * reads)
 
@@ -33,11 +28,9 @@ def of_graph(statement: Statement, bound: Bound, operands: Mapping[str, Tensor])
         for access in accesses_of(term):
             if access.name in operands:
                 gathers = any(e.bare is None for e in access.indices)
-                moved += (
-                    (3 if gathers else 1) * operands[access.name].element_size() * _points(indices_of(access), bound)
-                )
-        moved += 12 * _points(indices_of(statement.target), bound)
-        flops = 2 * _points(indices_of(term, statement.target), bound)
+                moved += (3 if gathers else 1) * operands[access.name].element_size() * bound.points(indices_of(access))
+        moved += 12 * bound.points(indices_of(statement.target))
+        flops = 2 * bound.points(indices_of(term, statement.target))
         if len(term.factors) > 2:
             # Products of some of the factors are written down, at worst over all indices.
             moved += 4 * flops
@@ -47,17 +40,17 @@ def of_graph(statement: Statement, bound: Bound, operands: Mapping[str, Tensor])
 
 def of_kernel(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
     """One kernel: a factor is read from the cache once for each tile along the axis that it lacks."""
-    extents = {name: len(r) for name, r in bound.ranges.items()}
+    extents = bound.extents
     form = roles(statement, extents)
-    moved = 4 * _points(indices_of(statement.target), bound) * (3 if form.adds else 1)
+    moved = 4 * bound.points(indices_of(statement.target)) * (3 if form.adds else 1)
     cached = 0.0
     for place, factor in enumerate(statement.terms[0].factors):
-        own = _points(indices_of(factor), bound)
+        own = bound.points(indices_of(factor))
         size = operands[accesses_of(factor)[0].name].element_size()
         other = form.columns if place in form.left else form.rows
-        again = -(-_points([n for n in other if n in extents], bound) // 128) if form.product else 1
+        again = -(-bound.points(n for n in other if n in extents) // 128) if form.product else 1
         cached += own * size * again
-    flops = 2 * _points(indices_of(statement), bound)
+    flops = 2 * bound.points(indices_of(statement))
     # What does not fill the device takes as much longer.
     idle = max(1.0, PROCESSORS / max(1.0, programs(form, extents) * splits(form, extents)))
     return Work(flops * idle, moved, cached * idle, 1, matrix=form.product)
@@ -65,14 +58,14 @@ def of_kernel(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]
 
 def of_gathered(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
     """Gather, multiply by matrices, scatter, in chunks that stay in the cache."""
-    return Work(2 * _points(indices_of(statement), bound), launches=8, matrix=True)
+    return Work(2 * bound.points(indices_of(statement)), launches=8, matrix=True)
 
 
 def of_bagged(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
     """Rows are read, weighed and summed at once, at the speed of the cache."""
     reads = sum(
-        operands[access.name].element_size() * _points(indices_of(access), bound)
+        operands[access.name].element_size() * bound.points(indices_of(access))
         for access in accesses_of(*statement.terms)
         if access.name in operands
     )
-    return Work(2 * _points(indices_of(statement), bound), cache=reads, launches=6)
+    return Work(2 * bound.points(indices_of(statement)), cache=reads, launches=6)

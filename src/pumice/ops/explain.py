@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from pumice.language.bind import Bound
-from pumice.language.nodes import Access, Statement, accesses_of, arrays_of, indices_of
+from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import roles
 from pumice.lower import plan
 from pumice.lower import triton as kernels
@@ -74,18 +74,14 @@ def _ways(step: Statement, tensors: dict[str, Tensor], shape: tuple[int, ...]) -
 
 def _work(step: Statement, bound: Bound) -> str:
     """How many points there are, and how many values are gathered and scattered through index arrays."""
-    gathers = sum(_points(access, bound) for access in accesses_of(*step.terms) if arrays_of(*access.indices))
-    scatters = _points(step.target, bound) if arrays_of(*step.target.indices) else 0
-    points = _points(step, bound)
+    gathers = sum(bound.points(indices_of(access)) for access in accesses_of(*step.terms) if arrays_of(*access.indices))
+    scatters = bound.points(indices_of(step.target)) if arrays_of(*step.target.indices) else 0
+    points = bound.points(indices_of(step))
     factors = max((len(term.factors) for term in step.terms), default=1)
     return (
         f"work       {_count(points)} points, {_count(factors * points)} FLOP, {_count(gathers)} values gathered, "
         f"{_count(scatters)} scattered"
     )
-
-
-def _points(node: Access | Statement, bound: Bound) -> int:
-    return math.prod(bound.extent(name) for name in indices_of(node))
 
 
 def _count(value: float) -> str:
@@ -100,7 +96,7 @@ def _count(value: float) -> str:
 def _contraction(step: Statement, bound: Bound) -> list[str]:
     if step.reduction != "sum" or len(step.terms) != 1:
         return []
-    found = roles(step, kernels.extents_of(bound))
+    found = roles(step, bound.extents)
     kind = "matrix product" if found.product else "entry by entry"
     parts = [("batch", found.batch), ("rows", found.rows), ("columns", found.columns), ("reduced", found.reduced)]
     parts.append(("loops", found.loops))

@@ -80,11 +80,6 @@ class Problem:
     def volume(self, names: tuple[str, ...]) -> int:
         return math.prod(self.extents[name] for name in names if name in self.extents)
 
-    @property
-    def laned(self) -> bool:
-        """Whether the rows of the tile are segments."""
-        return self.roles.segment is not None and self.roles.rows == (self.roles.segment.index,)
-
 
 PROCESSORS = 132
 """Of an H200; it is filled from about as many programs on."""
@@ -140,7 +135,7 @@ def default(problem: Problem) -> Tile:
         return Tile(_below(rows, 8), max(16, _below(columns, 256)), warps=4)
     slabs = problem.gathered > SLAB and columns >= 64
     wide = _below(columns, 32 if slabs else 128)
-    if problem.laned:
+    if problem.roles.laned:
         lanes = min(16, power_above(max(1, int(problem.mean / 8))))
         height = max(lanes, min(16, 2048 // wide))
         return Tile(height, wide, lanes=lanes, warps=_warps(height * wide, 512), slabs=slabs)
@@ -167,7 +162,7 @@ def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
             # More than 64 results a thread spill.
             if rows * first.columns <= 64 * 32 * warps:
                 yield replace(first, rows=rows, warps=warps)
-    if not problem.laned:
+    if not problem.roles.laned:
         return
     columns = problem.volume(problem.roles.columns)
     for width in (32, 64, 128):
