@@ -3,12 +3,13 @@
 import torch
 
 from pumice import coords, errors, models, nn, ops
-from pumice.coords import Geometry, KernelMap, Relation, kernel_map, same_geometry
+from pumice.coords import Geometry, KernelMap, Relation, deserialize, kernel_map, same_geometry, serialize
 from pumice.coords.geometry import _rebuild
 from pumice.ops import (
     Sparse,
     SparseTensor,
     cat,
+    coalesce,
     collate,
     compile_einsum,
     devoxelize,
@@ -35,9 +36,11 @@ __all__ = [
     "Sparse",
     "SparseTensor",
     "cat",
+    "coalesce",
     "collate",
     "compile_einsum",
     "coords",
+    "deserialize",
     "devoxelize",
     "einsum",
     "errors",
@@ -49,6 +52,7 @@ __all__ = [
     "ops",
     "prepare",
     "same_geometry",
+    "serialize",
     "sparse",
     "to_dense",
     "tuning",

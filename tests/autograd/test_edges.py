@@ -147,7 +147,7 @@ def test_many_taps(device):
         want = oracle.conv(pairs, len(y), cases.array(ops.feats), cases.flat(ops.weight), cases.array(ops.bias))
         cases.assert_close(y.feats, want, torch.float64, "features")
         found, _ = pm.coords.kernel_map(y.geometry, pm.coords.Relation.of(3, size))
-        bits = [[k for k in range(size**3) if word[k // 62] >> (k % 62) & 1] for word in found.masks().tolist()]
+        bits = [[k for k in range(size**3) if word[k // 31] >> (k % 31) & 1] for word in found.masks().tolist()]
         assert bits == [sorted(k for k, _, o in pairs if o == row) for row in range(len(y))]
 
 

@@ -43,8 +43,13 @@ def dilated(x):
     return pm.ops.conv(x, weight(4, 3, 3, 4), out="support")
 
 
+def coalesced(batch=0, **more):
+    """Three rows of a diagonal merged."""
+    return pm.coalesce(torch.ones(3, 1), grid(batch=batch), **more)
+
+
 HUGE = torch.zeros(1, 3, dtype=torch.int32).expand(2**31, 3)
-CORNERS = torch.tensor([[0, *[-(2**31)] * 4], [0, *[2**31 - 1] * 4]], dtype=torch.int32)
+LEFT = torch.tensor([0, 0, -1, 0], dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ TENSOR = [
     Door(
         "duplicates",
         CoordinateError,
-        ("2 of 5", "[0, 1, 1]", "duplicate"),
+        ("2 of 5", "[0, 1, 1]", "duplicate", "coalesce"),
         lambda: pm.SparseTensor(torch.ones(5, 1), grid(3)[[0, 1, 1, 1, 2]]),
     ),
     Door(
@@ -103,7 +108,6 @@ TENSOR = [
         ("cpu", "meta"),
         lambda: pm.SparseTensor(torch.ones(3, 1, device="meta"), grid(3)),
     ),
-    Door("63-bit-keys", CoordinateError, ("2147483648", "63-bit"), lambda: pm.SparseTensor(torch.ones(2, 1), CORNERS)),
     Door(
         "too-many-voxels",
         CoordinateError,
@@ -341,8 +345,65 @@ POINTS = [
     ),
 ]
 
+CODES = [
+    Door("order", OptionError, ("zigzag", "morton", "hilbert"), lambda: pm.serialize(grid(), "zigzag")),
+    Door("order-back", OptionError, ("zigzag", "hilbert"), lambda: pm.deserialize(torch.arange(3), 2, "zigzag")),
+    Door("depth-zero", OptionError, ("0", "31"), lambda: pm.serialize(grid(), depth=0)),
+    Door("depth-32", OptionError, ("32", "31"), lambda: pm.serialize(grid(), depth=32, wide=True)),
+    Door("too-many-bits", CoordinateError, ("64", "63", "wide"), lambda: pm.serialize(grid(dim=4), depth=16)),
+    Door("too-many-bits-back", CoordinateError, ("64", "63"), lambda: pm.deserialize(torch.arange(3), 4, depth=16)),
+    Door(
+        "no-room-for-the-batch",
+        CoordinateError,
+        ("leave 0 bits", "4 takes 3"),
+        lambda: pm.serialize(grid(dim=3, batch=4), depth=21),
+    ),
+    Door(
+        "no-room-for-the-batch-wide",
+        CoordinateError,
+        ("leave 2 bits", "126", "4 takes 3"),
+        lambda: pm.serialize(grid(dim=4, batch=4), depth=31, wide=True),
+    ),
+    Door("below-zero", CoordinateError, ("-1", "65535"), lambda: pm.serialize(grid(1, dim=3) + LEFT)),
+    Door("beyond-the-depth", CoordinateError, ("0 to 1", "found 2"), lambda: pm.serialize(grid(3), depth=1)),
+    Door("codes-of-floats", DtypeError, ("int64", "float32"), lambda: pm.deserialize(torch.ones(3), 2)),
+    Door("codes-of-three-words", ShapeError, ("[4, 3]",), lambda: pm.deserialize(torch.zeros(4, 3).long(), 2)),
+    Door("codes-of-five-axes", ShapeError, ("4", "5"), lambda: pm.deserialize(torch.arange(3), 5)),
+    Door("codes-below-zero", CoordinateError, ("-7",), lambda: pm.deserialize(torch.tensor([1, -7]), 3)),
+    Door(
+        "codes-beyond-a-batch",
+        CoordinateError,
+        (str(2**40), str(2**34 - 1)),
+        lambda: pm.deserialize(torch.tensor([2**40]), 3, depth=1),
+    ),
+    Door(
+        "codes-beyond-a-batch-wide",
+        CoordinateError,
+        ("0 to 0", "found 1"),
+        lambda: pm.deserialize(torch.tensor([[1, 0]]), 3, depth=1),
+    ),
+    Door("codes-of-float-coords", DtypeError, ("int32", "float32"), lambda: pm.serialize(grid().float())),
+    Door("codes-of-flat-coords", ShapeError, ("[3]",), lambda: pm.serialize(grid()[:, 0])),
+]
 
-@pytest.mark.parametrize("door", [*TENSOR, *CONV, *SETS, *POINTS], ids=str)
+COALESCE = [
+    Door("coalesce-reduce", OptionError, ("median", "mean", "first"), lambda: coalesced(reduce="median")),
+    Door("coalesce-lengths", ShapeError, ("3", "[4, 1]"), lambda: pm.coalesce(torch.ones(4, 1), grid())),
+    Door("coalesce-flat-feats", ShapeError, ("[3]",), lambda: pm.coalesce(torch.ones(3), grid())),
+    Door("coalesce-integer-feats", DtypeError, ("int64",), lambda: pm.coalesce(torch.ones(3, 1).long(), grid())),
+    Door("coalesce-int64-coords", DtypeError, ("int32", "int64"), lambda: pm.coalesce(torch.ones(3, 1), grid().long())),
+    Door(
+        "coalesce-devices", DeviceError, ("cpu", "meta"), lambda: pm.coalesce(torch.ones(3, 1, device="meta"), grid())
+    ),
+    Door("coalesce-columns", ShapeError, ("7",), lambda: pm.coalesce(torch.ones(2, 1), torch.zeros(2, 7).int())),
+    Door("coalesce-negative-batch", CoordinateError, ("-1",), lambda: coalesced(batch=-1)),
+    Door("coalesce-batch-size", CoordinateError, ("2", "1"), lambda: coalesced(batch=2, batch_size=1)),
+    Door("coalesce-outside", CoordinateError, ("(2, 2)", "(3, 2)"), lambda: coalesced(spatial_shape=(3, 2))),
+    Door("coalesce-stride", ShapeError, ("3", "2"), lambda: coalesced(stride=(1, 1, 1))),
+]
+
+
+@pytest.mark.parametrize("door", [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE], ids=str)
 def test_door(door: Door):
     with pytest.raises(door.error) as caught:
         door.call()

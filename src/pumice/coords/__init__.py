@@ -1,32 +1,46 @@
 """Who meets whom: integers in, integers out."""
 
 from pumice.coords.build import kernel_map
-from pumice.coords.compact import Compacted, Grouped
+from pumice.coords.choice import MapSchedule
+from pumice.coords.cloud import Cloud
+from pumice.coords.codes import CodeLayout, morton_argsort, morton_unique
+from pumice.coords.compact import Compacted, Grouped, Order
+from pumice.coords.curve import CURVES, deserialize, serialize
 from pumice.coords.geometry import Frame, Geometry, Site, same_geometry
-from pumice.coords.kernel_map import KernelMap, Pairs
-from pumice.coords.keys import Bounds, KeySpace, morton_argsort, morton_unique
+from pumice.coords.kernel_map import KernelMap, Pairs, settle
+from pumice.coords.keys import Bounds, KeySpace
+from pumice.coords.merge import merged
 from pumice.coords.relation import POLICIES, Relation, as_axes
 from pumice.coords.voxel import ROUNDINGS, check_points, frame_of, quantize
 
 __all__ = [
+    "CURVES",
     "POLICIES",
     "ROUNDINGS",
     "Bounds",
+    "Cloud",
+    "CodeLayout",
     "Compacted",
     "Frame",
     "Geometry",
     "Grouped",
     "KernelMap",
     "KeySpace",
+    "MapSchedule",
+    "Order",
     "Pairs",
     "Relation",
     "Site",
     "as_axes",
     "check_points",
+    "deserialize",
     "frame_of",
     "kernel_map",
+    "merged",
     "morton_argsort",
     "morton_unique",
     "quantize",
     "same_geometry",
+    "serialize",
+    "settle",
 ]

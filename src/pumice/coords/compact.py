@@ -1,16 +1,22 @@
-"""Two more storages of a kernel map: tiles of outputs that share their taps, and groups of pairs of one tap.
+"""Kernel maps laid out for feature kernels: orders of rows, tiles that share their taps, lists of the pairs of a tap.
 
-Both are plain torch; each reads the device once, for the size of its result.
+Every stage is a kernel where kernels run and plain torch elsewhere (the functions that end in `_twin`), the same bit
+for bit. No stage waits for the host: sizes stay on the device until `fill` and `listed` are told how much room to take.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_BITS = 62
+from pumice.coords.launch import kernel, runs_kernels
+from pumice.coords.lookup import WORD, lanes_of
+
+_ROWS = 128
+"""Rows of one program, and of one block of a tally."""
 
 
 class Compacted(NamedTuple):
@@ -19,12 +25,18 @@ class Compacted(NamedTuple):
     rows int32 [T, B]: the outputs of each tile, -1 past the last.
     tiles int32 [E]: the tile of each (tile, tap) entry, not falling; taps int32 [E]: its tap.
     inputs int32 [E, B]: the input that output rows[tiles[e], b] meets through taps[e], -1 where none.
+
+    Where there is room for more entries than there are, the last ones belong to the last tile and meet nothing.
     """
 
     rows: Tensor
     tiles: Tensor
     taps: Tensor
     inputs: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self)
 
 
 class Grouped(NamedTuple):
@@ -38,77 +50,246 @@ class Grouped(NamedTuple):
     outputs: Tensor
 
 
-def compacted(pairs: tuple[Tensor, Tensor, Tensor], taps: Tensor, rows: int, block: int) -> Compacted:
-    """Pairs (inputs, outputs, sizes on the CPU) and their taps, in tiles of `block` of the `rows` outputs.
+@dataclass(frozen=True)
+class Order:
+    """Which taps decide how rows share tiles, and within how many rows.
 
-    Outputs with like taps share a tile: they are sorted by the Gray code of their taps, rare taps as the high bits
-    (the order with the least computing of absent pairs in the project's simulation of indoor and LiDAR scenes).
+    first, last: taps [first, last) alone count (a mask split). superblock: rows of a power of two that are sorted
+    among themselves, so that what a tile gathers stays in the cache; 0 sorts all. sort: False keeps the rows' order.
     """
-    inputs, outputs, sizes = pairs
-    device, volume = inputs.device, len(sizes)
-    order = _gray_order(outputs, taps, rows, sizes)
-    tiles = -(-rows // block)
-    padded = torch.full((tiles * block,), -1, dtype=torch.int64, device=device)
-    padded[:rows] = order
-    place = torch.empty_like(order)
-    place[order] = torch.arange(rows, device=device)
-    slot = place[outputs]
-    cell = slot // block * volume + taps
-    active = torch.zeros(tiles * volume, dtype=torch.bool, device=device)
-    active[cell] = True
-    entry_of = active.cumsum(0) - 1
-    entries = active.nonzero()[:, 0]
-    met = torch.full((len(entries) * block,), -1, dtype=torch.int32, device=device)
-    met[entry_of[cell] * block + slot % block] = inputs.int()
-    volume = max(volume, 1)
-    return Compacted(
-        padded.view(tiles, block).int(), (entries // volume).int(), (entries % volume).int(), met.view(-1, block)
-    )
+
+    first: int
+    last: int
+    superblock: int = 0
+    sort: bool = True
+
+    @staticmethod
+    def splits(volume: int, count: int, superblock: int = 0) -> tuple[Order, ...]:
+        """`count` orders of about as many taps each (TorchSparse++, section 4.1); 0: all taps, the rows' own order."""
+        if count == 0:
+            return (Order(0, volume, sort=False),)
+        edges = [round(volume * n / count) for n in range(count + 1)]
+        return tuple(Order(a, b, superblock) for a, b in zip(edges, edges[1:], strict=False))
 
 
-def grouped(inputs: Tensor, outputs: Tensor, sizes: Tensor, group: int) -> Grouped:
-    """Pairs sorted by tap, sizes [K] of them on the CPU, in groups of `group`."""
-    counts = (sizes + group - 1) // group
-    first = (counts.cumsum(0) - counts) * group
-    shift = (first - sizes.cumsum(0) + sizes).to(inputs.device)
-    length = len(inputs)
-    taps = torch.arange(len(sizes), device=inputs.device)
-    of_pair = torch.repeat_interleave(taps, sizes.to(inputs.device), output_size=length)
-    place = torch.arange(length, device=inputs.device) + shift[of_pair]
-    total = int(counts.sum())
-    both = torch.full((2, total * group), -1, dtype=torch.int32, device=inputs.device)
-    both[0, place], both[1, place] = inputs.int(), outputs.int()
-    of_group = torch.repeat_interleave(taps, counts.to(inputs.device), output_size=total)
-    return Grouped(of_group.int(), both[0].view(total, group), both[1].view(total, group))
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """Tiles before their entries are written.
+
+    slots int32 [T, B]: the outputs of each tile, -1 past the last. active int8 [T, K]: whether any of them has tap k.
+    ends int32 [T]: entries up to and with each tile.
+    """
+
+    slots: Tensor
+    active: Tensor
+    ends: Tensor
+
+    @property
+    def entries(self) -> Tensor:
+        """int32 [1] on the device ([0] without tiles): how many there are."""
+        return self.ends[-1:]
 
 
-def _gray_order(outputs: Tensor, taps: Tensor, rows: int, sizes: Tensor) -> Tensor:
-    """Output rows sorted by the rank of their taps' bits in Gray code, the rarest tap the highest bit."""
-    volume = len(sizes)
-    bit = torch.empty_like(sizes)
-    bit[sizes.argsort(descending=True, stable=True)] = torch.arange(volume)
-    bit = bit.to(taps.device, non_blocking=True)
-    words = max(1, -(-volume // _BITS))
-    masks = torch.zeros(words * rows, dtype=torch.int64, device=taps.device)
-    bits = bit[taps]
-    masks.index_add_(0, bits // _BITS * rows + outputs, torch.ones_like(bits) << (bits % _BITS))
-    ranks = masks.view(words, rows)
-    parity = torch.zeros(rows, dtype=torch.int64, device=taps.device)
-    order = torch.arange(rows, device=taps.device)
-    keys: list[Tensor] = []
-    for word in range(words - 1, -1, -1):
-        rank = _gray_rank(ranks[word])
+def tally(masks: Tensor, count: Tensor, volume: int) -> Tensor:
+    """int32 [ceil(N / 128), K]: rows that have tap k, up to and with each block of rows; the last has the totals."""
+    if not runs_kernels(masks):
+        return tally_twin(masks, count, volume)
+    blocks, lanes = max(1, -(-len(masks) // _ROWS)), lanes_of(volume)
+    sums = torch.empty(blocks, volume, dtype=torch.int32, device=masks.device)
+    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes}
+    kernel("tiling.tally")(blocks, (masks, count, sums), (), constants)
+    return sums.cumsum(0, dtype=torch.int32)
+
+
+def tally_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
+    """As tally, in plain torch."""
+    blocks = max(1, -(-len(masks) // _ROWS))
+    bits = torch.zeros(blocks * _ROWS, volume, dtype=torch.int32, device=masks.device)
+    bits[: len(masks)] = _bits(masks, volume) * _live(masks, count)[:, None]
+    return bits.view(blocks, _ROWS, volume).sum(1).cumsum(0, dtype=torch.int32)
+
+
+def ordered(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
+    """int64 [N]: rows with like taps one after the other, those with rare and with many taps first.
+
+    They fall by the rank of their taps' bits in Gray code, the rarest tap the highest bit (the order with the least
+    computing of absent pairs in the project's simulation of indoor and LiDAR scenes); rows past the count come last.
+    """
+    keys = (gray_keys if runs_kernels(masks) else gray_keys_twin)(masks, count, totals, how)
+    order: Tensor | None = None
+    for key in keys:
+        place = torch.sort(key if order is None else key[order], stable=True)[1]
+        order = place if order is None else order[place]
+    return torch.arange(len(masks), device=masks.device) if order is None else order
+
+
+def gray_keys(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
+    """int32 or int64 [words, N]: what rows are sorted by, the lowest word first."""
+    volume, side = len(totals), max(32, 1 << max(0, len(totals) - 1).bit_length())
+    keys = torch.empty(_key_words(how), len(masks), dtype=_key_dtype(how, len(masks)), device=masks.device)
+    rows = max(1, 4096 // side)
+    constants = {"K": volume, "ROWS": rows, "SIDE": side}
+    numbers = (how.first, how.last, _shift(how), len(masks))
+    kernel("tiling.gray_keys")(-(-len(masks) // rows), (masks, count, totals, keys), numbers, constants)
+    return keys
+
+
+def gray_keys_twin(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
+    """As gray_keys, in plain torch."""
+    used, dtype = how.last - how.first, _key_dtype(how, len(masks))
+    bits = _bits(masks, len(totals))[:, how.first : how.last]
+    bits = bits[:, torch.sort(totals[how.first : how.last], descending=True, stable=True)[1]].long()
+    keys, odd = [], torch.zeros(len(masks), dtype=torch.int64, device=masks.device)
+    for word in reversed(range(_key_words(how))):
+        part = bits[:, word * WORD : (word + 1) * WORD]
+        width = part.shape[1]
+        rank = (part << torch.arange(width, device=masks.device)).sum(1)
+        for shift in (1, 2, 4, 8, 16):
+            rank = rank ^ (rank >> shift)
         # An odd number of bits above turns the order below around.
-        rank = torch.where(parity == 1, ((1 << _BITS) - 1) ^ rank, rank)
-        parity = rank & 1
-        keys.append(rank)
-    for key in reversed(keys):
-        order = order[key[order].argsort(stable=True)]
-    return order
+        rank = torch.where(odd == 1, rank ^ ((1 << width) - 1), rank)
+        odd = rank & 1
+        key = (1 << width) - 1 - rank
+        if word == (used - 1) // WORD:
+            key |= (torch.arange(len(masks), device=masks.device) >> _shift(how)) << width
+        keys.append(torch.where(_live(masks, count), key, torch.iinfo(dtype).max))
+    return torch.stack(keys[::-1]).to(dtype) if keys else masks.new_zeros(0, len(masks))
 
 
-def _gray_rank(code: Tensor) -> Tensor:
-    """The rank of a Gray code: the exclusive or of all its right shifts."""
-    for shift in (1, 2, 4, 8, 16, 32):
-        code = code ^ (code >> shift)
-    return code
+def tiled(masks: Tensor, count: Tensor, order: Tensor | None, how: Order, shape: tuple[int, int]) -> Tiling:
+    """Tiles of B rows in the given order (their own without one); shape is (B, K)."""
+    if not runs_kernels(masks):
+        return tiled_twin(masks, count, order, how, shape)
+    block, volume = shape
+    tiles, device = -(-len(masks) // block), masks.device
+    slots = torch.empty(tiles, block, dtype=torch.int32, device=device)
+    active = torch.empty(tiles, volume, dtype=torch.int8, device=device)
+    counts = torch.empty(tiles, dtype=torch.int32, device=device)
+    constants = {"K": volume, "BLOCK": block, "LANES": lanes_of(volume), "SORTED": order is not None}
+    tensors = (masks, count, masks if order is None else order, slots, active, counts)
+    kernel("tiling.tile_taps")(tiles, tensors, (how.first, how.last, len(masks)), constants)
+    return Tiling(slots, active, counts.cumsum(0, dtype=torch.int32))
+
+
+def tiled_twin(masks: Tensor, count: Tensor, order: Tensor | None, how: Order, shape: tuple[int, int]) -> Tiling:
+    """As tiled, in plain torch."""
+    block, volume = shape
+    tiles, device = -(-len(masks) // block), masks.device
+    slots = torch.full((tiles * block,), -1, dtype=torch.int32, device=device)
+    own = torch.arange(len(masks), device=device) if order is None else order
+    slots[: len(masks)] = torch.where(_live(masks, count), own, -1).int()
+    bits = _bits(masks, volume)[slots.long().clamp(min=0)] if len(masks) else slots.new_zeros(0, volume)
+    bits = bits * (slots >= 0)[:, None]
+    bits[:, : how.first], bits[:, how.last :] = 0, 0
+    active = bits.view(tiles, block, volume).sum(1) > 0
+    return Tiling(slots.view(tiles, block), active.to(torch.int8), active.sum(1).cumsum(0, dtype=torch.int32))
+
+
+def filled(rows: Tensor, tiling: Tiling, room: int, exact: bool = True) -> Compacted:
+    """The entries of the tiles, in room for so many; exact: there are just so many."""
+    tiles, block = tiling.slots.shape
+    device = rows.device
+    tap = torch.zeros(room, dtype=torch.int32, device=device)
+    tile = torch.full((room,), max(tiles - 1, 0), dtype=torch.int32, device=device)
+    inputs = (torch.empty if exact else _absent)((room, block), dtype=torch.int32, device=device)
+    if not runs_kernels(rows):
+        return filled_twin(rows, tiling, Compacted(tiling.slots, tile, tap, inputs))
+    constants = {"K": rows.shape[1], "BLOCK": block, "LANES": lanes_of(rows.shape[1])}
+    tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs)
+    kernel("tiling.fill_tiles")(tiles, tensors, (room,), constants)
+    return Compacted(tiling.slots, tile, tap, inputs)
+
+
+def filled_twin(rows: Tensor, tiling: Tiling, found: Compacted) -> Compacted:
+    """As filled, in plain torch, into these tensors."""
+    tile, tap = (part[: len(found.tiles)] for part in tiling.active.nonzero().unbind(1))
+    slots = tiling.slots[tile].long()
+    met = rows[slots.clamp(min=0), tap[:, None]]
+    found.tiles[: len(tile)], found.taps[: len(tap)] = tile.int(), tap.int()
+    found.inputs[: len(tile)] = torch.where(slots >= 0, met, -1)
+    return found
+
+
+def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, group: int = 1) -> tuple[Tensor, Tensor]:
+    """(inputs, outputs) int32 [room]: the pairs by tap, then by output; -1 between and after them.
+
+    ends: as tally gives them. Each tap's list begins at a multiple of `group`.
+    """
+    inputs, outputs = (_absent((room,), dtype=torch.int32, device=rows.device) for _ in range(2))
+    if not runs_kernels(rows):
+        return listed_twin(rows, count, ends, (inputs, outputs), group)
+    volume = rows.shape[1]
+    side = 1 << max(0, volume - 1).bit_length()
+    constants = {"K": volume, "SIDE": side, "ROWS": _ROWS, "LANES": lanes_of(volume)}
+    numbers = (group, room, len(ends))
+    kernel("tiling.list_pairs")(-(-len(rows) // _ROWS), (rows, count, ends, inputs, outputs), numbers, constants)
+    return inputs, outputs
+
+
+def listed_twin(
+    rows: Tensor, count: Tensor, ends: Tensor, found: tuple[Tensor, Tensor], group: int
+) -> tuple[Tensor, Tensor]:
+    """As listed, in plain torch, into these tensors."""
+    inputs, outputs = found
+    totals = ends[-1].long()
+    whole = (totals + group - 1) // group * group
+    shift = whole.cumsum(0) - whole - (totals.cumsum(0) - totals)
+    met = torch.where(_live(rows, count)[:, None], rows, -1).t()
+    taps, at = (met >= 0).nonzero().unbind(1)
+    place = torch.arange(len(at), device=rows.device) + shift[taps]
+    kept = place < len(inputs)
+    inputs[place[kept]], outputs[place[kept]] = met[taps, at][kept], at[kept].int()
+    return inputs, outputs
+
+
+def group_taps(totals: Tensor, groups: int, group: int) -> Tensor:
+    """int32 [groups]: the tap of each group of pairs; those past the last belong to the last tap."""
+    ends = ((totals.long() + group - 1) // group).cumsum(0)
+    found = torch.searchsorted(ends, torch.arange(groups, device=totals.device), right=True)
+    return found.clamp_(max=max(len(totals) - 1, 0)).int()
+
+
+def exchanged(rows: Tensor, count: Tensor, inputs: int) -> Tensor:
+    """int32 [inputs, K]: the map with its two sides exchanged: turned[i, k] = o where rows[o, k] = i, else -1."""
+    volume = rows.shape[1]
+    turned = _absent((inputs, volume), dtype=torch.int32, device=rows.device)
+    if not runs_kernels(rows):
+        return exchanged_twin(rows, count, turned)
+    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
+    kernel("tiling.exchange")(-(-len(rows) // _ROWS), (rows, count, turned), (), constants)
+    return turned
+
+
+def exchanged_twin(rows: Tensor, count: Tensor, turned: Tensor) -> Tensor:
+    """As exchanged, in plain torch, into this tensor."""
+    at, taps = (torch.where(_live(rows, count)[:, None], rows, -1) >= 0).nonzero().unbind(1)
+    turned[rows[at, taps].long(), taps] = at.int()
+    return turned
+
+
+def _absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full(shape, -1, dtype=dtype, device=device)
+
+
+def _live(rows: Tensor, count: Tensor) -> Tensor:
+    return torch.arange(len(rows), device=rows.device) < count
+
+
+def _bits(masks: Tensor, volume: int) -> Tensor:
+    """int32 [N, K] of 0 and 1."""
+    taps = torch.arange(volume, device=masks.device)
+    return (masks[:, taps // WORD] >> (taps % WORD).int()) & 1
+
+
+def _key_words(how: Order) -> int:
+    return -(-(how.last - how.first) // WORD) if how.sort else 0
+
+
+def _shift(how: Order) -> int:
+    return how.superblock.bit_length() - 1 if how.superblock else 62
+
+
+def _key_dtype(how: Order, rows: int) -> torch.dtype:
+    """int32 where the bits of the taps and of the superblocks fit: half the passes of a radix sort."""
+    blocks = max(rows - 1, 0) >> _shift(how)
+    return torch.int32 if how.last - how.first + blocks.bit_length() <= WORD else torch.int64

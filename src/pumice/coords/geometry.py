@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pumice.coords.choice import MapSchedule
+from pumice.coords.cloud import Cloud, read
+from pumice.coords.codes import morton_argsort
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.keys import INT32_MAX, Bounds, KeySpace
+from pumice.coords.keys import INT32_MAX, Bounds
+from pumice.coords.lookup import Lookup, find
+from pumice.coords.structures import lookup_of
 from pumice.errors import CoordinateError, DtypeError, ShapeError
 
 Stride = tuple["int | Fraction", ...]
@@ -72,7 +77,9 @@ class Geometry:
         # (a reference to oneself would keep device memory alive until a garbage collection), and coarser levels.
         self.maps: dict[Any, tuple[KernelMap, Geometry | None]] = {}
         self.levels: dict[Any, Geometry] = {}
-        self._table: tuple[KeySpace, Tensor, Tensor] | None = None
+        self._cloud: Cloud | None = None
+        self._lookup: Lookup | None = None
+        self._settled = True
 
     @staticmethod
     def checked(
@@ -81,22 +88,31 @@ class Geometry:
         spatial_shape: Sequence[int] | None = None,
         batch_size: int | None = None,
     ) -> Geometry:
-        """A geometry from a user's coordinates, after checks; reads the device twice.
+        """A geometry from a user's coordinates, after checks.
+
+        With both `spatial_shape` and `batch_size` on a GPU nothing is read from the device here: duplicates and
+        coordinates outside are found by the way, and raised when a count is read next (`settle`). Else the
+        coordinates' box is read, once.
 
         Raises DtypeError (not int32), ShapeError (not [N, 1+D] with D from 1 to 4, or lengths that do not fit),
         CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, more voxels
-        than int32 indexes, or a box too large for 63-bit keys).
+        than int32 indexes).
         """
-        _check_form(coords)
+        check_form(coords)
         dim = coords.shape[1] - 1
         coords = coords.contiguous()
-        bounds = Bounds.of(coords)
         shape = None if spatial_shape is None else _axes_of(spatial_shape, dim, "spatial_shape")
         strides = _axes_of((stride,) * dim if isinstance(stride, int) else stride, dim, "stride")
-        _check_range(bounds, shape, batch_size)
+        if coords.is_cuda and shape is not None and batch_size is not None:
+            bounds = Bounds((0,) * dim, tuple(s - 1 for s in shape), int(batch_size))
+        else:
+            bounds = Bounds.of(coords)
+            _check_range(bounds, shape, batch_size)
         site = Site(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
         geometry = Geometry(coords, site)
-        geometry._check_distinct()
+        geometry._settled = False
+        if not coords.is_cuda:
+            geometry.settle()
         return geometry
 
     @property
@@ -164,34 +180,54 @@ class Geometry:
         inverse = None if self._inverse is None else self._inverse.pin_memory()
         return Geometry(self._coords.pin_memory(), self._site, inverse)
 
-    def table(self, reach: Sequence[int]) -> tuple[KeySpace, Tensor, Tensor]:
-        """(key space, sorted keys int64 [N], their rows int64 [N]); steps up to `reach` beyond the box stay unique."""
-        if self._table is None or not _reaches(self._table[0], self.bounds, reach):
-            grown = [max(r, 1) for r in reach]
-            space = KeySpace(self.bounds.grown(grown))
-            keys, rows = torch.sort(space.keys(self._coords))
-            self._table = (space, keys, rows)
-        return self._table
+    @property
+    def cloud(self) -> Cloud:
+        """The coordinates as kernels take them."""
+        if self._cloud is None:
+            self._cloud = Cloud.of(self._coords, self.bounds)
+        return self._cloud
+
+    def lookup(self, schedule: MapSchedule | None = None) -> Lookup:
+        """The structure that finds rows by coordinates, kept from call to call.
+
+        schedule: another structure than the one that the cost model chooses; it is kept from then on. Raises
+        OptionError where it cannot be had.
+        """
+        if self._lookup is None or schedule is not None:
+            self._lookup = lookup_of(self.cloud, schedule)
+        return self._lookup
 
     def find(self, coords: Tensor) -> Tensor:
         """The row of each of `coords` int [M, 1+D], -1 where it is not present; int64 [M]."""
-        space, keys, rows = self.table((1,) * self.dim)
-        inside = _inside(coords, self.bounds)
-        wanted = torch.where(inside, space.keys(coords), -1)
-        return _look_up(keys, rows, wanted)
+        return find(self.lookup(), coords, self.bounds).long()
 
-    def _check_distinct(self) -> None:
-        if len(self) < 2:
-            return
-        _, keys, rows = self.table((1,) * self.dim)
-        same = keys[1:] == keys[:-1]
-        if bool(same.any()):
-            at = int(same.nonzero()[0, 0])
-            pair = sorted((int(rows[at]), int(rows[at + 1])))
-            raise CoordinateError(
-                f"{int(same.sum())} of {len(self)} coordinates are duplicates; the first: "
-                f"{self._coords[pair[0]].tolist()} at rows {pair[0]} and {pair[1]}. voxelize() merges them"
-            )
+    @property
+    def unsettled(self) -> Tensor | None:
+        """The status word that is still to be read, int32 [1] on the device; None where all was checked."""
+        if self._settled:
+            return None
+        self.lookup()
+        return self.cloud.status
+
+    def settle(self, status: int | None = None) -> None:
+        """Raise what was found wrong with the coordinates. status: the value of `unsettled`, if it was read already."""
+        waiting = self.unsettled
+        if waiting is not None and (read([waiting])[0][0] if status is None else status):
+            self._explain()
+        self._settled = True
+
+    def _explain(self) -> None:
+        """Raise the reason why the coordinates will not do, with an example."""
+        _check_range(Bounds.of(self._coords), self.spatial_shape, self.batch_size)
+        order = morton_argsort(self._coords, Bounds.of(self._coords))
+        ranked = self._coords[order]
+        same = (ranked[1:] == ranked[:-1]).all(dim=1)
+        at = int(same.nonzero()[0, 0])
+        pair = sorted((int(order[at]), int(order[at + 1])))
+        raise CoordinateError(
+            f"{int(same.sum())} of {len(self)} coordinates are duplicates; the first: "
+            f"{self._coords[pair[0]].tolist()} at rows {pair[0]} and {pair[1]}. coalesce() merges them"
+        )
 
 
 def same_geometry(a: Any, b: Any, check: bool = False) -> bool:
@@ -201,24 +237,6 @@ def same_geometry(a: Any, b: Any, check: bool = False) -> bool:
         return one is two
     alike = one.stride == two.stride and one.coords.shape == two.coords.shape and one.device == two.device
     return alike and bool(torch.equal(one.coords, two.coords))
-
-
-def _look_up(keys: Tensor, rows: Tensor, wanted: Tensor) -> Tensor:
-    if len(keys) == 0:
-        return torch.full_like(wanted, -1)
-    at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
-    return torch.where(keys[at] == wanted, rows[at], -1)
-
-
-def _inside(coords: Tensor, bounds: Bounds) -> Tensor:
-    inside = (coords[:, 0] >= 0) & (coords[:, 0] < bounds.batch)
-    for axis, (low, high) in enumerate(zip(bounds.low, bounds.high, strict=True)):
-        inside &= (coords[:, axis + 1] >= low) & (coords[:, axis + 1] <= high)
-    return inside
-
-
-def _reaches(space: KeySpace, bounds: Bounds, reach: Sequence[int]) -> bool:
-    return all(a - low >= r for a, low, r in zip(bounds.low, space.bounds.low, reach, strict=True))
 
 
 def _tidy(value: Fraction) -> int | Fraction:
@@ -233,7 +251,8 @@ def _axes_of(values: Sequence[Any], dim: int, name: str) -> tuple[Any, ...]:
     return tuple(v if isinstance(v, Fraction) else int(v) for v in values)
 
 
-def _check_form(coords: Tensor) -> None:
+def check_form(coords: Tensor) -> None:
+    """Raise where coordinates are not int32 [N, 1+D] with D from 1 to 4."""
     if coords.dtype != torch.int32:
         raise DtypeError(f"coordinates are torch.int32, found {coords.dtype}; voxelize() turns points into them")
     if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
@@ -274,6 +293,7 @@ def _move(
 ) -> Geometry:
     if geometry in done:
         return done[geometry]
+    geometry.settle()
     inverse = geometry.inverse
     if inverse is not None:
         inverse = inverse.to(device, non_blocking=non_blocking)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pumice.coords.compact import Compacted, Grouped, compacted, grouped
+from pumice.coords import compact
+from pumice.coords.cloud import read
+from pumice.coords.compact import Compacted, Grouped, Order, Tiling
+from pumice.coords.lookup import mask_words
 from pumice.coords.relation import Relation
-from pumice.errors import ShapeError
+from pumice.errors import OptionError, ShapeError
 
 
 class Pairs(NamedTuple):
@@ -36,11 +39,15 @@ class KernelMap:
         pairs() : k=0: (0 -> 1);  k=1: (0 -> 0), (1 -> 1), (2 -> 2);  k=2: (1 -> 0)
         masks() = [[6], [3], [2]]                              bit k of row o: has tap k an input
 
-    Frozen. Storages are pure functions of the pairs, kept once made; `transpose()` shares them and costs nothing.
+    Frozen. Storages are pure functions of the rows, kept once made; `transpose()` shares them and costs nothing.
+    Sizes that depend on the data (how many pairs, how many entries of tiles) stay on the device until a storage needs
+    them; `settle` reads those of many maps in one transfer.
+
+    table int32 [num_outputs, K] is `rows()` of the map as it was found; flipped: whether this is its transpose.
     """
 
     relation: Relation
-    forward: Pairs
+    table: Tensor
     num_inputs: int
     num_outputs: int
     flipped: bool = False
@@ -49,40 +56,80 @@ class KernelMap:
     @property
     def volume(self) -> int:
         """K, the number of taps."""
-        return self.forward.sizes.shape[0]
+        return self.table.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether tap k leads from i to o exactly where tap K-1-k leads from o to i, as in a submanifold map."""
+        return self.relation.mirrored and self.num_inputs == self.num_outputs
 
     def transpose(self) -> KernelMap:
         """The same meetings with inputs and outputs exchanged; tap k keeps its list."""
         return replace(self, num_inputs=self.num_outputs, num_outputs=self.num_inputs, flipped=not self.flipped)
 
-    def pairs(self) -> Pairs:
-        """The lists of meetings per tap."""
-        inputs, outputs, sizes = self.forward
-        return Pairs(outputs, inputs, sizes) if self.flipped else self.forward
-
     def rows(self) -> Tensor:
-        """int64 [num_outputs, K]: the input row that each output meets through each tap, -1 where none."""
+        """int32 [num_outputs, K]: the input row that each output meets through each tap, -1 where none."""
         return self.storage("rows", _rows)
 
     def masks(self) -> Tensor:
-        """int64 [num_outputs, ceil(K / 62)]: bit k % 62 of word k // 62 says whether tap k has an input."""
-        return self.storage("masks", _masks)
+        """int32 [num_outputs, ceil(K / 31)]: bit k % 31 of word k // 31 says whether tap k has an input."""
+        return self.storage("masks", lambda m: mask_words(m.rows()))
+
+    def pairs(self) -> Pairs:
+        """The lists of meetings per tap, each in the order of the outputs of the map as it was found."""
+        inputs, outputs, sizes = self._found.storage("pairs", _pairs)
+        return Pairs(outputs, inputs, sizes) if self.flipped else Pairs(inputs, outputs, sizes)
 
     def counts(self) -> Tensor:
         """int64 [num_outputs]: how many inputs each output meets."""
-        return self.storage("counts", lambda m: torch.bincount(m.pairs().outputs, minlength=m.num_outputs))
+        return self.storage("counts", lambda m: (m.rows() >= 0).sum(1))
 
     def taps(self) -> Tensor:
         """int64 [P]: the tap of each pair, in the order of `pairs()`; the same for the transposed map."""
-        return self.storage("taps", _taps) if not self.flipped else self.transpose().taps()
+        return self._found.storage("taps", _taps)
 
-    def compacted(self, block: int) -> Compacted:
-        """Tiles of `block` outputs with the taps that occur in each; see Compacted."""
-        return self.storage(("compacted", block), lambda m: _compacted(m, block))
+    def compacted(self, block: int, splits: int = 1, superblock: int = 0) -> Compacted:
+        """Tiles of `block` outputs with the taps that occur in each; see Compacted.
+
+        splits: 1 sorts rows by all their taps, 0 leaves them in their order; superblock: see Order. Several splits
+        are in `split`.
+        """
+        if splits > 1:
+            raise OptionError(f"splits={splits} are as many storages; split() gives them")
+        return self.split(block, splits, superblock)[0]
+
+    def split(self, block: int, splits: int, superblock: int = 0) -> tuple[Compacted, ...]:
+        """One Compacted for each of `splits` ranges of taps, each with an order of rows of its own."""
+        if not 0 <= splits <= max(1, self.volume):
+            raise OptionError(f"splits is 0 to the {self.volume} taps, found {splits}")
+        if self.flipped and self.symmetric:
+            # The transposed map of a submanifold one is itself with its taps turned around.
+            parts = self.transpose().split(block, splits, superblock)[::-1]
+            return tuple(part._replace(taps=self.volume - 1 - part.taps) for part in parts)
+        orders = Order.splits(self.volume, splits, superblock)
+        made = (("compacted", block, how) for how in orders)
+        return tuple(self.storage(name, lambda m, name=name: _compacted(m, *name[1:])) for name in made)
 
     def grouped(self, group: int) -> Grouped:
         """The pairs of each tap in groups of `group`; see Grouped."""
-        return self.storage(("grouped", group), lambda m: grouped(*m.pairs(), group))
+        taps, inputs, outputs = self._found.storage(("grouped", group), lambda m: _grouped(m, group))
+        return Grouped(taps, outputs, inputs) if self.flipped else Grouped(taps, inputs, outputs)
+
+    def tally(self) -> Tensor:
+        """int32 [blocks, K] on the device: pairs of each tap in the blocks of outputs up to each; totals are last."""
+        return self.storage("tally", lambda m: compact.tally(m.masks(), m.living(), m.volume))
+
+    def tiling(self, block: int, how: Order) -> Tiling:
+        """Tiles of `block` outputs before their entries are written; nothing is read."""
+        return self.storage(("tiling", block, how), lambda m: _tiling(m, block, how))
+
+    def living(self) -> Tensor:
+        """int32 [1] on the device: the number of outputs."""
+        return self.storage("living", lambda m: torch.full((1,), m.num_outputs, dtype=torch.int32, device=m.device))
 
     def has(self, name: Hashable) -> bool:
         """Whether storage `name` was made for this direction of the map."""
@@ -98,23 +145,23 @@ class KernelMap:
         return self._storages[key]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KernelMap:
-        """The map with its pairs on `device`; other storages are made anew there when asked for."""
-        inputs, outputs, sizes = self.forward
-        move = {"device": device, "non_blocking": non_blocking}
-        return replace(self, forward=Pairs(inputs.to(**move), outputs.to(**move), sizes), _storages={})
+        """The map with its rows on `device`; other storages are made anew there when asked for."""
+        return replace(self, table=self.table.to(device, non_blocking=non_blocking), _storages={})
 
     @staticmethod
     def from_rows(relation: Relation, rows: Tensor, num_inputs: int) -> KernelMap:
         """The map whose `rows()` are given, int [num_outputs, K]; -1 is no input."""
         if rows.ndim != 2:
             raise ShapeError(f"rows are [num_outputs, K], found a tensor of {rows.ndim} dimensions")
-        met = rows.t() >= 0
-        outputs = met.nonzero()[:, 1]
-        pairs = Pairs(rows.t()[met].long(), outputs, met.sum(1).cpu())
-        return KernelMap(relation, pairs, num_inputs, rows.shape[0])
+        return KernelMap(relation, rows.int(), num_inputs, rows.shape[0])
+
+    @property
+    def _found(self) -> KernelMap:
+        """The map as it was found."""
+        return self.transpose() if self.flipped else self
 
     def __repr__(self) -> str:
-        total = int(self.forward.sizes.sum())
+        total = sum(_totals(self._found))
         mean = total / max(self.num_outputs, 1)
         return (
             f"KernelMap({self.num_inputs} -> {self.num_outputs} rows, K={self.volume}, {total} pairs, "
@@ -122,28 +169,72 @@ class KernelMap:
         )
 
 
-def _taps(kernel_map: KernelMap) -> Tensor:
-    pairs = kernel_map.pairs()
-    sizes = pairs.sizes.to(pairs.inputs.device)
+def settle(wanted: Iterable[tuple[KernelMap, int, Order | None]]) -> None:
+    """Read in one transfer what storages of these maps need: the entries of tiles of so many outputs in an order.
+
+    Without an order: the number of pairs of each tap.
+    """
+    asked = []
+    for found, block, how in wanted:
+        name, size = ("totals", found.tally()[-1]) if how is None else _entries_of(found, block, how)
+        if not found.has(name):
+            asked.append((found, name, size))
+    for (found, name, _), values in zip(asked, read([size for *_, size in asked]), strict=True):
+        found.storage(name, lambda _, values=values: values)
+
+
+def _entries_of(found: KernelMap, block: int, how: Order) -> tuple[Hashable, Tensor]:
+    return ("entries", block, how), found.tiling(block, how).entries
+
+
+def _totals(found: KernelMap) -> list[int]:
+    """Pairs of each tap; one read."""
+    return found.storage("totals", lambda m: read([m.tally()[-1]])[0])
+
+
+def _rows(found: KernelMap) -> Tensor:
+    if not found.flipped:
+        return found.table.contiguous()
+    whole = found.transpose()
+    if found.symmetric:
+        return whole.rows().flip(1)
+    return compact.exchanged(whole.rows(), whole.living(), found.num_outputs)
+
+
+def _pairs(found: KernelMap) -> Pairs:
+    """Of a map that is not flipped."""
+    if found.device.type == "cpu":
+        met = found.table.t()
+        hits = met >= 0
+        return Pairs(met[hits].long(), hits.nonzero()[:, 1], hits.sum(1))
+    totals = _totals(found)
+    inputs, outputs = compact.listed(found.rows(), found.living(), found.tally(), sum(totals))
+    return Pairs(inputs.long(), outputs.long(), torch.tensor(totals))
+
+
+def _taps(found: KernelMap) -> Tensor:
+    pairs = found.pairs()
+    sizes = pairs.sizes.to(found.device, non_blocking=True)
     taps = torch.arange(len(sizes), device=sizes.device)
     return torch.repeat_interleave(taps, sizes, output_size=pairs.inputs.shape[0])
 
 
-def _compacted(kernel_map: KernelMap, block: int) -> Compacted:
-    return compacted(kernel_map.pairs(), kernel_map.taps(), kernel_map.num_outputs, block)
+def _tiling(found: KernelMap, block: int, how: Order) -> Tiling:
+    masks, living = found.masks(), found.living()
+    order = compact.ordered(masks, living, found.tally()[-1], how) if how.sort else None
+    return compact.tiled(masks, living, order, how, (block, found.volume))
 
 
-def _rows(kernel_map: KernelMap) -> Tensor:
-    pairs = kernel_map.pairs()
-    rows = pairs.inputs.new_full((kernel_map.num_outputs, kernel_map.volume), -1)
-    rows[pairs.outputs, kernel_map.taps()] = pairs.inputs
-    return rows
+def _compacted(found: KernelMap, block: int, how: Order) -> Compacted:
+    name, size = _entries_of(found, block, how)
+    room = sum(found.storage(name, lambda _: read([size])[0]))
+    return compact.filled(found.rows(), found.tiling(block, how), room)
 
 
-def _masks(kernel_map: KernelMap) -> Tensor:
-    pairs, taps = kernel_map.pairs(), kernel_map.taps()
-    words = -(-kernel_map.volume // 62)
-    masks = pairs.inputs.new_zeros(kernel_map.num_outputs * words)
-    # Each (output, tap) occurs once, so that adding bits is setting them.
-    masks.index_add_(0, pairs.outputs * words + taps // 62, torch.ones_like(taps) << (taps % 62))
-    return masks.view(-1, words)
+def _grouped(found: KernelMap, group: int) -> Grouped:
+    """Of a map that is not flipped."""
+    groups = sum(-(-total // group) for total in _totals(found))
+    ends = found.tally()
+    inputs, outputs = compact.listed(found.rows(), found.living(), ends, groups * group, group)
+    taps = compact.group_taps(ends[-1], groups, group)
+    return Grouped(taps, inputs.view(groups, group), outputs.view(groups, group))

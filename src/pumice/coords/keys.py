@@ -1,11 +1,10 @@
-"""Orders and keys of integer coordinates: linear keys to search by, Morton order to store by."""
+"""Boxes of integer coordinates, and linear keys to search them by."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from pumice.errors import CoordinateError
 
 INT32_MAX = 2**31 - 1
-_WORD_BITS = 62  # a Morton word keeps clear of the sign bit
 
 
 @dataclass(frozen=True)
@@ -88,93 +86,3 @@ class KeySpace:
 
     def step(self, offset: Sequence[int]) -> int:
         return sum(o * r for o, r in zip(offset, self.radix, strict=True))
-
-
-def morton_argsort(coords: Tensor, bounds: Bounds) -> Tensor:
-    """Rows of `coords` in (batch, Morton) order, int64 [N]; stable.
-
-    Within a batch item the order is that of the Morton code of `c + 2**31` per axis, axis 0 the highest of each
-    group of interleaved bits. A cell's parent (`floor(c / 2)`) keeps its place: the parents of a sorted list are
-    sorted.
-    """
-    words = _morton_words(coords, bounds)
-    order = torch.argsort(words[-1], stable=True)
-    for word in reversed(words[:-1]):
-        order = order[torch.argsort(word[order], stable=True)]
-    return order
-
-
-def morton_unique(coords: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """Distinct rows of `coords` in (batch, Morton) order [M, 1+D], and for each row its place there, int64 [N]."""
-    if coords.shape[0] == 0:
-        return coords, torch.zeros(0, dtype=torch.int64, device=coords.device)
-    order = morton_argsort(coords, bounds)
-    ranked = coords[order]
-    first = torch.ones(len(ranked), dtype=torch.bool, device=coords.device)
-    first[1:] = (ranked[1:] != ranked[:-1]).any(dim=1)
-    place = torch.empty_like(order)
-    place[order] = torch.cumsum(first, 0) - 1
-    return ranked[first], place
-
-
-def _morton_words(coords: Tensor, bounds: Bounds) -> list[Tensor]:
-    """The Morton code cut into int64 words, most significant first; nearly always one."""
-    magnitudes, bias = _axis_bits(bounds)
-    places = _bit_places(magnitudes, tuple(b > 0 for b in bias))
-    total, batch_bits = sum(map(len, places)), max(bounds.batch - 1, 0).bit_length()
-    words = [torch.zeros(len(coords), dtype=torch.int64, device=coords.device)]
-    while len(words) * _WORD_BITS < total:
-        words.append(torch.zeros_like(words[0]))
-    for axis, axis_places in enumerate(places):
-        value = coords[:, axis + 1].long() + bias[axis]
-        for byte in range(0, len(axis_places), 8):
-            digit = (value >> byte) & 255
-            for index, table in _spread_tables(axis_places[byte : byte + 8]):
-                words[index] += table.to(coords.device)[digit]
-    if total + batch_bits <= len(words) * _WORD_BITS:
-        words[-1] += coords[:, 0].long() << (total - (len(words) - 1) * _WORD_BITS)
-    else:
-        words.append(coords[:, 0].long())
-    return words[::-1]
-
-
-def _axis_bits(bounds: Bounds) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Magnitude bits of each axis, and the bias that makes its values non-negative (0 where they are)."""
-    magnitudes, bias = [], []
-    for low, high in zip(bounds.low, bounds.high, strict=True):
-        magnitude = max(high, -low - 1, 0).bit_length()
-        magnitudes.append(magnitude)
-        bias.append(1 << magnitude if low < 0 else 0)
-    return tuple(magnitudes), tuple(bias)
-
-
-@lru_cache(maxsize=256)
-def _bit_places(magnitudes: tuple[int, ...], signed: tuple[bool, ...]) -> tuple[tuple[int, ...], ...]:
-    """Place of each bit of each axis in the interleaved code: lowest bits first, an axis without bits left out.
-
-    Sign bits stand on top of all others, as in 32-bit coordinates; the bits between an axis's magnitude and its
-    sign repeat the sign and decide nothing.
-    """
-    places: list[list[int]] = [[] for _ in magnitudes]
-    used = 0
-    axes = range(len(magnitudes))[::-1]
-    for level in range(max(magnitudes, default=0)):
-        for axis in (a for a in axes if level < magnitudes[a]):
-            places[axis].append(used)
-            used += 1
-    for axis in (a for a in axes if signed[a]):
-        places[axis].append(used)
-        used += 1
-    return tuple(tuple(p) for p in places)
-
-
-@lru_cache(maxsize=1024)
-def _spread_tables(places: tuple[int, ...]) -> tuple[tuple[int, Tensor], ...]:
-    """For each word that one byte of an axis reaches: the byte's 256 values with their bits moved to `places`."""
-    digits = torch.arange(256, dtype=torch.int64)
-    tables: dict[int, Tensor] = {}
-    for bit, place in enumerate(places):
-        word, shift = divmod(place, _WORD_BITS)
-        tables.setdefault(word, torch.zeros(256, dtype=torch.int64))
-        tables[word] += ((digits >> bit) & 1) << shift
-    return tuple(tables.items())

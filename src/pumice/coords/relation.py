@@ -75,6 +75,13 @@ class Relation:
         rule = tuple(zip(self.dilation, self.padding, strict=True))
         return tuple(tuple(d * t - p for t, (d, p) in zip(tap, rule, strict=True)) for tap in taps)
 
+    @property
+    def mirrored(self) -> bool:
+        """Whether inputs and outputs are one set and tap K-1-k undoes tap k: a submanifold window of odd size."""
+        ours = self.offsets
+        turned = tuple(tuple(-o for o in offset) for offset in reversed(ours))
+        return self.policy == "same" and ours == turned
+
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Extent of the outputs of an input of extent `shape`: the dense operator's, never below 0."""
         if self.policy == "same":

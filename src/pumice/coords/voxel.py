@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Frame, Geometry, Site
-from pumice.coords.keys import INT32_MAX, Bounds, morton_unique
+from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 
 ROUNDINGS = ("floor", "round")

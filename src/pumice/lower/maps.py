@@ -63,7 +63,7 @@ def _compacted(found: KernelMap) -> Mapping[str, Tensor]:
 
 
 def _grouped(found: KernelMap) -> Mapping[str, Tensor]:
-    taps, inputs, outputs = found.grouped(group_of(found.forward.inputs.shape[0]))
+    taps, inputs, outputs = found.grouped(group_of(found.num_outputs))
     return {"o": outputs, "k": taps, "i": inputs}
 
 
@@ -72,7 +72,7 @@ def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], lis
 
     While torch.compile traces, what is not there yet stays unmade: the pairs alone serve too.
     """
-    names = _FORMS_OF.get(found.forward.inputs.device.type, _FORMS_OF["cpu"])[differentiable]
+    names = _FORMS_OF.get(found.device.type, _FORMS_OF["cpu"])[differentiable]
     if torch.compiler.is_compiling():
         names = tuple(name for name in names if found.has(("form", name))) or ("pairs",)
     held = [found.storage(("form", name), lambda m, name=name: _read(m, name)) for name in names]
@@ -89,9 +89,9 @@ def block_of(outputs: int) -> int:
     return 64 if outputs < 40_000 else 128
 
 
-def group_of(pairs: int) -> int:
+def group_of(outputs: int) -> int:
     """Pairs of a group: some thousand, so that a group's weights are added to memory rarely."""
-    return 2048 if pairs < 4_000_000 else 8192
+    return 2048 if outputs < 500_000 else 8192
 
 
 FORMS: Mapping[str, MapForm] = {

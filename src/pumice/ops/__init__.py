@@ -3,7 +3,7 @@
 from pumice.lower.triton import tuning
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
 from pumice.ops.einsum import compile_einsum, einsum
-from pumice.ops.points import devoxelize, interpolate, voxelize
+from pumice.ops.points import coalesce, devoxelize, interpolate, voxelize
 from pumice.ops.pool import avg_pool, global_avg_pool, global_max_pool, global_sum_pool, max_pool, sum_pool
 from pumice.ops.prepare import prepare
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
@@ -15,6 +15,7 @@ __all__ = [
     "SparseTensor",
     "avg_pool",
     "cat",
+    "coalesce",
     "collate",
     "compile_einsum",
     "conv",

@@ -1,4 +1,4 @@
-"""Between points and voxels: voxelise, devoxelise, interpolate."""
+"""Between points and voxels: voxelise, coalesce, devoxelise, interpolate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pumice.coords import Geometry, check_points, frame_of, quantize
+from pumice.coords import Geometry, check_points, frame_of, merged, quantize
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.reduce import REDUCTIONS, pick
 from pumice.ops.tensor import SparseTensor
@@ -45,14 +45,44 @@ def voxelize(
 
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (non-finite points, cells beyond int32), OptionError.
     """
-    if reduce not in REDUCTIONS:
-        raise OptionError(f"reduce={reduce!r} is unknown; there are {', '.join(REDUCTIONS)}")
+    _check_reduce(reduce)
     check_points(points, batch)
     frame = frame_of(points, size, origin, rounding)
     geometry = quantize(points, frame, batch, batch_size=batch_size, spatial_shape=spatial_shape)
     values = points if feats is None else feats
-    _check_values(points, values)
+    _check_values(points, values, "points")
     return SparseTensor(_reduced(values, geometry, reduce), geometry)
+
+
+def coalesce(
+    feats: Tensor,
+    coords: Tensor,
+    reduce: str = "mean",
+    *,
+    stride: int | Sequence[int] = 1,
+    spatial_shape: Sequence[int] | None = None,
+    batch_size: int | None = None,
+) -> SparseTensor:
+    """A sparse tensor of coordinates that may come more than once: a voxel takes the `reduce` of its rows' features.
+
+        y.feats[n] = reduce of feats[p] over the p with coords[p] = y.coords[n]
+
+    Parameters
+    ----------
+    feats: floating point [P, C], on the device of coords.
+    coords: int32 [P, 1+D] = (batch, axes...), D from 1 to 4.
+    reduce: "mean", "sum", "max" or "first" (the lowest row).
+    stride, spatial_shape, batch_size: as for SparseTensor; a row outside is an error.
+
+    Returns a SparseTensor in (batch, Morton) order; its `inverse` int64 [P] names each row's place, so that
+    `y.feats[y.inverse]` is per row given. Differentiable in feats.
+
+    Raises ShapeError, DtypeError, DeviceError, CoordinateError (as for SparseTensor, duplicates apart), OptionError.
+    """
+    _check_reduce(reduce)
+    geometry = merged(coords, stride, spatial_shape, batch_size)
+    _check_values(coords, feats, "coordinates")
+    return SparseTensor(_reduced(feats, geometry, reduce), geometry)
 
 
 def devoxelize(
@@ -154,13 +184,18 @@ def _take(feats: Tensor, rows: Tensor) -> Tensor:
     return pick(feats, rows.clamp(min=0)).masked_fill(absent, 0)
 
 
-def _check_values(points: Tensor, values: Tensor) -> None:
-    if values.ndim != 2 or values.shape[0] != points.shape[0]:
-        raise ShapeError(f"feats are [P, F] with P = {points.shape[0]} points, found shape {list(values.shape)}")
+def _check_reduce(reduce: str) -> None:
+    if reduce not in REDUCTIONS:
+        raise OptionError(f"reduce={reduce!r} is unknown; there are {', '.join(REDUCTIONS)}")
+
+
+def _check_values(rows: Tensor, values: Tensor, name: str) -> None:
+    if values.ndim != 2 or values.shape[0] != rows.shape[0]:
+        raise ShapeError(f"feats are [P, F] with P = {rows.shape[0]} {name}, found shape {list(values.shape)}")
     if not values.is_floating_point():
         raise DtypeError(f"feats are floating point, found {values.dtype}")
-    if values.device != points.device:
-        raise DeviceError(f"feats are on {values.device}, the points on {points.device}")
+    if values.device != rows.device:
+        raise DeviceError(f"feats are on {values.device}, the {name} on {rows.device}")
 
 
 def _reduced(values: Tensor, geometry: Geometry, reduce: str) -> Tensor:

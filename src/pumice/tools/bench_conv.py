@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, Relation, kernel_map
-from pumice.coords.compact import compacted, grouped
 from pumice.env import settings
 from pumice.lower import maps, reference
 from pumice.lower.graph import Prepared
@@ -151,11 +150,11 @@ def grouped_graph(layer: Layer) -> Prepared:
 
 
 def conversions(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
-    """From pairs to groups and to compacted tiles, on the wall: a conversion reads its size from the device."""
-    pairs, taps = layer.found.pairs(), layer.found.taps()
+    """From rows to groups and to compacted tiles, on the wall: a conversion reads its size from the device."""
+    relation, rows = layer.found.relation, layer.found.rows()
     calls: dict[str, Callable[[], Any]] = {
-        "grouped": lambda: grouped(*pairs, maps.group_of(len(taps))),
-        "compacted": lambda: compacted(pairs, taps, layer.rows, maps.block_of(layer.rows)),
+        "grouped": lambda: KernelMap.from_rows(relation, rows, len(rows)).grouped(maps.group_of(len(rows))),
+        "compacted": lambda: KernelMap.from_rows(relation, rows, len(rows)).compacted(maps.block_of(len(rows))),
     }
     for name, call in calls.items():
         if not _holds_all_pairs(name, call(), layer):

@@ -1,0 +1,89 @@
+"""Coordinates whose number the device knows: what flows between kernels that never wait for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pumice.coords.keys import Bounds
+from pumice.errors import CoordinateError
+
+DUPLICATE, RANGE, OVERFLOW = 1, 2, 4
+"""Bits of a status word: equal coordinates; coordinates outside their box; more results than there is room for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cloud:
+    """Coordinates in a buffer: int32 [capacity, 1+D], of which the first `count` (int32 [1], on the device) live.
+
+    bounds: a box around the living, known on the host. status: int32 [1] on the device, the bits of what went wrong
+    so far; kernels set them, and whoever reads a count reads them too. exact: whether all rows are known to live.
+    """
+
+    coords: Tensor
+    count: Tensor
+    bounds: Bounds
+    status: Tensor
+    exact: bool = False
+
+    @staticmethod
+    def of(coords: Tensor, bounds: Bounds, status: Tensor | None = None) -> Cloud:
+        """All of `coords`."""
+        count = torch.full((1,), len(coords), dtype=torch.int32, device=coords.device)
+        return Cloud(coords.contiguous(), count, bounds, clear(coords.device) if status is None else status, True)
+
+    @property
+    def capacity(self) -> int:
+        return self.coords.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.coords.shape[1] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.coords.device
+
+    def live(self) -> Tensor:
+        """bool [capacity]: which rows live."""
+        return torch.arange(self.capacity, device=self.device) < self.count
+
+    def __len__(self) -> int:
+        return self.capacity
+
+
+def clear(device: torch.device) -> Tensor:
+    """A status word that says nothing."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def read(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The values of small integer tensors of one device, in one transfer: the one place where counts are waited for."""
+    if not tensors:
+        return []
+    flat = torch.cat([t.reshape(-1).long() for t in tensors]).tolist()
+    found, start = [], 0
+    for tensor in tensors:
+        found.append(flat[start : start + tensor.numel()])
+        start += tensor.numel()
+    return found
+
+
+def check(status: int, needed: int = 0, capacity: int = 0) -> None:
+    """Raise what the bits of a status word say."""
+    if status & DUPLICATE:
+        raise CoordinateError("coordinates are duplicates; coalesce() merges them")
+    if status & RANGE:
+        raise CoordinateError("coordinates lie outside the spatial_shape or the batch_size that was given for them")
+    if status & OVERFLOW or needed > capacity:
+        raise CoordinateError(f"at least {needed} results, and room for {capacity}; give a larger capacity")
+
+
+@lru_cache(maxsize=256)
+def offset_table(offsets: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    """int32 [K, D]: offsets on the device, copied there once."""
+    return torch.tensor(offsets, dtype=torch.int32).to(device)

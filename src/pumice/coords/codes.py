@@ -1,0 +1,249 @@
+"""Codes of integer coordinates along space-filling curves: Morton order to store by, Hilbert order to walk by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from pumice.coords.keys import Bounds
+from pumice.errors import CoordinateError
+
+Places = tuple[tuple[int, ...], ...]
+
+WORD_BITS = 63  # a word of a code keeps clear of the sign bit
+_TABLE_ENTRIES = 2**22
+
+
+@dataclass(frozen=True)
+class CodeLayout:
+    """Where the bits of coordinates go in the Morton code of a box.
+
+        code(c) = sum over axes a and bits i of  (bit i of c[a] + bias[a]) << places[a][i]
+                = sum over axes a of  tables[starts[a] + c[a] + bias[a]]
+
+    places: per axis the place of each bit, lowest bit first; () for an axis that is 0 throughout the box.
+    bias: per axis what makes its values non-negative, 0 or a power of two: the axis's last bit then.
+
+    Example: x from 0 to 3 and y from -1 to 0 have places ((0, 1), (2,)) and bias (0, 1).
+    """
+
+    places: Places
+    bias: tuple[int, ...]
+
+    @staticmethod
+    def of(bounds: Bounds) -> CodeLayout:
+        magnitudes, bias = _axis_bits(bounds)
+        return CodeLayout(_bit_places(magnitudes, tuple(b > 0 for b in bias)), bias)
+
+    @property
+    def bits(self) -> int:
+        """Bits of the code of all axes; a batch index stands above them."""
+        return sum(map(len, self.places))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where the table of each axis begins in `tables`."""
+        return tuple(accumulate((1 << len(p) for p in self.places[:-1]), initial=0))
+
+    def tables(self, device: torch.device | str) -> Tensor:
+        """int64 [sum over axes a of 2**len(places[a])]: the share of each value of each axis in the code.
+
+        tables[starts[a] + v] = sum over bits i of  (bit i of v) << places[a][i]     for v in [0, 2**len(places[a]))
+
+        Kept from call to call: not to be written to. Raises CoordinateError where an axis has more than 2**22 values
+        or the code more bits than a word holds.
+        """
+        longest = max(map(len, self.places))
+        if 1 << longest > _TABLE_ENTRIES:
+            raise CoordinateError(f"an axis has a table of {1 << longest} entries; {_TABLE_ENTRIES} are the most")
+        if self.bits > WORD_BITS:
+            raise CoordinateError(f"the code has {self.bits} bits, a word holds {WORD_BITS}")
+        return _tables(self.places, torch.device(device))
+
+
+def morton_argsort(coords: Tensor, bounds: Bounds) -> Tensor:
+    """Rows of `coords` in (batch, Morton) order, int64 [N]; stable.
+
+    Within a batch item the order is that of the Morton code of `c + 2**31` per axis, axis 0 the highest of each
+    group of interleaved bits. A cell's parent (`floor(c / 2)`) keeps its place: the parents of a sorted list are
+    sorted.
+    """
+    words = _morton_words(coords, bounds)
+    order = torch.argsort(words[-1], stable=True)
+    for word in reversed(words[:-1]):
+        order = order[torch.argsort(word[order], stable=True)]
+    return order
+
+
+def morton_unique(coords: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """Distinct rows of `coords` in (batch, Morton) order [M, 1+D], and for each row its place there, int64 [N]."""
+    if coords.shape[0] == 0:
+        return coords, torch.zeros(0, dtype=torch.int64, device=coords.device)
+    order = morton_argsort(coords, bounds)
+    ranked = coords[order]
+    first = torch.ones(len(ranked), dtype=torch.bool, device=coords.device)
+    first[1:] = (ranked[1:] != ranked[:-1]).any(dim=1)
+    place = torch.empty_like(order)
+    place[order] = torch.cumsum(first, 0) - 1
+    return ranked[first], place
+
+
+@lru_cache(maxsize=64)
+def serial_places(dim: int, depth: int, words: int) -> Places:
+    """Places of the bits of (batch, axes...): the axes interleaved, axis 0 the highest of each group; batch above."""
+    top = dim * depth
+    batch = tuple(range(top, min(top + 31, words * WORD_BITS)))
+    return batch, *_bit_places((depth,) * dim, (False,) * dim)
+
+
+def interleave(values: Sequence[Tensor], places: Places, words: int) -> list[Tensor]:
+    """Bit i of values[a] int [N] at places[a][i] of a code: int64 [N] words of 63 bits, the lowest first."""
+    code = [torch.zeros_like(values[0], dtype=torch.int64) for _ in range(words)]
+    for value, axis_places in zip(values, places, strict=True):
+        _spread(value.long(), axis_places, code)
+    return code
+
+
+def deinterleave(words: Sequence[Tensor], places: Places) -> list[Tensor]:
+    """The values int64 [N] whose interleaved bits are `words`."""
+    values = []
+    for axis_places in places:
+        value = torch.zeros_like(words[0])
+        for index, moves in _moves(axis_places).items():
+            value |= _move_bits(words[index], ((shift, bit) for bit, shift in moves))
+        values.append(value)
+    return values
+
+
+def hilbert_of_axes(axes: Sequence[Tensor], depth: int) -> list[Tensor]:
+    """Coordinates int [N] of `depth` bits to their place along the Hilbert curve, with its bits dealt out.
+
+    The place is the interleaved code of what is returned, axis 0 the highest of each group of bits. From the coarsest
+    bit down each octant is turned into the position of the first; then the Gray code of the bits is undone.
+
+    Source: J. Skilling, Programming the Hilbert curve, AIP Conference Proceedings 707, 2004.
+    """
+    turned = list(axes)
+    for bit in range(depth - 1, 0, -1):
+        for axis in range(len(turned)):
+            _turn(turned, axis, bit)
+    for axis in range(1, len(turned)):
+        turned[axis] = turned[axis] ^ turned[axis - 1]
+    flips = _parity_above(turned[-1])
+    return [value ^ flips for value in turned]
+
+
+def axes_of_hilbert(dealt: Sequence[Tensor], depth: int) -> list[Tensor]:
+    """The inverse of hilbert_of_axes()."""
+    first = dealt[0] ^ (dealt[-1] >> 1)
+    turned = [first, *(dealt[axis] ^ dealt[axis - 1] for axis in range(1, len(dealt)))]
+    for bit in range(1, depth):
+        for axis in reversed(range(len(turned))):
+            _turn(turned, axis, bit)
+    return turned
+
+
+def _turn(axes: list[Tensor], axis: int, bit: int) -> None:
+    """Flip the bits of axis 0 below `bit` where `axis` has that bit, else swap them with those of `axis`.
+
+    Its own inverse: `bit` itself stays.
+    """
+    below = (1 << bit) - 1
+    flip = -((axes[axis] >> bit) & 1) & below
+    swap = (axes[0] ^ axes[axis]) & (below ^ flip)
+    axes[0] = axes[0] ^ flip ^ swap
+    axes[axis] = axes[axis] ^ swap
+
+
+def _parity_above(value: Tensor) -> Tensor:
+    """Bit k is the parity of the bits of `value` above k; for values below 2**32."""
+    for step in (1, 2, 4, 8, 16):
+        value = value ^ (value >> step)
+    return value >> 1
+
+
+def _morton_words(coords: Tensor, bounds: Bounds) -> list[Tensor]:
+    """The Morton code cut into int64 words, most significant first; nearly always one."""
+    layout = CodeLayout.of(bounds)
+    batch = coords[:, 0].long()
+    words = [torch.zeros_like(batch) for _ in range(max(-(-layout.bits // WORD_BITS), 1))]
+    for axis, axis_places in enumerate(layout.places):
+        _spread(coords[:, axis + 1].long() + layout.bias[axis], axis_places, words)
+    if layout.bits + max(bounds.batch - 1, 0).bit_length() <= len(words) * WORD_BITS:
+        words[-1] += batch << (layout.bits - (len(words) - 1) * WORD_BITS)
+    else:
+        words.append(batch)
+    return words[::-1]
+
+
+def _axis_bits(bounds: Bounds) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Magnitude bits of each axis, and the bias that makes its values non-negative (0 where they are)."""
+    magnitudes, bias = [], []
+    for low, high in zip(bounds.low, bounds.high, strict=True):
+        magnitude = max(high, -low - 1, 0).bit_length()
+        magnitudes.append(magnitude)
+        bias.append(1 << magnitude if low < 0 else 0)
+    return tuple(magnitudes), tuple(bias)
+
+
+@lru_cache(maxsize=256)
+def _bit_places(magnitudes: tuple[int, ...], signed: tuple[bool, ...]) -> Places:
+    """Place of each bit of each axis in the interleaved code: lowest bits first, an axis without bits left out.
+
+    Sign bits stand on top of all others, as in 32-bit coordinates; the bits between an axis's magnitude and its
+    sign repeat the sign and decide nothing.
+    """
+    places: list[list[int]] = [[] for _ in magnitudes]
+    used = 0
+    axes = range(len(magnitudes))[::-1]
+    for level in range(max(magnitudes, default=0)):
+        for axis in (a for a in axes if level < magnitudes[a]):
+            places[axis].append(used)
+            used += 1
+    for axis in (a for a in axes if signed[a]):
+        places[axis].append(used)
+        used += 1
+    return tuple(tuple(p) for p in places)
+
+
+def _spread(value: Tensor, places: tuple[int, ...], words: list[Tensor]) -> None:
+    """Add bit i of `value` int64 [N] to `words` at places[i], a byte at a time."""
+    for byte in range(0, len(places), 8):
+        digit = (value >> byte) & 255
+        for index, table in _byte_tables(places[byte : byte + 8], value.device):
+            words[index] += table[digit]
+
+
+@lru_cache(maxsize=1024)
+def _byte_tables(places: tuple[int, ...], device: torch.device) -> tuple[tuple[int, Tensor], ...]:
+    """For each word that one byte of an axis reaches: the byte's 256 values with their bits moved to `places`."""
+    digits = torch.arange(256, dtype=torch.int64, device=device)
+    return tuple((index, _move_bits(digits, moves)) for index, moves in _moves(places).items())
+
+
+@lru_cache(maxsize=16)
+def _tables(places: Places, device: torch.device) -> Tensor:
+    values = [torch.arange(1 << len(p), dtype=torch.int64, device=device) for p in places]
+    return torch.cat([_move_bits(v, enumerate(p)) for v, p in zip(values, places, strict=True)])
+
+
+def _moves(places: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
+    """For each word that `places` reach: (bit of the value, bit of the word)."""
+    moves: dict[int, list[tuple[int, int]]] = {}
+    for bit, place in enumerate(places):
+        word, shift = divmod(place, WORD_BITS)
+        moves.setdefault(word, []).append((bit, shift))
+    return moves
+
+
+def _move_bits(values: Tensor, moves: Iterable[tuple[int, int]]) -> Tensor:
+    """The bit `source` of each value at `target`, for every (source, target)."""
+    moved = torch.zeros_like(values)
+    for source, target in moves:
+        moved |= ((values >> source) & 1) << target
+    return moved

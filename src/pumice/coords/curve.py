@@ -1,0 +1,191 @@
+"""Serialization: coordinates to one number along a space-filling curve, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pumice.coords.codes import (
+    WORD_BITS,
+    axes_of_hilbert,
+    deinterleave,
+    hilbert_of_axes,
+    interleave,
+    serial_places,
+)
+from pumice.coords.geometry import check_form
+from pumice.coords.keys import Bounds
+from pumice.errors import CoordinateError, DtypeError, OptionError, ShapeError
+
+# Bits per axis by words of the code and by D: what leaves at least 15 bits for the batch.
+_DEPTHS = {1: (31, 24, 16, 12), 2: (31, 31, 31, 27)}
+_MAX_DEPTH = 31
+
+
+class HasCoords(Protocol):
+    """A SparseTensor or a Geometry."""
+
+    @property
+    def coords(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A space-filling curve: what coordinates int [N] per axis become before their bits are interleaved, and back."""
+
+    deal: Callable[[Sequence[Tensor], int], list[Tensor]]
+    undo: Callable[[Sequence[Tensor], int], list[Tensor]]
+
+
+def _as_they_are(axes: Sequence[Tensor], depth: int) -> list[Tensor]:
+    return list(axes)
+
+
+CURVES: dict[str, Curve] = {
+    "morton": Curve(_as_they_are, _as_they_are),
+    "hilbert": Curve(hilbert_of_axes, axes_of_hilbert),
+}
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a code is laid out: D axes of `depth` bits each and the batch above them, in words of 63 bits."""
+
+    dim: int
+    depth: int
+    words: int
+
+    @staticmethod
+    def of(dim: int, depth: int | None, words: int) -> _Form:
+        if depth is None:
+            return _Form(dim, _DEPTHS[words][dim - 1], words)
+        if not 1 <= depth <= _MAX_DEPTH:
+            raise OptionError(f"depth takes 1 to {_MAX_DEPTH} bits per axis, found {depth}")
+        form = _Form(dim, depth, words)
+        if form.spare < 0:
+            raise CoordinateError(f"{form} take {dim * depth} bits, a code holds {words * WORD_BITS}{form.hint}")
+        return form
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        return serial_places(self.dim, self.depth, self.words)
+
+    @property
+    def spare(self) -> int:
+        """Bits left for the batch."""
+        return self.words * WORD_BITS - self.dim * self.depth
+
+    @property
+    def hint(self) -> str:
+        return "; wide=True doubles them" if self.words == 1 else "; take a smaller depth"
+
+    def __str__(self) -> str:
+        return f"{self.dim} axes of {self.depth} bits"
+
+
+def serialize(
+    coords: Tensor | HasCoords,
+    order: str = "morton",
+    depth: int | None = None,
+    *,
+    wide: bool = False,
+    check: bool = True,
+) -> Tensor:
+    """One number per coordinate, its place along a space-filling curve: argsort it to walk along the curve.
+
+        code = batch << (D * depth) | curve(c)        0 <= c < 2**depth on every axis, 0 <= curve(c) < 2**(D * depth)
+
+    Parameters
+    ----------
+    coords: int32 [N, 1+D] = (batch, axes...), D from 1 to 4, not negative; or a SparseTensor or Geometry.
+    order: "morton" (the axes' bits interleaved, axis 0 the highest of each group) or "hilbert" (the same cubes, walked
+        so that neighbours on the curve are neighbours in space; codes of different depths do not compare).
+    depth: bits per axis, 1 to 31; D * depth and the bits of the largest batch index fit into 63 together. Left out:
+
+            D                     1   2   3   4
+            depth                31  24  16  12     with 32, 15, 15, 15 bits for the batch
+            depth, if wide       31  31  31  27     with 31, 31, 31, 18
+
+    wide: codes of two words, 126 bits.
+    check: False leaves out the check of the coordinates' range, and with it the one read from the device. What does
+        not fit is then cut off.
+
+    Returns int64 [N], or if wide [N, 2] = (high, low) words of 63 bits, whose lexicographic order is the curve's.
+
+    Raises CoordinateError (coordinates outside [0, 2**depth), too many bits), OptionError, ShapeError, DtypeError.
+
+    Source: the serialization of X. Wu et al., Point Transformer V3, CVPR 2024, section 4.1.
+    """
+    matrix = coords if isinstance(coords, Tensor) else coords.coords
+    curve = _curve_of(order)
+    check_form(matrix)
+    form = _Form.of(matrix.shape[1] - 1, depth, 2 if wide else 1)
+    if check:
+        _check_range(Bounds.of(matrix), form)
+    batch, *axes = matrix.unbind(1)
+    words = interleave([batch, *curve.deal(axes, form.depth)], form.places, form.words)
+    return torch.stack(words[::-1], dim=1) if wide else words[0]
+
+
+def deserialize(
+    codes: Tensor, dim: int, order: str = "morton", depth: int | None = None, *, check: bool = True
+) -> Tensor:
+    """The coordinates int32 [N, 1+D] that serialize() turned into `codes`; its inverse.
+
+    Parameters
+    ----------
+    codes: int64 [N], or [N, 2] as of serialize(wide=True).
+    dim, order, depth: D, and what serialize() was given; the default depth is that of the codes' width.
+    check: False leaves out the check of the codes' range, and with it the one read from the device.
+
+    Raises CoordinateError (codes that hold more than D axes and an int32 batch), OptionError, ShapeError, DtypeError.
+    """
+    curve = _curve_of(order)
+    if codes.dtype != torch.int64:
+        raise DtypeError(f"codes are torch.int64, found {codes.dtype}")
+    if codes.ndim != 1 and (codes.ndim != 2 or codes.shape[1] != 2):
+        raise ShapeError(f"codes are [N], or [N, 2] if wide, found shape {list(codes.shape)}")
+    if not 1 <= dim <= 4:
+        raise ShapeError(f"coordinates have 1 to 4 spatial axes, found dim={dim}")
+    words = [codes] if codes.ndim == 1 else [codes[:, 1], codes[:, 0]]
+    form = _Form.of(dim, depth, len(words))
+    if check:
+        _check_codes(words, form)
+    batch, *dealt = (value.int() for value in deinterleave(words, form.places))
+    return torch.stack([batch, *curve.undo(dealt, form.depth)], dim=1)
+
+
+def _curve_of(order: str) -> Curve:
+    if order not in CURVES:
+        raise OptionError(f"order={order!r} is unknown; there are {', '.join(CURVES)}")
+    return CURVES[order]
+
+
+def _check_range(bounds: Bounds, form: _Form) -> None:
+    low, high, last = min(bounds.low), max(bounds.high), max(bounds.batch - 1, 0)
+    if low < 0 or high >> form.depth:
+        raise CoordinateError(
+            f"coordinates of {form.depth} bits are 0 to {2**form.depth - 1}, found {low if low < 0 else high}"
+        )
+    if last.bit_length() > form.spare:
+        raise CoordinateError(
+            f"{form} leave {form.spare} bits of {form.words * WORD_BITS} for the batch, whose index {last} takes "
+            f"{last.bit_length()}{form.hint}"
+        )
+
+
+def _check_codes(words: Sequence[Tensor], form: _Form) -> None:
+    if len(words[0]) == 0:
+        return
+    bits = form.dim * form.depth + len(form.places[0])
+    ends = torch.stack([end for word in words for end in torch.aminmax(word)]).tolist()
+    for index, (low, high) in enumerate(zip(ends[::2], ends[1::2], strict=True)):
+        held = min(max(bits - index * WORD_BITS, 0), WORD_BITS)
+        if low < 0 or high >> held:
+            raise CoordinateError(
+                f"words of codes of {form} and the batch are 0 to {2**held - 1}, found {low if low < 0 else high}"
+            )

@@ -1,0 +1,87 @@
+"""What says which row holds a coordinate: one interface for sorted keys, tables and bricks.
+
+The structures differ in time and memory and in nothing else: each gives the same rows, and where coordinates are equal
+(which is reported) the least of their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pumice.coords.cloud import Cloud
+from pumice.coords.keys import Bounds
+from pumice.coords.launch import kernel, runs_kernels
+from pumice.coords.relation import Relation
+
+WORD = 31
+"""Taps per word of a mask: an int32 without its sign."""
+
+
+class Found(NamedTuple):
+    """rows int32 [capacity, K]: the input that each output meets through each tap, -1 where none.
+
+    masks int32 [capacity, ceil(K / 31)]: bit k % 31 of word k // 31 says whether tap k has one; None where they were
+    not made along the way.
+    """
+
+    rows: Tensor
+    masks: Tensor | None
+
+
+class Lookup(Protocol):
+    """Which row of a cloud holds a coordinate."""
+
+    def neighbours(self, outputs: Cloud, relation: Relation) -> Found:
+        """For every output and tap the row of the cloud at stride * out + offset."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held."""
+        ...
+
+
+def find(lookup: Lookup, coords: Tensor, bounds: Bounds) -> Tensor:
+    """The row of each of `coords` int [M, 1+D], -1 where it is not present; int32 [M]."""
+    asked = Cloud.of(coords.int(), bounds)
+    return lookup.neighbours(asked, Relation.of(asked.dim, 1)).rows[:, 0]
+
+
+def lanes_of(volume: int) -> int:
+    """Taps that are asked for at once: a power of two."""
+    return 32 if volume > 16 else 1 << max(0, volume - 1).bit_length()
+
+
+def rows_of(lanes: int) -> int:
+    """Rows of one program, so that its threads have a few cells each."""
+    return min(128, 512 // lanes)
+
+
+def mask_words(rows: Tensor) -> Tensor:
+    """int32 [N, ceil(K / 31)]: bit k % 31 of word k // 31 of row n says whether rows[n, k] is an input."""
+    count, volume = rows.shape
+    if runs_kernels(rows) and rows.is_contiguous():
+        masks = torch.empty(count, -(-volume // WORD), dtype=torch.int32, device=rows.device)
+        lanes = lanes_of(volume)
+        constants = {"K": volume, "ROWS": rows_of(lanes), "LANES": lanes}
+        kernel("probes.mask_words")(-(-count // rows_of(lanes)), (rows, masks), (count,), constants)
+        return masks
+    return mask_words_twin(rows)
+
+
+def mask_words_twin(rows: Tensor) -> Tensor:
+    """As mask_words, in plain torch."""
+    words = [(rows[:, first : first + WORD] >= 0) for first in range(0, rows.shape[1], WORD)]
+    weights = [torch.tensor([1 << k for k in range(w.shape[1])], dtype=torch.int32, device=rows.device) for w in words]
+    if not words:
+        return rows.new_zeros((rows.shape[0], 0), dtype=torch.int32)
+    return torch.stack([(w * v).sum(1, dtype=torch.int32) for w, v in zip(words, weights, strict=True)], dim=1)
+
+
+def padded(values: Sequence[int], filler: int) -> tuple[int, ...]:
+    """Four of them."""
+    return (*values, *(filler,) * (4 - len(values)))

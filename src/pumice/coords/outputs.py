@@ -1,0 +1,347 @@
+"""Which outputs exist: candidates, bounds, distinct ones in (batch, Morton) order, and how many they are.
+
+Three ways give the same: bricks (kernels; candidates, bounds, uniqueness and order in one structure), sorted codes
+(plain torch without a wait for the host: staged, each step through memory) and the twin, which asks the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from fractions import Fraction
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pumice.coords import bricks
+from pumice.coords.bricks import Bricks, Reach, Space
+from pumice.coords.choice import MapSchedule
+from pumice.coords.cloud import Cloud, check, read
+from pumice.coords.codes import morton_unique
+from pumice.coords.geometry import Geometry, Site
+from pumice.coords.keys import INT32_MAX, Bounds
+from pumice.coords.launch import runs_kernels
+from pumice.coords.relation import Relation
+from pumice.errors import CoordinateError
+
+Axis = tuple[int, int, int, int, int]
+"""Of an axis: least and greatest coordinate, least and greatest offset, stride."""
+
+
+class Outputs(Protocol):
+    """The outputs of a relation, before and after the host knows their number."""
+
+    @property
+    def count(self) -> Tensor:
+        """int32 [1] on the device: how many there are."""
+        ...
+
+    def cloud(self, capacity: int) -> Cloud:
+        """The outputs in room for so many; more than that are reported in the inputs' status."""
+        ...
+
+    def geometry(self) -> Geometry:
+        """The outputs, just as many as there are; reads their number."""
+        ...
+
+    def rows(self, outputs: Geometry) -> Tensor | None:
+        """The map's table, where it is had by the way."""
+        ...
+
+
+def made_of(geometry: Geometry, relation: Relation, schedule: MapSchedule | None = None) -> Outputs:
+    """The outputs that a relation makes of a geometry, the fastest way that there is."""
+    site = site_of(geometry.site, relation)
+    if not runs_kernels(geometry.coords) or len(geometry) == 0 or 0 in (site.spatial_shape or ()):
+        return Listed(geometry, relation, site)
+    fused = schedule is None or schedule.fused
+    if fused and bricks.refusal(geometry.coords, site.bounds) is None:
+        return Fused(geometry, relation, site)
+    return Staged(geometry, relation, site) if codes_fit(site.bounds) else Listed(geometry, relation, site)
+
+
+def level_key(relation: Relation) -> Hashable:
+    """What outputs of several relations are one geometry under: floor(in / stride) is the same for every kernel."""
+    return ("floor_unique", relation.stride) if relation.policy == "floor_unique" else None
+
+
+def site_of(site: Site, relation: Relation) -> Site:
+    """What is known of the outputs of a relation without asking the device: a box around them, extents, strides."""
+    finer = relation.policy == "transposed_support"
+    factor = [Fraction(1, s) if finer else Fraction(s) for s in relation.stride]
+    bounded = site.spatial_shape is not None and relation.bounded
+    shape = relation.output_shape(site.spatial_shape) if bounded and site.spatial_shape else None
+    return site.scaled(factor, bounds=_box(site.bounds, relation, shape), spatial_shape=shape)
+
+
+def _box(bounds: Bounds, relation: Relation, shape: tuple[int, ...] | None) -> Bounds:
+    axis_box = _AXIS_BOXES[relation.policy]
+    low, high = [], []
+    for axis, stride in enumerate(relation.stride):
+        steps = [offset[axis] for offset in relation.offsets] or [0]
+        first, last = axis_box((bounds.low[axis], bounds.high[axis], min(steps), max(steps), stride))
+        if shape is not None:
+            # Outside the extent nothing is kept; an empty box is one cell, which is not reached.
+            first, last = max(first, 0), min(last, shape[axis] - 1)
+        low.append(first)
+        high.append(max(first, last))
+    return Bounds(tuple(low), tuple(high), bounds.batch).checked()
+
+
+def _floor_box(axis: Axis) -> tuple[int, int]:
+    low, high, _, _, stride = axis
+    return low // stride, high // stride
+
+
+def _support_box(axis: Axis) -> tuple[int, int]:
+    low, high, near, far, stride = axis
+    return -((far - low) // stride), (high - near) // stride
+
+
+def _transposed_box(axis: Axis) -> tuple[int, int]:
+    low, high, near, far, stride = axis
+    return low * stride + near, high * stride + far
+
+
+_AXIS_BOXES = {"floor_unique": _floor_box, "support": _support_box, "transposed_support": _transposed_box}
+
+
+class Fused:
+    """By bricks: kernels that generate candidates, cut them off at the box, and count and order the distinct ones."""
+
+    def __init__(self, geometry: Geometry, relation: Relation, site: Site) -> None:
+        self._geometry, self._relation, self._site = geometry, relation, site
+        self._inputs = geometry.cloud
+        self._reach, self._meets = Reach.of_outputs(relation), Reach.of_meetings(relation)
+        most = min(INT32_MAX, self._inputs.capacity * reached(self._reach))
+        self._bricks = Bricks.of(self._inputs, self._reach, site.bounds, most)
+        self._rows: Tensor | None = None
+
+    @property
+    def count(self) -> Tensor:
+        return self._bricks.count
+
+    def cloud(self, capacity: int) -> Cloud:
+        coords = self._bricks.coords(self._inputs, self._reach, capacity)
+        return Cloud(coords, self.count, self._site.bounds, self._inputs.status)
+
+    def geometry(self) -> Geometry:
+        count = counted(self._geometry, self.count)
+        # Where every output is met through some tap, rows and coordinates are written in one pass.
+        if self._relation.policy != "transposed_support" and _covers(self._relation):
+            self._rows, coords = self._bricks.both(self._inputs, self._meets, count)
+        else:
+            coords = self._bricks.coords(self._inputs, self._reach, count)
+        return Geometry(coords, self._site)
+
+    def rows(self, outputs: Geometry) -> Tensor | None:
+        if self._relation.policy == "transposed_support":
+            return self._bricks.turned(self._inputs, self._meets, len(outputs))
+        if self._rows is None:
+            return self._bricks.rows(self._inputs, self._meets, len(outputs))
+        return self._rows
+
+
+class Staged:
+    """By sorting codes: every candidate's code, sorted; the first of its kind stays. No wait for the host."""
+
+    def __init__(self, geometry: Geometry, relation: Relation, site: Site) -> None:
+        self._geometry, self._site, self._inputs = geometry, site, geometry.cloud
+        self._space = Space.of(site.bounds)
+        codes = candidate_codes(self._inputs, Reach.of_outputs(relation), self._space)
+        self._codes = torch.sort(codes)[0]
+        new = self._codes != _NO_CODE
+        new[1:] &= self._codes[1:] != self._codes[:-1]
+        self._places = new.cumsum(0, dtype=torch.int64)
+        self._new = new
+
+    @property
+    def count(self) -> Tensor:
+        return self._places[-1:].int()
+
+    def cloud(self, capacity: int) -> Cloud:
+        return Cloud(self._coords(capacity), self.count, self._site.bounds, self._inputs.status)
+
+    def geometry(self) -> Geometry:
+        return Geometry(self._coords(counted(self._geometry, self.count)), self._site)
+
+    def rows(self, outputs: Geometry) -> Tensor | None:
+        return None
+
+    def _coords(self, capacity: int) -> Tensor:
+        # What is not new, and what there is no room for, goes to a place past the last.
+        place = torch.where(self._new & (self._places <= capacity), self._places - 1, capacity)
+        codes = self._codes.new_full((capacity + 1,), _NO_CODE).scatter_(0, place, self._codes)[:capacity]
+        return coords_of_codes(codes, self._space)
+
+
+class Listed:
+    """In plain torch, with the host: the twin of the others, for any box."""
+
+    def __init__(self, geometry: Geometry, relation: Relation, site: Site) -> None:
+        self._coords, self._site = _TWINS[relation.policy](geometry, relation, site), site
+
+    @property
+    def count(self) -> Tensor:
+        return torch.full((1,), len(self._coords), dtype=torch.int32, device=self._coords.device)
+
+    def cloud(self, capacity: int) -> Cloud:
+        check(0, len(self._coords), capacity)
+        return Cloud.of(self._coords, self._site.bounds)
+
+    def geometry(self) -> Geometry:
+        if len(self._coords) > INT32_MAX:
+            raise CoordinateError(f"{len(self._coords)} output voxels; indices hold at most {INT32_MAX}")
+        return Geometry(self._coords, self._site)
+
+    def rows(self, outputs: Geometry) -> Tensor | None:
+        return None
+
+
+def counted(geometry: Geometry, count: Tensor) -> int:
+    """The number of outputs on the host; what was found wrong with the inputs is read with it, and raised."""
+    waiting = geometry.unsettled
+    values = read([count] if waiting is None else [count, waiting])
+    geometry.settle(0 if waiting is None else values[1][0])
+    return values[0][0]
+
+
+def reached(reach: Reach) -> int:
+    """How many cells a row reaches at most."""
+    if reach.form != "over":
+        return len(reach.offsets)
+    # Of offsets that leave the same rest, all or none divide.
+    kinds: dict[tuple[int, ...], int] = {}
+    for offset in reach.offsets:
+        rest = tuple(o % s for o, s in zip(offset, reach.steps, strict=True))
+        kinds[rest] = kinds.get(rest, 0) + 1
+    return max(kinds.values(), default=0)
+
+
+def _covers(relation: Relation) -> bool:
+    """Whether every output of the relation meets an input through one of its own taps."""
+    if relation.policy == "support":
+        return True
+    rests = {tuple(o % s for o, s in zip(offset, relation.stride, strict=True)) for offset in relation.offsets}
+    inside = all(0 <= o < s for offset in relation.offsets for o, s in zip(offset, relation.stride, strict=True))
+    return inside and len(rests) == math.prod(relation.stride)
+
+
+# codes in plain torch
+
+_NO_CODE = 2**63 - 1
+
+
+def codes_fit(bounds: Bounds) -> bool:
+    """Whether a box's cells have codes of one word, with the batch item on top."""
+    try:
+        space = Space.of(bounds)
+        space.layout.tables("cpu")
+    except CoordinateError:
+        return False
+    return space.bits + bounds.batch.bit_length() <= 62
+
+
+def candidate_codes(cloud: Cloud, reach: Reach, space: Space) -> Tensor:
+    """int64 [K * N]: the Morton code of every cell that is reached, the largest int64 where there is none."""
+    box, layout = space.bounds, space.layout
+    tables, coords = layout.tables(cloud.device), cloud.coords.long()
+    found = []
+    for offset in reach.offsets:
+        inside = cloud.live() & (coords[:, 0] >= 0) & (coords[:, 0] < box.batch)
+        code = coords[:, 0] << space.bits
+        for axis, (o, step) in enumerate(zip(offset, reach.steps, strict=True)):
+            value, whole = _moved(coords[:, axis + 1], o, step, reach.form)
+            inside &= whole & (value >= box.low[axis]) & (value <= box.high[axis])
+            at = torch.where(inside, value + layout.bias[axis], 0) + layout.starts[axis]
+            code = code | tables[at]
+        found.append(torch.where(inside, code, _NO_CODE))
+    return torch.cat(found)
+
+
+def _moved(values: Tensor, offset: int, step: int, form: str) -> tuple[Tensor, Tensor]:
+    """(the coordinate that is reached along an axis, whether there is one)."""
+    if form == "times":
+        return values * step + offset, torch.ones_like(values, dtype=torch.bool)
+    shifted = values - (offset if form == "over" else 0)
+    share = torch.div(shifted, step, rounding_mode="floor")
+    return share, (share * step == shifted) | (form == "floor")
+
+
+def coords_of_codes(codes: Tensor, space: Space) -> Tensor:
+    """int32 [N, 1+D] of codes; -1 throughout where there is none."""
+    columns = [codes >> space.bits]
+    for places, bias in zip(space.layout.places, space.layout.bias, strict=True):
+        value = torch.zeros_like(codes)
+        for bit, place in enumerate(places):
+            value |= ((codes >> place) & 1) << bit
+        columns.append(value - bias)
+    coords = torch.stack(columns, dim=1).int()
+    return torch.where((codes != _NO_CODE)[:, None], coords, -1)
+
+
+# the twin
+
+
+def _floor_unique(geometry: Geometry, relation: Relation, site: Site) -> Tensor:
+    """Distinct floor(in / stride)."""
+    stride = torch.tensor((1, *relation.stride), dtype=torch.int32, device=geometry.device)
+    coords = torch.div(geometry.coords, stride, rounding_mode="floor")
+    bounds = _box(geometry.bounds, relation, None)
+    return _kept(morton_unique(coords, bounds)[0], site)
+
+
+def _support(geometry: Geometry, relation: Relation, site: Site) -> Tensor:
+    """Every out with stride * out + offset = in for some active input: (in - offset) / stride, where it divides."""
+    return _spread(geometry, relation, site, "over")
+
+
+def _transposed_support(geometry: Geometry, relation: Relation, site: Site) -> Tensor:
+    """Every out = stride * in + offset."""
+    return _spread(geometry, relation, site, "times")
+
+
+_TWINS = {"floor_unique": _floor_unique, "support": _support, "transposed_support": _transposed_support}
+
+_AxisOffsets = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+
+
+def _separable(relation: Relation) -> list[_AxisOffsets]:
+    """(axes, offsets along them) to apply one after the other: one axis at a time for a full kernel window.
+
+    A window is the product of its axes, so that K = k^D candidates a voxel become D times k, merged in between.
+    """
+    if relation.custom is not None:
+        return [(tuple(range(relation.dim)), relation.custom)]
+    rule = zip(relation.kernel, relation.dilation, relation.padding, strict=True)
+    return [((axis,), tuple((d * t - p,) for t in range(k))) for axis, (k, d, p) in enumerate(rule)]
+
+
+def _spread(geometry: Geometry, relation: Relation, site: Site, form: str) -> Tensor:
+    """The distinct cells that any offset reaches."""
+    coords, bounds = geometry.coords, geometry.bounds
+    whole = _box(bounds, relation, None)
+    for axes, offsets in _separable(relation):
+        low, high = list(bounds.low), list(bounds.high)
+        for axis in axes:
+            low[axis], high[axis] = whole.low[axis], whole.high[axis]
+        bounds = Bounds(tuple(low), tuple(high), bounds.batch)
+        found = []
+        for offset in offsets:
+            out, kept = coords.clone(), torch.ones(len(coords), dtype=torch.bool, device=coords.device)
+            for axis, o in zip(axes, offset, strict=True):
+                value, there = _moved(coords[:, axis + 1].long(), o, relation.stride[axis], form)
+                out[:, axis + 1] = value.int()
+                kept &= there
+            found.append(out if form == "times" else out[kept])
+        coords, _ = morton_unique(torch.cat(found), bounds)
+    return _kept(coords, site)
+
+
+def _kept(coords: Tensor, site: Site) -> Tensor:
+    """Less what lies outside the extent, where there is one."""
+    if site.spatial_shape is None:
+        return coords
+    extent = torch.tensor(site.spatial_shape, dtype=torch.int32, device=coords.device)
+    return coords[((coords[:, 1:] >= 0) & (coords[:, 1:] < extent)).all(dim=1)]

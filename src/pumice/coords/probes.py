@@ -1,0 +1,512 @@
+"""Kernels that find neighbours: a hash table, a dense grid and bricks with occupancy bits, and what asks them.
+
+Only `lookup.py` and `bricks.py`, where the twins in plain torch are, import this file: it needs Triton. Integers past
+the tensors are 64 bits wide and belong to the axes 0 to 3 (those past D are not looked at).
+"""
+
+# No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
+import triton
+import triton.language as tl
+
+_NUMBERS = [
+    "batch", "low0", "low1", "low2", "low3", "size0", "size1", "size2", "size3",
+    "step0", "step1", "step2", "step3", "begin0", "begin1", "begin2", "begin3", "bits", "limit", "capacity",
+]  # fmt: skip
+
+EMPTY = tl.constexpr(-1)
+"""What a free slot of a hash table holds."""
+FREE = tl.constexpr(2**31 - 1)
+"""What a free cell of a grid holds."""
+DUPLICATE = tl.constexpr(1)
+RANGE = tl.constexpr(2)
+OVERFLOW = tl.constexpr(4)
+
+
+@triton.jit
+def _popcount(word):
+    """Bits set in each int32."""
+    x = word.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return ((x + (x >> 16)) & 63).to(tl.int32)
+
+
+@triton.jit
+def _mixed(x):
+    """An int64 with its bits spread: what differs anywhere differs in the high bits."""
+    u = x.to(tl.uint64, bitcast=True)
+    u = u ^ (u >> 32)
+    u = u * 0xD6E8FEB86659FD93
+    u = u ^ (u >> 29)
+    return u * 0x9FB21C651E98DF25
+
+
+@triton.jit
+def _slot(key, bits):
+    """The first slot of a key in a table of 2**bits: four keys that follow one another share 32 bytes."""
+    group = _mixed(key >> 2) >> (66 - bits).to(tl.uint64)
+    return ((group << 2).to(tl.int64)) | (key & 3)
+
+
+@triton.jit
+def _axis(coords, offsets, r, k, there, tapped, step, low, D: tl.constexpr, AXIS: tl.constexpr):
+    """Along one axis: step * c + offset - low, of rows r and taps k."""
+    c = tl.load(coords + r * (D + 1) + AXIS + 1, mask=there, other=0).to(tl.int64)
+    o = tl.load(offsets + k * D + AXIS, mask=tapped, other=0).to(tl.int64)
+    return c * step + o - low
+
+
+@triton.jit
+def _cell(
+    coords, offsets, r, k, there, tapped,
+    batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3,
+    D: tl.constexpr,
+):  # fmt: skip
+    """(row-major number in the box, whether it lies in the box) of the cell that row r meets through tap k."""
+    b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
+    v = _axis(coords, offsets, r, k, there, tapped, step0, low0, D, 0)
+    inside = there & tapped & (b >= 0) & (b < batch) & (v >= 0) & (v < size0)
+    key = b * size0 + v
+    if D > 1:
+        v = _axis(coords, offsets, r, k, there, tapped, step1, low1, D, 1)
+        inside = inside & (v >= 0) & (v < size1)
+        key = key * size1 + v
+    if D > 2:
+        v = _axis(coords, offsets, r, k, there, tapped, step2, low2, D, 2)
+        inside = inside & (v >= 0) & (v < size2)
+        key = key * size2 + v
+    if D > 3:
+        v = _axis(coords, offsets, r, k, there, tapped, step3, low3, D, 3)
+        inside = inside & (v >= 0) & (v < size3)
+        key = key * size3 + v
+    return key, inside
+
+
+@triton.jit
+def _digest(
+    coords, offsets, r, k, there, tapped,
+    batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3,
+    D: tl.constexpr,
+):  # fmt: skip
+    """As _cell for a box whose cells int64 cannot number: the number modulo 2**64, to hash by only."""
+    b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
+    v = _axis(coords, offsets, r, k, there, tapped, step0, low0, D, 0)
+    inside = there & tapped & (b >= 0) & (b < batch) & (v >= 0) & (v < size0)
+    key = (_mixed(b) ^ v.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
+    if D > 1:
+        v = _axis(coords, offsets, r, k, there, tapped, step1, low1, D, 1)
+        inside = inside & (v >= 0) & (v < size1)
+        key = (_mixed(key) + v.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
+    if D > 2:
+        v = _axis(coords, offsets, r, k, there, tapped, step2, low2, D, 2)
+        inside = inside & (v >= 0) & (v < size2)
+        key = (_mixed(key) + v.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
+    if D > 3:
+        v = _axis(coords, offsets, r, k, there, tapped, step3, low3, D, 3)
+        inside = inside & (v >= 0) & (v < size3)
+        key = (_mixed(key) + v.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
+    return key, inside
+
+
+@triton.jit
+def _is_row(
+    source, row, coords, offsets, r, k, there, tapped, step0, step1, step2, step3, D: tl.constexpr
+):  # fmt: skip
+    """Whether row `row` of the source is the very cell that row r meets through tap k."""
+    known = there & tapped & (row >= 0)
+    at = row.to(tl.int64) * (D + 1)
+    equal = known & (tl.load(source + at, mask=known, other=0) == tl.load(coords + r * (D + 1), mask=there, other=0))
+    v = _axis(coords, offsets, r, k, there, tapped, step0, 0, D, 0)
+    equal = equal & (tl.load(source + at + 1, mask=known, other=0).to(tl.int64) == v)
+    if D > 1:
+        v = _axis(coords, offsets, r, k, there, tapped, step1, 0, D, 1)
+        equal = equal & (tl.load(source + at + 2, mask=known, other=0).to(tl.int64) == v)
+    if D > 2:
+        v = _axis(coords, offsets, r, k, there, tapped, step2, 0, D, 2)
+        equal = equal & (tl.load(source + at + 3, mask=known, other=0).to(tl.int64) == v)
+    if D > 3:
+        v = _axis(coords, offsets, r, k, there, tapped, step3, 0, D, 3)
+        equal = equal & (tl.load(source + at + 4, mask=known, other=0).to(tl.int64) == v)
+    return equal
+
+
+@triton.jit
+def _report(status, bit: tl.constexpr, happened):
+    """Set a bit of the status word where anything happened."""
+    if tl.sum(happened.to(tl.int32)) > 0:
+        tl.atomic_or(status, bit)
+
+
+# building
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def insert(
+    coords, count, offsets, table, status,
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    step0: "i64", step1: "i64", step2: "i64", step3: "i64", bits: "i64", limit: "i64",
+    D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Enter every row's cell: into a grid, a hash table of key << bits | row, or one of rows ("wide").
+
+    The least row of equal cells stays. limit: the table is 2**limit slots and BLOCK more, which lanes that are done
+    knock at. Linear probing.
+    """
+    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    live = r < tl.load(count)
+    k = tl.zeros([BLOCK], tl.int32)
+    if KIND == "wide":
+        key, inside = _digest(
+            coords, offsets, r, k, live, live,
+            batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, D,
+        )  # fmt: skip
+    else:
+        key, inside = _cell(
+            coords, offsets, r, k, live, live,
+            batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, D,
+        )  # fmt: skip
+    _report(status, RANGE, live & (inside == 0))
+    if KIND == "grid":
+        old = tl.atomic_min(table + key, r.to(tl.int32), mask=inside, sem="relaxed")
+        _report(status, DUPLICATE, inside & (old != FREE))
+    else:
+        scratch = (tl.full([BLOCK], 1, tl.int64) << limit) + tl.arange(0, BLOCK)
+        last = (tl.full([BLOCK], 1, tl.int64) << limit) - 1
+        slot = _slot(key, limit)
+        pending = inside
+        twice = inside & (r < 0)
+        while tl.sum(pending.to(tl.int32)) > 0:
+            at = tl.where(pending, slot, scratch)
+            if KIND == "hash":
+                free = tl.full([BLOCK], EMPTY, tl.int64)
+                entry = (key << bits) | r
+                old = tl.atomic_cas(table + at, free, tl.where(pending, entry, free), sem="relaxed")
+                same = pending & (old != EMPTY) & ((old >> bits) == key)
+                tl.atomic_min(table + at, entry, mask=same, sem="relaxed")
+            else:
+                free = tl.full([BLOCK], EMPTY, tl.int32)
+                own = r.to(tl.int32)
+                old = tl.atomic_cas(table + at, free, tl.where(pending, own, free), sem="relaxed")
+                same = _is_row(coords, old, coords, offsets, r, k, pending, pending, 1, 1, 1, 1, D)
+                tl.atomic_min(table + at, own, mask=same, sem="relaxed")
+            twice = twice | same
+            pending = pending & (old != EMPTY) & (same == 0)
+            slot = (slot + 1) & last
+        _report(status, DUPLICATE, twice)
+
+
+# asking
+
+
+@triton.jit
+def _probed(
+    table, source, coords, offsets, r, k, live, tapped, key, inside, step0, step1, step2, step3, bits, limit,
+    D: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """The row of each cell in a grid or a hash table, -1 where there is none; int32."""
+    if KIND == "grid":
+        found = tl.load(table + key, mask=inside, other=FREE)
+        found = tl.where(found == FREE, -1, found)
+    else:
+        found = tl.where(inside, -1, -1)
+        one = tl.where(inside, 1, 1).to(tl.int64)
+        last = (one << limit) - 1
+        slot = _slot(key, limit)
+        pending = inside
+        while tl.sum(pending.to(tl.int32)) > 0:
+            entry = tl.load(table + slot, mask=pending, other=EMPTY)
+            if KIND == "hash":
+                hit = pending & (entry != EMPTY) & ((entry >> bits) == key)
+                row = (entry & ((one << bits) - 1)).to(tl.int32)
+            else:
+                hit = pending & _is_row(
+                    source, entry, coords, offsets, r, k, live, tapped, step0, step1, step2, step3, D
+                )  # fmt: skip
+                row = entry
+            found = tl.where(hit, row, found)
+            pending = pending & (entry != EMPTY) & (hit == 0)
+            slot = (slot + 1) & last
+    return found
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def neighbours(
+    coords, count, offsets, table, source, rows, masks,
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    step0: "i64", step1: "i64", step2: "i64", step3: "i64", bits: "i64", limit: "i64", capacity: "i64",
+    D: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, MIRROR: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """rows[r, k] and the bits of masks[r]: who meets row r through each tap; rows past the count get -1 and 0.
+
+    MIRROR: of a submanifold map only the first half of the taps is asked for, and each find is written twice.
+    """
+    PER: tl.constexpr = 31 if LANES == 32 else LANES
+    ASKED: tl.constexpr = K // 2 if MIRROR else K
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    live = r < tl.load(count)
+    there = r < capacity
+    for word in range(0, (ASKED + PER - 1) // PER):
+        k = word * PER + lane
+        tapped = (lane < PER) & (k < ASKED)
+        if KIND == "wide":
+            key, inside = _digest(
+                coords, offsets, r, k, live, tapped,
+                batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, D,
+            )  # fmt: skip
+        else:
+            key, inside = _cell(
+                coords, offsets, r, k, live, tapped,
+                batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, D,
+            )  # fmt: skip
+        found = _probed(
+            table, source, coords, offsets, r, k, live, tapped, key, inside,
+            step0, step1, step2, step3, bits, limit, D, KIND,
+        )  # fmt: skip
+        if MIRROR:
+            met = found >= 0
+            tl.store(rows + r * K + k, found, mask=met)
+            tl.store(rows + found.to(tl.int64) * K + (K - 1 - k), tl.where(met, r, 0).to(tl.int32), mask=met)
+        else:
+            tl.store(rows + r * K + k, found, mask=there & tapped)
+            bit = tl.where(found >= 0, 1 << lane, 0)
+            place = masks + r * ((K + 30) // 31) + word
+            tl.store(place, tl.sum(bit, axis=1)[:, None], mask=there)
+    if MIRROR:
+        tl.store(rows + r * K + K // 2, r.to(tl.int32), mask=live)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def mask_words(rows, masks, capacity: "i64", K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The bits of the taps through which each row meets something."""
+    PER: tl.constexpr = 31 if LANES == 32 else LANES
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    there = r < capacity
+    for word in range(0, (K + PER - 1) // PER):
+        k = word * PER + lane
+        found = tl.load(rows + r * K + k, mask=there & (lane < PER) & (k < K), other=-1)
+        bit = tl.where(found >= 0, 1 << lane, 0)
+        tl.store(masks + r * ((K + 30) // 31) + word, tl.sum(bit, axis=1)[:, None], mask=there)
+
+
+# bricks
+
+
+@triton.jit
+def _moved(coords, offsets, r, k, there, tapped, low, D: tl.constexpr, AXIS: tl.constexpr, STEP: tl.constexpr,
+           FORM: tl.constexpr):  # fmt: skip
+    """Along one axis: the cell that row r reaches through tap k, less low, and whether there is one.
+
+    FORM: step * c + offset ("times"), (c - offset) / step where it divides ("over"), floor(c / step) ("floor").
+    """
+    c = tl.load(coords + r * (D + 1) + AXIS + 1, mask=there, other=0).to(tl.int64)
+    if FORM == "floor":
+        # What is divided is not negative, so that rounding towards 0 is rounding down.
+        v = c - low * STEP
+        return (tl.where(v >= 0, v, 0).to(tl.uint32) // STEP).to(tl.int64), there & (v >= 0)
+    o = tl.load(offsets + k * D + AXIS, mask=tapped, other=0).to(tl.int64)
+    if FORM == "times":
+        v = c * STEP + o - low
+        return v, there & tapped & (v >= 0)
+    v = c - o - low * STEP
+    whole = tl.where(v >= 0, v, 0).to(tl.uint32)
+    share = whole // STEP
+    return share.to(tl.int64), there & tapped & (v >= 0) & (share * STEP == whole)
+
+
+@triton.jit
+def _code(
+    coords, offsets, tables, r, k, there, tapped,
+    batch, low0, low1, low2, low3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+    D: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """(Morton code of the cell that row r reaches through tap k, the batch item on top; whether it is in the box)."""
+    b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
+    v, inside = _moved(coords, offsets, r, k, there, tapped, low0, D, 0, S0, FORM)
+    inside = inside & (b >= 0) & (b < batch) & (v < size0)
+    code = (b << bits) | tl.load(tables + begin0 + v, mask=inside, other=0)
+    if D > 1:
+        v, hit = _moved(coords, offsets, r, k, there, tapped, low1, D, 1, S1, FORM)
+        inside = inside & hit & (v < size1)
+        code = code | tl.load(tables + begin1 + v, mask=inside, other=0)
+    if D > 2:
+        v, hit = _moved(coords, offsets, r, k, there, tapped, low2, D, 2, S2, FORM)
+        inside = inside & hit & (v < size2)
+        code = code | tl.load(tables + begin2 + v, mask=inside, other=0)
+    if D > 3:
+        v, hit = _moved(coords, offsets, r, k, there, tapped, low3, D, 3, S3, FORM)
+        inside = inside & hit & (v < size3)
+        code = code | tl.load(tables + begin3 + v, mask=inside, other=0)
+    return code, inside
+
+
+@triton.jit
+def _ranked(words, sums, index, known):
+    """(whether bit `index` of a bitmap is set, how many bits are set before it); sums: of the words up to each."""
+    word = tl.load(words + (index >> 5), mask=known, other=0)
+    shift = (index & 31).to(tl.int32)
+    above = (word.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
+    hit = known & ((above & 1) == 1)
+    rank = tl.load(sums + (index >> 5), mask=hit, other=0) - _popcount(above)
+    return hit, rank
+
+
+@triton.jit
+def _found(directory, bricks, cells, ranks, code, inside, most, LOW: tl.constexpr):
+    """(whether a code is in the bricks, its rank among all)."""
+    hit, brick = _ranked(directory, bricks, code >> LOW, inside)
+    hit = hit & (brick < most)
+    return _ranked(cells, ranks, (brick.to(tl.int64) << LOW) | (code & ((1 << LOW) - 1)), hit)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def mark(
+    coords, count, offsets, tables, directory, status,
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64",
+    D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr, STRICT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Set the bit of the brick of every cell that is reached. STRICT: a cell outside the box is reported."""
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    live = r < tl.load(count)
+    for first in range(0, K, LANES):
+        k = first + tl.arange(0, LANES)[None, :]
+        code, inside = _code(
+            coords, offsets, tables, r, k, live, k < K,
+            batch, low0, low1, low2, low3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, S0, S1, S2, S3, FORM,
+        )  # fmt: skip
+        inside = inside & (k < K)
+        brick = code >> LOW
+        tl.atomic_or(directory + (brick >> 5), (1 << (brick & 31)).to(tl.int32), mask=inside, sem="relaxed")
+        if STRICT:
+            _report(status, RANGE, live & (k < K) & (inside == 0))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def occupy(
+    coords, count, offsets, tables, directory, bricks, cells, status,
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64",
+    D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr, STRICT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Set the bit of every cell that is reached, in its brick. limit: how many bricks there is room for.
+
+    STRICT: a cell that is reached twice is reported.
+    """
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    live = r < tl.load(count)
+    for first in range(0, K, LANES):
+        k = first + tl.arange(0, LANES)[None, :]
+        code, inside = _code(
+            coords, offsets, tables, r, k, live, k < K,
+            batch, low0, low1, low2, low3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, S0, S1, S2, S3, FORM,
+        )  # fmt: skip
+        inside = inside & (k < K)
+        hit, brick = _ranked(directory, bricks, code >> LOW, inside)
+        _report(status, OVERFLOW, hit & (brick >= limit))
+        hit = hit & (brick < limit)
+        cell = (brick.to(tl.int64) << LOW) | (code & ((1 << LOW) - 1))
+        bit = (tl.full(cell.shape, 1, tl.int32) << (cell & 31).to(tl.int32)).to(tl.int32)
+        old = tl.atomic_or(cells + (cell >> 5), bit, mask=hit, sem="relaxed")
+        if STRICT:
+            _report(status, DUPLICATE, hit & ((old & bit) != 0))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def popcounts(words, sums, capacity: "i64", BLOCK: tl.constexpr):
+    """Bits set in each word of a bitmap."""
+    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    word = tl.load(words + at, mask=at < capacity, other=0)
+    tl.store(sums + at, _popcount(word), mask=at < capacity)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def meet(
+    coords, count, offsets, tables, directory, bricks, cells, ranks, rows, outputs,
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64", capacity: "i64",
+    D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr, MAP: tl.constexpr, PLACE: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """For every cell that row r reaches through tap k and that is in the bricks, at place o among all cells:
+
+    MAP "rows": rows[o, k] = r, the others left alone; "turned": rows[r, k] = o, -1 where there is none; else nothing.
+    PLACE: outputs[o] = its coordinates (whoever reaches it writes the same). What lies at or past the capacity is not
+    there.
+    """
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    live = r < tl.load(count)
+    for first in range(0, K, LANES):
+        k = first + tl.arange(0, LANES)[None, :]
+        code, inside = _code(
+            coords, offsets, tables, r, k, live, k < K,
+            batch, low0, low1, low2, low3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, S0, S1, S2, S3, FORM,
+        )  # fmt: skip
+        hit, rank = _found(directory, bricks, cells, ranks, code, inside & (k < K), limit, LOW)
+        o = rank.to(tl.int64)
+        hit = hit & (o < capacity)
+        if MAP == "rows":
+            tl.store(rows + o * K + k, tl.where(hit, r, 0).to(tl.int32), mask=hit)
+        if MAP == "turned":
+            tl.store(rows + r * K + k, tl.where(hit, rank, -1), mask=live & (k < K))
+        if PLACE:
+            at = outputs + o * (D + 1)
+            tl.store(at, (code >> bits).to(tl.int32), mask=hit)
+            v, _ = _moved(coords, offsets, r, k, live, k < K, low0, D, 0, S0, FORM)
+            tl.store(at + 1, (v + low0).to(tl.int32), mask=hit)
+            if D > 1:
+                v, _ = _moved(coords, offsets, r, k, live, k < K, low1, D, 1, S1, FORM)
+                tl.store(at + 2, (v + low1).to(tl.int32), mask=hit)
+            if D > 2:
+                v, _ = _moved(coords, offsets, r, k, live, k < K, low2, D, 2, S2, FORM)
+                tl.store(at + 3, (v + low2).to(tl.int32), mask=hit)
+            if D > 3:
+                v, _ = _moved(coords, offsets, r, k, live, k < K, low3, D, 3, S3, FORM)
+                tl.store(at + 4, (v + low3).to(tl.int32), mask=hit)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def brick_neighbours(
+    coords, count, offsets, tables, directory, bricks, cells, ranks, values, rows, masks,
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64", capacity: "i64",
+    D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    SORTED: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """As `neighbours`, of bricks. SORTED: rows are in the bricks' own order; else values[rank] is the row."""
+    PER: tl.constexpr = 31 if LANES == 32 else LANES
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    live = r < tl.load(count)
+    there = r < capacity
+    for word in range(0, (K + PER - 1) // PER):
+        k = word * PER + lane
+        tapped = (lane < PER) & (k < K)
+        code, inside = _code(
+            coords, offsets, tables, r, k, live, tapped,
+            batch, low0, low1, low2, low3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, S0, S1, S2, S3, "times",
+        )  # fmt: skip
+        hit, rank = _found(directory, bricks, cells, ranks, code, inside, limit, LOW)
+        if SORTED:
+            found = tl.where(hit, rank, -1)
+        else:
+            found = tl.load(values + rank, mask=hit, other=-1)
+        tl.store(rows + r * K + k, found, mask=there & tapped)
+        bit = tl.where(found >= 0, 1 << lane, 0)
+        tl.store(masks + r * ((K + 30) // 31) + word, tl.sum(bit, axis=1)[:, None], mask=there)

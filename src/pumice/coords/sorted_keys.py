@@ -1,0 +1,169 @@
+"""Neighbours by bisection of sorted keys, in plain torch: the twin of every other structure, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pumice.coords.choice import MapSchedule
+from pumice.coords.cloud import DUPLICATE, RANGE, Cloud
+from pumice.coords.keys import Bounds, KeySpace
+from pumice.coords.lookup import Found
+from pumice.coords.relation import Relation
+from pumice.errors import CoordinateError
+
+_DEAD = 2**63 - 1
+"""The key of rows that are not there; no cell has it."""
+
+
+class SortedKeys:
+    """Row-major keys of a box, sorted, with their rows.
+
+    A box grown by the reach of a relation gives every tap a constant step between keys, so that taps whose steps
+    follow one another share one search. Where its cells are more than 63 bits number, keys are taken axis by axis,
+    each the place of the former among all (the wide path: any extents).
+    """
+
+    def __init__(self, cloud: Cloud, schedule: MapSchedule) -> None:
+        self._cloud = cloud
+        self._table: _Narrow | _Wide = _table_of(cloud, (1,) * cloud.dim)
+        live = cloud.live()
+        cloud.status.bitwise_or_(RANGE * (live & ~_inside(cloud.coords, cloud.bounds)).any().int())
+        keys = self._table.keys
+        twice = (keys[1:] == keys[:-1]) & (keys[1:] != _DEAD)
+        cloud.status.bitwise_or_(DUPLICATE * twice.any().int())
+
+    @staticmethod
+    def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        return self._table.nbytes
+
+    def neighbours(self, outputs: Cloud, relation: Relation) -> Found:
+        """See Lookup. rows is laid out tap by tap."""
+        volume, device = len(relation.offsets), outputs.device
+        if self._cloud.capacity == 0 or outputs.capacity == 0 or volume == 0:
+            return Found(torch.full((outputs.capacity, volume), -1, dtype=torch.int32, device=device), None)
+        reach = [max(abs(o[axis]) for o in relation.offsets) for axis in range(relation.dim)]
+        # Outputs within reach of the box ask up to twice as far; beyond it they meet nothing.
+        if isinstance(self._table, _Narrow) and not self._table.reaches([2 * r for r in reach]):
+            self._table = _table_of(self._cloud, [max(1, 2 * r) for r in reach])
+        met = self._table.met(outputs, relation, reach)
+        if not outputs.exact:
+            met = torch.where(outputs.live(), met, -1)
+        return Found(met.t(), None)
+
+
+def _table_of(cloud: Cloud, reach: Sequence[int]) -> _Narrow | _Wide:
+    try:
+        return _Narrow(cloud, KeySpace(cloud.bounds.grown(reach)))
+    except CoordinateError:
+        return _Wide(cloud)
+
+
+class _Narrow:
+    """Keys of a box of less than 2**63 cells."""
+
+    def __init__(self, cloud: Cloud, space: KeySpace) -> None:
+        self._bounds, self._space = cloud.bounds, space
+        keys = space.keys(cloud.coords)
+        if not cloud.exact:
+            keys = torch.where(cloud.live(), keys, _DEAD)
+        self.keys, self._rows = torch.sort(keys, stable=True)
+
+    @property
+    def nbytes(self) -> int:
+        return 16 * len(self.keys)
+
+    def reaches(self, reach: Sequence[int]) -> bool:
+        grown = self._space.bounds
+        return all(a - low >= r for a, low, r in zip(self._bounds.low, grown.low, reach, strict=True))
+
+    def met(self, outputs: Cloud, relation: Relation, reach: Sequence[int]) -> Tensor:
+        """int32 [K, capacity]"""
+        space, steps = self._space, [self._space.step(o) for o in relation.offsets]
+        near = _inside(outputs.coords, self._bounds.grown(reach), relation.stride)
+        base = torch.where(near, space.keys(outputs.coords, relation.stride), min(-max(steps), 0) - 1)
+        found: list[Tensor] = [base] * len(steps)
+        for taps in _runs(steps):
+            self._find_run(base + steps[taps[0]], taps, found)
+        return torch.stack(found)
+
+    def _find_run(self, wanted: Tensor, taps: list[int], found: list[Tensor]) -> None:
+        """Rows of the keys wanted, wanted + 1, ... into `found[tap]`, -1 where there is none."""
+        last = len(self.keys) - 1
+        at = torch.searchsorted(self.keys, wanted)
+        for distance, tap in enumerate(taps):
+            place = at.clamp(max=last)
+            hit = self.keys[place] == wanted + distance
+            found[tap] = torch.where(hit, self._rows[place], -1).int()
+            at += hit
+
+
+class _Wide:
+    """Keys of a box of any extents: where the next axis would pass 63 bits, places among the keys so far."""
+
+    def __init__(self, cloud: Cloud) -> None:
+        self._bounds = cloud.bounds
+        self._levels: list[Tensor | None] = []
+        keys, cells = cloud.coords[:, 0].long(), max(cloud.bounds.batch, 1)
+        known = cloud.live() & _inside(cloud.coords, cloud.bounds)
+        for axis, (low, high) in enumerate(zip(cloud.bounds.low, cloud.bounds.high, strict=True)):
+            level = None
+            if cells * (high - low + 1) >= _DEAD:
+                level = torch.sort(torch.where(known, keys, _DEAD))[0]
+                keys, cells = torch.searchsorted(level, keys), len(level)
+            self._levels.append(level)
+            keys = keys * (high - low + 1) + cloud.coords[:, axis + 1].long() - low
+            cells *= high - low + 1
+        self.keys, self._rows = torch.sort(torch.where(known, keys, _DEAD), stable=True)
+
+    @property
+    def nbytes(self) -> int:
+        return 16 * len(self.keys) + 8 * sum(len(level) for level in self._levels if level is not None)
+
+    def met(self, outputs: Cloud, relation: Relation, reach: Sequence[int]) -> Tensor:
+        """int32 [K, capacity]"""
+        scaled = outputs.coords.long() * torch.tensor((1, *relation.stride), device=outputs.device)
+        offsets = (torch.tensor((0, *o), device=outputs.device) for o in relation.offsets)
+        return torch.stack([self._rows_of(scaled + offset) for offset in offsets])
+
+    def _rows_of(self, coords: Tensor) -> Tensor:
+        known, keys = _inside(coords, self._bounds), coords[:, 0]
+        axes = zip(self._levels, self._bounds.low, self._bounds.high, strict=True)
+        for axis, (level, low, high) in enumerate(axes):
+            if level is not None:
+                keys, hit = _places(level, keys)
+                known &= hit
+            keys = keys * (high - low + 1) + coords[:, axis + 1] - low
+        at, hit = _places(self.keys, torch.where(known, keys, -1))
+        return torch.where(hit, self._rows[at], -1).int()
+
+
+def _places(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each is in a sorted list, and whether it is."""
+    at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return at, keys[at] == wanted
+
+
+def _inside(coords: Tensor, bounds: Bounds, scale: Sequence[int] | None = None) -> Tensor:
+    inside = (coords[:, 0] >= 0) & (coords[:, 0] < bounds.batch)
+    for axis, (low, high) in enumerate(zip(bounds.low, bounds.high, strict=True)):
+        value = coords[:, axis + 1].long() * (scale[axis] if scale else 1)
+        inside &= (value >= low) & (value <= high)
+    return inside
+
+
+def _runs(steps: Sequence[int]) -> list[list[int]]:
+    """Taps grouped so that within a group the searched keys follow one another: one search serves the group."""
+    runs: list[list[int]] = []
+    for tap in sorted(range(len(steps)), key=lambda t: steps[t]):
+        if runs and steps[tap] == steps[runs[-1][-1]] + 1:
+            runs[-1].append(tap)
+        else:
+            runs.append([tap])
+    return runs

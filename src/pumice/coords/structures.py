@@ -1,0 +1,59 @@
+"""The structures that find neighbours, one registry, and which of them a cloud gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from pumice.coords.bricks import BrickLookup
+from pumice.coords.choice import MapSchedule, costs
+from pumice.coords.cloud import Cloud
+from pumice.coords.launch import runs_kernels
+from pumice.coords.lookup import Lookup
+from pumice.coords.sorted_keys import SortedKeys
+from pumice.coords.table import Grid, HashTable, cells_of
+from pumice.errors import OptionError
+
+
+class Structure(Protocol):
+    """How a Lookup is made of a cloud."""
+
+    def __call__(self, cloud: Cloud, schedule: MapSchedule) -> Lookup: ...
+
+    @staticmethod
+    def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
+        """Why it cannot be, or None."""
+        ...
+
+
+STRUCTURES: Mapping[str, Structure] = {"sorted": SortedKeys, "hash": HashTable, "grid": Grid, "bricks": BrickLookup}
+
+
+def lookup_of(cloud: Cloud, schedule: MapSchedule | None = None) -> Lookup:
+    """The structure that the schedule names (the default's without one), filled with the cloud.
+
+    Duplicates and coordinates outside the cloud's box are reported in its status. Raises OptionError where the
+    structure cannot be had, with the reason.
+    """
+    schedule = schedule or default(cloud.coords, cloud)
+    reason = STRUCTURES[schedule.structure].refusal(cloud, schedule)
+    if reason is not None:
+        raise OptionError(f"structure={schedule.structure!r} cannot be had: {reason}")
+    return STRUCTURES[schedule.structure](cloud, schedule)
+
+
+def default(coords: Tensor, cloud: Cloud) -> MapSchedule:
+    """The structure of the least cost among those that can be had; sorted keys where kernels do not run."""
+    if not runs_kernels(coords):
+        return MapSchedule("sorted")
+    for name in (name for name, _ in sorted(costs(cloud.capacity, cells_of(cloud.bounds)).items(), key=_cost)):
+        schedule = MapSchedule(name)
+        if STRUCTURES[name].refusal(cloud, schedule) is None:
+            return schedule
+    return MapSchedule("sorted")
+
+
+def _cost(item: tuple[str, float]) -> float:
+    return item[1]

@@ -1,0 +1,111 @@
+"""Neighbours from a hash table or a dense grid: kernels fill it, and one kernel asks it for all taps at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pumice.coords.choice import MapSchedule
+from pumice.coords.cloud import Cloud, offset_table
+from pumice.coords.keys import INT32_MAX, Bounds
+from pumice.coords.launch import kernel, runs_kernels
+from pumice.coords.lookup import WORD, Found, lanes_of, padded, rows_of
+from pumice.coords.relation import Relation
+
+_INSERT_BLOCK = 128
+
+
+class Table:
+    """A hash table or a dense grid, filled and asked by kernels."""
+
+    def __init__(self, cloud: Cloud, schedule: MapSchedule, kind: str) -> None:
+        self._cloud, self._kind = cloud, kind
+        self._bits = max(1, (cloud.capacity - 1).bit_length())
+        self._limit = table_bits(cloud.capacity, schedule.load)
+        self._table = self._filled()
+        box = _box(cloud.bounds, (1,) * cloud.dim)
+        zero = offset_table(((0,) * cloud.dim,), cloud.device)
+        tensors = (cloud.coords, cloud.count, zero, self._table, cloud.status)
+        constants = {"D": cloud.dim, "KIND": kind, "BLOCK": _INSERT_BLOCK}
+        kernel("probes.insert")(
+            -(-cloud.capacity // _INSERT_BLOCK), tensors, (*box, self._bits, self._limit), constants
+        )
+
+    def _filled(self) -> Tensor:
+        device = self._cloud.device
+        if self._kind == "grid":
+            return torch.full((cells_of(self._cloud.bounds),), INT32_MAX, dtype=torch.int32, device=device)
+        dtype = torch.int64 if self._kind == "hash" else torch.int32
+        return torch.full(((1 << self._limit) + _INSERT_BLOCK,), -1, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._table.numel() * self._table.element_size()
+
+    def neighbours(self, outputs: Cloud, relation: Relation, mirrored: bool = False) -> Found:
+        """mirrored: of a submanifold map, half of the taps are asked for and written twice (no masks then)."""
+        volume, capacity, device = len(relation.offsets), outputs.capacity, outputs.device
+        rows = torch.empty(capacity, volume, dtype=torch.int32, device=device)
+        masks = torch.empty(capacity, -(-volume // WORD), dtype=torch.int32, device=device)
+        if mirrored:
+            rows.fill_(-1)
+        lanes = lanes_of(volume // 2 if mirrored else volume)
+        constants = {"D": outputs.dim, "K": volume, "KIND": self._kind, "MIRROR": mirrored}
+        numbers = (*_box(self._cloud.bounds, relation.stride), self._bits, self._limit, capacity)
+        offsets = offset_table(relation.offsets, device)
+        tensors = (outputs.coords, outputs.count, offsets, self._table, self._cloud.coords, rows, masks)
+        block = rows_of(lanes)
+        kernel("probes.neighbours")(
+            -(-capacity // block), tensors, numbers, {**constants, "ROWS": block, "LANES": lanes}
+        )
+        return Found(rows, None if mirrored else masks)
+
+
+class HashTable(Table):
+    """Open addressing with linear probing: one int64 per slot, key << bits | row, where both fit into 63 bits.
+
+    Where they do not, a slot holds the row alone and coordinates are compared (the wide path, any extents). Keys that
+    follow one another along the last axis lie side by side.
+    """
+
+    def __init__(self, cloud: Cloud, schedule: MapSchedule) -> None:
+        rows = max(1, (cloud.capacity - 1).bit_length())
+        super().__init__(cloud, schedule, "hash" if cells_of(cloud.bounds) << rows < 2**63 else "wide")
+
+    @staticmethod
+    def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
+        return None if runs_kernels(cloud.coords) else "kernels do not run here"
+
+
+class Grid(Table):
+    """One int32 for every cell of the box (TorchSparse, MLSys 2022, section 4.4)."""
+
+    def __init__(self, cloud: Cloud, schedule: MapSchedule) -> None:
+        super().__init__(cloud, schedule, "grid")
+
+    @staticmethod
+    def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
+        if not runs_kernels(cloud.coords):
+            return "kernels do not run here"
+        cells = cells_of(cloud.bounds)
+        return None if cells <= schedule.cells else f"the box has {cells} cells, a grid at most {schedule.cells}"
+
+
+def cells_of(bounds: Bounds) -> int:
+    """How many cells a box has."""
+    extents = (h - a + 1 for a, h in zip(bounds.low, bounds.high, strict=True))
+    return max(bounds.batch, 1) * math.prod(extents)
+
+
+def table_bits(capacity: int, load: float) -> int:
+    """The binary logarithm of the slots for so many rows: filled to `load` at most."""
+    return max(6, math.ceil(math.log2(max(1, capacity) / load)))
+
+
+def _box(bounds: Bounds, steps: Sequence[int]) -> tuple[int, ...]:
+    """The numbers that kernels take of a box: batch, four lows, four extents, four steps."""
+    extents = tuple(h - a + 1 for a, h in zip(bounds.low, bounds.high, strict=True))
+    return (bounds.batch, *padded(bounds.low, 0), *padded(extents, 1), *padded(steps, 1))
