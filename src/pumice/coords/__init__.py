@@ -1,6 +1,6 @@
 """Who meets whom: integers in, integers out."""
 
-from pumice.coords.build import kernel_map
+from pumice.coords.build import kernel_map, pyramid
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud
 from pumice.coords.codes import CodeLayout, morton_argsort, morton_unique
@@ -39,6 +39,7 @@ __all__ = [
     "merged",
     "morton_argsort",
     "morton_unique",
+    "pyramid",
     "quantize",
     "same_geometry",
     "serialize",

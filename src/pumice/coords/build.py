@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from pumice.coords.choice import MapSchedule
 from pumice.coords.geometry import Geometry
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.outputs import level_key, made_of
+from pumice.coords.launch import runs_kernels
+from pumice.coords.outputs import Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
 from pumice.coords.table import Table
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
@@ -68,18 +70,64 @@ def _level(geometry: Geometry, relation: Relation, schedule: MapSchedule | None)
     """A map to coordinates that it makes itself."""
     key = level_key(relation)
     outputs = geometry.levels.get(key) if key else None
-    rows = None
-    if outputs is None:
-        made = made_of(geometry, relation, schedule)
-        outputs = made.geometry()
-        rows = made.rows(outputs)
-        if key:
-            geometry.levels[key] = outputs
+    if outputs is not None:
+        return _to_known(geometry, relation, outputs, None, schedule), outputs
+    made = made_of(geometry.cloud, geometry.site, relation, schedule)
+    outputs = made.geometry(*counted(geometry, [made.count]))
+    if key:
+        geometry.levels[key] = outputs
+    return _to_known(geometry, relation, outputs, made, schedule), outputs
+
+
+def _to_known(
+    geometry: Geometry, relation: Relation, outputs: Geometry, made: Outputs | None, schedule: MapSchedule | None
+) -> KernelMap:
+    """The map to outputs that were made; `made` may have its table."""
+    table = None if made is None else made.table(len(outputs))
     if relation.policy == "transposed_support":
-        rows = _search(outputs, geometry, relation, schedule) if rows is None else rows
-        return KernelMap(relation, rows, len(outputs), len(geometry)).transpose(), outputs
-    rows = _search(geometry, outputs, relation, schedule) if rows is None else rows
-    return KernelMap(relation, rows, len(geometry), len(outputs)), outputs
+        # Inputs of a pyramid may lie in a longer buffer.
+        table = _search(outputs, geometry, relation, schedule) if table is None else table[: len(geometry)]
+        return KernelMap(relation, table, len(outputs), len(geometry)).transpose()
+    table = _search(geometry, outputs, relation, schedule) if table is None else table
+    return KernelMap(relation, table, len(geometry), len(outputs))
+
+
+def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ...]:
+    """The levels that relations make one from the other, finest first, with the maps between them.
+
+    On a GPU all their numbers are read in one transfer. What was found before is not found again.
+
+    Raises GeometryError for a relation that makes no coordinates, and what kernel_map raises.
+    """
+    for step in steps:
+        if step.policy not in ("support", "floor_unique", "transposed_support"):
+            raise GeometryError(f"policy {step.policy!r} makes no coordinates; a pyramid's steps do")
+    levels = [geometry]
+    for place, step in enumerate(steps):
+        missing = (step, None) not in levels[-1].maps and not torch.compiler.is_compiling()
+        if missing and runs_kernels(geometry.coords):
+            with torch.inference_mode(False):
+                _pyramid(levels[-1], steps[place:])
+        levels.append(kernel_map(levels[-1], step)[1])
+    return tuple(levels)
+
+
+def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
+    """Levels in buffers of their worst case, counted, and then cut to size."""
+    cloud, site, made = geometry.cloud, geometry.site, list[Outputs]()
+    clouds = [cloud]
+    for step in steps:
+        made.append(made_of(cloud, site, step))
+        site = site_of(site, step)
+        cloud = made[-1].cloud(room_of(cloud.capacity, step, site))
+        clouds.append(cloud)
+    counts = counted(geometry, [one.count for one in made])
+    for step, one, cloud, count in zip(steps, made, clouds[1:], counts, strict=True):
+        outputs = Geometry(cloud.coords[:count].clone(), site_of(geometry.site, step))
+        key = level_key(step)
+        outputs = geometry.levels.setdefault(key, outputs) if key else outputs
+        geometry.maps[step, None] = _to_known(geometry, step, outputs, one, None), outputs
+        geometry = outputs
 
 
 def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: MapSchedule | None) -> Tensor:

@@ -127,7 +127,7 @@ def gray_keys(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tenso
     """int32 or int64 [words, N]: what rows are sorted by, the lowest word first."""
     volume, side = len(totals), max(32, 1 << max(0, len(totals) - 1).bit_length())
     keys = torch.empty(_key_words(how), len(masks), dtype=_key_dtype(how, len(masks)), device=masks.device)
-    rows = max(1, 4096 // side)
+    rows = max(1, 2048 // side)
     constants = {"K": volume, "ROWS": rows, "SIDE": side}
     numbers = (how.first, how.last, _shift(how), len(masks))
     kernel("tiling.gray_keys")(-(-len(masks) // rows), (masks, count, totals, keys), numbers, constants)
@@ -219,8 +219,7 @@ def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, group: int = 1)
     if not runs_kernels(rows):
         return listed_twin(rows, count, ends, (inputs, outputs), group)
     volume = rows.shape[1]
-    side = 1 << max(0, volume - 1).bit_length()
-    constants = {"K": volume, "SIDE": side, "ROWS": _ROWS, "LANES": lanes_of(volume)}
+    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
     numbers = (group, room, len(ends))
     kernel("tiling.list_pairs")(-(-len(rows) // _ROWS), (rows, count, ends, inputs, outputs), numbers, constants)
     return inputs, outputs

@@ -7,7 +7,7 @@ Three ways give the same: bricks (kernels; candidates, bounds, uniqueness and or
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from typing import Protocol
 
@@ -17,12 +17,13 @@ from torch import Tensor
 from pumice.coords import bricks
 from pumice.coords.bricks import Bricks, Reach, Space
 from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import Cloud, check, read
+from pumice.coords.cloud import Cloud, read
 from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Geometry, Site
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.launch import runs_kernels
 from pumice.coords.relation import Relation
+from pumice.coords.table import cells_of
 from pumice.errors import CoordinateError
 
 Axis = tuple[int, int, int, int, int]
@@ -38,27 +39,27 @@ class Outputs(Protocol):
         ...
 
     def cloud(self, capacity: int) -> Cloud:
-        """The outputs in room for so many; more than that are reported in the inputs' status."""
+        """The outputs in room for so many, with the inputs' status; rows past their count hold -1."""
         ...
 
-    def geometry(self) -> Geometry:
-        """The outputs, just as many as there are; reads their number."""
+    def geometry(self, count: int) -> Geometry:
+        """The outputs, of which there are `count`."""
         ...
 
-    def rows(self, outputs: Geometry) -> Tensor | None:
-        """The map's table, where it is had by the way."""
+    def table(self, capacity: int) -> Tensor | None:
+        """The map's table, int32, where it is had by the way: of the outputs, or (transposed) of the inputs."""
         ...
 
 
-def made_of(geometry: Geometry, relation: Relation, schedule: MapSchedule | None = None) -> Outputs:
-    """The outputs that a relation makes of a geometry, the fastest way that there is."""
-    site = site_of(geometry.site, relation)
-    if not runs_kernels(geometry.coords) or len(geometry) == 0 or 0 in (site.spatial_shape or ()):
-        return Listed(geometry, relation, site)
+def made_of(inputs: Cloud, site: Site, relation: Relation, schedule: MapSchedule | None = None) -> Outputs:
+    """The outputs that a relation makes of coordinates at `site`, the fastest way that there is."""
+    site = site_of(site, relation)
+    if not runs_kernels(inputs.coords) or inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
+        return Listed(inputs, relation, site)
     fused = schedule is None or schedule.fused
-    if fused and bricks.refusal(geometry.coords, site.bounds) is None:
-        return Fused(geometry, relation, site)
-    return Staged(geometry, relation, site) if codes_fit(site.bounds) else Listed(geometry, relation, site)
+    if fused and bricks.refusal(inputs.coords, site.bounds) is None:
+        return Fused(inputs, relation, site)
+    return Staged(inputs, relation, site) if codes_fit(site.bounds) else Listed(inputs, relation, site)
 
 
 def level_key(relation: Relation) -> Hashable:
@@ -110,44 +111,43 @@ _AXIS_BOXES = {"floor_unique": _floor_box, "support": _support_box, "transposed_
 class Fused:
     """By bricks: kernels that generate candidates, cut them off at the box, and count and order the distinct ones."""
 
-    def __init__(self, geometry: Geometry, relation: Relation, site: Site) -> None:
-        self._geometry, self._relation, self._site = geometry, relation, site
-        self._inputs = geometry.cloud
+    def __init__(self, inputs: Cloud, relation: Relation, site: Site) -> None:
+        self._inputs, self._relation, self._site = inputs, relation, site
         self._reach, self._meets = Reach.of_outputs(relation), Reach.of_meetings(relation)
-        most = min(INT32_MAX, self._inputs.capacity * reached(self._reach))
-        self._bricks = Bricks.of(self._inputs, self._reach, site.bounds, most)
-        self._rows: Tensor | None = None
+        most = min(INT32_MAX, inputs.capacity * reached(self._reach))
+        self._bricks = Bricks.of(inputs, self._reach, site.bounds, most)
+        self._table: Tensor | None = None
 
     @property
     def count(self) -> Tensor:
         return self._bricks.count
 
     def cloud(self, capacity: int) -> Cloud:
-        coords = self._bricks.coords(self._inputs, self._reach, capacity)
-        return Cloud(coords, self.count, self._site.bounds, self._inputs.status)
+        return Cloud(self._placed(capacity), self.count, self._site.bounds, self._inputs.status)
 
-    def geometry(self) -> Geometry:
-        count = counted(self._geometry, self.count)
-        # Where every output is met through some tap, rows and coordinates are written in one pass.
-        if self._relation.policy != "transposed_support" and _covers(self._relation):
-            self._rows, coords = self._bricks.both(self._inputs, self._meets, count)
-        else:
-            coords = self._bricks.coords(self._inputs, self._reach, count)
-        return Geometry(coords, self._site)
+    def geometry(self, count: int) -> Geometry:
+        return Geometry(self._placed(count), self._site)
 
-    def rows(self, outputs: Geometry) -> Tensor | None:
+    def table(self, capacity: int) -> Tensor | None:
         if self._relation.policy == "transposed_support":
-            return self._bricks.turned(self._inputs, self._meets, len(outputs))
-        if self._rows is None:
-            return self._bricks.rows(self._inputs, self._meets, len(outputs))
-        return self._rows
+            return self._bricks.turned(self._inputs, self._meets, capacity)
+        if self._table is None or len(self._table) != capacity:
+            return self._bricks.rows(self._inputs, self._meets, capacity)
+        return self._table
+
+    def _placed(self, capacity: int) -> Tensor:
+        """The outputs' coordinates; where each is met through some tap, the table is written in the same pass."""
+        if self._relation.policy == "transposed_support" or not _covers(self._relation):
+            return self._bricks.coords(self._inputs, self._reach, capacity)
+        self._table, coords = self._bricks.both(self._inputs, self._meets, capacity)
+        return coords
 
 
 class Staged:
     """By sorting codes: every candidate's code, sorted; the first of its kind stays. No wait for the host."""
 
-    def __init__(self, geometry: Geometry, relation: Relation, site: Site) -> None:
-        self._geometry, self._site, self._inputs = geometry, site, geometry.cloud
+    def __init__(self, inputs: Cloud, relation: Relation, site: Site) -> None:
+        self._site, self._inputs = site, inputs
         self._space = Space.of(site.bounds)
         codes = candidate_codes(self._inputs, Reach.of_outputs(relation), self._space)
         self._codes = torch.sort(codes)[0]
@@ -163,10 +163,10 @@ class Staged:
     def cloud(self, capacity: int) -> Cloud:
         return Cloud(self._coords(capacity), self.count, self._site.bounds, self._inputs.status)
 
-    def geometry(self) -> Geometry:
-        return Geometry(self._coords(counted(self._geometry, self.count)), self._site)
+    def geometry(self, count: int) -> Geometry:
+        return Geometry(self._coords(count), self._site)
 
-    def rows(self, outputs: Geometry) -> Tensor | None:
+    def table(self, capacity: int) -> Tensor | None:
         return None
 
     def _coords(self, capacity: int) -> Tensor:
@@ -179,32 +179,35 @@ class Staged:
 class Listed:
     """In plain torch, with the host: the twin of the others, for any box."""
 
-    def __init__(self, geometry: Geometry, relation: Relation, site: Site) -> None:
-        self._coords, self._site = _TWINS[relation.policy](geometry, relation, site), site
+    def __init__(self, inputs: Cloud, relation: Relation, site: Site) -> None:
+        coords = inputs.coords if inputs.exact else inputs.coords[inputs.live()]
+        self._coords = _TWINS[relation.policy](coords, inputs.bounds, relation, site)
+        self._site, self._inputs = site, inputs
+        if len(self._coords) > INT32_MAX:
+            raise CoordinateError(f"{len(self._coords)} output voxels; indices hold at most {INT32_MAX}")
 
     @property
     def count(self) -> Tensor:
         return torch.full((1,), len(self._coords), dtype=torch.int32, device=self._coords.device)
 
     def cloud(self, capacity: int) -> Cloud:
-        check(0, len(self._coords), capacity)
-        return Cloud.of(self._coords, self._site.bounds)
+        coords = self._coords.new_full((capacity, self._coords.shape[1]), -1)
+        coords[: len(self._coords)] = self._coords[:capacity]
+        return Cloud(coords, self.count, self._site.bounds, self._inputs.status)
 
-    def geometry(self) -> Geometry:
-        if len(self._coords) > INT32_MAX:
-            raise CoordinateError(f"{len(self._coords)} output voxels; indices hold at most {INT32_MAX}")
-        return Geometry(self._coords, self._site)
+    def geometry(self, count: int) -> Geometry:
+        return Geometry(self._coords[:count], self._site)
 
-    def rows(self, outputs: Geometry) -> Tensor | None:
+    def table(self, capacity: int) -> Tensor | None:
         return None
 
 
-def counted(geometry: Geometry, count: Tensor) -> int:
-    """The number of outputs on the host; what was found wrong with the inputs is read with it, and raised."""
+def counted(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:
+    """Numbers of outputs on the host, in one transfer; what was found wrong with the inputs is read too, and raised."""
     waiting = geometry.unsettled
-    values = read([count] if waiting is None else [count, waiting])
-    geometry.settle(0 if waiting is None else values[1][0])
-    return values[0][0]
+    values = read([*counts] if waiting is None else [*counts, waiting])
+    geometry.settle(0 if waiting is None else values[-1][0])
+    return [value for (value,) in values[: len(counts)]]
 
 
 def reached(reach: Reach) -> int:
@@ -217,6 +220,12 @@ def reached(reach: Reach) -> int:
         rest = tuple(o % s for o, s in zip(offset, reach.steps, strict=True))
         kinds[rest] = kinds.get(rest, 0) + 1
     return max(kinds.values(), default=0)
+
+
+def room_of(inputs: int, relation: Relation, site: Site) -> int:
+    """How many outputs so many inputs have at most, at the outputs' site."""
+    most = inputs * reached(Reach.of_outputs(relation))
+    return min(most, cells_of(site.bounds), INT32_MAX)
 
 
 def _covers(relation: Relation) -> bool:
@@ -284,22 +293,21 @@ def coords_of_codes(codes: Tensor, space: Space) -> Tensor:
 # the twin
 
 
-def _floor_unique(geometry: Geometry, relation: Relation, site: Site) -> Tensor:
+def _floor_unique(coords: Tensor, bounds: Bounds, relation: Relation, site: Site) -> Tensor:
     """Distinct floor(in / stride)."""
-    stride = torch.tensor((1, *relation.stride), dtype=torch.int32, device=geometry.device)
-    coords = torch.div(geometry.coords, stride, rounding_mode="floor")
-    bounds = _box(geometry.bounds, relation, None)
-    return _kept(morton_unique(coords, bounds)[0], site)
+    stride = torch.tensor((1, *relation.stride), dtype=torch.int32, device=coords.device)
+    coords = torch.div(coords, stride, rounding_mode="floor")
+    return _kept(morton_unique(coords, _box(bounds, relation, None))[0], site)
 
 
-def _support(geometry: Geometry, relation: Relation, site: Site) -> Tensor:
+def _support(coords: Tensor, bounds: Bounds, relation: Relation, site: Site) -> Tensor:
     """Every out with stride * out + offset = in for some active input: (in - offset) / stride, where it divides."""
-    return _spread(geometry, relation, site, "over")
+    return _kept(_spread(coords, bounds, relation, "over"), site)
 
 
-def _transposed_support(geometry: Geometry, relation: Relation, site: Site) -> Tensor:
+def _transposed_support(coords: Tensor, bounds: Bounds, relation: Relation, site: Site) -> Tensor:
     """Every out = stride * in + offset."""
-    return _spread(geometry, relation, site, "times")
+    return _kept(_spread(coords, bounds, relation, "times"), site)
 
 
 _TWINS = {"floor_unique": _floor_unique, "support": _support, "transposed_support": _transposed_support}
@@ -318,9 +326,8 @@ def _separable(relation: Relation) -> list[_AxisOffsets]:
     return [((axis,), tuple((d * t - p,) for t in range(k))) for axis, (k, d, p) in enumerate(rule)]
 
 
-def _spread(geometry: Geometry, relation: Relation, site: Site, form: str) -> Tensor:
+def _spread(coords: Tensor, bounds: Bounds, relation: Relation, form: str) -> Tensor:
     """The distinct cells that any offset reaches."""
-    coords, bounds = geometry.coords, geometry.bounds
     whole = _box(bounds, relation, None)
     for axes, offsets in _separable(relation):
         low, high = list(bounds.low), list(bounds.high)
@@ -336,7 +343,7 @@ def _spread(geometry: Geometry, relation: Relation, site: Site, form: str) -> Te
                 kept &= there
             found.append(out if form == "times" else out[kept])
         coords, _ = morton_unique(torch.cat(found), bounds)
-    return _kept(coords, site)
+    return coords
 
 
 def _kept(coords: Tensor, site: Site) -> Tensor:

@@ -132,7 +132,7 @@ def fill_tiles(
 @triton.jit(do_not_specialize=_NUMBERS)
 def list_pairs(
     rows, count, ends, inputs, outputs, group: "i64", capacity: "i64", blocks: "i64",
-    K: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Pairs by tap, then by output; each tap's list begins at a multiple of `group`.
 
@@ -140,12 +140,13 @@ def list_pairs(
     """
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
-    j = tl.arange(0, SIDE)
-    totals = tl.load(ends + (blocks - 1) * K + j, mask=j < K, other=0).to(tl.int64)
-    whole = (totals + group - 1) // group * group
+    before_all = tl.zeros([1], tl.int64)
     for start in range(0, K, LANES):
         k = start + tl.arange(0, LANES)[None, :]
-        begin = tl.sum(tl.where(j[:, None] < k, whole[:, None], 0), axis=0)[None, :]
+        totals = tl.load(ends + (blocks - 1) * K + k, mask=k < K, other=0).to(tl.int64)
+        whole = (totals + group - 1) // group * group
+        begin = before_all + tl.cumsum(whole, axis=1) - whole
+        before_all += tl.sum(whole, axis=1)
         met = tl.load(rows + r * K + k, mask=live & (k < K), other=-1)
         has = (met >= 0).to(tl.int32)
         before = tl.load(ends + (tl.program_id(0) - 1) * K + k, mask=(k < K) & (tl.program_id(0) > 0), other=0)

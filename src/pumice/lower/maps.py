@@ -7,14 +7,14 @@ grouped      groups of pairs of one tap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from pumice.coords import KernelMap
+from pumice.coords import KernelMap, Order, settle
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored
 
@@ -40,10 +40,11 @@ def form(name: str) -> Stored:
 
 @dataclass(frozen=True)
 class MapForm:
-    """A form and how its arrays are read from a map."""
+    """A form and how its arrays are read from a map. sizes: what coords.settle has to read before."""
 
     stored: Stored
     arrays: Callable[[KernelMap], Mapping[str, Tensor]]
+    sizes: Callable[[KernelMap], Sequence[tuple[KernelMap, int, Order | None]]] = lambda _: ()
 
 
 @lru_cache(maxsize=16)
@@ -79,6 +80,17 @@ def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], lis
     return tuple(t for tokens, _ in held for t in tokens), [x for _, arrays in held for x in arrays]
 
 
+def settled(found: Sequence[KernelMap], differentiable: bool) -> None:
+    """Lay maps out in the forms that `passed` will give, with one read of all their sizes."""
+    wanted: list[tuple[KernelMap, int, Order | None]] = []
+    for one in found:
+        for name in _FORMS_OF.get(one.device.type, _FORMS_OF["cpu"])[differentiable]:
+            wanted += FORMS[name].sizes(one)
+    settle(wanted)
+    for one in found:
+        passed(one, differentiable)
+
+
 def _read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     arrays = FORMS[name].arrays(found)
     return tuple(f"map@{name}@0@{local}" for local in arrays), list(arrays.values())
@@ -94,9 +106,23 @@ def group_of(outputs: int) -> int:
     return 2048 if outputs < 500_000 else 8192
 
 
+def _tile_sizes(found: KernelMap) -> Sequence[tuple[KernelMap, int, Order | None]]:
+    if found.flipped and found.symmetric:
+        # Its tiles are those of the map as it was found.
+        found = found.transpose()
+    (how,) = Order.splits(found.volume, 1)
+    return [(found, block_of(found.num_outputs), how)]
+
+
+def _group_sizes(found: KernelMap) -> Sequence[tuple[KernelMap, int, Order | None]]:
+    return [(found.transpose() if found.flipped else found, 0, None)]
+
+
 FORMS: Mapping[str, MapForm] = {
     "pairs": MapForm(_stored(_TEXTS["pairs"]), _pairs),
-    "compacted": MapForm(_stored(_TEXTS["compacted"]), _compacted),
-    "compacted_t": MapForm(_stored(_TEXTS["compacted_t"]), lambda m: _compacted(m.transpose())),
-    "grouped": MapForm(_stored(_TEXTS["grouped"]), _grouped),
+    "compacted": MapForm(_stored(_TEXTS["compacted"]), _compacted, _tile_sizes),
+    "compacted_t": MapForm(
+        _stored(_TEXTS["compacted_t"]), lambda m: _compacted(m.transpose()), lambda m: _tile_sizes(m.transpose())
+    ),
+    "grouped": MapForm(_stored(_TEXTS["grouped"]), _grouped, _group_sizes),
 }

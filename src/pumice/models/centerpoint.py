@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import nn
 
+from pumice.coords import Relation
 from pumice.errors import OptionError
 from pumice.nn import BatchNorm, Conv3d, ReLU, ResidualBlock
 from pumice.ops import SparseTensor
@@ -61,6 +62,19 @@ def voxelres8x(in_channels: int) -> nn.ModuleList:
     )
 
 
+def _steps(level: nn.Module) -> list[Relation]:
+    """The relations of a level's strided convolutions."""
+    found = [m for m in level.modules() if isinstance(m, Conv3d) and m.options["stride"] != 1]
+    return [
+        Relation.of(3, tuple(m.weight.shape[1:-1]), stride=m.options["stride"], padding=m.options["padding"])
+        for m in found
+    ]
+
+
+def _has_blocks(level: nn.Module) -> bool:
+    return any(isinstance(m, ResidualBlock) for m in level.modules())
+
+
 FORMS: dict[str, Callable[[int], nn.ModuleList]] = {"voxelres8x": voxelres8x, "resnet21d": resnet21d}
 
 
@@ -84,9 +98,12 @@ class CenterPointBackbone(nn.Module):
             raise OptionError(f"form={form!r} is unknown; there are {', '.join(FORMS)}")
         self.form = form
         self.levels = FORMS[form](in_channels)
+        self.steps = [step for level in self.levels for step in _steps(level)]
+        self.windows = [(Relation.of(3, 3),) if _has_blocks(level) else () for level in self.levels]
 
     def stages(self, x: SparseTensor) -> list[SparseTensor]:
         """The result of every stage, finest first."""
+        x.prepare(self.steps, self.windows)
         results = []
         for level in self.levels:
             x = level(x)

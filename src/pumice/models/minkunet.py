@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from pumice.coords import Relation
 from pumice.nn import BatchNorm, Linear, ReLU, ResidualBlock
 from pumice.nn.blocks import CONV, INVERSE_CONV
 from pumice.ops import SparseTensor, cat
@@ -74,8 +75,11 @@ class MinkUNet(nn.Module):
         before, skips = widths[4:8], widths[3::-1]
         self.decoders = nn.ModuleList(Decoder(b, a, s, dim) for b, a, s in zip(before, widths[5:], skips, strict=True))
         self.head = Linear(widths[-1], num_classes)
+        self.steps = (Relation.of(dim, 2, stride=2),) * len(self.encoders)
+        self.windows = ((Relation.of(dim, 3),),) * (len(self.encoders) + 1)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
+        x.prepare(self.steps, self.windows)
         levels = [self.stem(x)]
         for encoder in self.encoders:
             levels.append(encoder(levels[-1]))

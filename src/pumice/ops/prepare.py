@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from pumice.errors import OptionError
+from pumice.coords import Relation, kernel_map, pyramid
+from pumice.errors import OptionError, ShapeError
+from pumice.lower import maps
 from pumice.ops.tensor import SparseTensor
+
+
+def prepare_levels(x: SparseTensor, steps: Sequence[Relation], same: Sequence[Sequence[Relation]]) -> None:
+    """See SparseTensor.prepare."""
+    if len(same) > len(steps) + 1:
+        raise ShapeError(f"windows are given for {len(same)} levels, {len(steps)} steps lead to {len(steps) + 1}")
+    if torch.compiler.is_compiling():
+        return
+    levels = pyramid(x.geometry, steps)
+    found = [kernel_map(level, step)[0] for level, step in zip(levels, steps, strict=False)]
+    found += [
+        kernel_map(level, relation)[0] for level, windows in zip(levels, same, strict=False) for relation in windows
+    ]
+    if x.geometry.device.type == "cuda":
+        maps.settled([*found, *(one.transpose() for one in found[: len(steps)])], torch.is_grad_enabled())
 
 
 def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:

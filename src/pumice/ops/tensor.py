@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords import Geometry
+from pumice.coords import Geometry, Relation
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
 
 
@@ -198,6 +198,25 @@ class SparseTensor:
         """Tell the allocator that `stream` uses this tensor, as torch.Tensor.record_stream."""
         self._feats.record_stream(stream)
         self.coords.record_stream(stream)
+
+    def prepare(self, steps: Sequence[Relation], same: Sequence[Sequence[Relation]] = ()) -> SparseTensor:
+        """Find the maps of a whole network at once: the levels that `steps` make one from the other, finest first.
+
+        same: for each level, from this one on, the relations that keep its coordinates (submanifold windows). On a
+        GPU the numbers of voxels of all levels are read in one transfer, and the sizes of what convolutions read of
+        all maps in another; layers that use these maps then wait for nothing. Returns itself.
+
+        Example: the nine maps of a MinkUNet
+
+            x.prepare([Relation.of(3, 2, stride=2)] * 4, [[Relation.of(3, 3)]] * 5)
+
+        Raises what kernel_map raises, GeometryError for a step that makes no coordinates, and ShapeError for windows
+        of more levels than there are. While torch.compile traces it does nothing.
+        """
+        from pumice.ops.prepare import prepare_levels
+
+        prepare_levels(self, steps, same)
+        return self
 
     # arithmetic
 
