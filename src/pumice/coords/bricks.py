@@ -174,7 +174,9 @@ class Bricks:
         sizes = (count, volume), (capacity if place else 0, cloud.dim + 1)
         met, placed = (torch.full(size, -1, dtype=torch.int32, device=cloud.device) for size in sizes)
         more = {"MAP": kind, "PLACE": place}
-        _Call(cloud, reach, self.space)("probes.meet", (*self._tensors, met, placed), (self.limit, capacity), more)
+        _Call(cloud, reach, self.space)(
+            "probes.meet", (*self._tensors, met, placed, cloud.status), (self.limit, capacity), more
+        )
         return met, placed
 
 

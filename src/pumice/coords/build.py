@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
 import torch
-from torch import Tensor
 
 from pumice.coords.choice import MapSchedule
 from pumice.coords.geometry import Geometry
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.launch import runs_kernels
+from pumice.coords.lookup import Found
 from pumice.coords.outputs import Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
 from pumice.coords.table import Table
@@ -45,6 +46,8 @@ def kernel_map(
         # A map found in inference serves training afterwards.
         with torch.inference_mode(False):
             kept = _build(geometry, relation, target, schedule)
+        if geometry.unsettled is not None:
+            kept = replace(kept[0], inputs=weakref.ref(geometry)), kept[1]
         geometry.maps[key] = kept
     found, outputs = kept
     return found, geometry if outputs is None else outputs
@@ -61,7 +64,7 @@ def _build(
         raise OptionError(f"out='same' keeps the coordinates and needs stride 1, found stride {relation.stride}")
     if relation.policy in ("same", "given"):
         outputs = geometry if relation.policy == "same" else _checked_target(geometry, target)
-        found = KernelMap(relation, _search(geometry, outputs, relation, schedule), len(geometry), len(outputs))
+        found = KernelMap.of_found(relation, _search(geometry, outputs, relation, schedule), len(geometry))
         return found, None if outputs is geometry else outputs
     return _level(geometry, relation, schedule)
 
@@ -86,10 +89,11 @@ def _to_known(
     table = None if made is None else made.table(len(outputs))
     if relation.policy == "transposed_support":
         # Inputs of a pyramid may lie in a longer buffer.
-        table = _search(outputs, geometry, relation, schedule) if table is None else table[: len(geometry)]
-        return KernelMap(relation, table, len(outputs), len(geometry)).transpose()
-    table = _search(geometry, outputs, relation, schedule) if table is None else table
-    return KernelMap(relation, table, len(geometry), len(outputs))
+        found = None if table is None else Found(table[: len(geometry)], None)
+        found = found or _search(outputs, geometry, relation, schedule)
+        return KernelMap.of_found(relation, found, len(outputs)).transpose()
+    found = _search(geometry, outputs, relation, schedule) if table is None else Found(table, None)
+    return KernelMap.of_found(relation, found, len(geometry))
 
 
 def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ...]:
@@ -130,12 +134,12 @@ def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
         geometry = outputs
 
 
-def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: MapSchedule | None) -> Tensor:
-    """int32 [N_out, K]: the rows of the inputs at stride * out + offset."""
+def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: MapSchedule | None) -> Found:
+    """The rows of the inputs at stride * out + offset."""
     lookup = inputs.lookup(schedule)
     if schedule is not None and schedule.mirrored and relation.mirrored and isinstance(lookup, Table):
-        return lookup.neighbours(outputs.cloud, relation, mirrored=True).rows
-    return lookup.neighbours(outputs.cloud, relation).rows
+        return lookup.neighbours(outputs.cloud, relation, mirrored=True)
+    return lookup.neighbours(outputs.cloud, relation)
 
 
 def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:

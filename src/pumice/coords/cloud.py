@@ -52,8 +52,11 @@ class Cloud:
         """bool [capacity]: which rows live."""
         return torch.arange(self.capacity, device=self.device) < self.count
 
-    def __len__(self) -> int:
-        return self.capacity
+    def read(self) -> int:
+        """How many rows live: waits for the device. Raises CoordinateError for what went wrong on the way to them."""
+        count, status = (values[0] for values in read([self.count, self.status]))
+        check(status, count, self.capacity)
+        return count
 
 
 def clear(device: torch.device) -> Tensor:
@@ -73,14 +76,16 @@ def read(tensors: Sequence[Tensor]) -> list[list[int]]:
     return found
 
 
-def check(status: int, needed: int = 0, capacity: int = 0) -> None:
-    """Raise what the bits of a status word say."""
+def check(status: int, needed: int, capacity: int) -> None:
+    """Raise what the bits of a status word say; needed: how many results there were, at least, for that capacity."""
     if status & DUPLICATE:
         raise CoordinateError("coordinates are duplicates; coalesce() merges them")
     if status & RANGE:
         raise CoordinateError("coordinates lie outside the spatial_shape or the batch_size that was given for them")
-    if status & OVERFLOW or needed > capacity:
-        raise CoordinateError(f"at least {needed} results, and room for {capacity}; give a larger capacity")
+    if needed > capacity:
+        raise CoordinateError(f"{needed} results, and room for {capacity}; give a larger capacity")
+    if status & OVERFLOW:
+        raise CoordinateError(f"more results than some buffer before these {needed} has room for")
 
 
 @lru_cache(maxsize=256)

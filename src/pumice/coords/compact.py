@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pumice.coords.cloud import OVERFLOW, clear
 from pumice.coords.launch import kernel, runs_kernels
 from pumice.coords.lookup import WORD, lanes_of
 
@@ -185,23 +186,27 @@ def tiled_twin(masks: Tensor, count: Tensor, order: Tensor | None, how: Order, s
     return Tiling(slots.view(tiles, block), active.to(torch.int8), active.sum(1).cumsum(0, dtype=torch.int32))
 
 
-def filled(rows: Tensor, tiling: Tiling, room: int, exact: bool = True) -> Compacted:
-    """The entries of the tiles, in room for so many; exact: there are just so many."""
+def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None) -> Compacted:
+    """The entries of the tiles, in room for so many. status: int32 [1], told of more than that; without it there are
+    just so many.
+    """
     tiles, block = tiling.slots.shape
     device = rows.device
     tap = torch.zeros(room, dtype=torch.int32, device=device)
     tile = torch.full((room,), max(tiles - 1, 0), dtype=torch.int32, device=device)
-    inputs = (torch.empty if exact else _absent)((room, block), dtype=torch.int32, device=device)
+    inputs = (torch.empty if status is None else _absent)((room, block), dtype=torch.int32, device=device)
+    found, told = Compacted(tiling.slots, tile, tap, inputs), clear(device) if status is None else status
     if not runs_kernels(rows):
-        return filled_twin(rows, tiling, Compacted(tiling.slots, tile, tap, inputs))
+        return filled_twin(rows, tiling, found, told)
     constants = {"K": rows.shape[1], "BLOCK": block, "LANES": lanes_of(rows.shape[1])}
-    tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs)
+    tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs, told)
     kernel("tiling.fill_tiles")(tiles, tensors, (room,), constants)
-    return Compacted(tiling.slots, tile, tap, inputs)
+    return found
 
 
-def filled_twin(rows: Tensor, tiling: Tiling, found: Compacted) -> Compacted:
+def filled_twin(rows: Tensor, tiling: Tiling, found: Compacted, status: Tensor) -> Compacted:
     """As filled, in plain torch, into these tensors."""
+    status.bitwise_or_(OVERFLOW * (tiling.entries > len(found.taps)).any().int())
     tile, tap = (part[: len(found.tiles)] for part in tiling.active.nonzero().unbind(1))
     slots = tiling.slots[tile].long()
     met = rows[slots.clamp(min=0), tap[:, None]]
@@ -210,26 +215,29 @@ def filled_twin(rows: Tensor, tiling: Tiling, found: Compacted) -> Compacted:
     return found
 
 
-def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, group: int = 1) -> tuple[Tensor, Tensor]:
+def listed(
+    rows: Tensor, count: Tensor, ends: Tensor, room: int, group: int = 1, status: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(inputs, outputs) int32 [room]: the pairs by tap, then by output; -1 between and after them.
 
-    ends: as tally gives them. Each tap's list begins at a multiple of `group`.
+    ends: as tally gives them. Each tap's list begins at a multiple of `group`. status: as in filled.
     """
     inputs, outputs = (_absent((room,), dtype=torch.int32, device=rows.device) for _ in range(2))
+    told = clear(rows.device) if status is None else status
     if not runs_kernels(rows):
-        return listed_twin(rows, count, ends, (inputs, outputs), group)
+        return listed_twin(rows, count, ends, group, (inputs, outputs, told))
     volume = rows.shape[1]
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
-    numbers = (group, room, len(ends))
-    kernel("tiling.list_pairs")(-(-len(rows) // _ROWS), (rows, count, ends, inputs, outputs), numbers, constants)
+    tensors = (rows, count, ends, inputs, outputs, told)
+    kernel("tiling.list_pairs")(-(-len(rows) // _ROWS), tensors, (group, room, len(ends)), constants)
     return inputs, outputs
 
 
 def listed_twin(
-    rows: Tensor, count: Tensor, ends: Tensor, found: tuple[Tensor, Tensor], group: int
+    rows: Tensor, count: Tensor, ends: Tensor, group: int, found: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """As listed, in plain torch, into these tensors."""
-    inputs, outputs = found
+    """As listed, in plain torch, into these tensors: inputs, outputs, status."""
+    inputs, outputs, status = found
     totals = ends[-1].long()
     whole = (totals + group - 1) // group * group
     shift = whole.cumsum(0) - whole - (totals.cumsum(0) - totals)
@@ -237,6 +245,7 @@ def listed_twin(
     taps, at = (met >= 0).nonzero().unbind(1)
     place = torch.arange(len(at), device=rows.device) + shift[taps]
     kept = place < len(inputs)
+    status.bitwise_or_(OVERFLOW * (~kept).any().int())
     inputs[place[kept]], outputs[place[kept]] = met[taps, at][kept], at[kept].int()
     return inputs, outputs
 

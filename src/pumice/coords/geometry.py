@@ -16,7 +16,7 @@ from pumice.coords.codes import morton_argsort
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.lookup import Lookup, find
-from pumice.coords.structures import lookup_of
+from pumice.coords.structures import explain, lookup_of
 from pumice.errors import CoordinateError, DtypeError, ShapeError
 
 Stride = tuple["int | Fraction", ...]
@@ -196,6 +196,10 @@ class Geometry:
         if self._lookup is None or schedule is not None:
             self._lookup = lookup_of(self.cloud, schedule)
         return self._lookup
+
+    def explain(self) -> str:
+        """How neighbours are found here: the structures, what each is reckoned to cost, and which is taken."""
+        return explain(self.cloud)
 
     def find(self, coords: Tensor) -> Tensor:
         """The row of each of `coords` int [M, 1+D], -1 where it is not present; int64 [M]."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from pumice.coords import compact
 from pumice.coords.cloud import read
 from pumice.coords.compact import Compacted, Grouped, Order, Tiling
-from pumice.coords.lookup import mask_words
+from pumice.coords.lookup import Found, mask_words
 from pumice.coords.relation import Relation
 from pumice.errors import OptionError, ShapeError
 
@@ -27,6 +28,19 @@ class Pairs(NamedTuple):
     inputs: Tensor
     outputs: Tensor
     sizes: Tensor
+
+
+class Checked(Protocol):
+    """Coordinates that may still have to be checked."""
+
+    @property
+    def unsettled(self) -> Tensor | None:
+        """The status word that is to be read, if any."""
+        ...
+
+    def settle(self, status: int | None = None) -> None:
+        """Raise what the status says."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +58,7 @@ class KernelMap:
     them; `settle` reads those of many maps in one transfer.
 
     table int32 [num_outputs, K] is `rows()` of the map as it was found; flipped: whether this is its transpose.
+    inputs: whose coordinates may still have to be checked when a size is read.
     """
 
     relation: Relation
@@ -51,6 +66,7 @@ class KernelMap:
     num_inputs: int
     num_outputs: int
     flipped: bool = False
+    inputs: weakref.ref[Checked] | None = field(default=None, repr=False)
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -155,6 +171,12 @@ class KernelMap:
             raise ShapeError(f"rows are [num_outputs, K], found a tensor of {rows.ndim} dimensions")
         return KernelMap(relation, rows.int(), num_inputs, rows.shape[0])
 
+    @staticmethod
+    def of_found(relation: Relation, found: Found, num_inputs: int) -> KernelMap:
+        """The map of what a Lookup found."""
+        kept = {} if found.masks is None else {("masks", False): found.masks}
+        return KernelMap(relation, found.rows, num_inputs, len(found.rows), _storages=kept)
+
     @property
     def _found(self) -> KernelMap:
         """The map as it was found."""
@@ -176,11 +198,20 @@ def settle(wanted: Iterable[tuple[KernelMap, int, Order | None]]) -> None:
     """
     asked = []
     for found, block, how in wanted:
-        name, size = ("totals", found.tally()[-1]) if how is None else _entries_of(found, block, how)
+        name, size = _totals_of(found) if how is None else _entries_of(found, block, how)
         if not found.has(name):
             asked.append((found, name, size))
-    for (found, name, _), values in zip(asked, read([size for *_, size in asked]), strict=True):
-        found.storage(name, lambda _, values=values: values)
+    owners = {id(owner): owner for found, *_ in asked if (owner := found.inputs and found.inputs()) is not None}
+    waiting = [(owner, word) for owner in owners.values() if (word := owner.unsettled) is not None]
+    values = read([*(size for *_, size in asked), *(word for _, word in waiting)])
+    for (owner, _), (status,) in zip(waiting, values[len(asked) :], strict=True):
+        owner.settle(status)
+    for (found, name, _), value in zip(asked, values, strict=False):
+        found.storage(name, lambda _, value=value: value)
+
+
+def _totals_of(found: KernelMap) -> tuple[Hashable, Tensor]:
+    return "totals", found.tally()[-1]
 
 
 def _entries_of(found: KernelMap, block: int, how: Order) -> tuple[Hashable, Tensor]:
@@ -189,7 +220,12 @@ def _entries_of(found: KernelMap, block: int, how: Order) -> tuple[Hashable, Ten
 
 def _totals(found: KernelMap) -> list[int]:
     """Pairs of each tap; one read."""
-    return found.storage("totals", lambda m: read([m.tally()[-1]])[0])
+    settle([(found, 0, None)])
+    return found.storage("totals", _unread)
+
+
+def _unread(found: KernelMap) -> Any:
+    raise AssertionError("sizes are kept by settle()")
 
 
 def _rows(found: KernelMap) -> Tensor:
@@ -226,8 +262,8 @@ def _tiling(found: KernelMap, block: int, how: Order) -> Tiling:
 
 
 def _compacted(found: KernelMap, block: int, how: Order) -> Compacted:
-    name, size = _entries_of(found, block, how)
-    room = sum(found.storage(name, lambda _: read([size])[0]))
+    settle([(found, block, how)])
+    (room,) = found.storage(("entries", block, how), _unread) or [0]
     return compact.filled(found.rows(), found.tiling(block, how), room)
 
 

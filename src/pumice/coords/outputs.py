@@ -17,7 +17,7 @@ from torch import Tensor
 from pumice.coords import bricks
 from pumice.coords.bricks import Bricks, Reach, Space
 from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import Cloud, read
+from pumice.coords.cloud import OVERFLOW, Cloud, read
 from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Geometry, Site
 from pumice.coords.keys import INT32_MAX, Bounds
@@ -171,6 +171,7 @@ class Staged:
 
     def _coords(self, capacity: int) -> Tensor:
         # What is not new, and what there is no room for, goes to a place past the last.
+        self._inputs.status.bitwise_or_(OVERFLOW * (self._places[-1] > capacity).int())
         place = torch.where(self._new & (self._places <= capacity), self._places - 1, capacity)
         codes = self._codes.new_full((capacity + 1,), _NO_CODE).scatter_(0, place, self._codes)[:capacity]
         return coords_of_codes(codes, self._space)
@@ -191,6 +192,7 @@ class Listed:
         return torch.full((1,), len(self._coords), dtype=torch.int32, device=self._coords.device)
 
     def cloud(self, capacity: int) -> Cloud:
+        self._inputs.status.bitwise_or_(OVERFLOW * (len(self._coords) > capacity))
         coords = self._coords.new_full((capacity, self._coords.shape[1]), -1)
         coords[: len(self._coords)] = self._coords[:capacity]
         return Cloud(coords, self.count, self._site.bounds, self._inputs.status)

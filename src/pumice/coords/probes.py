@@ -433,7 +433,7 @@ def popcounts(words, sums, capacity: "i64", BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def meet(
-    coords, count, offsets, tables, directory, bricks, cells, ranks, rows, outputs,
+    coords, count, offsets, tables, directory, bricks, cells, ranks, rows, outputs, status,
     batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64", capacity: "i64",
@@ -445,7 +445,7 @@ def meet(
 
     MAP "rows": rows[o, k] = r, the others left alone; "turned": rows[r, k] = o, -1 where there is none; else nothing.
     PLACE: outputs[o] = its coordinates (whoever reaches it writes the same). What lies at or past the capacity is not
-    there.
+    there, and reported.
     """
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
@@ -458,6 +458,7 @@ def meet(
         )  # fmt: skip
         hit, rank = _found(directory, bricks, cells, ranks, code, inside & (k < K), limit, LOW)
         o = rank.to(tl.int64)
+        _report(status, OVERFLOW, hit & (o >= capacity))
         hit = hit & (o < capacity)
         if MAP == "rows":
             tl.store(rows + o * K + k, tl.where(hit, r, 0).to(tl.int32), mask=hit)

@@ -55,5 +55,17 @@ def default(coords: Tensor, cloud: Cloud) -> MapSchedule:
     return MapSchedule("sorted")
 
 
+def explain(cloud: Cloud) -> str:
+    """What each structure is reckoned to cost for a window of 27 taps on these coordinates, and which is taken."""
+    chosen = default(cloud.coords, cloud).structure
+    reckoned = costs(cloud.capacity, cells_of(cloud.bounds))
+    lines = [f"{cloud.capacity} rows in a box of {cells_of(cloud.bounds)} cells, {cloud.bounds.batch} batch items"]
+    for name, structure in STRUCTURES.items():
+        reason = structure.refusal(cloud, MapSchedule(name))
+        cost = f"{1e3 * reckoned[name]:.3f} ms reckoned" if name in reckoned else "without kernels"
+        lines.append(f"{'->' if name == chosen else '  '} {name:7} {cost if reason is None else reason}")
+    return "\n".join(lines)
+
+
 def _cost(item: tuple[str, float]) -> float:
     return item[1]

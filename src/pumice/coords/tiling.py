@@ -7,6 +7,7 @@ Only `compact.py`, where the twins in plain torch are, imports this file: it nee
 import triton
 import triton.language as tl
 
+OVERFLOW = tl.constexpr(4)
 _NUMBERS = ["first", "last", "shift", "capacity", "group", "blocks"]
 
 
@@ -106,14 +107,16 @@ def tile_taps(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def fill_tiles(
-    rows, slots, active, ends, taps, tiles, inputs, capacity: "i64",
+    rows, slots, active, ends, taps, tiles, inputs, status, capacity: "i64",
     K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The entries of tile t, one for each of its taps, from ends[t - 1] on: its tap, t, and the inputs of its rows.
 
-    capacity: entries that there is room for. BLOCK slots by LANES taps at a time.
+    capacity: entries that there is room for; that there are more is reported. BLOCK slots by LANES taps at a time.
     """
     t = tl.program_id(0)
+    if tl.load(ends + t) > capacity:
+        tl.atomic_or(status, OVERFLOW)
     b = tl.arange(0, BLOCK)[:, None]
     r = tl.load(slots + t.to(tl.int64) * BLOCK + b).to(tl.int64)
     entry = tl.load(ends + t - 1, mask=t > 0, other=0).to(tl.int64)
@@ -131,12 +134,13 @@ def fill_tiles(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def list_pairs(
-    rows, count, ends, inputs, outputs, group: "i64", capacity: "i64", blocks: "i64",
+    rows, count, ends, inputs, outputs, status, group: "i64", capacity: "i64", blocks: "i64",
     K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Pairs by tap, then by output; each tap's list begins at a multiple of `group`.
 
-    ends[p, k]: pairs of tap k in the blocks of rows up to and with p, of `blocks` in all.
+    ends[p, k]: pairs of tap k in the blocks of rows up to and with p, of `blocks` in all. capacity: places that there
+    is room for; that there are more is reported.
     """
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
@@ -152,6 +156,8 @@ def list_pairs(
         before = tl.load(ends + (tl.program_id(0) - 1) * K + k, mask=(k < K) & (tl.program_id(0) > 0), other=0)
         at = begin + before + tl.cumsum(has, axis=0) - has
         on = (has == 1) & (at < capacity)
+        if tl.sum(((has == 1) & (at >= capacity)).to(tl.int32)) > 0:
+            tl.atomic_or(status, OVERFLOW)
         tl.store(inputs + at, met, mask=on)
         tl.store(outputs + at, (r + tl.zeros_like(at)).to(tl.int32), mask=on)
 

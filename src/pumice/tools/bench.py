@@ -8,8 +8,9 @@ peer_source, device, versions, commit, date.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from pumice.errors import FileError, OptionError, PumiceError
 from pumice.lower import reference
 from pumice.ops import SparseTensor, conv_features
 from pumice.tools.bench_einsum import einsum
+from pumice.tools.bench_maps import maps, picture
 from pumice.tools.ledger import Peer, Row, Subject, append, row
 from pumice.tools.study import Options, Say
 from pumice.tools.timing import Times, interleaved
 
-__all__ = ["SUITES", "Options", "Row", "Times", "append", "interleaved", "run"]
+__all__ = ["SUITES", "Options", "Row", "Times", "append", "interleaved", "record", "run"]
 
 
 def run(suite: str, say: Say, options: Options | None = None) -> Iterator[Row]:
@@ -34,6 +36,29 @@ def run(suite: str, say: Say, options: Options | None = None) -> Iterator[Row]:
     if suite not in SUITES:
         raise OptionError(f"suite {suite!r} is unknown; there are {', '.join(SUITES)}")
     return SUITES[suite](say, options or Options())
+
+
+def record(rows: Iterable[Row], ledger: Path | None, say: Say) -> None:
+    """Add rows to the ledger as they come, if there is one, and draw beside it what they show."""
+    done: list[Row] = []
+    try:
+        for found in rows:
+            done.append(found)
+            if ledger is not None:
+                append(ledger, found)
+    finally:
+        if ledger is not None:
+            _draw(ledger.with_name("maps_scaling.png"), done, say)
+
+
+def _draw(path: Path, rows: Sequence[Row], say: Say) -> None:
+    try:
+        drawn = picture(path, rows)
+    except ImportError as reason:
+        say(f"no picture: {reason}")
+        return
+    if drawn is not None:
+        say(f"picture {drawn}")
 
 
 def cpu_conv(say: Say, options: Options) -> Iterator[Row]:
@@ -61,7 +86,11 @@ def cpu_conv(say: Say, options: Options) -> Iterator[Row]:
     say(f"geometric mean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}x")
 
 
-SUITES: dict[str, Callable[[Say, Options], Iterator[Row]]] = {"cpu-conv": cpu_conv, "einsum": einsum}
+SUITES: dict[str, Callable[[Say, Options], Iterator[Row]]] = {
+    "cpu-conv": cpu_conv,
+    "einsum": einsum,
+    "maps": maps,
+}
 
 
 def _cpu_conv_pair(

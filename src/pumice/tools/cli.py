@@ -109,7 +109,7 @@ def info() -> None:
 @app.command()
 def bench(
     suite: Annotated[str, typer.Argument(help="which suite; without one they are listed")] = "",
-    case: Annotated[str, typer.Option(help="one study of the suite einsum")] = "",
+    case: Annotated[str, typer.Option(help="one study of the suite einsum or maps")] = "",
     only: Annotated[str, typer.Option(help="of its cases, those whose name has this part")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: to see that all of it runs")] = False,
     thorough: Annotated[
@@ -121,9 +121,7 @@ def bench(
     """Measure Pumice against its peers in the same run; exit code 1 where a result of Pumice was wrong."""
     from pumice.tools import bench as bench_
 
-    for row in bench_.run(suite, _say, bench_.Options(case, only, quick, device, thorough)):
-        if out is not None:
-            bench_.append(out, row)
+    bench_.record(bench_.run(suite, _say, bench_.Options(case, only, quick, device, thorough)), out, _say)
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 wall   from an idle device to an idle device: host time counts in full
 gpu    between two events on the stream, the host far ahead: what the device alone needs
+events between two events on the stream, the host ahead by the flush alone: how many peers time themselves
 
 On a GPU the L2 is flushed before every call, as in triton.testing.do_bench. A CPU has the wall clock only.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 Call = Callable[[], object]
+Result = TypeVar("Result")
 FLUSH = 256 << 20  # bytes, several times the L2 of any GPU
 _LEAST, _MOST = 7, 200
 
@@ -44,14 +47,41 @@ def interleaved(ours: Call, theirs: Call, seconds: float) -> tuple[Times, Times]
     return first, second
 
 
-def together(calls: Sequence[Call], device: torch.device, clock: str, seconds: float) -> list[Times]:
-    """Time calls in turn for about `seconds` in all; each runs twice before, and then 7 to 200 times."""
+def together(calls: Sequence[Call], device: torch.device, clock: str, seconds: float, cold: bool = True) -> list[Times]:
+    """Time calls in turn for about `seconds` in all; each runs twice before, and then 7 to 200 times.
+
+    cold: on a GPU, flush the L2 before each; else each runs once more instead, unless the clock is the wall.
+    """
     for _ in range(2):
         for call in calls:
             call()
-    if clock == "gpu":
-        return [Times.of(spent) for spent in _on_gpu(calls, device, seconds)]
-    return [Times.of(spent) for spent in _on_wall(calls, device, seconds)]
+    if clock == "wall":
+        return [Times.of(spent) for spent in _on_wall(calls, device, seconds)]
+    return [Times.of(spent) for spent in _on_gpu(calls, device, seconds, clock == "gpu", cold)]
+
+
+def captured(call: Callable[[], Result], device: torch.device) -> Callable[[], Result]:
+    """The call as a CUDA graph: what is returned runs the graph and gives the same tensors each time, filled anew.
+
+    The call must not wait for the device. It runs three times before, so that its kernels are compiled and what is
+    kept for a device is there.
+    """
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = call()
+
+    def replay() -> Result:
+        graph.replay()
+        return kept
+
+    return replay
 
 
 def _on_wall(calls: Sequence[Call], device: torch.device, seconds: float) -> list[list[float]]:
@@ -71,21 +101,24 @@ def _on_wall(calls: Sequence[Call], device: torch.device, seconds: float) -> lis
     return spent
 
 
-def _on_gpu(calls: Sequence[Call], device: torch.device, seconds: float) -> list[list[float]]:
+def _on_gpu(calls: Sequence[Call], device: torch.device, seconds: float, ahead: bool, cold: bool) -> list[list[float]]:
     flush = torch.empty(FLUSH, dtype=torch.int8, device=device)
-    naps = [_nap(call, device) for call in calls]
+    naps = [_nap(call, device) if ahead else 0 for call in calls]
     events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
     start = time.perf_counter()
     while _goes_on(events[0], start, seconds):
         for call, nap, marks in zip(calls, naps, events, strict=True):
             first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            flush.zero_()
-            # While the device sleeps the host gets ahead, so that no wait for it lies between the events.
-            torch.cuda._sleep(nap)
+            flush.zero_() if cold else call()
+            if nap:
+                # While the device sleeps the host gets ahead, so that no wait for it lies between the events.
+                torch.cuda._sleep(nap)
             first.record()
             call()
             last.record()
             marks.append((first, last))
+            if not ahead:
+                torch.cuda.synchronize(device)
         torch.cuda.synchronize(device)
     return [[first.elapsed_time(last) for first, last in marks] for marks in events]
 

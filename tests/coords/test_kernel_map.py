@@ -1,0 +1,316 @@
+"""Kernel maps: masks, orders, splits and superblocks, transposes, and how often the device is asked."""
+
+import itertools
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from clouds import Scene
+
+from pumice.coords import Geometry, KernelMap, Order, Relation, compact, kernel_map, settle
+from pumice.coords.compact import Tiling, gray_keys_twin, ordered, tally, tiled
+from pumice.coords.lookup import mask_words
+from pumice.errors import OptionError
+from pumice.testing import random_cloud
+
+SAME = {
+    "3x3x3": Relation.of(3, 3),
+    "5x5x5": Relation.of(3, 5),
+    "3x1x3 dilated": Relation.of(3, (3, 1, 3), dilation=2),
+}
+MADE = {
+    "floor": Relation.of(3, 2, stride=2),
+    "support": Relation.of(3, 3, stride=2, padding=1),
+    "transposed": Relation.of_transposed(3, 3, stride=2),
+    "even": Relation.of(3, 2, policy="support"),
+}
+EVERY = {**SAME, **MADE}
+
+
+def found(name, count=500, seed=0):
+    geometry = Geometry.checked(random_cloud(count, 3, batch_size=2, seed=seed))
+    return kernel_map(geometry, EVERY[name])[0]
+
+
+def pairs_of(part):
+    """(output, tap, input) of every pair of tiles, by slot."""
+    entry, slot = (part.inputs >= 0).nonzero(as_tuple=True)
+    outputs, inputs = part.rows[part.tiles[entry], slot], part.inputs[entry, slot]
+    return list(zip(outputs.tolist(), part.taps[entry].tolist(), inputs.tolist(), strict=True))
+
+
+def wanted(m):
+    inputs, outputs, _ = m.pairs()
+    return sorted(zip(outputs.tolist(), m.taps().tolist(), inputs.tolist(), strict=True))
+
+
+def codes_of(m):
+    """The taps of each row as one integer, bit k for tap k."""
+    words = m.masks().tolist()
+    return [sum(word << (31 * place) for place, word in enumerate(row)) for row in words]
+
+
+# Masks and lists
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("flipped", [False, True])
+def test_masks_and_counts_are_those_of_the_pairs(name, flipped):
+    m = found(name).transpose() if flipped else found(name)
+    held = {}
+    for output, tap, _ in wanted(m):
+        held[output] = held.get(output, 0) | 1 << tap
+    assert codes_of(m) == [held.get(row, 0) for row in range(m.num_outputs)]
+    assert m.counts().tolist() == [bin(code).count("1") for code in codes_of(m)]
+    assert m.tally()[-1].tolist() == m.pairs().sizes.tolist()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_transposed_map_holds_the_same_meetings(name):
+    m = found(name)
+    turned = m.transpose()
+    rows = torch.full((turned.num_outputs, m.volume), -1, dtype=torch.int32)
+    for output, tap, met in wanted(m):
+        rows[met, tap] = output
+    assert turned.rows().dtype == torch.int32 and torch.equal(turned.rows(), rows)
+    assert turned.transpose().rows() is m.rows()
+
+
+# Tiles
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("splits", [0, 1, 2, 3, 4])
+def test_splits_hold_every_pair_once_in_total(name, flipped, splits):
+    m = found(name).transpose() if flipped else found(name)
+    parts = m.split(64, splits)
+    assert len(parts) == max(1, splits)
+    for part in parts:
+        assert sorted(part.rows[part.rows >= 0].tolist()) == list(range(m.num_outputs))
+        assert bool((part.inputs >= 0).any(dim=1).all()), "an entry without a pair"
+        entries = list(zip(part.tiles.tolist(), part.taps.tolist(), strict=True))
+        assert len(set(entries)) == len(entries), "two entries of one tile and tap"
+    for one, other in itertools.combinations(parts, 2):
+        assert not set(one.taps.tolist()) & set(other.taps.tolist()), "a tap in two splits"
+    assert sorted(itertools.chain.from_iterable(map(pairs_of, parts))) == wanted(m)
+
+
+def test_splits_take_about_as_many_taps_each():
+    for volume, splits in itertools.product((1, 2, 27, 125), (1, 2, 3, 4)):
+        if splits > volume:
+            continue
+        orders = Order.splits(volume, splits, 64)
+        sizes = [how.last - how.first for how in orders]
+        assert sum(sizes) == volume and max(sizes) - min(sizes) <= 1
+        assert [how.first for how in orders[1:]] == [how.last for how in orders[:-1]]
+        assert all(how.superblock == 64 and how.sort for how in orders)
+    assert Order.splits(27, 0, 64) == (Order(0, 27, 0, sort=False),)
+
+
+@pytest.mark.parametrize("splits", [-1, 28])
+def test_wrong_splits_are_refused(splits):
+    with pytest.raises(OptionError, match="splits"):
+        found("3x3x3").split(64, splits)
+    with pytest.raises(OptionError, match="split()"):
+        found("3x3x3").compacted(64, splits=2)
+
+
+def test_without_a_split_rows_keep_their_order():
+    m = found("3x3x3")
+    (part,) = m.split(64, 0)
+    assert part.rows.flatten()[: m.num_outputs].tolist() == list(range(m.num_outputs))
+    assert (part.rows.flatten()[m.num_outputs :] == -1).all()
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_the_tiles_of_a_transposed_submanifold_map_are_its_own_mirrored(name, splits):
+    m = found(name)
+    mine, turned = m.split(32, splits), m.transpose().split(32, splits)
+    for a, b in zip(mine, turned[::-1], strict=True):
+        assert a.rows is b.rows and a.tiles is b.tiles and a.inputs is b.inputs
+        assert torch.equal(b.taps, m.volume - 1 - a.taps) and b.taps.dtype == torch.int32
+
+
+# Orders
+
+
+def gray_rank(code, bits):
+    """How many codewords come before this one in the reflected Gray code."""
+    rank = 0
+    for bit in reversed(range(bits)):
+        rank = rank << 1 | ((rank & 1) ^ (code >> bit & 1))
+    return rank
+
+
+def order_of(m, how):
+    """Rows as the docs have them: by superblock, then by falling Gray rank, the rarest tap the highest bit."""
+    totals = m.pairs().sizes.tolist()
+    used = range(how.first, how.last)
+    places = {tap: place for place, tap in enumerate(sorted(used, key=lambda tap: -totals[tap]))}
+    ranks = []
+    for code in codes_of(m):
+        moved = sum(1 << place for tap, place in places.items() if code >> tap & 1)
+        ranks.append(gray_rank(moved, len(places)))
+    block = how.superblock or m.num_outputs
+    return sorted(range(m.num_outputs), key=lambda row: (row // block, -ranks[row]))
+
+
+@pytest.mark.parametrize("name", ["3x3x3", "5x5x5", "support", "even"])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("superblock", [0, 64])
+def test_rows_fall_by_the_gray_rank_of_their_taps(name, splits, superblock):
+    """Long integers in place of words of 31 bits."""
+    m = found(name)
+    for part, how in zip(m.split(16, splits, superblock), Order.splits(m.volume, splits, superblock), strict=True):
+        assert part.rows[part.rows >= 0].tolist() == order_of(m, how)
+
+
+@pytest.mark.parametrize("superblock", [64, 128])
+def test_superblocks_are_sorted_among_themselves(superblock):
+    m = found("3x3x3", 700)
+    plain, sorted_, blocked = (m.split(16, *how)[0] for how in ((0, 0), (1, 0), (1, superblock)))
+    rows = blocked.rows[blocked.rows >= 0]
+    assert torch.equal(rows // superblock, torch.arange(700) // superblock)
+    assert len(sorted_.taps) <= len(blocked.taps) <= len(plain.taps) and len(blocked.taps) < len(plain.taps)
+
+
+def test_rows_with_the_rarest_tap_come_first_and_rows_without_any_last():
+    """Work that takes long starts early: heavy tiles are ahead."""
+    m = found("3x3x3", 900)
+    sizes = m.pairs().sizes.tolist()
+    rarest = max(range(27), key=lambda tap: (-sizes[tap], tap))
+    part = m.compacted(16)
+    order = part.rows[part.rows >= 0].tolist()
+    has = [codes_of(m)[row] >> rarest & 1 for row in order]
+    assert has == sorted(has, reverse=True) and 0 < sum(has) < len(has)
+    counts = m.counts()[part.rows[part.rows >= 0].long()].double()
+    first, last = counts[: len(order) // 4].mean(), counts[-(len(order) // 4) :].mean()
+    assert first > last
+
+
+def test_a_key_has_a_word_for_every_31_taps_and_32_bits_where_they_do():
+    masks = torch.zeros(5000, 5, dtype=torch.int32)
+    count, totals = torch.tensor([5000], dtype=torch.int32), torch.zeros(125, dtype=torch.int32)
+    for how, words, dtype in (
+        (Order(0, 27), 1, torch.int32),
+        (Order(0, 31), 1, torch.int32),
+        (Order(0, 32), 2, torch.int64),
+        (Order(0, 27, 512), 1, torch.int32),
+        (Order(0, 27, 64), 1, torch.int64),
+        (Order(0, 125), 5, torch.int64),
+        (Order(0, 125, sort=False), 0, torch.int32),
+    ):
+        keys = gray_keys_twin(masks, count, totals, how)
+        assert keys.shape == (words, 5000) and keys.dtype == dtype, how
+
+
+def test_dead_rows_come_last_and_in_no_tile():
+    rows = kernel_map(Geometry.checked(Scene().coords()), Relation.of(3, 3))[0].rows()
+    masks, count = mask_words(torch.cat([rows, rows[:9]])), torch.tensor([len(rows)], dtype=torch.int32)
+    how = Order(0, 27)
+    ends = tally(masks, count, 27)
+    assert torch.equal(ends[-1], (rows >= 0).sum(0).int())
+    order = ordered(masks, count, ends[-1], how)
+    assert sorted(order[: len(rows)].tolist()) == list(range(len(rows)))
+    tiling = tiled(masks, count, order, how, (16, 27))
+    assert isinstance(tiling, Tiling) and sorted(tiling.slots[tiling.slots >= 0].tolist()) == list(range(len(rows)))
+
+
+# Lists with less and more room
+
+
+def test_lists_end_where_their_room_ends():
+    m = found("3x3x3")
+    whole = sum(m.pairs().sizes.tolist())
+    inputs, outputs = compact.listed(m.rows(), m.living(), m.tally(), whole)
+    assert torch.equal(inputs.long(), m.pairs().inputs) and torch.equal(outputs.long(), m.pairs().outputs)
+    for room in (whole - 7, whole + 7, 0):
+        part = compact.listed(m.rows(), m.living(), m.tally(), room)
+        for cut, full in zip(part, (inputs, outputs), strict=True):
+            assert torch.equal(cut[:whole], full[:room]) and (cut[whole:] == -1).all()
+
+
+@pytest.mark.parametrize("group", [8, 64])
+def test_groups_of_a_tap_follow_one_another(group):
+    m = found("3x3x3")
+    taps, inputs, outputs = m.grouped(group)
+    sizes = m.pairs().sizes.tolist()
+    assert taps.tolist() == [tap for tap, size in enumerate(sizes) for _ in range(-(-size // group))]
+    kept = (inputs >= 0).flatten()
+    assert torch.equal(inputs.flatten()[kept].long(), m.pairs().inputs)
+    assert torch.equal(outputs.flatten()[kept].long(), m.pairs().outputs)
+    turned = m.transpose().grouped(group)
+    assert turned.taps is taps and turned.inputs is outputs and turned.outputs is inputs
+
+
+# How often the device is asked
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Every transfer: how many tensors were read."""
+    made = []
+    module = sys.modules["pumice.coords.kernel_map"]  # the package has a function of this name
+    before = module.read
+
+    def counting(tensors):
+        if tensors:
+            made.append(len(tensors))
+        return before(tensors)
+
+    monkeypatch.setattr(module, "read", counting)
+    return made
+
+
+def test_what_was_settled_is_not_read_again(reads):
+    """One transfer for the sizes of many maps, and none for their storages."""
+    maps = [found("3x3x3"), found("support"), found("5x5x5").transpose(), found("floor").transpose()]
+    splits = (1, 2, 4)
+    wanted_ = [(m, 64, how) for m in maps for count in splits for how in Order.splits(m.volume, count, 32)]
+    # Tiles of a transposed submanifold map are those of the map itself.
+    wanted_ = [(m.transpose() if m.flipped and m.symmetric else m, block, how) for m, block, how in wanted_]
+    settle([*wanted_, *((m.transpose() if m.flipped else m, 0, None) for m in maps)])
+    assert reads == [len(maps) * (1 + sum(splits))]
+    for m in maps:
+        for count in splits:
+            m.split(64, count, 32)
+        m.grouped(16), m.pairs(), m.taps(), repr(m)
+    settle(wanted_)
+    assert len(reads) == 1
+
+
+def test_a_storage_reads_its_own_size_once(reads):
+    m = found("3x3x3")
+    m.tiling(64, Order(0, 27)), m.tally(), m.masks(), m.living()
+    assert reads == [], "tiles and tallies stay on the device"
+    first = m.compacted(64)
+    assert len(reads) == 1
+    assert m.compacted(64) is first and len(reads) == 1
+    m.grouped(8), m.grouped(16)
+    assert len(reads) == 2
+    m.transpose().compacted(64), m.transpose().grouped(8)
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_maps_of_nothing_have_empty_storages(block):
+    empty = Geometry.checked(torch.zeros(0, 4, dtype=torch.int32))
+    for relation in EVERY.values():
+        m, outputs = kernel_map(empty, relation)
+        assert len(outputs) == 0 and m.masks().shape == (0, -(-m.volume // 31))
+        settle([(m, block, how) for how in Order.splits(m.volume, 2)] + [(m, 0, None)])
+        for part in (*m.split(block, 2), *m.split(block, 0), *m.transpose().split(block, 1)):
+            assert [len(t) for t in part] == [0, 0, 0, 0]
+        assert [len(t) for t in m.grouped(block)] == [0, 0, 0] and "0 pairs" in repr(m)
+
+
+def test_rows_that_were_given_have_the_same_storages():
+    m = found("support")
+    given = KernelMap.from_rows(m.relation, m.rows().long(), m.num_inputs)
+    assert torch.equal(given.masks(), m.masks()) and wanted(given) == wanted(m)
+    assert all(torch.equal(a, b) for a, b in zip(given.compacted(64), m.compacted(64), strict=True))
+    moved = m.to("cpu")
+    assert wanted(moved) == wanted(m) and replace(m, flipped=True).flipped
