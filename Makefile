@@ -22,12 +22,12 @@ STAMP36 := $(VENV36)/.stamp
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help env demo test lint bench shape lint-kernels clean
+.PHONY: help env demo test lint bench shape lint-kernels sanitize clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
-	@echo "also         make env, lint, bench, shape, lint-kernels, clean"
+	@echo "also         make env, lint, bench, shape, lint-kernels, sanitize, clean"
 
 env: $(STAMP)
 
@@ -71,6 +71,11 @@ shape: env
 lint-kernels: $(STAMP36)
 	@if [ -d tests/kernels ]; then $(VENV36)/bin/python -m pytest -q tests/kernels; \
 	else echo "lint-kernels: there is no tests/kernels yet"; fi
+
+# The kernels that find neighbours, under the checkers of NVIDIA's compute-sanitizer; needs a GPU.
+sanitize:
+	@for tool in memcheck racecheck; do echo "sanitize: $$tool"; \
+	compute-sanitizer --tool $$tool --error-exitcode 1 "$(PYTHON)" -m pytest -q -m gpu tests/gpu/test_maps.py || exit 1; done
 
 $(STAMP36): pyproject.toml constraints.txt
 	@$(NEED_PYTHON)

@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pumice.coords import Bounds, Cloud, Relation
+from pumice.coords import Bounds, Cloud, Geometry, Relation, Site, morton_argsort
 from pumice.coords.cloud import clear
+from pumice.coords.outputs import Outputs, room_of, site_of
 
 INT32 = (-(2**31), 2**31 - 1)
 SIDES = {1: 150, 2: 14, 3: 7, 4: 4}
 """Boxes that a few dozen voxels of so many axes fill by about a third."""
+
+
+SHAPES = {1: (150,), 2: (15, 13), 3: (7, 9, 8), 4: (5, 4, 6, 5)}
+"""Extents that cut such clouds."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Scene:
         size, half = (3 * self.count, self.dim), self.side // 2
         cells = torch.randint(-half, max(1, self.side - half), size, generator=generator)
         if self.clusters:
-            reach = (INT32[0] + 64, INT32[1] - 64) if self.far else (-40 * self.side, 40 * self.side)
+            reach = (INT32[0] + 64, INT32[1] - 64) if self.far else (-12 * self.side, 12 * self.side)
             centres = torch.randint(*reach, (self.clusters, self.dim), generator=generator)
             if self.far:
                 # Two corners of all that int32 holds are among the clusters.
@@ -160,6 +165,40 @@ def outputs(coords: Tensor, relation: Relation, shape: Sequence[int] | None) -> 
         return found
     extent = relation.output_shape(shape)
     return {cell for cell in found if all(0 <= c < n for c, n in zip(cell[1:], extent, strict=True))}
+
+
+def site_around(cloud: Cloud) -> Site:
+    """What is known of a cloud without a spatial_shape."""
+    return Site((1,) * cloud.dim, None, cloud.bounds.batch, cloud.bounds)
+
+
+def within(shape: Sequence[int]) -> Geometry:
+    """Voxels in [0, shape), the two corners among them where an extent cuts."""
+    found = Scene(len(shape), 50, 12, seed=3).coords()
+    extent = torch.tensor(shape, dtype=torch.int32)
+    coords = torch.cat([found[:, :1], found[:, 1:] % extent], dim=1)
+    coords[0, 1:], coords[1, 1:] = 0, extent - 1
+    coords = torch.unique(coords, dim=0)
+    return Geometry.checked(coords[torch.randperm(len(coords), generator=torch.Generator().manual_seed(1))])
+
+
+def outputs_agree(cloud: Cloud, site: Site, relation: Relation, ways: Sequence[type]) -> None:
+    """All ways to find outputs give those of a loop, in order; with just the room that they need and with more."""
+    goal = site_of(site, relation)
+    want = outputs(cloud.coords[: int(cloud.count)], relation, site.spatial_shape)
+    for way in ways:
+        made: Outputs = way(cloud, relation, goal)
+        count = int(made.count)
+        assert made.count.dtype == torch.int32 and made.count.shape == (1,)
+        got = made.geometry(count)
+        assert got.coords.dtype == torch.int32 and got.site == goal
+        assert {tuple(place) for place in got.coords.tolist()} == want, way
+        assert count == len(want) <= room_of(cloud.capacity, relation, goal)
+        assert torch.equal(morton_argsort(got.coords, Bounds.of(got.coords)), torch.arange(count)), way
+        padded = made.cloud(count + 5)
+        assert torch.equal(padded.coords[:count], got.coords) and bool((padded.coords[count:] == -1).all())
+        assert padded.bounds == goal.bounds and padded.capacity == count + 5 and padded.status is cloud.status
+        assert int(cloud.status) == 0, way
 
 
 WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal")

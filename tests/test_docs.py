@@ -29,3 +29,13 @@ def test_the_forms_it_quotes_are_those_found():
 
     assert CONV in text
     assert all(name in text for name in NAMED)
+
+
+def test_the_guide_to_kernel_maps_runs(capsys):
+    space: dict[str, object] = {}
+    for number, block in enumerate(blocks("maps.md")):
+        exec(compile(block, f"maps.md block {number}", "exec"), space)
+    said = capsys.readouterr().out
+    assert "KernelMap(3 -> 3 rows, K=27, 5 pairs, 1.67 per output, policy='same')" in said
+    assert "-> sorted" in said
+    assert said.endswith("\n2\n")

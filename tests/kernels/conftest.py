@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kernels.cross import Built, Job
+from kernels.launches import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
 MINUTES = 60
@@ -58,41 +59,41 @@ def _lines(module: str, *arguments: str, environment: Mapping[str, str], minutes
 
 
 @pytest.fixture(scope="session")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mapping[str, str]]:
-    """How the checks of a group ended in the interpreter, by name: "" where all is well."""
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Mapping[str, str]]:
+    """How the checks of a group of a module ended in the interpreter, by name: "" where all is well."""
 
     @lru_cache
-    def run(group: str) -> Mapping[str, str]:
+    def run(module: str, group: str) -> Mapping[str, str]:
         environment = _environment(tmp_path_factory.mktemp("interpreted"), TRITON_INTERPRET="1")
-        lines, ended = _lines("kernels.interpret", group, environment=environment, minutes=10)
+        lines, ended = _lines(module, group, environment=environment, minutes=10)
         return {"": ended, **dict(lines)}
 
     return run
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[Job, ...]], Mapping[str, Built]]:
-    """What jobs became, by name."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Mapping[str, Built]]:
+    """What jobs of a module became, by name."""
 
     @lru_cache
-    def run(jobs: tuple[Job, ...]) -> Mapping[str, Built]:
+    def run(jobs: tuple[Job | Launch, ...], module: str = "kernels.cross") -> Mapping[str, Built]:
         folders = [tmp_path_factory.mktemp("compiled") for _ in range(COMPILERS)]
         shares = [jobs[n::COMPILERS] for n in range(COMPILERS)]
         with ThreadPoolExecutor(COMPILERS) as pool:
-            parts = list(pool.map(_compiled, shares, folders))
+            parts = list(pool.map(partial(_compiled, module), shares, folders))
         return {name: built for part in parts for name, built in part.items()}
 
     return run
 
 
-def _compiled(jobs: tuple[Job, ...], folder: Path) -> dict[str, Built]:
+def _compiled(module: str, jobs: tuple[Job | Launch, ...], folder: Path) -> dict[str, Built]:
     path = folder / "jobs.json"
     path.write_text(json.dumps([job.to_json() for job in jobs]))
     environment = _environment(folder, TRITON_DUMP_PTXAS_LOG="1")
     found: dict[str, Built] = {}
     crashes = 0
     while len(found) < len(jobs):
-        lines, ended = _lines("kernels.cross", str(path), str(len(found)), environment=environment, minutes=3)
+        lines, ended = _lines(module, str(path), str(len(found)), environment=environment, minutes=3)
         found |= {job.name: Built.of_json(line) for job, line in zip(jobs[len(found) :], lines, strict=False)}
         # The job at which a process ended is to blame, and another process goes on behind it; not for ever.
         crashes += 1

@@ -124,7 +124,7 @@ def built(job: Job) -> Built:
         stage=_stage(form, tile, job.dtype),
         buffers=_buffers(compiled.asm["ttgir"]),
         shared=compiled.metadata.shared,
-        spilled=_spilled(compiled.asm, log),
+        spilled=spilled(compiled.asm, log),
         instructions={name: len(re.findall(pattern, text)) for name, pattern in _INSTRUCTIONS.items()},
         copies=copies,
         chained=any(name in CASES[job.case].indices for name, _, _ in copies),
@@ -140,14 +140,8 @@ def _problem(job: Job) -> Problem:
 
 def _compiled(launch: lowered.Launch, p: Problem, out: torch.Tensor, target: str) -> tuple[Any, str]:
     """What Triton makes of the kernel for these arguments, specialised as a launch does it, and what ptxas says."""
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    targets = {
-        "sm_80": GPUTarget("cuda", 80, 32),
-        "sm_90": GPUTarget("cuda", 90, 32),
-        "gfx942": GPUTarget("hip", "gfx942", 64),
-    }
     fn = launch.kernel
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -165,10 +159,17 @@ def _compiled(launch: lowered.Launch, p: Problem, out: torch.Tensor, target: str
     with contextlib.redirect_stdout(said):
         compiled = compile(
             ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes),
-            target=targets[target],
+            target=target_of(target),
             options={"num_warps": launch.tile.warps, "num_stages": launch.tile.stages},
         )
     return compiled, said.getvalue()
+
+
+def target_of(name: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    targets = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+    return GPUTarget(*targets[name])
 
 
 def _kind(argument: Argument, p: Problem, out: torch.Tensor) -> str:
@@ -196,7 +197,7 @@ def _buffers(ttgir: str) -> int:
     return min(map(int, found), default=0)
 
 
-def _spilled(asm: dict[str, Any], log: str) -> int:
+def spilled(asm: dict[str, Any], log: str) -> int:
     """Bytes (AMD: registers) that spill: from the listing, from what ptxas said, or from the binary's stack."""
     if "amdgcn" in asm:
         return sum(map(int, re.findall(r"\.vgpr_spill_count:\s+(\d+)", asm["amdgcn"])))

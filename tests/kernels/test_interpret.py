@@ -8,6 +8,6 @@ CHECKS = [(group, name) for group, checks in GROUPS.items() for name in checks()
 
 @pytest.mark.parametrize(("group", "name"), CHECKS, ids=[name for _, name in CHECKS])
 def test_interpreted(interpreted, group, name):
-    ended = interpreted(group)
+    ended = interpreted("kernels.interpret", group)
     problem = ended.get(name, f"the process ended before this check: {ended['']}")
     assert not problem, problem

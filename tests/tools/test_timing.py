@@ -54,3 +54,12 @@ def test_on_a_gpu_the_host_is_ahead_before_the_first_mark(stream):
     assert isinstance(stream[first - 1], int) and 2e5 * 0.4 < stream[first - 1] <= 2e9 * 20e-3
     assert stream[first : first + 3] == ["mark", "call", "mark"]
     assert stream.count("mark") == 14
+
+
+def test_a_warm_call_follows_another_and_events_wait_each_time(stream):
+    timing.together([lambda: stream.append("call")], CPU, "gpu", 0, cold=False)
+    first = stream.index("mark")
+    assert stream[first - 2] == "call" and stream.count("call") == 2 + 3 + 2 * 7
+    stream.clear()
+    timing.together([lambda: stream.append("call")], CPU, "events", 0)
+    assert stream[2:6] == ["mark", "call", "mark", "wait"] and not [s for s in stream if isinstance(s, int)]

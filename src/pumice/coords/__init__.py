@@ -9,8 +9,11 @@ from pumice.coords.curve import CURVES, deserialize, serialize
 from pumice.coords.geometry import Frame, Geometry, Site, same_geometry
 from pumice.coords.kernel_map import KernelMap, Pairs, settle
 from pumice.coords.keys import Bounds, KeySpace
+from pumice.coords.lookup import mask_words
 from pumice.coords.merge import merged
+from pumice.coords.outputs import made_of
 from pumice.coords.relation import POLICIES, Relation, as_axes
+from pumice.coords.structures import lookup_of
 from pumice.coords.voxel import ROUNDINGS, check_points, frame_of, quantize
 
 __all__ = [
@@ -36,6 +39,9 @@ __all__ = [
     "deserialize",
     "frame_of",
     "kernel_map",
+    "lookup_of",
+    "made_of",
+    "mask_words",
     "merged",
     "morton_argsort",
     "morton_unique",

@@ -92,8 +92,8 @@ class Space:
         return (box.batch, *padded(box.low, 0), *padded(extents, 1), *padded(begins, 0), self.bits)
 
 
-def refusal(coords: Tensor, bounds: Bounds) -> str | None:
-    """Why no bricks are made of these coordinates, or None."""
+def refusal(coords: Tensor, bounds: Bounds, steps: Sequence[int] = ()) -> str | None:
+    """Why no bricks are made of what these coordinates reach in a box by these steps, or None."""
     if not runs_kernels(coords):
         return "kernels do not run here"
     try:
@@ -101,6 +101,10 @@ def refusal(coords: Tensor, bounds: Bounds) -> str | None:
         space.layout.tables(coords.device)
     except CoordinateError as problem:
         return str(problem)
+    extents = (h - a + 1 for a, h in zip(bounds.low, bounds.high, strict=True))
+    widest = max((extent * step for extent, step in zip(extents, steps, strict=False)), default=0)
+    if widest >= 2**31:
+        return f"an axis is {widest} cells of the inputs long, at most {2**31 - 1} are divided"
     return None if space.bricks <= MOST else f"the box has {space.bricks} bricks, at most {MOST} are counted"
 
 

@@ -123,15 +123,16 @@ def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
     for step in steps:
         made.append(made_of(cloud, site, step))
         site = site_of(site, step)
-        cloud = made[-1].cloud(room_of(cloud.capacity, step, site))
+        cloud = made[-1].cloud(room_of(cloud.capacity, step, site), alone=True)
         clouds.append(cloud)
     counts = counted(geometry, [one.count for one in made])
     for step, one, cloud, count in zip(steps, made, clouds[1:], counts, strict=True):
         outputs = Geometry(cloud.coords[:count].clone(), site_of(geometry.site, step))
         key = level_key(step)
         outputs = geometry.levels.setdefault(key, outputs) if key else outputs
-        geometry.maps[step, None] = _to_known(geometry, step, outputs, one, None), outputs
-        geometry = outputs
+        if (step, None) not in geometry.maps:
+            geometry.maps[step, None] = _to_known(geometry, step, outputs, one, None), outputs
+        geometry = geometry.maps[step, None][1] or geometry
 
 
 def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: MapSchedule | None) -> Found:

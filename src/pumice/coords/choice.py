@@ -19,6 +19,7 @@ class MapSchedule:
     load: slots of a hash table that are taken, at most. cells: of a grid, at most.
     mirrored: whether half of the taps of a submanifold map are asked for, and each find is written twice.
     fused: whether candidates, bounds and lookups are one kernel, or one after the other through memory.
+    block: cells that one program of a lookup asks for, a power of two; warps: of 32 threads, that it runs on.
     """
 
     structure: str = "hash"
@@ -26,6 +27,8 @@ class MapSchedule:
     cells: int = 1 << 27
     mirrored: bool = False
     fused: bool = True
+    block: int = 512
+    warps: int = 4
 
     def __post_init__(self) -> None:
         if self.structure not in STRUCTURES:
@@ -34,6 +37,9 @@ class MapSchedule:
             raise OptionError(f"load is above 0 and at most 0.9, found {self.load}")
         if self.cells < 1:
             raise OptionError(f"cells is at least 1, found {self.cells}")
+        for name, value, least in (("block", self.block, 32), ("warps", self.warps, 1)):
+            if value < least or value & (value - 1):
+                raise OptionError(f"{name} is a power of two of at least {least}, found {value}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.keys import Bounds
+from pumice.coords.launch import sent
 from pumice.errors import CoordinateError
 
 DUPLICATE, RANGE, OVERFLOW = 1, 2, 4
@@ -22,6 +23,7 @@ class Cloud:
 
     bounds: a box around the living, known on the host. status: int32 [1] on the device, the bits of what went wrong
     so far; kernels set them, and whoever reads a count reads them too. exact: whether all rows are known to live.
+    needed: how many rows there would be if there were room for all, int32 [1]; None where there is.
     """
 
     coords: Tensor
@@ -29,6 +31,7 @@ class Cloud:
     bounds: Bounds
     status: Tensor
     exact: bool = False
+    needed: Tensor | None = None
 
     @staticmethod
     def of(coords: Tensor, bounds: Bounds, status: Tensor | None = None) -> Cloud:
@@ -54,8 +57,11 @@ class Cloud:
 
     def read(self) -> int:
         """How many rows live: waits for the device. Raises CoordinateError for what went wrong on the way to them."""
-        count, status = (values[0] for values in read([self.count, self.status]))
-        check(status, count, self.capacity)
+        words = [self.count, self.status, self.count if self.needed is None else self.needed]
+        count, status, needed = (values[0] for values in read(words))
+        if needed > self.capacity and not status & (RANGE | DUPLICATE):
+            raise CoordinateError(f"{needed} results, and room for {self.capacity}; give a larger capacity")
+        check(status, self.capacity)
         return count
 
 
@@ -76,19 +82,17 @@ def read(tensors: Sequence[Tensor]) -> list[list[int]]:
     return found
 
 
-def check(status: int, needed: int, capacity: int) -> None:
-    """Raise what the bits of a status word say; needed: how many results there were, at least, for that capacity."""
-    if status & DUPLICATE:
-        raise CoordinateError("coordinates are duplicates; coalesce() merges them")
+def check(status: int, capacity: int) -> None:
+    """Raise what the bits of a status word say of a buffer of so much capacity and of those before it."""
     if status & RANGE:
         raise CoordinateError("coordinates lie outside the spatial_shape or the batch_size that was given for them")
-    if needed > capacity:
-        raise CoordinateError(f"{needed} results, and room for {capacity}; give a larger capacity")
+    if status & DUPLICATE:
+        raise CoordinateError("coordinates are duplicates; coalesce() merges them")
     if status & OVERFLOW:
-        raise CoordinateError(f"more results than some buffer before these {needed} has room for")
+        raise CoordinateError(f"more results than there is room for, in this buffer of {capacity} or in one before it")
 
 
 @lru_cache(maxsize=256)
 def offset_table(offsets: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """int32 [K, D]: offsets on the device, copied there once."""
-    return torch.tensor(offsets, dtype=torch.int32).to(device)
+    return sent(torch.tensor(offsets, dtype=torch.int32), device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.keys import Bounds
+from pumice.coords.launch import sent
 from pumice.errors import CoordinateError
 
 Places = tuple[tuple[int, ...], ...]
@@ -226,10 +227,10 @@ def _byte_tables(places: tuple[int, ...], device: torch.device) -> tuple[tuple[i
     return tuple((index, _move_bits(digits, moves)) for index, moves in _moves(places).items())
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _tables(places: Places, device: torch.device) -> Tensor:
-    values = [torch.arange(1 << len(p), dtype=torch.int64, device=device) for p in places]
-    return torch.cat([_move_bits(v, enumerate(p)) for v, p in zip(values, places, strict=True)])
+    values = [torch.arange(1 << len(p), dtype=torch.int64) for p in places]
+    return sent(torch.cat([_move_bits(v, enumerate(p)) for v, p in zip(values, places, strict=True)]), device)
 
 
 def _moves(places: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:

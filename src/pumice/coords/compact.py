@@ -91,15 +91,21 @@ class Tiling:
         return self.ends[-1:]
 
 
+def laid_out(masks: Tensor, count: Tensor, ends: Tensor, block: int, how: Order) -> Tiling:
+    """The tiles of `block` outputs each that rows with these masks and this tally make; nothing is read."""
+    order = ordered(masks, count, ends, how) if how.sort else None
+    return tiled(masks, count, order, how, (block, len(ends)))
+
+
 def tally(masks: Tensor, count: Tensor, volume: int) -> Tensor:
-    """int32 [ceil(N / 128), K]: rows that have tap k, up to and with each block of rows; the last has the totals."""
+    """int32 [K, ceil(N / 128)]: rows that have tap k, up to and with each block of rows; the last column has totals."""
     if not runs_kernels(masks):
         return tally_twin(masks, count, volume)
     blocks, lanes = max(1, -(-len(masks) // _ROWS)), lanes_of(volume)
-    sums = torch.empty(blocks, volume, dtype=torch.int32, device=masks.device)
+    sums = torch.empty(volume, blocks, dtype=torch.int32, device=masks.device)
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes}
-    kernel("tiling.tally")(blocks, (masks, count, sums), (), constants)
-    return sums.cumsum(0, dtype=torch.int32)
+    kernel("tiling.tally")(blocks, (masks, count, sums), (blocks,), constants)
+    return sums.cumsum(1, dtype=torch.int32)
 
 
 def tally_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
@@ -107,16 +113,16 @@ def tally_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     blocks = max(1, -(-len(masks) // _ROWS))
     bits = torch.zeros(blocks * _ROWS, volume, dtype=torch.int32, device=masks.device)
     bits[: len(masks)] = _bits(masks, volume) * _live(masks, count)[:, None]
-    return bits.view(blocks, _ROWS, volume).sum(1).cumsum(0, dtype=torch.int32)
+    return bits.view(blocks, _ROWS, volume).sum(1).t().cumsum(1, dtype=torch.int32).contiguous()
 
 
-def ordered(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
-    """int64 [N]: rows with like taps one after the other, those with rare and with many taps first.
+def ordered(masks: Tensor, count: Tensor, ends: Tensor, how: Order) -> Tensor:
+    """int64 [N]: rows with like taps one after the other, those with rare and with many taps first. ends: a tally.
 
     They fall by the rank of their taps' bits in Gray code, the rarest tap the highest bit (the order with the least
     computing of absent pairs in the project's simulation of indoor and LiDAR scenes); rows past the count come last.
     """
-    keys = (gray_keys if runs_kernels(masks) else gray_keys_twin)(masks, count, totals, how)
+    keys = (gray_keys if runs_kernels(masks) else gray_keys_twin)(masks, count, ends, how)
     order: Tensor | None = None
     for key in keys:
         place = torch.sort(key if order is None else key[order], stable=True)[1]
@@ -124,20 +130,20 @@ def ordered(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
     return torch.arange(len(masks), device=masks.device) if order is None else order
 
 
-def gray_keys(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
+def gray_keys(masks: Tensor, count: Tensor, ends: Tensor, how: Order) -> Tensor:
     """int32 or int64 [words, N]: what rows are sorted by, the lowest word first."""
-    volume, side = len(totals), max(32, 1 << max(0, len(totals) - 1).bit_length())
+    volume, side = len(ends), max(32, 1 << max(0, len(ends) - 1).bit_length())
     keys = torch.empty(_key_words(how), len(masks), dtype=_key_dtype(how, len(masks)), device=masks.device)
     rows = max(1, 2048 // side)
     constants = {"K": volume, "ROWS": rows, "SIDE": side}
-    numbers = (how.first, how.last, _shift(how), len(masks))
-    kernel("tiling.gray_keys")(-(-len(masks) // rows), (masks, count, totals, keys), numbers, constants)
+    numbers = (how.first, how.last, _shift(how), len(masks), ends.shape[1])
+    kernel("tiling.gray_keys")(-(-len(masks) // rows), (masks, count, ends, keys), numbers, constants)
     return keys
 
 
-def gray_keys_twin(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
+def gray_keys_twin(masks: Tensor, count: Tensor, ends: Tensor, how: Order) -> Tensor:
     """As gray_keys, in plain torch."""
-    used, dtype = how.last - how.first, _key_dtype(how, len(masks))
+    used, dtype, totals = how.last - how.first, _key_dtype(how, len(masks)), ends[:, -1]
     bits = _bits(masks, len(totals))[:, how.first : how.last]
     bits = bits[:, torch.sort(totals[how.first : how.last], descending=True, stable=True)[1]].long()
     keys, odd = [], torch.zeros(len(masks), dtype=torch.int64, device=masks.device)
@@ -192,9 +198,12 @@ def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None
     """
     tiles, block = tiling.slots.shape
     device = rows.device
-    tap = torch.zeros(room, dtype=torch.int32, device=device)
-    tile = torch.full((room,), max(tiles - 1, 0), dtype=torch.int32, device=device)
-    inputs = (torch.empty if status is None else _absent)((room, block), dtype=torch.int32, device=device)
+    tap, tile = torch.empty(2, room, dtype=torch.int32, device=device)
+    inputs = torch.empty(room, block, dtype=torch.int32, device=device)
+    if status is not None:
+        tap.zero_()
+        tile.fill_(max(tiles - 1, 0))
+        inputs.fill_(-1)
     found, told = Compacted(tiling.slots, tile, tap, inputs), clear(device) if status is None else status
     if not runs_kernels(rows):
         return filled_twin(rows, tiling, found, told)
@@ -229,7 +238,7 @@ def listed(
     volume = rows.shape[1]
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
     tensors = (rows, count, ends, inputs, outputs, told)
-    kernel("tiling.list_pairs")(-(-len(rows) // _ROWS), tensors, (group, room, len(ends)), constants)
+    kernel("tiling.list_pairs")(-(-len(rows) // _ROWS), tensors, (group, room, ends.shape[1]), constants)
     return inputs, outputs
 
 
@@ -238,7 +247,7 @@ def listed_twin(
 ) -> tuple[Tensor, Tensor]:
     """As listed, in plain torch, into these tensors: inputs, outputs, status."""
     inputs, outputs, status = found
-    totals = ends[-1].long()
+    totals = ends[:, -1].long()
     whole = (totals + group - 1) // group * group
     shift = whole.cumsum(0) - whole - (totals.cumsum(0) - totals)
     met = torch.where(_live(rows, count)[:, None], rows, -1).t()

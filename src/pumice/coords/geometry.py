@@ -79,6 +79,7 @@ class Geometry:
         self.levels: dict[Any, Geometry] = {}
         self._cloud: Cloud | None = None
         self._lookup: Lookup | None = None
+        self._schedule: MapSchedule | None = None
         self._settled = True
 
     @staticmethod
@@ -168,6 +169,7 @@ class Geometry:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Maps are left out: they are found again where needed, and copies stay small.
+        self.settle()
         return _rebuild, (self._coords, *_plain(self._site), self._inverse)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Geometry:
@@ -184,7 +186,9 @@ class Geometry:
     def cloud(self) -> Cloud:
         """The coordinates as kernels take them."""
         if self._cloud is None:
-            self._cloud = Cloud.of(self._coords, self.bounds)
+            # What is made in inference serves training afterwards.
+            with torch.inference_mode(False):
+                self._cloud = Cloud.of(self._coords, self.bounds)
         return self._cloud
 
     def lookup(self, schedule: MapSchedule | None = None) -> Lookup:
@@ -193,8 +197,9 @@ class Geometry:
         schedule: another structure than the one that the cost model chooses; it is kept from then on. Raises
         OptionError where it cannot be had.
         """
-        if self._lookup is None or schedule is not None:
-            self._lookup = lookup_of(self.cloud, schedule)
+        if self._lookup is None or schedule not in (None, self._schedule):
+            with torch.inference_mode(False):
+                self._lookup, self._schedule = lookup_of(self.cloud, schedule), schedule
         return self._lookup
 
     def explain(self) -> str:

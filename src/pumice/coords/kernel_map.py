@@ -136,7 +136,7 @@ class KernelMap:
         return Grouped(taps, outputs, inputs) if self.flipped else Grouped(taps, inputs, outputs)
 
     def tally(self) -> Tensor:
-        """int32 [blocks, K] on the device: pairs of each tap in the blocks of outputs up to each; totals are last."""
+        """int32 [K, blocks] on the device: pairs of each tap in the blocks of outputs up to each; totals are last."""
         return self.storage("tally", lambda m: compact.tally(m.masks(), m.living(), m.volume))
 
     def tiling(self, block: int, how: Order) -> Tiling:
@@ -211,7 +211,7 @@ def settle(wanted: Iterable[tuple[KernelMap, int, Order | None]]) -> None:
 
 
 def _totals_of(found: KernelMap) -> tuple[Hashable, Tensor]:
-    return "totals", found.tally()[-1]
+    return "totals", found.tally()[:, -1]
 
 
 def _entries_of(found: KernelMap, block: int, how: Order) -> tuple[Hashable, Tensor]:
@@ -256,9 +256,7 @@ def _taps(found: KernelMap) -> Tensor:
 
 
 def _tiling(found: KernelMap, block: int, how: Order) -> Tiling:
-    masks, living = found.masks(), found.living()
-    order = compact.ordered(masks, living, found.tally()[-1], how) if how.sort else None
-    return compact.tiled(masks, living, order, how, (block, found.volume))
+    return compact.laid_out(found.masks(), found.living(), found.tally(), block, how)
 
 
 def _compacted(found: KernelMap, block: int, how: Order) -> Compacted:
@@ -272,5 +270,5 @@ def _grouped(found: KernelMap, group: int) -> Grouped:
     groups = sum(-(-total // group) for total in _totals(found))
     ends = found.tally()
     inputs, outputs = compact.listed(found.rows(), found.living(), ends, groups * group, group)
-    taps = compact.group_taps(ends[-1], groups, group)
+    taps = compact.group_taps(ends[:, -1], groups, group)
     return Grouped(taps, inputs.view(groups, group), outputs.view(groups, group))

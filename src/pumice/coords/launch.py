@@ -28,6 +28,13 @@ def runs_kernels(tensor: Tensor) -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on the device, without a wait for the device."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 @lru_cache(maxsize=64)
 def kernel(name: str) -> Launcher:
     """The kernel `file.function` of this room. Its file is imported here first: it needs Triton."""

@@ -1,7 +1,7 @@
 """What says which row holds a coordinate: one interface for sorted keys, tables and bricks.
 
-The structures differ in time and memory and in nothing else: each gives the same rows, and where coordinates are equal
-(which is reported) the least of their rows.
+The structures differ in time and memory and in nothing else: each gives the same rows. Where coordinates are equal,
+which is reported, it gives one of theirs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ class Lookup(Protocol):
 
 def find(lookup: Lookup, coords: Tensor, bounds: Bounds) -> Tensor:
     """The row of each of `coords` int [M, 1+D], -1 where it is not present; int32 [M]."""
-    asked = Cloud.of(coords.int(), bounds)
+    narrow = coords.int()
+    if coords.dtype != torch.int32:
+        # What int32 does not hold is nowhere.
+        narrow[:, 0] = torch.where((narrow == coords).all(1), narrow[:, 0], -1)
+    asked = Cloud.of(narrow, bounds)
     return lookup.neighbours(asked, Relation.of(asked.dim, 1)).rows[:, 0]
 
 

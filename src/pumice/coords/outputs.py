@@ -38,8 +38,11 @@ class Outputs(Protocol):
         """int32 [1] on the device: how many there are."""
         ...
 
-    def cloud(self, capacity: int) -> Cloud:
-        """The outputs in room for so many, with the inputs' status; rows past their count hold -1."""
+    def cloud(self, capacity: int, alone: bool = False) -> Cloud:
+        """The outputs in room for so many, with the inputs' status; rows past their count hold -1.
+
+        alone: no table of this capacity will be asked for.
+        """
         ...
 
     def geometry(self, count: int) -> Geometry:
@@ -57,7 +60,7 @@ def made_of(inputs: Cloud, site: Site, relation: Relation, schedule: MapSchedule
     if not runs_kernels(inputs.coords) or inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
         return Listed(inputs, relation, site)
     fused = schedule is None or schedule.fused
-    if fused and bricks.refusal(inputs.coords, site.bounds) is None:
+    if fused and bricks.refusal(inputs.coords, site.bounds, relation.stride) is None:
         return Fused(inputs, relation, site)
     return Staged(inputs, relation, site) if codes_fit(site.bounds) else Listed(inputs, relation, site)
 
@@ -83,10 +86,11 @@ def _box(bounds: Bounds, relation: Relation, shape: tuple[int, ...] | None) -> B
         steps = [offset[axis] for offset in relation.offsets] or [0]
         first, last = axis_box((bounds.low[axis], bounds.high[axis], min(steps), max(steps), stride))
         if shape is not None:
-            # Outside the extent nothing is kept; an empty box is one cell, which is not reached.
+            # Outside the extent nothing is kept.
             first, last = max(first, 0), min(last, shape[axis] - 1)
-        low.append(first)
-        high.append(max(first, last))
+        # Where nothing is left, a cell of the extent, which is not reached.
+        low.append(first if first <= last else max(last, 0))
+        high.append(max(last, 0) if first > last else last)
     return Bounds(tuple(low), tuple(high), bounds.batch).checked()
 
 
@@ -122,8 +126,9 @@ class Fused:
     def count(self) -> Tensor:
         return self._bricks.count
 
-    def cloud(self, capacity: int) -> Cloud:
-        return Cloud(self._placed(capacity), self.count, self._site.bounds, self._inputs.status)
+    def cloud(self, capacity: int, alone: bool = False) -> Cloud:
+        coords = self._bricks.coords(self._inputs, self._reach, capacity) if alone else self._placed(capacity)
+        return _buffered(coords, self.count, self._site, self._inputs)
 
     def geometry(self, count: int) -> Geometry:
         return Geometry(self._placed(count), self._site)
@@ -160,8 +165,8 @@ class Staged:
     def count(self) -> Tensor:
         return self._places[-1:].int()
 
-    def cloud(self, capacity: int) -> Cloud:
-        return Cloud(self._coords(capacity), self.count, self._site.bounds, self._inputs.status)
+    def cloud(self, capacity: int, alone: bool = False) -> Cloud:
+        return _buffered(self._coords(capacity), self.count, self._site, self._inputs)
 
     def geometry(self, count: int) -> Geometry:
         return Geometry(self._coords(count), self._site)
@@ -191,11 +196,11 @@ class Listed:
     def count(self) -> Tensor:
         return torch.full((1,), len(self._coords), dtype=torch.int32, device=self._coords.device)
 
-    def cloud(self, capacity: int) -> Cloud:
+    def cloud(self, capacity: int, alone: bool = False) -> Cloud:
         self._inputs.status.bitwise_or_(OVERFLOW * (len(self._coords) > capacity))
         coords = self._coords.new_full((capacity, self._coords.shape[1]), -1)
         coords[: len(self._coords)] = self._coords[:capacity]
-        return Cloud(coords, self.count, self._site.bounds, self._inputs.status)
+        return _buffered(coords, self.count, self._site, self._inputs)
 
     def geometry(self, count: int) -> Geometry:
         return Geometry(self._coords[:count], self._site)
@@ -222,6 +227,11 @@ def reached(reach: Reach) -> int:
         rest = tuple(o % s for o, s in zip(offset, reach.steps, strict=True))
         kinds[rest] = kinds.get(rest, 0) + 1
     return max(kinds.values(), default=0)
+
+
+def _buffered(coords: Tensor, needed: Tensor, site: Site, inputs: Cloud) -> Cloud:
+    """A buffer of outputs; where there are more than it holds, the status says so."""
+    return Cloud(coords, needed.clamp(max=len(coords)), site.bounds, inputs.status, needed=needed)
 
 
 def room_of(inputs: int, relation: Relation, site: Site) -> int:

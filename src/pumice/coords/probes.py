@@ -10,11 +10,14 @@ import triton.language as tl
 
 _NUMBERS = [
     "batch", "low0", "low1", "low2", "low3", "size0", "size1", "size2", "size3",
-    "step0", "step1", "step2", "step3", "begin0", "begin1", "begin2", "begin3", "bits", "limit", "capacity",
+    "step0", "step1", "step2", "step3", "begin0", "begin1", "begin2", "begin3",
+    "margin", "reach", "bits", "last", "limit", "capacity",
 ]  # fmt: skip
 
-EMPTY = tl.constexpr(-1)
-"""What a free slot of a hash table holds."""
+EMPTY = tl.constexpr(2**63 - 1)
+"""What a free slot of a hash table holds: more than any entry."""
+NOBODY = tl.constexpr(-1)
+"""What a free slot of a table of rows holds."""
 FREE = tl.constexpr(2**31 - 1)
 """What a free cell of a grid holds."""
 DUPLICATE = tl.constexpr(1)
@@ -29,25 +32,28 @@ def _popcount(word):
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
-    x = x + (x >> 8)
-    return ((x + (x >> 16)) & 63).to(tl.int32)
+    return ((x * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
 def _mixed(x):
-    """An int64 with its bits spread: what differs anywhere differs in the high bits."""
+    """32 bits of an int64 in which every bit of it tells (the finaliser of MurmurHash3 over both halves)."""
     u = x.to(tl.uint64, bitcast=True)
-    u = u ^ (u >> 32)
-    u = u * 0xD6E8FEB86659FD93
-    u = u ^ (u >> 29)
-    return u * 0x9FB21C651E98DF25
+    h = u.to(tl.uint32) ^ ((u >> 32).to(tl.uint32) * 0x9E3779B1)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
 
 
 @triton.jit
-def _slot(key, bits):
-    """The first slot of a key in a table of 2**bits: four keys that follow one another share 32 bytes."""
-    group = _mixed(key >> 2) >> (66 - bits).to(tl.uint64)
-    return ((group << 2).to(tl.int64)) | (key & 3)
+def _slot(key, last):
+    """(the first slot of a key in a table of last + 1, how far it is from each slot to the key's next).
+
+    Four keys that follow one another share 32 bytes; their steps are odd, and differ.
+    """
+    h = _mixed(key >> 2)
+    step = (((h >> 16) << 2) + 1).to(tl.int64)
+    return ((h.to(tl.int64) << 2) | (key & 3)) & last, step
 
 
 @triton.jit
@@ -59,29 +65,67 @@ def _axis(coords, offsets, r, k, there, tapped, step, low, D: tl.constexpr, AXIS
 
 
 @triton.jit
+def _entered(key, inside, v, size, margin):
+    """A key with one more axis, and whether the coordinate is in the box, which lies `margin` within its numbering."""
+    return key * size + v, inside & (v >= margin) & (v < size - margin)
+
+
+@triton.jit
 def _cell(
     coords, offsets, r, k, there, tapped,
-    batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3,
+    batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin,
     D: tl.constexpr,
 ):  # fmt: skip
-    """(row-major number in the box, whether it lies in the box) of the cell that row r meets through tap k."""
+    """(row-major number, whether it lies in the box) of the cell that row r meets through tap k."""
     b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
     v = _axis(coords, offsets, r, k, there, tapped, step0, low0, D, 0)
-    inside = there & tapped & (b >= 0) & (b < batch) & (v >= 0) & (v < size0)
-    key = b * size0 + v
+    key, inside = _entered(b, there & tapped & (b >= 0) & (b < batch), v, size0, margin)
     if D > 1:
         v = _axis(coords, offsets, r, k, there, tapped, step1, low1, D, 1)
-        inside = inside & (v >= 0) & (v < size1)
-        key = key * size1 + v
+        key, inside = _entered(key, inside, v, size1, margin)
     if D > 2:
         v = _axis(coords, offsets, r, k, there, tapped, step2, low2, D, 2)
-        inside = inside & (v >= 0) & (v < size2)
-        key = key * size2 + v
+        key, inside = _entered(key, inside, v, size2, margin)
     if D > 3:
         v = _axis(coords, offsets, r, k, there, tapped, step3, low3, D, 3)
-        inside = inside & (v >= 0) & (v < size3)
-        key = key * size3 + v
+        key, inside = _entered(key, inside, v, size3, margin)
     return key, inside
+
+
+@triton.jit
+def _home(
+    coords, r, there,
+    batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, edge,
+    D: tl.constexpr,
+):  # fmt: skip
+    """(number of row r's own cell, times the steps; whether it lies in the numbering less `edge` all around)."""
+    at = coords + r * (D + 1)
+    b = tl.load(at, mask=there, other=-1).to(tl.int64)
+    v = tl.load(at + 1, mask=there, other=0).to(tl.int64) * step0 - low0
+    key, near = _entered(b, there & (b >= 0) & (b < batch), v, size0, edge)
+    if D > 1:
+        v = tl.load(at + 2, mask=there, other=0).to(tl.int64) * step1 - low1
+        key, near = _entered(key, near, v, size1, edge)
+    if D > 2:
+        v = tl.load(at + 3, mask=there, other=0).to(tl.int64) * step2 - low2
+        key, near = _entered(key, near, v, size2, edge)
+    if D > 3:
+        v = tl.load(at + 4, mask=there, other=0).to(tl.int64) * step3 - low3
+        key, near = _entered(key, near, v, size3, edge)
+    return key, near
+
+
+@triton.jit
+def _step(offsets, k, tapped, size0, size1, size2, size3, D: tl.constexpr):
+    """The difference of the numbers of two cells that tap k leads from and to."""
+    step = tl.load(offsets + k * D, mask=tapped, other=0).to(tl.int64)
+    if D > 1:
+        step = step * size1 + tl.load(offsets + k * D + 1, mask=tapped, other=0)
+    if D > 2:
+        step = step * size2 + tl.load(offsets + k * D + 2, mask=tapped, other=0)
+    if D > 3:
+        step = step * size3 + tl.load(offsets + k * D + 3, mask=tapped, other=0)
+    return step
 
 
 @triton.jit
@@ -90,23 +134,23 @@ def _digest(
     batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3,
     D: tl.constexpr,
 ):  # fmt: skip
-    """As _cell for a box whose cells int64 cannot number: the number modulo 2**64, to hash by only."""
+    """As _cell for a box whose cells int64 cannot number: bits to hash by only. Its margin is 0."""
     b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
     v = _axis(coords, offsets, r, k, there, tapped, step0, low0, D, 0)
     inside = there & tapped & (b >= 0) & (b < batch) & (v >= 0) & (v < size0)
-    key = (_mixed(b) ^ v.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
+    key = (_mixed(b).to(tl.int64) << 31) + v
     if D > 1:
         v = _axis(coords, offsets, r, k, there, tapped, step1, low1, D, 1)
         inside = inside & (v >= 0) & (v < size1)
-        key = (_mixed(key) + v.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
+        key = (_mixed(key).to(tl.int64) << 31) + v
     if D > 2:
         v = _axis(coords, offsets, r, k, there, tapped, step2, low2, D, 2)
         inside = inside & (v >= 0) & (v < size2)
-        key = (_mixed(key) + v.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
+        key = (_mixed(key).to(tl.int64) << 31) + v
     if D > 3:
         v = _axis(coords, offsets, r, k, there, tapped, step3, low3, D, 3)
         inside = inside & (v >= 0) & (v < size3)
-        key = (_mixed(key) + v.to(tl.uint64, bitcast=True)).to(tl.int64, bitcast=True)
+        key = (_mixed(key).to(tl.int64) << 31) + v
     return key, inside
 
 
@@ -147,13 +191,13 @@ def insert(
     coords, count, offsets, table, status,
     batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
-    step0: "i64", step1: "i64", step2: "i64", step3: "i64", bits: "i64", limit: "i64",
+    step0: "i64", step1: "i64", step2: "i64", step3: "i64", margin: "i64", bits: "i64", last: "i64",
     D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Enter every row's cell: into a grid, a hash table of key << bits | row, or one of rows ("wide").
 
-    The least row of equal cells stays. limit: the table is 2**limit slots and BLOCK more, which lanes that are done
-    knock at. Linear probing.
+    The least row of equal cells stays. last: of the table's slots; a table of rows has BLOCK more behind it. Double
+    hashing.
     """
     r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live = r < tl.load(count)
@@ -166,35 +210,43 @@ def insert(
     else:
         key, inside = _cell(
             coords, offsets, r, k, live, live,
-            batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, D,
+            batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
         )  # fmt: skip
     _report(status, RANGE, live & (inside == 0))
     if KIND == "grid":
         old = tl.atomic_min(table + key, r.to(tl.int32), mask=inside, sem="relaxed")
         _report(status, DUPLICATE, inside & (old != FREE))
+    elif KIND == "hash":
+        # An ordered table: a slot keeps the least of the entries that come by, the other goes on. However they come,
+        # the same table results, and equal keys meet.
+        slot, step = _slot(key, last)
+        entry = (key << bits) | r
+        pending = inside
+        twice = inside & (r < 0)
+        while tl.sum(pending.to(tl.int32)) > 0:
+            old = tl.atomic_min(table + slot, entry, mask=pending, sem="relaxed")
+            same = pending & (old != EMPTY) & ((old >> bits) == (entry >> bits))
+            twice = twice | same
+            pending = pending & (old != EMPTY) & (same == 0)
+            entry = tl.where(pending, tl.maximum(old, entry), entry)
+            _, step = _slot(entry >> bits, last)
+            slot = (slot + step) & last
+        _report(status, DUPLICATE, twice)
     else:
-        scratch = (tl.full([BLOCK], 1, tl.int64) << limit) + tl.arange(0, BLOCK)
-        last = (tl.full([BLOCK], 1, tl.int64) << limit) - 1
-        slot = _slot(key, limit)
+        # An exchange knows no mask: lanes that are done knock at slots behind the table.
+        slot, step = _slot(key, last)
+        scratch = last + 1 + tl.arange(0, BLOCK)
+        free, own = tl.full([BLOCK], NOBODY, tl.int32), r.to(tl.int32)
         pending = inside
         twice = inside & (r < 0)
         while tl.sum(pending.to(tl.int32)) > 0:
             at = tl.where(pending, slot, scratch)
-            if KIND == "hash":
-                free = tl.full([BLOCK], EMPTY, tl.int64)
-                entry = (key << bits) | r
-                old = tl.atomic_cas(table + at, free, tl.where(pending, entry, free), sem="relaxed")
-                same = pending & (old != EMPTY) & ((old >> bits) == key)
-                tl.atomic_min(table + at, entry, mask=same, sem="relaxed")
-            else:
-                free = tl.full([BLOCK], EMPTY, tl.int32)
-                own = r.to(tl.int32)
-                old = tl.atomic_cas(table + at, free, tl.where(pending, own, free), sem="relaxed")
-                same = _is_row(coords, old, coords, offsets, r, k, pending, pending, 1, 1, 1, 1, D)
-                tl.atomic_min(table + at, own, mask=same, sem="relaxed")
+            old = tl.atomic_cas(table + at, free, tl.where(pending, own, free), sem="relaxed")
+            same = _is_row(coords, old, coords, offsets, r, k, pending, pending, 1, 1, 1, 1, D)
+            tl.atomic_min(table + at, own, mask=same, sem="relaxed")
             twice = twice | same
-            pending = pending & (old != EMPTY) & (same == 0)
-            slot = (slot + 1) & last
+            pending = pending & (old != NOBODY) & (same == 0)
+            slot = (slot + step) & last
         _report(status, DUPLICATE, twice)
 
 
@@ -203,7 +255,7 @@ def insert(
 
 @triton.jit
 def _probed(
-    table, source, coords, offsets, r, k, live, tapped, key, inside, step0, step1, step2, step3, bits, limit,
+    table, source, coords, offsets, r, k, live, tapped, key, inside, step0, step1, step2, step3, bits, last,
     D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The row of each cell in a grid or a hash table, -1 where there is none; int32."""
@@ -211,25 +263,41 @@ def _probed(
         found = tl.load(table + key, mask=inside, other=FREE)
         found = tl.where(found == FREE, -1, found)
     else:
-        found = tl.where(inside, -1, -1)
-        one = tl.where(inside, 1, 1).to(tl.int64)
-        last = (one << limit) - 1
-        slot = _slot(key, limit)
-        pending = inside
+        slot, step = _slot(key, last)
+        # Most cells are met, or found absent, at the first slot; the others go on together.
+        none = EMPTY if KIND == "hash" else NOBODY
+        entry = tl.load(table + slot, mask=inside, other=none)
+        found, pending = _compared(
+            source, coords, offsets, r, k, live, tapped, key, inside, entry, step0, step1, step2, step3, bits, D, KIND
+        )  # fmt: skip
         while tl.sum(pending.to(tl.int32)) > 0:
-            entry = tl.load(table + slot, mask=pending, other=EMPTY)
-            if KIND == "hash":
-                hit = pending & (entry != EMPTY) & ((entry >> bits) == key)
-                row = (entry & ((one << bits) - 1)).to(tl.int32)
-            else:
-                hit = pending & _is_row(
-                    source, entry, coords, offsets, r, k, live, tapped, step0, step1, step2, step3, D
-                )  # fmt: skip
-                row = entry
-            found = tl.where(hit, row, found)
-            pending = pending & (entry != EMPTY) & (hit == 0)
-            slot = (slot + 1) & last
+            slot = (slot + step) & last
+            entry = tl.load(table + slot, mask=pending, other=none)
+            more, pending = _compared(
+                source, coords, offsets, r, k, live, tapped, key, pending, entry,
+                step0, step1, step2, step3, bits, D, KIND,
+            )  # fmt: skip
+            found = tl.maximum(found, more)
     return found
+
+
+@triton.jit
+def _compared(
+    source, coords, offsets, r, k, live, tapped, key, pending, entry, step0, step1, step2, step3, bits,
+    D: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """(the row that a slot holds if it is the key's, else -1; whether the next slot is to be asked)."""
+    if KIND == "hash":
+        held = entry >> bits
+        hit = pending & (held == key)
+        row = (entry & ((tl.zeros_like(entry) + 1 << bits) - 1)).to(tl.int32)
+        # Entries along a key's way are less than its own.
+        onward = pending & (held < key)
+    else:
+        hit = pending & _is_row(source, entry, coords, offsets, r, k, live, tapped, step0, step1, step2, step3, D)
+        row = entry
+        onward = pending & (entry != NOBODY) & (hit == 0)
+    return tl.where(hit, row, -1), onward
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -237,11 +305,15 @@ def neighbours(
     coords, count, offsets, table, source, rows, masks,
     batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
-    step0: "i64", step1: "i64", step2: "i64", step3: "i64", bits: "i64", limit: "i64", capacity: "i64",
-    D: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, MIRROR: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    step0: "i64", step1: "i64", step2: "i64", step3: "i64",
+    margin: "i64", reach: "i64", bits: "i64", last: "i64", capacity: "i64",
+    D: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, MIRROR: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """rows[r, k] and the bits of masks[r]: who meets row r through each tap; rows past the count get -1 and 0.
 
+    EACH: whether a cell lies in the box is asked of each cell. Else it is asked of rows, whether they are within reach
+    of the box, and the table's margin numbers whatever taps lead to from there: a tap adds a constant.
     MIRROR: of a submanifold map only the first half of the taps is asked for, and each find is written twice.
     """
     PER: tl.constexpr = 31 if LANES == 32 else LANES
@@ -250,10 +322,17 @@ def neighbours(
     lane = tl.arange(0, LANES)[None, :]
     live = r < tl.load(count)
     there = r < capacity
+    base, near = _home(
+        coords, r, live,
+        batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin - reach, D,
+    )  # fmt: skip
     for word in range(0, (ASKED + PER - 1) // PER):
         k = word * PER + lane
         tapped = (lane < PER) & (k < ASKED)
-        if KIND == "wide":
+        if not EACH:
+            key = base + _step(offsets, k, tapped, size0, size1, size2, size3, D)
+            inside = near & tapped
+        elif KIND == "wide":
             key, inside = _digest(
                 coords, offsets, r, k, live, tapped,
                 batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, D,
@@ -261,11 +340,11 @@ def neighbours(
         else:
             key, inside = _cell(
                 coords, offsets, r, k, live, tapped,
-                batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, D,
+                batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
             )  # fmt: skip
         found = _probed(
             table, source, coords, offsets, r, k, live, tapped, key, inside,
-            step0, step1, step2, step3, bits, limit, D, KIND,
+            step0, step1, step2, step3, bits, last, D, KIND,
         )  # fmt: skip
         if MIRROR:
             met = found >= 0
@@ -276,7 +355,7 @@ def neighbours(
             bit = tl.where(found >= 0, 1 << lane, 0)
             place = masks + r * ((K + 30) // 31) + word
             tl.store(place, tl.sum(bit, axis=1)[:, None], mask=there)
-    if MIRROR:
+    if MIRROR and K % 2 == 1:
         tl.store(rows + r * K + K // 2, r.to(tl.int32), mask=live)
 
 
@@ -426,7 +505,7 @@ def occupy(
 @triton.jit(do_not_specialize=_NUMBERS)
 def popcounts(words, sums, capacity: "i64", BLOCK: tl.constexpr):
     """Bits set in each word of a bitmap."""
-    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     word = tl.load(words + at, mask=at < capacity, other=0)
     tl.store(sums + at, _popcount(word), mask=at < capacity)
 

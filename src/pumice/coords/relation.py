@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pumice.errors import OptionError, ShapeError
@@ -66,7 +67,7 @@ class Relation:
     def dim(self) -> int:
         return len(self.stride)
 
-    @property
+    @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
         """What is added to `stride * out`, for each of the K taps."""
         if self.custom is not None:
@@ -75,7 +76,12 @@ class Relation:
         rule = tuple(zip(self.dilation, self.padding, strict=True))
         return tuple(tuple(d * t - p for t, (d, p) in zip(tap, rule, strict=True)) for tap in taps)
 
-    @property
+    @cached_property
+    def reach(self) -> int:
+        """The greatest offset along any axis, without its sign."""
+        return max((abs(o) for offset in self.offsets for o in offset), default=0)
+
+    @cached_property
     def mirrored(self) -> bool:
         """Whether inputs and outputs are one set and tap K-1-k undoes tap k: a submanifold window of odd size."""
         ours = self.offsets

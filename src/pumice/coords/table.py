@@ -12,9 +12,11 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.launch import kernel, runs_kernels
-from pumice.coords.lookup import WORD, Found, lanes_of, padded, rows_of
+from pumice.coords.lookup import WORD, Found, lanes_of, padded
 from pumice.coords.relation import Relation
 
+MARGINS = {"hash": 8, "grid": 2, "wide": 0}
+"""Cells around the box that are numbered too, so that a tap adds a constant to a row's number."""
 _INSERT_BLOCK = 128
 
 
@@ -22,58 +24,69 @@ class Table:
     """A hash table or a dense grid, filled and asked by kernels."""
 
     def __init__(self, cloud: Cloud, schedule: MapSchedule, kind: str) -> None:
-        self._cloud, self._kind = cloud, kind
-        self._bits = max(1, (cloud.capacity - 1).bit_length())
-        self._limit = table_bits(cloud.capacity, schedule.load)
-        self._table = self._filled()
-        box = _box(cloud.bounds, (1,) * cloud.dim)
+        self._cloud, self._kind, self._schedule = cloud, kind, schedule
+        self._margin = MARGINS[kind]
+        self._bounds = cloud.bounds.grown([self._margin] * cloud.dim)
+        self._bits, self._last = _row_bits(cloud), (1 << table_bits(cloud.capacity, schedule.load)) - 1
+        self._table = self._free()
         zero = offset_table(((0,) * cloud.dim,), cloud.device)
+        numbers = (*_box(self._bounds, (1,) * cloud.dim), self._margin, self._bits, self._last)
         tensors = (cloud.coords, cloud.count, zero, self._table, cloud.status)
         constants = {"D": cloud.dim, "KIND": kind, "BLOCK": _INSERT_BLOCK}
-        kernel("probes.insert")(
-            -(-cloud.capacity // _INSERT_BLOCK), tensors, (*box, self._bits, self._limit), constants
-        )
+        kernel("probes.insert")(-(-cloud.capacity // _INSERT_BLOCK), tensors, numbers, constants)
 
-    def _filled(self) -> Tensor:
+    def _free(self) -> Tensor:
         device = self._cloud.device
         if self._kind == "grid":
-            return torch.full((cells_of(self._cloud.bounds),), INT32_MAX, dtype=torch.int32, device=device)
-        dtype = torch.int64 if self._kind == "hash" else torch.int32
-        return torch.full(((1 << self._limit) + _INSERT_BLOCK,), -1, dtype=dtype, device=device)
+            return torch.full((cells_of(self._bounds),), INT32_MAX, dtype=torch.int32, device=device)
+        if self._kind == "hash":
+            return torch.full((self._last + 1,), 2**63 - 1, dtype=torch.int64, device=device)
+        return torch.full((self._last + 1 + _INSERT_BLOCK,), -1, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
         return self._table.numel() * self._table.element_size()
 
     def neighbours(self, outputs: Cloud, relation: Relation, mirrored: bool = False) -> Found:
-        """mirrored: of a submanifold map, half of the taps are asked for and written twice (no masks then)."""
+        """mirrored: of a submanifold map, half of the taps is asked for and written twice (no masks then)."""
         volume, capacity, device = len(relation.offsets), outputs.capacity, outputs.device
         rows = torch.empty(capacity, volume, dtype=torch.int32, device=device)
         masks = torch.empty(capacity, -(-volume // WORD), dtype=torch.int32, device=device)
         if mirrored:
             rows.fill_(-1)
         lanes = lanes_of(volume // 2 if mirrored else volume)
-        constants = {"D": outputs.dim, "K": volume, "KIND": self._kind, "MIRROR": mirrored}
-        numbers = (*_box(self._cloud.bounds, relation.stride), self._bits, self._limit, capacity)
+        block = max(1, self._schedule.block // lanes)
+        reach = self._reach(outputs, relation)
+        constants = {"D": outputs.dim, "K": volume, "KIND": self._kind, "EACH": reach is None, "MIRROR": mirrored}
+        constants |= {"ROWS": block, "LANES": lanes}
+        box = _box(self._bounds, relation.stride)
+        numbers = (*box, self._margin, reach or 0, self._bits, self._last, capacity)
         offsets = offset_table(relation.offsets, device)
         tensors = (outputs.coords, outputs.count, offsets, self._table, self._cloud.coords, rows, masks)
-        block = rows_of(lanes)
-        kernel("probes.neighbours")(
-            -(-capacity // block), tensors, numbers, {**constants, "ROWS": block, "LANES": lanes}
-        )
+        kernel("probes.neighbours")(-(-capacity // block), tensors, numbers, constants, self._schedule.warps)
         return Found(rows, None if mirrored else masks)
+
+    def _reach(self, outputs: Cloud, relation: Relation) -> int | None:
+        """How far from the box rows may lie to meet something; None where the margin is too narrow to do without."""
+        most = relation.reach
+        if self._kind == "wide":
+            return None
+        if outputs.coords is self._cloud.coords and all(s == 1 for s in relation.stride):
+            # Its own rows lie in the box.
+            return 0 if most <= self._margin else None
+        return most if 2 * most <= self._margin else None
 
 
 class HashTable(Table):
-    """Open addressing with linear probing: one int64 per slot, key << bits | row, where both fit into 63 bits.
+    """Open addressing with double hashing: one int64 per slot, key << bits | row, where both fit into 63 bits.
 
     Where they do not, a slot holds the row alone and coordinates are compared (the wide path, any extents). Keys that
     follow one another along the last axis lie side by side.
     """
 
     def __init__(self, cloud: Cloud, schedule: MapSchedule) -> None:
-        rows = max(1, (cloud.capacity - 1).bit_length())
-        super().__init__(cloud, schedule, "hash" if cells_of(cloud.bounds) << rows < 2**63 else "wide")
+        numbered = cells_of(cloud.bounds.grown([MARGINS["hash"]] * cloud.dim))
+        super().__init__(cloud, schedule, "hash" if numbered << _row_bits(cloud) < 2**63 else "wide")
 
     @staticmethod
     def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
@@ -90,7 +103,7 @@ class Grid(Table):
     def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
         if not runs_kernels(cloud.coords):
             return "kernels do not run here"
-        cells = cells_of(cloud.bounds)
+        cells = cells_of(cloud.bounds.grown([MARGINS["grid"]] * cloud.dim))
         return None if cells <= schedule.cells else f"the box has {cells} cells, a grid at most {schedule.cells}"
 
 
@@ -103,6 +116,10 @@ def cells_of(bounds: Bounds) -> int:
 def table_bits(capacity: int, load: float) -> int:
     """The binary logarithm of the slots for so many rows: filled to `load` at most."""
     return max(6, math.ceil(math.log2(max(1, capacity) / load)))
+
+
+def _row_bits(cloud: Cloud) -> int:
+    return max(1, (cloud.capacity - 1).bit_length())
 
 
 def _box(bounds: Bounds, steps: Sequence[int]) -> tuple[int, ...]:

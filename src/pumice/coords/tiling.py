@@ -19,38 +19,38 @@ def _bits(masks, r, k, there, tapped, WORDS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def tally(masks, count, sums, K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """sums[program, k]: how many of the program's rows have tap k."""
+def tally(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """sums[k, program]: how many of the program's rows have tap k."""
     WORDS: tl.constexpr = (K + 30) // 31
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for start in range(0, K, LANES):
         k = start + tl.arange(0, LANES)[None, :]
         bits = _bits(masks, r, k, live, k < K, WORDS)
-        tl.store(sums + tl.program_id(0) * K + k, tl.sum(bits, axis=0)[None, :], mask=k < K)
+        tl.store(sums + k * blocks + tl.program_id(0), tl.sum(bits, axis=0)[None, :], mask=k < K)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def gray_keys(
-    masks, count, totals, keys, first: "i64", last: "i64", shift: "i64", capacity: "i64",
+    masks, count, ends, keys, first: "i64", last: "i64", shift: "i64", capacity: "i64", blocks: "i64",
     K: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """keys[w, r]: word w of what rows are sorted by, falling rank of the Gray code of taps [first, last).
 
     The rarest tap is the highest bit. shift: rows of a superblock as a power of two; its number stands above the
-    highest word. Rows past the count get the largest key.
+    highest word. Rows past the count get the largest key. ends: as in list_pairs.
     """
     WORDS: tl.constexpr = (K + 30) // 31
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     live = r < tl.load(count)
     k = tl.arange(0, SIDE)
     tapped = (k >= first) & (k < last)
-    mine = tl.load(totals + k, mask=tapped, other=0)
+    mine = tl.load(ends + k * blocks + blocks - 1, mask=tapped, other=0)
     # The place of a tap: how many are more frequent, or as frequent and before it.
     place = tl.zeros([SIDE], tl.int32)
     for start in range(0, K, 32):
         j = (start + tl.arange(0, 32))[:, None]
-        other = tl.load(totals + j, mask=(j >= first) & (j < last), other=-1)
+        other = tl.load(ends + j * blocks + blocks - 1, mask=(j >= first) & (j < last), other=-1)
         more = (other > mine[None, :]) | ((other == mine[None, :]) & (j < k[None, :]))
         place += tl.sum((more & (other >= 0)).to(tl.int32), axis=0)
     bits = _bits(masks, r[:, None], k[None, :], live[:, None], tapped[None, :], WORDS)
@@ -121,15 +121,17 @@ def fill_tiles(
     r = tl.load(slots + t.to(tl.int64) * BLOCK + b).to(tl.int64)
     entry = tl.load(ends + t - 1, mask=t > 0, other=0).to(tl.int64)
     for start in range(0, K, LANES):
-        k = start + tl.arange(0, LANES)[None, :]
-        has = tl.load(active + t * K + k, mask=k < K, other=0).to(tl.int32)
-        e = entry + tl.cumsum(has, axis=1) - has
+        # Scans are along one axis of one-dimensional tensors: Triton 3.6 cannot lower others of this shape.
+        lane = start + tl.arange(0, LANES)
+        one = tl.load(active + t.to(tl.int64) * K + lane, mask=lane < K, other=0).to(tl.int32)
+        k, has = lane[None, :], one[None, :]
+        e = (entry + tl.cumsum(one, axis=0) - one)[None, :]
         on = (has == 1) & (e < capacity)
         tl.store(taps + e, k.to(tl.int32), mask=on)
         tl.store(tiles + e, tl.zeros_like(k) + t, mask=on)
         met = tl.load(rows + r * K + k, mask=on & (r >= 0), other=-1)
         tl.store(inputs + e * BLOCK + b, met, mask=on & (b >= 0))
-        entry += tl.sum(has)
+        entry += tl.sum(one)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -139,21 +141,21 @@ def list_pairs(
 ):  # fmt: skip
     """Pairs by tap, then by output; each tap's list begins at a multiple of `group`.
 
-    ends[p, k]: pairs of tap k in the blocks of rows up to and with p, of `blocks` in all. capacity: places that there
+    ends[k, p]: pairs of tap k in the blocks of rows up to and with p, of `blocks` in all. capacity: places that there
     is room for; that there are more is reported.
     """
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
-    before_all = tl.zeros([1], tl.int64)
+    entry = tl.zeros([1], tl.int64)
     for start in range(0, K, LANES):
-        k = start + tl.arange(0, LANES)[None, :]
-        totals = tl.load(ends + (blocks - 1) * K + k, mask=k < K, other=0).to(tl.int64)
+        lane = start + tl.arange(0, LANES)
+        totals = tl.load(ends + lane * blocks + blocks - 1, mask=lane < K, other=0).to(tl.int64)
         whole = (totals + group - 1) // group * group
-        begin = before_all + tl.cumsum(whole, axis=1) - whole
-        before_all += tl.sum(whole, axis=1)
+        k, begin = lane[None, :], (entry + tl.cumsum(whole, axis=0) - whole)[None, :]
+        entry += tl.sum(whole)
         met = tl.load(rows + r * K + k, mask=live & (k < K), other=-1)
         has = (met >= 0).to(tl.int32)
-        before = tl.load(ends + (tl.program_id(0) - 1) * K + k, mask=(k < K) & (tl.program_id(0) > 0), other=0)
+        before = tl.load(ends + k * blocks + tl.program_id(0) - 1, mask=(k < K) & (tl.program_id(0) > 0), other=0)
         at = begin + before + tl.cumsum(has, axis=0) - has
         on = (has == 1) & (at < capacity)
         if tl.sum(((has == 1) & (at >= capacity)).to(tl.int32)) > 0:

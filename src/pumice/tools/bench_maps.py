@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -81,10 +82,11 @@ def _say_least(setup: Setup) -> None:
 
 def submanifold(setup: Setup) -> Iterator[Row]:
     """3x3x3 maps as rows, shuffled and in the file's order, against spconv in the same run and what was recorded."""
-    for name, filed in scenes(setup):
+    for name, load in scenes(setup):
         case = f"map/{name}/k3"
         if not setup.wants(case):
             continue
+        filed = load()
         orders = {"shuffled": filed.shuffled(), "file-order": filed}
         truths = {order: map_work.truth_of(voxels, WINDOW) for order, voxels in orders.items()}
         done = ready(setup, case, [_map_work(order, orders[order], truth) for order, truth in truths.items()])
@@ -144,11 +146,11 @@ def _goals(known: Known, study: str) -> list[Peer]:
 
 def plans(setup: Setup) -> Iterator[Row]:
     """Map, masks, order, tiles and entries at a fixed capacity; and what the tiles take beside int32 [N, 27]."""
-    for name, filed in scenes(setup):
+    for name, load in scenes(setup):
         case = f"plan/{name}/k3"
         if not setup.wants(case):
             continue
-        voxels, known = filed.shuffled(), KNOWN.get(name, Known())
+        voxels, known = load().shuffled(), KNOWN.get(name, Known())
         truth = map_work.truth_of(voxels, WINDOW)
         room = Room.of(truth.rows)
         whole = Work("plan", partial(_plan, voxels, room), partial(_wrong_plan, truth))
@@ -191,11 +193,11 @@ def _memory(setup: Setup, case: str, truth: Truth, room: Room, known: Known) -> 
 
 def strided(setup: Setup) -> Iterator[Row]:
     """Outputs of k2s2 and k3s2 and the maps to them at a fixed capacity, beside a submanifold map."""
-    for name, filed in scenes(setup):
+    for name, load in scenes(setup):
         case = f"outputs/{name}"
         if not setup.wants(case):
             continue
-        voxels = filed.shuffled()
+        voxels = load().shuffled()
         works = [_outputs_work(kind, voxels, relation) for kind, (relation, _) in OUTPUTS.items()]
         bare = _map_work("map", voxels, map_work.truth_of(voxels, WINDOW))
         found = _spent(setup, ready(setup, case, [bare, *works]))
@@ -220,11 +222,11 @@ def _outputs_work(name: str, voxels: Voxels, relation: Relation, schedule: MapSc
 
 def networks(setup: Setup) -> Iterator[Row]:
     """The nine plans of a MinkUNet in one graph, on one stream and with plans beside the chain of levels."""
-    for name, filed in scenes(setup):
+    for name, load in scenes(setup):
         case = f"network/{name}"
         if not setup.wants(case):
             continue
-        voxels = filed.shuffled()
+        voxels = load().shuffled()
         truths = map_work.truths_of_network(voxels)
         works = [_map_work("map", voxels, truths[0]), *_network_works(setup, voxels, truths)]
         found = _spent(setup, ready(setup, case, works))
@@ -294,11 +296,11 @@ def ablation(setup: Setup) -> Iterator[Row]:
 
     It is the question of figure 13 of TorchSparse (MLSys 2022), which begins from a hash table and kernels apart.
     """
-    for name, filed in (*scenes(setup), *published(setup)):
+    for name, load in chain(scenes(setup), published(setup)):
         case = f"ablation/{name}"
         if not setup.wants(case):
             continue
-        voxels = filed.shuffled()
+        voxels = load().shuffled()
         setup.say(f"{case}, {len(voxels)} voxels: ms, times as fast as the first of its kind")
         yield from _table(setup, f"{case}/k3", list(_lookups(setup, voxels)))
         ways = {"staged": False, "fused": True} if runs_kernels(voxels.coords) else {"listed": True}

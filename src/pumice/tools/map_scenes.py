@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -73,34 +74,37 @@ class Voxels:
         return len(self.coords)
 
 
-def scenes(setup: Setup) -> Iterator[tuple[str, Voxels]]:
-    """The scenes of the goals in their files' order; what is not in PUMICE_DATA is said, shells are made."""
+Scene = tuple[str, Callable[[], Voxels]]
+"""A name, and what makes its voxels in their file's order."""
+
+
+def scenes(setup: Setup) -> Iterator[Scene]:
+    """The scenes of the goals; what is not in PUMICE_DATA is said, shells are made."""
     if setup.quick:
-        yield "shell_16", _voxels(setup, shell(16))
-        yield "surface_300", surface(300, setup.device)
+        yield "shell_16", lambda: _voxels(setup, shell(16))
+        yield "surface_300", partial(surface, 300, setup.device)
         return
     for name in KNOWN:
         path = _folder("scenes") / f"{name}.npz"
         if path.is_file():
-            yield name, _voxels(setup, np.load(path)["coords"])
+            yield name, lambda path=path: _voxels(setup, np.load(path)["coords"])
         elif name.startswith("shell_"):
-            yield name, _voxels(setup, shell(int(name.removeprefix("shell_"))))
+            yield name, lambda name=name: _voxels(setup, shell(int(name.removeprefix("shell_"))))
         else:
             setup.say(f"{name} is left out: PUMICE_DATA has no such scene")
 
 
-def published(setup: Setup) -> Iterator[tuple[str, Voxels]]:
+def published(setup: Setup) -> Iterator[Scene]:
     """The voxel sets with which UCF measures the retrieval of neighbours."""
     paths = [] if setup.quick else sorted(_folder("ucf_tns").glob("*.tns"))
     if not paths and not setup.quick:
         setup.say("UCF's voxel sets are left out: PUMICE_DATA has none")
     for path in paths:
-        yield f"ucf_{path.stem}", _voxels(setup, np.loadtxt(path, dtype=np.int32, usecols=(0, 1, 2)))
+        yield f"ucf_{path.stem}", lambda path=path: _voxels(setup, np.loadtxt(path, np.int32, usecols=(0, 1, 2)))
 
 
 def _folder(name: str) -> Path:
-    data = settings().data
-    return Path() / "no-data" if data is None else data / name
+    return (settings().data or Path("no-data")) / name
 
 
 def _voxels(setup: Setup, coords: np.ndarray) -> Voxels:

@@ -134,11 +134,8 @@ def _whole(rows: Tensor, block: int) -> Tiling:
 
 def _tiled(rows: Tensor, masks: Tensor | None, count: Tensor, block: int) -> Tiling:
     masks = mask_words(rows) if masks is None else masks
-    volume = rows.shape[1]
-    how = Order(0, volume)
-    totals = compact.tally(masks, count, volume)[-1]
-    order = compact.ordered(masks, count, totals, how)
-    return compact.tiled(masks, count, order, how, (block, volume))
+    ends = compact.tally(masks, count, rows.shape[1])
+    return compact.laid_out(masks, count, ends, block, Order(0, len(ends)))
 
 
 # networks

@@ -1,0 +1,224 @@
+"""Compile kernels of coordinates for GPUs that are not there: `python -m kernels.launches JOBS FIRST`.
+
+What is compiled are the variants that typical maps launch, written down by a launcher that starts nothing. Jobs and
+their results are those of kernels.cross.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from clouds import Scene, levels, lookups
+from kernels.cross import TARGETS, Built, spilled, target_of
+from torch import Tensor
+
+from pumice.coords import Cloud, MapSchedule, Order, Relation, compact, lookup
+from pumice.coords.bricks import BrickLookup, Bricks, Reach, neighbours
+from pumice.coords.launch import Launcher
+from pumice.coords.lookup import mask_words
+from pumice.coords.table import Grid, HashTable, Table
+from pumice.schedule.tile import Tile
+
+_TYPES = {torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What Triton compiles: a kernel, the types of its tensors (a "!" where one is not aligned), its constants."""
+
+    kernel: str
+    tensors: tuple[str, ...]
+    numbers: int
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A variant to compile for a target."""
+
+    variant: Variant
+    target: str
+
+    @property
+    def name(self) -> str:
+        v = self.variant
+        constants = " ".join(f"{name}={value}" for name, value in v.constants)
+        return f"{v.kernel} {self.target} {constants} w{v.warps} {''.join(t[1:] for t in v.tensors)}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of_json(held: dict[str, Any]) -> Launch:
+        v = held["variant"]
+        constants = tuple((name, value) for name, value in v["constants"])
+        return Launch(Variant(**{**v, "tensors": tuple(v["tensors"]), "constants": constants}), held["target"])
+
+
+# Writing down
+
+
+class Recorder:
+    """In place of Launcher: what would be launched."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Variant, None] = {}
+
+    def __call__(
+        self,
+        launcher: Launcher,
+        programs: int,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[int] = (),
+        constants: Mapping[str, Any] | None = None,
+        warps: int = 4,
+    ) -> None:
+        assert programs > 0
+        name = f"{launcher.kernel.fn.__module__.rpartition('.')[2]}.{launcher.kernel.fn.__name__}"
+        kinds = tuple(_TYPES[t.dtype] + "!" * (t.data_ptr() % 16 != 0) for t in tensors)
+        self.seen[Variant(name, kinds, len(numbers), tuple((constants or {}).items()), warps)] = None
+
+
+@lru_cache
+def variants() -> tuple[Variant, ...]:
+    """What typical maps launch; nothing is computed, so that sizes are given and results are nonsense."""
+    recorder = Recorder()
+    with (
+        patch.object(Launcher, "__call__", lambda *args, **kwargs: recorder(*args, **kwargs)),
+        patch.object(compact, "runs_kernels", lambda tensor: True),
+        patch.object(lookup, "runs_kernels", lambda tensor: True),
+    ):
+        for dim in (3, 1, 2, 4):
+            _lookups(dim)
+            _levels(dim)
+        for volume in (27, 8, 125):
+            _stages(volume)
+    return tuple(recorder.seen)
+
+
+def _cloud(dim: int) -> Cloud:
+    return Scene(dim, 40, 8).cloud()
+
+
+def _lookups(dim: int) -> None:
+    cloud = _cloud(dim)
+    every = lookups(dim)
+    asked = [every["k3"]] + ([every["k2 s2"], every["k5"]] if dim == 3 else [])
+    tables: list[Table] = [HashTable(cloud, MapSchedule()), Table(cloud, MapSchedule(), "wide")]
+    tables += [Grid(cloud, MapSchedule("grid"))] if dim == 3 else []
+    bricks = BrickLookup(cloud, MapSchedule("bricks"))
+    other = _cloud(dim)
+    for relation in asked:
+        tables[0].neighbours(cloud, relation)
+        bricks.neighbours(cloud, relation)
+    for table in tables:
+        table.neighbours(cloud, asked[0])
+        # Rows of others, and taps that reach past a table's margin.
+        table.neighbours(other, Relation.of(dim, 3, dilation=9))
+    if dim == 3:
+        tables[0].neighbours(cloud, asked[0], mirrored=True)
+        neighbours(bricks._bricks, cloud, Reach("times", (1,) * dim, asked[0].offsets), None)
+
+
+def _levels(dim: int) -> None:
+    cloud = _cloud(dim)
+    every = levels(dim)
+    for label in ("floor k2 s2", "floor k3 s2", "support k3 s2 p1", "transposed k2 s2")[: 4 if dim == 3 else 1]:
+        relation = every[label]
+        reach, meets = Reach.of_outputs(relation), Reach.of_meetings(relation)
+        bricks = Bricks.of(cloud, reach, cloud.bounds, 40)
+        if label.startswith("transposed"):
+            bricks.coords(cloud, reach, 40), bricks.turned(cloud, meets, 40)
+        elif label == "floor k3 s2":
+            bricks.coords(cloud, reach, 40), bricks.rows(cloud, meets, 40)
+        else:
+            bricks.both(cloud, meets, 40)
+
+
+def _stages(volume: int) -> None:
+    rows, count = torch.full((600, volume), -1, dtype=torch.int32), torch.tensor([600], dtype=torch.int32)
+    masks = mask_words(rows)
+    ends = compact.tally(masks, count, volume)
+    for superblock in (0, 16):
+        (how,) = Order.splits(volume, 1, superblock)
+        compact.gray_keys(masks, count, ends, how)
+    order = torch.arange(600)
+    for block in (64, 128) if volume == 27 else (64,):
+        tiling = compact.tiled(masks, count, order, how, (block, volume))
+        compact.filled(rows, tiling, 50)
+    compact.tiled(masks, count, None, Order(0, volume, sort=False), (64, volume))
+    compact.listed(rows, count, ends, 50, 8)
+    compact.exchanged(rows, count, 600)
+
+
+def jobs() -> Iterator[Launch]:
+    """Every variant for every target."""
+    return (Launch(variant, target) for variant in variants() for target in TARGETS)
+
+
+# Compiling
+
+INSTRUCTIONS = {
+    "cas64": r"\batom\.\S*cas\.b64",
+    "cas32": r"\batom\.\S*cas\.b32",
+    "popc": r"\bpopc\.b32|\bv_bcnt_u32",
+    # A count of bits in steps: every other one first.
+    "halves": r"\b1431655765\b|\b0x55555555\b",
+}
+
+
+def built(job: Launch) -> Built:
+    """The job done; an error of the compiler is told, not raised."""
+    found = Built(Tile(1, 1, warps=job.variant.warps), False, False)
+    try:
+        compiled, log = _compiled(job)
+    except Exception as error:
+        return replace(found, error=f"{type(error).__name__}: {str(error)[-1500:]}")
+    text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    counts = {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()}
+    return replace(found, shared=compiled.metadata.shared, spilled=spilled(compiled.asm, log), instructions=counts)
+
+
+def _compiled(job: Launch) -> tuple[Any, str]:
+    """As a launch has it: tensors, integers of 64 bits that nothing is known of, constants."""
+    from triton.compiler import ASTSource, compile
+
+    from pumice.coords.launch import kernel
+
+    fn, v = kernel(job.variant.kernel).kernel, job.variant
+    names = [p.name for p in fn.params]
+    kinds = [*(t.rstrip("!") for t in v.tensors), *("i64",) * v.numbers, *("constexpr",) * len(v.constants)]
+    assert len(kinds) == len(names), f"{v.kernel} takes {names}"
+    assert names[len(kinds) - len(v.constants) :] == [name for name, _ in v.constants], "constants in another order"
+    constants = {(names.index(name),): value for name, value in v.constants}
+    attributes = {(at,): [["tt.divisibility", 16]] for at, t in enumerate(v.tensors) if not t.endswith("!")}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        compiled = compile(
+            ASTSource(fn=fn, signature=dict(zip(names, kinds, strict=True)), constexprs=constants, attrs=attributes),
+            target=target_of(job.target),
+            options={"num_warps": v.warps},
+        )
+    return compiled, said.getvalue()
+
+
+def main(path: str, first: int) -> None:
+    torch.set_num_threads(1)
+    for held in json.loads(Path(path).read_text())[first:]:
+        print(json.dumps(asdict(built(Launch.of_json(held)))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

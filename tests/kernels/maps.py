@@ -1,0 +1,761 @@
+"""Kernels of coordinates in Triton's interpreter, in a process of its own: `python -m kernels.maps GROUP`.
+
+As kernels.interpret: a line of JSON tells how each check of the group ended. Everything is compared bit for bit with
+plain torch, which other tests compare with dictionaries and loops. Whatever is allocated under a check lies between
+fences, which kernels must leave alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from clouds import (
+    INT32,
+    SHAPES,
+    SIDES,
+    NoWaits,
+    Scene,
+    asked,
+    buffered,
+    fresh,
+    levels,
+    lookups,
+    neighbours,
+    outputs_agree,
+    site_around,
+    within,
+)
+from kernels.interpret import run_checks
+from torch import Tensor
+
+import pumice as pm
+from pumice.coords import Bounds, Cloud, Geometry, KernelMap, MapSchedule, Order, Relation, compact, kernel_map, pyramid
+from pumice.coords.bricks import BrickLookup, Bricks, Reach
+from pumice.coords.choice import STRUCTURES as NAMES
+from pumice.coords.cloud import DUPLICATE, OVERFLOW, RANGE
+from pumice.coords.launch import Launcher
+from pumice.coords.lookup import Found, mask_words, mask_words_twin
+from pumice.coords.outputs import Fused, Listed, Staged, room_of, site_of
+from pumice.coords.sorted_keys import SortedKeys
+from pumice.coords.structures import STRUCTURES, default
+from pumice.coords.table import Grid, HashTable, Table
+
+Checks = Mapping[str, Callable[[], None]]
+DIMS = (1, 2, 3, 4)
+FENCE = 1024
+"""Elements before and after a tensor that must stay what they are."""
+
+
+# Comparing
+
+
+def same(got: Any, want: Any, what: object = "") -> None:
+    """Tensors, or tuples of them, that are equal bit for bit."""
+    if not isinstance(want, Tensor):
+        assert len(got) == len(want), what
+        for a, b in zip(got, want, strict=True):
+            same(a, b, what)
+        return
+    assert got.dtype == want.dtype and got.shape == want.shape, f"{what}: {got.dtype} {got.shape}, {want.dtype}"
+    if not torch.equal(got, want):
+        at = (got != want).nonzero()[0].tolist()
+        raise AssertionError(f"{what}: {got[tuple(at)]} at {at}, expected {want[tuple(at)]}")
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """As on a machine where no kernel runs."""
+    with ExitStack() as stack:
+        for module in _rooms():
+            stack.enter_context(patch.object(module, "runs_kernels", lambda tensor: False))
+        yield
+
+
+def _rooms() -> list[ModuleType]:
+    rooms = [m for name, m in sys.modules.items() if name.startswith("pumice.coords.") and hasattr(m, "runs_kernels")]
+    assert len(rooms) > 4
+    return rooms
+
+
+@contextmanager
+def fenced() -> Iterator[None]:
+    """Tensors of this room are allocated between fences, and hold what could be rows where nobody wrote."""
+    held: list[Tensor] = []
+
+    def allocate(size: tuple[int, ...], fill: Any, dtype: torch.dtype) -> Tensor:
+        shape = torch.Size(size)
+        whole = real(shape.numel() + 2 * FENCE, dtype=dtype)
+        whole.fill_(3)
+        held.append(whole)
+        inner = whole[FENCE : FENCE + shape.numel()].view(shape)
+        return inner if fill is None else inner.fill_(fill)
+
+    def sized(args: tuple[Any, ...]) -> tuple[int, ...]:
+        return args if args and isinstance(args[0], int) else tuple(args[0])
+
+    real = torch.empty
+    with ExitStack() as stack:
+        for module in (m for m in _rooms() if hasattr(m, "torch")):
+            shadow = stack.enter_context(patch.object(module, "torch", _Torch()))
+            shadow.empty = lambda *size, dtype, device=None: allocate(sized(size), None, dtype)
+            shadow.zeros = lambda *size, dtype, device=None: allocate(sized(size), 0, dtype)
+            shadow.full = lambda size, fill, dtype, device=None: allocate(tuple(size), fill, dtype)
+        yield
+    for whole in held:
+        assert bool((whole[:FENCE] == 3).all() & (whole[-FENCE:] == 3).all()), "written out of bounds"
+
+
+class _Torch:
+    """torch, with some functions replaced."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def looked_up(cloud: Cloud, outputs: Cloud, relation: Relation) -> Found:
+    """What sorted keys say, with masks."""
+    rows = SortedKeys(fresh(cloud), MapSchedule("sorted")).neighbours(outputs, relation).rows.contiguous()
+    return Found(rows, mask_words_twin(rows))
+
+
+def structures(cloud: Cloud, wide: bool = True) -> Iterator[tuple[str, Any, Cloud]]:
+    """Every structure of kernels that can be had; hash tables in both layouts."""
+    for name, made in (("hash", HashTable), ("grid", Grid), ("bricks", BrickLookup)):
+        if made.refusal(cloud, MapSchedule(name)) is None:
+            own = fresh(cloud)
+            yield name, made(own, MapSchedule(name)), own
+    if wide:
+        own = fresh(cloud)
+        yield "wide", Table(own, MapSchedule(), "wide"), own
+
+
+# Structures
+
+SCENES = {
+    "plain": Scene(count=40),
+    "one": Scene(count=1, batch=1),
+    "nothing alive": Scene(count=0, spare=3),
+    "full buffer": Scene(count=40, spare=0),
+    "several programs": Scene(count=150, spare=20),
+    "batch of 512": Scene(count=60, batch=512),
+    "loose box": Scene(count=40, loose=30),
+    "clusters": Scene(count=40, clusters=3),
+    "wide": Scene(count=40, clusters=3, far=True),
+}
+
+
+def scene(name: str, dim: int) -> Scene:
+    return replace(SCENES[name], dim=dim, side=SIDES[dim])
+
+
+def structure_checks() -> Checks:
+    found: dict[str, Callable[[], None]] = {}
+    for dim in DIMS:
+        for name in SCENES:
+            if (name, dim) != ("several programs", 4):
+                found[f"{name} D={dim}"] = partial(check_structures, scene(name, dim))
+        found[f"mirrored D={dim}"] = partial(check_mirrored, dim)
+        found[f"duplicates D={dim}"] = partial(check_duplicates, dim)
+        for where in ("batch", "negative batch", "below", "above"):
+            found[f"outside D={dim} {where}"] = partial(check_outside, dim, where)
+    for kind in ("hash", "wide"):
+        found[f"probes around the end {kind}"] = partial(check_probes, kind)
+    found["ends of int32"] = check_ends
+    found["refusals"] = check_refusals
+    found["mask words"] = check_mask_words
+    return found
+
+
+def check_structures(asked_of: Scene) -> None:
+    """The rows and masks of sorted keys; K from 1 to 125, strides 1 to 3, one-sided offsets."""
+    cloud = asked_of.cloud()
+    relations = lookups(asked_of.dim)
+    if asked_of.count > 100:
+        relations = {"k3": relations["k3"]}
+    elif asked_of != scene("plain", asked_of.dim):
+        # K = 81 and 125 take long.
+        relations = {name: r for name, r in relations.items() if len(r.offsets) < 50}
+    cases = {name: (r, asked(cloud, r.stride)) for name, r in relations.items()}
+    for name, structure, own in structures(cloud):
+        for label, (relation, outputs) in cases.items():
+            same(structure.neighbours(outputs, relation), looked_up(cloud, outputs, relation), (name, label))
+        assert int(own.status) == 0, name
+        assert structure.nbytes > 0
+
+
+def check_mirrored(dim: int) -> None:
+    """Half of the taps asked for give the rows of all."""
+    for cloud in (scene("plain", dim).cloud(), scene("one", dim).cloud(), scene("nothing alive", dim).cloud()):
+        for relation in (
+            Relation.of(dim, 1),
+            Relation.of(dim, 3),
+            Relation.of(dim, 5 if dim < 3 else (5, 3, 1, 1)[:dim]),
+        ):
+            assert relation.mirrored
+            for name, structure, _ in structures(cloud):
+                if isinstance(structure, Table):
+                    got = structure.neighbours(cloud, relation, mirrored=True)
+                    same(got.rows, looked_up(cloud, cloud, relation).rows, name)
+                    assert got.masks is None
+
+
+def repeated(dim: int) -> Cloud:
+    """Some coordinates twice and thrice, in other programs too."""
+    coords = scene("several programs" if dim < 4 else "plain", dim).coords()
+    return buffered(torch.cat([coords, coords[7:19].flip(0), coords[9:12]]), 4)
+
+
+def check_duplicates(dim: int) -> None:
+    """They are reported, and the least row of each is found."""
+    cloud, relation = repeated(dim), Relation.of(dim, 3 if dim < 4 else (3, 1, 1, 3))
+    want = neighbours(cloud, cloud, relation)
+    for name, structure, own in structures(cloud):
+        if isinstance(structure, Table):
+            same(structure.neighbours(cloud, relation).rows, want, name)
+        assert int(own.status) == DUPLICATE, name
+
+
+def check_outside(dim: int, where: str) -> None:
+    """A row outside its box is reported, found by nobody, and harms no other; what it finds is not said."""
+    coords = scene("plain", dim).coords()
+    bounds = Bounds.of(coords)
+    axis, value = {
+        "batch": (0, bounds.batch),
+        "negative batch": (0, -1),
+        "below": (dim, bounds.low[-1] - 1),
+        "above": (1, bounds.high[0] + 1),
+    }[where]
+    coords[11, axis] = value
+    cloud, relation = buffered(coords, 3, bounds), Relation.of(dim, 3 if dim < 4 else 1)
+    want = neighbours(cloud, cloud, relation)
+    want[want == 11] = -1
+    for name, structure, own in structures(cloud):
+        got = structure.neighbours(cloud, relation).rows
+        got[11] = want[11]
+        same(got, want, name)
+        assert int(own.status) == RANGE, name
+
+
+def homes(places: list[int], kind: str) -> list[int]:
+    """The slot of each place in a table of 64 that holds it alone."""
+    box = Bounds((0,), (1 << 20,), 1)
+    alone = (buffered(torch.tensor([[0, place]], dtype=torch.int32), 0, box) for place in places)
+    return [int((Table(one, MapSchedule(load=0.9), kind)._table[:64] != -1).nonzero()) for one in alone]
+
+
+def check_probes(kind: str) -> None:
+    """57 keys that all want the last slots of 64: long probes, around the end of the table."""
+    places = list(range(0, 240)) + [(1 << 20) - 7 * n for n in range(160)]
+    wishes = sorted(zip(homes(places, kind), places, strict=True))
+    first, chosen = wishes[-57][0], [place for _, place in wishes[-57:]]
+    assert first > 40
+    coords = torch.tensor([[0, place] for place in chosen], dtype=torch.int32)
+    coords = coords[torch.randperm(57, generator=torch.Generator().manual_seed(0))]
+    cloud = buffered(coords, 0, Bounds((0,), (1 << 20,), 1))
+    table = Table(cloud, MapSchedule(load=0.9), kind)
+    held = table._table != -1
+    assert int(held[:64].sum()) == 57 and bool(held[:20].all()), "no way around"
+    assert not bool(held[64:].any())
+    relation = Relation.of(1, 3)
+    same(table.neighbours(cloud, relation), looked_up(cloud, cloud, relation))
+    # Others with like wishes, which are not there.
+    others = torch.tensor([[0, place] for home, place in wishes[:-57] if home > 30], dtype=torch.int32)
+    assert len(others) > 20 and not bool((table.neighbours(buffered(others, 0), Relation.of(1, 1)).rows >= 0).any())
+    assert int(cloud.status) == 0
+
+
+def check_ends() -> None:
+    """Cells past either end of int32 are not those at the other."""
+    for dim in (1, 2, 3):
+        ends = torch.tensor([[0, *(INT32[0],) * dim], [0, *(INT32[1],) * dim], [0, *(0,) * dim]], dtype=torch.int32)
+        cloud = buffered(ends, 2)
+        for relation in (Relation.of(dim, 3), Relation.of(dim, 3, dilation=2**30), Relation.of(dim, 2, stride=2)):
+            for name, structure, _ in structures(cloud):
+                same(structure.neighbours(cloud, relation).rows, neighbours(cloud, cloud, relation), name)
+
+
+def check_refusals() -> None:
+    """What cannot be had says why, and the choice goes to what can."""
+    wide, small = scene("wide", 3).cloud(), scene("plain", 3).cloud()
+    assert "cells, a grid at most" in (Grid.refusal(wide, MapSchedule("grid")) or "")
+    assert Grid.refusal(small, MapSchedule("grid", cells=10)) is not None
+    assert BrickLookup.refusal(wide, MapSchedule("bricks")) and HashTable.refusal(wide, MapSchedule()) is None
+    assert default(wide.coords, wide).structure == "hash"
+    assert HashTable(wide, MapSchedule())._kind == "wide" and HashTable(small, MapSchedule())._kind == "hash"
+    for cloud in (wide, small):
+        name = default(cloud.coords, cloud).structure
+        assert STRUCTURES[name].refusal(cloud, MapSchedule(name)) is None
+    with plain():
+        assert all(STRUCTURES[name].refusal(small, MapSchedule(name)) for name in NAMES if name != "sorted")
+
+
+def check_mask_words() -> None:
+    for volume in (1, 8, 16, 17, 27, 31, 32, 62, 63, 125):
+        rows = torch.randint(-2, 3, (70, volume), dtype=torch.int32, generator=torch.Generator().manual_seed(volume))
+        same(mask_words(rows.clamp(min=-1)), mask_words_twin(rows), volume)
+
+
+# Outputs
+
+
+def output_checks() -> Checks:
+    found: dict[str, Callable[[], None]] = {}
+    for dim in DIMS:
+        for label, relation in levels(dim).items():
+            # 81 taps take long.
+            if dim < 4 or label in (
+                "floor k2 s2",
+                "support k3 s2 p1",
+                "transposed k2 s2",
+                "offsets floor",
+                "mixed strides",
+            ):
+                found[f"{label} D={dim}"] = partial(check_outputs, dim, relation)
+            if relation.custom is None and dim in (1, 3):
+                found[f"{label} D={dim} bounded"] = partial(check_bounded, dim, relation)
+    for label, relation in levels(3).items():
+        if label.startswith(("floor k2", "floor k3", "support k3 s2 p1", "transposed k3 s2")):
+            found[f"{label} without room"] = partial(check_room, relation)
+    found["behind an overflow nobody is asked past the end"] = check_behind_overflow
+    found["in a batch of 512"] = check_batch
+    found["several programs"] = check_programs
+    found["bricks without room"] = check_bricks_without_room
+    found["an extent of which no cell is reached"] = check_unreached
+    found["ends of int32 at a large stride"] = check_far_outputs
+    found["levels of levels"] = check_pyramid
+    return found
+
+
+def check_outputs(dim: int, relation: Relation) -> None:
+    """Kernels, sorted codes and the twin agree with a loop; the table that bricks give is that of sorted keys."""
+    count = 40 if dim < 4 else 10
+    for seed, part in enumerate(
+        (Scene(dim, count, SIDES[dim]), Scene(dim, 1, 1, batch=1), Scene(dim, 12, 3, clusters=2))
+    ):
+        cloud = replace(part, seed=seed).cloud()
+        outputs_agree(cloud, site_around(cloud), relation, (Listed, Staged, Fused))
+        tables_agree(cloud, relation)
+
+
+def tables_agree(cloud: Cloud, relation: Relation) -> None:
+    """Of the outputs, or of the inputs where the relation is transposed; with more room than is needed too."""
+    goal = site_of(site_around(cloud), relation)
+    made, whole = Fused(cloud, relation, goal), Listed(cloud, relation, goal)
+    count = int(made.count)
+    geometry = made.geometry(count)
+    transposed = relation.policy == "transposed_support"
+    if transposed:
+        want = looked_up(whole.geometry(count).cloud, cloud, relation).rows
+    else:
+        want = looked_up(cloud, whole.geometry(count).cloud, relation).rows
+    same(made.table(count), want)
+    padded = Fused(cloud, relation, goal)
+    outputs = padded.cloud(count + 9)
+    table = padded.table(count + 9)
+    assert table is not None
+    same(outputs.coords[:count], geometry.coords)
+    same(table[: len(want)], want)
+    assert transposed or bool((table[count:] == -1).all())
+
+
+def check_bounded(dim: int, relation: Relation) -> None:
+    geometry = within(SHAPES[dim])
+    site = Geometry.checked(geometry.coords, spatial_shape=SHAPES[dim]).site
+    outputs_agree(geometry.cloud, site, relation, (Listed, Staged, Fused))
+
+
+def check_batch() -> None:
+    cloud = Scene(3, 60, 5, batch=512).cloud()
+    for label in ("floor k2 s2", "support k3 s2 p1"):
+        outputs_agree(cloud, site_around(cloud), levels(3)[label], (Listed, Staged, Fused))
+
+
+def check_programs() -> None:
+    cloud = Scene(3, 400, 12, batch=1).cloud()
+    for label in ("floor k2 s2", "support k2 s2 p0"):
+        outputs_agree(cloud, site_around(cloud), levels(3)[label], (Listed, Fused))
+        tables_agree(cloud, levels(3)[label])
+
+
+def check_room(relation: Relation) -> None:
+    """Outputs that there is no room for are reported, and written nowhere."""
+    cloud = scene("plain", 3).cloud()
+    goal = site_of(site_around(cloud), relation)
+    whole = Listed(cloud, relation, goal)
+    count = int(whole.count)
+    for way in (Fused, Staged, Listed):
+        for room in (count - 1, 5, 0):
+            own = fresh(cloud)
+            made = way(own, relation, goal)
+            small = made.cloud(room)
+            same(small.coords, whole.geometry(room).coords, way)
+            same(made.count, whole.count, way)
+            assert int(own.status) == OVERFLOW, (way, room)
+            table = made.table(room)
+            if table is not None and relation.policy != "transposed_support":
+                same(table, looked_up(cloud, small, relation).rows)
+
+
+def check_behind_overflow() -> None:
+    """What there was no room for is not looked for in memory of others: the fence would be a voxel at (3, 3, 3, 3)."""
+    cloud = Scene(3, 80, 16, batch=5).cloud()
+    relation = levels(3)["floor k2 s2"]
+    small = Fused(cloud, relation, site_of(site_around(cloud), relation)).cloud(20)
+    assert int(small.status) == OVERFLOW and not bool((small.coords == 3).all(dim=1).any())
+    asked_for = buffered(torch.tensor([[3, 3, 3, 3]], dtype=torch.int32), 0)
+    for name, structure, own in structures(small):
+        rows = structure.neighbours(asked_for, Relation.of(3, 1)).rows
+        assert bool((rows == -1).all()) and int(own.status) & ~OVERFLOW == 0, name
+
+
+def check_bricks_without_room() -> None:
+    """More bricks than there is room for are reported, and no other cell is lost or written."""
+    coords = torch.tensor([[0, 100 * n] for n in range(40)], dtype=torch.int32)
+    cloud = buffered(coords, 0)
+    bricks = Bricks.of(cloud, Reach.itself(1), cloud.bounds, 3)
+    assert bricks.limit == 3 and int(cloud.status) == OVERFLOW
+    first = [c for c in coords.tolist() if c[1] < 3 * 512]
+    assert int(bricks.count) == len(first)
+    assert bricks.coords(fresh(cloud), Reach.itself(1), len(first)).tolist() == first
+    enough = fresh(cloud)
+    Bricks.of(enough, Reach.itself(1), cloud.bounds, 40)
+    assert int(enough.status) == 0
+
+
+def check_unreached() -> None:
+    """The inputs' last cell meets the cell past the outputs' last one, and no other."""
+    geometry = Geometry.checked(torch.tensor([[0, 5]], dtype=torch.int32), spatial_shape=(6,))
+    outputs_agree(geometry.cloud, geometry.site, Relation.of(1, 3, stride=2, padding=0), (Listed, Staged, Fused))
+
+
+def check_far_outputs() -> None:
+    """Boxes of 2**32 cells, whose outputs have codes."""
+    cloud = Cloud.of(
+        torch.tensor([[0, INT32[0]], [0, INT32[1]], [0, 4095]], dtype=torch.int32), Bounds(*((v,) for v in INT32), 1)
+    )
+    for relation in (Relation.of(1, 3, stride=4096, padding=1), Relation.of(1, 3, stride=4096)):
+        outputs_agree(cloud, site_around(cloud), relation, (Listed, Staged, Fused))
+
+
+def check_pyramid() -> None:
+    """Levels made in buffers, one from the other, have the maps of those made one by one."""
+    steps = [levels(3)[name] for name in ("floor k2 s2", "support k3 s2 p1", "transposed k2 s2")]
+    coords = Scene(3, 60, 9).coords()
+    first = Geometry.checked(coords)
+    made = pyramid(first, steps)
+    with plain():
+        want = Geometry.checked(coords)
+        for step, level, above in zip(steps, made[1:], made, strict=False):
+            held = kernel_map(above, step)[0]
+            found, want = kernel_map(want, step)
+            same(level.coords, want.coords, step)
+            assert level.site == want.site
+            same(held.rows(), found.rows(), step)
+            same(held.table, found.table, step)
+
+
+# Stages of a map's layout
+
+
+def stage_checks() -> Checks:
+    found: dict[str, Callable[[], None]] = {}
+    for volume, count in ((1, 130), (8, 140), (27, 140), (27, 0), (27, 1), (31, 64), (32, 64), (62, 40), (125, 40)):
+        name = f"K={volume} N={count}"
+        found[f"orders {name}"] = partial(check_orders, volume, count)
+        found[f"tiles {name}"] = partial(check_tiles, volume, count)
+        found[f"lists {name}"] = partial(check_lists, volume, count)
+    found["orders of many rows"] = check_large_keys
+    return found
+
+
+def random_rows(volume: int, count: int, spare: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, masks, count): no tap has an input twice; taps differ in how frequent they are; some rows have none."""
+    generator = torch.Generator().manual_seed(volume + count)
+    capacity = count + spare
+    inputs = torch.stack([torch.randperm(capacity, generator=generator) for _ in range(volume)], dim=1)
+    often = torch.rand(volume, generator=generator)
+    rows = torch.where(torch.rand(capacity, volume, generator=generator) < often, inputs, -1).int()
+    rows[:: max(1, count // 3)] = -1
+    # Dead rows have masks too: whoever reads them is found out.
+    return rows, mask_words_twin(rows), torch.tensor([count], dtype=torch.int32)
+
+
+def orders(volume: int, count: int) -> list[Order]:
+    found = {how for splits in (1, 2, 4) if splits <= volume for how in Order.splits(volume, splits)}
+    return [*sorted(found, key=repr), Order(0, volume, 32)] if count > 1 else [Order(0, volume)]
+
+
+def check_orders(volume: int, count: int) -> None:
+    rows, masks, living = random_rows(volume, count)
+    ends = compact.tally(masks, living, volume)
+    same(ends, compact.tally_twin(masks, living, volume))
+    for how in orders(volume, count):
+        keys = compact.gray_keys(masks, living, ends, how)
+        same(keys, compact.gray_keys_twin(masks, living, ends, how), how)
+        order = compact.ordered(masks, living, ends, how)
+        with plain():
+            same(order, compact.ordered(masks, living, ends, how), how)
+
+
+def check_large_keys() -> None:
+    """Superblocks whose number leaves 32 bits."""
+    count = 900
+    masks = torch.randint(0, 1 << 27, (count, 1), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    living, ends = (
+        torch.tensor([count - 5], dtype=torch.int32),
+        (torch.arange(54, dtype=torch.int32).flip(0) % 7).view(27, 2),
+    )
+    for how, dtype in (
+        (Order(0, 27, 64), torch.int32),
+        (Order(0, 27, 16), torch.int64),
+        (Order(3, 27, 16), torch.int32),
+    ):
+        keys = compact.gray_keys(masks, living, ends, how)
+        assert keys.dtype == dtype, how
+        same(keys, compact.gray_keys_twin(masks, living, ends, how), how)
+
+
+def check_tiles(volume: int, count: int) -> None:
+    rows, masks, living = random_rows(volume, count)
+    ends = compact.tally_twin(masks, living, volume)
+    every = [*orders(volume, count)[:3], Order(0, volume, sort=False)]
+    for how, block in [(how, 16) for how in every] + [(every[0], 64)]:
+        order = compact.ordered(masks, living, ends, how) if how.sort else None
+        tiling = compact.tiled(masks, living, order, how, (block, volume))
+        twin = compact.tiled_twin(masks, living, order, how, (block, volume))
+        for part in ("slots", "active", "ends", "entries"):
+            same(getattr(tiling, part), getattr(twin, part), (how, part))
+        entries = int(tiling.entries)
+        exact = compact.filled(rows, tiling, entries)
+        for room in (entries, entries + 5, max(0, entries - 3)):
+            told = words()
+            got = compact.filled(rows, tiling, room, told[0])
+            with plain():
+                same(got, compact.filled(rows, twin, room, told[1]), (how, room))
+            same(told[0], told[1], room)
+            assert int(told[0]) == OVERFLOW * (room < entries)
+            if room == entries:
+                same(exact, got)
+
+
+def words() -> tuple[Tensor, Tensor]:
+    """Two status words that say nothing."""
+    return torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+
+
+def check_lists(volume: int, count: int) -> None:
+    rows, masks, living = random_rows(volume, count)
+    ends = compact.tally_twin(masks, living, volume)
+    for group in (1, 8):
+        whole = int(((ends[:, -1] + group - 1) // group * group).sum())
+        for room in (whole, whole + 3, max(0, whole - 12), 0):
+            told = words()
+            got = compact.listed(rows, living, ends, room, group, told[0])
+            with plain():
+                same(got, compact.listed(rows, living, ends, room, group, told[1]), (group, room))
+            same(told[0], told[1], (group, room))
+            if room >= whole:
+                same(compact.listed(rows, living, ends, room, group), got)
+            assert int(told[0]) in ((0,) if room >= whole else (OVERFLOW,) if room == 0 < whole else (0, OVERFLOW))
+    got = compact.exchanged(rows, living, len(rows) + 4)
+    with plain():
+        same(got, compact.exchanged(rows, living, len(rows) + 4))
+
+
+# Whole maps
+
+POLICIES = {
+    "same k3": (Relation.of(3, 3), None),
+    "same k5": (Relation.of(3, 5), None),
+    "same offsets": (Relation.of_offsets(3, ((0, 0, 0), (2, 0, -1), (-1, 1, 0))), None),
+    "given": (Relation.of(3, 3, stride=2, policy="given"), "floor k2 s2"),
+    "cached inverse": (Relation.of(3, 2, stride=2, policy="cached_inverse"), None),
+    **{name: (relation, None) for name, relation in levels(3).items()},
+}
+SCHEDULES = {
+    "default": None,
+    "staged": MapSchedule("hash", fused=False),
+    "mirrored": MapSchedule("hash", mirrored=True),
+    "grid": MapSchedule("grid"),
+    "bricks": MapSchedule("bricks"),
+}
+
+
+def map_checks() -> Checks:
+    found: dict[str, Callable[[], None]] = {}
+    for name, (relation, target) in POLICIES.items():
+        found[name] = partial(check_map, relation, target, {"default": None})
+    for name in ("same k3", "floor k3 s2", "support k3 s2 p1", "transposed k2 s2"):
+        found[f"{name} by every schedule"] = partial(check_map, POLICIES[name][0], None, SCHEDULES)
+    for form in ("same", "floor", "support", "transposed"):
+        found[f"convolution {form}"] = partial(check_convolution, form)
+    found["nothing"] = check_nothing
+    found["find"] = check_find
+    found["no wait for the host"] = check_waits
+    return found
+
+
+def built(
+    coords: Tensor, relation: Relation, target: str | None, schedule: MapSchedule | None
+) -> tuple[KernelMap, Geometry]:
+    geometry = Geometry.checked(coords)
+    if relation.policy == "cached_inverse":
+        _, coarse = kernel_map(geometry, replace(relation, policy="floor_unique"), schedule=schedule)
+        return kernel_map(coarse, relation, geometry)
+    aim = None if target is None else kernel_map(geometry, levels(3)[target])[1]
+    return kernel_map(geometry, relation, aim, schedule)
+
+
+def storages(found: KernelMap) -> dict[str, Any]:
+    held: dict[str, Any] = {}
+    for side, m in (("", found), ("transposed ", found.transpose())):
+        inputs, outputs, sizes = m.pairs()
+        parts = {"rows": m.rows(), "masks": m.masks(), "counts": m.counts(), "taps": m.taps(), "tally": m.tally()}
+        parts |= {"pairs": (inputs, outputs, sizes), "compacted": m.compacted(32), "grouped": m.grouped(8)}
+        if 1 < m.volume < 64:
+            parts |= {f"part {n} of 2": part for n, part in enumerate(m.split(16, 2, 16))}
+        held |= {side + name: part for name, part in parts.items()}
+    return held
+
+
+def check_map(relation: Relation, target: str | None, schedules: Mapping[str, MapSchedule | None]) -> None:
+    """Rows, outputs and all storages are those of plain torch, whatever schedule finds them."""
+    coords = Scene(3, 70 if relation.kernel != (5,) * 3 else 30, 7).coords()
+    with plain():
+        found, outputs = built(coords, relation, target, None)
+        want = storages(found)
+    for label, schedule in schedules.items():
+        got, made = built(coords, relation, target, schedule)
+        same(made.coords, outputs.coords, label)
+        assert made.site == outputs.site and (got.num_inputs, got.num_outputs) == (found.num_inputs, found.num_outputs)
+        same(got.rows(), found.rows(), label)
+        if label in ("default", "mirrored"):
+            for name, part in storages(got).items():
+                same(part, want[name], (label, name))
+
+
+CONVOLUTIONS: Mapping[str, Callable[[pm.SparseTensor, Tensor], pm.SparseTensor]] = {
+    "same": pm.ops.conv,
+    "floor": lambda x, w: pm.ops.conv(x, w, stride=2),
+    "support": lambda x, w: pm.ops.conv(x, w, stride=2, padding=1),
+    "transposed": lambda x, w: pm.ops.conv_transpose(x, w, stride=2),
+}
+
+
+def check_convolution(form: str) -> None:
+    """The same values and gradients, bit for bit."""
+    coords = Scene(3, 60, 7).coords()
+    generator = torch.Generator().manual_seed(5)
+    feats, weight = torch.randn(60, 4, generator=generator), torch.randn(3, 3, 3, 3, 4, generator=generator)
+    results = []
+    for _ in range(2):
+        x, w = feats.clone().requires_grad_(), weight.clone().requires_grad_()
+        with ExitStack() as stack:
+            if results:
+                stack.enter_context(plain())
+            y = CONVOLUTIONS[form](pm.SparseTensor(x, coords), w)
+            y.feats.square().sum().backward()
+        results.append((y.coords, y.feats.detach(), x.grad, w.grad))
+    same(*results)
+
+
+def check_nothing() -> None:
+    for relation in (Relation.of(3, 3), *levels(3).values()):
+        found, outputs = kernel_map(Geometry.checked(torch.zeros(0, 4, dtype=torch.int32)), relation)
+        assert len(outputs) == 0
+        for part in storages(found).values():
+            assert all(len(t) in (0, 1, found.volume) for t in (part if isinstance(part, tuple) else (part,)))
+
+
+def check_find() -> None:
+    coords = Scene(3, 40, 7).coords()
+    asked_for = torch.cat([coords.flip(0), coords + 1, coords[:3]])
+    with plain():
+        want = Geometry.checked(coords).find(asked_for)
+    for name in NAMES:
+        geometry = Geometry.checked(coords)
+        geometry.lookup(MapSchedule(name))
+        same(geometry.find(asked_for), want, name)
+
+
+class DeviceOnly(NoWaits):
+    """NoWaits but inside kernels: the interpreter reads what it likes."""
+
+    inside = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {})) if self.inside else super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def check_waits() -> None:
+    """From coordinates to tiles and lists of several levels, into buffers, without a value that Python sees."""
+    start = Launcher.__call__
+    watch = DeviceOnly()
+
+    def launched(*args: Any, **kwargs: Any) -> None:
+        watch.inside = True
+        try:
+            start(*args, **kwargs)
+        finally:
+            watch.inside = False
+
+    steps = [levels(3)[name] for name in ("floor k2 s2", "support k3 s2 p1", "transposed k2 s2")]
+    cloud = Scene(3, 40, 7).cloud()
+    # The first turn fills what is kept on the host and the device from call to call.
+    with patch.object(Launcher, "__call__", launched):
+        _pipeline(cloud, steps)
+        with watch:
+            _pipeline(cloud, steps)
+
+
+def _pipeline(first: Cloud, steps: list[Relation]) -> None:
+    cloud, site = fresh(first), site_around(first)
+    for step in steps:
+        goal = site_of(site, step)
+        for way in (Staged, Fused):
+            made = way(cloud, step, goal)
+            outputs = made.cloud(room_of(cloud.capacity, step, goal))
+            made.table(outputs.capacity)
+        if step.policy != "transposed_support":
+            for _, lookup, _ in structures(cloud):
+                _lay_out(cloud, outputs, lookup.neighbours(outputs, step))
+        cloud, site = outputs, goal
+
+
+def _lay_out(inputs: Cloud, outputs: Cloud, found: Found) -> None:
+    rows, masks = found
+    volume, count, status = rows.shape[1], outputs.count, outputs.status
+    ends = compact.tally(masks, count, volume)
+    for how in (*Order.splits(volume, 2, 64), *Order.splits(volume, 0)):
+        order = compact.ordered(masks, count, ends, how) if how.sort else None
+        compact.filled(rows, compact.tiled(masks, count, order, how, (16, volume)), 50, status)
+    compact.listed(rows, count, ends, 100, 8, status)
+    compact.group_taps(ends[:, -1], 20, 8)
+    compact.exchanged(rows, count, inputs.capacity)
+    mask_words(rows)
+
+
+GROUPS: Mapping[str, Callable[[], Checks]] = {
+    "structures": structure_checks,
+    "outputs": output_checks,
+    "stages": stage_checks,
+    "whole maps": map_checks,
+}
+"""The checks, by name, of each group; a group is one process."""
+
+
+def _fenced(check: Callable[[], None]) -> None:
+    with fenced():
+        check()
+
+
+if __name__ == "__main__":
+    run_checks({name: partial(_fenced, check) for name, check in GROUPS[sys.argv[1]]().items()})

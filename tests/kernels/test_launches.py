@@ -1,0 +1,101 @@
+"""Kernels of coordinates compile for every target as they are launched, and to what they are fast with."""
+
+import importlib
+import importlib.util
+from importlib.metadata import version
+
+import pytest
+from kernels.cross import NVIDIA
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from kernels.launches import jobs, variants
+
+JOBS = tuple(jobs())
+COUNTING = ("probes.occupy", "probes.meet", "probes.brick_neighbours", "probes.popcounts")
+"""Kernels that count bits."""
+
+SPILLS = {
+    # Coordinates of two sides, compared axis by axis.
+    "probes.neighbours D=3 K=27 KIND=wide": 32,
+    # 128 rows times 32 taps at once.
+    "tiling.list_pairs K=125": 128,
+}
+"""Known spills: bytes at most."""
+
+if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
+    # The same source comes out worse.
+    SPILLS |= {"tiling.list_pairs K=125": 320}
+
+
+def chosen(*kernels, targets=None, **constants):
+    """The jobs of some kernels with some constants."""
+    wanted = set(constants.items())
+    return pytest.mark.parametrize(
+        "job",
+        [
+            job
+            for job in JOBS
+            if (not kernels or job.variant.kernel in kernels)
+            and (targets is None or job.target in targets)
+            and wanted <= set(job.variant.constants)
+        ],
+        ids=lambda job: job.name,
+    )
+
+
+@pytest.fixture
+def built(compiled, job):
+    found = compiled(JOBS, "kernels.launches")[job.name]
+    if found.error:
+        pytest.fail(found.error, pytrace=False)
+    return found
+
+
+def known(job):
+    """What is known to spill of a job whose name has all words of an entry."""
+    return max((most for words, most in SPILLS.items() if set(words.split()) <= set(job.name.split())), default=0)
+
+
+def test_every_kernel_is_in_the_table():
+    from triton import JITFunction
+
+    files = {name: importlib.import_module(f"pumice.coords.{name}") for name in ("probes", "tiling")}
+    kernels = {
+        f"{file}.{name}"
+        for file, module in files.items()
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction) and not name.startswith("_")
+    }
+    assert kernels == {variant.kernel for variant in variants()} and len(kernels) > 10
+
+
+def test_names_tell_jobs_apart():
+    assert len({job.name for job in JOBS}) == len(JOBS)
+
+
+@chosen()
+def test_compiles(built, job):
+    assert built.shared <= (64 if job.target == "gfx942" else 48) * 1024
+
+
+@chosen(targets=NVIDIA)
+def test_nothing_spills(built, job):
+    assert built.spilled <= known(job)
+
+
+@chosen("probes.insert", targets=NVIDIA, KIND="hash")
+def test_keys_and_rows_are_entered_at_once(built):
+    """Key and row are one word, exchanged by one instruction."""
+    assert built.instructions["cas64"] > 0 and built.instructions["cas32"] == 0
+
+
+@chosen("probes.insert", targets=NVIDIA, KIND="wide")
+def test_rows_are_entered_in_32_bits(built):
+    assert built.instructions["cas32"] > 0 and built.instructions["cas64"] == 0
+
+
+@chosen(*COUNTING, targets=NVIDIA)
+def test_bits_are_counted_by_one_instruction(built):
+    assert built.instructions["popc"] > 0 and built.instructions["halves"] == 0
