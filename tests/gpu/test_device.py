@@ -395,24 +395,6 @@ def one_step(device, dtype):
     return [y.feats.detach(), x.feats.grad, *(p.grad for p in net.parameters())]
 
 
-@EVERY_DTYPE
-def test_two_runs_are_equal_bit_for_bit(gpu, dtype):
-    first, second = one_step(gpu, dtype), one_step(gpu, dtype)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-# Sums over all voxels of a batch item add in any order; torch's switch fixes it (below).
-UNORDERED = {"global avg pool", "global sum pool", "group norm"}
-
-
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in UNORDERED])
-def test_operators_are_equal_bit_for_bit(gpu, name):
-    torch.use_deterministic_algorithms(False)
-    first, second = (outcome(name, gpu, torch.float32) for _ in range(2))
-    for a, b in zip(first[1:], second[1:], strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.fixture
 def deterministic(monkeypatch):
     """The switch of torch, and what the BLAS wants to see with it."""
@@ -420,6 +402,12 @@ def deterministic(monkeypatch):
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@EVERY_DTYPE
+def test_two_runs_are_equal_bit_for_bit(gpu, dtype, deterministic):
+    first, second = one_step(gpu, dtype), one_step(gpu, dtype)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("name", OPERATORS)

@@ -73,18 +73,23 @@ def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], lis
 
     While torch.compile traces, what is not there yet stays unmade: the pairs alone serve too.
     """
-    names = _FORMS_OF.get(found.device.type, _FORMS_OF["cpu"])[differentiable]
+    names = _names(found, differentiable)
     if torch.compiler.is_compiling():
         names = tuple(name for name in names if found.has(("form", name))) or ("pairs",)
     held = [found.storage(("form", name), lambda m, name=name: _read(m, name)) for name in names]
     return tuple(t for tokens, _ in held for t in tokens), [x for _, arrays in held for x in arrays]
 
 
+def _names(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
+    inference, training = _FORMS_OF.get(found.device.type, _FORMS_OF["cpu"])
+    return training if differentiable else inference
+
+
 def settled(found: Sequence[KernelMap], differentiable: bool) -> None:
     """Lay maps out in the forms that `passed` will give, with one read of all their sizes."""
     wanted: list[tuple[KernelMap, int, Order | None]] = []
     for one in found:
-        for name in _FORMS_OF.get(one.device.type, _FORMS_OF["cpu"])[differentiable]:
+        for name in _names(one, differentiable):
             wanted += FORMS[name].sizes(one)
     settle(wanted)
     for one in found:

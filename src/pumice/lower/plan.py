@@ -169,6 +169,9 @@ def carry_out(ready: Ready, operands: Sequence[Tensor]) -> Tensor:
     out: Tensor | None = None
     for part in ready.parts:
         result = part.run({name: operands[place] for name, place in part.places})
+        if not part.places and operands:
+            # A term without tensors was computed where it could be.
+            result = result.to(operands[0].device)
         out = result if out is None else out + result
     if out is not None:
         return out
