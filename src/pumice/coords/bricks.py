@@ -19,7 +19,7 @@ from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.codes import CodeLayout
 from pumice.coords.keys import Bounds
 from pumice.coords.launch import kernel, runs_kernels
-from pumice.coords.lookup import WORD, Found, lanes_of, padded, rows_of
+from pumice.coords.lookup import WARPS, WORD, Found, lanes_of, padded, prefix, rows_of
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 
@@ -27,7 +27,6 @@ LOW = {1: 9, 2: 8, 3: 9, 4: 8}
 """The binary logarithm of a brick's cells: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4."""
 MOST = 1 << 30
 """Bricks of a box, at most: their bitmap then takes 128 MiB."""
-_WORDS = 1024
 
 
 @dataclass(frozen=True)
@@ -152,9 +151,9 @@ class Bricks:
         call = _Call(cloud, reach, space)
         more = {"STRICT": strict}
         call("probes.mark", (directory, cloud.status), (), more)
-        ranks = _prefix(directory)
+        ranks = prefix(directory)
         call("probes.occupy", (directory, ranks, cells, cloud.status), (limit,), more)
-        return Bricks(space, limit, directory, ranks, cells, _prefix(cells))
+        return Bricks(space, limit, directory, ranks, cells, prefix(cells))
 
     def coords(self, cloud: Cloud, reach: Reach, capacity: int) -> Tensor:
         """int32 [capacity, 1+D]: the cells in (batch, Morton) order; rows past their count hold -1."""
@@ -201,15 +200,8 @@ class _Call:
         constants |= {"LOW": self.space.low, "ROWS": rows_of(lanes), "LANES": lanes}
         programs = -(-cloud.capacity // rows_of(lanes))
         kernel(name)(
-            programs, (cloud.coords, cloud.count, *given, *tensors), (*self.space.numbers, *numbers), constants
+            programs, (cloud.coords, cloud.count, *given, *tensors), (*self.space.numbers, *numbers), constants, WARPS
         )
-
-
-def _prefix(words: Tensor) -> Tensor:
-    """How many bits are set up to and with each word."""
-    counts = torch.empty_like(words)
-    kernel("probes.popcounts")(-(-len(words) // _WORDS), (words, counts), (len(words),), {"BLOCK": _WORDS})
-    return counts.cumsum(0, dtype=torch.int32)
 
 
 class BrickLookup:
@@ -250,5 +242,6 @@ def neighbours(bricks: Bricks, outputs: Cloud, reach: Reach, values: Tensor | No
         (outputs.coords, outputs.count, *given, *held, rows, masks),
         (*space.numbers, bricks.limit, capacity),
         constants,
+        WARPS,
     )
     return Found(rows, masks)

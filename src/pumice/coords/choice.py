@@ -7,28 +7,29 @@ from dataclasses import asdict, dataclass
 
 from pumice.errors import OptionError
 
-STRUCTURES = ("sorted", "hash", "grid", "bricks")
+STRUCTURES = ("sorted", "hash", "grid", "bitmap", "bricks")
 
 
 @dataclass(frozen=True)
 class MapSchedule:
     """How neighbours are looked up.
 
-    structure: "hash" (open addressing), "grid" (an int32 for each cell of the box), "bricks" (sorted bricks with
-        occupancy bits and popcount ranks), "sorted" (bisection of sorted keys; no kernel, any device).
-    load: slots of a hash table that are taken, at most. cells: of a grid, at most.
+    structure: "hash" (open addressing), "grid" (an int32 for each cell of the box), "bitmap" (a bit for each cell, and
+        popcount ranks), "bricks" (sorted bricks with occupancy bits and popcount ranks), "sorted" (bisection of sorted
+        keys; no kernel, any device).
+    load: slots of a hash table that are taken, at most. cells: of a grid, at most; of a bitmap 16 times as many.
     mirrored: whether half of the taps of a submanifold map are asked for, and each find is written twice.
     fused: whether candidates, bounds and lookups are one kernel, or one after the other through memory.
     block: cells that one program of a lookup asks for, a power of two; warps: of 32 threads, that it runs on.
     """
 
     structure: str = "hash"
-    load: float = 0.5
+    load: float = 0.25
     cells: int = 1 << 27
     mirrored: bool = False
     fused: bool = True
-    block: int = 512
-    warps: int = 4
+    block: int = 128
+    warps: int = 1
 
     def __post_init__(self) -> None:
         if self.structure not in STRUCTURES:
@@ -51,34 +52,27 @@ class MapSchedule:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device is reckoned with: seconds of a kernel, bytes a second written in order, sectors a second asked for.
+    """What a device is reckoned with: bytes cleared a second, and for each structure seconds in any case and seconds
+    of a cell that is asked for. Fitted to an H200, coordinates in random order."""
 
-    An H200's, by reckoning: no figure of them was measured yet.
-    """
-
-    kernel: float = 2e-6
-    stream: float = 3.5e12
-    sectors: float = 1.2e11
-    cached: int = 50 << 20
+    stream: float = 4.0e12
+    hash: tuple[float, float] = (14e-6, 11.5e-12)
+    grid: tuple[float, float] = (8e-6, 5.0e-12)
+    bitmap: tuple[float, float] = (14e-6, 4.5e-12)
+    bricks: tuple[float, float] = (32e-6, 8.5e-12)
 
 
 def costs(rows: int, cells: int, volume: int = 27, rates: Rates | None = None) -> dict[str, float]:
-    """Seconds that a submanifold map of `rows` rows in a box of `cells` cells is reckoned to take, by structure.
-
-    Each is kernels * time of a kernel + bytes cleared / rate + 32-byte sectors asked for / rate. Taps along the last
-    axis share sectors: a tap asks for half of one on average, with chance neighbours in a hash table for 0.6.
-    """
+    """Seconds that a submanifold map of `rows` rows in a box of `cells` cells is reckoned to take, by structure."""
     rates = rates or Rates()
-    slots = 8 * 2 * rows / 0.75
-    found = {
-        "grid": (3, 4 * cells, rows * (1 + 0.5 * volume), 4 * cells),
-        "hash": (3, slots, rows * (1.5 + 0.6 * volume), slots),
-        "bricks": (9, cells / 8 / 16 + 64 * rows, rows * (6 + 1.0 * volume), 80 * rows),
+    passes = {
+        "hash": 40.0 * rows,
+        "grid": 4.0 * cells,
+        "bitmap": 5 * cells / 8,
+        "bricks": cells / 512 / 8 * 5 + 64 * rows,
     }
-    return {name: _seconds(rates, *parts) for name, parts in found.items()}
-
-
-def _seconds(rates: Rates, kernels: int, cleared: float, sectors: float, held: float) -> float:
-    # What the cache does not hold is fetched from memory, at a third of the rate.
-    slow = 3.0 if held > rates.cached else 1.0
-    return kernels * rates.kernel + cleared / rates.stream + slow * sectors / rates.sectors
+    found = {}
+    for name, streamed in passes.items():
+        fixed, asked = getattr(rates, name)
+        found[name] = fixed + streamed / rates.stream + asked * rows * volume
+    return found

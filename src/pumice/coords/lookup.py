@@ -60,9 +60,22 @@ def lanes_of(volume: int) -> int:
     return 32 if volume > 16 else 1 << max(0, volume - 1).bit_length()
 
 
+CELLS = 128
+"""Cells, rows times taps, that a program asks for: few, so that its slowest probe keeps few others waiting."""
+WARPS = 1
+"""Warps of such a program: one, which needs no barrier."""
+
+
 def rows_of(lanes: int) -> int:
-    """Rows of one program, so that its threads have a few cells each."""
-    return min(128, 512 // lanes)
+    """Rows of one program."""
+    return CELLS // lanes
+
+
+def prefix(words: Tensor) -> Tensor:
+    """int32: how many bits are set in the words of a bitmap, up to and with each."""
+    counts = torch.empty_like(words)
+    kernel("probes.popcounts")(-(-len(words) // 1024), (words, counts), (len(words),), {"BLOCK": 1024})
+    return counts.cumsum(0, dtype=torch.int32)
 
 
 def mask_words(rows: Tensor) -> Tensor:
@@ -72,7 +85,7 @@ def mask_words(rows: Tensor) -> Tensor:
         masks = torch.empty(count, -(-volume // WORD), dtype=torch.int32, device=rows.device)
         lanes = lanes_of(volume)
         constants = {"K": volume, "ROWS": rows_of(lanes), "LANES": lanes}
-        kernel("probes.mask_words")(-(-count // rows_of(lanes)), (rows, masks), (count,), constants)
+        kernel("probes.mask_words")(-(-count // rows_of(lanes)), (rows, masks), (count,), constants, WARPS)
         return masks
     return mask_words_twin(rows)
 

@@ -183,6 +183,17 @@ def _report(status, bit: tl.constexpr, happened):
         tl.atomic_or(status, bit)
 
 
+@triton.jit
+def _ranked(words, sums, index, known):
+    """(whether bit `index` of a bitmap is set, how many bits are set before it); sums: of the words up to each."""
+    word = tl.load(words + (index >> 5), mask=known, other=0)
+    shift = (index & 31).to(tl.int32)
+    above = (word.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
+    hit = known & ((above & 1) == 1)
+    rank = tl.load(sums + (index >> 5), mask=hit, other=0) - _popcount(above)
+    return hit, rank
+
+
 # building
 
 
@@ -194,7 +205,7 @@ def insert(
     step0: "i64", step1: "i64", step2: "i64", step3: "i64", margin: "i64", bits: "i64", last: "i64",
     D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Enter every row's cell: into a grid, a hash table of key << bits | row, or one of rows ("wide").
+    """Enter every row's cell: into a grid, a bitmap, a hash table of key << bits | row, or one of rows ("wide").
 
     The least row of equal cells stays. last: of the table's slots; a table of rows has BLOCK more behind it. Double
     hashing.
@@ -216,6 +227,10 @@ def insert(
     if KIND == "grid":
         old = tl.atomic_min(table + key, r.to(tl.int32), mask=inside, sem="relaxed")
         _report(status, DUPLICATE, inside & (old != FREE))
+    elif KIND == "bitmap":
+        bit = (tl.full([BLOCK], 1, tl.int32) << (key & 31).to(tl.int32)).to(tl.int32)
+        old = tl.atomic_or(table + (key >> 5), bit, mask=inside, sem="relaxed")
+        _report(status, DUPLICATE, inside & ((old & bit) != 0))
     elif KIND == "hash":
         # An ordered table: a slot keeps the least of the entries that come by, the other goes on. However they come,
         # the same table results, and equal keys meet.
@@ -250,18 +265,41 @@ def insert(
         _report(status, DUPLICATE, twice)
 
 
+@triton.jit(do_not_specialize=_NUMBERS)
+def number_rows(
+    coords, count, offsets, table, ranks, values,
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    step0: "i64", step1: "i64", step2: "i64", step3: "i64", margin: "i64",
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """values[n] = the row whose cell is the n-th of a bitmap. ranks: bits of the words up to each."""
+    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    live = r < tl.load(count)
+    key, inside = _cell(
+        coords, offsets, r, tl.zeros([BLOCK], tl.int32), live, live,
+        batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
+    )  # fmt: skip
+    hit, rank = _ranked(table, ranks, key, inside)
+    tl.store(values + rank, r.to(tl.int32), mask=hit)
+
+
 # asking
 
 
 @triton.jit
 def _probed(
-    table, source, coords, offsets, r, k, live, tapped, key, inside, step0, step1, step2, step3, bits, last,
+    table, ranks, values, source, coords, offsets, r, k, live, tapped, key, inside,
+    step0, step1, step2, step3, bits, last,
     D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The row of each cell in a grid or a hash table, -1 where there is none; int32."""
     if KIND == "grid":
         found = tl.load(table + key, mask=inside, other=FREE)
         found = tl.where(found == FREE, -1, found)
+    elif KIND == "bitmap":
+        hit, rank = _ranked(table, ranks, key, inside)
+        found = tl.load(values + rank, mask=hit, other=-1)
     else:
         slot, step = _slot(key, last)
         # Most cells are met, or found absent, at the first slot; the others go on together.
@@ -302,7 +340,7 @@ def _compared(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def neighbours(
-    coords, count, offsets, table, source, rows, masks,
+    coords, count, offsets, table, ranks, values, source, rows, masks,
     batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     step0: "i64", step1: "i64", step2: "i64", step3: "i64",
@@ -343,7 +381,7 @@ def neighbours(
                 batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
             )  # fmt: skip
         found = _probed(
-            table, source, coords, offsets, r, k, live, tapped, key, inside,
+            table, ranks, values, source, coords, offsets, r, k, live, tapped, key, inside,
             step0, step1, step2, step3, bits, last, D, KIND,
         )  # fmt: skip
         if MIRROR:
@@ -422,17 +460,6 @@ def _code(
         inside = inside & hit & (v < size3)
         code = code | tl.load(tables + begin3 + v, mask=inside, other=0)
     return code, inside
-
-
-@triton.jit
-def _ranked(words, sums, index, known):
-    """(whether bit `index` of a bitmap is set, how many bits are set before it); sums: of the words up to each."""
-    word = tl.load(words + (index >> 5), mask=known, other=0)
-    shift = (index & 31).to(tl.int32)
-    above = (word.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
-    hit = known & ((above & 1) == 1)
-    rank = tl.load(sums + (index >> 5), mask=hit, other=0) - _popcount(above)
-    return hit, rank
 
 
 @triton.jit

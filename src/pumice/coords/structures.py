@@ -13,7 +13,7 @@ from pumice.coords.cloud import Cloud
 from pumice.coords.launch import runs_kernels
 from pumice.coords.lookup import Lookup
 from pumice.coords.sorted_keys import SortedKeys
-from pumice.coords.table import Grid, HashTable, cells_of
+from pumice.coords.table import Bitmap, Grid, HashTable, cells_of
 from pumice.errors import OptionError
 
 
@@ -28,7 +28,13 @@ class Structure(Protocol):
         ...
 
 
-STRUCTURES: Mapping[str, Structure] = {"sorted": SortedKeys, "hash": HashTable, "grid": Grid, "bricks": BrickLookup}
+STRUCTURES: Mapping[str, Structure] = {
+    "sorted": SortedKeys,
+    "hash": HashTable,
+    "grid": Grid,
+    "bitmap": Bitmap,
+    "bricks": BrickLookup,
+}
 
 
 def lookup_of(cloud: Cloud, schedule: MapSchedule | None = None) -> Lookup:

@@ -12,10 +12,10 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.launch import kernel, runs_kernels
-from pumice.coords.lookup import WORD, Found, lanes_of, padded
+from pumice.coords.lookup import WORD, Found, lanes_of, padded, prefix
 from pumice.coords.relation import Relation
 
-MARGINS = {"hash": 8, "grid": 2, "wide": 0}
+MARGINS = {"hash": 8, "grid": 2, "bitmap": 2, "wide": 0}
 """Cells around the box that are numbered too, so that a tap adds a constant to a row's number."""
 _INSERT_BLOCK = 128
 
@@ -33,19 +33,30 @@ class Table:
         numbers = (*_box(self._bounds, (1,) * cloud.dim), self._margin, self._bits, self._last)
         tensors = (cloud.coords, cloud.count, zero, self._table, cloud.status)
         constants = {"D": cloud.dim, "KIND": kind, "BLOCK": _INSERT_BLOCK}
-        kernel("probes.insert")(-(-cloud.capacity // _INSERT_BLOCK), tensors, numbers, constants)
+        programs = -(-cloud.capacity // _INSERT_BLOCK)
+        kernel("probes.insert")(programs, tensors, numbers, constants)
+        self._ranks = self._values = self._table
+        if kind == "bitmap":
+            self._ranks = prefix(self._table)
+            self._values = torch.empty(cloud.capacity, dtype=torch.int32, device=cloud.device)
+            tensors = (cloud.coords, cloud.count, zero, self._table, self._ranks, self._values)
+            constants = {"D": cloud.dim, "BLOCK": _INSERT_BLOCK}
+            kernel("probes.number_rows")(programs, tensors, numbers[:-2], constants)
 
     def _free(self) -> Tensor:
         device = self._cloud.device
         if self._kind == "grid":
             return torch.full((cells_of(self._bounds),), INT32_MAX, dtype=torch.int32, device=device)
+        if self._kind == "bitmap":
+            return torch.zeros(-(-cells_of(self._bounds) // 32), dtype=torch.int32, device=device)
         if self._kind == "hash":
             return torch.full((self._last + 1,), 2**63 - 1, dtype=torch.int64, device=device)
         return torch.full((self._last + 1 + _INSERT_BLOCK,), -1, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
-        return self._table.numel() * self._table.element_size()
+        held = {id(t): t for t in (self._table, self._ranks, self._values)}
+        return sum(t.numel() * t.element_size() for t in held.values())
 
     def neighbours(self, outputs: Cloud, relation: Relation, mirrored: bool = False) -> Found:
         """mirrored: of a submanifold map, half of the taps is asked for and written twice (no masks then)."""
@@ -62,7 +73,8 @@ class Table:
         box = _box(self._bounds, relation.stride)
         numbers = (*box, self._margin, reach or 0, self._bits, self._last, capacity)
         offsets = offset_table(relation.offsets, device)
-        tensors = (outputs.coords, outputs.count, offsets, self._table, self._cloud.coords, rows, masks)
+        held = (self._table, self._ranks, self._values, self._cloud.coords)
+        tensors = (outputs.coords, outputs.count, offsets, *held, rows, masks)
         kernel("probes.neighbours")(-(-capacity // block), tensors, numbers, constants, self._schedule.warps)
         return Found(rows, None if mirrored else masks)
 
@@ -105,6 +117,20 @@ class Grid(Table):
             return "kernels do not run here"
         cells = cells_of(cloud.bounds.grown([MARGINS["grid"]] * cloud.dim))
         return None if cells <= schedule.cells else f"the box has {cells} cells, a grid at most {schedule.cells}"
+
+
+class Bitmap(Table):
+    """A bit for each cell of the box, prefix counts of them, and the row of each bit that is set."""
+
+    def __init__(self, cloud: Cloud, schedule: MapSchedule) -> None:
+        super().__init__(cloud, schedule, "bitmap")
+
+    @staticmethod
+    def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
+        if not runs_kernels(cloud.coords):
+            return "kernels do not run here"
+        cells, most = cells_of(cloud.bounds.grown([MARGINS["bitmap"]] * cloud.dim)), 16 * schedule.cells
+        return None if cells <= most else f"the box has {cells} cells, a bitmap at most {most}"
 
 
 def cells_of(bounds: Bounds) -> int:
