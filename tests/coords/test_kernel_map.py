@@ -9,7 +9,7 @@ import torch
 from clouds import Scene
 
 from pumice.coords import Geometry, KernelMap, Order, Relation, compact, kernel_map, settle
-from pumice.coords.compact import Tiling, gray_keys_twin, ordered, tally, tiled
+from pumice.coords.compact import Tiling, gray_keys_twin, ordered, tally, tiled, totals_of
 from pumice.coords.lookup import mask_words
 from pumice.errors import OptionError
 from pumice.testing import random_cloud
@@ -193,7 +193,7 @@ def test_rows_with_the_rarest_tap_come_first_and_rows_without_any_last():
 
 def test_a_key_has_a_word_for_every_31_taps_and_32_bits_where_they_do():
     masks = torch.zeros(5000, 5, dtype=torch.int32)
-    count, ends = torch.tensor([5000], dtype=torch.int32), torch.zeros(125, 40, dtype=torch.int32)
+    count, totals = torch.tensor([5000], dtype=torch.int32), torch.zeros(125, dtype=torch.int32)
     for how, words, dtype in (
         (Order(0, 27), 1, torch.int32),
         (Order(0, 31), 1, torch.int32),
@@ -203,7 +203,7 @@ def test_a_key_has_a_word_for_every_31_taps_and_32_bits_where_they_do():
         (Order(0, 125), 5, torch.int64),
         (Order(0, 125, sort=False), 0, torch.int32),
     ):
-        keys = gray_keys_twin(masks, count, ends, how)
+        keys = gray_keys_twin(masks, count, totals, how)
         assert keys.shape == (words, 5000) and keys.dtype == dtype, how
 
 
@@ -212,8 +212,9 @@ def test_dead_rows_come_last_and_in_no_tile():
     masks, count = mask_words(torch.cat([rows, rows[:9]])), torch.tensor([len(rows)], dtype=torch.int32)
     how = Order(0, 27)
     ends = tally(masks, count, 27)
-    assert torch.equal(ends[:, -1], (rows >= 0).sum(0).int())
-    order = ordered(masks, count, ends, how)
+    totals = totals_of(masks, count, 27)
+    assert torch.equal(totals, (rows >= 0).sum(0).int()) and torch.equal(ends[:, -1], totals)
+    order = ordered(masks, count, totals, how)
     assert sorted(order[: len(rows)].tolist()) == list(range(len(rows)))
     tiling = tiled(masks, count, order, how, (16, 27))
     assert isinstance(tiling, Tiling) and sorted(tiling.slots[tiling.slots >= 0].tolist()) == list(range(len(rows)))

@@ -175,6 +175,7 @@ SCHEDULES = {
     "mirrored": MapSchedule("hash", mirrored=True),
     "tight": MapSchedule("hash", load=0.9),
     "grid": MapSchedule("grid"),
+    "bitmap": MapSchedule("bitmap"),
     "bricks": MapSchedule("bricks"),
     "sorted": MapSchedule("sorted"),
 }
@@ -282,7 +283,7 @@ def pipeline(cloud, relation, level, structure=HashTable):
         masks = mask_words(rows)
         ends = compact.tally(masks, targets.count, rows.shape[1])
         (how,) = Order.splits(rows.shape[1], 1, 4096)
-        order = compact.ordered(masks, targets.count, ends, how)
+        order = compact.ordered(masks, targets.count, compact.totals_of(masks, targets.count, rows.shape[1]), how)
         tiling = compact.tiled(masks, targets.count, order, how, (64, rows.shape[1]))
         found += [rows, masks, ends, order, tiling.slots, tiling.active, tiling.ends]
         found += [*compact.filled(rows, tiling, ROOM // 8, cloud.status)]
@@ -306,7 +307,7 @@ def buffers(clouds, device):
 LEVELS = {"floor": levels(3)["floor k2 s2"], "support": levels(3)["support k3 s2 p1"]}
 
 
-@pytest.mark.parametrize("structure", ["hash", "grid", "bricks"])
+@pytest.mark.parametrize("structure", ["hash", "grid", "bitmap", "bricks"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_from_coordinates_to_tiles_without_a_wait(gpu, level, structure):
     (cloud,) = buffers([random_cloud(30_000, 3)], gpu)
@@ -319,7 +320,7 @@ def fresh_on(cloud):
     return replace(cloud, status=torch.zeros_like(cloud.status))
 
 
-@pytest.mark.parametrize("structure", ["hash", "grid", "bricks"])
+@pytest.mark.parametrize("structure", ["hash", "grid", "bitmap", "bricks"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_captured_pipeline_replays_for_other_coordinates(gpu, level, structure):
     """Other voxels, and another number of them, in the same buffers."""

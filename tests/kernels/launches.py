@@ -27,7 +27,7 @@ from pumice.coords import Cloud, MapSchedule, Order, Relation, compact, lookup
 from pumice.coords.bricks import BrickLookup, Bricks, Reach, neighbours
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import mask_words
-from pumice.coords.table import Grid, HashTable, Table
+from pumice.coords.table import Bitmap, Grid, HashTable, Table
 from pumice.schedule.tile import Tile
 
 _TYPES = {torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8"}
@@ -117,7 +117,7 @@ def _lookups(dim: int) -> None:
     every = lookups(dim)
     asked = [every["k3"]] + ([every["k2 s2"], every["k5"]] if dim == 3 else [])
     tables: list[Table] = [HashTable(cloud, MapSchedule()), Table(cloud, MapSchedule(), "wide")]
-    tables += [Grid(cloud, MapSchedule("grid"))] if dim == 3 else []
+    tables += [Grid(cloud, MapSchedule("grid")), Bitmap(cloud, MapSchedule("bitmap"))] if dim == 3 else []
     bricks = BrickLookup(cloud, MapSchedule("bricks"))
     other = _cloud(dim)
     for relation in asked:
@@ -150,10 +150,10 @@ def _levels(dim: int) -> None:
 def _stages(volume: int) -> None:
     rows, count = torch.full((600, volume), -1, dtype=torch.int32), torch.tensor([600], dtype=torch.int32)
     masks = mask_words(rows)
-    ends = compact.tally(masks, count, volume)
+    ends, totals = compact.tally(masks, count, volume), compact.totals_of(masks, count, volume)
     for superblock in (0, 16):
         (how,) = Order.splits(volume, 1, superblock)
-        compact.gray_keys(masks, count, ends, how)
+        compact.gray_keys(masks, count, totals, how)
     order = torch.arange(600)
     for block in (64, 128) if volume == 27 else (64,):
         tiling = compact.tiled(masks, count, order, how, (block, volume))
@@ -171,6 +171,7 @@ def jobs() -> Iterator[Launch]:
 # Compiling
 
 INSTRUCTIONS = {
+    "min64": r"\batom\.\S*min\.s64",
     "cas64": r"\batom\.\S*cas\.b64",
     "cas32": r"\batom\.\S*cas\.b32",
     "popc": r"\bpopc\.b32|\bv_bcnt_u32",

@@ -46,7 +46,7 @@ from pumice.coords.lookup import Found, mask_words, mask_words_twin
 from pumice.coords.outputs import Fused, Listed, Staged, room_of, site_of
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.coords.structures import STRUCTURES, default
-from pumice.coords.table import Grid, HashTable, Table
+from pumice.coords.table import Bitmap, Grid, HashTable, Table
 
 Checks = Mapping[str, Callable[[], None]]
 DIMS = (1, 2, 3, 4)
@@ -128,7 +128,7 @@ def looked_up(cloud: Cloud, outputs: Cloud, relation: Relation) -> Found:
 
 def structures(cloud: Cloud, wide: bool = True) -> Iterator[tuple[str, Any, Cloud]]:
     """Every structure of kernels that can be had; hash tables in both layouts."""
-    for name, made in (("hash", HashTable), ("grid", Grid), ("bricks", BrickLookup)):
+    for name, made in (("hash", HashTable), ("grid", Grid), ("bitmap", Bitmap), ("bricks", BrickLookup)):
         if made.refusal(cloud, MapSchedule(name)) is None:
             own = fresh(cloud)
             yield name, made(own, MapSchedule(name)), own
@@ -497,38 +497,41 @@ def check_orders(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
     ends = compact.tally(masks, living, volume)
     same(ends, compact.tally_twin(masks, living, volume))
+    totals = compact.totals_of(masks, living, volume)
+    same(totals, compact.totals_of_twin(masks, living, volume))
+    same(totals, ends[:, -1].contiguous())
     for how in orders(volume, count):
-        keys = compact.gray_keys(masks, living, ends, how)
-        same(keys, compact.gray_keys_twin(masks, living, ends, how), how)
-        order = compact.ordered(masks, living, ends, how)
+        keys = compact.gray_keys(masks, living, totals, how)
+        same(keys, compact.gray_keys_twin(masks, living, totals, how), how)
+        order = compact.ordered(masks, living, totals, how)
         with plain():
-            same(order, compact.ordered(masks, living, ends, how), how)
+            same(order, compact.ordered(masks, living, totals, how), how)
 
 
 def check_large_keys() -> None:
     """Superblocks whose number leaves 32 bits."""
     count = 900
     masks = torch.randint(0, 1 << 27, (count, 1), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    living, ends = (
+    living, totals = (
         torch.tensor([count - 5], dtype=torch.int32),
-        (torch.arange(54, dtype=torch.int32).flip(0) % 7).view(27, 2),
+        (torch.arange(54, dtype=torch.int32).flip(0) % 7)[:27].contiguous(),
     )
     for how, dtype in (
         (Order(0, 27, 64), torch.int32),
         (Order(0, 27, 16), torch.int64),
         (Order(3, 27, 16), torch.int32),
     ):
-        keys = compact.gray_keys(masks, living, ends, how)
+        keys = compact.gray_keys(masks, living, totals, how)
         assert keys.dtype == dtype, how
-        same(keys, compact.gray_keys_twin(masks, living, ends, how), how)
+        same(keys, compact.gray_keys_twin(masks, living, totals, how), how)
 
 
 def check_tiles(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
-    ends = compact.tally_twin(masks, living, volume)
+    totals = compact.totals_of_twin(masks, living, volume)
     every = [*orders(volume, count)[:3], Order(0, volume, sort=False)]
     for how, block in [(how, 16) for how in every] + [(every[0], 64)]:
-        order = compact.ordered(masks, living, ends, how) if how.sort else None
+        order = compact.ordered(masks, living, totals, how) if how.sort else None
         tiling = compact.tiled(masks, living, order, how, (block, volume))
         twin = compact.tiled_twin(masks, living, order, how, (block, volume))
         for part in ("slots", "active", "ends", "entries"):
@@ -585,6 +588,7 @@ SCHEDULES = {
     "staged": MapSchedule("hash", fused=False),
     "mirrored": MapSchedule("hash", mirrored=True),
     "grid": MapSchedule("grid"),
+    "bitmap": MapSchedule("bitmap"),
     "bricks": MapSchedule("bricks"),
 }
 
@@ -733,9 +737,9 @@ def _pipeline(first: Cloud, steps: list[Relation]) -> None:
 def _lay_out(inputs: Cloud, outputs: Cloud, found: Found) -> None:
     rows, masks = found
     volume, count, status = rows.shape[1], outputs.count, outputs.status
-    ends = compact.tally(masks, count, volume)
+    ends, totals = compact.tally(masks, count, volume), compact.totals_of(masks, count, volume)
     for how in (*Order.splits(volume, 2, 64), *Order.splits(volume, 0)):
-        order = compact.ordered(masks, count, ends, how) if how.sort else None
+        order = compact.ordered(masks, count, totals, how) if how.sort else None
         compact.filled(rows, compact.tiled(masks, count, order, how, (16, volume)), 50, status)
     compact.listed(rows, count, ends, 100, 8, status)
     compact.group_taps(ends[:, -1], 20, 8)

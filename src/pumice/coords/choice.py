@@ -20,7 +20,8 @@ class MapSchedule:
     load: slots of a hash table that are taken, at most. cells: of a grid, at most; of a bitmap 16 times as many.
     mirrored: whether half of the taps of a submanifold map are asked for, and each find is written twice.
     fused: whether candidates, bounds and lookups are one kernel, or one after the other through memory.
-    block: cells that one program of a lookup asks for, a power of two; warps: of 32 threads, that it runs on.
+    block: cells that one program of a lookup asks for, a power of two, by default the structure's own; warps: of 32
+        threads, that it runs on.
     """
 
     structure: str = "hash"
@@ -28,7 +29,7 @@ class MapSchedule:
     cells: int = 1 << 27
     mirrored: bool = False
     fused: bool = True
-    block: int = 128
+    block: int | None = None
     warps: int = 1
 
     def __post_init__(self) -> None:
@@ -39,7 +40,7 @@ class MapSchedule:
         if self.cells < 1:
             raise OptionError(f"cells is at least 1, found {self.cells}")
         for name, value, least in (("block", self.block, 32), ("warps", self.warps, 1)):
-            if value < least or value & (value - 1):
+            if value is not None and (value < least or value & (value - 1)):
                 raise OptionError(f"{name} is a power of two of at least {least}, found {value}")
 
     def to_json(self) -> str:
@@ -58,8 +59,8 @@ class Rates:
     stream: float = 4.0e12
     hash: tuple[float, float] = (14e-6, 11.5e-12)
     grid: tuple[float, float] = (8e-6, 5.0e-12)
-    bitmap: tuple[float, float] = (14e-6, 4.5e-12)
-    bricks: tuple[float, float] = (32e-6, 8.5e-12)
+    bitmap: tuple[float, float] = (20e-6, 7.0e-12)
+    bricks: tuple[float, float] = (35e-6, 12e-12)
 
 
 def costs(rows: int, cells: int, volume: int = 27, rates: Rates | None = None) -> dict[str, float]:

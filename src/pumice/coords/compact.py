@@ -18,6 +18,8 @@ from pumice.coords.lookup import WORD, lanes_of
 
 _ROWS = 128
 """Rows of one program, and of one block of a tally."""
+_KEYS = 256
+"""Rows of one program that makes keys."""
 
 
 class Compacted(NamedTuple):
@@ -91,10 +93,24 @@ class Tiling:
         return self.ends[-1:]
 
 
-def laid_out(masks: Tensor, count: Tensor, ends: Tensor, block: int, how: Order) -> Tiling:
-    """The tiles of `block` outputs each that rows with these masks and this tally make; nothing is read."""
-    order = ordered(masks, count, ends, how) if how.sort else None
-    return tiled(masks, count, order, how, (block, len(ends)))
+def laid_out(masks: Tensor, count: Tensor, volume: int, block: int, how: Order) -> Tiling:
+    """The tiles of `block` outputs each that rows with these masks of so many taps make; nothing is read."""
+    order = ordered(masks, count, totals_of(masks, count, volume), how) if how.sort else None
+    return tiled(masks, count, order, how, (block, volume))
+
+
+def totals_of(masks: Tensor, count: Tensor, volume: int) -> Tensor:
+    """int32 [K]: how many rows have tap k."""
+    if not runs_kernels(masks):
+        return totals_of_twin(masks, count, volume)
+    totals = torch.zeros(volume, dtype=torch.int32, device=masks.device)
+    kernel("tiling.count_taps")(-(-len(masks) // _ROWS), (masks, count, totals), (), {"K": volume, "ROWS": _ROWS})
+    return totals
+
+
+def totals_of_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
+    """As totals_of, in plain torch."""
+    return (_bits(masks, volume) * _live(masks, count)[:, None]).sum(0, dtype=torch.int32)
 
 
 def tally(masks: Tensor, count: Tensor, volume: int) -> Tensor:
@@ -116,13 +132,13 @@ def tally_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     return bits.view(blocks, _ROWS, volume).sum(1).t().cumsum(1, dtype=torch.int32).contiguous()
 
 
-def ordered(masks: Tensor, count: Tensor, ends: Tensor, how: Order) -> Tensor:
-    """int64 [N]: rows with like taps one after the other, those with rare and with many taps first. ends: a tally.
+def ordered(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
+    """int64 [N]: rows with like taps one after the other, those with rare and with many taps first.
 
     They fall by the rank of their taps' bits in Gray code, the rarest tap the highest bit (the order with the least
     computing of absent pairs in the project's simulation of indoor and LiDAR scenes); rows past the count come last.
     """
-    keys = (gray_keys if runs_kernels(masks) else gray_keys_twin)(masks, count, ends, how)
+    keys = (gray_keys if runs_kernels(masks) else gray_keys_twin)(masks, count, totals, how)
     order: Tensor | None = None
     for key in keys:
         place = torch.sort(key if order is None else key[order], stable=True)[1]
@@ -130,20 +146,21 @@ def ordered(masks: Tensor, count: Tensor, ends: Tensor, how: Order) -> Tensor:
     return torch.arange(len(masks), device=masks.device) if order is None else order
 
 
-def gray_keys(masks: Tensor, count: Tensor, ends: Tensor, how: Order) -> Tensor:
+def gray_keys(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
     """int32 or int64 [words, N]: what rows are sorted by, the lowest word first."""
-    volume, side = len(ends), max(32, 1 << max(0, len(ends) - 1).bit_length())
-    keys = torch.empty(_key_words(how), len(masks), dtype=_key_dtype(how, len(masks)), device=masks.device)
-    rows = max(1, 2048 // side)
-    constants = {"K": volume, "ROWS": rows, "SIDE": side}
-    numbers = (how.first, how.last, _shift(how), len(masks), ends.shape[1])
-    kernel("tiling.gray_keys")(-(-len(masks) // rows), (masks, count, ends, keys), numbers, constants)
+    volume, rows, device = len(totals), len(masks), masks.device
+    keys = torch.empty(_key_words(how), rows, dtype=_key_dtype(how, rows), device=device)
+    ranks = torch.empty(volume, dtype=torch.int32, device=device)
+    side = 1 << max(0, volume - 1).bit_length()
+    kernel("tiling.rank_taps")(1, (totals, ranks), (how.first, how.last), {"SIDE": side})
+    numbers = (how.first, how.last, _shift(how), rows)
+    kernel("tiling.gray_keys")(-(-rows // _KEYS), (masks, count, ranks, keys), numbers, {"K": volume, "ROWS": _KEYS})
     return keys
 
 
-def gray_keys_twin(masks: Tensor, count: Tensor, ends: Tensor, how: Order) -> Tensor:
+def gray_keys_twin(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
     """As gray_keys, in plain torch."""
-    used, dtype, totals = how.last - how.first, _key_dtype(how, len(masks)), ends[:, -1]
+    used, dtype = how.last - how.first, _key_dtype(how, len(masks))
     bits = _bits(masks, len(totals))[:, how.first : how.last]
     bits = bits[:, torch.sort(totals[how.first : how.last], descending=True, stable=True)[1]].long()
     keys, odd = [], torch.zeros(len(masks), dtype=torch.int64, device=masks.device)
@@ -172,7 +189,7 @@ def tiled(masks: Tensor, count: Tensor, order: Tensor | None, how: Order, shape:
     slots = torch.empty(tiles, block, dtype=torch.int32, device=device)
     active = torch.empty(tiles, volume, dtype=torch.int8, device=device)
     counts = torch.empty(tiles, dtype=torch.int32, device=device)
-    constants = {"K": volume, "BLOCK": block, "LANES": lanes_of(volume), "SORTED": order is not None}
+    constants = {"K": volume, "BLOCK": block, "SORTED": order is not None}
     tensors = (masks, count, masks if order is None else order, slots, active, counts)
     kernel("tiling.tile_taps")(tiles, tensors, (how.first, how.last, len(masks)), constants)
     return Tiling(slots, active, counts.cumsum(0, dtype=torch.int32))
@@ -198,24 +215,25 @@ def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None
     """
     tiles, block = tiling.slots.shape
     device = rows.device
-    tap, tile = torch.empty(2, room, dtype=torch.int32, device=device)
+    tap, tile = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
     inputs = torch.empty(room, block, dtype=torch.int32, device=device)
-    if status is not None:
-        tap.zero_()
-        tile.fill_(max(tiles - 1, 0))
-        inputs.fill_(-1)
     found, told = Compacted(tiling.slots, tile, tap, inputs), clear(device) if status is None else status
     if not runs_kernels(rows):
         return filled_twin(rows, tiling, found, told)
-    constants = {"K": rows.shape[1], "BLOCK": block, "LANES": lanes_of(rows.shape[1])}
+    lanes = lanes_of(rows.shape[1])
+    constants = {"K": rows.shape[1], "BLOCK": block, "LANES": lanes}
     tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs, told)
-    kernel("tiling.fill_tiles")(tiles, tensors, (room,), constants)
+    spare = 0 if status is None else -(-room // lanes)
+    kernel("tiling.fill_tiles")(tiles + spare, tensors, (room, tiles), constants)
     return found
 
 
 def filled_twin(rows: Tensor, tiling: Tiling, found: Compacted, status: Tensor) -> Compacted:
     """As filled, in plain torch, into these tensors."""
     status.bitwise_or_(OVERFLOW * (tiling.entries > len(found.taps)).any().int())
+    found.tiles.fill_(max(len(tiling.slots) - 1, 0))
+    found.taps.zero_()
+    found.inputs.fill_(-1)
     tile, tap = (part[: len(found.tiles)] for part in tiling.active.nonzero().unbind(1))
     slots = tiling.slots[tile].long()
     met = rows[slots.clamp(min=0), tap[:, None]]

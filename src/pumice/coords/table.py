@@ -17,6 +17,8 @@ from pumice.coords.relation import Relation
 
 MARGINS = {"hash": 8, "grid": 2, "bitmap": 2, "wide": 0}
 """Cells around the box that are numbered too, so that a tap adds a constant to a row's number."""
+BLOCKS = {"hash": 128, "grid": 256, "bitmap": 256, "wide": 128}
+"""Cells that a program asks for: few where probes go on, so that the slowest keeps few others waiting."""
 _INSERT_BLOCK = 128
 
 
@@ -66,7 +68,7 @@ class Table:
         if mirrored:
             rows.fill_(-1)
         lanes = lanes_of(volume // 2 if mirrored else volume)
-        block = max(1, self._schedule.block // lanes)
+        block = max(1, (self._schedule.block or BLOCKS[self._kind]) // lanes)
         reach = self._reach(outputs, relation)
         constants = {"D": outputs.dim, "K": volume, "KIND": self._kind, "EACH": reach is None, "MIRROR": mirrored}
         constants |= {"ROWS": block, "LANES": lanes}

@@ -8,7 +8,12 @@ import triton
 import triton.language as tl
 
 OVERFLOW = tl.constexpr(4)
-_NUMBERS = ["first", "last", "shift", "capacity", "group", "blocks"]
+_NUMBERS = ["first", "last", "shift", "capacity", "tiles_most", "group", "blocks"]
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
 
 
 @triton.jit
@@ -31,42 +36,68 @@ def tally(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
+def count_taps(masks, count, totals, K: tl.constexpr, ROWS: tl.constexpr):
+    """totals[k] += how many rows have tap k."""
+    WORDS: tl.constexpr = (K + 30) // 31
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = r < tl.load(count)
+    lane = tl.arange(0, 32)
+    for w in range(0, WORDS):
+        word = tl.load(masks + r * WORDS + w, mask=live, other=0)
+        found = tl.sum((word[:, None] >> lane[None, :]) & 1, axis=0)
+        tl.atomic_add(totals + w * 31 + lane, found, mask=(lane < 31) & (w * 31 + lane < K), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def rank_taps(totals, ranks, first: "i64", last: "i64", SIDE: tl.constexpr):
+    """ranks[p] = the tap of taps [first, last) that is the p-th most frequent, the first of equals first."""
+    k = tl.arange(0, SIDE)
+    tapped = (k >= first) & (k < last)
+    mine = tl.load(totals + k, mask=tapped, other=0)
+    place = tl.zeros([SIDE], tl.int32)
+    for start in range(0, last.to(tl.int32), 32):
+        j = (start + tl.arange(0, 32))[:, None]
+        other = tl.load(totals + j, mask=(j >= first) & (j < last), other=-1)
+        more = (other > mine[None, :]) | ((other == mine[None, :]) & (j < k[None, :]))
+        place += tl.sum((more & (other >= 0)).to(tl.int32), axis=0)
+    tl.store(ranks + place, k, mask=tapped)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def gray_keys(
-    masks, count, ends, keys, first: "i64", last: "i64", shift: "i64", capacity: "i64", blocks: "i64",
-    K: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr,
+    masks, count, ranks, keys, first: "i64", last: "i64", shift: "i64", capacity: "i64",
+    K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """keys[w, r]: word w of what rows are sorted by, falling rank of the Gray code of taps [first, last).
 
-    The rarest tap is the highest bit. shift: rows of a superblock as a power of two; its number stands above the
-    highest word. Rows past the count get the largest key. ends: as in list_pairs.
+    The rarest tap is the highest bit (ranks: as rank_taps gives them). shift: rows of a superblock as a power of two;
+    its number stands above the highest word. Rows past the count get the largest key.
     """
     WORDS: tl.constexpr = (K + 30) // 31
-    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = r < tl.load(count)
-    k = tl.arange(0, SIDE)
-    tapped = (k >= first) & (k < last)
-    mine = tl.load(ends + k * blocks + blocks - 1, mask=tapped, other=0)
-    # The place of a tap: how many are more frequent, or as frequent and before it.
-    place = tl.zeros([SIDE], tl.int32)
-    for start in range(0, K, 32):
-        j = (start + tl.arange(0, 32))[:, None]
-        other = tl.load(ends + j * blocks + blocks - 1, mask=(j >= first) & (j < last), other=-1)
-        more = (other > mine[None, :]) | ((other == mine[None, :]) & (j < k[None, :]))
-        place += tl.sum((more & (other >= 0)).to(tl.int32), axis=0)
-    bits = _bits(masks, r[:, None], k[None, :], live[:, None], tapped[None, :], WORDS)
     used = (last - first).to(tl.int32)
+    words = (used + 30) // 31
     odd = tl.zeros([ROWS], tl.int32)
-    for turn in range(0, (used + 30) // 31):
-        w = (used + 30) // 31 - 1 - turn
-        here = tapped & (place // 31 == w)
-        x = tl.sum(bits * tl.where(here, 1 << (place % 31), 0)[None, :], axis=1)
+    for turn in range(0, words):
+        w = words - 1 - turn
+        width = tl.minimum(used - w * 31, 31)
+        x = tl.zeros([ROWS], tl.int32)
+        if WORDS == 1:
+            word = tl.load(masks + r, mask=live, other=0)
+            for p in range(0, width):
+                x = x | (((word >> tl.load(ranks + p)) & 1) << p)
+        else:
+            for p in range(0, width):
+                k = tl.load(ranks + w * 31 + p)
+                word = tl.load(masks + r * WORDS + k // 31, mask=live, other=0)
+                x = x | (((word >> (k % 31)) & 1) << p)
         x = x ^ (x >> 1)
         x = x ^ (x >> 2)
         x = x ^ (x >> 4)
         x = x ^ (x >> 8)
         x = x ^ (x >> 16)
         # An odd number of bits above turns the order below around.
-        width = tl.minimum(used - w * 31, 31)
         whole = (tl.full([ROWS], 1, tl.int64) << width.to(tl.int64)) - 1
         x = tl.where(odd == 1, x ^ whole.to(tl.int32), x)
         odd = x & 1
@@ -80,58 +111,69 @@ def gray_keys(
 @triton.jit(do_not_specialize=_NUMBERS)
 def tile_taps(
     masks, count, order, slots, active, counts, first: "i64", last: "i64", capacity: "i64",
-    K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, SORTED: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """slots[t, b]: the row in each slot of tile t, -1 past the last; active: the taps that any of them has.
 
     counts[t]: how many those are. SORTED: rows come in the given order, else in their own.
     """
     WORDS: tl.constexpr = (K + 30) // 31
-    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64)
+    at = t * BLOCK + tl.arange(0, BLOCK)
     live = (at < tl.load(count)) & (at < capacity)
     if SORTED:
         r = tl.load(order + at, mask=live, other=0).to(tl.int64)
     else:
         r = at
     tl.store(slots + at, tl.where(live, r, -1).to(tl.int32))
+    lane = tl.arange(0, 32)
     total = tl.zeros([1], tl.int32)
-    for start in range(0, K, LANES):
-        k = start + tl.arange(0, LANES)[None, :]
-        tapped = (k >= first) & (k < last)
-        bits = _bits(masks, r[:, None], k, live[:, None], tapped, WORDS)
-        has = tl.max(bits, axis=0)[None, :]
-        tl.store(active + tl.program_id(0) * K + k, has.to(tl.int8), mask=k < K)
-        total += tl.sum(has, axis=1)
-    tl.store(counts + tl.program_id(0) + tl.arange(0, 1), total)
+    for w in range(0, WORDS):
+        word = tl.load(masks + r * WORDS + w, mask=live, other=0)
+        k = w * 31 + lane
+        has = (tl.reduce(word, 0, _or) >> lane) & 1
+        has = tl.where((lane < 31) & (k >= first) & (k < last), has, 0)
+        tl.store(active + t * K + k, has.to(tl.int8), mask=(lane < 31) & (k < K))
+        total += tl.sum(has)
+    tl.store(counts + t + tl.arange(0, 1), total)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def fill_tiles(
-    rows, slots, active, ends, taps, tiles, inputs, status, capacity: "i64",
+    rows, slots, active, ends, taps, tiles, inputs, status, capacity: "i64", tiles_most: "i64",
     K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The entries of tile t, one for each of its taps, from ends[t - 1] on: its tap, t, and the inputs of its rows.
 
-    capacity: entries that there is room for; that there are more is reported. BLOCK slots by LANES taps at a time.
+    capacity: entries that there is room for; that there are more is reported. The programs past the tiles fill up what
+    room is left, LANES entries each: of the last tile, meeting nothing. BLOCK slots by LANES taps at a time.
     """
     t = tl.program_id(0)
-    if tl.load(ends + t) > capacity:
-        tl.atomic_or(status, OVERFLOW)
     b = tl.arange(0, BLOCK)[:, None]
-    r = tl.load(slots + t.to(tl.int64) * BLOCK + b).to(tl.int64)
-    entry = tl.load(ends + t - 1, mask=t > 0, other=0).to(tl.int64)
-    for start in range(0, K, LANES):
-        # Scans are along one axis of one-dimensional tensors: Triton 3.6 cannot lower others of this shape.
-        lane = start + tl.arange(0, LANES)
-        one = tl.load(active + t.to(tl.int64) * K + lane, mask=lane < K, other=0).to(tl.int32)
-        k, has = lane[None, :], one[None, :]
-        e = (entry + tl.cumsum(one, axis=0) - one)[None, :]
-        on = (has == 1) & (e < capacity)
-        tl.store(taps + e, k.to(tl.int32), mask=on)
-        tl.store(tiles + e, tl.zeros_like(k) + t, mask=on)
-        met = tl.load(rows + r * K + k, mask=on & (r >= 0), other=-1)
-        tl.store(inputs + e * BLOCK + b, met, mask=on & (b >= 0))
-        entry += tl.sum(one)
+    lane = tl.arange(0, LANES)
+    if t < tiles_most:
+        if tl.load(ends + t) > capacity:
+            tl.atomic_or(status, OVERFLOW)
+        r = tl.load(slots + t.to(tl.int64) * BLOCK + b).to(tl.int64)
+        entry = tl.load(ends + t - 1, mask=t > 0, other=0).to(tl.int64)
+        for start in range(0, K, LANES):
+            # Scans are along one axis of one-dimensional tensors: Triton 3.6 cannot lower others of this shape.
+            one = tl.load(active + t.to(tl.int64) * K + start + lane, mask=start + lane < K, other=0).to(tl.int32)
+            k, has = start + lane[None, :], one[None, :]
+            e = (entry + tl.cumsum(one, axis=0) - one)[None, :]
+            on = (has == 1) & (e < capacity)
+            tl.store(taps + e, k.to(tl.int32), mask=on)
+            tl.store(tiles + e, tl.zeros_like(k) + t, mask=on)
+            met = tl.load(rows + r * K + k, mask=on & (r >= 0), other=-1)
+            tl.store(inputs + e * BLOCK + b, met, mask=on & (b >= 0))
+            entry += tl.sum(one)
+    else:
+        total = tl.load(ends + tiles_most - 1, mask=tiles_most > 0, other=0).to(tl.int64)
+        e = ((t - tiles_most).to(tl.int64) * LANES + lane)[None, :]
+        on = (e >= total) & (e < capacity)
+        tl.store(taps + e, tl.zeros_like(e).to(tl.int32), mask=on)
+        tl.store(tiles + e, (tl.zeros_like(e) + tl.maximum(tiles_most - 1, 0)).to(tl.int32), mask=on)
+        tl.store(inputs + e * BLOCK + b, (tl.zeros_like(e) - 1 + tl.zeros_like(b)).to(tl.int32), mask=on & (b >= 0))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

@@ -134,8 +134,7 @@ def _whole(rows: Tensor, block: int) -> Tiling:
 
 def _tiled(rows: Tensor, masks: Tensor | None, count: Tensor, block: int) -> Tiling:
     masks = mask_words(rows) if masks is None else masks
-    ends = compact.tally(masks, count, rows.shape[1])
-    return compact.laid_out(masks, count, ends, block, Order(0, len(ends)))
+    return compact.laid_out(masks, count, rows.shape[1], block, Order(0, rows.shape[1]))
 
 
 # networks
