@@ -80,7 +80,18 @@ def test_places_are_a_permutation_of_the_bits(low, high):
     for a, b, places, bias in zip(low, high, layout.places, layout.bias, strict=True):
         assert list(places) == sorted(places)
         assert a + bias >= 0 and b + bias < 1 << len(places)
-        assert bias == 0 if a >= 0 else bias == 1 << (len(places) - 1)
+        assert bias == 1 << (len(places) - 1) if a < 0 <= b else len(places) == (a ^ b).bit_length()
+
+
+@pytest.mark.parametrize("shift", [0, 5_000, 10**6, -(10**6), 2**31 - 300, -(2**31) + 9])
+def test_far_from_the_origin_codes_are_short_and_the_order_is_the_same(shift):
+    coords = torch.randint(0, 100, (500, 4), generator=torch.Generator().manual_seed(0))
+    coords[:, 0] %= 3
+    coords[:, 1:] += shift
+    everything = Bounds((-(2**31),) * 3, (2**31 - 1,) * 3, 3)
+    coords, bounds = coords.int(), Bounds.of(coords.int())
+    assert torch.equal(morton_argsort(coords, bounds), morton_argsort(coords, everything))
+    assert CodeLayout.of(bounds).bits <= 30
 
 
 def test_layout_by_hand():

@@ -10,6 +10,7 @@ from fractions import Fraction
 import torch
 
 from pumice.coords.choice import MapSchedule
+from pumice.coords.cloud import Cloud
 from pumice.coords.geometry import Geometry
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.launch import runs_kernels
@@ -19,6 +20,8 @@ from pumice.coords.relation import POLICIES, Relation
 from pumice.coords.table import Table
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 
+_GROWTH = 16
+"""Worst cases of a pyramid's levels, over the voxels of the first, up to which all are counted in one transfer."""
 FORWARD = ("same", "support", "floor_unique")
 
 
@@ -88,8 +91,10 @@ def _to_known(
     """The map to outputs that were made; `made` may have its table."""
     table = None if made is None else made.table(len(outputs))
     if relation.policy == "transposed_support":
-        # Inputs of a pyramid may lie in a longer buffer.
-        found = None if table is None else Found(table[: len(geometry)], None)
+        if table is not None and len(table) > len(geometry):
+            # Inputs of a pyramid lie in a longer buffer.
+            table = table[: len(geometry)].clone()
+        found = None if table is None else Found(table, None)
         found = found or _search(outputs, geometry, relation, schedule)
         return KernelMap.of_found(relation, found, len(outputs)).transpose()
     found = _search(geometry, outputs, relation, schedule) if table is None else Found(table, None)
@@ -117,19 +122,27 @@ def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ..
 
 
 def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
-    """Levels in buffers of their worst case, counted, and then cut to size."""
-    cloud, site, made = geometry.cloud, geometry.site, list[Outputs]()
-    clouds = [cloud]
+    """Levels in buffers of their worst case, counted, and then cut to size; as many as do not take too much room."""
+    cloud, site = geometry.cloud, geometry.site
+    made: list[Outputs] = []
+    clouds: list[Cloud] = []
     for step in steps:
         made.append(made_of(cloud, site, step))
         site = site_of(site, step)
-        cloud = made[-1].cloud(room_of(cloud.capacity, step, site), alone=True)
+        room = room_of(cloud.capacity, step, site)
+        if len(made) == len(steps) or room > _GROWTH * len(geometry):
+            break
+        cloud = made[-1].cloud(room, alone=True)
         clouds.append(cloud)
     counts = counted(geometry, [one.count for one in made])
-    for step, one, cloud, count in zip(steps, made, clouds[1:], counts, strict=True):
-        outputs = Geometry(cloud.coords[:count].clone(), site_of(geometry.site, step))
+    for step, one, cloud, count in zip(steps, made, [*clouds, None], counts, strict=False):
         key = level_key(step)
-        outputs = geometry.levels.setdefault(key, outputs) if key else outputs
+        outputs = geometry.levels.get(key) if key else None
+        if outputs is None:
+            cut = None if cloud is None else Geometry(cloud.coords[:count].clone(), site_of(geometry.site, step))
+            outputs = one.geometry(count) if cut is None else cut
+        if key:
+            geometry.levels[key] = outputs
         if (step, None) not in geometry.maps:
             geometry.maps[step, None] = _to_known(geometry, step, outputs, one, None), outputs
         geometry = geometry.maps[step, None][1] or geometry

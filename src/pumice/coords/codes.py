@@ -28,7 +28,9 @@ class CodeLayout:
                 = sum over axes a of  tables[starts[a] + c[a] + bias[a]]
 
     places: per axis the place of each bit, lowest bit first; () for an axis that is 0 throughout the box.
-    bias: per axis what makes its values non-negative, 0 or a power of two: the axis's last bit then.
+    bias: per axis what is added: a power of two, the axis's last bit then, where values are of both signs; else what
+        takes off the high bits that all values of the box have in common, so that far from the origin codes are as
+        short as near it.
 
     Example: x from 0 to 3 and y from -1 to 0 have places ((0, 1), (2,)) and bias (0, 1).
     """
@@ -38,8 +40,8 @@ class CodeLayout:
 
     @staticmethod
     def of(bounds: Bounds) -> CodeLayout:
-        magnitudes, bias = _axis_bits(bounds)
-        return CodeLayout(_bit_places(magnitudes, tuple(b > 0 for b in bias)), bias)
+        magnitudes, bias, signed = zip(*map(_axis_bits, bounds.low, bounds.high), strict=True)
+        return CodeLayout(_bit_places(magnitudes, signed), bias)
 
     @property
     def bits(self) -> int:
@@ -182,14 +184,13 @@ def _morton_words(coords: Tensor, bounds: Bounds) -> list[Tensor]:
     return words[::-1]
 
 
-def _axis_bits(bounds: Bounds) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Magnitude bits of each axis, and the bias that makes its values non-negative (0 where they are)."""
-    magnitudes, bias = [], []
-    for low, high in zip(bounds.low, bounds.high, strict=True):
-        magnitude = max(high, -low - 1, 0).bit_length()
-        magnitudes.append(magnitude)
-        bias.append(1 << magnitude if low < 0 else 0)
-    return tuple(magnitudes), tuple(bias)
+def _axis_bits(low: int, high: int) -> tuple[int, int, bool]:
+    """Of an axis: bits below its sign that differ, what is added to make values of these bits, whether signs differ."""
+    if low < 0 <= high:
+        magnitude = max(high, -low - 1).bit_length()
+        return magnitude, 1 << magnitude, True
+    magnitude = (low ^ high).bit_length()
+    return magnitude, -(low >> magnitude << magnitude), False
 
 
 @lru_cache(maxsize=256)
@@ -197,7 +198,7 @@ def _bit_places(magnitudes: tuple[int, ...], signed: tuple[bool, ...]) -> Places
     """Place of each bit of each axis in the interleaved code: lowest bits first, an axis without bits left out.
 
     Sign bits stand on top of all others, as in 32-bit coordinates; the bits between an axis's magnitude and its
-    sign repeat the sign and decide nothing.
+    sign repeat the sign, or are common to all, and decide nothing.
     """
     places: list[list[int]] = [[] for _ in magnitudes]
     used = 0
