@@ -34,10 +34,12 @@ class Cloud:
     needed: Tensor | None = None
 
     @staticmethod
-    def of(coords: Tensor, bounds: Bounds, status: Tensor | None = None) -> Cloud:
+    def of(coords: Tensor, bounds: Bounds) -> Cloud:
         """All of `coords`."""
-        count = torch.full((1,), len(coords), dtype=torch.int32, device=coords.device)
-        return Cloud(coords.contiguous(), count, bounds, clear(coords.device) if status is None else status, True)
+        # One kernel writes both: 0 and the number.
+        words = torch.arange(0, len(coords) + 1, max(len(coords), 1), dtype=torch.int32, device=coords.device)
+        status = words[:1] if len(coords) else clear(coords.device)
+        return Cloud(coords.contiguous(), words[-1:], bounds, status, True)
 
     @property
     def capacity(self) -> int:

@@ -104,7 +104,8 @@ def totals_of(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     if not runs_kernels(masks):
         return totals_of_twin(masks, count, volume)
     totals = torch.zeros(volume, dtype=torch.int32, device=masks.device)
-    kernel("tiling.count_taps")(-(-len(masks) // _ROWS), (masks, count, totals), (), {"K": volume, "ROWS": _ROWS})
+    constants = {"K": volume, "ROWS": _ROWS}
+    kernel("tiling.count_taps")(-(-len(masks) // (8 * _ROWS)), (masks, count, totals), (), constants)
     return totals
 
 

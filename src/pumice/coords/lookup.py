@@ -62,6 +62,7 @@ def lanes_of(volume: int) -> int:
 
 CELLS = 128
 """Cells, rows times taps, that a program asks for: few, so that its slowest probe keeps few others waiting."""
+_WORDS = 1024
 WARPS = 1
 """Warps of such a program: one, which needs no barrier."""
 
@@ -74,8 +75,15 @@ def rows_of(lanes: int) -> int:
 def prefix(words: Tensor) -> Tensor:
     """int32: how many bits are set in the words of a bitmap, up to and with each."""
     counts = torch.empty_like(words)
-    kernel("probes.popcounts")(-(-len(words) // 1024), (words, counts), (len(words),), {"BLOCK": 1024})
+    kernel("probes.popcounts")(-(-len(words) // _WORDS), (words, counts), (len(words),), {"BLOCK": _WORDS})
     return counts.cumsum(0, dtype=torch.int32)
+
+
+def paired(words: Tensor) -> Tensor:
+    """int64: the words of a bitmap with their prefix beside them, so that one access gives both."""
+    pairs, sums = torch.empty(len(words), dtype=torch.int64, device=words.device), prefix(words)
+    kernel("probes.pair_up")(-(-len(words) // _WORDS), (words, sums, pairs), (len(words),), {"BLOCK": _WORDS})
+    return pairs
 
 
 def mask_words(rows: Tensor) -> Tensor:

@@ -265,22 +265,40 @@ def insert(
         _report(status, DUPLICATE, twice)
 
 
+@triton.jit
+def _paired(pairs, index, known):
+    """As _ranked, of a bitmap whose words have the bits before them beside them: one int64 of both."""
+    pair = tl.load(pairs + (index >> 5), mask=known, other=0)
+    word, shift = pair.to(tl.int32), (index & 31).to(tl.int32)
+    above = (word.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
+    return known & ((above & 1) == 1), (pair >> 32).to(tl.int32) - _popcount(above)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def pair_up(words, sums, pairs, capacity: "i64", BLOCK: tl.constexpr):
+    """Words of a bitmap, each with how many bits are set up to and with it: one int64 of both."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + at, mask=at < capacity, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+    total = tl.load(sums + at, mask=at < capacity, other=0).to(tl.int64)
+    tl.store(pairs + at, (total << 32) | word, mask=at < capacity)
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def number_rows(
-    coords, count, offsets, table, ranks, values,
+    coords, count, offsets, pairs, values,
     batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     step0: "i64", step1: "i64", step2: "i64", step3: "i64", margin: "i64",
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """values[n] = the row whose cell is the n-th of a bitmap. ranks: bits of the words up to each."""
+    """values[n] = the row whose cell is the n-th of a bitmap. pairs: as pair_up gives them."""
     r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live = r < tl.load(count)
     key, inside = _cell(
         coords, offsets, r, tl.zeros([BLOCK], tl.int32), live, live,
         batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
     )  # fmt: skip
-    hit, rank = _ranked(table, ranks, key, inside)
+    hit, rank = _paired(pairs, key, inside)
     tl.store(values + rank, r.to(tl.int32), mask=hit)
 
 
@@ -289,7 +307,7 @@ def number_rows(
 
 @triton.jit
 def _probed(
-    table, ranks, values, source, coords, offsets, r, k, live, tapped, key, inside,
+    table, values, source, coords, offsets, r, k, live, tapped, key, inside,
     step0, step1, step2, step3, bits, last,
     D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -298,7 +316,7 @@ def _probed(
         found = tl.load(table + key, mask=inside, other=FREE)
         found = tl.where(found == FREE, -1, found)
     elif KIND == "bitmap":
-        hit, rank = _ranked(table, ranks, key, inside)
+        hit, rank = _paired(table, key, inside)
         found = tl.load(values + rank, mask=hit, other=-1)
     else:
         slot, step = _slot(key, last)
@@ -340,7 +358,7 @@ def _compared(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def neighbours(
-    coords, count, offsets, table, ranks, values, source, rows, masks,
+    coords, count, offsets, table, values, source, rows, masks,
     batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     step0: "i64", step1: "i64", step2: "i64", step3: "i64",
@@ -381,7 +399,7 @@ def neighbours(
                 batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
             )  # fmt: skip
         found = _probed(
-            table, ranks, values, source, coords, offsets, r, k, live, tapped, key, inside,
+            table, values, source, coords, offsets, r, k, live, tapped, key, inside,
             step0, step1, step2, step3, bits, last, D, KIND,
         )  # fmt: skip
         if MIRROR:

@@ -12,7 +12,7 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.launch import kernel, runs_kernels
-from pumice.coords.lookup import WORD, Found, lanes_of, padded, prefix
+from pumice.coords.lookup import WORD, Found, lanes_of, padded, paired
 from pumice.coords.relation import Relation
 
 MARGINS = {"hash": 8, "grid": 2, "bitmap": 2, "wide": 0}
@@ -37,11 +37,11 @@ class Table:
         constants = {"D": cloud.dim, "KIND": kind, "BLOCK": _INSERT_BLOCK}
         programs = -(-cloud.capacity // _INSERT_BLOCK)
         kernel("probes.insert")(programs, tensors, numbers, constants)
-        self._ranks = self._values = self._table
+        self._values = self._table
         if kind == "bitmap":
-            self._ranks = prefix(self._table)
+            self._table = paired(self._table)
             self._values = torch.empty(cloud.capacity, dtype=torch.int32, device=cloud.device)
-            tensors = (cloud.coords, cloud.count, zero, self._table, self._ranks, self._values)
+            tensors = (cloud.coords, cloud.count, zero, self._table, self._values)
             constants = {"D": cloud.dim, "BLOCK": _INSERT_BLOCK}
             kernel("probes.number_rows")(programs, tensors, numbers[:-2], constants)
 
@@ -57,7 +57,7 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        held = {id(t): t for t in (self._table, self._ranks, self._values)}
+        held = {id(t): t for t in (self._table, self._values)}
         return sum(t.numel() * t.element_size() for t in held.values())
 
     def neighbours(self, outputs: Cloud, relation: Relation, mirrored: bool = False) -> Found:
@@ -75,7 +75,7 @@ class Table:
         box = _box(self._bounds, relation.stride)
         numbers = (*box, self._margin, reach or 0, self._bits, self._last, capacity)
         offsets = offset_table(relation.offsets, device)
-        held = (self._table, self._ranks, self._values, self._cloud.coords)
+        held = (self._table, self._values, self._cloud.coords)
         tensors = (outputs.coords, outputs.count, offsets, *held, rows, masks)
         kernel("probes.neighbours")(-(-capacity // block), tensors, numbers, constants, self._schedule.warps)
         return Found(rows, None if mirrored else masks)
