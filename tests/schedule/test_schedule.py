@@ -39,10 +39,9 @@ def test_a_short_side_becomes_the_columns_of_the_tile():
     assert not default(problem(BLOCKS, bits=32)).swapped
 
 
-def test_long_rows_get_lanes_and_large_operands_slabs():
-    assert default(problem(SPMM, mean=5)).lanes == 1
-    assert default(problem(SPMM, mean=100)).lanes > 1
-    assert default(problem(SPMM, gathered=1 << 30)).slabs and not default(problem(SPMM)).slabs
+def test_long_rows_get_lanes_and_short_ones_no_loads_ahead():
+    assert default(problem(SPMM, mean=5)).lanes == 1 and default(problem(SPMM, mean=5)).stages == 1
+    assert default(problem(SPMM, mean=100)).lanes > 1 and default(problem(SPMM, mean=100)).stages == 2
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ from pumice.language.nodes import Access, Affine, Index, Statement, Term, access
 _SMALLEST = 8
 """Below this many rows, columns or reduced points a tile of a matrix product is mostly empty."""
 
+_MANY = 4096
+"""From so many results in every segment on, these are the rows of a tile, and not the segments."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -266,15 +269,37 @@ def _entrywise(
     folded = [name for name in reduced if name != position and name not in inside]
     if own is None and columns is not None and len(out) == 1 and folded:
         columns = None
+    along = _runs_along(term, extents)
+    if own is None and along in folded and extents[along] >= _SMALLEST and free:
+        # What is read most lies along a reduction.
+        rows = tuple(name for name in out if name in free)
+        loops = tuple(name for name in reduced if name != along)
+        batch = tuple(name for name in out if name not in rows)
+        every = tuple(range(len(term.factors)))
+        return Roles(False, rows, (along,), (), loops, batch, every, (), target, None, False, True)
     if columns is None and folded:
         columns, folds = max(folded, key=lambda n: extents[n]), True
     rest = [name for name in out if name != columns]
+    many = tuple(name for name in rest if name in free)
+    if own and columns is not None and not folds and _volume(many, extents) >= _MANY:
+        # Each has as many results in every segment.
+        loops = tuple(name for name in reduced if name != columns)
+        batch = (own, *(name for name in rest if name not in many))
+        every = tuple(range(len(term.factors)))
+        return Roles(False, many, (columns,), (), loops, batch, every, (), target, None, False)
     rows = own if own else max(rest, key=lambda n: extents[n], default=None)
     loops = tuple(name for name in reduced if name != columns)
     batch = tuple(name for name in rest if name != rows)
     every = tuple(range(len(term.factors)))
     some = [(name,) if name else () for name in (rows, columns)]
     return Roles(False, some[0], some[1], (), loops, batch, every, (), target, None, False, folds)
+
+
+def _runs_along(term: Term, extents: Mapping[str, int]) -> str | None:
+    """The index of the last axis of the factor with the most points."""
+    factors = [factor for factor in term.factors if isinstance(factor, Access) and factor.indices]
+    largest = max(factors, key=lambda f: _volume(indices_of(f), extents), default=None)
+    return largest.indices[-1].bare if largest else None
 
 
 def _union(deps: Sequence[set[str]], places: Iterable[int]) -> set[str]:

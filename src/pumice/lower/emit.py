@@ -103,6 +103,11 @@ def contiguous(statement: Statement, unit: frozenset[tuple[str, int]]) -> set[st
     return found
 
 
+def _leads(roles: Roles) -> bool:
+    """Whether the first index of the rows is the first axis of the result."""
+    return bool(roles.rows and roles.target.indices) and roles.target.indices[0].bare == roles.rows[0]
+
+
 def _joined(axes: str) -> str:
     """The axes each once, in the order of the tile."""
     return "".join(axis for axis in "YRX" if axis in axes)
@@ -176,13 +181,17 @@ class _Emitter:
             head += ["others = tl.num_programs(0) // blocks_x", "rest = rest % others * blocks_x + rest // others"]
         self._axis("X", roles.columns, "fold" if self.turned else "rest")
         lanes = self._lane_rows()
-        if not lanes:
+        # Where the rows lead the result, what belongs to one of them is near in memory and is taken together.
+        together = not roles.product and roles.segment is None and _leads(roles)
+        if not lanes and not together:
             self._axis("Y", roles.rows, "rest")
         for name in reversed(roles.batch):
             if roles.segment and name == roles.segment.index:
                 continue
             self._define(name, f"rest % {self._extent(name)}", "")
             head.append(f"rest = rest // {self._extent(name)}")
+        if together:
+            self._axis("Y", roles.rows, "rest")
         if self.signature.splits:
             head += [f"split = rest % {self._argument('extent', SPLITS)}", f"rest = rest // {self._extent(SPLITS)}"]
         if roles.segment and not lanes:

@@ -24,7 +24,7 @@ from pumice.language.formats import parse_format
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import Conscious, Stored, conscious, single_terms
-from pumice.lower import bagged, gathered, graph, loops, maps, work
+from pumice.lower import bagged, chained, gathered, graph, loops, maps, work
 from pumice.lower import triton as kernels
 from pumice.lower.remember import Bounded
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
@@ -188,9 +188,13 @@ def tune(
     ready = _prepared(operands, names, text, None, lowering)
     found = []
     for part in ready.parts:
-        if isinstance(part.run, kernels.Runner):
-            tensors, bound = {name: operands[place] for name, place in part.places}, part.run.bound
-            found.append((bound.statement, kernels.tune(bound, tensors, ready.dtype, kernels.measured)))
+        tensors = {name: operands[place] for name, place in part.places}
+        runners = [part.run] if isinstance(part.run, kernels.Runner) else []
+        if isinstance(part.run, chained.Chain):
+            runners, tensors = [part.run.first, part.run.second], part.run.between(tensors)
+        for runner in runners:
+            times = kernels.tune(runner.bound, tensors, runner.dtype, kernels.measured)
+            found.append((runner.bound.statement, times))
     return found
 
 
@@ -212,17 +216,22 @@ def _prepared(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
         used = tuple((name, place) for name, place in places.items() if name in read_here)
         # The target's old values enter with the first step.
         step = replace(step, accumulate=False) if number else step
-        bound = step_bound(step, {name: operands[place] for name, place in used}, shape)
-        parts.append(Part(_runner(option.lowerings[number], bound, dtype, precision), used))
+        tensors = {name: operands[place] for name, place in used}
+        bound = step_bound(step, tensors, shape)
+        parts.append(Part(_runner(option.lowerings[number], bound, tensors, dtype, precision), used))
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
     return Ready(tuple(parts), shape, dtype, old)
 
 
-def _runner(name: str, bound: Bound, dtype: torch.dtype, precision: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
+def _runner(
+    name: str, bound: Bound, tensors: Mapping[str, Tensor], dtype: torch.dtype, precision: str
+) -> Callable[[Mapping[str, Tensor]], Tensor]:
     """What runs a step with its tensors."""
     if name == "triton":
         return kernels.runner(bound, dtype, None, precision)
+    if name == "chained":
+        return chained.Chain(bound, tensors, dtype, precision)
     run = LOWERINGS[name].run
     return lambda tensors: run(bound, tensors, dtype)
 
@@ -316,7 +325,7 @@ def step_options(
         if wanted and name != wanted:
             continue
         # The interpreter is for tests: it runs where it is asked for by name.
-        if name == "triton" and not wanted and device.name == "CPU":
+        if name in ("triton", "chained") and not wanted and device.name == "CPU":
             yield name, math.inf, "the operands are not on a GPU"
             continue
         why = lowering.refusal(step, bound, tensors)
@@ -379,9 +388,14 @@ def _kernel_refusal(statement: Statement, bound: Bound, operands: Mapping[str, T
     return kernels.refusal(statement, bound, operands)
 
 
+def _chain_refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+    return _kernel_refusal(statement, bound, operands) or chained.refusal(statement, bound, operands)
+
+
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
         "triton": Lowering(_kernel_refusal, kernels.run, work.of_kernel),
+        "chained": Lowering(_chain_refusal, chained.run, chained.of_chain),
         "gathered": Lowering(gathered.refusal, gathered.run, work.of_gathered),
         "bagged": Lowering(bagged.refusal, bagged.run, work.of_bagged),
         "graph": Lowering(_graph_refusal, graph.run, work.of_graph),

@@ -145,19 +145,32 @@ class Runner:
     def __call__(self, operands: Mapping[str, Tensor]) -> Tensor:
         out = self._result(operands)
         if not self._empty:
-            self._run(operands, out, _segments(self.bound, operands, self._form))
+            self._cover(operands, out)
         return out if self._summed == self.dtype else out.to(self.dtype)
 
-    def _run(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> None:
+    def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
+        """All of the result; segments far longer than the others by programs of their own."""
+        part = _segments(self.bound, operands, self._form)
+        if part is None or part.apart is None:
+            self._run(operands, out, part)
+        else:
+            long, rest = part.apart
+            self._run(operands, out, long, tiles.of_long_segments(self._form, self.bound.extents))
+            self._run(operands, out, rest)
+
+    def _run(
+        self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile | None = None
+    ) -> None:
         """Launch; a default tile that this device has no room for is made smaller."""
-        key = self._launch_key(operands, part)
+        key = (tile, *self._launch_key(operands, part))
         while True:
-            launch = self._launches.get(key) or self._launches.setdefault(key, self._made(operands, out, part))
+            launch = self._launches.get(key) or self._launches.setdefault(key, self._made(operands, out, part, tile))
             try:
                 return _launch(launch, operands, out, part)
             except Exception as problem:
                 smaller = launch.tile.smaller()
-                if self.tile is not None or smaller is None or type(problem).__name__ != "OutOfResources":
+                given = self.tile is not None and tile is None
+                if given or smaller is None or type(problem).__name__ != "OutOfResources":
                     raise
                 self._launches[key] = self._made(operands, out, part, smaller)
 
@@ -166,7 +179,9 @@ class Runner:
         if self._empty or interpreted():
             return
         out, part = self._result(operands), _segments(self.bound, operands, self._form)
-        launch = self._launches.setdefault(self._launch_key(operands, part), self._made(operands, out, part))
+        part = part.apart[1] if part is not None and part.apart else part
+        key = (None, *self._launch_key(operands, part))
+        launch = self._launches.setdefault(key, self._made(operands, out, part))
         with suppress(*_unfit()):
             launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
 
@@ -191,7 +206,7 @@ class Runner:
     ) -> Launch:
         precision = self.precision or _precision()
         how = _key(self.bound, operands, precision)
-        if self.tile is None and is_tuning() and out.is_cuda and not ledger().get(how):
+        if tile is None and self.tile is None and is_tuning() and out.is_cuda and not ledger().get(how):
             tune(self.bound, operands, self.dtype, measured, precision)
         tile = tile or self.tile or tile_of(self.bound, operands, precision)
         return prepare(self.bound, operands, out, tile, part, precision, self.splits)

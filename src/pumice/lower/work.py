@@ -39,16 +39,20 @@ def of_graph(statement: Statement, bound: Bound, operands: Mapping[str, Tensor])
 
 
 def of_kernel(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
-    """One kernel: a factor is read from the cache once for each tile along the axis that it lacks."""
+    """One kernel: a factor is read from the cache once for each tile along the axis that it lacks, and where there is
+    no product of matrices in every turn of the loop."""
     extents = bound.extents
     form = roles(statement, extents)
     moved = 4 * bound.points(indices_of(statement.target)) * (3 if form.adds else 1)
     cached = 0.0
+    turning = {*form.loops, *(form.columns if form.folds else ())}
     for place, factor in enumerate(statement.terms[0].factors):
         own = bound.points(indices_of(factor))
         size = operands[accesses_of(factor)[0].name].element_size()
         other = form.columns if place in form.left else form.rows
         again = -(-bound.points(n for n in other if n in extents) // 128) if form.product else 1
+        if not form.product and turning & set(indices_of(factor)):
+            again = bound.points((set(form.loops) | set(form.batch)) & set(extents) - set(indices_of(factor)))
         cached += own * size * again
     flops = 2 * bound.points(indices_of(statement))
     # What does not fill the device takes as much longer.

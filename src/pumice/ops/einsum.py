@@ -53,7 +53,8 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
         int32 or int64, `pm.sparse` operands, Python floats (scalars) and ints (scalars, or constants in indices).
         `+=` adds to the operand of the target's name, which stays as it is.
     out: where the result is written; a tensor of its shape. It is returned.
-    lowering: "triton", "gathered", "bagged", "graph" or "reference"; by default the cheapest, as explain() tells.
+    lowering: "triton", "chained", "gathered", "bagged", "graph" or "reference"; by default the cheapest, as explain()
+        tells.
         "triton/bf16x3" (or ieee, tf32x3, tf32) says how float32 is multiplied; by default as
         torch.set_float32_matmul_precision says.
 

@@ -117,10 +117,6 @@ def _blocks(names: tuple[str, ...], extents: Mapping[str, int], side: int) -> in
     return -(-math.prod(extents[name] for name in names if name in extents) // side)
 
 
-SLAB = 40 << 20
-"""Bytes of gathered rows from which they no longer stay in the cache (60 MiB of L2 on an H200)."""
-
-
 def default(problem: Problem) -> Tile:
     """A good tile before any tuning.
 
@@ -132,15 +128,24 @@ def default(problem: Problem) -> Tile:
     if roles.product:
         return _product_tile(problem)
     if roles.folds:
-        return Tile(_below(rows, 8), max(16, _below(columns, 256)), warps=4)
-    slabs = problem.gathered > SLAB and columns >= 64
-    wide = _below(columns, 32 if slabs else 128)
+        wide = max(16, _below(columns, 256))
+        return Tile(_below(rows, 2048 // wide), wide, warps=4)
+    wide = _below(columns, 128)
     if problem.roles.laned:
         lanes = min(16, power_above(max(1, int(problem.mean / 8))))
         height = max(lanes, min(16, 2048 // wide))
-        return Tile(height, wide, lanes=lanes, warps=_warps(height * wide, 512), slabs=slabs)
+        # Short loops end before loads run ahead.
+        stages = 2 if problem.mean > 16 else 1
+        return Tile(height, wide, lanes=lanes, warps=_warps(height * wide, 512), stages=stages)
     height = _below(rows, max(1, 2048 // wide))
     return Tile(height, wide, warps=_warps(height * wide, 512))
+
+
+def of_long_segments(roles: Roles, extents: Mapping[str, int]) -> Tile:
+    """The tile for segments far longer than the others: one at a time, by as many lanes as a program can have."""
+    wide = _below(math.prod(extents[name] for name in roles.columns), 32)
+    lanes = min(512, 8192 // wide)
+    return Tile(lanes, wide, lanes=lanes, warps=8)
 
 
 def candidates(problem: Problem) -> Iterator[Tile]:
@@ -154,7 +159,7 @@ def candidates(problem: Problem) -> Iterator[Tile]:
 
 
 def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
-    for stages in (1, 3, 4):
+    for stages in (1, 2, 3, 4):
         yield replace(first, stages=stages)
     for scale in (0.5, 2, 4):
         rows = power_above(max(first.lanes, int(first.rows * scale))) if problem.roles.rows else 1
@@ -167,7 +172,7 @@ def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     columns = problem.volume(problem.roles.columns)
     for width in (32, 64, 128):
         for lanes in (1, 2, 4, 8, 16, 32):
-            for rows in (1, 4, 16):
+            for rows in (1, 4, 16, 32):
                 tile = replace(first, rows=rows * lanes, columns=min(width, power_above(columns)), lanes=lanes)
                 if 256 <= tile.rows * tile.columns <= 8192:
                     warps = _warps(tile.rows * tile.columns, 512)

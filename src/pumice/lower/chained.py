@@ -1,0 +1,159 @@
+"""A product of several factors as two kernels: some factors are multiplied and summed first, their result by the rest.
+
+    Z[b,i[p],w] = c[p,q] * X[b,j[p,q],u] * Y[b,k[p,q]] * W[b,l[p],u,w]
+
+    chained[b,p,u] = c[p,q] * X[b,j[p,q],u] * Y[b,k[p,q]]
+    Z[b,i[p],w] = chained[b,p,u] * W[b,l[p],u,w]
+
+One kernel would read W once for each q. It pays where an index is summed over by some of the factors alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pumice.language.bind import Bound, bind
+from pumice.language.derive import fresh, names_of
+from pumice.language.nodes import Access, Affine, Index, Statement, Term, accesses_of, index, indices_of
+from pumice.language.roles import roles
+from pumice.lower import triton as kernels
+from pumice.lower import work
+from pumice.schedule.cost import DEVICES, Work, seconds
+
+Steps = tuple[Bound, Bound]
+Facts = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+
+class Chain:
+    """A statement of certain sizes in two steps: called with the operands by name, it gives the result."""
+
+    def __init__(self, bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, precision: str = "") -> None:
+        self.bound = bound
+        first, second = _two(bound, operands)
+        self.name = first.statement.target.name
+        self.first = kernels.runner(first, _between(operands), None, precision)
+        self.second = kernels.runner(second, dtype, None, precision)
+
+    def __call__(self, operands: Mapping[str, Tensor]) -> Tensor:
+        return self.second(self.between(operands))
+
+    def between(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The operands of the second step."""
+        return {**operands, self.name: self.first(operands)}
+
+
+def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+    """Why the statement is not computed in two steps, or None."""
+    if why := kernels.refusal(statement, bound, operands):
+        return why
+    found = _steps(bound, _facts(operands))
+    return found if isinstance(found, str) else None
+
+
+def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The result of a statement that `refusal` has nothing against, in `dtype`; a new tensor."""
+    return Chain(bound, operands, dtype)(operands)
+
+
+def of_chain(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+    """The work of both steps."""
+    return _work(_two(bound, operands), operands)
+
+
+def _two(bound: Bound, operands: Mapping[str, Tensor]) -> Steps:
+    """The two steps of a statement that has them."""
+    found = _steps(bound, _facts(operands))
+    assert not isinstance(found, str)
+    return found
+
+
+def _between(operands: Mapping[str, Tensor]) -> torch.dtype:
+    """What the first result is kept in: it is not rounded to half precision."""
+    kinds = {t.dtype for t in operands.values() if t.dtype.is_floating_point}
+    return torch.float64 if torch.float64 in kinds else torch.float32
+
+
+def _facts(operands: Mapping[str, Tensor]) -> Facts:
+    return tuple((name, tuple(t.shape), t.dtype) for name, t in operands.items())
+
+
+@lru_cache(maxsize=1024)
+def _steps(bound: Bound, facts: Facts) -> Steps | str:
+    """The two steps that cost the least, or why there are none."""
+    statement = bound.statement
+    operands = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in facts}
+    if statement.ranges or len(statement.terms[0].factors) < 3:
+        return "there are no three factors over plain ranges"
+    if not all(_plain(expression) for a in _accesses(statement) for expression in a.indices):
+        return "an index is computed"
+    if roles(statement, bound.extents).product:
+        return "the whole is one product of matrices"
+    ways = list(_ways(bound, operands))
+    if not ways:
+        return "no index is summed over by some of the factors alone"
+    return min(ways, key=lambda way: seconds(_work(way, operands), DEVICES["cuda"]))
+
+
+def _accesses(statement: Statement) -> tuple[Access, ...]:
+    factors = (factor for factor in statement.terms[0].factors if isinstance(factor, Access))
+    return (statement.target, *factors)
+
+
+def _plain(expression: Affine) -> bool:
+    """Whether it is an index, or an array's value at indices."""
+    if expression.bare is not None:
+        return True
+    ((coefficient, atom), *more) = expression.terms or ((0, Index("")),)
+    if more or expression.constant or coefficient != 1 or not isinstance(atom, Access):
+        return False
+    return all(e.bare is not None for e in atom.indices)
+
+
+def _ways(bound: Bound, operands: Mapping[str, Tensor]) -> Iterator[Steps]:
+    """Every pair of steps in which the first sums over an index."""
+    statement = bound.statement
+    (term,) = statement.terms
+    name = fresh("chained", names_of(statement))
+    for size in range(2, len(term.factors)):
+        for taken in itertools.combinations(range(len(term.factors)), size):
+            inner = [f for n, f in enumerate(term.factors) if n in taken]
+            outer = [f for n, f in enumerate(term.factors) if n not in taken]
+            kept = set(indices_of(statement.target, *outer))
+            largest = max(inner, key=lambda f: math.prod(bound.extents[n] for n in indices_of(f)))
+            axes = tuple(n for n in dict.fromkeys(indices_of(largest, *inner)) if n in kept)
+            if not axes or set(indices_of(*inner)) <= kept:
+                continue
+            target = Access(name, tuple(map(index, axes)))
+            first = _with(statement, target, Term(tuple(inner)))
+            second = _with(statement, statement.target, replace(term, factors=(target, *outer)))
+            shape = tuple(bound.extents[n] for n in axes)
+            given = {**operands, name: torch.empty(shape, dtype=_between(operands), device="meta")}
+            steps = _bound(replace(first, accumulate=False), given, shape), _bound(second, given, bound.shape)
+            if not any(kernels.refusal(step.statement, step, given) for step in steps):
+                yield steps
+
+
+def _with(statement: Statement, target: Access, term: Term) -> Statement:
+    """The statement with another target and term, and what is known of the arrays that are left."""
+    new = replace(statement, target=target, terms=(term,))
+    names = {access.name for access in accesses_of(new)}
+    return replace(new, facts=tuple(fact for fact in statement.facts if fact[0] in names))
+
+
+def _bound(statement: Statement, operands: Mapping[str, Tensor], shape: tuple[int, ...]) -> Bound:
+    names = {access.name for access in accesses_of(statement)}
+    return bind(statement, {n: tuple(t.shape) for n, t in operands.items() if n in names}, shape, strict=False)
+
+
+def _work(steps: Steps, operands: Mapping[str, Tensor]) -> Work:
+    first, second = steps
+    target = first.statement.target.name
+    given = {**operands, target: torch.empty(first.shape, dtype=_between(operands), device="meta")}
+    return work.of_kernel(first.statement, first, given) + work.of_kernel(second.statement, second, given)
