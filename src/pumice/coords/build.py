@@ -17,7 +17,6 @@ from pumice.coords.launch import runs_kernels
 from pumice.coords.lookup import Found
 from pumice.coords.outputs import Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
-from pumice.coords.table import Table
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 
 _GROWTH = 16
@@ -150,10 +149,7 @@ def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
 
 def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: MapSchedule | None) -> Found:
     """The rows of the inputs at stride * out + offset."""
-    lookup = inputs.lookup(schedule)
-    if schedule is not None and schedule.mirrored and relation.mirrored and isinstance(lookup, Table):
-        return lookup.neighbours(outputs.cloud, relation, mirrored=True)
-    return lookup.neighbours(outputs.cloud, relation)
+    return inputs.lookup(schedule).neighbours(outputs.cloud, relation)
 
 
 def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:

@@ -104,8 +104,9 @@ def totals_of(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     if not runs_kernels(masks):
         return totals_of_twin(masks, count, volume)
     totals = torch.zeros(volume, dtype=torch.int32, device=masks.device)
-    constants = {"K": volume, "ROWS": _ROWS}
-    kernel("tiling.count_taps")(-(-len(masks) // (8 * _ROWS)), (masks, count, totals), (), constants)
+    parts = 1 if len(masks) < 200_000 else 8  # fewer additions to one place, and programs enough
+    constants = {"K": volume, "ROWS": _ROWS, "PARTS": parts}
+    kernel("tiling.count_taps")(-(-len(masks) // (parts * _ROWS)), (masks, count, totals), (), constants)
     return totals
 
 

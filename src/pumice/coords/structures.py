@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pumice.coords.bricks import BrickLookup
-from pumice.coords.choice import MapSchedule, costs
+from pumice.coords.choice import MapSchedule, costs, mirrors
 from pumice.coords.cloud import Cloud
 from pumice.coords.launch import runs_kernels
 from pumice.coords.lookup import Lookup
@@ -55,7 +55,7 @@ def default(coords: Tensor, cloud: Cloud) -> MapSchedule:
     if not runs_kernels(coords):
         return MapSchedule("sorted")
     for name in (name for name, _ in sorted(costs(cloud.capacity, cells_of(cloud.bounds)).items(), key=_cost)):
-        schedule = MapSchedule(name)
+        schedule = MapSchedule(name, mirrored=name == "hash" and mirrors(cloud.capacity))
         if STRUCTURES[name].refusal(cloud, schedule) is None:
             return schedule
     return MapSchedule("sorted")

@@ -60,8 +60,13 @@ class Table:
         held = {id(t): t for t in (self._table, self._values)}
         return sum(t.numel() * t.element_size() for t in held.values())
 
-    def neighbours(self, outputs: Cloud, relation: Relation, mirrored: bool = False) -> Found:
-        """mirrored: of a submanifold map, half of the taps is asked for and written twice (no masks then)."""
+    def neighbours(self, outputs: Cloud, relation: Relation, mirrored: bool | None = None) -> Found:
+        """mirrored: of a submanifold map, half of the taps is asked for and written twice (no masks then).
+
+        By default where the schedule says so and the map is one.
+        """
+        if mirrored is None:
+            mirrored = self._schedule.mirrored and relation.mirrored and outputs.coords is self._cloud.coords
         volume, capacity, device = len(relation.offsets), outputs.capacity, outputs.device
         rows = torch.empty(capacity, volume, dtype=torch.int32, device=device)
         masks = torch.empty(capacity, -(-volume // WORD), dtype=torch.int32, device=device)

@@ -36,15 +36,15 @@ def tally(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def count_taps(masks, count, totals, K: tl.constexpr, ROWS: tl.constexpr):
-    """totals[k] += how many rows have tap k; 8 times ROWS of them a program."""
+def count_taps(masks, count, totals, K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
+    """totals[k] += how many rows have tap k; PARTS times ROWS of them a program."""
     WORDS: tl.constexpr = (K + 30) // 31
     living = tl.load(count)
     lane = tl.arange(0, 32)
     for w in range(0, WORDS):
         found = tl.zeros([32], tl.int32)
-        for part in range(0, 8):
-            r = (tl.program_id(0).to(tl.int64) * 8 + part) * ROWS + tl.arange(0, ROWS)
+        for part in range(0, PARTS):
+            r = (tl.program_id(0).to(tl.int64) * PARTS + part) * ROWS + tl.arange(0, ROWS)
             word = tl.load(masks + r * WORDS + w, mask=r < living, other=0)
             found += tl.sum((word[:, None] >> lane[None, :]) & 1, axis=0)
         tl.atomic_add(totals + w * 31 + lane, found, mask=(lane < 31) & (w * 31 + lane < K), sem="relaxed")

@@ -23,7 +23,6 @@ from pumice.coords.lookup import find, mask_words
 from pumice.coords.outputs import Listed, made_of, site_of
 from pumice.coords.relation import Relation
 from pumice.coords.structures import lookup_of
-from pumice.coords.table import Table
 from pumice.lower.maps import block_of
 from pumice.tools.map_scenes import Voxels
 
@@ -75,8 +74,6 @@ def submanifold(voxels: Voxels, schedule: MapSchedule | None = None) -> Mapped:
         near = cloud.coords.repeat(len(WINDOW.offsets), 1, 1)
         near[:, :, 1:] += offset_table(WINDOW.offsets, cloud.device)[:, None]
         return Mapped(torch.stack([find(lookup, part, cloud.bounds) for part in near], dim=1), None, cloud)
-    if schedule is not None and schedule.mirrored and isinstance(lookup, Table):
-        return Mapped(*lookup.neighbours(cloud, WINDOW, mirrored=True), cloud)
     return Mapped(*lookup.neighbours(cloud, WINDOW), cloud)
 
 
