@@ -12,6 +12,9 @@ from pumice.lower.remember import per_tensor
 _LONG_ARRAY = 1 << 17
 """Entries from which on the longest segments are looked at: below, the read would take longer than what it saves."""
 
+_FAR = 8
+"""How many times as long as the mean (and some more) a segment is far longer than the others."""
+
 
 @dataclass(frozen=True, eq=False)
 class Segments:
@@ -56,7 +59,7 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     found = Segments(order.int(), starts[order], stops[order], mean)
     if not window or array.shape[0] < _LONG_ARRAY or (array.is_cuda and torch.cuda.is_current_stream_capturing()):
         return found
-    return found.split(int((stops - starts > 8 * int(mean) + 128).sum()))
+    return found.split(int((stops - starts > _FAR * int(mean) + 64).sum()))
 
 
 def _rank(lengths: Tensor, most: int, window: int) -> Tensor:

@@ -476,14 +476,9 @@ def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Probl
     """What a tile is chosen for."""
     statement = bound.statement
     part = _segments(bound, operands, form)
-    gathered = [
-        operands[f.name].numel() * operands[f.name].element_size()
-        for f in statement.terms[0].factors
-        if isinstance(f, Access) and any(e.arrays for e in f.indices)
-    ]
     turning = {*form.loops, *form.reduced}
     chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
-    return Problem(form, bound.extents, part.mean if part else 1.0, _bits(operands), max(gathered, default=0), chained)
+    return Problem(form, bound.extents, part.mean if part else 1.0, _bits(operands), chained)
 
 
 def _key(bound: Bound, operands: Mapping[str, Tensor], precision: str) -> Key:

@@ -21,6 +21,7 @@ from pumice.language.derive import count, declare, derivative, gradient_name, re
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.rewrite import VALUES
 from pumice.lower import plan
+from pumice.lower.remember import Bounded
 
 _LIBRARY = torch.library.Library("pumice", "DEF")
 _LIBRARY.define(
@@ -190,9 +191,18 @@ class _Call:
         """The gradient of one tensor: of a dense operand, or of the values of a sparse one."""
         name, form, _, local = place
         operand = self.operands[self.given.places[place]]
-        extra = {gradient_name(self.statement): grad, result_name(self.statement): result}
         if not form:
-            parts = [self._run(new, extra, operand.shape) for new in derivative(self.statement, name)]
+            given = (*self.operands, grad, result)
+            parts = [
+                einsum(
+                    [x for place in places if (x := given[place]) is not None],
+                    names,
+                    text,
+                    operand.shape,
+                    self.lowering,
+                )
+                for places, names, text in self._derivatives(name, result is not None)
+            ]
         elif local == VALUES:
             parts = list(self._of_values(place, grad))
         else:
@@ -216,14 +226,35 @@ class _Call:
         used = [name for name in dict.fromkeys(a.name for a in accesses_of(new)) if name in tensors]
         return einsum([tensors[name] for name in used], "|".join(used), str(new), shape, self.lowering)
 
+    def _derivatives(self, name: str, with_result: bool) -> Sequence[tuple[tuple[int, ...], str, str]]:
+        """The calls whose sum is the gradient of a dense operand, worked out once for operands of these shapes.
+
+        Of each the places of its operands (the gradient and the result stand behind the call's own), names and text.
+        """
+        shapes = tuple(x.shape for x in self.operands)
+        key = (self.names, self.text, name, with_result, tuple(self.shape), shapes)
+        found = _DERIVATIVES.get(key)
+        if found is None:
+            extra = [gradient_name(self.statement), *([result_name(self.statement)] if with_result else [])]
+            found = [self._told(new, extra) for new in derivative(self.statement, name)]
+            _DERIVATIVES.keep(key, found)
+        return found
+
+    def _told(self, new: Statement, extra: Sequence[str]) -> tuple[tuple[int, ...], str, str]:
+        """A statement over operands of the call and some more: the places of those that it reads, names and text."""
+        used = {access.name for access in accesses_of(*new.terms, *new.target.indices)}
+        kept = [(place, t) for place, t in enumerate(self.tokens) if t.split("@")[0] in used]
+        kept += [(len(self.tokens) + place, name) for place, name in enumerate(extra) if name in used]
+        notes = [note for note in self.notes if note.partition("=")[0] in used]
+        names = ";".join(["|".join(t for _, t in kept), *notes])
+        return tuple(place for place, _ in kept), names, str(self._anchored(new))
+
     def _run(self, new: Statement, extra: Mapping[str, Tensor | None], shape: Sequence[int]) -> Tensor:
         """A statement over the operands of the call and some more."""
-        used = {access.name for access in accesses_of(*new.terms, *new.target.indices)}
-        kept = [(t, x) for t, x in zip(self.tokens, self.operands, strict=True) if t.split("@")[0] in used]
-        kept += [(name, x) for name, x in extra.items() if name in used and x is not None]
-        notes = [note for note in self.notes if note.partition("=")[0] in used]
-        names = ";".join(["|".join(t for t, _ in kept), *notes])
-        return einsum([x for _, x in kept], names, str(self._anchored(new)), shape, self.lowering)
+        there = {name: x for name, x in extra.items() if x is not None}
+        places, names, text = self._told(new, list(there))
+        given = (*self.operands, *there.values())
+        return einsum([given[place] for place in places], names, text, shape, self.lowering)
 
     def _anchored(self, new: Statement) -> Statement:
         """The statement with declared ranges for indices that no axis tells any more."""
@@ -234,6 +265,8 @@ class _Call:
         shapes.update((name, self.operands[self.given.places[name, "", 0, ""]].shape) for name in self.given.dense)
         return declare(new, bind(self.statement, shapes, self.shape, strict=False).ranges)
 
+
+_DERIVATIVES: Bounded[Sequence[tuple[tuple[int, ...], str, str]]] = Bounded(1024)
 
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("einsum", _einsum, _key)

@@ -66,15 +66,14 @@ def power_above(value: int) -> int:
 class Problem:
     """What a tile is chosen for.
 
-    roles and extents of the statement; mean: entries of a segment on average; bits: of the values; gathered: bytes of
-    the largest operand whose rows are gathered; chained: whether loads in the loop wait for an index loaded there.
+    roles and extents of the statement; mean: entries of a segment on average; bits: of the values; chained: whether
+    loads in the loop wait for an index loaded there.
     """
 
     roles: Roles
     extents: Mapping[str, int]
     mean: float = 1.0
     bits: int = 16
-    gathered: int = 0
     chained: bool = False
 
     def volume(self, names: tuple[str, ...]) -> int:
