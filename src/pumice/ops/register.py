@@ -231,14 +231,15 @@ class _Call:
 
         Of each the places of its operands (the gradient and the result stand behind the call's own), names and text.
         """
-        shapes = tuple(x.shape for x in self.operands)
-        key = (self.names, self.text, name, with_result, tuple(self.shape), shapes)
-        found = _DERIVATIVES.get(key)
-        if found is None:
-            extra = [gradient_name(self.statement), *([result_name(self.statement)] if with_result else [])]
-            found = [self._told(new, extra) for new in derivative(self.statement, name)]
-            _DERIVATIVES.keep(key, found)
-        return found
+        shapes = (tuple(self.shape), *(x.shape for x in self.operands))
+        # Sizes that are symbols while compiled code is made are no keys.
+        keeps = not any(isinstance(n, torch.SymInt) for shape in shapes for n in shape)
+        key = (self.names, self.text, name, with_result, shapes) if keeps else None
+        if key is not None and (known := _DERIVATIVES.get(key)) is not None:
+            return known
+        extra = [gradient_name(self.statement), *([result_name(self.statement)] if with_result else [])]
+        found = [self._told(new, extra) for new in derivative(self.statement, name)]
+        return found if key is None else _DERIVATIVES.keep(key, found)
 
     def _told(self, new: Statement, extra: Sequence[str]) -> tuple[tuple[int, ...], str, str]:
         """A statement over operands of the call and some more: the places of those that it reads, names and text."""
