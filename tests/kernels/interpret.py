@@ -27,7 +27,7 @@ from pumice.language.derive import declare
 from pumice.language.parse import parse
 from pumice.language.rewrite import conscious, single_terms
 from pumice.language.roles import Roles, roles
-from pumice.lower import loops
+from pumice.lower import chained, loops, segments
 from pumice.lower import triton as lowered
 from pumice.lower.maps import FORMS
 from pumice.schedule import tile as schedule
@@ -149,6 +149,7 @@ def lane_checks() -> Checks:
                 found[f"{study} {rows} rows {lanes} lanes"] = partial(check_lanes, study, rows, lanes)
     found["one long row"] = partial(check_long_row, 4)
     found["one long row, one lane"] = partial(check_long_row, 1)
+    found["rows apart"] = check_rows_apart
     return found
 
 
@@ -164,6 +165,39 @@ def check_long_row(lanes: int) -> None:
     p = problem(CASES["coo"].at(SMALL, M=5, p=70))
     p = replace(p, operands={**p.operands, "A_m": torch.tensor([0] * 2 + [3] * 68, dtype=torch.int32)})
     agree(p, tile=Tile(2 * lanes, 16, lanes=lanes))
+
+
+def check_rows_apart() -> None:
+    """Rows far longer than the others, by programs of their own."""
+    p = problem(CASES["coo"].at(SMALL, M=40, p=400))
+    lengths = [300, *[2] * 20, 60, *[0] * 18]
+    p = replace(p, operands={**p.operands, "A_m": torch.arange(40).repeat_interleave(torch.tensor(lengths)).int()})
+    before, segments._LONG_ARRAY = segments._LONG_ARRAY, 1
+    try:
+        part = segments.segments(p.operands["A_m"], 40, 512)
+        assert part.apart is not None and part.apart[0].rows.tolist() == [0]
+        agree(p)
+    finally:
+        segments._LONG_ARRAY = before
+
+
+# Products of several factors in two steps
+def chain_checks() -> Checks:
+    names = [name for name, case in CASES.items() if STUDIES[case.study].kind == "tensor product"]
+    found = {f"{name} in two steps": partial(check_chain, name) for name in names if "own" in CASES[name].study}
+    return {**found, "two steps occur": check_some_chains}
+
+
+def check_chain(name: str) -> None:
+    p = problem(CASES[name].at(SMALL, b=3))
+    if not chained.refusal(p.bound.statement, p.bound, p.operands):
+        near(chained.run(p.bound, p.operands, torch.float32), wanted(p), 2e-5)
+
+
+def check_some_chains() -> None:
+    """A grouped statement and its gradients have two steps."""
+    own = [problem(case.at(SMALL, b=3)) for case in CASES.values() if case.study == "tp_grouped_own"]
+    assert any(not chained.refusal(p.bound.statement, p.bound, p.operands) for p in own)
 
 
 # Convolutions over real kernel maps
@@ -354,7 +388,7 @@ def joined(*groups: Callable[[], Checks]) -> Checks:
 GROUPS: Mapping[str, Callable[[], Checks]] = {
     "spmm": partial(joined, partial(study_checks, "block spmm"), partial(study_checks, "spmm"), lane_checks),
     "convolution": partial(joined, partial(study_checks, "convolution"), map_checks),
-    "tensor product": partial(study_checks, "tensor product"),
+    "tensor product": partial(joined, partial(study_checks, "tensor product"), chain_checks),
     "fuzz": partial(joined, other_checks, fuzz_checks),
 }
 """The checks, by name, of each group; a group is one process."""
