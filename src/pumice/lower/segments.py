@@ -12,7 +12,7 @@ from pumice.lower.remember import per_tensor
 _LONG_ARRAY = 1 << 17
 """Entries from which on the longest segments are looked at: below, the read would take longer than what it saves."""
 
-_FAR = 8
+_FAR = 4
 """How many times as long as the mean (and some more) a segment is far longer than the others."""
 
 
@@ -57,9 +57,16 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     mean = array.shape[0] / max(count, 1)
     order = _rank(stops - starts, 4 * int(mean) + 8, window).argsort(stable=True)
     found = Segments(order.int(), starts[order], stops[order], mean)
-    if not window or array.shape[0] < _LONG_ARRAY or (array.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not window or array.shape[0] < _LONG_ARRAY or not _readable(array):
         return found
     return found.split(int((stops - starts > _FAR * int(mean) + 64).sum()))
+
+
+def _readable(array: Tensor) -> bool:
+    """Whether its values are there and may be waited for."""
+    return (
+        type(array) is Tensor and not array.is_meta and not (array.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def _rank(lengths: Tensor, most: int, window: int) -> Tensor:

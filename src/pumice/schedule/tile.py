@@ -141,10 +141,10 @@ def default(problem: Problem) -> Tile:
 
 
 def of_long_segments(roles: Roles, extents: Mapping[str, int]) -> Tile:
-    """The tile for segments far longer than the others: one at a time, by as many lanes as a program can have."""
+    """The tile for segments far longer than the others: one at a time, by many lanes."""
     wide = _below(math.prod(extents[name] for name in roles.columns), 32)
-    lanes = min(512, 8192 // wide)
-    return Tile(lanes, wide, lanes=lanes, warps=8)
+    lanes = min(256, 4096 // wide)
+    return Tile(lanes, wide, lanes=lanes, warps=4)
 
 
 def candidates(problem: Problem) -> Iterator[Tile]:
