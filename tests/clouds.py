@@ -213,3 +213,17 @@ class NoWaits(TorchDispatchMode):
         masked = name.startswith("index") and any(i.dtype == torch.bool for i in args[1] if i is not None)
         assert not masked, f"{func} by a mask waits for the device"
         return func(*args, **(kwargs or {}))
+
+
+def astray(dim: int, where: str) -> tuple[Tensor, Bounds]:
+    """Coordinates of which row 11 lies outside the box of the others: by its batch item, below or above an axis."""
+    coords = Scene(dim=dim, side=SIDES[dim]).coords()
+    bounds = Bounds.of(coords)
+    axis, value = {
+        "batch": (0, bounds.batch),
+        "negative batch": (0, -1),
+        "below": (dim, bounds.low[-1] - 1),
+        "above": (1, bounds.high[0] + 1),
+    }[where]
+    coords[11, axis] = value
+    return coords, bounds

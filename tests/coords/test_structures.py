@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from clouds import INT32, SIDES, NoWaits, Scene, asked, buffered, fresh, lookups
+from clouds import INT32, SIDES, NoWaits, Scene, asked, astray, buffered, fresh, lookups
 from clouds import neighbours as wanted
 
 import pumice as pm
@@ -106,15 +106,7 @@ def test_dead_rows_are_no_duplicates(name, dim):
 @DIMS
 @pytest.mark.parametrize("where", ["batch", "negative batch", "below", "above"])
 def test_coordinates_outside_their_box_are_reported(where, dim):
-    coords = scene("plain", dim).coords()
-    bounds = Bounds.of(coords)
-    axis, value = {
-        "batch": (0, bounds.batch),
-        "negative batch": (0, -1),
-        "below": (dim, bounds.low[-1] - 1),
-        "above": (1, bounds.high[0] + 1),
-    }[where]
-    coords[11, axis] = value
+    coords, bounds = astray(dim, where)
     cloud = buffered(coords, 3, bounds)
     SortedKeys(cloud, SORTED)
     assert int(cloud.status) & RANGE
@@ -292,7 +284,7 @@ def test_structures_of_kernels_are_refused_without_kernels():
     for name in set(NAMES) - {"sorted"}:
         with pytest.raises(OptionError, match=f"structure='{name}' cannot be had: kernels do not run here"):
             lookup_of(cloud, MapSchedule(name))
-    assert default(cloud.coords, cloud) == SORTED
+    assert default(cloud) == SORTED
     assert isinstance(lookup_of(fresh(cloud)), SortedKeys)
 
 

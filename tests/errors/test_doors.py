@@ -403,7 +403,26 @@ COALESCE = [
 ]
 
 
-@pytest.mark.parametrize("door", [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE], ids=str)
+HALVED = pm.Relation.of(2, 2, stride=2)
+MAPS = [
+    Door("map-of-a-tensor", GeometryError, ("SparseTensor", "x.geometry"), lambda: pm.kernel_map(sparse(), HALVED)),
+    Door(
+        "map-schedule",
+        OptionError,
+        ("MapSchedule", "'hash'"),
+        lambda: pm.kernel_map(sparse().geometry, HALVED, schedule="hash"),
+    ),
+    Door("prepare-a-number", OptionError, ("list of Relations", "4"), lambda: sparse().prepare(4)),
+    Door("prepare-sizes", OptionError, ("list of Relations", "[2, 2]"), lambda: sparse().prepare([2, 2])),
+    Door(
+        "prepare-windows", OptionError, ("for each level",), lambda: sparse().prepare([HALVED], [pm.Relation.of(2, 3)])
+    ),
+    Door("prepare-levels", ShapeError, ("3", "2"), lambda: sparse().prepare([HALVED], [(), (), ()])),
+    Door("prepare-same", GeometryError, ("'same'", "no coordinates"), lambda: sparse().prepare([pm.Relation.of(2, 3)])),
+]
+
+
+@pytest.mark.parametrize("door", [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE, *MAPS], ids=str)
 def test_door(door: Door):
     with pytest.raises(door.error) as caught:
         door.call()

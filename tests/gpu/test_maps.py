@@ -137,7 +137,7 @@ def test_structures_find_what_sorted_keys_find_on_a_cpu(gpu, name, structure):
 def test_every_cloud_gets_a_structure_of_kernels(gpu):
     for name in CLOUDS:
         cloud = cloud_of(coords_of(name), gpu)
-        assert default(cloud.coords, cloud).structure != "sorted"
+        assert default(cloud).structure != "sorted"
 
 
 @pytest.mark.parametrize("structure", NAMES)

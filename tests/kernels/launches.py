@@ -24,7 +24,7 @@ from kernels.cross import TARGETS, Built, spilled, target_of
 from torch import Tensor
 
 from pumice.coords import Cloud, MapSchedule, Order, Relation, compact, lookup
-from pumice.coords.bricks import BrickLookup, Bricks, Reach, neighbours
+from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import mask_words
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
@@ -129,7 +129,6 @@ def _lookups(dim: int) -> None:
         table.neighbours(other, Relation.of(dim, 3, dilation=9))
     if dim == 3:
         tables[0].neighbours(cloud, asked[0], mirrored=True)
-        neighbours(bricks._bricks, cloud, Reach("times", (1,) * dim, asked[0].offsets), None)
 
 
 def _levels(dim: int) -> None:

@@ -24,6 +24,7 @@ from clouds import (
     NoWaits,
     Scene,
     asked,
+    astray,
     buffered,
     fresh,
     levels,
@@ -225,15 +226,7 @@ def check_duplicates(dim: int) -> None:
 
 def check_outside(dim: int, where: str) -> None:
     """A row outside its box is reported, found by nobody, and harms no other; what it finds is not said."""
-    coords = scene("plain", dim).coords()
-    bounds = Bounds.of(coords)
-    axis, value = {
-        "batch": (0, bounds.batch),
-        "negative batch": (0, -1),
-        "below": (dim, bounds.low[-1] - 1),
-        "above": (1, bounds.high[0] + 1),
-    }[where]
-    coords[11, axis] = value
+    coords, bounds = astray(dim, where)
     cloud, relation = buffered(coords, 3, bounds), Relation.of(dim, 3 if dim < 4 else 1)
     want = neighbours(cloud, cloud, relation)
     want[want == 11] = -1
@@ -275,10 +268,10 @@ def check_refusals() -> None:
     assert "cells, a grid at most" in (Grid.refusal(wide, MapSchedule("grid")) or "")
     assert Grid.refusal(small, MapSchedule("grid", cells=10)) is not None
     assert BrickLookup.refusal(wide, MapSchedule("bricks")) and HashTable.refusal(wide, MapSchedule()) is None
-    assert default(wide.coords, wide).structure == "hash"
+    assert default(wide).structure == "hash"
     assert HashTable(wide, MapSchedule())._kind == "wide" and HashTable(small, MapSchedule())._kind == "hash"
     for cloud in (wide, small):
-        name = default(cloud.coords, cloud).structure
+        name = default(cloud).structure
         assert STRUCTURES[name].refusal(cloud, MapSchedule(name)) is None
     with plain():
         assert all(STRUCTURES[name].refusal(small, MapSchedule(name)) for name in NAMES if name != "sorted")

@@ -18,7 +18,7 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.codes import CodeLayout
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import kernel, runs_kernels
+from pumice.coords.launch import kernel, without_kernels
 from pumice.coords.lookup import WARPS, WORD, Found, lanes_of, padded, prefix, rows_of
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
@@ -86,22 +86,20 @@ class Space:
     def numbers(self) -> tuple[int, ...]:
         """batch, four lows, four extents, where each axis's table starts for its low, bits."""
         box, layout = self.bounds, self.layout
-        extents = tuple(h - a + 1 for a, h in zip(box.low, box.high, strict=True))
         begins = tuple(s + a + b for s, a, b in zip(layout.starts, box.low, layout.bias, strict=True))
-        return (box.batch, *padded(box.low, 0), *padded(extents, 1), *padded(begins, 0), self.bits)
+        return (box.batch, *padded(box.low, 0), *padded(box.extents, 1), *padded(begins, 0), self.bits)
 
 
 def refusal(coords: Tensor, bounds: Bounds, steps: Sequence[int] = ()) -> str | None:
     """Why no bricks are made of what these coordinates reach in a box by these steps, or None."""
-    if not runs_kernels(coords):
-        return "kernels do not run here"
+    if why := without_kernels(coords):
+        return why
     try:
         space = Space.of(bounds)
         space.layout.tables(coords.device)
     except CoordinateError as problem:
         return str(problem)
-    extents = (h - a + 1 for a, h in zip(bounds.low, bounds.high, strict=True))
-    widest = max((extent * step for extent, step in zip(extents, steps, strict=False)), default=0)
+    widest = max((extent * step for extent, step in zip(bounds.extents, steps, strict=False)), default=0)
     if widest >= 2**31:
         return f"an axis is {widest} cells of the inputs long, at most {2**31 - 1} are divided"
     return None if space.bricks <= MOST else f"the box has {space.bricks} bricks, at most {MOST} are counted"
@@ -129,11 +127,11 @@ class Bricks:
 
     @property
     def nbytes(self) -> int:
-        held = (self.directory, self.brick_ranks, self.cells, self.cell_ranks)
-        return sum(t.numel() * t.element_size() for t in held)
+        return sum(t.numel() * t.element_size() for t in self.tensors)
 
     @property
-    def _tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
+        """As kernels take them."""
         return self.directory, self.brick_ranks, self.cells, self.cell_ranks
 
     @staticmethod
@@ -178,7 +176,7 @@ class Bricks:
         met, placed = (torch.full(size, -1, dtype=torch.int32, device=cloud.device) for size in sizes)
         more = {"MAP": kind, "PLACE": place}
         _Call(cloud, reach, self.space)(
-            "probes.meet", (*self._tensors, met, placed, cloud.status), (self.limit, capacity), more
+            "probes.meet", (*self.tensors, met, placed, cloud.status), (self.limit, capacity), more
         )
         return met, placed
 
@@ -195,8 +193,7 @@ class _Call:
         cloud, reach, device = self.cloud, self.reach, self.cloud.device
         lanes = lanes_of(len(reach.offsets))
         given = (offset_table(reach.offsets, device), self.space.layout.tables(device))
-        steps = {f"S{axis}": step for axis, step in enumerate(padded(reach.steps, 1))}
-        constants = {"D": cloud.dim, "K": len(reach.offsets), **steps, "FORM": reach.form, **more}
+        constants = {"D": cloud.dim, "K": len(reach.offsets), **_steps(reach.steps), "FORM": reach.form, **more}
         constants |= {"LOW": self.space.low, "ROWS": rows_of(lanes), "LANES": lanes}
         programs = -(-cloud.capacity // rows_of(lanes))
         kernel(name)(
@@ -205,7 +202,7 @@ class _Call:
 
 
 class BrickLookup:
-    """Bricks of a cloud's own cells, with the row of each where rows are not in their order."""
+    """Bricks of a cloud's own cells, with the row of each."""
 
     def __init__(self, cloud: Cloud, schedule: MapSchedule) -> None:
         own = Reach.itself(cloud.dim)
@@ -222,26 +219,24 @@ class BrickLookup:
 
     def neighbours(self, outputs: Cloud, relation: Relation) -> Found:
         """See Lookup."""
-        reach = Reach("times", relation.stride, relation.offsets)
-        return neighbours(self._bricks, outputs, reach, self._values)
+        bricks, space, device = self._bricks, self._bricks.space, outputs.device
+        volume, capacity = len(relation.offsets), outputs.capacity
+        rows = torch.empty(capacity, volume, dtype=torch.int32, device=device)
+        masks = torch.empty(capacity, -(-volume // WORD), dtype=torch.int32, device=device)
+        lanes = lanes_of(volume)
+        constants = {"D": outputs.dim, "K": volume, **_steps(relation.stride)}
+        constants |= {"LOW": space.low, "ROWS": rows_of(lanes), "LANES": lanes}
+        given = (offset_table(relation.offsets, device), space.layout.tables(device))
+        kernel("probes.brick_neighbours")(
+            -(-capacity // rows_of(lanes)),
+            (outputs.coords, outputs.count, *given, *bricks.tensors, self._values, rows, masks),
+            (*space.numbers, bricks.limit, capacity),
+            constants,
+            WARPS,
+        )
+        return Found(rows, masks)
 
 
-def neighbours(bricks: Bricks, outputs: Cloud, reach: Reach, values: Tensor | None) -> Found:
-    """Who meets each output through each tap: values at the rank of its cell, or the rank itself without values."""
-    volume, capacity, device = len(reach.offsets), outputs.capacity, outputs.device
-    rows = torch.empty(capacity, volume, dtype=torch.int32, device=device)
-    masks = torch.empty(capacity, -(-volume // WORD), dtype=torch.int32, device=device)
-    lanes, space = lanes_of(volume), bricks.space
-    steps = {f"S{axis}": step for axis, step in enumerate(padded(reach.steps, 1))}
-    constants = {"D": outputs.dim, "K": volume, **steps, "SORTED": values is None}
-    constants |= {"LOW": space.low, "ROWS": rows_of(lanes), "LANES": lanes}
-    given = (offset_table(reach.offsets, device), space.layout.tables(device))
-    held = (bricks.directory, bricks.brick_ranks, bricks.cells, bricks.cell_ranks, rows if values is None else values)
-    kernel("probes.brick_neighbours")(
-        -(-capacity // rows_of(lanes)),
-        (outputs.coords, outputs.count, *given, *held, rows, masks),
-        (*space.numbers, bricks.limit, capacity),
-        constants,
-        WARPS,
-    )
-    return Found(rows, masks)
+def _steps(steps: Sequence[int]) -> dict[str, int]:
+    """The steps as kernels know them when they are compiled."""
+    return {f"S{axis}": step for axis, step in enumerate(padded(steps, 1))}

@@ -33,8 +33,13 @@ def kernel_map(
     neighbours are found; by default the cost model does. It changes no result, and nothing of a map already found.
 
     Raises GeometryError when the map is missing while torch.compile traces (a trace cannot make coordinates),
-    OptionError for an unknown policy, ShapeError and DeviceError for a target that does not fit.
+    OptionError for an unknown policy and for what is no schedule, ShapeError and DeviceError for a target that does not
+    fit.
     """
+    if not isinstance(geometry, Geometry):
+        raise GeometryError(f"a Geometry has kernel maps, found {type(geometry).__name__}; a tensor's is x.geometry")
+    if schedule is not None and not isinstance(schedule, MapSchedule):
+        raise OptionError(f"schedule takes a MapSchedule, found {schedule!r}")
     if relation.policy == "cached_inverse":
         return _inverse_map(geometry, relation, target)
     # A geometry as its own target is not named in the key: a reference to itself would keep its memory alive.

@@ -221,11 +221,7 @@ def _entries_of(found: KernelMap, block: int, how: Order) -> tuple[Hashable, Ten
 def _totals(found: KernelMap) -> list[int]:
     """Pairs of each tap; one read."""
     settle([(found, 0, None)])
-    return found.storage("totals", _unread)
-
-
-def _unread(found: KernelMap) -> Any:
-    raise AssertionError("sizes are kept by settle()")
+    return found._storages["totals", found.flipped]
 
 
 def _rows(found: KernelMap) -> Tensor:
@@ -261,7 +257,8 @@ def _tiling(found: KernelMap, block: int, how: Order) -> Tiling:
 
 def _compacted(found: KernelMap, block: int, how: Order) -> Compacted:
     settle([(found, block, how)])
-    (room,) = found.storage(("entries", block, how), _unread) or [0]
+    # Without tiles there is no number.
+    room = sum(found._storages[("entries", block, how), found.flipped])
     return compact.filled(found.rows(), found.tiling(block, how), room)
 
 

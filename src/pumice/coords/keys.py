@@ -36,6 +36,16 @@ class Bounds:
             raise CoordinateError(f"batch indices start at 0, found {low[0]}")
         return Bounds(tuple(low[1:]), tuple(high[1:]), high[0] + 1)
 
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """How many cells the box has along each axis."""
+        return tuple(h - a + 1 for a, h in zip(self.low, self.high, strict=True))
+
+    @property
+    def cells(self) -> int:
+        """How many cells the box has, of all batch items together."""
+        return max(self.batch, 1) * math.prod(self.extents)
+
     def grown(self, margin: Sequence[int]) -> Bounds:
         low = tuple(a - m for a, m in zip(self.low, margin, strict=True))
         high = tuple(a + m for a, m in zip(self.high, margin, strict=True))
@@ -60,7 +70,7 @@ class KeySpace:
     bounds: Bounds
 
     def __post_init__(self) -> None:
-        cells = max(self.bounds.batch, 1) * math.prod(self.extents)
+        cells = self.bounds.cells
         if cells >= 2**63:
             raise CoordinateError(
                 f"the box {self.bounds.low} to {self.bounds.high} with {self.bounds.batch} batch items has "
@@ -69,7 +79,7 @@ class KeySpace:
 
     @property
     def extents(self) -> tuple[int, ...]:
-        return tuple(h - a + 1 for a, h in zip(self.bounds.low, self.bounds.high, strict=True))
+        return self.bounds.extents
 
     @property
     def radix(self) -> tuple[int, ...]:

@@ -89,7 +89,8 @@ def paired(words: Tensor) -> Tensor:
 def mask_words(rows: Tensor) -> Tensor:
     """int32 [N, ceil(K / 31)]: bit k % 31 of word k // 31 of row n says whether rows[n, k] is an input."""
     count, volume = rows.shape
-    if runs_kernels(rows) and rows.is_contiguous():
+    if runs_kernels(rows):
+        rows = rows.contiguous()
         masks = torch.empty(count, -(-volume // WORD), dtype=torch.int32, device=rows.device)
         lanes = lanes_of(volume)
         constants = {"K": volume, "ROWS": rows_of(lanes), "LANES": lanes}

@@ -23,7 +23,6 @@ from pumice.coords.geometry import Geometry, Site
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.launch import runs_kernels
 from pumice.coords.relation import Relation
-from pumice.coords.table import cells_of
 from pumice.errors import CoordinateError
 
 Axis = tuple[int, int, int, int, int]
@@ -237,7 +236,7 @@ def _buffered(coords: Tensor, needed: Tensor, site: Site, inputs: Cloud) -> Clou
 def room_of(inputs: int, relation: Relation, site: Site) -> int:
     """How many outputs so many inputs have at most, at the outputs' site."""
     most = inputs * reached(Reach.of_outputs(relation))
-    return min(most, cells_of(site.bounds), INT32_MAX)
+    return min(most, site.bounds.cells, INT32_MAX)
 
 
 def _covers(relation: Relation) -> bool:

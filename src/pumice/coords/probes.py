@@ -306,6 +306,13 @@ def number_rows(
 
 
 @triton.jit
+def _note(masks, found, r, lane, there, word, K: tl.constexpr):
+    """One word of each row's mask: the lanes that found something."""
+    bit = tl.where(found >= 0, 1 << lane, 0)
+    tl.store(masks + r * ((K + 30) // 31) + word, tl.sum(bit, axis=1)[:, None], mask=there)
+
+
+@triton.jit
 def _probed(
     table, values, source, coords, offsets, r, k, live, tapped, key, inside,
     step0, step1, step2, step3, bits, last,
@@ -408,9 +415,7 @@ def neighbours(
             tl.store(rows + found.to(tl.int64) * K + (K - 1 - k), tl.where(met, r, 0).to(tl.int32), mask=met)
         else:
             tl.store(rows + r * K + k, found, mask=there & tapped)
-            bit = tl.where(found >= 0, 1 << lane, 0)
-            place = masks + r * ((K + 30) // 31) + word
-            tl.store(place, tl.sum(bit, axis=1)[:, None], mask=there)
+            _note(masks, found, r, lane, there, word, K)
     if MIRROR and K % 2 == 1:
         tl.store(rows + r * K + K // 2, r.to(tl.int32), mask=live)
 
@@ -425,8 +430,7 @@ def mask_words(rows, masks, capacity: "i64", K: tl.constexpr, ROWS: tl.constexpr
     for word in range(0, (K + PER - 1) // PER):
         k = word * PER + lane
         found = tl.load(rows + r * K + k, mask=there & (lane < PER) & (k < K), other=-1)
-        bit = tl.where(found >= 0, 1 << lane, 0)
-        tl.store(masks + r * ((K + 30) // 31) + word, tl.sum(bit, axis=1)[:, None], mask=there)
+        _note(masks, found, r, lane, there, word, K)
 
 
 # bricks
@@ -611,9 +615,9 @@ def brick_neighbours(
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64", capacity: "i64",
     D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
-    SORTED: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """As `neighbours`, of bricks. SORTED: rows are in the bricks' own order; else values[rank] is the row."""
+    """As `neighbours`, of bricks: values[rank] is the row."""
     PER: tl.constexpr = 31 if LANES == 32 else LANES
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     lane = tl.arange(0, LANES)[None, :]
@@ -628,10 +632,6 @@ def brick_neighbours(
             D, S0, S1, S2, S3, "times",
         )  # fmt: skip
         hit, rank = _found(directory, bricks, cells, ranks, code, inside, limit, LOW)
-        if SORTED:
-            found = tl.where(hit, rank, -1)
-        else:
-            found = tl.load(values + rank, mask=hit, other=-1)
+        found = tl.load(values + rank, mask=hit, other=-1)
         tl.store(rows + r * K + k, found, mask=there & tapped)
-        bit = tl.where(found >= 0, 1 << lane, 0)
-        tl.store(masks + r * ((K + 30) // 31) + word, tl.sum(bit, axis=1)[:, None], mask=there)
+        _note(masks, found, r, lane, there, word, K)

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from torch import Tensor
-
 from pumice.coords.bricks import BrickLookup
 from pumice.coords.choice import MapSchedule, costs, mirrors
 from pumice.coords.cloud import Cloud
-from pumice.coords.launch import runs_kernels
 from pumice.coords.lookup import Lookup
 from pumice.coords.sorted_keys import SortedKeys
-from pumice.coords.table import Bitmap, Grid, HashTable, cells_of
+from pumice.coords.table import Bitmap, Grid, HashTable
 from pumice.errors import OptionError
 
 
@@ -43,18 +40,17 @@ def lookup_of(cloud: Cloud, schedule: MapSchedule | None = None) -> Lookup:
     Duplicates and coordinates outside the cloud's box are reported in its status. Raises OptionError where the
     structure cannot be had, with the reason.
     """
-    schedule = schedule or default(cloud.coords, cloud)
+    schedule = schedule or default(cloud)
     reason = STRUCTURES[schedule.structure].refusal(cloud, schedule)
     if reason is not None:
         raise OptionError(f"structure={schedule.structure!r} cannot be had: {reason}")
     return STRUCTURES[schedule.structure](cloud, schedule)
 
 
-def default(coords: Tensor, cloud: Cloud) -> MapSchedule:
+def default(cloud: Cloud) -> MapSchedule:
     """The structure of the least cost among those that can be had; sorted keys where kernels do not run."""
-    if not runs_kernels(coords):
-        return MapSchedule("sorted")
-    for name in (name for name, _ in sorted(costs(cloud.capacity, cells_of(cloud.bounds)).items(), key=_cost)):
+    reckoned = costs(cloud.capacity, cloud.bounds.cells)
+    for name in sorted(reckoned, key=reckoned.__getitem__):
         schedule = MapSchedule(name, mirrored=name == "hash" and mirrors(cloud.capacity))
         if STRUCTURES[name].refusal(cloud, schedule) is None:
             return schedule
@@ -63,15 +59,11 @@ def default(coords: Tensor, cloud: Cloud) -> MapSchedule:
 
 def explain(cloud: Cloud) -> str:
     """What each structure is reckoned to cost for a window of 27 taps on these coordinates, and which is taken."""
-    chosen = default(cloud.coords, cloud).structure
-    reckoned = costs(cloud.capacity, cells_of(cloud.bounds))
-    lines = [f"{cloud.capacity} rows in a box of {cells_of(cloud.bounds)} cells, {cloud.bounds.batch} batch items"]
+    chosen = default(cloud).structure
+    reckoned = costs(cloud.capacity, cloud.bounds.cells)
+    lines = [f"{cloud.capacity} rows in a box of {cloud.bounds.cells} cells, {cloud.bounds.batch} batch items"]
     for name, structure in STRUCTURES.items():
         reason = structure.refusal(cloud, MapSchedule(name))
         cost = f"{1e3 * reckoned[name]:.3f} ms reckoned" if name in reckoned else "without kernels"
         lines.append(f"{'->' if name == chosen else '  '} {name:7} {cost if reason is None else reason}")
     return "\n".join(lines)
-
-
-def _cost(item: tuple[str, float]) -> float:
-    return item[1]

@@ -11,7 +11,7 @@ from torch import Tensor
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.keys import INT32_MAX, Bounds
-from pumice.coords.launch import kernel, runs_kernels
+from pumice.coords.launch import kernel, without_kernels
 from pumice.coords.lookup import WORD, Found, lanes_of, padded, paired
 from pumice.coords.relation import Relation
 
@@ -28,7 +28,7 @@ class Table:
     def __init__(self, cloud: Cloud, schedule: MapSchedule, kind: str) -> None:
         self._cloud, self._kind, self._schedule = cloud, kind, schedule
         self._margin = MARGINS[kind]
-        self._bounds = cloud.bounds.grown([self._margin] * cloud.dim)
+        self._bounds = _numbered(cloud, kind)
         self._bits, self._last = _row_bits(cloud), (1 << table_bits(cloud.capacity, schedule.load)) - 1
         self._table = self._free()
         zero = offset_table(((0,) * cloud.dim,), cloud.device)
@@ -48,9 +48,9 @@ class Table:
     def _free(self) -> Tensor:
         device = self._cloud.device
         if self._kind == "grid":
-            return torch.full((cells_of(self._bounds),), INT32_MAX, dtype=torch.int32, device=device)
+            return torch.full((self._bounds.cells,), INT32_MAX, dtype=torch.int32, device=device)
         if self._kind == "bitmap":
-            return torch.zeros(-(-cells_of(self._bounds) // 32), dtype=torch.int32, device=device)
+            return torch.zeros(-(-self._bounds.cells // 32), dtype=torch.int32, device=device)
         if self._kind == "hash":
             return torch.full((self._last + 1,), 2**63 - 1, dtype=torch.int64, device=device)
         return torch.full((self._last + 1 + _INSERT_BLOCK,), -1, dtype=torch.int32, device=device)
@@ -104,12 +104,13 @@ class HashTable(Table):
     """
 
     def __init__(self, cloud: Cloud, schedule: MapSchedule) -> None:
-        numbered = cells_of(cloud.bounds.grown([MARGINS["hash"]] * cloud.dim))
-        super().__init__(cloud, schedule, "hash" if numbered << _row_bits(cloud) < 2**63 else "wide")
+        super().__init__(
+            cloud, schedule, "hash" if _numbered(cloud, "hash").cells << _row_bits(cloud) < 2**63 else "wide"
+        )
 
     @staticmethod
     def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
-        return None if runs_kernels(cloud.coords) else "kernels do not run here"
+        return without_kernels(cloud.coords)
 
 
 class Grid(Table):
@@ -120,10 +121,7 @@ class Grid(Table):
 
     @staticmethod
     def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
-        if not runs_kernels(cloud.coords):
-            return "kernels do not run here"
-        cells = cells_of(cloud.bounds.grown([MARGINS["grid"]] * cloud.dim))
-        return None if cells <= schedule.cells else f"the box has {cells} cells, a grid at most {schedule.cells}"
+        return _too_many(cloud, "grid", schedule.cells)
 
 
 class Bitmap(Table):
@@ -134,16 +132,20 @@ class Bitmap(Table):
 
     @staticmethod
     def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
-        if not runs_kernels(cloud.coords):
-            return "kernels do not run here"
-        cells, most = cells_of(cloud.bounds.grown([MARGINS["bitmap"]] * cloud.dim)), 16 * schedule.cells
-        return None if cells <= most else f"the box has {cells} cells, a bitmap at most {most}"
+        return _too_many(cloud, "bitmap", 16 * schedule.cells)
 
 
-def cells_of(bounds: Bounds) -> int:
-    """How many cells a box has."""
-    extents = (h - a + 1 for a, h in zip(bounds.low, bounds.high, strict=True))
-    return max(bounds.batch, 1) * math.prod(extents)
+def _too_many(cloud: Cloud, kind: str, most: int) -> str | None:
+    """Why there is no place for each cell of the box, or None."""
+    cells = _numbered(cloud, kind).cells
+    return without_kernels(cloud.coords) or (
+        f"the box has {cells} cells, a {kind} at most {most}" if cells > most else None
+    )
+
+
+def _numbered(cloud: Cloud, kind: str) -> Bounds:
+    """The box with the margin that is numbered too."""
+    return cloud.bounds.grown([MARGINS[kind]] * cloud.dim)
 
 
 def table_bits(capacity: int, load: float) -> int:
@@ -157,5 +159,4 @@ def _row_bits(cloud: Cloud) -> int:
 
 def _box(bounds: Bounds, steps: Sequence[int]) -> tuple[int, ...]:
     """The numbers that kernels take of a box: batch, four lows, four extents, four steps."""
-    extents = tuple(h - a + 1 for a, h in zip(bounds.low, bounds.high, strict=True))
-    return (bounds.batch, *padded(bounds.low, 0), *padded(extents, 1), *padded(steps, 1))
+    return (bounds.batch, *padded(bounds.low, 0), *padded(bounds.extents, 1), *padded(steps, 1))

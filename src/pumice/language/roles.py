@@ -91,16 +91,17 @@ def exchanged(roles: Roles) -> Roles:
     return replace(roles, rows=roles.columns, columns=roles.rows, left=roles.right, right=roles.left)
 
 
-def segment_count(roles: Roles, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> int:
-    """How many values the segment's index takes: the extent of its axis in units of its coefficient."""
+def segment_axis(roles: Roles) -> tuple[str, int, int]:
+    """An axis that the segment's index runs along: its operand ("" is the result), its number, and the coefficient.
+
+    The index takes as many values as the axis has places, in units of the coefficient.
+    """
     assert roles.segment is not None
-    own = (roles.target, *accesses_of(*roles.target.indices))
-    for access in own:
-        sizes = shape if access.name == roles.target.name else shapes[access.name]
-        for extent, expression in zip(sizes, access.indices, strict=True):
+    for access in (roles.target, *accesses_of(*roles.target.indices)):
+        for axis, expression in enumerate(access.indices):
             for coefficient, atom in expression.terms:
                 if atom == Index(roles.segment.index):
-                    return -(-int(extent) // coefficient)
+                    return "" if access.name == roles.target.name else access.name, axis, coefficient
     raise AssertionError(f"{roles.segment.index} is not in {roles.target}")
 
 

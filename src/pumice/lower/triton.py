@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pumice.coords.launch import Compiled
 from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
-from pumice.language.roles import Roles, exchanged, roles, segment_count
+from pumice.language.roles import Roles, exchanged, roles, segment_axis
 from pumice.lower.emit import SPLITS, Argument, Signature, Source, contiguous, emit, grid
 from pumice.lower.remember import Bounded
 from pumice.lower.segments import Segments, segments
@@ -63,7 +64,7 @@ class Launch:
     programs: int
     fixed: tuple[Any, ...]
     slots: tuple[tuple[int, str, str], ...]
-    compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, int]:
@@ -196,10 +197,10 @@ class Runner:
 
     def _launch_key(self, operands: Mapping[str, Tensor], part: Segments | None) -> tuple[Any, ...]:
         """What a launch depends on; what was tuned meanwhile counts from the next call on."""
-        rows = part is not None and part.rows.shape
+        rows = -1 if part is None else len(part.rows)
         precision = self.precision or _precision()
-        layouts = [(operands[name].stride(), operands[name].dtype) for name in self._used]
-        return (ledger().generation, is_tuning(), precision, rows, *layouts)
+        used = [operands[name] for name in self._used]
+        return (ledger().generation, is_tuning(), precision, rows, *[(x.stride(), x.dtype) for x in used])
 
     def _made(
         self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile | None = None
@@ -399,14 +400,17 @@ def _start(launch: Launch, values: list[Any], device: int | None) -> None:
 
     A kernel belongs to the device that it was first run on.
     """
-    key = (device, *(values[place].data_ptr() % 16 == 0 for place, _, _ in launch.slots))
+    addresses = [(place, values[place].data_ptr()) for place, _, _ in launch.slots]
+    key = (device, *[address % 16 == 0 for _, address in addresses])
     compiled = launch.compiled.get(key)
-    if compiled is not None:
-        compiled[(launch.programs, 1, 1)](*values)
+    if compiled is not None and device is not None:
+        for place, address in addresses:
+            values[place] = address
+        compiled(launch.programs, values, device)
         return
-    compiled = launch.kernel[(launch.programs,)](*values, **launch.options)
-    if compiled is not None:
-        launch.compiled[key] = compiled
+    made = launch.kernel[(launch.programs,)](*values, **launch.options)
+    if made is not None:
+        launch.compiled[key] = Compiled(made)
 
 
 def _fixed(
@@ -486,7 +490,7 @@ def _key(bound: Bound, operands: Mapping[str, Tensor], precision: str) -> Key:
     device = torch.cuda.get_device_name(used[0].device) if used[0].is_cuda else used[0].device.type
     extents = [*bound.extents.values()]
     if _form(bound).segment:
-        extents.append(_count(bound, tuple((n, operands[n].shape) for n in _used(bound))))
+        extents.append(_count(bound, operands))
     sizes = (int(2 * math.log2(max(1, extent))) for extent in extents)
     kinds = tuple(DTYPES[t.dtype] for t in used)
     return Key(device, str(bound.statement), kinds, tuple(sizes), precision if "fp32" in kinds else "")
@@ -533,14 +537,20 @@ def _fills(expression: Affine, extent: int, bound: Bound, form: Roles, onto: set
 def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Segments | None:
     if form.segment is None:
         return None
-    count = _count(bound, tuple((n, operands[n].shape) for n in _used(bound)))
-    return segments(operands[form.segment.array], count, 0 if form.product else _WINDOW)
+    return segments(operands[form.segment.array], _count(bound, operands), 0 if form.product else _WINDOW)
+
+
+def _count(bound: Bound, operands: Mapping[str, Tensor]) -> int:
+    """How many segments there are, empty ones included."""
+    name, axis, coefficient = _counted(bound)
+    extent = operands[name].shape[axis] if name else bound.shape[axis]
+    return -(-int(extent) // coefficient)
 
 
 @lru_cache(maxsize=4096)
-def _count(bound: Bound, shapes: tuple[tuple[str, torch.Size], ...]) -> int:
-    """How many segments there are, empty ones included."""
-    return segment_count(_form(bound), bound.shape, dict(shapes))
+def _counted(bound: Bound) -> tuple[str, int, int]:
+    """The axis that tells how many segments there are; "" is the result."""
+    return segment_axis(_form(bound))
 
 
 def _smallest(form: Roles) -> Tile:

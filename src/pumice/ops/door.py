@@ -116,11 +116,6 @@ def _autocast(floating: Mapping[str, torch.dtype], operands: Mapping[str, Any]) 
     return torch.get_autocast_dtype(device)
 
 
-def autocast_state(operands: Mapping[str, Any]) -> torch.dtype | None:
-    kind = next((x.device.type for x in operands.values() if isinstance(x, Tensor | Sparse)), "cpu")
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
-
-
 def value_names_of(statement: Statement) -> tuple[str, ...]:
     """The operands whose values take part, the target's name among them; index arrays stay as they are."""
     indices = {array.name for array in arrays_of(*statement.terms, statement.target)}
@@ -144,11 +139,8 @@ def flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]])
     notes: list[str] = []
     for name, x in operands.items():
         if isinstance(x, Sparse):
-            for part, arrays in enumerate(x.parts):
-                form = str(x.format)
-                held = {**arrays.coords, **({} if arrays.values is None else {"values": arrays.values})}
-                tokens += [plan.token(name, form, part, local) for local in held]
-                tensors += held.values()
+            tokens += [plan.token(name, str(x.format), part, local) for part, local, _ in x.named]
+            tensors += x.tensors
             notes.append(f"{name}=x" + "x".join([str(fixed(n)) for n in x.shape]))
         elif isinstance(x, Tensor):
             tokens.append(name)
@@ -157,30 +149,22 @@ def flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]])
     return tensors, ";".join(["|".join(tokens), *notes])
 
 
-def tensors_of(operands: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors of all operands, in the order of `flattened`."""
+def facts_of(operands: Mapping[str, Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The tensors of all operands in the order of `flattened`, and all that checks and choices depend on.
+
+    Values of index arrays apart: those are looked at on their own.
+    """
     tensors: list[Tensor] = []
-    for x in operands.values():
+    facts: list[Any] = [torch.are_deterministic_algorithms_enabled()]
+    for name, x in operands.items():
         if isinstance(x, Tensor):
             tensors.append(x)
+            facts.append((name, x.shape, x.dtype, x.device, x.layout))
         elif isinstance(x, Sparse):
-            for part in x.parts:
-                tensors += part.coords.values()
-                if part.values is not None:
-                    tensors.append(part.values)
-    return tensors
-
-
-def signature(x: Any) -> tuple[Any, ...]:
-    """What the checks depend on, values of index arrays apart."""
-    if isinstance(x, Tensor):
-        return x.shape, x.dtype, x.device
-    if isinstance(x, Sparse):
-        return x.shape, x.dtype, x.device, x.storage(("passed", *(p.values is None for p in x.parts)), _passed_tokens)
-    return type(x), x
-
-
-def _passed_tokens(x: Sparse) -> tuple[str, ...]:
-    form = str(x.format)
-    held = [(n, local) for n, p in enumerate(x.parts) for local in (*p.coords, *(["values"] * (p.values is not None)))]
-    return tuple(f"{form}@{part}@{local}" for part, local in held)
+            tensors += x.tensors
+            facts.append((name, x.signature))
+        else:
+            facts.append((name, type(x), x if type(x) in (int, float) else None))
+    kind = tensors[0].device.type if tensors else "cpu"
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    return tensors, (torch.get_autocast_dtype(kind) if on else None, *facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,14 +19,12 @@ from pumice.lower.remember import Bounded
 from pumice.ops import register
 from pumice.ops.door import (
     Operand,
-    autocast_state,
     checked,
+    facts_of,
     fixed,
     flattened,
     one_dtype,
     problem_of,
-    signature,
-    tensors_of,
     value_names_of,
 )
 from pumice.ops.explain import explanation
@@ -110,9 +108,22 @@ class Einsum:
     formats: tuple[tuple[str, str], ...] = ()
     lowering: str = ""
 
+    _seen: Bounded[_Seen] = field(default_factory=lambda: Bounded(256), init=False, compare=False, repr=False)
+
     def __call__(self, /, **operands: Operand) -> Tensor:
-        tensors, names = self._passed(operands)
-        return register.einsum(tensors, names, self.text, None, self.lowering)
+        if torch.compiler.is_compiling():
+            return register.einsum(*_traced(self.text, operands), self.text, None, self.lowering)
+        tensors, facts = facts_of(operands)
+        seen = self._seen.get(facts)
+        if seen is None:
+            return register.einsum(*self._passed(operands, facts), self.text, None, self.lowering)
+        for check in seen.checks:
+            check.look(operands)
+        if not register.plain(tensors):
+            return register.einsum(tensors, seen.names, self.text, None, self.lowering)
+        if seen.ready is None:
+            seen.ready = plan.ready_for(tensors, seen.names, self.text, None, self.lowering)
+        return plan.carry_out(seen.ready, tensors)
 
     def explain(self, /, **operands: Operand) -> str:
         """The forms of the statement, what each lowering would cost on these operands, and the kernel's source.
@@ -140,21 +151,12 @@ class Einsum:
             lines += [f"  {1e3 * t:9.4f} ms  {tile}" for tile, t in sorted(times.items(), key=lambda item: item[1])]
         return "\n".join(lines)
 
-    def _passed(self, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
-        if torch.compiler.is_compiling():
-            return _traced(self.text, operands)
+    def _passed(
+        self, operands: Mapping[str, Operand], facts: tuple[Any, ...] | None = None
+    ) -> tuple[list[Tensor], str]:
+        """All checks, and whatever has to be converted; what needs no conversion is passed as it is from then on."""
         if problem := problem_of(operands):
             raise DtypeError(problem)
-        key = (self, autocast_state(operands), *((name, *signature(x)) for name, x in operands.items()))
-        seen = _SEEN.get(key)
-        if seen is None:
-            return self._first_passed(operands, key)
-        for check in seen.checks:
-            check.look(operands)
-        return tensors_of(operands), seen.names
-
-    def _first_passed(self, operands: Mapping[str, Operand], key: tuple[Any, ...]) -> tuple[list[Tensor], str]:
-        """All checks, and whatever has to be converted; what needs no conversion is passed as it is from then on."""
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
         statement = _parsed(self.text, integers)
         ready = checked(statement, operands, dict(self.formats))
@@ -166,20 +168,21 @@ class Einsum:
         dense = _used_dense(self.text, names)
         if dense:
             return flattened({n: x.to_dense() if n in dense else x for n, x in ready.items()}, constants)
-        if all(ready[name] is x for name, x in operands.items()):
-            _SEEN.keep(key, _Seen(names, checks))
+        if facts is not None and all(ready[name] is x for name, x in operands.items()):
+            self._seen.keep(facts, _Seen(names, checks))
         return tensors, names
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Seen:
-    """What was found of operands that need no conversion: their names for the operator, and what is left to check."""
+    """What was found of operands that need no conversion: their names for the operator, and what is left to check.
+
+    ready: the call made ready, once it was carried out while nobody watched.
+    """
 
     names: str
     checks: tuple[Places | Declared, ...]
-
-
-_SEEN: Bounded[_Seen] = Bounded(1024)
+    ready: plan.Ready | None = None
 
 
 def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None, *, lowering: str = "") -> Einsum:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,10 @@ from pumice.ops.tensor import SparseTensor
 
 def prepare_levels(x: SparseTensor, steps: Sequence[Relation], same: Sequence[Sequence[Relation]]) -> None:
     """See SparseTensor.prepare."""
+    if not all(isinstance(step, Relation) for step in _listed(steps)):
+        raise OptionError(f"steps takes a list of Relations, found {steps!r}")
+    if not all(isinstance(window, Relation) for windows in _listed(same) for window in _listed(windows)):
+        raise OptionError(f"same takes a list of Relations for each level, found {same!r}")
     if len(same) > len(steps) + 1:
         raise ShapeError(f"windows are given for {len(same)} levels, {len(steps)} steps lead to {len(steps) + 1}")
     if torch.compiler.is_compiling():
@@ -26,6 +31,11 @@ def prepare_levels(x: SparseTensor, steps: Sequence[Relation], same: Sequence[Se
     ]
     if x.geometry.device.type == "cuda":
         maps.settled([*found, *(one.transpose() for one in found[: len(steps)])], torch.is_grad_enabled())
+
+
+def _listed(values: Any) -> Sequence[Any]:
+    """Itself if it is a sequence, else one entry that is none of those wanted."""
+    return values if isinstance(values, Sequence) else (None,)
 
 
 def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:

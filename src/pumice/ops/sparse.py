@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ class Sparse:
 
     @property
     def device(self) -> torch.device:
-        return self._some_array.device
+        return self.tensors[0].device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,10 +85,24 @@ class Sparse:
         places = sum(math.prod(_extents(self, part)) for part in self.parts)
         return 1 - self.nnz / places if places else 0.0
 
-    @property
-    def _some_array(self) -> Tensor:
-        arrays = (*self.parts[0].coords.values(), self.parts[0].values)
-        return next(array for array in arrays if array is not None)
+    @cached_property
+    def named(self) -> tuple[tuple[int, str, Tensor], ...]:
+        """(part, name, array) of every array: coordinates of levels, then "values" where there are any."""
+        held = (
+            (n, {**p.coords, **({} if p.values is None else {"values": p.values})}) for n, p in enumerate(self.parts)
+        )
+        return tuple((n, name, array) for n, arrays in held for name, array in arrays.items())
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every array, in the order of `named`."""
+        return tuple(array for _, _, array in self.named)
+
+    @cached_property
+    def signature(self) -> tuple[Hashable, ...]:
+        """What kernels for it depend on: format and shape, and of every array its name, shape, dtype and device."""
+        arrays = ((n, name, array.shape, array.dtype, array.device) for n, name, array in self.named)
+        return (str(self.format), self.shape, *arrays)
 
     def storage(self, name: Hashable, build: Callable[[Sparse], Any]) -> Any:
         """What `build(self)` gives, made once and kept under `name`; a function of the coordinates alone.

@@ -210,8 +210,8 @@ class SparseTensor:
 
             x.prepare([Relation.of(3, 2, stride=2)] * 4, [[Relation.of(3, 3)]] * 5)
 
-        Raises what kernel_map raises, GeometryError for a step that makes no coordinates, and ShapeError for windows
-        of more levels than there are. While torch.compile traces it does nothing.
+        Raises what kernel_map raises, GeometryError for a step that makes no coordinates, OptionError for what is no
+        Relation, and ShapeError for windows of more levels than there are. While torch.compile traces it does nothing.
         """
         from pumice.ops.prepare import prepare_levels
 

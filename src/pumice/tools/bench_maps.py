@@ -108,7 +108,7 @@ def _wrong_map(truth: Truth, found: Mapped) -> str:
 
 def _say_chosen(setup: Setup, case: str, voxels: Voxels) -> None:
     cloud = voxels.cloud()
-    setup.say(f"{case}: {len(voxels)} voxels, {default(cloud.coords, cloud).structure}")
+    setup.say(f"{case}: {len(voxels)} voxels, {default(cloud).structure}")
 
 
 def _map_rows(setup: Setup, case: str, name: str, found: Clocks, known: Known) -> Iterator[Row]:
