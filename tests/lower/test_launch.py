@@ -1,5 +1,6 @@
 """How kernels are launched, with a kernel that only writes down what it is given: nothing here computes."""
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,23 @@ class OutOfResources(Exception):
 
 
 class Compiled:
+    """What Triton's launch gives: started by `run` with addresses, and by its own door while a profiler listens."""
+
+    function, packed_metadata = "function", "packed"
+
     def __init__(self, kernel):
         self.kernel = kernel
 
+    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *values):
+        assert (stream, function, packed) == (STREAM, self.function, self.packed_metadata)
+        assert metadata is enter is leave is None
+        self.kernel.direct.append(((x, y, z), values))
+
     def __getitem__(self, grid):
-        return lambda *values: self.kernel.direct.append((grid, values))
+        return lambda *values: self.kernel.watched.append((grid, values))
+
+
+STREAM = 7
 
 
 class Kernel:
@@ -30,7 +43,7 @@ class Kernel:
     room = 99
 
     def __init__(self, source):
-        self.source, self.doors, self.direct = source, [], []
+        self.source, self.doors, self.direct, self.watched = source, [], [], []
 
     def __getitem__(self, grid):
         def launch(*values, num_warps, num_stages):
@@ -50,12 +63,19 @@ def made(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "loaded", lambda source: found.setdefault(source, Kernel(source)))
     monkeypatch.setattr(kernels, "ledger", lambda: ours)
     monkeypatch.setattr(Kernel, "room", 99)
-    known = (kernels._RUNNERS, plan._READY, plan._CHOSEN)
-    for held in known:
-        held.clear()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    forget()
     yield found
-    for held in known:
+    forget()
+
+
+def forget():
+    """Nothing that was made ready is kept."""
+    for held in (kernels._RUNNERS, plan._READY, plan._CHOSEN):
         held.clear()
+    einsum = import_module("pumice.ops.einsum")
+    einsum._kept.cache_clear()
+    einsum._seen_by.cache_clear()
 
 
 def product(a, b):
@@ -76,9 +96,25 @@ def test_the_second_call_goes_there_directly(made):
     assert kernel.direct[0][0] == (*grid, 1, 1)
     assert len(values) == len(kernel.source.arguments) == len(kernel.direct[0][1])
     for argument, value, again in zip(kernel.source.arguments, values, kernel.direct[0][1], strict=True):
-        tensor = argument.kind in ("operand", "result", "segment")
-        assert isinstance(value, torch.Tensor) == tensor
-        assert value is not None and (argument.kind == "result" or value is again or value == again)
+        if argument.kind in ("operand", "result", "segment"):
+            # Triton's launcher takes addresses as they are, and asks the driver about tensors.
+            assert isinstance(value, torch.Tensor) and type(again) is int
+            assert argument.kind == "result" or again == value.data_ptr()
+        else:
+            assert value is not None and value == again
+
+
+def test_a_profiler_that_listens_is_told(made, monkeypatch):
+    from triton import knobs
+
+    a, b = operands()
+    product(a, b)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    product(a, b)
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
+    product(a, b)
+    (kernel,) = made.values()
+    assert (len(kernel.doors), len(kernel.watched), len(kernel.direct)) == (1, 1, 1)
 
 
 def test_another_alignment_goes_through_the_door_again(made):

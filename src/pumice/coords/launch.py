@@ -52,7 +52,6 @@ class Compiled:
 
         self._compiled, self._runtime = compiled, knobs.runtime
         self._run, self._function, self._packed = compiled.run, compiled.function, compiled.packed_metadata
-        self._stream = torch._C._cuda_getCurrentRawStream
 
     def __call__(self, programs: int, values: Sequence[Any], device: int) -> None:
         """Run `programs` programs on the current device, which is `device`, and its current stream."""
@@ -61,7 +60,7 @@ class Compiled:
         if hook is not None and getattr(hook, "calls", True):
             self._compiled[(programs, 1, 1)](*values)
             return
-        stream = self._stream(device)
+        stream = torch._C._cuda_getCurrentRawStream(device)
         self._run(programs, 1, 1, stream, self._function, self._packed, None, None, None, *values)
 
 
@@ -103,7 +102,7 @@ class Launcher:
     def _start(
         self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[int], constants: Mapping[str, Any], warps: int
     ) -> None:
-        device, addresses = tensors[0].device.index, [t.data_ptr() for t in tensors]
+        device, addresses = tensors[0].device.index or 0, [t.data_ptr() for t in tensors]
         known = constants.values()
         key = (device, warps, *[a % 16 == 0 for a in addresses], *[t.dtype for t in tensors], *known)
         compiled = self._compiled.get(key)

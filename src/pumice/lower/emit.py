@@ -108,6 +108,10 @@ def _leads(roles: Roles) -> bool:
     return bool(roles.rows and roles.target.indices) and roles.target.indices[0].bare == roles.rows[0]
 
 
+def _times(coefficient: int, code: str) -> str:
+    return code if coefficient == 1 else f"{coefficient} * {code}"
+
+
 def _joined(axes: str) -> str:
     """The axes each once, in the order of the tile."""
     return "".join(axis for axis in "YRX" if axis in axes)
@@ -121,6 +125,7 @@ class _Emitter:
     head: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
+    bases: dict[str, str] = field(default_factory=dict)
     arguments: dict[tuple[str, str, int], Argument] = field(default_factory=dict)
     number: Iterator[int] = field(default_factory=itertools.count)
 
@@ -312,8 +317,7 @@ class _Emitter:
             body += ["x = rest % BLOCKS * BX + tl.arange(0, BX)", "rest = rest // BLOCKS"]
             self._points("X", roles.columns, body)
         if roles.product:
-            body += ["r = rest % BLOCKS * BR + tl.arange(0, BR)", "rest = rest // BLOCKS"]
-            self._points("R", roles.reduced, body)
+            self._reduced(roles.reduced)
         for name in reversed([name for name in roles.loops if name != self.position]):
             self._define(name, f"rest % {self._extent(name)}", "", body)
             body.append(f"rest = rest // {self._extent(name)}")
@@ -325,6 +329,25 @@ class _Emitter:
             self.values[self.position] = Value("p", "Y")
         else:
             self._define(self.position, "start + rest", "", body)
+
+    def _reduced(self, names: Sequence[str]) -> None:
+        """The points of the reduction in this turn.
+
+        Those of one index are a number that changes and a ramp that stays, so that addresses are worked out once.
+        """
+        body = self.body
+        if len(names) != 1:
+            body += ["r = rest % BLOCKS * BR + tl.arange(0, BR)", "rest = rest // BLOCKS"]
+            self._points("R", names, body)
+            return
+        (name,) = names
+        start = self.starts.get(name, 0)
+        self.head.append("ramp = tl.arange(0, BR)")
+        body += ["first = rest % BLOCKS * BR", "rest = rest // BLOCKS"]
+        if "R" not in self.signature.even:
+            body.append(f"in_r = first + ramp < {self._extent(name)}")
+        self.bases[name] = f"(first + {start})" if start else "first"
+        self.values[name] = Value("ramp", "R")
 
     def _loop_constants(self) -> list[str]:
         tiled = self.roles.product or self.turned
@@ -389,7 +412,9 @@ class _Emitter:
             for value in components:
                 parts.setdefault(value.axes, []).append(self._scaled(access.name, axis, value.code))
             masks.update((value.code, value) for value in conditions)
-        return [Value(f"({' + '.join(codes)})", axes) for axes, codes in parts.items()], list(masks.values())
+        # What all share comes first, so that it is added once.
+        ordered = sorted(parts.items(), key=lambda part: len(part[0]))
+        return [Value(f"({' + '.join(codes)})", axes) for axes, codes in ordered], list(masks.values())
 
     def _scaled(self, name: str, axis: int, code: str) -> str:
         if name in self.signature.wide:
@@ -405,8 +430,8 @@ class _Emitter:
         sums: dict[str, list[str]] = {"": [str(expression.constant)]} if expression.constant else {}
         conditions: list[Value] = []
         for coefficient, atom in expression.terms:
-            value = self._atom(atom, conditions)
-            sums.setdefault(value.axes, []).append(value.code if coefficient == 1 else f"{coefficient} * {value.code}")
+            for value in self._atom(atom, conditions):
+                sums.setdefault(value.axes, []).append(_times(coefficient, value.code))
         values = [Value(f"({' + '.join(codes)})" if len(codes) > 1 else codes[0], axes) for axes, codes in sums.items()]
         if not values:
             values = [Value("0")]
@@ -418,15 +443,16 @@ class _Emitter:
     def _array_value(self, access: Access) -> Value:
         return self.values[str(access)]
 
-    def _atom(self, atom: Index | Access, conditions: list[Value]) -> Value:
+    def _atom(self, atom: Index | Access, conditions: list[Value]) -> list[Value]:
+        """The value, as a sum."""
         if isinstance(atom, Access):
-            return self._load(atom, "")
+            return [self._load(atom, "")]
         value = self.values[atom.name]
         if len(value.axes) == 1 and value.axes not in self.signature.even:
             name = "in_p" if atom.name == self.position else f"in_{value.axes.lower()}"
             if not (self.roles.laned and value.axes == "Y" and atom.name != self.position):
                 conditions.append(Value(name, value.axes))
-        return value
+        return [*([Value(self.bases[atom.name])] if atom.name in self.bases else []), value]
 
     def _inside(self, name: str, axis: int, values: Sequence[Value], lines: list[str]) -> Value:
         axes = _joined("".join(value.axes for value in values))

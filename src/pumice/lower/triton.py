@@ -382,9 +382,9 @@ def _launch(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: S
     values = _values(launch, operands, out, part)
     if out.is_cuda and out.device.index != torch.cuda.current_device():
         with torch.cuda.device(out.device):
-            _start(launch, values, out.device.index)
+            _start(launch, values, out.device.index or 0)
     else:
-        _start(launch, values, out.device.index)
+        _start(launch, values, out.device.index or 0)
 
 
 def _values(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> list[Any]:
@@ -395,7 +395,7 @@ def _values(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: S
     return values
 
 
-def _start(launch: Launch, values: list[Any], device: int | None) -> None:
+def _start(launch: Launch, values: list[Any], device: int) -> None:
     """The first launch goes through Triton's own door; sizes being fixed, later ones differ in alignment alone.
 
     A kernel belongs to the device that it was first run on.
@@ -403,7 +403,7 @@ def _start(launch: Launch, values: list[Any], device: int | None) -> None:
     addresses = [(place, values[place].data_ptr()) for place, _, _ in launch.slots]
     key = (device, *[address % 16 == 0 for _, address in addresses])
     compiled = launch.compiled.get(key)
-    if compiled is not None and device is not None:
+    if compiled is not None:
         for place, address in addresses:
             values[place] = address
         compiled(launch.programs, values, device)

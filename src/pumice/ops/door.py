@@ -139,8 +139,9 @@ def flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]])
     notes: list[str] = []
     for name, x in operands.items():
         if isinstance(x, Sparse):
-            tokens += [plan.token(name, str(x.format), part, local) for part, local, _ in x.named]
-            tensors += x.tensors
+            form, named = str(x.format), x.named
+            tokens += [plan.token(name, form, part, local) for part, local, _ in named]
+            tensors += [array for _, _, array in named]
             notes.append(f"{name}=x" + "x".join([str(fixed(n)) for n in x.shape]))
         elif isinstance(x, Tensor):
             tokens.append(name)
@@ -161,8 +162,9 @@ def facts_of(operands: Mapping[str, Any]) -> tuple[list[Tensor], tuple[Any, ...]
             tensors.append(x)
             facts.append((name, x.shape, x.dtype, x.device, x.layout))
         elif isinstance(x, Sparse):
-            tensors += x.tensors
-            facts.append((name, x.signature))
+            arrays, known = x.facts
+            tensors += arrays
+            facts.append((name, known))
         else:
             facts.append((name, type(x), x if type(x) in (int, float) else None))
     kind = tensors[0].device.type if tensors else "cpu"

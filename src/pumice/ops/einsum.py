@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -108,7 +108,9 @@ class Einsum:
     formats: tuple[tuple[str, str], ...] = ()
     lowering: str = ""
 
-    _seen: Bounded[_Seen] = field(default_factory=lambda: Bounded(256), init=False, compare=False, repr=False)
+    @cached_property
+    def _seen(self) -> Bounded[_Seen]:
+        return _seen_by(self)
 
     def __call__(self, /, **operands: Operand) -> Tensor:
         if torch.compiler.is_compiling():
@@ -183,6 +185,12 @@ class _Seen:
     names: str
     checks: tuple[Places | Declared, ...]
     ready: plan.Ready | None = None
+
+
+@lru_cache(maxsize=256)
+def _seen_by(statement: Einsum) -> Bounded[_Seen]:
+    """What equal callables have seen, by the facts of the operands."""
+    return Bounded(256)
 
 
 def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None, *, lowering: str = "") -> Einsum:

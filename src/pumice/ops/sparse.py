@@ -65,7 +65,7 @@ class Sparse:
 
     @property
     def device(self) -> torch.device:
-        return self.tensors[0].device
+        return self.named[0][2].device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,24 +85,22 @@ class Sparse:
         places = sum(math.prod(_extents(self, part)) for part in self.parts)
         return 1 - self.nnz / places if places else 0.0
 
-    @cached_property
+    @property
     def named(self) -> tuple[tuple[int, str, Tensor], ...]:
         """(part, name, array) of every array: coordinates of levels, then "values" where there are any."""
-        held = (
-            (n, {**p.coords, **({} if p.values is None else {"values": p.values})}) for n, p in enumerate(self.parts)
-        )
-        return tuple((n, name, array) for n, arrays in held for name, array in arrays.items())
+        found: list[tuple[int, str, Tensor]] = []
+        for number, part in enumerate(self.parts):
+            found += [(number, name, array) for name, array in part.coords.items()]
+            if part.values is not None:
+                found.append((number, "values", part.values))
+        return tuple(found)
 
     @cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Every array, in the order of `named`."""
-        return tuple(array for _, _, array in self.named)
-
-    @cached_property
-    def signature(self) -> tuple[Hashable, ...]:
-        """What kernels for it depend on: format and shape, and of every array its name, shape, dtype and device."""
+    def facts(self) -> tuple[tuple[Tensor, ...], tuple[Hashable, ...]]:
+        """Every array in the order of `named`; and what kernels depend on: format, shape, and of every array its name,
+        shape, dtype and device. Not for code that is being compiled."""
         arrays = ((n, name, array.shape, array.dtype, array.device) for n, name, array in self.named)
-        return (str(self.format), self.shape, *arrays)
+        return tuple(array for _, _, array in self.named), (str(self.format), self.shape, *arrays)
 
     def storage(self, name: Hashable, build: Callable[[Sparse], Any]) -> Any:
         """What `build(self)` gives, made once and kept under `name`; a function of the coordinates alone.
