@@ -22,7 +22,7 @@ import torch
 from kernels.cases import CASES, LARGE, Problem, meta
 
 from pumice.language.nodes import Access, indices_of
-from pumice.language.roles import Roles, roles
+from pumice.language.roles import Roles, roles, stacked
 from pumice.lower import triton as lowered
 from pumice.lower.emit import Argument
 from pumice.schedule.tile import Tile
@@ -107,6 +107,8 @@ def built(job: Job) -> Built:
     extents = p.bound.extents
     form = roles(p.bound.statement, extents)
     tile = job.tile or lowered.tile_of(p.bound, p.operands)
+    if tile.stacked:
+        form = stacked(form, p.bound.statement) or form
     if job.target == "gfx942":
         tile = replace(tile, stages=min(tile.stages, AMD_STAGES))
     found = Built(tile, form.product, form.adds)

@@ -26,7 +26,7 @@ from pumice.language.bind import bind
 from pumice.language.derive import declare
 from pumice.language.parse import parse
 from pumice.language.rewrite import conscious, single_terms
-from pumice.language.roles import Roles, roles
+from pumice.language.roles import Roles, roles, stacked
 from pumice.lower import chained, loops, segments
 from pumice.lower import triton as lowered
 from pumice.lower.maps import FORMS
@@ -150,6 +150,10 @@ def lane_checks() -> Checks:
     found["one long row"] = partial(check_long_row, 4)
     found["one long row, one lane"] = partial(check_long_row, 1)
     found["rows apart"] = check_rows_apart
+    for study in ("coo", "group_coo"):
+        for rows in (1, 17, 40):
+            found[f"{study} {rows} rows stacked"] = partial(check_stacks, study, rows)
+    found["stacks apart"] = check_stacks_apart
     return found
 
 
@@ -159,6 +163,33 @@ def check_lanes(study: str, rows: int, lanes: int) -> None:
     agree(p, tile=Tile(lanes, 8, lanes=lanes))
     agree(p, tile=Tile(8 * lanes, 4, lanes=lanes))
     agree(p, tile=Tile(4 * lanes, 4, lanes=lanes, slabs=True))
+
+
+def check_stacks(study: str, rows: int) -> None:
+    """Consecutive segments as the rows of a matrix product, in stacks that they fill or not."""
+    p = problem(CASES[study].at(SMALL, M=rows, p=rows + 6, n=23), rows).to(torch.float16)
+    assert stacked(form_of(p), p.bound.statement) is not None
+    for tile in (Tile(16, 16, 16, stacked=True), Tile(32, 32, 64, stacked=True, slabs=True)):
+        agree(p, tile=tile)
+        agree(p, torch.float16, tile, 2**-10)
+
+
+def check_stacks_apart() -> None:
+    """Segments of very many entries have stacks of their own, and those around them end there."""
+    p = problem(CASES["coo"].at(SMALL, M=40, p=400)).to(torch.float16)
+    lengths = [2, 2, 90, 2, 80, 70, *[0] * 3, *[2] * 10, *[0] * 20, 134]
+    p = replace(p, operands={**p.operands, "A_m": torch.arange(40).repeat_interleave(torch.tensor(lengths)).int()})
+    before = segments._LONG_ARRAY, segments._LONG
+    segments._LONG_ARRAY, segments._LONG = 1, 60
+    try:
+        part = segments.stacks(p.operands["A_m"], 40, 16)
+        assert part.apart is not None and sorted(part.apart.rows.tolist()) == [2, 4, 5, 39]
+        assert sorted(zip(part.rows.tolist(), part.ends.tolist(), strict=True)) == [  # type: ignore[union-attr]
+            (0, 2), (3, 4), (6, 16), (16, 32), (32, 39),
+        ]  # fmt: skip
+        agree(p, tile=Tile(16, 16, 32, stacked=True))
+    finally:
+        segments._LONG_ARRAY, segments._LONG = before
 
 
 def check_long_row(lanes: int) -> None:
@@ -175,7 +206,7 @@ def check_rows_apart() -> None:
     before, segments._LONG_ARRAY = segments._LONG_ARRAY, 1
     try:
         part = segments.segments(p.operands["A_m"], 40, 512)
-        assert part.apart is not None and part.apart[0].rows.tolist() == [0]
+        assert part.apart is not None and part.apart.rows.tolist() == [0]
         agree(p)
     finally:
         segments._LONG_ARRAY = before

@@ -61,6 +61,9 @@ def _tiles():
     for target in TARGETS:
         yield Job("coo", target, tile=Tile(16, 128, lanes=4))
         yield Job("group_coo", target, tile=Tile(32, 32, lanes=16, slabs=True))
+        for name in ("coo", "group_coo"):
+            yield Job(name, target, tile=Tile(16, 128, 128, stages=2, stacked=True))
+        yield Job("coo", target, "bf16", tile=Tile(16, 64, 256, stages=3, stacked=True))
 
 
 JOBS = tuple(dict.fromkeys((*_all_cases(), *_precisions(), *_doubles(), *_wide(), *_tiles())))

@@ -44,6 +44,19 @@ def test_long_rows_get_lanes_and_short_ones_no_loads_ahead():
     assert default(problem(SPMM, mean=100)).lanes > 1 and default(problem(SPMM, mean=100)).stages == 2
 
 
+def test_long_rows_of_halves_are_stacked():
+    """Where tensor cores multiply them exactly; a stack stays as high as it was put together."""
+    assert default(problem(SPMM, mean=100, stacks=True)) == Tile(16, 128, 128, stages=2, stacked=True)
+    assert not default(problem(SPMM, mean=5, stacks=True)).stacked
+    assert any(tile.stacked for tile in candidates(problem(SPMM, mean=5, stacks=True)))
+    assert not any(tile.stacked for tile in candidates(problem(SPMM, mean=100)))
+    tile, seen = Tile(16, 64, 128, stages=3, stacked=True), []
+    while tile is not None:
+        seen.append((tile.rows, tile.columns, tile.stages))
+        tile = tile.smaller()
+    assert seen == [(16, 64, 3), (16, 64, 2), (16, 32, 2), (16, 16, 2)]
+
+
 @pytest.mark.parametrize(
     "wrong,said",
     [
@@ -61,6 +74,7 @@ def test_a_wrong_tile_says_what_is_wrong(wrong, said):
 def test_tiles_print():
     assert str(Tile(64, 32, 16, warps=8, stages=3, swapped=True)) == "64x32x16 w8 s3 swapped"
     assert str(Tile(32, 128, lanes=4, slabs=True)) == "32/4x128x1 w4 s2 slabs"
+    assert str(Tile(16, 128, 64, stacked=True)) == "16x128x64 w4 s2 stacked"
 
 
 @pytest.mark.parametrize(

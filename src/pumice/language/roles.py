@@ -46,6 +46,7 @@ class Roles:
     adds        whether several programs may write one entry
     folds       whether the columns are a reduction too, summed at the end; of a matrix product after the factors that
                 the loop leaves out were multiplied in: Z[b,p] = (G[b,w] . W[p,u,w]) * X[b,u], columns u
+    stacked     whether the rows of a matrix product are consecutive segments, see stacked()
     """
 
     product: bool
@@ -60,11 +61,12 @@ class Roles:
     segment: Segment | None
     adds: bool
     folds: bool = False
+    stacked: bool = False
 
     @property
     def laned(self) -> bool:
-        """Whether the rows are the segments themselves, so that a tile holds many."""
-        return self.segment is not None and self.rows == (self.segment.index,)
+        """Whether the rows are the segments themselves, each with its own loop, so that a tile holds many."""
+        return self.segment is not None and self.rows == (self.segment.index,) and not self.stacked
 
 
 def roles(statement: Statement, extents: Mapping[str, int]) -> Roles:
@@ -89,6 +91,26 @@ def roles(statement: Statement, extents: Mapping[str, int]) -> Roles:
 def exchanged(roles: Roles) -> Roles:
     """The same product with rows and columns, left and right, in each other's place."""
     return replace(roles, rows=roles.columns, columns=roles.rows, left=roles.right, right=roles.left)
+
+
+def stacked(roles: Roles, statement: Statement) -> Roles | None:
+    """Consecutive segments as the rows of one matrix product, or None where the statement has no such form.
+
+        C[A_m[p],n] = V[p] * B[A_k[p],n]      left[s,p] = V[p] if A_m[p] == s else 0,   right[p,n] = B[A_k[p],n]
+
+    The entries of all segments of a tile are its reduction. Most of the left side is zero, which tensor cores multiply
+    faster than others convert and add what is not.
+    """
+    if not roles.laned or roles.folds or roles.adds or roles.segment is None or not roles.columns:
+        return None
+    deps = [set(indices_of(factor)) for factor in statement.terms[0].factors]
+    right = tuple(i for i, dep in enumerate(deps) if dep & set(roles.columns))
+    left = tuple(i for i, dep in enumerate(deps) if i not in right)
+    if len(right) != 1 or len(left) > 1:
+        return None
+    position = roles.segment.position
+    reduced = (position, *(name for name in roles.loops if name != position))
+    return replace(roles, product=True, reduced=reduced, loops=(), left=left, right=right, stacked=True)
 
 
 def segment_axis(roles: Roles) -> tuple[str, int, int]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pumice.errors import OptionError
-from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, indices_of
+from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, index, indices_of
 from pumice.language.roles import Roles
 
 FLOATS = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32", "fp64": "tl.float64"}
@@ -54,8 +54,8 @@ class Signature:
 class Argument:
     """An argument of a kernel.
 
-    kind: "result", "operand", "segment" (rows, starts, stops), "extent" of an index, "size" or "stride" of an axis of
-    an operand, or "constant" (known when the kernel is compiled).
+    kind: "result", "operand", "segment" (rows, starts, stops, ends), "extent" of an index, "size" or "stride" of an
+    axis of an operand, or "constant" (known when the kernel is compiled).
     """
 
     kind: str
@@ -185,7 +185,7 @@ class _Emitter:
             # The programs of one block of columns follow each other: the block is the slowest part of the number.
             head += ["others = tl.num_programs(0) // blocks_x", "rest = rest % others * blocks_x + rest // others"]
         self._axis("X", roles.columns, "fold" if self.turned else "rest")
-        lanes = self._lane_rows()
+        lanes = self._lane_rows() or self._stacked_rows()
         # Where the rows lead the result, what belongs to one of them is near in memory and is taken together.
         together = not roles.product and roles.segment is None and _leads(roles)
         if not lanes and not together:
@@ -203,6 +203,23 @@ class _Emitter:
             rows, starts, stops = (self._segment(part) for part in ("rows", "starts", "stops"))
             self._define(roles.segment.index, f"tl.load({rows} + rest)", "")
             head += [f"start = tl.load({starts} + rest)", f"stop = tl.load({stops} + rest)"]
+
+    def _stacked_rows(self) -> bool:
+        """Rows that are consecutive segments, of which one sum takes all entries."""
+        segment, head = self.roles.segment, self.head
+        if segment is None or not self.roles.stacked:
+            return False
+        rows, starts, stops, ends = (self._segment(part) for part in ("rows", "starts", "stops", "ends"))
+        head += [
+            f"block = rest % {self._argument('extent', STACKS)}",
+            f"rest = rest // {self._extent(STACKS)}",
+            f"row = tl.load({rows} + block) + tl.arange(0, BY)",
+            f"in_y = row < tl.load({ends} + block)",
+            f"start = tl.load({starts} + block)",
+            f"entries = (tl.load({stops} + block) - start) * {self._volume(self.roles.reduced[1:])}",
+        ]
+        self.values[segment.index] = Value("row", "Y")
+        return True
 
     def _lane_rows(self) -> bool:
         """Rows that are segments: each has `lanes` rows of the tile, which take its entries in turn."""
@@ -279,12 +296,21 @@ class _Emitter:
         compute = self._compute_dtype(inner)
         for places, axes, shape in ((roles.left, "YR", "(BY, BR)"), (roles.right, "RX", "(BR, BX)")):
             value = self._multiplied([place for place in places if place in inner], axes)
+            value = self._in_own_row(value) if roles.stacked and axes == "YR" else value
             code = value.at(axes)
             if value.axes != axes:
                 code = f"tl.broadcast_to({code}, {shape})"
             sides.append(f"({code}).to({compute})")
         kind = f"out_dtype={self.accumulator}, " if compute == "tl.float64" else ""
         return f"tl.dot({sides[0]}, {sides[1]}, accumulator, {kind}input_precision=PRECISION)"
+
+    def _in_own_row(self, value: Value) -> Value:
+        """The value of an entry in the row of its segment, and 0 in the others."""
+        segment = self.roles.segment
+        assert segment is not None
+        owner = self._load(Access(segment.array, (index(segment.position),)), "R")
+        code = f"tl.where({owner.at('YR')} == row[:, None], {value.at('YR')}, 0.0)"
+        return self._named("m", Value(code, "YR"), self.body)
 
     def _compute_dtype(self, inner: Sequence[int]) -> str:
         factors = self.statement.terms[0].factors
@@ -300,6 +326,8 @@ class _Emitter:
         loaded = [self._load(self._factor(place), axes) for place in places]
         if len(loaded) == 1 and self.roles.product:
             return loaded[0]
+        if not loaded:
+            return Value("1.0")
         joined = _joined("".join(value.axes for value in loaded))
         code = " * ".join(f"({value.at(joined)}).to({self.accumulator})" for value in loaded)
         return self._named("m", Value(code, joined), self.body)
@@ -312,6 +340,9 @@ class _Emitter:
     def _turn(self) -> None:
         """The value of every reduction index from the number of the turn."""
         roles, body = self.roles, self.body
+        if roles.stacked:
+            self._entries()
+            return
         body.append("rest = turn")
         if self.turned:
             body += ["x = rest % BLOCKS * BX + tl.arange(0, BX)", "rest = rest // BLOCKS"]
@@ -349,7 +380,19 @@ class _Emitter:
         self.bases[name] = f"(first + {start})" if start else "first"
         self.values[name] = Value("ramp", "R")
 
+    def _entries(self) -> None:
+        """The entries of all segments of a stack, so many in each turn."""
+        position, *inner = self.roles.reduced
+        self.body += ["r = turn * BR + tl.arange(0, BR)", "in_r = r < entries"]
+        rest = "r"
+        for name in reversed(inner):
+            self._define(name, f"{rest} % {self._extent(name)}", "R", self.body)
+            rest = f"({rest} // {self._extent(name)})"
+        self._define(position, f"start + {rest}", "R", self.body)
+
     def _loop_constants(self) -> list[str]:
+        if self.roles.stacked:
+            return []
         tiled = self.roles.product or self.turned
         names = self.roles.reduced if self.roles.product else self.roles.columns
         return ["BLOCKS"] if tiled and all(name in self.static for name in names) else []
@@ -360,12 +403,14 @@ class _Emitter:
             return
         head.append(f"accumulator = tl.zeros((BY, BX), dtype={self.accumulator})")
         turns = [self._extent(name) for name in self.roles.loops if name != self.position]
-        if self.roles.product or self.turned:
+        if self.roles.stacked:
+            turns = ["tl.cdiv(entries, BR)"]
+        elif self.roles.product or self.turned:
             names, block = (self.roles.reduced, "BR") if self.roles.product else (self.roles.columns, "BX")
             if not self._loop_constants():
                 head.append(f"BLOCKS = tl.cdiv({self._volume(names)}, {block})")
             turns.append("BLOCKS")
-        if self.position is not None:
+        if self.position is not None and not self.roles.stacked:
             turns.insert(0, "turns" if self.roles.laned else "(stop - start)")
         # Triton runs the loads of loops with a product ahead by itself, those of others where it is told to.
         ahead = "" if self.roles.product else ", num_stages=STAGES"
@@ -449,7 +494,8 @@ class _Emitter:
             return [self._load(atom, "")]
         value = self.values[atom.name]
         if len(value.axes) == 1 and value.axes not in self.signature.even:
-            name = "in_p" if atom.name == self.position else f"in_{value.axes.lower()}"
+            own = atom.name == self.position and self.roles.laned
+            name = "in_p" if own else f"in_{value.axes.lower()}"
             if not (self.roles.laned and value.axes == "Y" and atom.name != self.position):
                 conditions.append(Value(name, value.axes))
         return [*([Value(self.bases[atom.name])] if atom.name in self.bases else []), value]
@@ -536,6 +582,8 @@ class _Emitter:
 
 SPLITS = "#"
 """The name under which the number of splits stands among the extents; no index has it."""
+STACKS = "##"
+"""The same of the number of stacks of segments."""
 
 _ORDER = ("result", "operand", "segment", "extent", "size", "stride", "constant")
 
@@ -545,12 +593,15 @@ def _doc(statement: Statement) -> str:
 
 
 def grid(roles: Roles, extents: Mapping[str, int], tile: tuple[int, int], segments: int, lanes: int) -> int:
-    """The number of programs for tiles of (rows, columns); `segments` is how many the launch covers."""
+    """The number of programs for tiles of (rows, columns); `segments` is how many (or stacks of them) the launch
+    covers."""
     rows, columns = tile
     blocks = 1 if roles.folds and not roles.product else -(-math.prod(extents[n] for n in roles.columns) // columns)
     own = roles.segment.index if roles.segment else None
     if roles.laned:
         blocks *= -(-segments // (rows // lanes))
+    elif roles.stacked:
+        blocks *= segments
     else:
         blocks *= -(-math.prod(extents[n] for n in roles.rows) // rows)
         blocks *= segments if own else 1

@@ -15,31 +15,27 @@ _LONG_ARRAY = 1 << 17
 _FAR = 4
 """How many times as long as the mean (and some more) a segment is far longer than the others."""
 
+_LONG = 1536
+"""The same of a stack's, in entries."""
+
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Entries starts[j] <= p < stops[j] hold the value rows[j]. int32 [n] each.
+    """Entries starts[j] <= p < stops[j] hold the value rows[j]; of a stack the values rows[j] <= value < ends[j].
 
-    mean: entries of a segment on average, as far as it is known on the host.
-    apart: the same in two, those far longer than the others and the rest, where there are both.
+    int32 [n] each. apart: those far longer than the others, where there are any; they are not among these.
     """
 
     rows: Tensor
     starts: Tensor
     stops: Tensor
-    mean: float
-    apart: tuple[Segments, Segments] | None = None
+    ends: Tensor | None = None
+    apart: Segments | None = None
 
-    def split(self, first: int) -> Segments:
-        """The same with the first ones apart."""
-        if not 0 < first < len(self.rows):
-            return self
-        cuts = (slice(None, first), slice(first, None))
-        head, rest = (
-            Segments(self.rows[cut].clone(), self.starts[cut].clone(), self.stops[cut].clone(), self.mean)
-            for cut in cuts
-        )
-        return replace(self, apart=(head, rest))
+    def taken(self, which: slice | Tensor) -> Segments:
+        """Some of them."""
+        held = (self.rows, self.starts, self.stops, self.ends)
+        return Segments(*(None if x is None else x[which].clone() for x in held))  # pyright: ignore[reportArgumentType]
 
 
 @per_tensor
@@ -51,15 +47,53 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     are so long that they would run on after all others is read from a device once for a long array, and put apart.
     Nothing else is read. The array may begin with -1.
     """
-    ends = torch.arange(count + 1, device=array.device, dtype=array.dtype)
-    bounds = torch.searchsorted(array.contiguous(), ends, out_int32=True)
+    bounds = _bounds(array, count)
     starts, stops = bounds[:-1], bounds[1:]
-    mean = array.shape[0] / max(count, 1)
-    order = _rank(stops - starts, 4 * int(mean) + 8, window).argsort(stable=True)
-    found = Segments(order.int(), starts[order], stops[order], mean)
+    mean = array.shape[0] // max(count, 1)
+    order = _rank(stops - starts, 4 * mean + 8, window).argsort(stable=True)
+    found = Segments(order.int(), starts[order], stops[order])
     if not window or array.shape[0] < _LONG_ARRAY or not _readable(array):
         return found
-    return found.split(int((stops - starts > _FAR * int(mean) + 64).sum()))
+    long = int((stops - starts > _FAR * mean + 64).sum())
+    if not 0 < long < count:
+        return found
+    return replace(found.taken(slice(long, None)), apart=found.taken(slice(long)))
+
+
+@per_tensor
+def stacks(array: Tensor, count: int, height: int) -> Segments:
+    """Up to so many consecutive segments as one, those with the most entries first.
+
+    The values 0 to count - 1 of a sorted array, which may begin with -1. Segments of thousands of entries would hold up
+    their stack and all that wait for it: of a long array they are put apart, after one read.
+    """
+    bounds = _bounds(array, count)
+    places = torch.arange(count, device=array.device, dtype=torch.int32)
+    if array.shape[0] < _LONG_ARRAY or not _readable(array):
+        return _longest_first(_between(places[::height], bounds))
+    long = bounds.diff() > max(_LONG, _FAR * (array.shape[0] // max(count, 1)))
+    begins = (places % height == 0) | long
+    # After a long one a stack begins, too.
+    begins[1:] |= long[:-1]
+    found = _longest_first(_between(places[begins], bounds))
+    alone = long[found.rows]
+    return replace(found.taken(~alone), apart=found.taken(alone)) if bool(alone.any()) else found
+
+
+def _bounds(array: Tensor, count: int) -> Tensor:
+    """Where the entries of each value begin, and where the last ones end."""
+    values = torch.arange(count + 1, device=array.device, dtype=array.dtype)
+    return torch.searchsorted(array.contiguous(), values, out_int32=True)
+
+
+def _between(firsts: Tensor, bounds: Tensor) -> Segments:
+    """Stacks that begin with these segments."""
+    ends = torch.cat([firsts[1:], firsts.new_full((1,), len(bounds) - 1)])[: len(firsts)]
+    return Segments(firsts, bounds[firsts], bounds[ends], ends)
+
+
+def _longest_first(found: Segments) -> Segments:
+    return found.taken((found.starts - found.stops).argsort(stable=True))
 
 
 def _readable(array: Tensor) -> bool:

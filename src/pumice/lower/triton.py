@@ -24,10 +24,10 @@ from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
-from pumice.language.roles import Roles, exchanged, roles, segment_axis
-from pumice.lower.emit import SPLITS, Argument, Signature, Source, contiguous, emit, grid
+from pumice.language.roles import Roles, exchanged, roles, segment_axis, stacked
+from pumice.lower.emit import SPLITS, STACKS, Argument, Signature, Source, contiguous, emit, grid
 from pumice.lower.remember import Bounded
-from pumice.lower.segments import Segments, segments
+from pumice.lower.segments import Segments, segments, stacks
 from pumice.schedule import tile as tiles
 from pumice.schedule.ledger import Key, ledger
 from pumice.schedule.tile import Problem, Tile
@@ -142,6 +142,7 @@ class Runner:
         # What is added to is kept in float32 at least.
         self._summed = torch.promote_types(dtype, torch.float32) if adds else dtype
         self._launches: dict[Any, Launch] = {}
+        self._tiles: dict[Any, Tile] = {}
 
     def __call__(self, operands: Mapping[str, Tensor]) -> Tensor:
         out = self._result(operands)
@@ -151,27 +152,24 @@ class Runner:
 
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """All of the result; segments far longer than the others by programs of their own."""
-        part = _segments(self.bound, operands, self._form)
-        if part is None or part.apart is None:
-            self._run(operands, out, part)
-        else:
-            long, rest = part.apart
-            self._run(operands, out, long, tiles.of_long_segments(self._form, self.bound.extents))
-            self._run(operands, out, rest)
+        key = self._launch_key(operands)
+        tile = self._tiles.get(key) or self._tiles.setdefault(key, self._tile(operands))
+        part = _segments(self.bound, operands, self._form, tile)
+        if part is not None and part.apart is not None:
+            long = tiles.of_long_segments(self._form, self.bound.extents, tile)
+            self._run(operands, out, part.apart, (long, *key))
+        self._run(operands, out, part, (tile, *key))
 
-    def _run(
-        self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile | None = None
-    ) -> None:
-        """Launch; a default tile that this device has no room for is made smaller."""
-        key = (tile, *self._launch_key(operands, part))
+    def _run(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, key: tuple[Any, ...]) -> None:
+        """Launch; a default tile that this device has no room for is made smaller. The key begins with the tile."""
+        key = (-1 if part is None else part.rows.shape[0], *key)
         while True:
-            launch = self._launches.get(key) or self._launches.setdefault(key, self._made(operands, out, part, tile))
+            launch = self._launches.get(key) or self._launches.setdefault(key, self._made(operands, out, part, key[1]))
             try:
                 return _launch(launch, operands, out, part)
             except Exception as problem:
                 smaller = launch.tile.smaller()
-                given = self.tile is not None and tile is None
-                if given or smaller is None or type(problem).__name__ != "OutOfResources":
+                if self.tile == key[1] or smaller is None or type(problem).__name__ != "OutOfResources":
                     raise
                 self._launches[key] = self._made(operands, out, part, smaller)
 
@@ -179,10 +177,10 @@ class Runner:
         """Make the kernel without running it, so that several can be made at once; what does not fit shows later."""
         if self._empty or interpreted():
             return
-        out, part = self._result(operands), _segments(self.bound, operands, self._form)
-        part = part.apart[1] if part is not None and part.apart else part
-        key = (None, *self._launch_key(operands, part))
-        launch = self._launches.setdefault(key, self._made(operands, out, part))
+        key, tile, out = self._launch_key(operands), self._tile(operands), self._result(operands)
+        part = _segments(self.bound, operands, self._form, tile)
+        key = (-1 if part is None else part.rows.shape[0], tile, *key)
+        launch = self._launches.setdefault(key, self._made(operands, out, part, tile))
         with suppress(*_unfit()):
             launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
 
@@ -195,22 +193,24 @@ class Runner:
         device = operands[self._used[0]].device
         return (torch.empty if self._whole else torch.zeros)(self.bound.shape, dtype=self._summed, device=device)
 
-    def _launch_key(self, operands: Mapping[str, Tensor], part: Segments | None) -> tuple[Any, ...]:
+    def _launch_key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """What a launch depends on; what was tuned meanwhile counts from the next call on."""
-        rows = -1 if part is None else len(part.rows)
         precision = self.precision or _precision()
         used = [operands[name] for name in self._used]
-        return (ledger().generation, is_tuning(), precision, rows, *[(x.stride(), x.dtype) for x in used])
+        return (ledger().generation, is_tuning(), precision, *[(x.stride(), x.dtype) for x in used])
 
-    def _made(
-        self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile | None = None
-    ) -> Launch:
+    def _tile(self, operands: Mapping[str, Tensor]) -> Tile:
+        """The tile that was asked for, the tuned one, or the default; tuned now where that is wanted."""
+        if self.tile is not None:
+            return self.tile
         precision = self.precision or _precision()
-        how = _key(self.bound, operands, precision)
-        if tile is None and self.tile is None and is_tuning() and out.is_cuda and not ledger().get(how):
+        on_gpu = operands[self._used[0]].is_cuda
+        if is_tuning() and on_gpu and not ledger().get(_key(self.bound, operands, precision)):
             tune(self.bound, operands, self.dtype, measured, precision)
-        tile = tile or self.tile or tile_of(self.bound, operands, precision)
-        return prepare(self.bound, operands, out, tile, part, precision, self.splits)
+        return tile_of(self.bound, operands, precision)
+
+    def _made(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile) -> Launch:
+        return prepare(self.bound, operands, out, tile, part, self.precision or _precision(), self.splits)
 
 
 @contextmanager
@@ -330,10 +330,12 @@ def prepare(
     form, extents = _form(bound), bound.extents
     if tile.swapped:
         form = exchanged(form)
+    if tile.stacked:
+        form = stacked(form, bound.statement) or form
     signature = replace(_signature(bound, {**operands, "": out}, form, out.dtype, tile), splits=splits > 1)
-    extents = {**extents, SPLITS: splits}
     source = _emitted(bound.statement, form, signature)
     count = part.rows.shape[0] if part else 0
+    extents = {**extents, SPLITS: splits, STACKS: count}
     if form.segment:
         extents = {**extents, form.segment.index: count}
     constants = {"BY": tile.rows, "BX": tile.columns, "BR": tile.reduced, "PRECISION": precision}
@@ -438,6 +440,8 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
     # Whether a tile divides an axis is known where its extent is, and asked where masks would cut loads to pieces.
     settled = {*fixed, *contiguous(bound.statement, unit)}
     own = form.segment.index if form.segment else None
+    # How many entries a stack has is never known.
+    stacked_entries = form.reduced if form.stacked else ()
     even = "".join(
         axis
         for axis, along, side in (
@@ -445,7 +449,11 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
             ("R", form.reduced, tile.reduced),
             ("X", form.columns, tile.columns),
         )
-        if along and own not in along and settled.issuperset(along) and math.prod(extents[n] for n in along) % side == 0
+        if along
+        and own not in along
+        and along != stacked_entries
+        and settled.issuperset(along)
+        and math.prod(extents[n] for n in along) % side == 0
     )
     return Signature(
         dtypes=(*((name, DTYPES[t.dtype]) for name, t in sorted(used.items()) if name), ("", DTYPES[dtype])),
@@ -479,10 +487,17 @@ def _static(bound: Bound, form: Roles) -> dict[str, int]:
 def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Problem:
     """What a tile is chosen for."""
     statement = bound.statement
-    part = _segments(bound, operands, form)
+    entries = 1.0 if form.segment is None else operands[form.segment.array].shape[0] / max(_count(bound, operands), 1)
     turning = {*form.loops, *form.reduced}
     chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
-    return Problem(form, bound.extents, part.mean if part else 1.0, _bits(operands), chained)
+    return Problem(form, bound.extents, entries, _bits(operands), chained, _stacks(bound, operands))
+
+
+def _stacks(bound: Bound, operands: Mapping[str, Tensor]) -> bool:
+    """Whether segments may be stacked: all values are of one half precision, which tensor cores multiply exactly."""
+    kinds = {t.dtype for name in _used(bound) if (t := operands[name]).dtype.is_floating_point}
+    halves = kinds in ({torch.float16}, {torch.bfloat16})
+    return halves and stacked(_form(bound), bound.statement) is not None
 
 
 def _key(bound: Bound, operands: Mapping[str, Tensor], precision: str) -> Key:
@@ -534,10 +549,11 @@ def _fills(expression: Affine, extent: int, bound: Bound, form: Roles, onto: set
     return reach >= extent
 
 
-def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Segments | None:
+def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles, tile: Tile) -> Segments | None:
     if form.segment is None:
         return None
-    return segments(operands[form.segment.array], _count(bound, operands), 0 if form.product else _WINDOW)
+    array, count = operands[form.segment.array], _count(bound, operands)
+    return stacks(array, count, tile.rows) if tile.stacked else segments(array, count, 0 if form.product else _WINDOW)
 
 
 def _count(bound: Bound, operands: Mapping[str, Tensor]) -> int:

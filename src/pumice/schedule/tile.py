@@ -19,6 +19,7 @@ class Tile:
     warps: of 32 threads (64 on CDNA); stages: turns whose loads are under way at once.
     swapped: the columns of the statement are the rows of the tile: wgmma wants 64 rows at least.
     slabs: all rows are taken for one block of columns before the next, so that what they gather stays in the cache.
+    stacked: segments are the rows of a matrix product (language.roles.stacked).
     """
 
     rows: int
@@ -29,6 +30,7 @@ class Tile:
     stages: int = 2
     swapped: bool = False
     slabs: bool = False
+    stacked: bool = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -42,9 +44,14 @@ class Tile:
             raise OptionError(f"a tile has at most 1048576 results, found {self.rows} x {self.columns}")
 
     def smaller(self) -> Tile | None:
-        """The next tile that asks less of a device: fewer stages, then a shorter longer side; None at the least."""
+        """The next tile that asks less of a device: fewer stages, then a shorter longer side; None at the least.
+
+        How many segments are stacked stays: they were put together before.
+        """
         if self.stages > 2:
             return replace(self, stages=self.stages - 1)
+        if self.stacked:
+            return replace(self, columns=self.columns // 2) if self.columns > 16 else None
         if max(self.rows // self.lanes, self.columns) <= 16:
             return None
         if self.columns >= self.rows // self.lanes:
@@ -53,7 +60,7 @@ class Tile:
 
     def __str__(self) -> str:
         lanes = f"/{self.lanes}" if self.lanes > 1 else ""
-        order = " swapped" * self.swapped + " slabs" * self.slabs
+        order = " swapped" * self.swapped + " slabs" * self.slabs + " stacked" * self.stacked
         return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}{order}"
 
 
@@ -75,6 +82,7 @@ class Problem:
     mean: float = 1.0
     bits: int = 16
     chained: bool = False
+    stacks: bool = False
 
     def volume(self, names: tuple[str, ...]) -> int:
         return math.prod(self.extents[name] for name in names if name in self.extents)
@@ -130,6 +138,8 @@ def default(problem: Problem) -> Tile:
         wide = max(16, _below(columns, 256))
         return Tile(_below(rows, 2048 // wide), wide, warps=4)
     wide = _below(columns, 128)
+    if problem.stacks and problem.mean >= _STACKED and columns >= 16:
+        return Tile(16, _tile_side(columns, 128), 128, stages=2, stacked=True)
     if problem.roles.laned:
         lanes = min(16, power_above(max(1, int(problem.mean / 8))))
         height = max(lanes, min(16, 2048 // wide))
@@ -140,9 +150,16 @@ def default(problem: Problem) -> Tile:
     return Tile(height, wide, warps=_warps(height * wide, 512))
 
 
-def of_long_segments(roles: Roles, extents: Mapping[str, int]) -> Tile:
-    """The tile for segments far longer than the others: one at a time, by many lanes."""
-    wide = _below(math.prod(extents[name] for name in roles.columns), 32)
+_STACKED = 16
+"""Entries of a segment from which on segments are stacked: shorter ones cost what stacks of them save."""
+
+
+def of_long_segments(roles: Roles, extents: Mapping[str, int], tile: Tile) -> Tile:
+    """The tile for segments far longer than those that `tile` is for: one at a time, by many lanes or a deep stack."""
+    columns = math.prod(extents[name] for name in roles.columns)
+    if tile.stacked:
+        return Tile(16, _tile_side(columns, 64), 256, stages=3, stacked=True)
+    wide = _below(columns, 32)
     lanes = min(256, 4096 // wide)
     return Tile(lanes, wide, lanes=lanes, warps=4)
 
@@ -169,6 +186,8 @@ def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     if not problem.roles.laned:
         return
     columns = problem.volume(problem.roles.columns)
+    if problem.stacks:
+        yield from _stacked_tiles(columns)
     for width in (32, 64, 128):
         for lanes in (1, 2, 4, 8, 16, 32):
             for rows in (1, 4, 16, 32):
@@ -178,6 +197,14 @@ def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
                     yield replace(tile, warps=warps, slabs=False)
                     if width < columns:
                         yield replace(tile, warps=warps, slabs=True)
+
+
+def _stacked_tiles(columns: int) -> Iterator[Tile]:
+    for width in sorted({_tile_side(columns, cap) for cap in (64, 128)}):
+        for depth in (64, 128):
+            for warps in (2, 4):
+                for stages in (2, 3, 4):
+                    yield Tile(16, width, depth, warps=warps, stages=stages, stacked=True)
 
 
 def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
