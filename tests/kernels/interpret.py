@@ -251,9 +251,12 @@ def map_checks() -> Checks:
 def check_map(size: int, stride: int, way: str, form: str) -> None:
     found, operands = cloud(size, stride)
     shapes = {"forward": (found.num_outputs, 11), "dgrad": (found.num_inputs, 9), "wgrad": (11, found.volume, 9)}
-    want = wanted(map_problem(found, operands, "pairs", WAYS[way], shapes[way]))
-    p = map_problem(found, operands, form, WAYS[way], shapes[way])
-    near(lowered.run(p.bound, p.operands, torch.float32), want, 2e-5)
+    (whole,) = map_problems(found, operands, "pairs", WAYS[way], shapes[way])
+    got = None
+    for p in map_problems(found, operands, form, WAYS[way], shapes[way]):
+        got = lowered.runner(p.bound, torch.float32)(p.operands, got)
+    assert got is not None
+    near(got, wanted(whole), 2e-5)
 
 
 def cloud(size: int, stride: int) -> tuple[KernelMap, dict[str, Tensor]]:
@@ -264,16 +267,17 @@ def cloud(size: int, stride: int) -> tuple[KernelMap, dict[str, Tensor]]:
     return found, {"X": x.feats, "W": weight, "G": torch.randn(found.num_outputs, 11, generator=generator)}
 
 
-def map_problem(
+def map_problems(
     found: KernelMap, operands: Mapping[str, Tensor], form: str, text: str, shape: tuple[int, ...]
-) -> Problem:
+) -> list[Problem]:
+    """A problem for each part of the form."""
     told = conscious(parse(text), {"map": FORMS[form].stored})
-    (step,) = told.steps
-    arrays = FORMS[form].arrays(found)
+    parts = FORMS[form].arrays(found)
     if form == "grouped":
         # Groups of thousands, mostly padding on so small a cloud, take the interpreter too long.
-        arrays = dict(zip("kio", found.grouped(16), strict=True))
-    return Problem.of(step, {**operands, **{name: arrays[a.local] for name, a in told.arrays.items()}}, shape)
+        parts = [dict(zip("kio", found.grouped(16), strict=True))]
+    arrays = {name: parts[a.part][a.local] for name, a in told.arrays.items()}
+    return [Problem.of(step, {**operands, **arrays}, shape) for step in told.steps]
 
 
 # Statements of other shapes

@@ -41,8 +41,8 @@ class Chain:
         self.first = kernels.runner(first, _between(operands), None, precision)
         self.second = kernels.runner(second, dtype, None, precision)
 
-    def __call__(self, operands: Mapping[str, Tensor]) -> Tensor:
-        return self.second(self.between(operands))
+    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
+        return self.second(self.between(operands), before)
 
     def between(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The operands of the second step."""

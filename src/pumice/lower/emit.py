@@ -35,7 +35,7 @@ class Signature:
     lanes: entries of one segment that a row takes side by side, where the segment's index is the row.
     slabs: whether all rows are taken for one block of columns before the next.
     splits: whether several programs share the loop of one tile, and add what they find.
-    accumulate: whether the result's old values are added.
+    accumulate: whether what was found before (BEFORE, laid out as the result) is added.
     """
 
     dtypes: tuple[tuple[str, str], ...]
@@ -54,8 +54,8 @@ class Signature:
 class Argument:
     """An argument of a kernel.
 
-    kind: "result", "operand", "segment" (rows, starts, stops, ends), "extent" of an index, "size" or "stride" of an
-    axis of an operand, or "constant" (known when the kernel is compiled).
+    kind: "result", "before" (what is added to), "operand", "segment" (rows, starts, stops, ends), "extent" of an index,
+    "size" or "stride" of an axis of an operand, or "constant" (known when the kernel is compiled).
     """
 
     kind: str
@@ -530,12 +530,11 @@ class _Emitter:
         if roles.folds and roles.product:
             head.append("result = tl.sum(result, 1)[:, None]")
         pointer, masks = self._address(Access("", roles.target.indices), self._result(), head)
-        where = " + ".join([self._result(), *(value.at("YX") for value in pointer)])
         if roles.segment and roles.laned:
             masks.append(Value(f"({self.values[roles.segment.index].code} >= 0)", "Y"))
         shape = f"({self._rows_of_result()}, {'1' if roles.folds else 'BX'})"
         # Sums rather than broadcasts: the interpreter's atomics read whole arrays only.
-        head.append(f"where = {where} + tl.zeros({shape}, tl.int32)")
+        head.append(f"place = {' + '.join([*(v.at('YX') for v in pointer), f'tl.zeros({shape}, tl.int32)'])}")
         head.append(f"mask = {' & '.join([*(v.at('YX') for v in masks), f'tl.full({shape}, True, tl.int1)'])}")
         head.append(f"result = result + tl.zeros({shape}, {self.accumulator})")
         self._write()
@@ -544,21 +543,24 @@ class _Emitter:
         return f"BY // {self.signature.lanes}" if self.roles.laned else "BY"
 
     def _write(self) -> None:
+        out = self._result()
         if self.roles.adds or self.signature.splits:
-            self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
+            self.head.append(f"tl.atomic_add({out} + place, result, mask=mask, sem='relaxed')")
             return
         if self.signature.accumulate:
-            self.head.append(f"result += tl.load(where, mask=mask, other=0.0).to({self.accumulator})")
-        self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
+            before = self._argument("before", BEFORE)
+            self.head.append(f"result += tl.load({before} + place, mask=mask, other=0.0).to({self.accumulator})")
+        self.head.append(f"tl.store({out} + place, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
 
     # Arguments
 
     def _argument(self, kind: str, name: str, axis: int = 0) -> str:
-        letter = {"extent": "n", "size": "size", "stride": "stride", "segment": name, "operand": "t", "result": "out"}
+        letter = {"extent": "n", "size": "size", "stride": "stride", "segment": name, "operand": "t"}
         key = (kind, name, axis)
         if key not in self.arguments:
             number = sum(a.kind == kind for a in self.arguments.values())
-            variable = letter[kind] if kind in ("segment", "result") else f"{letter[kind]}{number}"
+            letter |= {"result": "out", "before": "before"}
+            variable = letter[kind] if kind in ("segment", "result", "before") else f"{letter[kind]}{number}"
             self.arguments[key] = Argument(kind, variable, name, axis)
         return self.arguments[key].variable
 
@@ -585,7 +587,10 @@ SPLITS = "#"
 STACKS = "##"
 """The same of the number of stacks of segments."""
 
-_ORDER = ("result", "operand", "segment", "extent", "size", "stride", "constant")
+BEFORE = "+"
+"""The name under which stands, among the operands, what is added to."""
+
+_ORDER = ("result", "before", "operand", "segment", "extent", "size", "stride", "constant")
 
 
 def _doc(statement: Statement) -> str:

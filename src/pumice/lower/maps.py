@@ -1,7 +1,10 @@
 """The forms in which a kernel map is a sparse operand map[o, k, i]: one for each storage that a kernel reads.
 
 pairs        lists of pairs per tap (weight-stationary)
-compacted    tiles of outputs with the taps that occur in each (output-stationary); compacted_t: of the transposed map
+compacted    tiles of outputs with the taps that occur in each (output-stationary), rows sorted by all their taps
+unsorted     the same with rows in their order
+split2, split3   the same in as many parts, each with the order of rows that suits its share of the taps
+..._t        the same of the transposed map
 grouped      groups of pairs of one tap
 """
 
@@ -18,12 +21,12 @@ from pumice.coords import KernelMap, Order, settle
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored
 
-_TEXTS = {
-    "pairs": "map[o[p], k[p], i[p]] = 1 ; k:sorted",
-    "compacted": "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto",
-    "compacted_t": "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto",
-    "grouped": "map[o[g,q], k[g], i[g,q]] = 1",
-}
+_PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
+_TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
+_TILES_T = "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
+_GROUPS = "map[o[g,q], k[g], i[g,q]] = 1"
+_SPLITS = {"unsorted": 0, "compacted": 1, "split2": 2, "split3": 3}
+"""Of the forms of tiles: into how many parts the taps are split; 0: rows are not sorted."""
 
 
 _FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -38,34 +41,38 @@ def form(name: str) -> Stored:
     return FORMS[name].stored
 
 
+Arrays = Mapping[str, Tensor]
+Sizes = Sequence[tuple[KernelMap, int, Order | None]]
+
+
 @dataclass(frozen=True)
 class MapForm:
-    """A form and how its arrays are read from a map. sizes: what coords.settle has to read before."""
+    """A form and how its arrays, part after part, are read from a map. sizes: what coords.settle has to read before."""
 
     stored: Stored
-    arrays: Callable[[KernelMap], Mapping[str, Tensor]]
-    sizes: Callable[[KernelMap], Sequence[tuple[KernelMap, int, Order | None]]] = lambda _: ()
+    arrays: Callable[[KernelMap], Sequence[Arrays]]
+    sizes: Callable[[KernelMap], Sizes] = lambda _: ()
 
 
 @lru_cache(maxsize=16)
-def _stored(text: str) -> Stored:
+def _stored(text: str, parts: int = 1) -> Stored:
     statement = parse(text)
-    return Stored(statement.target.indices, facts=statement.facts, ones=True)
+    return Stored(statement.target.indices, facts=statement.facts, parts=parts, ones=True)
 
 
-def _pairs(found: KernelMap) -> Mapping[str, Tensor]:
+def _pairs(found: KernelMap) -> Sequence[Arrays]:
     inputs, outputs, _ = found.pairs()
-    return {"o": outputs, "k": found.taps(), "i": inputs}
+    return [{"o": outputs, "k": found.taps(), "i": inputs}]
 
 
-def _compacted(found: KernelMap) -> Mapping[str, Tensor]:
-    rows, tiles, taps, met = found.compacted(block_of(found.num_outputs))
-    return {"rows": rows, "tile": tiles, "k": taps, "met": met}
+def _tiles(found: KernelMap, splits: int) -> Sequence[Arrays]:
+    parts = found.split(block_of(found.num_outputs), splits)
+    return [{"rows": rows, "tile": tiles, "k": taps, "met": met} for rows, tiles, taps, met in parts]
 
 
-def _grouped(found: KernelMap) -> Mapping[str, Tensor]:
+def _grouped(found: KernelMap) -> Sequence[Arrays]:
     taps, inputs, outputs = found.grouped(group_of(found.num_outputs))
-    return {"o": outputs, "k": taps, "i": inputs}
+    return [{"o": outputs, "k": taps, "i": inputs}]
 
 
 def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], list[Tensor]]:
@@ -76,7 +83,7 @@ def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], lis
     names = _names(found, differentiable)
     if torch.compiler.is_compiling():
         names = tuple(name for name in names if found.has(("form", name))) or ("pairs",)
-    held = [found.storage(("form", name), lambda m, name=name: _read(m, name)) for name in names]
+    held = [found.storage(("form", name), lambda m, name=name: read(m, name)) for name in names]
     return tuple(t for tokens, _ in held for t in tokens), [x for _, arrays in held for x in arrays]
 
 
@@ -96,9 +103,11 @@ def settled(found: Sequence[KernelMap], differentiable: bool) -> None:
         passed(one, differentiable)
 
 
-def _read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
-    arrays = FORMS[name].arrays(found)
-    return tuple(f"map@{name}@0@{local}" for local in arrays), list(arrays.values())
+def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
+    """The tokens and the arrays of a map in one form."""
+    parts = FORMS[name].arrays(found)
+    held = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
+    return tuple(token for token, _ in held), [x for _, x in held]
 
 
 def block_of(outputs: int) -> int:
@@ -111,23 +120,30 @@ def group_of(outputs: int) -> int:
     return 2048 if outputs < 500_000 else 8192
 
 
-def _tile_sizes(found: KernelMap) -> Sequence[tuple[KernelMap, int, Order | None]]:
+def _tile_sizes(found: KernelMap, splits: int) -> Sizes:
     if found.flipped and found.symmetric:
         # Its tiles are those of the map as it was found.
         found = found.transpose()
-    (how,) = Order.splits(found.volume, 1)
-    return [(found, block_of(found.num_outputs), how)]
+    return [(found, block_of(found.num_outputs), how) for how in Order.splits(found.volume, splits)]
 
 
-def _group_sizes(found: KernelMap) -> Sequence[tuple[KernelMap, int, Order | None]]:
+def _group_sizes(found: KernelMap) -> Sizes:
     return [(found.transpose() if found.flipped else found, 0, None)]
 
 
+def _tiled(splits: int, flipped: bool) -> MapForm:
+    """Tiles of a map, or of its transpose."""
+
+    def side(found: KernelMap) -> KernelMap:
+        return found.transpose() if flipped else found
+
+    stored = _stored(_TILES_T if flipped else _TILES, max(1, splits))
+    return MapForm(stored, lambda found: _tiles(side(found), splits), lambda found: _tile_sizes(side(found), splits))
+
+
 FORMS: Mapping[str, MapForm] = {
-    "pairs": MapForm(_stored(_TEXTS["pairs"]), _pairs),
-    "compacted": MapForm(_stored(_TEXTS["compacted"]), _compacted, _tile_sizes),
-    "compacted_t": MapForm(
-        _stored(_TEXTS["compacted_t"]), lambda m: _compacted(m.transpose()), lambda m: _tile_sizes(m.transpose())
-    ),
-    "grouped": MapForm(_stored(_TEXTS["grouped"]), _grouped, _group_sizes),
+    "pairs": MapForm(_stored(_PAIRS), _pairs),
+    "grouped": MapForm(_stored(_GROUPS), _grouped, _group_sizes),
+    **{name: _tiled(splits, False) for name, splits in _SPLITS.items()},
+    **{f"{name}_t": _tiled(splits, True) for name, splits in _SPLITS.items()},
 }

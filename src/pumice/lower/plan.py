@@ -134,9 +134,12 @@ def sizes(text: str, names: str, shapes: Sequence[Sequence[int]], shape: Sequenc
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A step made ready: what runs it with its tensors by name, and where those are among the operands."""
+    """A step made ready: what runs it with its tensors by name, and where those are among the operands.
 
-    run: Callable[[Mapping[str, Tensor]], Tensor]
+    run(tensors, before) adds to what the steps before have found, which it may write to; None: it is the first.
+    """
+
+    run: Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
     places: tuple[tuple[str, int], ...]
 
 
@@ -168,13 +171,14 @@ def carry_out(ready: Ready, operands: Sequence[Tensor]) -> Tensor:
     """The result of a call that was made ready."""
     out: Tensor | None = None
     for part in ready.parts:
-        result = part.run({name: operands[place] for name, place in part.places})
-        if not part.places and operands:
+        if part.places or not operands:
+            out = part.run({name: operands[place] for name, place in part.places}, out)
+        else:
             # A term without tensors was computed where it could be.
-            result = result.to(operands[0].device)
-        out = result if out is None else out + result
+            result = part.run({}, None).to(operands[0].device)
+            out = result if out is None else out + result
     if out is not None:
-        return out
+        return out if out.dtype == ready.dtype else out.to(ready.dtype)
     # The right side is 0.
     if ready.old is not None:
         return operands[ready.old].clone(memory_format=torch.contiguous_format)
@@ -218,7 +222,10 @@ def _prepared(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
         step = replace(step, accumulate=False) if number else step
         tensors = {name: operands[place] for name, place in used}
         bound = step_bound(step, tensors, shape)
-        parts.append(Part(_runner(option.lowerings[number], bound, tensors, dtype, precision), used))
+        # What is added to is rounded once, by the last step.
+        last = number == len(option.steps) - 1 or not dtype.is_floating_point
+        kind = dtype if last else torch.promote_types(dtype, torch.float32)
+        parts.append(Part(_runner(option.lowerings[number], bound, tensors, kind, precision), used))
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
     return Ready(tuple(parts), shape, dtype, old)
@@ -226,14 +233,18 @@ def _prepared(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
 
 def _runner(
     name: str, bound: Bound, tensors: Mapping[str, Tensor], dtype: torch.dtype, precision: str
-) -> Callable[[Mapping[str, Tensor]], Tensor]:
+) -> Callable[[Mapping[str, Tensor], Tensor | None], Tensor]:
     """What runs a step with its tensors."""
     if name == "triton":
         return kernels.runner(bound, dtype, None, precision)
     if name == "chained":
         return chained.Chain(bound, tensors, dtype, precision)
-    run = LOWERINGS[name].run
-    return lambda tensors: run(bound, tensors, dtype)
+
+    def run(tensors: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
+        found = LOWERINGS[name].run(bound, tensors, dtype)
+        return found if before is None else before + found
+
+    return run
 
 
 def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dtype:

@@ -25,7 +25,7 @@ from pumice.errors import OptionError
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, roles, segment_axis, stacked
-from pumice.lower.emit import SPLITS, STACKS, Argument, Signature, Source, contiguous, emit, grid
+from pumice.lower.emit import BEFORE, SPLITS, STACKS, Argument, Signature, Source, contiguous, emit, grid
 from pumice.lower.remember import Bounded
 from pumice.lower.segments import Segments, segments, stacks
 from pumice.schedule import tile as tiles
@@ -144,11 +144,14 @@ class Runner:
         self._launches: dict[Any, Launch] = {}
         self._tiles: dict[Any, Tile] = {}
 
-    def __call__(self, operands: Mapping[str, Tensor]) -> Tensor:
-        out = self._result(operands)
+    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
+        """The result. before: what earlier steps found, to which this one adds; it may be written to."""
+        out, before = self._result(operands, before)
+        if before is not None:
+            operands = {**operands, BEFORE: before}
         if not self._empty:
             self._cover(operands, out)
-        return out if self._summed == self.dtype else out.to(self.dtype)
+        return out if out.dtype == self.dtype else out.to(self.dtype)
 
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """All of the result; segments far longer than the others by programs of their own."""
@@ -177,27 +180,35 @@ class Runner:
         """Make the kernel without running it, so that several can be made at once; what does not fit shows later."""
         if self._empty or interpreted():
             return
-        key, tile, out = self._launch_key(operands), self._tile(operands), self._result(operands)
+        out, before = self._result(operands, None)
+        operands = operands if before is None else {**operands, BEFORE: before}
+        key, tile = self._launch_key(operands), self._tile(operands)
         part = _segments(self.bound, operands, self._form, tile)
         key = (-1 if part is None else part.rows.shape[0], tile, *key)
         launch = self._launches.setdefault(key, self._made(operands, out, part, tile))
         with suppress(*_unfit()):
             launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
 
-    def _result(self, operands: Mapping[str, Tensor]) -> Tensor:
-        """The tensor that the kernel writes: zeros, or the old values, where it does not write all."""
+    def _result(self, operands: Mapping[str, Tensor], before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The tensor that the kernel writes, and what it adds to: another one where all is written, else the same."""
         statement = self.bound.statement
-        if statement.accumulate:
-            old = operands[statement.target.name]
-            return old.to(self._summed, copy=True, memory_format=torch.contiguous_format)
+        given = before is not None
+        if statement.accumulate and not given:
+            before = operands[statement.target.name]
+        if before is not None and not self._whole:
+            out = before.to(self._summed, copy=not given, memory_format=torch.contiguous_format)
+            return out, out
         device = operands[self._used[0]].device
-        return (torch.empty if self._whole else torch.zeros)(self.bound.shape, dtype=self._summed, device=device)
+        out = (torch.empty if self._whole else torch.zeros)(self.bound.shape, dtype=self._summed, device=device)
+        return out, None if before is None else before.contiguous()
 
     def _launch_key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """What a launch depends on; what was tuned meanwhile counts from the next call on."""
         precision = self.precision or _precision()
         used = [operands[name] for name in self._used]
-        return (ledger().generation, is_tuning(), precision, *[(x.stride(), x.dtype) for x in used])
+        before = operands.get(BEFORE)
+        kind = None if before is None else before.dtype
+        return (ledger().generation, is_tuning(), precision, kind, *[(x.stride(), x.dtype) for x in used])
 
     def _tile(self, operands: Mapping[str, Tensor]) -> Tile:
         """The tile that was asked for, the tuned one, or the default; tuned now where that is wanted."""
@@ -344,7 +355,7 @@ def prepare(
     constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
     given = {**operands, "": out}
     fixed = tuple(_fixed(a, extents, given, constants) for a in source.arguments)
-    tensors = ("operand", "result", "segment")
+    tensors = ("operand", "before", "result", "segment")
     slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in tensors)
     programs = grid(form, extents, (tile.rows, tile.columns), count, tile.lanes)
     return Launch(source, loaded(source), tile, programs, fixed, slots)
@@ -393,7 +404,10 @@ def _values(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: S
     """The arguments of a launch in their order."""
     values = list(launch.fixed)
     for place, kind, name in launch.slots:
-        values[place] = operands[name] if kind == "operand" else out if kind == "result" else getattr(part, name)
+        if kind == "segment":
+            values[place] = getattr(part, name)
+        else:
+            values[place] = out if kind == "result" else operands[name]
     return values
 
 
@@ -464,7 +478,7 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
         even=even,
         lanes=tile.lanes,
         slabs=tile.slabs,
-        accumulate=bound.statement.accumulate,
+        accumulate=BEFORE in operands,
     )
 
 

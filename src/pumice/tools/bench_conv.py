@@ -24,7 +24,7 @@ from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.study import DTYPES, Case, Setup, Way, eager, graph_of, inductor, kept, measured, summarize, tuned
 from pumice.tools.timing import together
 
-FORMS = ("pairs", "grouped", "compacted")
+FORMS = ("pairs", "grouped", "compacted", "split2")
 INSUM_CONVERSION = Peer("Insum on an RTX 3090 (paper)", 0.55, "recorded")
 # Inductor takes ten seconds to compile a scene.
 FOR_INDUCTOR = ("random_", "waymo_1f_10x10x15cm", "lobby")
@@ -135,9 +135,9 @@ def convert(layer: Layer) -> None:
 
 def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
     """The layer with its map in one form."""
-    held = maps.FORMS[form].arrays(layer.found)
-    names = "|".join(("x", "w", *(f"map@{form}@0@{local}" for local in held)))
-    operands, shape = [layer.feats, layer.weight, *held.values()], (layer.rows, layer.weight.shape[0])
+    tokens, held = maps.read(layer.found, form)
+    names = "|".join(("x", "w", *tokens))
+    operands, shape = [layer.feats, layer.weight, *held], (layer.rows, layer.weight.shape[0])
     return tuned(lambda: einsum(operands, names, CONV, shape))
 
 
