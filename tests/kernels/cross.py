@@ -240,7 +240,7 @@ def _wide(launch: lowered.Launch) -> list[str]:
     """The operands ("" is the result) whose addresses are counted in 64 bits."""
     found = set()
     for a in launch.source.arguments:
-        pointer = {"operand": rf"tl\.load\({a.variable} .*", "result": r"place = .*"}.get(a.kind)
+        pointer = {"operand": rf"tl\.load\({a.variable} .*", "result": r"where = .*"}.get(a.kind)
         lines = re.findall(pointer, launch.source.text) if pointer else []
         if any("tl.int64" in line for line in lines):
             found.add(a.name)

@@ -79,7 +79,8 @@ def tiles(p: Problem, count: int = TILES, most: int = 64 * 64) -> list[Tile]:
     # Warps and stages do nothing here.
     found = [t for t in dict.fromkeys(found) if t.rows * t.columns <= most and t != first]
     step = max(1, len(found) // count)
-    return [first, *found[::step][:count]]
+    ahead = [replace(first, ahead=True)] if form_of(p).product else []
+    return [first, *ahead, *found[::step][:count]]
 
 
 # The case studies
@@ -169,7 +170,8 @@ def check_stacks(study: str, rows: int) -> None:
     """Consecutive segments as the rows of a matrix product, in stacks that they fill or not."""
     p = problem(CASES[study].at(SMALL, M=rows, p=rows + 6, n=23), rows).to(torch.float16)
     assert stacked(form_of(p), p.bound.statement) is not None
-    for tile in (Tile(16, 16, 16, stacked=True), Tile(32, 32, 64, stacked=True, slabs=True)):
+    deep = Tile(32, 32, 64, stacked=True, slabs=True)
+    for tile in (Tile(16, 16, 16, stacked=True), deep, replace(deep, ahead=True)):
         agree(p, tile=tile)
         agree(p, torch.float16, tile, 2**-10)
 

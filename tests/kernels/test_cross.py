@@ -60,6 +60,10 @@ def _tiles():
         yield Job("conv_compacted", "sm_90", tile=tile)
     for target in TARGETS:
         yield Job("coo", target, tile=Tile(16, 128, lanes=4))
+        for stages in (3, 4):
+            yield Job("conv_compacted", target, tile=Tile(128, 128, 64, warps=8, stages=stages, ahead=True))
+        yield Job("conv_compacted", target, "fp32", "tf32", tile=Tile(128, 64, 32, stages=3, ahead=True))
+        yield Job("block_group_coo_32", target, tile=Tile(256, 32, 32, stages=3, swapped=True, ahead=True))
         yield Job("group_coo", target, tile=Tile(32, 32, lanes=16, slabs=True))
         for name in ("coo", "group_coo"):
             yield Job(name, target, tile=Tile(16, 128, 128, stages=2, stacked=True))
@@ -161,8 +165,8 @@ def test_stages_become_buffers(built):
 
 @every(job for job in JOBS if job.target in NVIDIA and job.tile is None and job.dtype != "fp32")
 def test_loads_run_ahead(built):
-    """Two buffers at least of both sides, where there is a loop."""
-    if built.product and built.turns:
+    """Two buffers at least of both sides, where there is a loop. Stacks rather fill the device with many programs."""
+    if built.product and built.turns and not built.tile.stacked:
         assert built.buffers >= 2
         assert built.shared >= 2 * built.stage
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +37,7 @@ class Signature:
     slabs: whether all rows are taken for one block of columns before the next.
     splits: whether several programs share the loop of one tile, and add what they find.
     accumulate: whether what was found before (BEFORE, laid out as the result) is added.
+    ahead: whether the indices that loads of the loop wait for are loaded two turns before they are used.
     """
 
     dtypes: tuple[tuple[str, str], ...]
@@ -48,6 +50,7 @@ class Signature:
     slabs: bool = False
     splits: bool = False
     accumulate: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Argument:
     """An argument of a kernel.
 
     kind: "result", "before" (what is added to), "operand", "segment" (rows, starts, stops, ends), "extent" of an index,
-    "size" or "stride" of an axis of an operand, or "constant" (known when the kernel is compiled).
+    "size" or "stride" of an axis of an operand, "zero" (the number), or "constant" (known when the kernel is compiled).
     """
 
     kind: str
@@ -126,6 +129,8 @@ class _Emitter:
     body: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     bases: dict[str, str] = field(default_factory=dict)
+    turn: list[str] = field(default_factory=list)
+    ahead: list[tuple[str, str, str, str]] = field(default_factory=list)
     arguments: dict[tuple[str, str, int], Argument] = field(default_factory=dict)
     number: Iterator[int] = field(default_factory=itertools.count)
 
@@ -169,7 +174,9 @@ class _Emitter:
         # Sizes change from call to call and must not make new kernels. But where neighbours in memory are masked by a
         # size, that it is a multiple of 16 lets them be loaded at once.
         along = contiguous(self.statement, self.signature.unit)
-        open_sizes = [a.variable for a in arguments if a.kind == "size" or (a.kind == "extent" and a.name not in along)]
+        open_sizes = [
+            a.variable for a in arguments if a.kind in ("size", "zero") or (a.kind == "extent" and a.name not in along)
+        ]
         decorator = f"@triton.jit(do_not_specialize={open_sizes})"
         return (
             '"""Written by pumice.lower.emit."""\n\nimport triton\nimport triton.language as tl\n\n\n'
@@ -290,6 +297,7 @@ class _Emitter:
         """The body of the loop: loads and one product; the code that goes into the accumulator."""
         roles = self.roles
         self._turn()
+        self.turn = list(self.body)
         if not roles.product:
             return f"accumulator + {self._multiplied(inner, 'YX').at('YX')}"
         sides = []
@@ -421,10 +429,37 @@ class _Emitter:
                 f"last = tl.minimum({last}, (split + 1) * share)",
             ]
             first, last = "split * share", "last"
+        if self.ahead:
+            head.append(f"end = {last}")
+            head += [*self._indices(first, ""), *self._indices(f"{first} + 1", "_next")]
         head.append(f"for turn in tl.range({first}, {last}{ahead}):")
-        head += [f"    {line}" for line in self.body]
-        head.append(f"    accumulator = {product}")
+        head += [f"    {line}" for line in (*self.body, f"accumulator = {product}", *self._moved())]
         self.body = []
+
+    def _moved(self) -> list[str]:
+        """The end of a turn: the indices of the next one move up, and those of the one after it are loaded.
+
+        Triton runs no loads ahead in a loop in which a value moves on as it is: it is changed by nothing.
+        """
+        if not self.ahead:
+            return []
+        zero = self._argument("zero", "")
+        moved = [f"{name} = {name}_next | {zero}" for name, *_ in self.ahead]
+        return [*moved, *self._indices("turn + 2", "_next")]
+
+    def _indices(self, turn: str, suffix: str) -> list[str]:
+        """The indices of another turn, none past the end. What is worked out for it has names of its own."""
+        own = {"turn", *(line.partition(" = ")[0] for line in self.turn)}
+        pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(own)))})\b")
+
+        def renamed(code: str) -> str:
+            return pattern.sub(r"\1_ahead", code)
+
+        lines = [f"turn_ahead = {turn}", *map(renamed, self.turn)]
+        for name, where, mask, cast in self.ahead:
+            guard = " & ".join([f"({renamed(mask)})", "(turn_ahead < end)"] if mask else ["turn_ahead < end"])
+            lines.append(f"{name}{suffix} = tl.load({renamed(where)}, mask={guard}, other=-1){cast}")
+        return lines
 
     # Loads
 
@@ -442,9 +477,14 @@ class _Emitter:
         where = " + ".join([self._operand(access.name), *(value.at(own) for value in pointer)])
         mask = " & ".join(value.at(own) for value in masks)
         outside = "-1" if integer else "0.0"
-        guarded = f", mask={mask}, other={outside}" if mask else ""
         cast = ".to(tl.int32)" if integer and not self.signature.wide else ""
-        loaded = self._named("v", Value(f"tl.load({where}{guarded}){cast}", own), lines)
+        turns = bool(self.turning & set(indices_of(access)))
+        if integer and turns and self.signature.ahead and all(e.bare for e in access.indices):
+            loaded = Value(f"v{next(self.number)}", own)
+            self.ahead.append((loaded.code, where, mask, cast))
+        else:
+            guarded = f", mask={mask}, other={outside}" if mask else ""
+            loaded = self._named("v", Value(f"tl.load({where}{guarded}){cast}", own), lines)
         self.values[key] = loaded
         return loaded
 
@@ -481,7 +521,7 @@ class _Emitter:
         if not values:
             values = [Value("0")]
         if expression.bare is None:
-            conditions.append(self._inside(access.name, axis, values, lines))
+            conditions.append(self._inside(access.name, axis, values, lines, self._rises(expression)))
             conditions += [Value(f"({v.code} >= 0)", v.axes) for v in map(self._array_value, expression.arrays)]
         return values, conditions
 
@@ -500,12 +540,17 @@ class _Emitter:
                 conditions.append(Value(name, value.axes))
         return [*([Value(self.bases[atom.name])] if atom.name in self.bases else []), value]
 
-    def _inside(self, name: str, axis: int, values: Sequence[Value], lines: list[str]) -> Value:
+    def _rises(self, expression: Affine) -> bool:
+        """Whether nothing in it is below 0 once its arrays' values are not."""
+        starts = (self.starts.get(atom.name, 0) for _, atom in expression.terms if isinstance(atom, Index))
+        return min((expression.constant, *starts, *(coefficient for coefficient, _ in expression.terms))) >= 0
+
+    def _inside(self, name: str, axis: int, values: Sequence[Value], lines: list[str], rises: bool) -> Value:
         axes = _joined("".join(value.axes for value in values))
         total = " + ".join(value.at(axes) for value in values)
         found = self._named("e", Value(total, axes), lines)
-        size = self._argument("size", name, axis)
-        return Value(f"(({found.code} >= 0) & ({found.code} < {size}))", axes)
+        below = f"({found.code} < {self._argument('size', name, axis)})"
+        return Value(below if rises else f"(({found.code} >= 0) & {below})", axes)
 
     # The store
 
@@ -534,33 +579,32 @@ class _Emitter:
             masks.append(Value(f"({self.values[roles.segment.index].code} >= 0)", "Y"))
         shape = f"({self._rows_of_result()}, {'1' if roles.folds else 'BX'})"
         # Sums rather than broadcasts: the interpreter's atomics read whole arrays only.
-        head.append(f"place = {' + '.join([*(v.at('YX') for v in pointer), f'tl.zeros({shape}, tl.int32)'])}")
+        place = " + ".join([*(v.at("YX") for v in pointer), f"tl.zeros({shape}, tl.int32)"])
+        head.append(f"where = {self._result()} + {place}")
         head.append(f"mask = {' & '.join([*(v.at('YX') for v in masks), f'tl.full({shape}, True, tl.int1)'])}")
         head.append(f"result = result + tl.zeros({shape}, {self.accumulator})")
-        self._write()
+        self._write(place)
 
     def _rows_of_result(self) -> str:
         return f"BY // {self.signature.lanes}" if self.roles.laned else "BY"
 
-    def _write(self) -> None:
-        out = self._result()
+    def _write(self, place: str) -> None:
         if self.roles.adds or self.signature.splits:
-            self.head.append(f"tl.atomic_add({out} + place, result, mask=mask, sem='relaxed')")
+            self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
             return
         if self.signature.accumulate:
-            before = self._argument("before", BEFORE)
-            self.head.append(f"result += tl.load({before} + place, mask=mask, other=0.0).to({self.accumulator})")
-        self.head.append(f"tl.store({out} + place, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
+            found = f"tl.load({self._argument('before', BEFORE)} + {place}, mask=mask, other=0.0)"
+            self.head.append(f"result += {found}.to({self.accumulator})")
+        self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
 
     # Arguments
 
     def _argument(self, kind: str, name: str, axis: int = 0) -> str:
-        letter = {"extent": "n", "size": "size", "stride": "stride", "segment": name, "operand": "t"}
         key = (kind, name, axis)
         if key not in self.arguments:
             number = sum(a.kind == kind for a in self.arguments.values())
-            letter |= {"result": "out", "before": "before"}
-            variable = letter[kind] if kind in ("segment", "result", "before") else f"{letter[kind]}{number}"
+            # Of some kinds there is one, of segments one each.
+            variable = f"{_LETTERS[kind]}{number}" if kind in _LETTERS else _SINGLE.get(kind, name)
             self.arguments[key] = Argument(kind, variable, name, axis)
         return self.arguments[key].variable
 
@@ -590,7 +634,9 @@ STACKS = "##"
 BEFORE = "+"
 """The name under which stands, among the operands, what is added to."""
 
-_ORDER = ("result", "before", "operand", "segment", "extent", "size", "stride", "constant")
+_LETTERS = {"extent": "n", "size": "size", "stride": "stride", "operand": "t"}
+_SINGLE = {"result": "out", "before": "before", "zero": "zero"}
+_ORDER = ("result", "before", "operand", "segment", "extent", "size", "zero", "stride", "constant")
 
 
 def _doc(statement: Statement) -> str:

@@ -440,6 +440,8 @@ def _fixed(
             return given[argument.name].shape[argument.axis]
         case "stride":
             return given[argument.name].stride(argument.axis)
+        case "zero":
+            return 0
         case "constant":
             return constants[argument.variable]
     return None
@@ -479,6 +481,7 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
         lanes=tile.lanes,
         slabs=tile.slabs,
         accumulate=BEFORE in operands,
+        ahead=tile.ahead,
     )
 
 
@@ -501,10 +504,11 @@ def _static(bound: Bound, form: Roles) -> dict[str, int]:
 def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Problem:
     """What a tile is chosen for."""
     statement = bound.statement
-    entries = 1.0 if form.segment is None else operands[form.segment.array].shape[0] / max(_count(bound, operands), 1)
+    segments = 1 if form.segment is None else max(_count(bound, operands), 1)
+    entries = 1.0 if form.segment is None else operands[form.segment.array].shape[0] / segments
     turning = {*form.loops, *form.reduced}
     chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
-    return Problem(form, bound.extents, entries, _bits(operands), chained, _stacks(bound, operands))
+    return Problem(form, bound.extents, entries, _bits(operands), chained, _stacks(bound, operands), segments)
 
 
 def _stacks(bound: Bound, operands: Mapping[str, Tensor]) -> bool:

@@ -20,6 +20,7 @@ class Tile:
     swapped: the columns of the statement are the rows of the tile: wgmma wants 64 rows at least.
     slabs: all rows are taken for one block of columns before the next, so that what they gather stays in the cache.
     stacked: segments are the rows of a matrix product (language.roles.stacked).
+    ahead: of a matrix product: indices are loaded two turns before they are used, so that no load waits for another.
     """
 
     rows: int
@@ -31,6 +32,7 @@ class Tile:
     swapped: bool = False
     slabs: bool = False
     stacked: bool = False
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -60,7 +62,7 @@ class Tile:
 
     def __str__(self) -> str:
         lanes = f"/{self.lanes}" if self.lanes > 1 else ""
-        order = " swapped" * self.swapped + " slabs" * self.slabs + " stacked" * self.stacked
+        order = " swapped" * self.swapped + " slabs" * self.slabs + " stacked" * self.stacked + " ahead" * self.ahead
         return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}{order}"
 
 
@@ -83,6 +85,7 @@ class Problem:
     bits: int = 16
     chained: bool = False
     stacks: bool = False
+    segments: int = 1
 
     def volume(self, names: tuple[str, ...]) -> int:
         return math.prod(self.extents[name] for name in names if name in self.extents)
@@ -212,32 +215,59 @@ def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
     # Where one side is short it may be either side of the tile; else the statement's own order stands.
     orders = (False, True) if min(rows, columns) < 64 and not roles.folds else (False,)
+    # A load that waits for another one gets half of the stages.
+    loads = ((3, True), (4, True), (5, False)) if problem.chained else ((3, False), (5, False))
     for swapped in orders:
         sides = (columns, rows) if swapped else (rows, columns)
         for height in sorted({_tile_side(sides[0], cap) for cap in (32, 64, 128, 256)}):
             for width in sorted({_tile_side(sides[1], cap) for cap in (32, 64, 128, 256)}):
-                area = height * width
-                if 1024 <= area <= 128 * 256:
-                    for stages in (3, 5):
-                        warps = 4 if area < 128 * 128 else 8
-                        yield Tile(height, width, first.reduced, warps=warps, stages=stages, swapped=swapped)
+                if not 1024 <= height * width <= 128 * 256:
+                    continue
+                for warps in _warps_of_product(height * width):
+                    for stages, ahead in loads:
+                        tile = Tile(height, width, first.reduced, warps=warps, stages=stages, swapped=swapped)
+                        yield replace(tile, ahead=ahead)
+
+
+def _warps_of_product(area: int) -> tuple[int, ...]:
+    return (4,) if area < 128 * 128 else (4, 8) if area == 128 * 128 else (8,)
 
 
 def _product_tile(problem: Problem) -> Tile:
-    """The larger side, at least 64, is the rows; the loads wait for an index, so that more of them are under way."""
+    """The larger side, at least 64, is the rows."""
     roles, wide = problem.roles, problem.bits > 16
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
     # With 32 bits wgmma reads its rows along the reduction only: what is gathered must stay the rows.
     swapped = rows < 64 <= columns and not wide and not roles.folds
     if swapped:
         rows, columns = columns, rows
+    depth = _tile_side(problem.volume(roles.reduced), 32 if wide else 64)
+    if problem.chained:
+        return _chained_tile(problem, (rows, columns, depth), swapped)
     # 128 x 256 results of 32-bit factors do not fit the registers.
     height, width = _tile_side(rows, 128), _tile_side(columns, 128 if wide else 256)
-    depth = _tile_side(problem.volume(roles.reduced), 32 if wide else 64)
     warps = 8 if height * width >= 128 * 128 else 4
-    # A load that waits for another one gets half of the stages.
-    stages = 5 if problem.chained else 3
-    return Tile(height, width, depth, warps=warps, stages=stages, swapped=swapped)
+    return Tile(height, width, depth, warps=warps, stages=3, swapped=swapped)
+
+
+def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) -> Tile:
+    """Where loads wait for an index: it is loaded ahead, unless the loop is over before that pays.
+
+    The figures are those of sparse convolutions on an H200.
+    """
+    rows, columns, depth = sides
+    height, width = _tile_side(rows, 128), _tile_side(columns, 128)
+    tiles = problem.segments * -(-rows // height)
+    while width > 64 and tiles * -(-columns // width) < 4 * PROCESSORS:
+        width //= 2
+    turns = problem.mean * -(-problem.volume(problem.roles.reduced) // depth)
+    if turns < _SHORT_LOOP:
+        return Tile(height, width, depth, stages=5, swapped=swapped)
+    return Tile(height, width, depth, stages=3 if height > 64 else 4, swapped=swapped, ahead=True)
+
+
+_SHORT_LOOP = 6
+"""Turns of a loop below which its indices are not loaded ahead."""
 
 
 def _tile_side(extent: int, most: int) -> int:
