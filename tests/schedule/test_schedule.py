@@ -46,7 +46,7 @@ def test_long_rows_get_lanes_and_short_ones_no_loads_ahead():
 
 def test_long_rows_of_halves_are_stacked():
     """Where tensor cores multiply them exactly; a stack stays as high as it was put together."""
-    assert default(problem(SPMM, mean=100, stacks=True)) == Tile(16, 128, 128, stages=2, stacked=True)
+    assert default(problem(SPMM, mean=100, stacks=True)) == Tile(16, 128, 128, stages=2, stacked=True, ahead=True)
     assert not default(problem(SPMM, mean=5, stacks=True)).stacked
     assert any(tile.stacked for tile in candidates(problem(SPMM, mean=5, stacks=True)))
     assert not any(tile.stacked for tile in candidates(problem(SPMM, mean=100)))
@@ -74,7 +74,16 @@ def test_a_wrong_tile_says_what_is_wrong(wrong, said):
 def test_tiles_print():
     assert str(Tile(64, 32, 16, warps=8, stages=3, swapped=True)) == "64x32x16 w8 s3 swapped"
     assert str(Tile(32, 128, lanes=4, slabs=True)) == "32/4x128x1 w4 s2 slabs"
-    assert str(Tile(16, 128, 64, stacked=True)) == "16x128x64 w4 s2 stacked"
+    assert str(Tile(16, 128, 64, stacked=True, ahead=True)) == "16x128x64 w4 s2 stacked ahead"
+
+
+def test_indices_are_loaded_ahead_in_longer_loops():
+    entries = {"mean": 8, "chained": True, "segments": 1000}
+    found = default(problem(BLOCKS, **entries))
+    assert found.ahead and found.stages == 3 and found.swapped
+    assert not default(problem(BLOCKS, **{**entries, "mean": 3})).ahead
+    assert not default(problem(BLOCKS, mean=8)).ahead
+    assert {tile.ahead for tile in candidates(problem(BLOCKS, **entries))} == {True, False}
 
 
 @pytest.mark.parametrize(

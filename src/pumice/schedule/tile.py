@@ -142,7 +142,7 @@ def default(problem: Problem) -> Tile:
         return Tile(_below(rows, 2048 // wide), wide, warps=4)
     wide = _below(columns, 128)
     if problem.stacks and problem.mean >= _STACKED and columns >= 16:
-        return Tile(16, _tile_side(columns, 128), 128, stages=2, stacked=True)
+        return Tile(16, _tile_side(columns, 128), 128, stages=2, stacked=True, ahead=True)
     if problem.roles.laned:
         lanes = min(16, power_above(max(1, int(problem.mean / 8))))
         height = max(lanes, min(16, 2048 // wide))
@@ -161,7 +161,7 @@ def of_long_segments(roles: Roles, extents: Mapping[str, int], tile: Tile) -> Ti
     """The tile for segments far longer than those that `tile` is for: one at a time, by many lanes or a deep stack."""
     columns = math.prod(extents[name] for name in roles.columns)
     if tile.stacked:
-        return Tile(16, _tile_side(columns, 64), 256, stages=3, stacked=True)
+        return Tile(16, _tile_side(columns, 64), 256, stages=3, stacked=True, ahead=True)
     wide = _below(columns, 32)
     lanes = min(256, 4096 // wide)
     return Tile(lanes, wide, lanes=lanes, warps=4)
@@ -204,10 +204,9 @@ def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
 
 def _stacked_tiles(columns: int) -> Iterator[Tile]:
     for width in sorted({_tile_side(columns, cap) for cap in (64, 128)}):
-        for depth in (64, 128):
-            for warps in (2, 4):
-                for stages in (2, 3, 4):
-                    yield Tile(16, width, depth, warps=warps, stages=stages, stacked=True)
+        for depth, warps in ((128, 4), (64, 4), (64, 2)):
+            for stages, ahead in ((2, True), (3, True), (2, False)):
+                yield Tile(16, width, depth, warps=warps, stages=stages, stacked=True, ahead=ahead)
 
 
 def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
