@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -39,25 +38,6 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-@contextmanager
-def beside(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
-    """A context whose launches run beside those of the current stream; both are awaited at the end, by the device."""
-    if device.type != "cuda":
-        yield nullcontext()
-        return
-    current, other = torch.cuda.current_stream(device), _second_stream(device)
-    other.wait_stream(current)
-    try:
-        yield torch.cuda.stream(other)
-    finally:
-        current.wait_stream(other)
-
-
-@lru_cache(maxsize=64)
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 class Compiled:
