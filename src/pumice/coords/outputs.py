@@ -59,7 +59,7 @@ def made_of(inputs: Cloud, site: Site, relation: Relation, schedule: MapSchedule
     if not runs_kernels(inputs.coords) or inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
         return Listed(inputs, relation, site)
     fused = schedule is None or schedule.fused
-    if fused and bricks.refusal(inputs.coords, site.bounds, relation.stride) is None:
+    if fused and bricks.refusal(inputs.coords, site.bounds, Reach.of_meetings(relation)) is None:
         return Fused(inputs, relation, site)
     return Staged(inputs, relation, site) if codes_fit(site.bounds) else Listed(inputs, relation, site)
 
@@ -117,7 +117,7 @@ class Fused:
     def __init__(self, inputs: Cloud, relation: Relation, site: Site) -> None:
         self._inputs, self._relation, self._site = inputs, relation, site
         self._reach, self._meets = Reach.of_outputs(relation), Reach.of_meetings(relation)
-        most = min(INT32_MAX, inputs.capacity * reached(self._reach))
+        most = min(INT32_MAX, inputs.capacity * self._reach.lanes)
         self._bricks = Bricks.of(inputs, self._reach, site.bounds, most)
         self._table: Tensor | None = None
 
@@ -216,18 +216,6 @@ def counted(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:
     return [value for (value,) in values[: len(counts)]]
 
 
-def reached(reach: Reach) -> int:
-    """How many cells a row reaches at most."""
-    if reach.form != "over":
-        return len(reach.offsets)
-    # Of offsets that leave the same rest, all or none divide.
-    kinds: dict[tuple[int, ...], int] = {}
-    for offset in reach.offsets:
-        rest = tuple(o % s for o, s in zip(offset, reach.steps, strict=True))
-        kinds[rest] = kinds.get(rest, 0) + 1
-    return max(kinds.values(), default=0)
-
-
 def _buffered(coords: Tensor, needed: Tensor, site: Site, inputs: Cloud) -> Cloud:
     """A buffer of outputs; where there are more than it holds, the status says so."""
     return Cloud(coords, needed.clamp(max=len(coords)), site.bounds, inputs.status, needed=needed)
@@ -235,7 +223,7 @@ def _buffered(coords: Tensor, needed: Tensor, site: Site, inputs: Cloud) -> Clou
 
 def room_of(inputs: int, relation: Relation, site: Site) -> int:
     """How many outputs so many inputs have at most, at the outputs' site."""
-    most = inputs * reached(Reach.of_outputs(relation))
+    most = inputs * Reach.of_outputs(relation).lanes
     return min(most, site.bounds.cells, INT32_MAX)
 
 

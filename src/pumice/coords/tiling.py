@@ -218,3 +218,60 @@ def exchange(rows, count, turned, K: tl.constexpr, ROWS: tl.constexpr, LANES: tl
         met = tl.load(rows + r * K + k, mask=live & (k < K), other=-1)
         at = tl.where(met >= 0, met, 0).to(tl.int64) * K + k
         tl.store(turned + at, (r + tl.zeros_like(at)).to(tl.int32), mask=met >= 0)
+
+
+@triton.jit
+def _digits(keys, r, shift, capacity, BINS: tl.constexpr, FIRST: tl.constexpr):
+    """(digit of each entry, the entry: its key above its row); past the last the greatest digit.
+
+    FIRST: keys stand alone, and rows are in their own order.
+    """
+    if FIRST:
+        entry = (tl.load(keys + r, mask=r < capacity, other=2**31 - 1).to(tl.int64) << 32) | r
+    else:
+        entry = tl.load(keys + r, mask=r < capacity, other=2**63 - 1)
+    return ((entry >> (32 + shift)) & (BINS - 1)).to(tl.int32), entry
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def count_digits(
+    keys, counts, shift: "i64", capacity: "i64", BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
+    """counts[p, d]: how many of the program's entries have digit d."""
+    p = tl.program_id(0)
+    r = p.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    digit, _ = _digits(keys, r, shift, capacity, BINS, FIRST)
+    tl.store(counts + p * BINS + tl.arange(0, BINS), tl.histogram(digit, BINS))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def place_digits(
+    keys, counts, found, shift: "i64", capacity: "i64", blocks: "i64",
+    BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, TURN: tl.constexpr,
+):  # fmt: skip
+    """The program's entries where they come in the order of their digits, equal ones as they are.
+
+    counts: as count_digits gives them. LAST: rows alone are written. TURN: blocks whose counts are read at once.
+    """
+    p = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    every, before = tl.zeros([TURN, BINS], tl.int32), tl.zeros([TURN, BINS], tl.int32)
+    for start in range(0, blocks.to(tl.int32), TURN):
+        other = start + tl.arange(0, TURN)[:, None]
+        some = tl.load(counts + other * BINS + bins[None, :], mask=other < blocks, other=0)
+        every += some
+        before += tl.where(other < p, some, 0)
+    totals = tl.sum(every, axis=0)
+    own = tl.load(counts + p * BINS + bins)
+    # Where digit d begins among all, and from that on the program's own, less where it begins among the program's own.
+    begin = tl.cumsum(totals, axis=0) - totals + tl.sum(before, axis=0) - (tl.cumsum(own, axis=0) - own)
+    first, at = p.to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
+    digit, _ = _digits(keys, first + at, shift, capacity, BINS, FIRST)
+    inner = tl.sort(digit * BLOCK + at)
+    digit, r = inner // BLOCK, first + inner % BLOCK
+    _, entry = _digits(keys, r, shift, capacity, BINS, FIRST)
+    place = tl.gather(begin, digit, 0) + at
+    if LAST:
+        tl.store(found + place, entry.to(tl.int32), mask=r < capacity)
+    else:
+        tl.store(found + place, entry, mask=r < capacity)
