@@ -26,7 +26,7 @@ from torch import Tensor
 from pumice.coords import Cloud, MapSchedule, Order, Relation, bricks, compact, lookup, ranking
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.launch import Launcher
-from pumice.coords.lookup import mask_words
+from pumice.coords.lookup import mask_words, paired
 from pumice.coords.ranking import ranked
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
 from pumice.schedule.tile import Tile
@@ -154,6 +154,7 @@ def _levels(dim: int) -> None:
 def _stages(volume: int) -> None:
     rows, count = torch.full((600, volume), -1, dtype=torch.int32), torch.tensor([600], dtype=torch.int32)
     masks = mask_words(rows)
+    paired(torch.zeros(20_000, dtype=torch.int32))
     ends, totals = compact.tally(masks, count, volume), compact.totals_of(masks, count, volume)
     for superblock in (0, 16):
         (how,) = Order.splits(volume, 1, superblock)

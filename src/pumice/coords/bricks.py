@@ -28,10 +28,12 @@ from pumice.errors import CoordinateError
 
 LOW = {1: 9, 2: 8, 3: 9, 4: 8}
 """The binary logarithm of a brick's cells: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4."""
-MOST = 1 << 30
-"""Bricks of a box, at most: their bitmap then takes 128 MiB."""
+MOST = 1 << 28
+"""Bricks of a box, at most: a byte of each is set first."""
 WHOLE = 1 << 17
 """Bricks of a box up to which all have bitmaps: a pass over 8 MiB is shorter than one over the rows (on an H200)."""
+FEW = 1 << 19
+"""Words of bitmaps up to which all are cleared before it is known how many there are."""
 KINDS = 1 << 16
 """Taps listed by the rests that rows leave, at most."""
 
@@ -214,18 +216,21 @@ class Bricks:
             call("probes.occupy", (cells, cells, cloud.status), (space.bricks,), {"STRICT": strict, "WHOLE": True})
             return Bricks(space, space.bricks, None, *paired(cells))
         limit = max(1, min(most, space.bricks))
-        marks = torch.zeros(-(-space.bricks // 32), dtype=torch.int32, device=cloud.device)
+        size, room = -(-space.bricks // 32) * 32, limit * words
+        few = room <= FEW
+        marks = torch.zeros(size + 4 * room * few, dtype=torch.int8, device=cloud.device)
+        marks, cells = marks[:size], marks[size:].view(torch.int32)
         call("probes.mark", (marks, cloud.status), (), {"STRICT": strict})
         directory, count = paired(marks)
         live = Live(count, words)
-        cells = cleared(limit * words, live)
+        cells = cells if few else cleared(room, live)
         more = {"STRICT": strict, "WHOLE": False}
         call("probes.occupy", (directory, cells, cloud.status), (limit,), more)
         return Bricks(space, limit, directory, *paired(cells, live))
 
-    def coords(self, cloud: Cloud, reach: Reach, capacity: int) -> Tensor:
-        """int32 [capacity, 1+D]: the cells in (batch, Morton) order; rows past their count hold -1."""
-        return self._met(cloud, reach, capacity, "", True)[1]
+    def coords(self, cloud: Cloud, reach: Reach, capacity: int) -> tuple[Tensor, Tensor]:
+        """int32 [capacity, 1+D]: the cells in (batch, Morton) order, -1 past them; int32 [1]: how many rows live."""
+        return self._met(cloud, reach, capacity, "", True)[1:]
 
     def rows(self, cloud: Cloud, reach: Reach, capacity: int) -> Tensor:
         """int32 [capacity, K]: the row of the cloud that reaches each cell through each offset, -1 where none does."""
@@ -235,19 +240,21 @@ class Bricks:
         """int32 [N, K]: the place of the cell that each row of the cloud reaches through each offset, else -1."""
         return self._met(cloud, reach, capacity, "turned", False)[0]
 
-    def both(self, cloud: Cloud, reach: Reach, capacity: int) -> tuple[Tensor, Tensor]:
-        """(rows, coords) in one pass, for offsets that reach every cell that exists."""
+    def both(self, cloud: Cloud, reach: Reach, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """rows and coords in one pass, for offsets that reach every cell that exists."""
         return self._met(cloud, reach, capacity, "rows", True)
 
-    def _met(self, cloud: Cloud, reach: Reach, capacity: int, kind: str, place: bool) -> tuple[Tensor, Tensor]:
-        volume = len(reach.offsets)
+    def _met(self, cloud: Cloud, reach: Reach, capacity: int, kind: str, place: bool) -> tuple[Tensor, Tensor, Tensor]:
+        volume, device = len(reach.offsets), cloud.device
         count = {"rows": capacity, "turned": cloud.capacity}.get(kind, 0)
-        sizes = (count, volume), (capacity if place else 0, cloud.dim + 1)
-        met, placed = (torch.full(size, -1, dtype=torch.int32, device=cloud.device) for size in sizes)
+        met = torch.full((count, volume), -1, dtype=torch.int32, device=device)
+        placed = torch.empty(capacity if place else 0, cloud.dim + 1, dtype=torch.int32, device=device)
+        living = torch.empty(1, dtype=torch.int32, device=device)
         more = {"K": volume, "MAP": kind, "PLACE": place, **self.constants}
         numbers = (self.limit, capacity, *padded(self.space.bounds.low, 0))
-        _Call(cloud, reach, self.space)("probes.meet", (*self.tensors, met, placed, cloud.status), numbers, more)
-        return met, placed
+        tensors = (*self.tensors, self.count, met, placed, living, cloud.status)
+        _Call(cloud, reach, self.space)("probes.meet", tensors, numbers, more)
+        return met, placed, living
 
 
 @dataclass(frozen=True)

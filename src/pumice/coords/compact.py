@@ -19,6 +19,8 @@ from pumice.coords.ranking import ranked
 
 _ROWS = 128
 """Rows of one program, and of one block of a tally."""
+_COUNTED = 512
+"""Rows of one program that counts taps: more make programs too few, fewer additions to one place too many."""
 _KEYS = 256
 """Rows of one program that makes keys."""
 
@@ -105,9 +107,7 @@ def totals_of(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     if not runs_kernels(masks):
         return totals_of_twin(masks, count, volume)
     totals = torch.zeros(volume, dtype=torch.int32, device=masks.device)
-    parts = 1 if len(masks) < 200_000 else 8  # fewer additions to one place, and programs enough
-    constants = {"K": volume, "ROWS": _ROWS, "PARTS": parts}
-    kernel("tiling.count_taps")(-(-len(masks) // (parts * _ROWS)), (masks, count, totals), (), constants)
+    kernel("tiling.count_taps")(-(-len(masks) // _COUNTED), (masks, count, totals), (), {"K": volume, "ROWS": _COUNTED})
     return totals
 
 

@@ -62,8 +62,8 @@ def lanes_of(volume: int) -> int:
 
 CELLS = 128
 """Cells, rows times taps, that a program asks for: few, so that its slowest probe keeps few others waiting."""
-_WORDS, _ALONE = 2048, 8192
-"""Words of a bitmap that a program counts, and so few that one counts them all."""
+_WORDS = 2048
+"""Words of a bitmap that a program counts."""
 _NOTED = 2048
 """Cells of a map that a program makes masks of: nothing keeps it waiting."""
 WARPS = 1
@@ -92,14 +92,17 @@ def cleared(words: int, live: Live) -> Tensor:
 
 def paired(words: Tensor, live: Live | None = None) -> tuple[Tensor, Tensor]:
     """(int64: the words of a bitmap with the bits set up to and with each beside them, so that one access gives both;
-    int32 [1]: the bits of all). What words do not count is not looked at, and has no pairs."""
+    int32 [1]: the bits of all). What words do not count is not looked at, and has no pairs.
+
+    Of int8 each element is a bit; there are whole words of them.
+    """
     count, each = (words, 0) if live is None else live
-    alone = len(words) <= _ALONE
-    block = _ALONE if alone else _WORDS
-    programs = -(-len(words) // block)
+    length, block = (len(words), _WORDS) if words.dtype == torch.int32 else (len(words) // 32, _WORDS // 16)
+    programs = -(-length // block)
+    alone = programs == 1
     sums, total = (torch.empty(n, dtype=torch.int32, device=words.device) for n in (programs, 1))
-    pairs = torch.empty(len(words), dtype=torch.int64, device=words.device)
-    numbers, constants = (len(words), each), {"LIVE": live is not None, "BLOCK": block}
+    pairs = torch.empty(length, dtype=torch.int64, device=words.device)
+    numbers, constants = (length, each), {"LIVE": live is not None, "BLOCK": block}
     if not alone:
         kernel("probes.count_bits")(programs, (words, sums, count), numbers, constants)
     constants = {"LIVE": live is not None, "ALONE": alone, "BLOCK": block}

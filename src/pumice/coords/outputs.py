@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -126,11 +127,12 @@ class Fused:
         return self._bricks.count
 
     def cloud(self, capacity: int, alone: bool = False) -> Cloud:
-        coords = self._bricks.coords(self._inputs, self._reach, capacity) if alone else self._placed(capacity)
-        return _buffered(coords, self.count, self._site, self._inputs)
+        way = partial(self._bricks.coords, self._inputs, self._reach) if alone else self._placed
+        coords, living = way(capacity)
+        return Cloud(coords, living, self._site.bounds, self._inputs.status, needed=self.count)
 
     def geometry(self, count: int) -> Geometry:
-        return Geometry(self._placed(count), self._site)
+        return Geometry(self._placed(count)[0], self._site)
 
     def table(self, capacity: int) -> Tensor | None:
         if self._relation.policy == "transposed_support":
@@ -139,12 +141,12 @@ class Fused:
             return self._bricks.rows(self._inputs, self._meets, capacity)
         return self._table
 
-    def _placed(self, capacity: int) -> Tensor:
-        """The outputs' coordinates; where each is met through some tap, the table is written in the same pass."""
+    def _placed(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """The outputs' coordinates, and how many live; where some tap meets each, the table comes in the same pass."""
         if self._relation.policy == "transposed_support" or not _covers(self._relation):
             return self._bricks.coords(self._inputs, self._reach, capacity)
-        self._table, coords = self._bricks.both(self._inputs, self._meets, capacity)
-        return coords
+        self._table, *placed = self._bricks.both(self._inputs, self._meets, capacity)
+        return placed[0], placed[1]
 
 
 class Staged:

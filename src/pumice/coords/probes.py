@@ -279,14 +279,24 @@ def clear(words, live, capacity: "i64", each: "i64", LIVE: tl.constexpr, BLOCK: 
     tl.store(words + at, tl.zeros([BLOCK], tl.int32), mask=at < used)
 
 
+@triton.jit
+def _words(words, first, used, BLOCK: tl.constexpr):
+    """Words of a bitmap; those of bytes, one for each bit, are put together."""
+    at = first + tl.arange(0, BLOCK)
+    if words.dtype.element_ty == tl.int32:
+        return tl.load(words + at, mask=at < used, other=0)
+    lane = tl.arange(0, 32)[None, :]
+    marks = tl.load(words + at[:, None] * 32 + lane, mask=at[:, None] < used, other=0)
+    return tl.sum(marks.to(tl.int32) << lane, axis=1)
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def count_bits(words, sums, live, capacity: "i64", each: "i64", LIVE: tl.constexpr, BLOCK: tl.constexpr):
     """sums[p] = bits set in the words of program p."""
     used = _used(words, live, capacity, each, LIVE)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     if first < used:
-        at = first + tl.arange(0, BLOCK)
-        tl.store(sums + tl.program_id(0), tl.sum(_popcount(tl.load(words + at, mask=at < used, other=0))))
+        tl.store(sums + tl.program_id(0), tl.sum(_popcount(_words(words, first, used, BLOCK))))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -308,7 +318,7 @@ def pair_up(
                 turn = start + tl.arange(0, 1024)
                 before += tl.load(sums + turn, mask=turn < p, other=0)
         at = first + tl.arange(0, BLOCK)
-        word = tl.load(words + at, mask=at < used, other=0)
+        word = _words(words, first, used, BLOCK)
         rank = tl.sum(before) + tl.cumsum(_popcount(word), axis=0)
         low = word.to(tl.uint32, bitcast=True).to(tl.int64)
         tl.store(pairs + at, (rank.to(tl.int64) << 32) | low, mask=at < used)
@@ -490,22 +500,24 @@ def _met(
     Of "over" the lanes are the taps that leave a row's own rests, which divide; of the others they are all taps.
     """
     known = there & (lane < PER)
-    if FORM != "over":
-        return lane + r.to(tl.int32) * 0, lane * D, known
-    _, kind, more = _divided(coords, r, there, from0, D, 0, S0)
-    known = known & more
-    if D > 1:
-        _, rest, more = _divided(coords, r, there, from1, D, 1, S1)
-        kind, known = kind * S1 + rest, known & more
-    if D > 2:
-        _, rest, more = _divided(coords, r, there, from2, D, 2, S2)
-        kind, known = kind * S2 + rest, known & more
-    if D > 3:
-        _, rest, more = _divided(coords, r, there, from3, D, 3, S3)
-        kind, known = kind * S3 + rest, known & more
-    at = (kind * PER + lane) * (D + 1)
-    k = tl.load(taps + at, mask=known, other=-1)
-    return k, at + 1, known & (k >= 0)
+    k = lane + r.to(tl.int32) * 0
+    at = k * D
+    if FORM == "over":
+        _, kind, more = _divided(coords, r, there, from0, D, 0, S0)
+        known = known & more
+        if D > 1:
+            _, rest, more = _divided(coords, r, there, from1, D, 1, S1)
+            kind, known = kind * S1 + rest, known & more
+        if D > 2:
+            _, rest, more = _divided(coords, r, there, from2, D, 2, S2)
+            kind, known = kind * S2 + rest, known & more
+        if D > 3:
+            _, rest, more = _divided(coords, r, there, from3, D, 3, S3)
+            kind, known = kind * S3 + rest, known & more
+        at = (kind * PER + lane) * (D + 1)
+        k = tl.load(taps + at, mask=known, other=-1)
+        at, known = at + 1, known & (k >= 0)
+    return k, at, known
 
 
 @triton.jit
@@ -557,10 +569,11 @@ def _code(
 @triton.jit
 def _placed(directory, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constexpr):
     """(whether a code's brick exists, the number of its cell in the bitmaps of cells); WHOLE: all bricks do."""
-    if WHOLE:
-        return inside, code
-    hit, brick = _paired(directory, code >> LOW, inside)
-    return hit & (brick < limit), (brick.to(tl.int64) << LOW) | (code & ((1 << LOW) - 1))
+    hit, cell = inside, code
+    if not WHOLE:
+        hit, brick = _paired(directory, code >> LOW, inside)
+        hit, cell = hit & (brick < limit), (brick.to(tl.int64) << LOW) | (code & ((1 << LOW) - 1))
+    return hit, cell
 
 
 @triton.jit
@@ -587,7 +600,8 @@ def mark(
     D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
     FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit of the brick of every cell that is reached. STRICT: a cell outside the box is reported."""
+    """Set the byte of the brick of every cell that is reached: bits, few words of them, would keep all waiting for each
+    other. STRICT: a cell outside the box is reported."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for first in range(0, PER, LANES):
@@ -597,7 +611,7 @@ def mark(
             batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
             D, PER, S0, S1, S2, S3, FORM,
         )  # fmt: skip
-        _set(directory, code >> LOW, inside)
+        tl.store(directory + (code >> LOW), tl.full(code.shape, 1, tl.int8), mask=inside)
         if STRICT:
             _report(status, RANGE, live & (lane < PER) & (inside == 0))
 
@@ -640,7 +654,7 @@ def occupy(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def meet(
-    coords, count, taps, tables, directory, cells, rows, outputs, status,
+    coords, count, taps, tables, directory, cells, total, rows, outputs, living, status,
     batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64", capacity: "i64",
@@ -652,8 +666,8 @@ def meet(
     """For every cell that row r reaches through tap k and that is in the bricks, at place o among all cells:
 
     MAP "rows": rows[o, k] = r; "turned": rows[r, k] = o; the others are left alone.
-    PLACE: outputs[o] = its coordinates (whoever reaches it writes the same). What lies at or past the capacity is not
-    there, and reported.
+    PLACE: outputs[o] = its coordinates (whoever reaches it writes the same), -1 past the total, and how many rows live.
+    What lies at or past the capacity is not there, and reported.
     """
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
@@ -682,6 +696,18 @@ def meet(
                 tl.store(at + 3, (v2 + low2).to(tl.int32), mask=hit)
             if D > 3:
                 tl.store(at + 4, (v3 + low3).to(tl.int32), mask=hit)
+    if PLACE:
+        made = tl.minimum(tl.load(total).to(tl.int64), capacity)
+        if tl.program_id(0) == 0:
+            tl.store(living, made.to(tl.int32))
+        # What is left of the words of all rows, in equal parts.
+        most = capacity * (D + 1)
+        part = (most - made * (D + 1) + tl.num_programs(0) - 1) // tl.num_programs(0)
+        begin = made * (D + 1) + tl.program_id(0) * part
+        for start in range(0, part.to(tl.int32), 128):
+            inner = start + tl.arange(0, 128)
+            left = (inner < part) & (begin + inner < most)
+            tl.store(outputs + begin + inner, tl.full([128], -1, tl.int32), mask=left)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

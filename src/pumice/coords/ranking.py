@@ -9,37 +9,38 @@ from pumice.coords.launch import kernel, runs_kernels
 
 _DIGIT = 9
 """Bits of a digit, at most."""
-_BLOCKS = 128
-"""Blocks of rows, at most: each looks at the counts of all."""
-_LEAST, _MOST = 1024, 2048
-"""Rows of a block, at least and at most; they are sorted among themselves."""
+_MOST = 1 << 18
+"""Keys of more than one digit, at most: torch is as fast with these, and faster with more (on an H200)."""
+_BLOCK = 512
+"""Rows of a block, which are sorted among themselves."""
+_SQUADS = (16, 32, 64)
+"""Blocks whose counts are added up, and such sums, at most: a block looks at the sums, and at the counts beside it."""
 
 
 def ranked(keys: Tensor, bits: int) -> Tensor:
     """int32 [N]: the places of keys int32 or int64 [N], not falling, equal ones in their own order.
 
-    bits: of which keys differ, the lowest ones; nothing is negative.
+    bits: of which keys differ, the lowest ones; nothing is negative. Many keys, and wide ones, are left to torch.
     """
-    block = next((b for b in (_LEAST, _MOST) if len(keys) <= b * _BLOCKS), None)
-    if not runs_kernels(keys) or keys.dtype != torch.int32 or block is None or bits == 0 or len(keys) == 0:
+    turns = max(1, -(-bits // _DIGIT))
+    most = _MOST if turns > 1 else len(keys)
+    squad = next((n for n in _SQUADS if len(keys) <= min(most, _BLOCK * n * n)), None)
+    if not runs_kernels(keys) or keys.dtype != torch.int32 or squad is None or bits == 0 or len(keys) == 0:
         return ranked_twin(keys)
-    turns = -(-bits // _DIGIT)
     width = -(-bits // turns)
-    blocks = -(-len(keys) // block)
+    blocks = -(-len(keys) // _BLOCK)
     counts = torch.empty(blocks << width, dtype=torch.int32, device=keys.device)
+    sums = torch.zeros(turns, squad << width, dtype=torch.int32, device=keys.device)
     for turn in range(turns):
         last = turn + 1 == turns
         found = torch.empty(len(keys), dtype=torch.int32 if last else torch.int64, device=keys.device)
-        numbers, constants = (turn * width, len(keys)), {"BINS": 1 << width, "BLOCK": block, "FIRST": turn == 0}
-        kernel("tiling.count_digits")(blocks, (keys, counts), numbers, constants)
-        constants |= {"LAST": last, "TURN": _TURN}
-        kernel("tiling.place_digits")(blocks, (keys, counts, found), (*numbers, blocks), constants, 8)
+        numbers = (turn * width, len(keys))
+        constants = {"BINS": 1 << width, "BLOCK": _BLOCK, "FIRST": turn == 0, "SQUAD": squad}
+        kernel("tiling.count_digits")(blocks, (keys, counts, sums[turn]), numbers, constants)
+        constants["LAST"] = last
+        kernel("tiling.place_digits")(blocks, (keys, counts, sums[turn], found), numbers, constants)
         keys = found
     return keys
-
-
-_TURN = 8
-"""Blocks whose counts are read at once."""
 
 
 def ranked_twin(keys: Tensor) -> Tensor:
