@@ -105,7 +105,7 @@ def variants() -> tuple[Variant, ...]:
         for dim in (3, 1, 2, 4):
             _lookups(dim)
             _levels(dim)
-        with patch.object(bricks, "WHOLE", 0):
+        with patch.multiple(bricks, WHOLE=0, FEW=0):
             _lookups(3)
             _levels(3)
         for volume in (27, 8, 125):

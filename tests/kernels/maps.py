@@ -100,9 +100,9 @@ def _rooms() -> list[ModuleType]:
     return rooms
 
 
-def marked() -> Any:
-    """As in a large box: the bricks that exist are marked, and they alone have bitmaps."""
-    return patch.object(bricks, "WHOLE", 0)
+def marked(few: int = 0) -> Any:
+    """As in a large box: the bricks that exist are marked, and they alone have bitmaps; few: words cleared before."""
+    return patch.multiple(bricks, WHOLE=0, FEW=few)
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def structures(cloud: Cloud, wide: bool = True) -> Iterator[tuple[str, Any, Clou
             yield name, made(own, MapSchedule(name)), own
     if BrickLookup.refusal(cloud, MapSchedule("bricks")) is None:
         own = fresh(cloud)
-        with marked():
+        with marked(1 << 19):
             made = BrickLookup(own, MapSchedule("bricks"))
         yield "marked bricks", made, own
     if wide:
