@@ -23,10 +23,11 @@ from clouds import Scene, levels, lookups
 from kernels.cross import TARGETS, Built, spilled, target_of
 from torch import Tensor
 
-from pumice.coords import Cloud, MapSchedule, Order, Relation, compact, lookup
+from pumice.coords import Cloud, MapSchedule, Order, Relation, bricks, compact, lookup, ranking
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.launch import Launcher
-from pumice.coords.lookup import mask_words
+from pumice.coords.lookup import mask_words, paired
+from pumice.coords.ranking import ranked
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
 from pumice.schedule.tile import Tile
 
@@ -99,10 +100,14 @@ def variants() -> tuple[Variant, ...]:
         patch.object(Launcher, "__call__", lambda *args, **kwargs: recorder(*args, **kwargs)),
         patch.object(compact, "runs_kernels", lambda tensor: True),
         patch.object(lookup, "runs_kernels", lambda tensor: True),
+        patch.object(ranking, "runs_kernels", lambda tensor: True),
     ):
         for dim in (3, 1, 2, 4):
             _lookups(dim)
             _levels(dim)
+        with patch.multiple(bricks, WHOLE=0, FEW=0):
+            _lookups(3)
+            _levels(3)
         for volume in (27, 8, 125):
             _stages(volume)
     return tuple(recorder.seen)
@@ -118,11 +123,11 @@ def _lookups(dim: int) -> None:
     asked = [every["k3"]] + ([every["k2 s2"], every["k5"]] if dim == 3 else [])
     tables: list[Table] = [HashTable(cloud, MapSchedule()), Table(cloud, MapSchedule(), "wide")]
     tables += [Grid(cloud, MapSchedule("grid")), Bitmap(cloud, MapSchedule("bitmap"))] if dim == 3 else []
-    bricks = BrickLookup(cloud, MapSchedule("bricks"))
+    own = BrickLookup(cloud, MapSchedule("bricks"))
     other = _cloud(dim)
     for relation in asked:
         tables[0].neighbours(cloud, relation)
-        bricks.neighbours(cloud, relation)
+        own.neighbours(cloud, relation)
     for table in tables:
         table.neighbours(cloud, asked[0])
         # Rows of others, and taps that reach past a table's margin.
@@ -137,23 +142,25 @@ def _levels(dim: int) -> None:
     for label in ("floor k2 s2", "floor k3 s2", "support k3 s2 p1", "transposed k2 s2")[: 4 if dim == 3 else 1]:
         relation = every[label]
         reach, meets = Reach.of_outputs(relation), Reach.of_meetings(relation)
-        bricks = Bricks.of(cloud, reach, cloud.bounds, 40)
+        made = Bricks.of(cloud, reach, cloud.bounds, 40)
         if label.startswith("transposed"):
-            bricks.coords(cloud, reach, 40), bricks.turned(cloud, meets, 40)
+            made.coords(cloud, reach, 40), made.turned(cloud, meets, 40)
         elif label == "floor k3 s2":
-            bricks.coords(cloud, reach, 40), bricks.rows(cloud, meets, 40)
+            made.coords(cloud, reach, 40), made.rows(cloud, meets, 40)
         else:
-            bricks.both(cloud, meets, 40)
+            made.both(cloud, meets, 40)
 
 
 def _stages(volume: int) -> None:
     rows, count = torch.full((600, volume), -1, dtype=torch.int32), torch.tensor([600], dtype=torch.int32)
     masks = mask_words(rows)
+    paired(torch.zeros(20_000, dtype=torch.int32))
     ends, totals = compact.tally(masks, count, volume), compact.totals_of(masks, count, volume)
     for superblock in (0, 16):
         (how,) = Order.splits(volume, 1, superblock)
         compact.gray_keys(masks, count, totals, how)
-    order = torch.arange(600)
+    order = torch.arange(600, dtype=torch.int32)
+    ranked(order, 27), ranked(order, 9), ranked(torch.arange(200_000, dtype=torch.int32), 27)
     for block in (64, 128) if volume == 27 else (64,):
         tiling = compact.tiled(masks, count, order, how, (block, volume))
         compact.filled(rows, tiling, 50)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -38,13 +38,27 @@ from kernels.interpret import run_checks
 from torch import Tensor
 
 import pumice as pm
-from pumice.coords import Bounds, Cloud, Geometry, KernelMap, MapSchedule, Order, Relation, compact, kernel_map, pyramid
+from pumice.coords import (
+    Bounds,
+    Cloud,
+    Geometry,
+    KernelMap,
+    MapSchedule,
+    Order,
+    Relation,
+    bricks,
+    compact,
+    kernel_map,
+    pyramid,
+    ranking,
+)
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.choice import STRUCTURES as NAMES
 from pumice.coords.cloud import DUPLICATE, OVERFLOW, RANGE
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import Found, mask_words, mask_words_twin
 from pumice.coords.outputs import Fused, Listed, Staged, made_of, room_of, site_of
+from pumice.coords.ranking import ranked, ranked_twin
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.coords.structures import STRUCTURES, default
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
@@ -84,6 +98,11 @@ def _rooms() -> list[ModuleType]:
     rooms = [m for name, m in sys.modules.items() if name.startswith("pumice.coords.") and hasattr(m, "runs_kernels")]
     assert len(rooms) > 4
     return rooms
+
+
+def marked(few: int = 0) -> Any:
+    """As in a large box: the bricks that exist are marked, and they alone have bitmaps; few: words cleared before."""
+    return patch.multiple(bricks, WHOLE=0, FEW=few)
 
 
 @contextmanager
@@ -133,6 +152,11 @@ def structures(cloud: Cloud, wide: bool = True) -> Iterator[tuple[str, Any, Clou
         if made.refusal(cloud, MapSchedule(name)) is None:
             own = fresh(cloud)
             yield name, made(own, MapSchedule(name)), own
+    if BrickLookup.refusal(cloud, MapSchedule("bricks")) is None:
+        own = fresh(cloud)
+        with marked(1 << 19):
+            made = BrickLookup(own, MapSchedule("bricks"))
+        yield "marked bricks", made, own
     if wide:
         own = fresh(cloud)
         yield "wide", Table(own, MapSchedule(), "wide"), own
@@ -306,6 +330,7 @@ def output_checks() -> Checks:
             found[f"{label} without room"] = partial(check_room, relation)
     found["behind an overflow nobody is asked past the end"] = check_behind_overflow
     found["in a batch of 512"] = check_batch
+    found["large strides"] = check_divided
     found["several programs"] = check_programs
     found["bricks without room"] = check_bricks_without_room
     found["an extent of which no cell is reached"] = check_unreached
@@ -323,6 +348,9 @@ def check_outputs(dim: int, relation: Relation) -> None:
         cloud = replace(part, seed=seed).cloud()
         outputs_agree(cloud, site_around(cloud), relation, (Listed, Staged, Fused))
         tables_agree(cloud, relation)
+        with marked():
+            outputs_agree(cloud, site_around(cloud), relation, (Fused,))
+            tables_agree(cloud, relation)
 
 
 def tables_agree(cloud: Cloud, relation: Relation) -> None:
@@ -352,6 +380,15 @@ def check_bounded(dim: int, relation: Relation) -> None:
     outputs_agree(geometry.cloud, site, relation, (Listed, Staged, Fused))
 
 
+def check_divided() -> None:
+    """More kinds of rests than are listed: codes are sorted. So many that they are: far lists, of one tap each."""
+    cloud = Scene(2, 60, 900, batch=2).cloud()
+    for stride, way in ((200, Fused), (300, Staged)):
+        relation = Relation.of(2, 3, stride=stride, padding=1)
+        assert isinstance(made_of(cloud, site_around(cloud), relation), way)
+        outputs_agree(cloud, site_around(cloud), relation, (Listed, way))
+
+
 def check_batch() -> None:
     cloud = Scene(3, 60, 5, batch=512).cloud()
     for label in ("floor k2 s2", "support k3 s2 p1"):
@@ -361,8 +398,10 @@ def check_batch() -> None:
 def check_programs() -> None:
     cloud = Scene(3, 400, 12, batch=1).cloud()
     for label in ("floor k2 s2", "support k2 s2 p0"):
-        outputs_agree(cloud, site_around(cloud), levels(3)[label], (Listed, Fused))
-        tables_agree(cloud, levels(3)[label])
+        for box in (nullcontext, marked):
+            with box():
+                outputs_agree(cloud, site_around(cloud), levels(3)[label], (Listed, Fused))
+                tables_agree(cloud, levels(3)[label])
 
 
 def check_room(relation: Relation) -> None:
@@ -400,13 +439,14 @@ def check_bricks_without_room() -> None:
     """More bricks than there is room for are reported, and no other cell is lost or written."""
     coords = torch.tensor([[0, 100 * n] for n in range(40)], dtype=torch.int32)
     cloud = buffered(coords, 0)
-    bricks = Bricks.of(cloud, Reach.itself(1), cloud.bounds, 3)
-    assert bricks.limit == 3 and int(cloud.status) == OVERFLOW
+    with marked():
+        found = Bricks.of(cloud, Reach.itself(1), cloud.bounds, 3)
+        enough = fresh(cloud)
+        Bricks.of(enough, Reach.itself(1), cloud.bounds, 40)
+    assert found.limit == 3 and int(cloud.status) == OVERFLOW
     first = [c for c in coords.tolist() if c[1] < 3 * 512]
-    assert int(bricks.count) == len(first)
-    assert bricks.coords(fresh(cloud), Reach.itself(1), len(first)).tolist() == first
-    enough = fresh(cloud)
-    Bricks.of(enough, Reach.itself(1), cloud.bounds, 40)
+    assert int(found.count) == len(first)
+    assert found.coords(fresh(cloud), Reach.itself(1), len(first))[0].tolist() == first
     assert int(enough.status) == 0
 
 
@@ -454,6 +494,9 @@ def stage_checks() -> Checks:
         found[f"tiles {name}"] = partial(check_tiles, volume, count)
         found[f"lists {name}"] = partial(check_lists, volume, count)
     found["orders of many rows"] = check_large_keys
+    for count, bits in ((1, 5), (1500, 1), (1500, 9), (1500, 10), (3000, 27), (1024, 31)):
+        found[f"ranks of {count} keys of {bits} bits"] = partial(check_ranks, count, bits)
+    found["ranks of very many keys"] = check_many_ranks
     return found
 
 
@@ -505,6 +548,22 @@ def check_large_keys() -> None:
         keys = compact.gray_keys(masks, living, totals, how)
         assert keys.dtype == dtype, how
         same(keys, compact.gray_keys_twin(masks, living, totals, how), how)
+
+
+def check_ranks(count: int, bits: int) -> None:
+    """Few keys of all bits, and some that are equal to none; the last have all bits, and more than are asked for."""
+    generator = torch.Generator().manual_seed(count + bits)
+    keys = torch.randint(0, 1 << bits, (count,), generator=generator)
+    keys[count // 4 :] = keys[torch.randint(0, max(1, count // 40), (count - count // 4,), generator=generator)]
+    keys[-7:] = 2**31 - 1
+    same(ranked(keys.int(), bits), ranked_twin(keys.int()))
+
+
+def check_many_ranks() -> None:
+    """Larger blocks of rows; past the most that they are, another way."""
+    for block in (16, 4, 1):
+        with patch.object(ranking, "_BLOCK", block), patch.object(ranking, "_SQUADS", (16, 32)):
+            check_ranks(2500, 6)
 
 
 def check_tiles(volume: int, count: int) -> None:

@@ -13,7 +13,7 @@ if importlib.util.find_spec("triton") is None:
 from kernels.launches import jobs, variants
 
 JOBS = tuple(jobs())
-COUNTING = ("probes.occupy", "probes.meet", "probes.brick_neighbours", "probes.popcounts")
+COUNTING = ("probes.meet", "probes.brick_neighbours", "probes.count_bits", "probes.pair_up")
 """Kernels that count bits."""
 
 SPILLS = {

@@ -3,12 +3,15 @@
 A brick is 2**LOW cells that follow one another in Morton order. A bitmap over all bricks of the box says which exist;
 a prefix count of it numbers those. Each that exists has a bitmap of its cells, and a prefix count over all of these
 is the place of a cell in (batch, Morton) order: one structure answers what is there, in which order, and at which row.
+In a small box all bricks have bitmaps, and nothing says which exist.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,15 +21,21 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.codes import CodeLayout
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import kernel, without_kernels
-from pumice.coords.lookup import WARPS, WORD, Found, lanes_of, padded, prefix, rows_of
+from pumice.coords.launch import kernel, sent, without_kernels
+from pumice.coords.lookup import WARPS, WORD, Found, Live, cleared, lanes_of, padded, paired, rows_of
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 
 LOW = {1: 9, 2: 8, 3: 9, 4: 8}
 """The binary logarithm of a brick's cells: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4."""
-MOST = 1 << 30
-"""Bricks of a box, at most: their bitmap then takes 128 MiB."""
+MOST = 1 << 28
+"""Bricks of a box, at most: a byte of each is set first."""
+WHOLE = 1 << 17
+"""Bricks of a box up to which all have bitmaps: a pass over 8 MiB is shorter than one over the rows (on an H200)."""
+FEW = 1 << 19
+"""Words of bitmaps up to which all are cleared before it is known how many there are."""
+KINDS = 1 << 16
+"""Taps listed by the rests that rows leave, at most."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,62 @@ class Reach:
     def itself(dim: int) -> Reach:
         return Reach("floor", (1,) * dim, ((0,) * dim,))
 
+    @property
+    def lanes(self) -> int:
+        """How many cells a row reaches at most."""
+        return _lanes(self)
+
+    @property
+    def least(self) -> tuple[int, ...]:
+        """The least offset along each axis."""
+        return tuple(map(min, zip(*self.offsets, strict=True))) if self.offsets else (0,) * len(self.steps)
+
+    @property
+    def spread(self) -> int:
+        """By how much offsets differ along an axis, at most."""
+        return max((max(axis) - min(axis) for axis in zip(*self.offsets, strict=True)), default=0)
+
+    def begins(self, low: Sequence[int]) -> tuple[int, ...]:
+        """What kernels take off a coordinate (off its cell where cells are finer); low: the box's, along each axis."""
+        if self.form == "times":
+            return tuple(low)
+        least = self.least if self.form == "over" else (0,) * len(low)
+        return tuple(first * step + o for first, step, o in zip(low, self.steps, least, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _lanes(reach: Reach) -> int:
+    if reach.form != "over":
+        return len(reach.offsets)
+    # Of offsets that leave the same rest, all or none divide.
+    return max(map(len, _by_rest(reach).values()), default=0)
+
+
+def _by_rest(reach: Reach) -> dict[int, list[int]]:
+    """The taps that divide for a row, by the rests that it leaves: one number, row-major."""
+    kinds: dict[int, list[int]] = {}
+    for tap, offset in enumerate(reach.offsets):
+        kind = 0
+        for o, least, step in zip(offset, reach.least, reach.steps, strict=True):
+            kind = kind * step + (o - least) % step
+        kinds.setdefault(kind, []).append(tap)
+    return kinds
+
+
+@lru_cache(maxsize=256)
+def _taps(reach: Reach, device: torch.device) -> Tensor:
+    """What kernels read of the offsets, int32. Of "over" a list for each kind of rests, [prod(steps), lanes, 1+D]: a
+    tap (-1 past the last), and what it adds to the quotient along each axis. Of the others [K, D], the offsets.
+    """
+    if reach.form != "over":
+        return offset_table(reach.offsets, device)
+    lists = torch.full((math.prod(reach.steps), max(reach.lanes, 1), 1 + len(reach.steps)), -1, dtype=torch.int32)
+    for kind, taps in _by_rest(reach).items():
+        for lane, tap in enumerate(taps):
+            shifts = zip(reach.offsets[tap], reach.least, reach.steps, strict=True)
+            lists[kind, lane] = torch.tensor([tap, *(-((o - least) // step) for o, least, step in shifts)])
+    return sent(lists, device)
+
 
 @dataclass(frozen=True, eq=False)
 class Space:
@@ -82,16 +147,16 @@ class Space:
     def bricks(self) -> int:
         return max(self.bounds.batch, 1) << (self.bits - self.low)
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """batch, four lows, four extents, where each axis's table starts for its low, bits."""
+    def numbers(self, reach: Reach) -> tuple[int, ...]:
+        """batch, what is taken off coordinates, four extents, where each axis's table starts for its low, bits."""
         box, layout = self.bounds, self.layout
         begins = tuple(s + a + b for s, a, b in zip(layout.starts, box.low, layout.bias, strict=True))
-        return (box.batch, *padded(box.low, 0), *padded(box.extents, 1), *padded(begins, 0), self.bits)
+        taken = padded(reach.begins(box.low), 0)
+        return (box.batch, *taken, *padded(box.extents, 1), *padded(begins, 0), self.bits)
 
 
-def refusal(coords: Tensor, bounds: Bounds, steps: Sequence[int] = ()) -> str | None:
-    """Why no bricks are made of what these coordinates reach in a box by these steps, or None."""
+def refusal(coords: Tensor, bounds: Bounds, reach: Reach) -> str | None:
+    """Why no bricks are made of what these coordinates reach in a box, or None."""
     if why := without_kernels(coords):
         return why
     try:
@@ -99,9 +164,11 @@ def refusal(coords: Tensor, bounds: Bounds, steps: Sequence[int] = ()) -> str | 
         space.layout.tables(coords.device)
     except CoordinateError as problem:
         return str(problem)
-    widest = max((extent * step for extent, step in zip(bounds.extents, steps, strict=False)), default=0)
+    widest = max(extent * step for extent, step in zip(bounds.extents, reach.steps, strict=True)) + reach.spread
     if widest >= 2**31:
         return f"an axis is {widest} cells of the inputs long, at most {2**31 - 1} are divided"
+    if reach.form == "over" and math.prod(reach.steps) * reach.lanes > KINDS:
+        return f"steps of {reach.steps} leave {math.prod(reach.steps)} kinds of rests"
     return None if space.bricks <= MOST else f"the box has {space.bricks} bricks, at most {MOST} are counted"
 
 
@@ -109,30 +176,31 @@ def refusal(coords: Tensor, bounds: Bounds, steps: Sequence[int] = ()) -> str | 
 class Bricks:
     """Which cells of a box exist.
 
-    directory int32 [ceil(bricks / 32)]: the bitmap over bricks; brick_ranks: how many there are up to each word.
-    cells int32 [limit * 2**LOW / 32]: the bitmaps of those that exist; cell_ranks: as brick_ranks.
+    directory int64 [ceil(bricks / 32)]: the bitmap over bricks, with prefix counts as `paired` gives them; None where
+    all bricks have bitmaps. cells int64 [limit * 2**LOW / 32]: the bitmaps of those that exist, likewise.
+    count int32 [1] on the device: how many cells exist.
     """
 
     space: Space
     limit: int
-    directory: Tensor
-    brick_ranks: Tensor
+    directory: Tensor | None
     cells: Tensor
-    cell_ranks: Tensor
-
-    @property
-    def count(self) -> Tensor:
-        """int32 [1] on the device: how many cells exist."""
-        return self.cell_ranks[-1:]
+    count: Tensor
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        held = (self.cells,) if self.directory is None else self.tensors
+        return sum(t.numel() * t.element_size() for t in held)
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor]:
         """As kernels take them."""
-        return self.directory, self.brick_ranks, self.cells, self.cell_ranks
+        return self.cells if self.directory is None else self.directory, self.cells
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels know of them when they are compiled."""
+        return {"WHOLE": self.directory is None}
 
     @staticmethod
     def of(cloud: Cloud, reach: Reach, bounds: Bounds, most: int, strict: bool = False) -> Bricks:
@@ -140,22 +208,29 @@ class Bricks:
 
         strict: cells outside, and cells that are reached twice, are reported in the cloud's status.
         """
-        space, device = Space.of(bounds), cloud.device
-        limit = max(1, min(most, space.bricks))
-        words = limit * (1 << space.low) // 32
-        head = -(-space.bricks // 1024) * 32  # whole lines of memory
-        zeros = torch.zeros(head + words, dtype=torch.int32, device=device)
-        directory, cells = zeros[:head], zeros[head:]
+        space = Space.of(bounds)
         call = _Call(cloud, reach, space)
-        more = {"STRICT": strict}
-        call("probes.mark", (directory, cloud.status), (), more)
-        ranks = prefix(directory)
-        call("probes.occupy", (directory, ranks, cells, cloud.status), (limit,), more)
-        return Bricks(space, limit, directory, ranks, cells, prefix(cells))
+        words = (1 << space.low) // 32
+        if space.bricks <= WHOLE:
+            cells = torch.zeros(space.bricks * words, dtype=torch.int32, device=cloud.device)
+            call("probes.occupy", (cells, cells, cloud.status), (space.bricks,), {"STRICT": strict, "WHOLE": True})
+            return Bricks(space, space.bricks, None, *paired(cells))
+        limit = max(1, min(most, space.bricks))
+        size, room = -(-space.bricks // 32) * 32, limit * words
+        few = room <= FEW
+        marks = torch.zeros(size + 4 * room * few, dtype=torch.int8, device=cloud.device)
+        marks, cells = marks[:size], marks[size:].view(torch.int32)
+        call("probes.mark", (marks, cloud.status), (), {"STRICT": strict})
+        directory, count = paired(marks)
+        live = Live(count, words)
+        cells = cells if few else cleared(room, live)
+        more = {"STRICT": strict, "WHOLE": False}
+        call("probes.occupy", (directory, cells, cloud.status), (limit,), more)
+        return Bricks(space, limit, directory, *paired(cells, live))
 
-    def coords(self, cloud: Cloud, reach: Reach, capacity: int) -> Tensor:
-        """int32 [capacity, 1+D]: the cells in (batch, Morton) order; rows past their count hold -1."""
-        return self._met(cloud, reach, capacity, "", True)[1]
+    def coords(self, cloud: Cloud, reach: Reach, capacity: int) -> tuple[Tensor, Tensor]:
+        """int32 [capacity, 1+D]: the cells in (batch, Morton) order, -1 past them; int32 [1]: how many rows live."""
+        return self._met(cloud, reach, capacity, "", True)[1:]
 
     def rows(self, cloud: Cloud, reach: Reach, capacity: int) -> Tensor:
         """int32 [capacity, K]: the row of the cloud that reaches each cell through each offset, -1 where none does."""
@@ -165,20 +240,21 @@ class Bricks:
         """int32 [N, K]: the place of the cell that each row of the cloud reaches through each offset, else -1."""
         return self._met(cloud, reach, capacity, "turned", False)[0]
 
-    def both(self, cloud: Cloud, reach: Reach, capacity: int) -> tuple[Tensor, Tensor]:
-        """(rows, coords) in one pass, for offsets that reach every cell that exists."""
+    def both(self, cloud: Cloud, reach: Reach, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """rows and coords in one pass, for offsets that reach every cell that exists."""
         return self._met(cloud, reach, capacity, "rows", True)
 
-    def _met(self, cloud: Cloud, reach: Reach, capacity: int, kind: str, place: bool) -> tuple[Tensor, Tensor]:
-        volume = len(reach.offsets)
+    def _met(self, cloud: Cloud, reach: Reach, capacity: int, kind: str, place: bool) -> tuple[Tensor, Tensor, Tensor]:
+        volume, device = len(reach.offsets), cloud.device
         count = {"rows": capacity, "turned": cloud.capacity}.get(kind, 0)
-        sizes = (count, volume), (capacity if place else 0, cloud.dim + 1)
-        met, placed = (torch.full(size, -1, dtype=torch.int32, device=cloud.device) for size in sizes)
-        more = {"MAP": kind, "PLACE": place}
-        _Call(cloud, reach, self.space)(
-            "probes.meet", (*self.tensors, met, placed, cloud.status), (self.limit, capacity), more
-        )
-        return met, placed
+        met = torch.full((count, volume), -1, dtype=torch.int32, device=device)
+        placed = torch.empty(capacity if place else 0, cloud.dim + 1, dtype=torch.int32, device=device)
+        living = torch.empty(1, dtype=torch.int32, device=device)
+        more = {"K": volume, "MAP": kind, "PLACE": place, **self.constants}
+        numbers = (self.limit, capacity, *padded(self.space.bounds.low, 0))
+        tensors = (*self.tensors, self.count, met, placed, living, cloud.status)
+        _Call(cloud, reach, self.space)("probes.meet", tensors, numbers, more)
+        return met, placed, living
 
 
 @dataclass(frozen=True)
@@ -191,14 +267,13 @@ class _Call:
 
     def __call__(self, name: str, tensors: Sequence[Tensor], numbers: Sequence[int], more: dict[str, Any]) -> None:
         cloud, reach, device = self.cloud, self.reach, self.cloud.device
-        lanes = lanes_of(len(reach.offsets))
-        given = (offset_table(reach.offsets, device), self.space.layout.tables(device))
-        constants = {"D": cloud.dim, "K": len(reach.offsets), **_steps(reach.steps), "FORM": reach.form, **more}
-        constants |= {"LOW": self.space.low, "ROWS": rows_of(lanes), "LANES": lanes}
+        lanes = lanes_of(reach.lanes)
+        given = (_taps(reach, device), self.space.layout.tables(device))
+        constants = {"D": cloud.dim, "PER": reach.lanes, **_steps(reach.steps), "FORM": reach.form}
+        constants |= {"LOW": self.space.low, "ROWS": rows_of(lanes), "LANES": lanes, **more}
         programs = -(-cloud.capacity // rows_of(lanes))
-        kernel(name)(
-            programs, (cloud.coords, cloud.count, *given, *tensors), (*self.space.numbers, *numbers), constants, WARPS
-        )
+        tensors = (cloud.coords, cloud.count, *given, *tensors)
+        kernel(name)(programs, tensors, (*self.space.numbers(reach), *numbers), constants, WARPS)
 
 
 class BrickLookup:
@@ -211,7 +286,7 @@ class BrickLookup:
 
     @staticmethod
     def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
-        return refusal(cloud.coords, cloud.bounds)
+        return refusal(cloud.coords, cloud.bounds, Reach.itself(cloud.dim))
 
     @property
     def nbytes(self) -> int:
@@ -223,14 +298,14 @@ class BrickLookup:
         volume, capacity = len(relation.offsets), outputs.capacity
         rows = torch.empty(capacity, volume, dtype=torch.int32, device=device)
         masks = torch.empty(capacity, -(-volume // WORD), dtype=torch.int32, device=device)
-        lanes = lanes_of(volume)
+        lanes, reach = lanes_of(volume), Reach("times", relation.stride, relation.offsets)
         constants = {"D": outputs.dim, "K": volume, **_steps(relation.stride)}
-        constants |= {"LOW": space.low, "ROWS": rows_of(lanes), "LANES": lanes}
-        given = (offset_table(relation.offsets, device), space.layout.tables(device))
+        constants |= {"LOW": space.low, "ROWS": rows_of(lanes), "LANES": lanes, **bricks.constants}
+        given = (_taps(reach, device), space.layout.tables(device))
         kernel("probes.brick_neighbours")(
             -(-capacity // rows_of(lanes)),
             (outputs.coords, outputs.count, *given, *bricks.tensors, self._values, rows, masks),
-            (*space.numbers, bricks.limit, capacity),
+            (*space.numbers(reach), bricks.limit, capacity),
             constants,
             WARPS,
         )

@@ -65,7 +65,7 @@ class Rates:
     stream: float = 4.0e12
     hash: tuple[float, float] = (14e-6, 11.5e-12)
     grid: tuple[float, float] = (8e-6, 5.0e-12)
-    bitmap: tuple[float, float] = (18e-6, 5.5e-12)
+    bitmap: tuple[float, float] = (17e-6, 5.5e-12)
     bricks: tuple[float, float] = (35e-6, 12e-12)
 
 
@@ -75,7 +75,7 @@ def costs(rows: int, cells: int, volume: int = 27, rates: Rates | None = None) -
     passes = {
         "hash": 40.0 * rows,
         "grid": 4.0 * cells,
-        "bitmap": 11 * cells / 8,
+        "bitmap": 6.5 * cells / 8,
         "bricks": cells / 512 / 8 * 5 + 64 * rows,
     }
     found = {}

@@ -15,9 +15,12 @@ from torch import Tensor
 from pumice.coords.cloud import OVERFLOW, clear
 from pumice.coords.launch import kernel, runs_kernels
 from pumice.coords.lookup import WORD, lanes_of
+from pumice.coords.ranking import ranked
 
 _ROWS = 128
 """Rows of one program, and of one block of a tally."""
+_COUNTED = 512
+"""Rows of one program that counts taps: more make programs too few, fewer additions to one place too many."""
 _KEYS = 256
 """Rows of one program that makes keys."""
 
@@ -104,9 +107,7 @@ def totals_of(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     if not runs_kernels(masks):
         return totals_of_twin(masks, count, volume)
     totals = torch.zeros(volume, dtype=torch.int32, device=masks.device)
-    parts = 1 if len(masks) < 200_000 else 8  # fewer additions to one place, and programs enough
-    constants = {"K": volume, "ROWS": _ROWS, "PARTS": parts}
-    kernel("tiling.count_taps")(-(-len(masks) // (parts * _ROWS)), (masks, count, totals), (), constants)
+    kernel("tiling.count_taps")(-(-len(masks) // _COUNTED), (masks, count, totals), (), {"K": volume, "ROWS": _COUNTED})
     return totals
 
 
@@ -135,17 +136,17 @@ def tally_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
 
 
 def ordered(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
-    """int64 [N]: rows with like taps one after the other, those with rare and with many taps first.
+    """int32 [N]: rows with like taps one after the other, those with rare and with many taps first.
 
     They fall by the rank of their taps' bits in Gray code, the rarest tap the highest bit (the order with the least
     computing of absent pairs in the project's simulation of indoor and LiDAR scenes); rows past the count come last.
     """
     keys = (gray_keys if runs_kernels(masks) else gray_keys_twin)(masks, count, totals, how)
     order: Tensor | None = None
-    for key in keys:
-        place = torch.sort(key if order is None else key[order], stable=True)[1]
+    for word, key in enumerate(keys):
+        place = ranked(key if order is None else key[order], _key_bits(how, len(masks), word))
         order = place if order is None else order[place]
-    return torch.arange(len(masks), device=masks.device) if order is None else order
+    return torch.arange(len(masks), dtype=torch.int32, device=masks.device) if order is None else order
 
 
 def gray_keys(masks: Tensor, count: Tensor, totals: Tensor, how: Order) -> Tensor:
@@ -327,6 +328,18 @@ def _shift(how: Order) -> int:
 
 
 def _key_dtype(how: Order, rows: int) -> torch.dtype:
-    """int32 where the bits of the taps and of the superblocks fit: half the passes of a radix sort."""
-    blocks = max(rows - 1, 0) >> _shift(how)
-    return torch.int32 if how.last - how.first + blocks.bit_length() <= WORD else torch.int64
+    """int32 where the bits of the taps and of the superblocks fit."""
+    return torch.int32 if how.last - how.first + _block_bits(how, rows) <= WORD else torch.int64
+
+
+def _key_bits(how: Order, rows: int, word: int) -> int:
+    """Bits of a word of the keys: of its taps, and of the superblocks' numbers above the highest.
+
+    What rows past the count have above these is not needed: they come last of those that are equal.
+    """
+    left = how.last - how.first - word * WORD
+    return WORD if left > WORD else left + _block_bits(how, rows)
+
+
+def _block_bits(how: Order, rows: int) -> int:
+    return (max(rows - 1, 0) >> _shift(how)).bit_length()

@@ -62,7 +62,10 @@ def lanes_of(volume: int) -> int:
 
 CELLS = 128
 """Cells, rows times taps, that a program asks for: few, so that its slowest probe keeps few others waiting."""
-_WORDS = 1024
+_WORDS = 2048
+"""Words of a bitmap that a program counts."""
+_NOTED = 2048
+"""Cells of a map that a program makes masks of: nothing keeps it waiting."""
 WARPS = 1
 """Warps of such a program: one, which needs no barrier."""
 
@@ -72,18 +75,39 @@ def rows_of(lanes: int) -> int:
     return CELLS // lanes
 
 
-def prefix(words: Tensor) -> Tensor:
-    """int32: how many bits are set in the words of a bitmap, up to and with each."""
-    counts = torch.empty_like(words)
-    kernel("probes.popcounts")(-(-len(words) // _WORDS), (words, counts), (len(words),), {"BLOCK": _WORDS})
-    return counts.cumsum(0, dtype=torch.int32)
+class Live(NamedTuple):
+    """How many words of a bitmap count: `each` for every one of `count`, int32 [1] on the device."""
+
+    count: Tensor
+    each: int
 
 
-def paired(words: Tensor) -> Tensor:
-    """int64: the words of a bitmap with their prefix beside them, so that one access gives both."""
-    pairs, sums = torch.empty(len(words), dtype=torch.int64, device=words.device), prefix(words)
-    kernel("probes.pair_up")(-(-len(words) // _WORDS), (words, sums, pairs), (len(words),), {"BLOCK": _WORDS})
-    return pairs
+def cleared(words: int, live: Live) -> Tensor:
+    """int32 [words], 0 where they count."""
+    found = torch.empty(words, dtype=torch.int32, device=live.count.device)
+    constants = {"LIVE": True, "BLOCK": _WORDS}
+    kernel("probes.clear")(-(-words // _WORDS), (found, live.count), (words, live.each), constants)
+    return found
+
+
+def paired(words: Tensor, live: Live | None = None) -> tuple[Tensor, Tensor]:
+    """(int64: the words of a bitmap with the bits set up to and with each beside them, so that one access gives both;
+    int32 [1]: the bits of all). What words do not count is not looked at, and has no pairs.
+
+    Of int8 each element is a bit; there are whole words of them.
+    """
+    count, each = (words, 0) if live is None else live
+    length, block = (len(words), _WORDS) if words.dtype == torch.int32 else (len(words) // 32, _WORDS // 16)
+    programs = -(-length // block)
+    alone = programs == 1
+    sums, total = (torch.empty(n, dtype=torch.int32, device=words.device) for n in (programs, 1))
+    pairs = torch.empty(length, dtype=torch.int64, device=words.device)
+    numbers, constants = (length, each), {"LIVE": live is not None, "BLOCK": block}
+    if not alone:
+        kernel("probes.count_bits")(programs, (words, sums, count), numbers, constants)
+    constants = {"LIVE": live is not None, "ALONE": alone, "BLOCK": block}
+    kernel("probes.pair_up")(programs, (words, sums, count, pairs, total), numbers, constants)
+    return pairs, total
 
 
 def mask_words(rows: Tensor) -> Tensor:
@@ -93,8 +117,10 @@ def mask_words(rows: Tensor) -> Tensor:
         rows = rows.contiguous()
         masks = torch.empty(count, -(-volume // WORD), dtype=torch.int32, device=rows.device)
         lanes = lanes_of(volume)
-        constants = {"K": volume, "ROWS": rows_of(lanes), "LANES": lanes}
-        kernel("probes.mask_words")(-(-count // rows_of(lanes)), (rows, masks), (count,), constants, WARPS)
+        each = _NOTED // lanes
+        kernel("probes.mask_words")(
+            -(-count // each), (rows, masks), (count,), {"K": volume, "ROWS": each, "LANES": lanes}
+        )
         return masks
     return mask_words_twin(rows)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -59,7 +60,7 @@ def made_of(inputs: Cloud, site: Site, relation: Relation, schedule: MapSchedule
     if not runs_kernels(inputs.coords) or inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
         return Listed(inputs, relation, site)
     fused = schedule is None or schedule.fused
-    if fused and bricks.refusal(inputs.coords, site.bounds, relation.stride) is None:
+    if fused and bricks.refusal(inputs.coords, site.bounds, Reach.of_meetings(relation)) is None:
         return Fused(inputs, relation, site)
     return Staged(inputs, relation, site) if codes_fit(site.bounds) else Listed(inputs, relation, site)
 
@@ -117,7 +118,7 @@ class Fused:
     def __init__(self, inputs: Cloud, relation: Relation, site: Site) -> None:
         self._inputs, self._relation, self._site = inputs, relation, site
         self._reach, self._meets = Reach.of_outputs(relation), Reach.of_meetings(relation)
-        most = min(INT32_MAX, inputs.capacity * reached(self._reach))
+        most = min(INT32_MAX, inputs.capacity * self._reach.lanes)
         self._bricks = Bricks.of(inputs, self._reach, site.bounds, most)
         self._table: Tensor | None = None
 
@@ -126,11 +127,12 @@ class Fused:
         return self._bricks.count
 
     def cloud(self, capacity: int, alone: bool = False) -> Cloud:
-        coords = self._bricks.coords(self._inputs, self._reach, capacity) if alone else self._placed(capacity)
-        return _buffered(coords, self.count, self._site, self._inputs)
+        way = partial(self._bricks.coords, self._inputs, self._reach) if alone else self._placed
+        coords, living = way(capacity)
+        return Cloud(coords, living, self._site.bounds, self._inputs.status, needed=self.count)
 
     def geometry(self, count: int) -> Geometry:
-        return Geometry(self._placed(count), self._site)
+        return Geometry(self._placed(count)[0], self._site)
 
     def table(self, capacity: int) -> Tensor | None:
         if self._relation.policy == "transposed_support":
@@ -139,12 +141,12 @@ class Fused:
             return self._bricks.rows(self._inputs, self._meets, capacity)
         return self._table
 
-    def _placed(self, capacity: int) -> Tensor:
-        """The outputs' coordinates; where each is met through some tap, the table is written in the same pass."""
+    def _placed(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """The outputs' coordinates, and how many live; where some tap meets each, the table comes in the same pass."""
         if self._relation.policy == "transposed_support" or not _covers(self._relation):
             return self._bricks.coords(self._inputs, self._reach, capacity)
-        self._table, coords = self._bricks.both(self._inputs, self._meets, capacity)
-        return coords
+        self._table, *placed = self._bricks.both(self._inputs, self._meets, capacity)
+        return placed[0], placed[1]
 
 
 class Staged:
@@ -216,18 +218,6 @@ def counted(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:
     return [value for (value,) in values[: len(counts)]]
 
 
-def reached(reach: Reach) -> int:
-    """How many cells a row reaches at most."""
-    if reach.form != "over":
-        return len(reach.offsets)
-    # Of offsets that leave the same rest, all or none divide.
-    kinds: dict[tuple[int, ...], int] = {}
-    for offset in reach.offsets:
-        rest = tuple(o % s for o, s in zip(offset, reach.steps, strict=True))
-        kinds[rest] = kinds.get(rest, 0) + 1
-    return max(kinds.values(), default=0)
-
-
 def _buffered(coords: Tensor, needed: Tensor, site: Site, inputs: Cloud) -> Cloud:
     """A buffer of outputs; where there are more than it holds, the status says so."""
     return Cloud(coords, needed.clamp(max=len(coords)), site.bounds, inputs.status, needed=needed)
@@ -235,7 +225,7 @@ def _buffered(coords: Tensor, needed: Tensor, site: Site, inputs: Cloud) -> Clou
 
 def room_of(inputs: int, relation: Relation, site: Site) -> int:
     """How many outputs so many inputs have at most, at the outputs' site."""
-    most = inputs * reached(Reach.of_outputs(relation))
+    most = inputs * Reach.of_outputs(relation).lanes
     return min(most, site.bounds.cells, INT32_MAX)
 
 

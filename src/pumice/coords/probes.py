@@ -11,7 +11,7 @@ import triton.language as tl
 _NUMBERS = [
     "batch", "low0", "low1", "low2", "low3", "size0", "size1", "size2", "size3",
     "step0", "step1", "step2", "step3", "begin0", "begin1", "begin2", "begin3",
-    "margin", "reach", "bits", "last", "limit", "capacity",
+    "from0", "from1", "from2", "from3", "margin", "reach", "bits", "last", "limit", "capacity", "each",
 ]  # fmt: skip
 
 EMPTY = tl.constexpr(2**63 - 1)
@@ -183,17 +183,6 @@ def _report(status, bit: tl.constexpr, happened):
         tl.atomic_or(status, bit)
 
 
-@triton.jit
-def _ranked(words, sums, index, known):
-    """(whether bit `index` of a bitmap is set, how many bits are set before it); sums: of the words up to each."""
-    word = tl.load(words + (index >> 5), mask=known, other=0)
-    shift = (index & 31).to(tl.int32)
-    above = (word.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
-    hit = known & ((above & 1) == 1)
-    rank = tl.load(sums + (index >> 5), mask=hit, other=0) - _popcount(above)
-    return hit, rank
-
-
 # building
 
 
@@ -274,13 +263,67 @@ def _paired(pairs, index, known):
     return known & ((above & 1) == 1), (pair >> 32).to(tl.int32) - _popcount(above)
 
 
+@triton.jit
+def _used(words, live, capacity, each, LIVE: tl.constexpr):
+    """How many words of a bitmap count: all, or `each` for every one of those that live."""
+    if LIVE:
+        capacity = tl.minimum(capacity, tl.load(live).to(tl.int64) * each)
+    return capacity
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
-def pair_up(words, sums, pairs, capacity: "i64", BLOCK: tl.constexpr):
-    """Words of a bitmap, each with how many bits are set up to and with it: one int64 of both."""
+def clear(words, live, capacity: "i64", each: "i64", LIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """Words that count become 0."""
+    used = _used(words, live, capacity, each, LIVE)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + at, mask=at < capacity, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
-    total = tl.load(sums + at, mask=at < capacity, other=0).to(tl.int64)
-    tl.store(pairs + at, (total << 32) | word, mask=at < capacity)
+    tl.store(words + at, tl.zeros([BLOCK], tl.int32), mask=at < used)
+
+
+@triton.jit
+def _words(words, first, used, BLOCK: tl.constexpr):
+    """Words of a bitmap; those of bytes, one for each bit, are put together."""
+    at = first + tl.arange(0, BLOCK)
+    if words.dtype.element_ty == tl.int32:
+        return tl.load(words + at, mask=at < used, other=0)
+    lane = tl.arange(0, 32)[None, :]
+    marks = tl.load(words + at[:, None] * 32 + lane, mask=at[:, None] < used, other=0)
+    return tl.sum(marks.to(tl.int32) << lane, axis=1)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def count_bits(words, sums, live, capacity: "i64", each: "i64", LIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """sums[p] = bits set in the words of program p."""
+    used = _used(words, live, capacity, each, LIVE)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    if first < used:
+        tl.store(sums + tl.program_id(0), tl.sum(_popcount(_words(words, first, used, BLOCK))))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def pair_up(
+    words, sums, live, pairs, total, capacity: "i64", each: "i64",
+    LIVE: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Words of a bitmap, each with how many bits are set up to and with it: one int64 of both; total: of them all.
+
+    sums: as count_bits gives them. ALONE: there is one program. Pairs of words that do not count are left alone.
+    """
+    used = _used(words, live, capacity, each, LIVE)
+    p = tl.program_id(0)
+    first = p.to(tl.int64) * BLOCK
+    if (first < used) | (p == 0):
+        before = tl.zeros([1024], tl.int32)
+        if not ALONE:
+            for start in range(0, p, 1024):
+                turn = start + tl.arange(0, 1024)
+                before += tl.load(sums + turn, mask=turn < p, other=0)
+        at = first + tl.arange(0, BLOCK)
+        word = _words(words, first, used, BLOCK)
+        rank = tl.sum(before) + tl.cumsum(_popcount(word), axis=0)
+        low = word.to(tl.uint32, bitcast=True).to(tl.int64)
+        tl.store(pairs + at, (rank.to(tl.int64) << 32) | low, mask=at < used)
+        if first + BLOCK >= used:
+            tl.store(total, tl.max(rank, axis=0))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -437,185 +480,244 @@ def mask_words(rows, masks, capacity: "i64", K: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def _moved(coords, offsets, r, k, there, tapped, low, D: tl.constexpr, AXIS: tl.constexpr, STEP: tl.constexpr,
-           FORM: tl.constexpr):  # fmt: skip
-    """Along one axis: the cell that row r reaches through tap k, less low, and whether there is one.
-
-    FORM: step * c + offset ("times"), (c - offset) / step where it divides ("over"), floor(c / step) ("floor").
-    """
-    c = tl.load(coords + r * (D + 1) + AXIS + 1, mask=there, other=0).to(tl.int64)
-    if FORM == "floor":
-        # What is divided is not negative, so that rounding towards 0 is rounding down.
-        v = c - low * STEP
-        return (tl.where(v >= 0, v, 0).to(tl.uint32) // STEP).to(tl.int64), there & (v >= 0)
-    o = tl.load(offsets + k * D + AXIS, mask=tapped, other=0).to(tl.int64)
-    if FORM == "times":
-        v = c * STEP + o - low
-        return v, there & tapped & (v >= 0)
-    v = c - o - low * STEP
-    whole = tl.where(v >= 0, v, 0).to(tl.uint32)
+def _divided(coords, r, there, begin, D: tl.constexpr, AXIS: tl.constexpr, STEP: tl.constexpr):
+    """(quotient, rest, whether there is one) of c - begin by a step; nothing below begin is divided."""
+    t = tl.load(coords + r * (D + 1) + AXIS + 1, mask=there, other=0).to(tl.int64) - begin
+    there = there & (t >= 0) & (t < 2**31)
+    whole = tl.where(there, t, 0).to(tl.uint32)
     share = whole // STEP
-    return share.to(tl.int64), there & tapped & (v >= 0) & (share * STEP == whole)
+    return share.to(tl.int32), (whole - share * STEP).to(tl.int32), there
+
+
+@triton.jit
+def _met(
+    coords, taps, r, lane, there, from0, from1, from2, from3,
+    D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """(tap of a lane, where its numbers stand in `taps`, whether there is one) for each row.
+
+    Of "over" the lanes are the taps that leave a row's own rests, which divide; of the others they are all taps.
+    """
+    known = there & (lane < PER)
+    k = lane + r.to(tl.int32) * 0
+    at = k * D
+    if FORM == "over":
+        _, kind, more = _divided(coords, r, there, from0, D, 0, S0)
+        known = known & more
+        if D > 1:
+            _, rest, more = _divided(coords, r, there, from1, D, 1, S1)
+            kind, known = kind * S1 + rest, known & more
+        if D > 2:
+            _, rest, more = _divided(coords, r, there, from2, D, 2, S2)
+            kind, known = kind * S2 + rest, known & more
+        if D > 3:
+            _, rest, more = _divided(coords, r, there, from3, D, 3, S3)
+            kind, known = kind * S3 + rest, known & more
+        at = (kind * PER + lane) * (D + 1)
+        k = tl.load(taps + at, mask=known, other=-1)
+        at, known = at + 1, known & (k >= 0)
+    return k, at, known
+
+
+@triton.jit
+def _moved(
+    coords, taps, r, at, known, begin, size, D: tl.constexpr, AXIS: tl.constexpr, STEP: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Along one axis: the cell that row r reaches, less the box's first, and whether it is in the box.
+
+    FORM: step * c + offset ("times"), (c - offset) / step ("over"), floor(c / step) ("floor").
+    """
+    if FORM == "times":
+        c = tl.load(coords + r * (D + 1) + AXIS + 1, mask=known, other=0).to(tl.int64)
+        v = c * STEP + tl.load(taps + at + AXIS, mask=known, other=0).to(tl.int64) - begin
+    else:
+        v, _, known = _divided(coords, r, known, begin, D, AXIS, STEP)
+        if FORM == "over":
+            v += tl.load(taps + at + AXIS, mask=known, other=0)
+    return v, known & (v >= 0) & (v < size)
 
 
 @triton.jit
 def _code(
-    coords, offsets, tables, r, k, there, tapped,
-    batch, low0, low1, low2, low3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
-    D: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr, FORM: tl.constexpr,
+    coords, taps, tables, r, lane, there,
+    batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+    D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    """(Morton code of the cell that row r reaches through tap k, the batch item on top; whether it is in the box)."""
+    """(Morton code of the cell that row r reaches in a lane, the batch item on top; whether it is in the box; the tap;
+    the cell along each axis, less the box's first)."""
+    k, at, inside = _met(coords, taps, r, lane, there, from0, from1, from2, from3, D, PER, S0, S1, S2, S3, FORM)
     b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
-    v, inside = _moved(coords, offsets, r, k, there, tapped, low0, D, 0, S0, FORM)
-    inside = inside & (b >= 0) & (b < batch) & (v < size0)
-    code = (b << bits) | tl.load(tables + begin0 + v, mask=inside, other=0)
+    v0, inside = _moved(coords, taps, r, at, inside, from0, size0, D, 0, S0, FORM)
+    v1, v2, v3 = v0, v0, v0
+    inside = inside & (b >= 0) & (b < batch)
+    code = (b << bits) | tl.load(tables + begin0 + v0, mask=inside, other=0)
     if D > 1:
-        v, hit = _moved(coords, offsets, r, k, there, tapped, low1, D, 1, S1, FORM)
-        inside = inside & hit & (v < size1)
-        code = code | tl.load(tables + begin1 + v, mask=inside, other=0)
+        v1, inside = _moved(coords, taps, r, at, inside, from1, size1, D, 1, S1, FORM)
+        code = code | tl.load(tables + begin1 + v1, mask=inside, other=0)
     if D > 2:
-        v, hit = _moved(coords, offsets, r, k, there, tapped, low2, D, 2, S2, FORM)
-        inside = inside & hit & (v < size2)
-        code = code | tl.load(tables + begin2 + v, mask=inside, other=0)
+        v2, inside = _moved(coords, taps, r, at, inside, from2, size2, D, 2, S2, FORM)
+        code = code | tl.load(tables + begin2 + v2, mask=inside, other=0)
     if D > 3:
-        v, hit = _moved(coords, offsets, r, k, there, tapped, low3, D, 3, S3, FORM)
-        inside = inside & hit & (v < size3)
-        code = code | tl.load(tables + begin3 + v, mask=inside, other=0)
-    return code, inside
+        v3, inside = _moved(coords, taps, r, at, inside, from3, size3, D, 3, S3, FORM)
+        code = code | tl.load(tables + begin3 + v3, mask=inside, other=0)
+    return code, inside, k, v0, v1, v2, v3
 
 
 @triton.jit
-def _found(directory, bricks, cells, ranks, code, inside, most, LOW: tl.constexpr):
+def _placed(directory, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constexpr):
+    """(whether a code's brick exists, the number of its cell in the bitmaps of cells); WHOLE: all bricks do."""
+    hit, cell = inside, code
+    if not WHOLE:
+        hit, brick = _paired(directory, code >> LOW, inside)
+        hit, cell = hit & (brick < limit), (brick.to(tl.int64) << LOW) | (code & ((1 << LOW) - 1))
+    return hit, cell
+
+
+@triton.jit
+def _found(directory, cells, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constexpr):
     """(whether a code is in the bricks, its rank among all)."""
-    hit, brick = _ranked(directory, bricks, code >> LOW, inside)
-    hit = hit & (brick < most)
-    return _ranked(cells, ranks, (brick.to(tl.int64) << LOW) | (code & ((1 << LOW) - 1)), hit)
+    hit, cell = _placed(directory, code, inside, limit, WHOLE, LOW)
+    return _paired(cells, cell, hit)
+
+
+@triton.jit
+def _set(words, index, mask):
+    """Set a bit where it is not yet: many reach the same, and asking is cheaper than an addition in one place."""
+    bit = (tl.full(index.shape, 1, tl.int32) << (index & 31).to(tl.int32)).to(tl.int32)
+    old = tl.load(words + (index >> 5), mask=mask, other=0, cache_modifier=".cg")
+    tl.atomic_or(words + (index >> 5), bit, mask=mask & ((old & bit) == 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def mark(
-    coords, count, offsets, tables, directory, status,
-    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    coords, count, taps, tables, directory, status,
+    batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64",
-    D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
-    FORM: tl.constexpr, STRICT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit of the brick of every cell that is reached. STRICT: a cell outside the box is reported."""
+    """Set the byte of the brick of every cell that is reached: bits, few words of them, would keep all waiting for each
+    other. STRICT: a cell outside the box is reported."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
-    for first in range(0, K, LANES):
-        k = first + tl.arange(0, LANES)[None, :]
-        code, inside = _code(
-            coords, offsets, tables, r, k, live, k < K,
-            batch, low0, low1, low2, low3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
-            D, S0, S1, S2, S3, FORM,
+    for first in range(0, PER, LANES):
+        lane = first + tl.arange(0, LANES)[None, :]
+        code, inside, _, _, _, _, _ = _code(
+            coords, taps, tables, r, lane, live,
+            batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, PER, S0, S1, S2, S3, FORM,
         )  # fmt: skip
-        inside = inside & (k < K)
-        brick = code >> LOW
-        tl.atomic_or(directory + (brick >> 5), (1 << (brick & 31)).to(tl.int32), mask=inside, sem="relaxed")
+        tl.store(directory + (code >> LOW), tl.full(code.shape, 1, tl.int8), mask=inside)
         if STRICT:
-            _report(status, RANGE, live & (k < K) & (inside == 0))
+            _report(status, RANGE, live & (lane < PER) & (inside == 0))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def occupy(
-    coords, count, offsets, tables, directory, bricks, cells, status,
-    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    coords, count, taps, tables, directory, cells, status,
+    batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64",
-    D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
-    FORM: tl.constexpr, STRICT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STRICT: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Set the bit of every cell that is reached, in its brick. limit: how many bricks there is room for.
 
-    STRICT: a cell that is reached twice is reported.
+    STRICT: a cell that is reached twice is reported, and if no bricks were marked (WHOLE) one outside the box is.
     """
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
-    for first in range(0, K, LANES):
-        k = first + tl.arange(0, LANES)[None, :]
-        code, inside = _code(
-            coords, offsets, tables, r, k, live, k < K,
-            batch, low0, low1, low2, low3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
-            D, S0, S1, S2, S3, FORM,
+    for first in range(0, PER, LANES):
+        lane = first + tl.arange(0, LANES)[None, :]
+        code, inside, _, _, _, _, _ = _code(
+            coords, taps, tables, r, lane, live,
+            batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, PER, S0, S1, S2, S3, FORM,
         )  # fmt: skip
-        inside = inside & (k < K)
-        hit, brick = _ranked(directory, bricks, code >> LOW, inside)
-        _report(status, OVERFLOW, hit & (brick >= limit))
-        hit = hit & (brick < limit)
-        cell = (brick.to(tl.int64) << LOW) | (code & ((1 << LOW) - 1))
-        bit = (tl.full(cell.shape, 1, tl.int32) << (cell & 31).to(tl.int32)).to(tl.int32)
-        old = tl.atomic_or(cells + (cell >> 5), bit, mask=hit, sem="relaxed")
+        hit, cell = _placed(directory, code, inside, limit, WHOLE, LOW)
+        if not WHOLE:
+            _report(status, OVERFLOW, inside & (hit == 0))
         if STRICT:
+            bit = (tl.full(cell.shape, 1, tl.int32) << (cell & 31).to(tl.int32)).to(tl.int32)
+            old = tl.atomic_or(cells + (cell >> 5), bit, mask=hit, sem="relaxed")
             _report(status, DUPLICATE, hit & ((old & bit) != 0))
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
-def popcounts(words, sums, capacity: "i64", BLOCK: tl.constexpr):
-    """Bits set in each word of a bitmap."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + at, mask=at < capacity, other=0)
-    tl.store(sums + at, _popcount(word), mask=at < capacity)
+            if WHOLE:
+                _report(status, RANGE, live & (lane < PER) & (inside == 0))
+        else:
+            _set(cells, cell, hit)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def meet(
-    coords, count, offsets, tables, directory, bricks, cells, ranks, rows, outputs, status,
-    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    coords, count, taps, tables, directory, cells, total, rows, outputs, living, status,
+    batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64", capacity: "i64",
-    D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
-    FORM: tl.constexpr, MAP: tl.constexpr, PLACE: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr,
-    LANES: tl.constexpr,
+    low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr,
+    MAP: tl.constexpr, PLACE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """For every cell that row r reaches through tap k and that is in the bricks, at place o among all cells:
 
-    MAP "rows": rows[o, k] = r, the others left alone; "turned": rows[r, k] = o, -1 where there is none; else nothing.
-    PLACE: outputs[o] = its coordinates (whoever reaches it writes the same). What lies at or past the capacity is not
-    there, and reported.
+    MAP "rows": rows[o, k] = r; "turned": rows[r, k] = o; the others are left alone.
+    PLACE: outputs[o] = its coordinates (whoever reaches it writes the same), -1 past the total, and how many rows live.
+    What lies at or past the capacity is not there, and reported.
     """
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
-    for first in range(0, K, LANES):
-        k = first + tl.arange(0, LANES)[None, :]
-        code, inside = _code(
-            coords, offsets, tables, r, k, live, k < K,
-            batch, low0, low1, low2, low3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
-            D, S0, S1, S2, S3, FORM,
+    for first in range(0, PER, LANES):
+        lane = first + tl.arange(0, LANES)[None, :]
+        code, inside, k, v0, v1, v2, v3 = _code(
+            coords, taps, tables, r, lane, live,
+            batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, PER, S0, S1, S2, S3, FORM,
         )  # fmt: skip
-        hit, rank = _found(directory, bricks, cells, ranks, code, inside & (k < K), limit, LOW)
+        hit, rank = _found(directory, cells, code, inside, limit, WHOLE, LOW)
         o = rank.to(tl.int64)
         _report(status, OVERFLOW, hit & (o >= capacity))
         hit = hit & (o < capacity)
         if MAP == "rows":
             tl.store(rows + o * K + k, tl.where(hit, r, 0).to(tl.int32), mask=hit)
         if MAP == "turned":
-            tl.store(rows + r * K + k, tl.where(hit, rank, -1), mask=live & (k < K))
+            tl.store(rows + r * K + k, rank, mask=hit)
         if PLACE:
             at = outputs + o * (D + 1)
             tl.store(at, (code >> bits).to(tl.int32), mask=hit)
-            v, _ = _moved(coords, offsets, r, k, live, k < K, low0, D, 0, S0, FORM)
-            tl.store(at + 1, (v + low0).to(tl.int32), mask=hit)
+            tl.store(at + 1, (v0 + low0).to(tl.int32), mask=hit)
             if D > 1:
-                v, _ = _moved(coords, offsets, r, k, live, k < K, low1, D, 1, S1, FORM)
-                tl.store(at + 2, (v + low1).to(tl.int32), mask=hit)
+                tl.store(at + 2, (v1 + low1).to(tl.int32), mask=hit)
             if D > 2:
-                v, _ = _moved(coords, offsets, r, k, live, k < K, low2, D, 2, S2, FORM)
-                tl.store(at + 3, (v + low2).to(tl.int32), mask=hit)
+                tl.store(at + 3, (v2 + low2).to(tl.int32), mask=hit)
             if D > 3:
-                v, _ = _moved(coords, offsets, r, k, live, k < K, low3, D, 3, S3, FORM)
-                tl.store(at + 4, (v + low3).to(tl.int32), mask=hit)
+                tl.store(at + 4, (v3 + low3).to(tl.int32), mask=hit)
+    if PLACE:
+        made = tl.minimum(tl.load(total).to(tl.int64), capacity)
+        if tl.program_id(0) == 0:
+            tl.store(living, made.to(tl.int32))
+        # What is left of the words of all rows, in equal parts.
+        most = capacity * (D + 1)
+        part = (most - made * (D + 1) + tl.num_programs(0) - 1) // tl.num_programs(0)
+        begin = made * (D + 1) + tl.program_id(0) * part
+        for start in range(0, part.to(tl.int32), 128):
+            inner = start + tl.arange(0, 128)
+            left = (inner < part) & (begin + inner < most)
+            tl.store(outputs + begin + inner, tl.full([128], -1, tl.int32), mask=left)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def brick_neighbours(
-    coords, count, offsets, tables, directory, bricks, cells, ranks, values, rows, masks,
-    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    coords, count, taps, tables, directory, cells, values, rows, masks,
+    batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64", capacity: "i64",
     D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
-    LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """As `neighbours`, of bricks: values[rank] is the row."""
     PER: tl.constexpr = 31 if LANES == 32 else LANES
@@ -625,13 +727,12 @@ def brick_neighbours(
     there = r < capacity
     for word in range(0, (K + PER - 1) // PER):
         k = word * PER + lane
-        tapped = (lane < PER) & (k < K)
-        code, inside = _code(
-            coords, offsets, tables, r, k, live, tapped,
-            batch, low0, low1, low2, low3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
-            D, S0, S1, S2, S3, "times",
+        code, inside, _, _, _, _, _ = _code(
+            coords, taps, tables, r, k, live & (lane < PER),
+            batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, K, S0, S1, S2, S3, "times",
         )  # fmt: skip
-        hit, rank = _found(directory, bricks, cells, ranks, code, inside, limit, LOW)
+        hit, rank = _found(directory, cells, code, inside, limit, WHOLE, LOW)
         found = tl.load(values + rank, mask=hit, other=-1)
-        tl.store(rows + r * K + k, found, mask=there & tapped)
+        tl.store(rows + r * K + k, found, mask=there & (lane < PER) & (k < K))
         _note(masks, found, r, lane, there, word, K)

@@ -39,7 +39,7 @@ class Table:
         kernel("probes.insert")(programs, tensors, numbers, constants)
         self._values = self._table
         if kind == "bitmap":
-            self._table = paired(self._table)
+            self._table, _ = paired(self._table)
             self._values = torch.empty(cloud.capacity, dtype=torch.int32, device=cloud.device)
             tensors = (cloud.coords, cloud.count, zero, self._table, self._values)
             constants = {"D": cloud.dim, "BLOCK": _INSERT_BLOCK}

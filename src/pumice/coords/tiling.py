@@ -36,17 +36,15 @@ def tally(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def count_taps(masks, count, totals, K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr):
-    """totals[k] += how many rows have tap k; PARTS times ROWS of them a program."""
+def count_taps(masks, count, totals, K: tl.constexpr, ROWS: tl.constexpr):
+    """totals[k] += how many rows have tap k."""
     WORDS: tl.constexpr = (K + 30) // 31
-    living = tl.load(count)
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = r < tl.load(count)
     lane = tl.arange(0, 32)
     for w in range(0, WORDS):
-        found = tl.zeros([32], tl.int32)
-        for part in range(0, PARTS):
-            r = (tl.program_id(0).to(tl.int64) * PARTS + part) * ROWS + tl.arange(0, ROWS)
-            word = tl.load(masks + r * WORDS + w, mask=r < living, other=0)
-            found += tl.sum((word[:, None] >> lane[None, :]) & 1, axis=0)
+        word = tl.load(masks + r * WORDS + w, mask=live, other=0)
+        found = tl.sum((word[:, None] >> lane[None, :]) & 1, axis=0)
         tl.atomic_add(totals + w * 31 + lane, found, mask=(lane < 31) & (w * 31 + lane < K), sem="relaxed")
 
 
@@ -218,3 +216,65 @@ def exchange(rows, count, turned, K: tl.constexpr, ROWS: tl.constexpr, LANES: tl
         met = tl.load(rows + r * K + k, mask=live & (k < K), other=-1)
         at = tl.where(met >= 0, met, 0).to(tl.int64) * K + k
         tl.store(turned + at, (r + tl.zeros_like(at)).to(tl.int32), mask=met >= 0)
+
+
+@triton.jit
+def _digits(keys, r, shift, capacity, BINS: tl.constexpr, FIRST: tl.constexpr):
+    """(digit of each entry, the entry: its key above its row); past the last the greatest digit.
+
+    FIRST: keys stand alone, and rows are in their own order.
+    """
+    if FIRST:
+        entry = (tl.load(keys + r, mask=r < capacity, other=2**31 - 1).to(tl.int64) << 32) | r
+    else:
+        entry = tl.load(keys + r, mask=r < capacity, other=2**63 - 1)
+    return ((entry >> (32 + shift)) & (BINS - 1)).to(tl.int32), entry
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def count_digits(
+    keys, counts, sums, shift: "i64", capacity: "i64",
+    BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, SQUAD: tl.constexpr,
+):  # fmt: skip
+    """counts[p, d]: how many of the program's entries have digit d; sums[p / SQUAD, d] += that."""
+    p = tl.program_id(0)
+    r = p.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    digit, _ = _digits(keys, r, shift, capacity, BINS, FIRST)
+    bins, found = tl.arange(0, BINS), tl.histogram(digit, BINS)
+    tl.store(counts + p * BINS + bins, found)
+    tl.atomic_add(sums + p // SQUAD * BINS + bins, found, mask=found > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def place_digits(
+    keys, counts, sums, found, shift: "i64", capacity: "i64",
+    BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, SQUAD: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """The program's entries where they come in the order of their digits, equal ones as they are.
+
+    counts and sums: as count_digits gives them, with SQUAD sums at most. LAST: rows alone are written.
+    """
+    p = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    mine = p // SQUAD
+    every, before = tl.zeros([16, BINS], tl.int32), tl.zeros([16, BINS], tl.int32)
+    for start in range(0, SQUAD, 16):
+        squad = start + tl.arange(0, 16)[:, None]
+        other = mine * SQUAD + squad
+        some = tl.load(sums + squad * BINS + bins[None, :])
+        every += some
+        before += tl.where(squad < mine, some, 0)
+        before += tl.load(counts + other * BINS + bins[None, :], mask=other < p, other=0)
+    totals, own = tl.sum(every, axis=0), tl.load(counts + p * BINS + bins)
+    # Where digit d begins among all, and from that on the program's own, less where it begins among the program's own.
+    begin = tl.cumsum(totals, axis=0) - totals + tl.sum(before, axis=0) - (tl.cumsum(own, axis=0) - own)
+    first, at = p.to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
+    digit, _ = _digits(keys, first + at, shift, capacity, BINS, FIRST)
+    inner = tl.sort(digit * BLOCK + at)
+    digit, r = inner // BLOCK, first + inner % BLOCK
+    _, entry = _digits(keys, r, shift, capacity, BINS, FIRST)
+    place = tl.gather(begin, digit, 0) + at
+    if LAST:
+        tl.store(found + place, entry.to(tl.int32), mask=r < capacity)
+    else:
+        tl.store(found + place, entry, mask=r < capacity)
