@@ -163,7 +163,7 @@ def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int,
 
 def ready_for(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Ready:
     """A call made ready, once for operands of these shapes, dtypes and devices."""
-    key = (text, names, shape, lowering, _deterministic(), *[(t.shape, t.dtype, t.device) for t in operands])
+    key = (text, names, shape, lowering, deterministic(), *[(t.shape, t.dtype, t.device) for t in operands])
     return _READY.get(key) or _READY.keep(key, _prepared(operands, names, text, shape, lowering))
 
 
@@ -285,7 +285,7 @@ def arrays(operands: Sequence[Tensor], names: str, text: str, option: Option) ->
 
 def chosen(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Option:
     """The cheapest option. Raises OptionError where there is none, with every reason."""
-    key = (names, text, lowering, _deterministic(), *((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
+    key = (names, text, lowering, deterministic(), *((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
     return _CHOSEN.get(key) or _CHOSEN.keep(key, _cheapest(operands, names, text, shape, lowering))
 
 
@@ -376,7 +376,7 @@ def _with_lost_ranges(text: str, names: str, bound: Bound) -> str:
     return text if len(lost) == len(statement.ranges) else str(replace(statement, ranges=tuple(lost.items())))
 
 
-def _deterministic() -> bool:
+def deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled()
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from pumice.coords import Geometry, as_axes
+from pumice.coords import Geometry, Relation, as_axes
 from pumice.errors import OptionError, ShapeError
-from pumice.ops.conv import Size, Target, conv, conv_inverse, conv_transpose
+from pumice.ops.conv import Size, Target, conv, conv_inverse, conv_transpose, convolve, target_of
 from pumice.ops.tensor import SparseTensor
 
 
@@ -92,11 +92,17 @@ class Conv(_Conv):
         options = {"stride": stride, "padding": padding, "dilation": dilation, "out": out, "offsets": offsets}
         window = _window(kernel_size, self.dim) if offsets is None else (len(offsets),)
         super().__init__((in_channels, out_channels), window, groups, bias, options)
+        spread = {"stride": stride, "dilation": dilation, "policy": target_of(out)[0]}
+        if offsets is None:
+            self.relation = Relation.of(self.dim, window, padding=padding, **spread)
+        else:
+            self.relation = Relation.of_offsets(self.dim, offsets, **spread)
 
     def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
         """x: N voxels x in_channels -> SparseTensor with out_channels. `out` replaces the layer's own for this call."""
-        options = self.options if out is None else {**self.options, "out": out}
-        return conv(x, self.weight, self.bias, groups=self.groups, **options)
+        if out is None:
+            return convolve(x, self.weight, self.bias, self.groups, self.relation)
+        return conv(x, self.weight, self.bias, groups=self.groups, **{**self.options, "out": out})
 
 
 class ConvTranspose(_Conv):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
-from pumice.lower import maps
+from pumice.lower import maps, plan
 from pumice.ops import register
 from pumice.ops.tensor import SparseTensor
 
@@ -62,14 +62,20 @@ def conv(
     _check_weight(x, weight, bias, groups, spatial=offsets is None)
     policy, target = target_of(out)
     if offsets is None:
-        relation = Relation.of(
-            x.dim, tuple(weight.shape[1:-1]), stride=stride, padding=padding, dilation=dilation, policy=policy
-        )
+        window = tuple(weight.shape[1:-1])
+        relation = Relation.of(x.dim, window, stride=stride, padding=padding, dilation=dilation, policy=policy)
     else:
         _check_offsets(weight, offsets, padding)
         relation = Relation.of_offsets(x.dim, offsets, stride=stride, dilation=dilation, policy=policy)
-    found, outputs = kernel_map(x.geometry, relation, target)
-    return _apply(x, weight, bias, groups, found, outputs)
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target))
+
+
+def convolve(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, relation: Relation) -> SparseTensor:
+    """`conv` by a relation that is at hand, as layers have it."""
+    _check_weight(x, weight, bias, groups, spatial=relation.custom is None)
+    if relation.dim != x.dim:
+        raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation))
 
 
 def conv_transpose(
@@ -106,8 +112,7 @@ def conv_transpose(
         output_padding=output_padding,
         bounded=bounded,
     )
-    found, outputs = kernel_map(x.geometry, relation)
-    return _apply(x, weight, bias, groups, found, outputs)
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation))
 
 
 def conv_inverse(
@@ -141,8 +146,7 @@ def conv_inverse(
         policy="cached_inverse",
     )
     _, finer = target_of(target)
-    found, outputs = kernel_map(x.geometry, relation, finer)
-    return _apply(x, weight, bias, groups, found, outputs)
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, finer))
 
 
 CONV = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c]"
@@ -155,19 +159,40 @@ def conv_features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups
 
     `found` is the kernel map, `rows` its number of outputs. Differentiable, any number of times, in x and weight.
     """
-    differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    tokens, arrays = maps.passed(found, differentiable)
-    names = "|".join(("x", "w", *tokens))
+    if register.plain((x, weight)):
+        key = ("call", rows, groups, x.shape, x.dtype, weight.shape, weight.dtype, plan.deterministic())
+        ready, arrays = found.storage(key, lambda m: _ready(x, weight, m, rows, groups))
+        y = plan.carry_out(ready, [*_grouped(x, weight, groups), *arrays])
+    else:
+        tokens, arrays = maps.passed(found, torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        names, text, shape = _told(tokens, weight, rows, groups)
+        y = register.einsum([*_grouped(x, weight, groups), *arrays], names, text, shape)
+    return y if groups == 1 else y.flatten(1)
+
+
+def _ready(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int) -> tuple[plan.Ready, Sequence[Tensor]]:
+    """The call made ready, once for operands like these, and the arrays of the map that it reads."""
+    tokens, arrays = maps.passed(found, False)
+    names, text, shape = _told(tokens, weight, rows, groups)
+    return plan.ready_for([*_grouped(x, weight, groups), *arrays], names, text, shape, ""), arrays
+
+
+def _told(tokens: Sequence[str], weight: Tensor, rows: int, groups: int) -> tuple[str, str, tuple[int, ...]]:
+    """Names of the operands, the statement, and the shape of its target."""
+    names, outputs = "|".join(("x", "w", *tokens)), weight.shape[0]
+    return (names, CONV, (rows, outputs)) if groups == 1 else (names, GROUPED_CONV, (rows, groups, outputs // groups))
+
+
+def _grouped(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     if groups == 1:
-        return register.einsum([x, weight, *arrays], names, CONV, (rows, weight.shape[0]))
-    x, width = x.unflatten(1, (groups, -1)), weight.shape[0] // groups
-    weight = weight.unflatten(0, (groups, width))
-    return register.einsum([x, weight, *arrays], names, GROUPED_CONV, (rows, groups, width)).flatten(1)
+        return x, weight
+    return x.unflatten(1, (groups, -1)), weight.unflatten(0, (groups, weight.shape[0] // groups))
 
 
-def _apply(
-    x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, found: KernelMap, outputs: Geometry
+def _over_map(
+    x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, mapped: tuple[KernelMap, Geometry]
 ) -> SparseTensor:
+    found, outputs = mapped
     feats, weight, bias = _autocast(x.feats, weight, bias)
     if feats.dtype != weight.dtype:
         raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; convert one, or use torch.autocast")

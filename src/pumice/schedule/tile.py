@@ -260,9 +260,11 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     while width > 64 and tiles * -(-columns // width) < 4 * PROCESSORS:
         width //= 2
     turns = problem.mean * -(-problem.volume(problem.roles.reduced) // depth)
+    # With 32 bits a side holds its values in parts, for which 4 warps have no registers.
+    warps = 8 if problem.bits > 16 and height * width >= 128 * 128 else 4
     if turns < _SHORT_LOOP:
-        return Tile(height, width, depth, stages=5, swapped=swapped)
-    return Tile(height, width, depth, stages=3 if height > 64 else 4, swapped=swapped, ahead=True)
+        return Tile(height, width, depth, warps=warps, stages=5, swapped=swapped)
+    return Tile(height, width, depth, warps=warps, stages=3 if height > 64 else 4, swapped=swapped, ahead=True)
 
 
 _SHORT_LOOP = 6
