@@ -93,7 +93,8 @@ def _steps(bound: Bound, facts: Facts) -> Steps | str:
         return "there are no three factors over plain ranges"
     if not all(_plain(expression) for a in _accesses(statement) for expression in a.indices):
         return "an index is computed"
-    if roles(statement, bound.extents).product:
+    form = roles(statement, bound.extents)
+    if form.product and form.within is None and not form.folds:
         return "the whole is one product of matrices"
     ways = list(_ways(bound, operands))
     if not ways:
