@@ -97,6 +97,9 @@ def _steps(bound: Bound, facts: Facts) -> Steps | str:
     if form.product and form.within is None and not form.folds:
         return "the whole is one product of matrices"
     ways = list(_ways(bound, operands))
+    if form.within:
+        # What is left keeps its form: results that are as large as the whole are not written between.
+        ways = [way for way in ways if roles(way[1].statement, way[1].extents).within]
     if not ways:
         return "no index is summed over by some of the factors alone"
     return min(ways, key=lambda way: seconds(_work(way, operands), DEVICES["cuda"]))

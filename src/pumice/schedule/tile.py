@@ -179,7 +179,7 @@ def candidates(problem: Problem) -> Iterator[Tile]:
 def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     for stages in (1, 2, 3, 4):
         yield replace(first, stages=stages)
-    for scale in (0.5, 2, 4):
+    for scale in (0.5, 1, 2, 4):
         rows = power_above(max(first.lanes, int(first.rows * scale))) if problem.roles.rows else 1
         for warps in (1, 2, 4, 8):
             # More than 64 results a thread spill.
