@@ -353,7 +353,8 @@ def _entrywise(
         batch = tuple(name for name in out if name not in rows)
         every = tuple(range(len(term.factors)))
         return Roles(False, rows, (along,), (), loops, batch, every, (), target, None, False, True)
-    together = () if own or columns is None or last in free else _side_by_side(term, target, extents)
+    # The one index outside arrays is seldom what the result lies along.
+    together = () if own or len(free) != 1 or last in free else _side_by_side(term, target, extents)
     if together:
         rest = [name for name in out if name not in together]
         row = max(rest, key=lambda n: extents[n], default=None)
