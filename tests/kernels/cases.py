@@ -110,6 +110,14 @@ def _tensor_product(grouped: bool, own: bool) -> Study:
     return Study("tensor product", text, axes, {"I": ("ni", 1), "J": ("nj", 1), "K": ("nk", 1), "L": ("nl", 1)})
 
 
+def _tensor_tables(own: bool) -> Study:
+    """The same over tables of the third index and the value by path, result and first factor."""
+    sample = "b," if own else ""
+    text = f"Z[b,i,w] = V[l,i,j,q] * X[b,j,u] * Y[b,K[l,i,j,q]] * W[{sample}l,u,w]"
+    axes = {"V": "l i j q", "K": "l i j q", "X": "b j u", "Y": "b nk", "W": ("b " if own else "") + "l u w"}
+    return Study("tensor tables", text, {**axes, "": "b i w"}, {"K": ("nk", 1)})
+
+
 STUDIES: Mapping[str, Study] = {
     "coo": _spmm("p", "p"),
     "group_coo": _spmm("p,q", "p,q"),
@@ -121,6 +129,8 @@ STUDIES: Mapping[str, Study] = {
     "tp_own": _tensor_product(False, True),
     "tp_grouped": _tensor_product(True, False),
     "tp_grouped_own": _tensor_product(True, True),
+    "tp_tables": _tensor_tables(False),
+    "tp_tables_own": _tensor_tables(True),
 }
 """The forward statements of the case studies, in the forms that a kernel reads."""
 
@@ -142,6 +152,7 @@ SMALL: Mapping[str, Mapping[str, int]] = {
         "g": 2,
     },
     "tensor product": {"b": 9, "ni": 3, "nj": 3, "nk": 4, "nl": 2, "u": 9, "w": 10, "p": 5, "q": 2},
+    "tensor tables": {"b": 3, "i": 4, "j": 5, "nk": 4, "l": 3, "u": 9, "w": 10, "q": 2},
 }
 LARGE: Mapping[str, Mapping[str, int]] = {
     "block spmm": {"M": 4096, "K": 4096, "n": 4096, "p": 1000, "q": 4},
@@ -151,6 +162,7 @@ LARGE: Mapping[str, Mapping[str, int]] = {
         **{"e": 8_000, "T": 800, "b": 128, "h": 500, "q": 2048, "g": 2},
     },
     "tensor product": {"b": 10_000, "ni": 16, "nj": 16, "nk": 16, "nl": 16, "u": 64, "w": 64, "p": 300, "q": 16},
+    "tensor tables": {"b": 10_000, "i": 9, "j": 9, "nk": 9, "l": 11, "u": 32, "w": 32, "q": 2},
 }
 
 
@@ -269,7 +281,7 @@ def variants(case: Case) -> Iterator[tuple[str, Case]]:
     """The case at sizes that are easy to get wrong."""
     study = STUDIES[case.study]
     used = set(" ".join(study.axes.values()).split())
-    entries = next(axis for axis in ("e", "h", "p") if axis in used)
+    entries = next(axis for axis in ("e", "h", "p", "l") if axis in used)
     rows = study.axes[""].split()[0]
     few = {"p": 2} if study.block else {}
     yield "one column", case.at(SMALL, **{"w" if "w" in used else "n": 1}, **few)

@@ -141,6 +141,34 @@ def strided(tensor: Tensor) -> Tensor:
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
+# Products whose left side is a product
+def within_checks() -> Checks:
+    kinds = {"fp32": torch.float32, "fp64": torch.float64}
+    found: dict[str, Callable[[], None]] = {}
+    for sizes in ({}, {"i": 16, "j": 16}, {"u": 40, "w": 33}, {"l": 1, "q": 1}, {"j": 33}):
+        for name, kind in kinds.items():
+            found[f"within {sizes} {name}"] = partial(check_within, sizes, kind)
+    found["an infinity within"] = check_infinity_within
+    return found
+
+
+def check_within(sizes: Mapping[str, int], kind: torch.dtype) -> None:
+    for study in ("tp_tables", "tp_tables_own"):
+        p = problem(CASES[study].at(SMALL, **sizes)).to(kind)
+        found = form_of(p).within
+        assert found is not None and (found.met, found.summed) == ("j", ("q",))
+        for depth in (16, 32, 64):
+            agree(p, kind, Tile(16, 16, depth), 2e-6)
+
+
+def check_infinity_within() -> None:
+    """What is cut off for tf32 has no part in an infinity."""
+    p = problem(CASES["tp_tables_own"].at(SMALL))
+    p.operands["W"][1, :, :, 2] = torch.inf
+    got, want = lowered.run(p.bound, p.operands, torch.float32), wanted(p)
+    assert torch.equal(got.isfinite(), want.isfinite())
+
+
 # Rows that are segments
 def lane_checks() -> Checks:
     found: dict[str, Callable[[], None]] = {}
@@ -426,6 +454,7 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
     "spmm": partial(joined, partial(study_checks, "block spmm"), partial(study_checks, "spmm"), lane_checks),
     "convolution": partial(joined, partial(study_checks, "convolution"), map_checks),
     "tensor product": partial(joined, partial(study_checks, "tensor product"), chain_checks),
+    "tensor tables": partial(joined, partial(study_checks, "tensor tables"), within_checks),
     "fuzz": partial(joined, other_checks, fuzz_checks),
 }
 """The checks, by name, of each group; a group is one process."""

@@ -19,6 +19,12 @@ from pumice.language.nodes import Access, Affine, Index, Statement, Term, access
 _SMALLEST = 8
 """Below this many rows, columns or reduced points a tile of a matrix product is mostly empty."""
 
+_SMALLEST_WITHIN = 4
+"""The same where the left side is a product itself, so that what is on the right is read once."""
+
+_DEEPEST_WITHIN, _LONGEST_WITHIN = 64, 8
+"""The most points that a product within the left side sums over in its matrices, and one after another."""
+
 _MANY = 4096
 """From so many results in every segment on, these are the rows of a tile, and not the segments."""
 
@@ -30,6 +36,23 @@ class Segment:
     array: str
     position: str
     index: str
+
+
+@dataclass(frozen=True)
+class Within:
+    """The left side of a product as a product of its own, over reductions that nothing else has.
+
+        Z[b,i,w] = A[b,l,i,j] * X[b,j,u] * W[b,l,u,w]       left[i,u] = A[i,j] * X[j,u], met j
+
+    met         the index that its two sides share, all of it in one tile
+    summed      its other reductions, each in one side alone, written out one after another
+    left, right places of the factors: those with the rows, those with the reduction of the whole
+    """
+
+    met: str
+    summed: tuple[str, ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,8 @@ class Roles:
     folds       whether the columns are a reduction too, summed at the end; of a matrix product after the factors that
                 the loop leaves out were multiplied in: Z[b,p] = (G[b,w] . W[p,u,w]) * X[b,u], columns u
     stacked     whether the rows of a matrix product are consecutive segments, see stacked()
+    within      what the left side is where it is a product too; as in every product of matrices, what is multiplied
+                by 0 there counts: infinities and NaN spread to all rows
     """
 
     product: bool
@@ -62,6 +87,7 @@ class Roles:
     adds: bool
     folds: bool = False
     stacked: bool = False
+    within: Within | None = None
 
     @property
     def laned(self) -> bool:
@@ -204,7 +230,7 @@ def _product(
     position = segment.position if segment else None
     out = [name for name in indices_of(target) if name != own]
     inside = set(indices_of(*arrays_of(term, target)))
-    best: tuple[int, Roles] | None = None
+    best: tuple[tuple[bool, int], Roles] | None = None
     for column in (name for name in out if name not in inside):
         right = tuple(i for i, dep in enumerate(deps) if column in dep)
         left = tuple(i for i, dep in enumerate(deps) if column not in dep)
@@ -215,15 +241,40 @@ def _product(
         if not rows or not meets:
             continue
         tile = _tile_of(meets, extents)
-        sizes = [_volume(rows, extents), _volume(columns, extents), _volume(tile, extents)]
-        if min(sizes) < _SMALLEST:
+        alone = tuple(name for name in reduced if name in a and name not in b)
+        within = _within(deps, left, meets[-1:], alone, extents) if segment is None else None
+        if within is not None:
+            tile = meets[-1:]
+            both = _union(deps, within.right)
+            rows = tuple(name for name in rows if name not in both)
+        sizes = [_volume(names, extents) if names else 0 for names in (rows, columns, tile)]
+        if min(sizes) < (_SMALLEST_WITHIN if within else _SMALLEST):
             continue
         score = math.prod(min(size, cap) for size, cap in zip(sizes, (128, 128, 64), strict=True))
         # Of two equal ones that whose columns are the target's last axis: they are stored together.
         score = 2 * score + (bool(target.indices) and target.indices[-1].bare in columns)
-        if best is None or score > best[0]:
-            best = score, _with_rest(target, reduced, (rows, columns, tile), (left, right), own)
+        # A product within spares a loop around all of it.
+        rank = (within is not None, score)
+        if best is None or rank > best[0]:
+            best = rank, _with_rest(target, reduced, (rows, columns, tile), (left, right), own, within)
     return best[1] if best else None
+
+
+def _within(
+    deps: Sequence[set[str]],
+    places: Sequence[int],
+    tile: Sequence[str],
+    alone: Sequence[str],
+    extents: Mapping[str, int],
+) -> Within | None:
+    """The factors at these places as a product over `alone`, the reductions that no other factor has, or None."""
+    right = tuple(place for place in places if deps[place] & set(tile))
+    left = tuple(place for place in places if place not in right)
+    met = [name for name in alone if name in _union(deps, left) and name in _union(deps, right)]
+    if len(met) != 1 or not _SMALLEST_WITHIN <= extents[met[0]] <= _DEEPEST_WITHIN:
+        return None
+    summed = tuple(name for name in alone if name != met[0])
+    return Within(met[0], summed, left, right) if _volume(summed, extents) <= _LONGEST_WITHIN else None
 
 
 def _folded_product(term: Term, target: Access, reduced: Sequence[str], extents: Mapping[str, int]) -> Roles | None:
@@ -259,12 +310,14 @@ def _with_rest(
     axes: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
     sides: tuple[tuple[int, ...], tuple[int, ...]],
     own: str | None,
+    within: Within | None = None,
 ) -> Roles:
     rows, columns, tile = axes
-    loops = tuple(name for name in reduced if name not in tile)
+    inside = (within.met, *within.summed) if within else ()
+    loops = tuple(name for name in reduced if name not in tile and name not in inside)
     batch = tuple(n for n in indices_of(target) if n not in rows and n not in columns and n != own)
     batch = (own, *batch) if own else batch
-    return Roles(True, rows, columns, tile, loops, batch, *sides, target, None, False)
+    return Roles(True, rows, columns, tile, loops, batch, *sides, target, None, False, within=within)
 
 
 def _tile_of(meets: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
@@ -300,6 +353,15 @@ def _entrywise(
         batch = tuple(name for name in out if name not in rows)
         every = tuple(range(len(term.factors)))
         return Roles(False, rows, (along,), (), loops, batch, every, (), target, None, False, True)
+    # The one index outside arrays is seldom what the result lies along.
+    together = () if own or len(free) != 1 or last in free else _side_by_side(term, target, extents)
+    if together:
+        rest = [name for name in out if name not in together]
+        row = max(rest, key=lambda n: extents[n], default=None)
+        batch = tuple(name for name in rest if name != row)
+        every = tuple(range(len(term.factors)))
+        rows = (row,) if row else ()
+        return Roles(False, rows, together, (), tuple(reduced), batch, every, (), target, None, False)
     if columns is None and folded:
         columns, folds = max(folded, key=lambda n: extents[n]), True
     rest = [name for name in out if name != columns]
@@ -318,11 +380,33 @@ def _entrywise(
     return Roles(False, some[0], some[1], (), loops, batch, every, (), target, None, False, folds)
 
 
+_ACROSS = 128
+"""Results that lie side by side and are written together."""
+
+
+def _side_by_side(term: Term, target: Access, extents: Mapping[str, int]) -> tuple[str, ...]:
+    """Indices that the result lies along, or where it is scattered the largest factor: they may be inside arrays."""
+    scattered = not target.indices or target.indices[-1].bare is None
+    along = _largest(term, extents) if scattered else target
+    places = [name for expression in target.indices for name in indices_of(expression)]
+    found: list[str] = []
+    for expression in reversed(along.indices if along else ()):
+        name = expression.bare
+        if name is None or places.count(name) != 1 or _volume(found, extents) >= _ACROSS:
+            break
+        found.insert(0, name)
+    return tuple(found)
+
+
 def _runs_along(term: Term, extents: Mapping[str, int]) -> str | None:
     """The index of the last axis of the factor with the most points."""
-    factors = [factor for factor in term.factors if isinstance(factor, Access) and factor.indices]
-    largest = max(factors, key=lambda f: _volume(indices_of(f), extents), default=None)
+    largest = _largest(term, extents)
     return largest.indices[-1].bare if largest else None
+
+
+def _largest(term: Term, extents: Mapping[str, int]) -> Access | None:
+    factors = [factor for factor in term.factors if isinstance(factor, Access) and factor.indices]
+    return max(factors, key=lambda f: _volume(indices_of(f), extents), default=None)
 
 
 def _union(deps: Sequence[set[str]], places: Iterable[int]) -> set[str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from pumice.language.bind import Bound, bind
 from pumice.language.derive import fresh, names_of
 from pumice.language.nodes import Access, Affine, Index, Statement, Term, accesses_of, index, indices_of
-from pumice.language.roles import roles
+from pumice.language.roles import Roles, roles
 from pumice.lower import triton as kernels
 from pumice.lower import work
 from pumice.schedule.cost import DEVICES, Work, seconds
@@ -93,12 +93,20 @@ def _steps(bound: Bound, facts: Facts) -> Steps | str:
         return "there are no three factors over plain ranges"
     if not all(_plain(expression) for a in _accesses(statement) for expression in a.indices):
         return "an index is computed"
-    if roles(statement, bound.extents).product:
+    form = roles(statement, bound.extents)
+    if form.product and form.within is None and not form.folds:
         return "the whole is one product of matrices"
     ways = list(_ways(bound, operands))
+    if form.product:
+        # A product stays one: where it has another within, the second step; where it is folded, the first.
+        ways = [way for way in ways if (_role(way[1]).within if form.within else _role(way[0]).product)]
     if not ways:
         return "no index is summed over by some of the factors alone"
     return min(ways, key=lambda way: seconds(_work(way, operands), DEVICES["cuda"]))
+
+
+def _role(bound: Bound) -> Roles:
+    return roles(bound.statement, bound.extents)
 
 
 def _accesses(statement: Statement) -> tuple[Access, ...]:

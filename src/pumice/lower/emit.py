@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from pumice.errors import OptionError
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, index, indices_of
-from pumice.language.roles import Roles
+from pumice.language.roles import Roles, Within
 
 FLOATS = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32", "fp64": "tl.float64"}
 INTEGERS = {"i32": "tl.int32", "i64": "tl.int64"}
@@ -33,6 +33,8 @@ class Signature:
     unit: (operand, axis) whose stride is 1.  wide: operands that need 64-bit addresses.
     static: extents that are baked in.  starts: first values of declared ranges.
     even: which of the axes "Y", "R" and "X" their tile divides.
+    whole: whether one tile takes all of the reduction.
+    thrice: whether float32 is multiplied by three products of tf32 that are written out (see _Emitter._halves).
     lanes: entries of one segment that a row takes side by side, where the segment's index is the row.
     slabs: whether all rows are taken for one block of columns before the next.
     splits: whether several programs share the loop of one tile, and add what they find.
@@ -46,6 +48,8 @@ class Signature:
     static: tuple[tuple[str, int], ...] = ()
     starts: tuple[tuple[str, int], ...] = ()
     even: str = ""
+    whole: bool = False
+    thrice: bool = False
     lanes: int = 1
     slabs: bool = False
     splits: bool = False
@@ -78,7 +82,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Value:
-    """An expression of the source and the axes of the tile that it has: "", "Y", "R", "X", "YR", "RX" or "YX"."""
+    """An expression of the source and the axes of the tile that it has, at most two of "YJRX".
+
+    J is what the two sides of a product within the left side share (language.roles.Within).
+    """
 
     code: str
     axes: str = ""
@@ -117,7 +124,7 @@ def _times(coefficient: int, code: str) -> str:
 
 def _joined(axes: str) -> str:
     """The axes each once, in the order of the tile."""
-    return "".join(axis for axis in "YRX" if axis in axes)
+    return "".join(axis for axis in "YJRX" if axis in axes)
 
 
 @dataclass
@@ -141,10 +148,16 @@ class _Emitter:
         segment = self.roles.segment
         self.position = segment.position if segment else None
         self.turning = {*self.roles.loops, *self.roles.reduced, *([self.position] if self.position else [])}
+        self.even = self.signature.even
         self.turned = self.roles.folds and not self.roles.product
         if self.turned:
             self.turning.update(self.roles.columns)
         self.accumulator = "tl.float64" if "fp64" in self.dtypes.values() else "tl.float32"
+        # What does not change from turn to turn is loaded before the loop.
+        self.fixed = set(self.roles.reduced) if self.signature.whole else set[str]()
+        if self.roles.within:
+            self.fixed.update((self.roles.within.met, *self.roles.within.summed))
+            self.turning.update(self.fixed)
 
     # The frame of the kernel
 
@@ -154,7 +167,9 @@ class _Emitter:
         product = self._product(inner) if inner else None
         self._loop(product)
         self._store(outer, inner != [])
-        own = ["BR", "PRECISION"] if self.roles.product else ["STAGES"] if inner else []
+        # Where the products are written out their precision is, too.
+        precise = [] if self.signature.thrice else ["PRECISION"]
+        own = ["BR", *precise] if self.roles.product else ["STAGES"] if inner else []
         constants = ["BY", "BX", *own, *self._loop_constants()]
         arguments = (
             *sorted(self.arguments.values(), key=lambda a: _ORDER.index(a.kind)),
@@ -300,17 +315,91 @@ class _Emitter:
         self.turn = list(self.body)
         if not roles.product:
             return f"accumulator + {self._multiplied(inner, 'YX').at('YX')}"
-        sides = []
         compute = self._compute_dtype(inner)
-        for places, axes, shape in ((roles.left, "YR", "(BY, BR)"), (roles.right, "RX", "(BR, BX)")):
-            value = self._multiplied([place for place in places if place in inner], axes)
-            value = self._in_own_row(value) if roles.stacked and axes == "YR" else value
-            code = value.at(axes)
-            if value.axes != axes:
-                code = f"tl.broadcast_to({code}, {shape})"
-            sides.append(f"({code}).to({compute})")
+        if roles.within:
+            left = self._left_product(roles.within, inner, compute)
+        else:
+            left = self._multiplied([place for place in roles.left if place in inner], "YR")
+            left = self._in_own_row(left) if roles.stacked else left
+        right = self._multiplied([place for place in roles.right if place in inner], "RX")
+        sides = self._side(left, "YR", compute), self._side(right, "RX", compute)
+        if not self.signature.thrice:
+            return f"tl.dot({sides[0]}, {sides[1]}, accumulator, {self._how(compute)})"
+        (a, low_a), (b, low_b) = self._halves(sides[0]), self._halves(sides[1])
+        # What is small is summed apart, so that it is looked at once.
+        self.body += [
+            f"small = tl.dot({low_a}, {b}, small, input_precision='tf32')",
+            f"small = tl.dot({a}, {low_b}, small, input_precision='tf32')",
+        ]
+        return f"tl.dot({a}, {b}, accumulator, input_precision='tf32')"
+
+    def _how(self, compute: str) -> str:
+        """How values meet in a product of matrices."""
         kind = f"out_dtype={self.accumulator}, " if compute == "tl.float64" else ""
-        return f"tl.dot({sides[0]}, {sides[1]}, accumulator, {kind}input_precision=PRECISION)"
+        return f"{kind}input_precision=PRECISION"
+
+    def _side(self, value: Value, axes: str, compute: str) -> str:
+        """A value as one side of a product of matrices."""
+        code = value.at(axes)
+        if value.axes != axes:
+            sides = {"J": str(self._depth_within()), **{axis: f"B{axis}" for axis in "YRX"}}
+            code = f"tl.broadcast_to({code}, ({sides[axes[0]]}, {sides[axes[1]]}))"
+        return f"({code}).to({compute})"
+
+    # A product within the left side
+
+    def _left_product(self, within: Within, inner: Sequence[int], compute: str) -> Value:
+        """The left side as a product of matrices over an index that is all in one tile."""
+        extent = self.static[within.met]
+        self.head.append(f"j = tl.arange(0, {self._depth_within()})")
+        if extent == self._depth_within():
+            self.even += "J"
+        else:
+            self.head.append(f"in_j = j < {extent}")
+        self._define(within.met, "j", "J")
+        sides = [
+            self._side(self._written_out([place for place in places if place in inner], within, axes), axes, compute)
+            for places, axes in ((within.left, "YJ"), (within.right, "JR"))
+        ]
+        if not self.signature.thrice:
+            return self._named("m", Value(f"tl.dot({sides[0]}, {sides[1]}, {self._how(compute)})", "YR"), self.body)
+        (a, low_a), (b, low_b) = self._halves(sides[0]), self._halves(sides[1])
+        self.body += [
+            f"between = tl.dot({low_a}, {b}, input_precision='tf32')",
+            f"between = tl.dot({a}, {low_b}, between, input_precision='tf32')",
+            "between = tl.where(between == between, between, 0.0)",
+        ]
+        return self._named("m", Value(f"tl.dot({a}, {b}, between, input_precision='tf32')", "YR"), self.body)
+
+    def _halves(self, code: str) -> tuple[str, str]:
+        """float32 as what tf32 holds of it, and the rest.
+
+        Triton's tf32x3 rounds where this cuts off, by twice as many instructions as the products have. Of an infinity
+        the rest is NaN, and so is what is small in its product: it is left out.
+        """
+        whole = self._named("f", Value(code), self.body).code
+        high = Value(f"({whole}.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)")
+        high = self._named("f", high, self.body).code
+        return high, self._named("f", Value(f"{whole} - {high}"), self.body).code
+
+    def _depth_within(self) -> int:
+        """How many points of the index the tile has; matrix units take 16 at least."""
+        within = self.roles.within
+        return max(16, 1 << (self.static[within.met] - 1).bit_length()) if within else 0
+
+    def _written_out(self, places: Sequence[int], within: Within, axes: str) -> Value:
+        """The sum of the products of factors over the short reductions that they have."""
+        read = set(indices_of(*(self._factor(place) for place in places)))
+        names = [name for name in within.summed if name in read]
+        found: list[Value] = []
+        for point in itertools.product(*(range(self.static[name]) for name in names)):
+            for name, value in zip(names, point, strict=True):
+                self.values[name] = Value(str(value + self.starts.get(name, 0)))
+            found.append(self._multiplied(places, axes))
+        if len(found) == 1:
+            return found[0]
+        joined = _joined("".join(value.axes for value in found))
+        return self._named("m", Value(" + ".join(value.at(joined) for value in found), joined), self.body)
 
     def _in_own_row(self, value: Value) -> Value:
         """The value of an entry in the row of its segment, and 0 in the others."""
@@ -325,6 +414,9 @@ class _Emitter:
         kinds = {self.dtypes[f.name] for f in (factors[place] for place in inner) if isinstance(f, Access)}
         if "fp64" in self.dtypes.values():
             return "tl.float64"
+        if self.roles.within:
+            # The product within is not rounded to half precision.
+            return "tl.float32"
         if kinds == {"fp16"} or kinds == {"bf16"}:
             return FLOATS[kinds.pop()]
         return "tl.float32"
@@ -374,6 +466,10 @@ class _Emitter:
 
         Those of one index are a number that changes and a ramp that stays, so that addresses are worked out once.
         """
+        if self.signature.whole:
+            self.head.append("r = tl.arange(0, BR)")
+            self._points("R", names, self.head)
+            return
         body = self.body
         if len(names) != 1:
             body += ["r = rest % BLOCKS * BR + tl.arange(0, BR)", "rest = rest // BLOCKS"]
@@ -403,6 +499,8 @@ class _Emitter:
             return []
         tiled = self.roles.product or self.turned
         names = self.roles.reduced if self.roles.product else self.roles.columns
+        if self.signature.whole:
+            return []
         return ["BLOCKS"] if tiled and all(name in self.static for name in names) else []
 
     def _loop(self, product: str | None) -> None:
@@ -410,14 +508,17 @@ class _Emitter:
         if product is None:
             return
         head.append(f"accumulator = tl.zeros((BY, BX), dtype={self.accumulator})")
+        if self.signature.thrice:
+            head.append(f"small = tl.zeros((BY, BX), dtype={self.accumulator})")
         turns = [self._extent(name) for name in self.roles.loops if name != self.position]
         if self.roles.stacked:
             turns = ["tl.cdiv(entries, BR)"]
         elif self.roles.product or self.turned:
             names, block = (self.roles.reduced, "BR") if self.roles.product else (self.roles.columns, "BX")
-            if not self._loop_constants():
-                head.append(f"BLOCKS = tl.cdiv({self._volume(names)}, {block})")
-            turns.append("BLOCKS")
+            if not self.signature.whole:
+                turns.append("BLOCKS")
+                if not self._loop_constants():
+                    head.append(f"BLOCKS = tl.cdiv({self._volume(names)}, {block})")
         if self.position is not None and not self.roles.stacked:
             turns.insert(0, "turns" if self.roles.laned else "(stop - start)")
         # Triton runs the loads of loops with a product ahead by itself, those of others where it is told to.
@@ -434,6 +535,8 @@ class _Emitter:
             head += [*self._indices(first, ""), *self._indices(f"{first} + 1", "_next")]
         head.append(f"for turn in tl.range({first}, {last}{ahead}):")
         head += [f"    {line}" for line in (*self.body, f"accumulator = {product}", *self._moved())]
+        if self.signature.thrice:
+            head.append("accumulator += tl.where(small == small, small, 0.0)")
         self.body = []
 
     def _moved(self) -> list[str]:
@@ -465,10 +568,10 @@ class _Emitter:
 
     def _load(self, access: Access, axes: str) -> Value:
         """The value of an access over the axes of the tile that it depends on; 0, or -1 of an integer, outside."""
-        key = str(access)
+        key = self._key(access)
         if key in self.values:
             return self.values[key]
-        lines = self.body if self.turning & set(indices_of(access)) else self.head
+        lines = self.body if (self.turning - self.fixed) & set(indices_of(access)) else self.head
         pointer, masks = self._address(access, self._operand(access.name), lines)
         own = _joined("".join(value.axes for value in (*pointer, *masks)))
         if len(own) > 2 or (axes and not set(own) <= set(axes)):
@@ -478,7 +581,7 @@ class _Emitter:
         mask = " & ".join(value.at(own) for value in masks)
         outside = "-1" if integer else "0.0"
         cast = ".to(tl.int32)" if integer and not self.signature.wide else ""
-        turns = bool(self.turning & set(indices_of(access)))
+        turns = bool((self.turning - self.fixed) & set(indices_of(access)))
         if integer and turns and self.signature.ahead and all(e.bare for e in access.indices):
             loaded = Value(f"v{next(self.number)}", own)
             self.ahead.append((loaded.code, where, mask, cast))
@@ -526,14 +629,20 @@ class _Emitter:
         return values, conditions
 
     def _array_value(self, access: Access) -> Value:
-        return self.values[str(access)]
+        return self.values[self._key(access)]
+
+    def _key(self, access: Access) -> str:
+        """The name of what was loaded; of indices that are written out it depends on their place."""
+        out = self.roles.within.summed if self.roles.within else ()
+        here = [self.values[name].code for name in out if name in indices_of(access) and name in self.values]
+        return f"{access}{here}" if here else str(access)
 
     def _atom(self, atom: Index | Access, conditions: list[Value]) -> list[Value]:
         """The value, as a sum."""
         if isinstance(atom, Access):
             return [self._load(atom, "")]
         value = self.values[atom.name]
-        if len(value.axes) == 1 and value.axes not in self.signature.even:
+        if len(value.axes) == 1 and value.axes not in self.even:
             own = atom.name == self.position and self.roles.laned
             name = "in_p" if own else f"in_{value.axes.lower()}"
             if not (self.roles.laned and value.axes == "Y" and atom.name != self.position):

@@ -48,6 +48,8 @@ _COMPILERS = 8
 """Kernels that are made at once while tuning."""
 _STATIC = 1024
 """Extents of reductions and columns up to this are baked into the kernel; longer ones are arguments."""
+_FEW = 64
+"""The same of the rows of a product whose left side is a product, too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,7 +346,9 @@ def prepare(
         form = exchanged(form)
     if tile.stacked:
         form = stacked(form, bound.statement) or form
-    signature = replace(_signature(bound, {**operands, "": out}, form, out.dtype, tile), splits=splits > 1)
+    signature = _signature(bound, {**operands, "": out}, form, out.dtype, tile)
+    thrice = form.within is not None and precision == "tf32x3" and _computes_fp32(signature)
+    signature = replace(signature, splits=splits > 1, thrice=thrice)
     source = _emitted(bound.statement, form, signature)
     count = part.rows.shape[0] if part else 0
     extents = {**extents, SPLITS: splits, STACKS: count}
@@ -479,11 +483,23 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
         static=tuple(sorted(fixed.items())),
         starts=tuple((name, r.start) for name, r in sorted(bound.ranges.items()) if r.start),
         even=even,
+        whole=_whole(form, extents, tile, settled),
         lanes=tile.lanes,
         slabs=tile.slabs,
         accumulate=BEFORE in operands,
         ahead=tile.ahead,
     )
+
+
+def _computes_fp32(signature: Signature) -> bool:
+    kinds = {kind for name, kind in signature.dtypes if name}
+    return "fp32" in kinds and "fp64" not in kinds
+
+
+def _whole(form: Roles, extents: Mapping[str, int], tile: Tile, settled: set[str]) -> bool:
+    """Whether one tile takes all of the reduction; asked where what it reads is read again in every turn."""
+    known = form.within is not None and settled.issuperset(form.reduced)
+    return known and math.prod(extents[n] for n in form.reduced) <= tile.reduced
 
 
 def _static(bound: Bound, form: Roles) -> dict[str, int]:
@@ -499,7 +515,12 @@ def _static(bound: Bound, form: Roles) -> dict[str, int]:
                 if isinstance(atom, Index):
                     leading[atom.name] = leading.get(atom.name, True) and axis == 0 and len(access.indices) > 0
     names = (*form.reduced, *form.columns, *form.loops)
-    return {n: extents[n] for n in names if n in extents and extents[n] <= _STATIC and not leading.get(n, False)}
+    found = {n: extents[n] for n in names if n in extents and extents[n] <= _STATIC and not leading.get(n, False)}
+    if form.within is None:
+        return found
+    # A product within the left side has few rows, and they are known.
+    few = [n for n in form.rows if extents[n] <= _FEW]
+    return found | {n: extents[n] for n in (form.within.met, *form.within.summed, *few)}
 
 
 def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Problem:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from pumice.language.bind import Bound
-from pumice.language.nodes import Statement, accesses_of, indices_of
-from pumice.language.roles import roles
+from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
+from pumice.language.roles import Roles, roles
 from pumice.schedule.cost import Work
 from pumice.schedule.tile import PROCESSORS, programs, splits
 
@@ -51,13 +51,38 @@ def of_kernel(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]
         size = operands[accesses_of(factor)[0].name].element_size()
         other = form.columns if place in form.left else form.rows
         again = -(-bound.points(n for n in other if n in extents) // 128) if form.product else 1
+        if form.folds and form.product:
+            again *= bound.points(set(form.batch) - set(indices_of(factor)))
         if not form.product and turning & set(indices_of(factor)):
             again = bound.points((set(form.loops) | set(form.batch)) & set(extents) - set(indices_of(factor)))
+        if form.within and place in form.within.left:
+            # Read value by value, and so are the arrays inside.
+            again = _tables(bound, form) / max(own, 1)
+            size += sum(operands[array.name].element_size() for array in arrays_of(factor))
         cached += own * size * again
-    flops = 2 * bound.points(indices_of(statement))
+    flops = 2 * _multiplied(statement, bound, form)
     # What does not fill the device takes as much longer.
     idle = max(1.0, PROCESSORS / max(1.0, programs(form, extents) * splits(form, extents)))
     return Work(flops * idle, moved, cached * idle, 1, matrix=form.product)
+
+
+def _tables(bound: Bound, form: Roles) -> float:
+    """Values of a factor of a product within the left side that are read: whole tiles, again in every program."""
+    within, least = form.within, 16
+    assert within is not None
+    others = bound.points((*form.batch, *form.loops, *within.summed))
+    return others * max(least, bound.points(form.rows)) * max(least, bound.points((within.met,)))
+
+
+def _multiplied(statement: Statement, bound: Bound, form: Roles) -> float:
+    """Multiply-adds of a kernel; a product within the left side has its own, once for each block of columns."""
+    names = indices_of(statement)
+    if form.within is None:
+        return bound.points(names)
+    inside = (form.within.met, *form.within.summed)
+    factors = statement.terms[0].factors
+    left = indices_of(*(factors[place] for place in form.left))
+    return bound.points(n for n in names if n not in inside) + bound.points(left)
 
 
 def of_gathered(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:

@@ -297,10 +297,15 @@ class _Plan:
                 sizes[c.inner] = c.block
                 index[c.inner] = self.inner.get(c.axis, torch.zeros_like(self.outer[c.axis]))
 
+        # Where each row has one group, the first of all rows lie together in memory, then the second of all: rows are
+        # read side by side.
+        first = "" if self.splits else self.layout.group
+
         def scatter(symbols: tuple[str, ...], source: Tensor, empty: int) -> Tensor:
-            shape = [sizes[symbol] for symbol in symbols]
-            where = _ravel([index[symbol] for symbol in symbols], shape)
-            return _scatter(where, source, shape, place.here, empty)
+            stored = sorted(symbols, key=lambda symbol: symbol != first)
+            shape = [sizes[symbol] for symbol in stored]
+            where = _ravel([index[symbol] for symbol in stored], shape)
+            return _scatter(where, source, shape, place.here, empty).permute([stored.index(s) for s in symbols])
 
         coords = {
             c.axis: scatter(c.array, self.outer[c.axis].int(), -1)

@@ -150,7 +150,9 @@ def default(problem: Problem) -> Tile:
         stages = 2 if problem.mean > 16 else 1
         return Tile(height, wide, lanes=lanes, warps=_warps(height * wide, 512), stages=stages)
     height = _below(rows, max(1, 2048 // wide))
-    return Tile(height, wide, warps=_warps(height * wide, 512))
+    # As above.
+    stages = 1 if math.prod(problem.extents.get(name, 16) for name in roles.loops) <= 8 else 2
+    return Tile(height, wide, warps=_warps(height * wide, 512), stages=stages)
 
 
 _STACKED = 16
@@ -180,7 +182,7 @@ def candidates(problem: Problem) -> Iterator[Tile]:
 def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     for stages in (1, 2, 3, 4):
         yield replace(first, stages=stages)
-    for scale in (0.5, 2, 4):
+    for scale in (0.5, 1, 2, 4):
         rows = power_above(max(first.lanes, int(first.rows * scale))) if problem.roles.rows else 1
         for warps in (1, 2, 4, 8):
             # More than 64 results a thread spill.
@@ -211,6 +213,9 @@ def _stacked_tiles(columns: int) -> Iterator[Tile]:
 
 def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     roles = problem.roles
+    if roles.within:
+        yield from _tiles_within(problem)
+        return
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
     # Where one side is short it may be either side of the tile; else the statement's own order stands.
     orders = (False, True) if min(rows, columns) < 64 and not roles.folds else (False,)
@@ -232,9 +237,30 @@ def _warps_of_product(area: int) -> tuple[int, ...]:
     return (4,) if area < 128 * 128 else (4, 8) if area == 128 * 128 else (8,)
 
 
+def _tiles_within(problem: Problem) -> Iterator[Tile]:
+    """The left side, a product too, is not worked out twice; what is on the right comes in parts or at once."""
+    first = _product_tile(problem)
+    for warps in (1, 2, 4, 8):
+        for stages in (1, 2, 3, 4):
+            for parts in (1, 2):
+                if first.reduced // parts >= 16:
+                    yield replace(first, reduced=first.reduced // parts, warps=warps, stages=stages)
+
+
+def _tile_within(problem: Problem) -> Tile:
+    """All columns and all of the reduction, where they are not many, by few warps: what all share is split for
+    tf32 in each."""
+    roles = problem.roles
+    rows, columns = (_tile_side(problem.volume(names), 64) for names in (roles.rows, roles.columns))
+    depth = _tile_side(problem.volume(roles.reduced), 64)
+    return Tile(rows, columns, depth, warps=_warps(columns * depth, 2048), stages=3)
+
+
 def _product_tile(problem: Problem) -> Tile:
     """The larger side, at least 64, is the rows."""
     roles, wide = problem.roles, problem.bits > 16
+    if roles.within:
+        return _tile_within(problem)
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
     # With 32 bits wgmma reads its rows along the reduction only: what is gathered must stay the rows.
     swapped = rows < 64 <= columns and not wide and not roles.folds

@@ -22,6 +22,7 @@ FORMATS = {
     "grouped by path": "[i,j,k,l] l:C (i j k):G",
     "grouped by path and result": "[i,j,k,l] (l i):C (j k):G",
     "grouped by result": "i:C (j k l):G",
+    "tables": "[i,j,k,l] l:U i:U j:U k:G",
 }
 """Ways of storing the coefficients; each is measured, the fastest counts."""
 CHUNK = 500  # samples of the float64 result at once

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PARITIES = ("0e", "1o", "2e", "3o")
 MODES = ("eager", "script")
-COMPILED_UP_TO = 2  # the highest degree for which torch.compile of e3nn is waited for
+COMPILED_UP_TO = 3  # the highest degree for which torch.compile of e3nn is waited for
 
 
 def irreps(channels: int, highest: int) -> str:
