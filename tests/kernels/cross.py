@@ -114,7 +114,7 @@ def built(job: Job) -> Built:
     found = Built(tile, form.product, form.adds)
     out = torch.empty(p.bound.shape, dtype=torch.float32 if form.adds else DTYPES[job.dtype], device="meta")
     try:
-        launch = lowered.prepare(p.bound, p.operands, out, tile, precision=job.precision)
+        launch = lowered.prepare(p.bound, p.operands, out, tile, how=lowered.How(job.precision))
         compiled, log = _compiled(launch, p, out, job.target)
     except Exception as error:
         return replace(found, error=f"{type(error).__name__}: {str(error)[-1500:]}")

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pumice.errors import OptionError
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, index, indices_of
 from pumice.language.roles import Roles, Within
+from pumice.lower.epilogue import ACTIVATIONS, RESIDUAL, SCALE, SHIFT
 
 FLOATS = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32", "fp64": "tl.float64"}
 INTEGERS = {"i32": "tl.int32", "i64": "tl.int64"}
@@ -40,6 +41,7 @@ class Signature:
     splits: whether several programs share the loop of one tile, and add what they find.
     accumulate: whether what was found before (BEFORE, laid out as the result) is added.
     ahead: whether the indices that loads of the loop wait for are loaded two turns before they are used.
+    activation: what is applied last (lower.epilogue); scale, shift and residual are operands of these names.
     """
 
     dtypes: tuple[tuple[str, str], ...]
@@ -55,6 +57,7 @@ class Signature:
     splits: bool = False
     accumulate: bool = False
     ahead: bool = False
+    activation: str = ""
 
 
 @dataclass(frozen=True)
@@ -692,19 +695,44 @@ class _Emitter:
         head.append(f"where = {self._result()} + {place}")
         head.append(f"mask = {' & '.join([*(v.at('YX') for v in masks), f'tl.full({shape}, True, tl.int1)'])}")
         head.append(f"result = result + tl.zeros({shape}, {self.accumulator})")
-        self._write(place)
+        self._add_before(place)
+        self._finish()
+        self._write()
 
     def _rows_of_result(self) -> str:
         return f"BY // {self.signature.lanes}" if self.roles.laned else "BY"
 
-    def _write(self, place: str) -> None:
-        if self.roles.adds or self.signature.splits:
-            self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
-            return
-        if self.signature.accumulate:
+    def _add_before(self, place: str) -> None:
+        if self.signature.accumulate and not self._shared:
             found = f"tl.load({self._argument('before', BEFORE)} + {place}, mask=mask, other=0.0)"
             self.head.append(f"result += {found}.to({self.accumulator})")
-        self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
+
+    def _finish(self) -> None:
+        """The epilogue: a channel is what the result lies at behind its first axis."""
+        indices = self.roles.target.indices
+        for name, joined in ((SCALE, "*"), (SHIFT, "+")):
+            if name in self.dtypes:
+                value = self._load(Access(name, indices[1:]), "YX")
+                self.head.append(f"result = result {joined} ({value.at('YX')}).to({self.accumulator})")
+        if RESIDUAL in self.dtypes:
+            # Where nothing is written nothing is read, too.
+            operand = self._operand(RESIDUAL)
+            pointer, _ = self._address(Access(RESIDUAL, indices), operand, self.head)
+            where = " + ".join([operand, *(value.at("YX") for value in pointer)])
+            self.head.append(f"result += tl.load({where}, mask=mask, other=0.0).to({self.accumulator})")
+        if self.signature.activation:
+            self.head.append(f"result = {ACTIVATIONS[self.signature.activation].code('result')}")
+
+    @property
+    def _shared(self) -> bool:
+        """Whether several programs add to one entry."""
+        return self.roles.adds or self.signature.splits
+
+    def _write(self) -> None:
+        if self._shared:
+            self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
+        else:
+            self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
 
     # Arguments
 
@@ -742,7 +770,6 @@ STACKS = "##"
 
 BEFORE = "+"
 """The name under which stands, among the operands, what is added to."""
-
 _LETTERS = {"extent": "n", "size": "size", "stride": "stride", "operand": "t"}
 _SINGLE = {"result": "out", "before": "before", "zero": "zero"}
 _ORDER = ("result", "before", "operand", "segment", "extent", "size", "zero", "stride", "constant")

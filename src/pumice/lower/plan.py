@@ -26,6 +26,7 @@ from pumice.language.parse import parse
 from pumice.language.rewrite import Conscious, Stored, conscious, single_terms
 from pumice.lower import bagged, chained, gathered, graph, loops, maps, work
 from pumice.lower import triton as kernels
+from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
 from pumice.lower.remember import Bounded
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
 
@@ -147,13 +148,15 @@ class Part:
 class Ready:
     """A call made ready for operands of certain shapes, dtypes and devices.
 
-    old: where the target's old values are among the operands, if they take part.
+    old: where the target's old values are among the operands, if they take part. finishes: whether the last part does
+    the epilogue, too.
     """
 
     parts: tuple[Part, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     old: int | None
+    finishes: bool = False
 
 
 def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
@@ -161,18 +164,48 @@ def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int,
     return carry_out(ready_for(operands, names, text, shape, lowering), operands)
 
 
-def ready_for(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Ready:
-    """A call made ready, once for operands of these shapes, dtypes and devices."""
-    key = (text, names, shape, lowering, deterministic(), *[(t.shape, t.dtype, t.device) for t in operands])
-    return _READY.get(key) or _READY.keep(key, _prepared(operands, names, text, shape, lowering))
+def ready_for(
+    operands: Sequence[Tensor],
+    names: str,
+    text: str,
+    shape: tuple[int, ...] | None,
+    lowering: str,
+    finish: Finish = NOTHING,
+) -> Ready:
+    """A call made ready, once for operands of these shapes, dtypes and devices; finish: of the epilogue to come."""
+    key = (text, names, shape, lowering, deterministic(), finish, *[(t.shape, t.dtype, t.device) for t in operands])
+    if (known := _READY.get(key)) is not None:
+        return known
+    return _READY.keep(key, _with_finish(_prepared(operands, names, text, shape, lowering), finish))
 
 
-def carry_out(ready: Ready, operands: Sequence[Tensor]) -> Tensor:
-    """The result of a call that was made ready."""
+def _with_finish(ready: Ready, finish: Finish) -> Ready:
+    """The same with the epilogue in the last kernel, if it is one that can have it."""
+    last = ready.parts[-1] if ready.parts else None
+    if last is None or finish == NOTHING or not isinstance(last.run, kernels.Runner) or not last.run.finishes:
+        return ready
+    run = kernels.runner(last.run.bound, last.run.dtype, None, last.run.precision, finish)
+    return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), finishes=True)
+
+
+def carry_out(ready: Ready, operands: Sequence[Tensor], epilogue: Epilogue | None = None) -> Tensor:
+    """The result of a call that was made ready, with its epilogue."""
+    if epilogue is None:
+        return _computed(ready, operands, {})
+    inside = epilogue.operands if ready.finishes else {}
+    found = _computed(ready, operands, inside)
+    return found if ready.finishes else applied(found, epilogue)
+
+
+def _computed(ready: Ready, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
+    """What the parts find; `more` are operands of the last one."""
     out: Tensor | None = None
-    for part in ready.parts:
+    for number, part in enumerate(ready.parts, 1):
         if part.places or not operands:
-            out = part.run({name: operands[place] for name, place in part.places}, out)
+            tensors = {name: operands[place] for name, place in part.places}
+            if more and number == len(ready.parts):
+                tensors.update(more)
+            out = part.run(tensors, out)
         else:
             # A term without tensors was computed where it could be.
             result = part.run({}, None).to(operands[0].device)

@@ -26,6 +26,7 @@ from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, roles, segment_axis, stacked
 from pumice.lower.emit import BEFORE, SPLITS, STACKS, Argument, Signature, Source, contiguous, emit, grid
+from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
 from pumice.lower.remember import Bounded
 from pumice.lower.segments import Segments, segments, stacks
 from pumice.schedule import tile as tiles
@@ -79,6 +80,15 @@ class Launch:
         return {a.variable: self.fixed[place] for place, a in arguments if a.kind == "constant"}
 
 
+@dataclass(frozen=True)
+class How:
+    """How a kernel computes: the precision of float32 products, the programs that share a loop, the epilogue."""
+
+    precision: str = "ieee"
+    splits: int = 1
+    finish: Finish = NOTHING
+
+
 def interpreted() -> bool:
     """Whether Triton runs kernels by its interpreter, on a CPU (TRITON_INTERPRET=1)."""
     if importlib.util.find_spec("triton") is None:
@@ -124,18 +134,22 @@ def run(
     return runner(bound, dtype, tile, precision)(operands)
 
 
-def runner(bound: Bound, dtype: torch.dtype, tile: Tile | None = None, precision: str = "") -> Runner:
+def runner(
+    bound: Bound, dtype: torch.dtype, tile: Tile | None = None, precision: str = "", finish: Finish = NOTHING
+) -> Runner:
     """`run` for these sizes: what does not depend on the tensors is done once."""
-    key = (bound, dtype, tile, precision)
-    return _RUNNERS.get(key) or _RUNNERS.keep(key, Runner(bound, dtype, tile, precision))
+    key = (bound, dtype, tile, precision, finish)
+    return _RUNNERS.get(key) or _RUNNERS.keep(key, Runner(bound, dtype, tile, precision, finish))
 
 
 class Runner:
     """A statement of one term of certain sizes: called with the operands by name, it gives the result."""
 
-    def __init__(self, bound: Bound, dtype: torch.dtype, tile: Tile | None, precision: str) -> None:
-        self.bound, self.dtype, self.tile, self.precision = bound, dtype, tile, precision
-        self._form, self._used = _form(bound), _used(bound)
+    def __init__(
+        self, bound: Bound, dtype: torch.dtype, tile: Tile | None, precision: str, finish: Finish = NOTHING
+    ) -> None:
+        self.bound, self.dtype, self.tile, self.precision, self.finish = bound, dtype, tile, precision, finish
+        self._form, self._used = _form(bound), (*_used(bound), *finish.names)
         self._empty = any(not len(extent) for extent in bound.ranges.values())
         deterministic = torch.are_deterministic_algorithms_enabled()
         self.splits = 1 if self._empty or deterministic else tiles.splits(self._form, bound.extents)
@@ -145,6 +159,11 @@ class Runner:
         self._summed = torch.promote_types(dtype, torch.float32) if adds else dtype
         self._launches: dict[Any, Launch] = {}
         self._tiles: dict[Any, Tile] = {}
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the kernel can have an epilogue: it writes every entry of the result once."""
+        return self._whole and not self._form.folds
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
         """The result. before: what earlier steps found, to which this one adds; it may be written to."""
@@ -224,7 +243,8 @@ class Runner:
         return tile_of(self.bound, operands, precision)
 
     def _made(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile) -> Launch:
-        return prepare(self.bound, operands, out, tile, part, self.precision or _precision(), self.splits)
+        how = How(self.precision or _precision(), self.splits, self.finish)
+        return prepare(self.bound, operands, out, tile, part, how)
 
 
 @contextmanager
@@ -316,7 +336,7 @@ def source_of(bound: Bound, operands: Mapping[str, Tensor]) -> str:
     dtype = next(t.dtype for t in operands.values() if t.dtype.is_floating_point)
     out = torch.empty(bound.shape, dtype=dtype, device="meta")
     shared = tiles.splits(_form(bound), bound.extents)
-    return prepare(bound, operands, out, tile_of(bound, operands), splits=shared).source.text
+    return prepare(bound, operands, out, tile_of(bound, operands), how=How(splits=shared)).source.text
 
 
 @lru_cache(maxsize=4096)
@@ -337,8 +357,7 @@ def prepare(
     out: Tensor,
     tile: Tile,
     part: Segments | None = None,
-    precision: str = "ieee",
-    splits: int = 1,
+    how: How = How(),
 ) -> Launch:
     """The kernel for these operands with this tile."""
     form, extents = _form(bound), bound.extents
@@ -347,14 +366,14 @@ def prepare(
     if tile.stacked:
         form = stacked(form, bound.statement) or form
     signature = _signature(bound, {**operands, "": out}, form, out.dtype, tile)
-    thrice = form.within is not None and precision == "tf32x3" and _computes_fp32(signature)
-    signature = replace(signature, splits=splits > 1, thrice=thrice)
+    thrice = form.within is not None and how.precision == "tf32x3" and _computes_fp32(signature)
+    signature = replace(signature, splits=how.splits > 1, thrice=thrice, activation=how.finish.activation)
     source = _emitted(bound.statement, form, signature)
     count = part.rows.shape[0] if part else 0
-    extents = {**extents, SPLITS: splits, STACKS: count}
+    extents = {**extents, SPLITS: how.splits, STACKS: count}
     if form.segment:
         extents = {**extents, form.segment.index: count}
-    constants = {"BY": tile.rows, "BX": tile.columns, "BR": tile.reduced, "PRECISION": precision}
+    constants = {"BY": tile.rows, "BX": tile.columns, "BR": tile.reduced, "PRECISION": how.precision}
     constants["STAGES"] = tile.stages
     tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
     constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
@@ -453,8 +472,8 @@ def _fixed(
 
 
 def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype: torch.dtype, tile: Tile) -> Signature:
-    names = set(_used(bound))
-    used = {name: tensor for name, tensor in operands.items() if name in names or name == ""}
+    names = {*_used(bound), *EPILOGUE, ""}
+    used = {name: tensor for name, tensor in operands.items() if name in names}
     fixed = _static(bound, form)
     unit = frozenset((name, axis) for name, t in used.items() for axis, s in enumerate(t.stride()) if s == 1)
     extents = bound.extents

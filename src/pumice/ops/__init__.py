@@ -1,5 +1,6 @@
 """Differentiable functions of sparse tensors."""
 
+from pumice.lower.epilogue import Epilogue
 from pumice.lower.triton import tuning
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
 from pumice.ops.einsum import compile_einsum, einsum
@@ -11,6 +12,7 @@ from pumice.ops.sparse import Sparse, sparse
 from pumice.ops.tensor import SparseTensor
 
 __all__ = [
+    "Epilogue",
     "Sparse",
     "SparseTensor",
     "avg_pool",

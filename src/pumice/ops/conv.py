@@ -11,6 +11,7 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import maps, plan
+from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
 from pumice.ops import register
 from pumice.ops.tensor import SparseTensor
 
@@ -29,6 +30,7 @@ def conv(
     groups: int = 1,
     out: Target = None,
     offsets: Sequence[Sequence[int]] | None = None,
+    epilogue: Epilogue | None = None,
 ) -> SparseTensor:
     """Sparse convolution.
 
@@ -48,6 +50,8 @@ def conv(
         the dense convolution; the default at larger strides if padding is given), "floor_unique" (the distinct
         floor(in / stride); the default at larger strides otherwise), or a SparseTensor or Geometry with the outputs.
     offsets: K distinct offsets of D integers in place of a kernel window: in = stride * out + dilation * offsets[k].
+    epilogue: activation(y * scale + shift + residual) in place of y, in the kernel itself where no gradients are asked
+        for: a folded batch norm, a residual block.
 
     Returns
     -------
@@ -67,15 +71,22 @@ def conv(
     else:
         _check_offsets(weight, offsets, padding)
         relation = Relation.of_offsets(x.dim, offsets, stride=stride, dilation=dilation, policy=policy)
-    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target))
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue)
 
 
-def convolve(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, relation: Relation) -> SparseTensor:
+def convolve(
+    x: SparseTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    relation: Relation,
+    epilogue: Epilogue | None = None,
+) -> SparseTensor:
     """`conv` by a relation that is at hand, as layers have it."""
     _check_weight(x, weight, bias, groups, spatial=relation.custom is None)
     if relation.dim != x.dim:
         raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
-    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation))
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation), epilogue)
 
 
 def conv_transpose(
@@ -154,27 +165,45 @@ GROUPED_CONV = "O[o,g,n] = map[o,k,i] * x[i,g,c] * w[g,n,k,c]"
 """The one equation: a kernel map is a sparse operand, and its gradients are its derivatives."""
 
 
-def conv_features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1) -> Tensor:
+def conv_features(
+    x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1, epilogue: Epilogue | None = None
+) -> Tensor:
     """The convolution of plain features: x [N_in, C_in], weight [C_out, K, C_in / groups] -> [rows, C_out].
 
     `found` is the kernel map, `rows` its number of outputs. Differentiable, any number of times, in x and weight.
     """
-    if register.plain((x, weight)):
-        key = ("call", rows, groups, x.shape, x.dtype, weight.shape, weight.dtype, plan.deterministic())
-        ready, arrays = found.storage(key, lambda m: _ready(x, weight, m, rows, groups))
-        y = plan.carry_out(ready, [*_grouped(x, weight, groups), *arrays])
-    else:
-        tokens, arrays = maps.passed(found, torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-        names, text, shape = _told(tokens, weight, rows, groups)
-        y = register.einsum([*_grouped(x, weight, groups), *arrays], names, text, shape)
-    return y if groups == 1 else y.flatten(1)
+    more = () if epilogue is None else epilogue.operands.values()
+    if register.plain((x, weight, *more)):
+        finish = NOTHING if epilogue is None else epilogue.finish
+        key = ("call", rows, groups, x.shape, x.dtype, weight.shape, weight.dtype, plan.deterministic(), finish)
+        ready, arrays = found.storage(key, lambda m: _ready((x, weight), m, rows, groups, finish))
+        y = plan.carry_out(ready, [*_grouped(x, weight, groups), *arrays], _split(epilogue, groups))
+        return y if groups == 1 else y.flatten(1)
+    tokens, arrays = maps.passed(found, torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+    names, text, shape = _told(tokens, weight, rows, groups)
+    y = register.einsum([*_grouped(x, weight, groups), *arrays], names, text, shape)
+    y = y if groups == 1 else y.flatten(1)
+    return y if epilogue is None else applied(y, epilogue)
 
 
-def _ready(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int) -> tuple[plan.Ready, Sequence[Tensor]]:
+def _ready(
+    given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish
+) -> tuple[plan.Ready, Sequence[Tensor]]:
     """The call made ready, once for operands like these, and the arrays of the map that it reads."""
     tokens, arrays = maps.passed(found, False)
-    names, text, shape = _told(tokens, weight, rows, groups)
-    return plan.ready_for([*_grouped(x, weight, groups), *arrays], names, text, shape, ""), arrays
+    names, text, shape = _told(tokens, given[1], rows, groups)
+    return plan.ready_for([*_grouped(*given, groups), *arrays], names, text, shape, "", finish), arrays
+
+
+def _split(epilogue: Epilogue | None, groups: int) -> Epilogue | None:
+    """The epilogue of results [rows, groups, channels of a group]."""
+    if epilogue is None or groups == 1:
+        return epilogue
+    scale, shift, residual = (
+        None if x is None else x.unflatten(-1, (groups, -1))
+        for x in (epilogue.scale, epilogue.shift, epilogue.residual)
+    )
+    return Epilogue(scale, shift, residual, epilogue.activation)
 
 
 def _told(tokens: Sequence[str], weight: Tensor, rows: int, groups: int) -> tuple[str, str, tuple[int, ...]]:
@@ -190,17 +219,45 @@ def _grouped(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _over_map(
-    x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, mapped: tuple[KernelMap, Geometry]
+    x: SparseTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    mapped: tuple[KernelMap, Geometry],
+    epilogue: Epilogue | None = None,
 ) -> SparseTensor:
     found, outputs = mapped
+    rows = outputs.coords.shape[0]
+    if epilogue is not None:
+        _check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
     feats, weight, bias = _autocast(x.feats, weight, bias)
     if feats.dtype != weight.dtype:
         raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; convert one, or use torch.autocast")
     if bias is not None and bias.dtype != weight.dtype:
         raise DtypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; convert one")
     flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
-    y = conv_features(feats, flat, found, outputs.coords.shape[0], groups)
-    return SparseTensor(y if bias is None else y + bias, outputs)
+    if epilogue is None and bias is not None and not register.plain((feats, weight, bias)):
+        # Gradients of a sum cost less than those of an epilogue.
+        return SparseTensor(conv_features(feats, flat, found, rows, groups) + bias, outputs)
+    if bias is not None:
+        epilogue = (epilogue or Epilogue()).with_bias(bias)
+    return SparseTensor(conv_features(feats, flat, found, rows, groups, epilogue), outputs)
+
+
+def _check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.device) -> None:
+    if not isinstance(epilogue, Epilogue):
+        raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
+    for name, expected in (("scale", shape[1:]), ("shift", shape[1:]), ("residual", shape)):
+        tensor = getattr(epilogue, name)
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise DtypeError(f"{name} of the epilogue is a tensor of floats, found {kind}")
+        if tuple(tensor.shape) != expected:
+            raise ShapeError(f"{name} of the epilogue is {list(expected)}, found shape {list(tensor.shape)}")
+        if tensor.device != device:
+            raise DeviceError(f"{name} of the epilogue is on {tensor.device}, x is on {device}")
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -1,0 +1,104 @@
+"""What is done with a result before it is written: an affine map of each channel, a residual, an activation.
+
+    y = activation(x * scale[n] + shift[n] + residual)
+
+A kernel does it in registers, in float32, and rounds once; `applied` is the same in plain torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pumice.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation in torch, and in Triton as a function of the code of its argument."""
+
+    plain: Callable[[Tensor], Tensor]
+    code: Callable[[str], str]
+
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "": Activation(lambda x: x, lambda x: x),
+        # As torch's, which hands NaN on.
+        "relu": Activation(functional.relu, lambda x: f"tl.where({x} < 0.0, 0.0, {x})"),
+        "leaky_relu": Activation(functional.leaky_relu, lambda x: f"tl.where({x} < 0.0, 0.01 * {x}, {x})"),
+        "silu": Activation(functional.silu, lambda x: f"{x} * tl.sigmoid({x})"),
+        "gelu": Activation(functional.gelu, lambda x: f"0.5 * {x} * (1.0 + tl.erf({x} * {math.sqrt(0.5)!r}))"),
+        "sigmoid": Activation(torch.sigmoid, lambda x: f"tl.sigmoid({x})"),
+    }
+)
+"""By name, with torch's defaults: the slope of leaky_relu is 0.01, gelu is that of erf."""
+
+
+EPILOGUE = SCALE, SHIFT, RESIDUAL = tuple(f"*{name}" for name in ("scale", "shift", "residual"))
+"""The names under which the tensors of an epilogue stand among the operands of a statement."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What a kernel has of an epilogue: the names of its tensors, and the activation."""
+
+    names: tuple[str, ...] = ()
+    activation: str = ""
+
+
+NOTHING = Finish()
+_finish = lru_cache(maxsize=64)(Finish)
+
+
+@dataclass(frozen=True, eq=False)
+class Epilogue:
+    """scale, shift: [C_out]; residual: of the result's shape; each may be missing. activation: one of ACTIVATIONS."""
+
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    residual: Tensor | None = None
+    activation: str = ""
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            known = ", ".join(name for name in ACTIVATIONS if name)
+            raise OptionError(f"activation {self.activation!r} is unknown; there are {known}, and '' for none")
+
+    @cached_property
+    def operands(self) -> dict[str, Tensor]:
+        """The tensors that are there, by their names among the operands."""
+        held = zip(EPILOGUE, (self.scale, self.shift, self.residual), strict=True)
+        return {name: x for name, x in held if x is not None}
+
+    @cached_property
+    def finish(self) -> Finish:
+        """What a kernel is made for."""
+        return _finish(tuple(self.operands), self.activation)
+
+    def with_bias(self, bias: Tensor | None) -> Epilogue:
+        """The same of results to which a bias is added first."""
+        if bias is None:
+            return self
+        before = bias if self.scale is None else bias * self.scale
+        return replace(self, shift=before if self.shift is None else self.shift + before)
+
+
+def applied(result: Tensor, epilogue: Epilogue) -> Tensor:
+    """The epilogue of a result [..., C_out], in its dtype, worked out in float32 at least."""
+    dtype = result.dtype
+    y = result.to(torch.promote_types(dtype, torch.float32))
+    if epilogue.scale is not None:
+        y = y * epilogue.scale
+    if epilogue.shift is not None:
+        y = y + epilogue.shift
+    if epilogue.residual is not None:
+        y = y + epilogue.residual
+    return ACTIVATIONS[epilogue.activation].plain(y).to(dtype)
