@@ -89,8 +89,10 @@ SPILLS = {
     "conv_compacted sm_80 fp32 tf32x3": 16_000,
 }
 """Known spills of cases and jobs: bytes at most (registers on AMD)."""
-SERIALIZED = {"tp_grouped:dW sm_90 fp16", "tp sm_90 fp32 tf32"}
+SERIALIZED = {"tp_grouped:dW sm_90 fp16", "tp sm_90 fp32 tf32", "tp_tables:dW sm_90 fp16"}
 """Where ptxas is known to wait for each wgmma: the left side is a product, made in registers."""
+MADE = {"tp_tables:dY"}
+"""Where such a side has no buffers of its own."""
 
 if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
     # The same sources come out worse.
@@ -167,11 +169,11 @@ def test_stages_become_buffers(built):
 
 
 @every(job for job in JOBS if job.target in NVIDIA and job.tile is None and job.dtype != "fp32")
-def test_loads_run_ahead(built):
+def test_loads_run_ahead(built, job):
     """Two buffers at least of both sides, where there is a loop. Stacks rather fill the device with many programs."""
     if built.product and built.turns and not built.tile.stacked:
         assert built.buffers >= 2
-        assert built.shared >= 2 * built.stage
+        assert built.shared >= 2 * built.stage or job.case in MADE
 
 
 @every(job for job in JOBS if job.target == "sm_90" and job.dtype == "fp32" and job.precision == "tf32")
