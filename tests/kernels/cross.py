@@ -25,6 +25,7 @@ from pumice.language.nodes import Access, indices_of
 from pumice.language.roles import Roles, roles, stacked
 from pumice.lower import triton as lowered
 from pumice.lower.emit import Argument
+from pumice.lower.epilogue import Epilogue
 from pumice.schedule.tile import Tile
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -36,7 +37,10 @@ AMD_STAGES = 2
 
 @dataclass(frozen=True)
 class Job:
-    """A case to compile. sizes: those that differ from LARGE; tile: by default what `tile_of` says."""
+    """A case to compile. sizes: those that differ from LARGE; tile: by default what `tile_of` says.
+
+    activation: of an epilogue with all that one may have; "-" for none.
+    """
 
     case: str
     target: str
@@ -44,11 +48,13 @@ class Job:
     precision: str = "tf32"
     sizes: tuple[tuple[str, int], ...] = ()
     tile: Tile | None = None
+    activation: str = "-"
 
     @property
     def name(self) -> str:
         parts = [self.case, self.target, self.dtype, *([self.precision] if self.dtype == "fp32" else [])]
         parts += [f"{axis}={size}" for axis, size in self.sizes] + ([str(self.tile)] if self.tile else [])
+        parts += [f"epilogue {self.activation}"] if self.activation != "-" else []
         return " ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -114,7 +120,11 @@ def built(job: Job) -> Built:
     found = Built(tile, form.product, form.adds)
     out = torch.empty(p.bound.shape, dtype=torch.float32 if form.adds else DTYPES[job.dtype], device="meta")
     try:
-        launch = lowered.prepare(p.bound, p.operands, out, tile, how=lowered.How(job.precision))
+        how = lowered.How(job.precision)
+        if job.activation != "-":
+            epilogue = _epilogue(p, job)
+            p, how = replace(p, operands={**p.operands, **epilogue.operands}), replace(how, finish=epilogue.finish)
+        launch = lowered.prepare(p.bound, p.operands, out, tile, how=how)
         compiled, log = _compiled(launch, p, out, job.target)
     except Exception as error:
         return replace(found, error=f"{type(error).__name__}: {str(error)[-1500:]}")
@@ -138,6 +148,12 @@ def built(job: Job) -> Built:
 
 def _problem(job: Job) -> Problem:
     return meta(CASES[job.case].at(LARGE, **dict(job.sizes)), DTYPES[job.dtype])
+
+
+def _epilogue(p: Problem, job: Job) -> Epilogue:
+    shape = p.bound.shape
+    scale, shift = (torch.empty(shape[1:], device="meta") for _ in range(2))
+    return Epilogue(scale, shift, torch.empty(shape, dtype=DTYPES[job.dtype], device="meta"), job.activation)
 
 
 def _compiled(launch: lowered.Launch, p: Problem, out: torch.Tensor, target: str) -> tuple[Any, str]:

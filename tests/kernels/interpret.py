@@ -29,6 +29,7 @@ from pumice.language.rewrite import conscious, single_terms
 from pumice.language.roles import Roles, roles, stacked
 from pumice.lower import chained, loops, segments
 from pumice.lower import triton as lowered
+from pumice.lower.epilogue import ACTIVATIONS, Epilogue, applied
 from pumice.lower.maps import FORMS
 from pumice.schedule import tile as schedule
 from pumice.schedule.tile import Tile
@@ -310,6 +311,54 @@ def map_problems(
     return [Problem.of(step, {**operands, **arrays}, shape) for step in told.steps]
 
 
+# Epilogues
+def finish_checks() -> Checks:
+    found: dict[str, Callable[[], None]] = {}
+    for form in ("compacted", "unsorted", "split2"):
+        found[f"{form} with an epilogue"] = partial(check_finished_map, form)
+    for activation in ACTIVATIONS:
+        found[f"activation {activation or 'none'}"] = partial(check_finished_rows, activation)
+    found["no epilogue where programs add"] = check_unfinished
+    return found
+
+
+def epilogue_of(shape: tuple[int, ...], activation: str) -> Epilogue:
+    generator = torch.Generator().manual_seed(len(activation))
+    sizes = (shape[1:], shape[1:], shape)
+    return Epilogue(*(torch.randn(size, generator=generator) for size in sizes), activation)  # type: ignore[arg-type]
+
+
+def check_finished_map(form: str) -> None:
+    found, operands = cloud(3, 1)
+    shape = (found.num_outputs, 11)
+    (whole,) = map_problems(found, operands, "pairs", WAYS["forward"], shape)
+    epilogue = epilogue_of(shape, "relu")
+    *parts, last = map_problems(found, operands, form, WAYS["forward"], shape)
+    got = None
+    for p in parts:
+        got = lowered.runner(p.bound, torch.float32)(p.operands, got)
+    run = lowered.runner(last.bound, torch.float32, finish=epilogue.finish)
+    assert run.finishes
+    got = run({**last.operands, **epilogue.operands}, got)
+    near(got, applied(wanted(whole), epilogue), 2e-5)
+
+
+def check_finished_rows(activation: str) -> None:
+    """Rows that are segments, in programs of several and stacked; tiles that do not divide the result."""
+    p = problem(CASES["coo"].at(SMALL, M=21, p=40, n=23)).to(torch.float16)
+    epilogue = epilogue_of(p.bound.shape, activation)
+    want = applied(wanted(p), epilogue)
+    for tile in (Tile(8, 16, lanes=2), Tile(16, 16, 16, stacked=True)):
+        run = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.finish)
+        near(run({**p.operands, **epilogue.operands}), want, 2e-5)
+
+
+def check_unfinished() -> None:
+    found, operands = cloud(3, 1)
+    (p,) = map_problems(found, operands, "grouped", WAYS["forward"], (found.num_outputs, 11))
+    assert not lowered.runner(p.bound, torch.float32).finishes
+
+
 # Statements of other shapes
 OTHERS: Mapping[str, tuple[str, Mapping[str, tuple[int, ...]]]] = {
     "matrix product": ("C[m,n] = A[m,k] * B[k,n]", {"A": (21, 37), "B": (37, 50)}),
@@ -452,7 +501,7 @@ def joined(*groups: Callable[[], Checks]) -> Checks:
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {
     "spmm": partial(joined, partial(study_checks, "block spmm"), partial(study_checks, "spmm"), lane_checks),
-    "convolution": partial(joined, partial(study_checks, "convolution"), map_checks),
+    "convolution": partial(joined, partial(study_checks, "convolution"), map_checks, finish_checks),
     "tensor product": partial(joined, partial(study_checks, "tensor product"), chain_checks),
     "tensor tables": partial(joined, partial(study_checks, "tensor tables"), within_checks),
     "fuzz": partial(joined, other_checks, fuzz_checks),

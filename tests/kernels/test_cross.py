@@ -14,6 +14,7 @@ from pumice.language.formats import parse_format
 from pumice.language.nodes import Access, accesses_of, arrays_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored, conscious
+from pumice.lower.epilogue import ACTIVATIONS
 from pumice.lower.maps import FORMS
 from pumice.ops.conv import CONV, GROUPED_CONV
 from pumice.schedule.tile import Tile
@@ -70,7 +71,14 @@ def _tiles():
         yield Job("coo", target, "bf16", tile=Tile(16, 64, 256, stages=3, stacked=True))
 
 
-JOBS = tuple(dict.fromkeys((*_all_cases(), *_precisions(), *_doubles(), *_wide(), *_tiles())))
+def _epilogues():
+    for target in TARGETS:
+        for activation in ACTIVATIONS:
+            yield Job("conv_compacted", target, activation=activation)
+        yield Job("coo", target, tile=Tile(16, 128, 128, stages=2, stacked=True), activation="relu")
+
+
+JOBS = tuple(dict.fromkeys((*_all_cases(), *_precisions(), *_doubles(), *_wide(), *_tiles(), *_epilogues())))
 
 SPILLS = {
     # Folded columns in tiles of 16 x 512: too many for the registers.
@@ -132,7 +140,9 @@ def test_compiles(built):
 
 @every()
 def test_nothing_spills(built, job):
-    assert built.spilled <= SPILLS.get(job.name, SPILLS.get(job.case, 0))
+    # What an epilogue spills it does once a tile, behind the loop.
+    known = 800 if job.activation != "-" else SPILLS.get(job.name, SPILLS.get(job.case, 0))
+    assert built.spilled <= known
 
 
 @every(job for job in JOBS if job.target == "gfx942")

@@ -1,0 +1,103 @@
+"""The epilogue of a convolution against the same in torch: values, gradients, what is refused."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import pumice as pm
+from pumice.errors import DtypeError, OptionError, ShapeError
+from pumice.lower.epilogue import ACTIVATIONS
+from pumice.ops import Epilogue
+from pumice.testing import random_tensor
+
+CHANNELS = 6
+PLAIN = {"relu": functional.relu, "leaky_relu": functional.leaky_relu, "silu": functional.silu}
+PLAIN |= {"gelu": functional.gelu, "sigmoid": torch.sigmoid, "": lambda x: x}
+
+
+def normal(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def layer(stride=1, groups=1, dtype=torch.float64):
+    """x, weight, options, and how many outputs there are."""
+    x = random_tensor(60, 4, 3, dtype=dtype)
+    weight, options = normal(CHANNELS, 3, 3, 3, 4 // groups, dtype=dtype), {"stride": stride, "groups": groups}
+    return x, weight, options, len(pm.ops.conv(x, weight, **options).feats)
+
+
+def full(rows, activation, dtype=torch.float64):
+    sizes = ((CHANNELS,), (CHANNELS,), (rows, CHANNELS))
+    return Epilogue(*(normal(*size, seed=n + 1, dtype=dtype) for n, size in enumerate(sizes)), activation)
+
+
+def test_every_activation_is_tested():
+    assert set(PLAIN) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 2)])
+def test_it_is_what_torch_makes_of_the_result(stride, groups, activation):
+    x, weight, options, rows = layer(stride, groups)
+    bias, epilogue = normal(CHANNELS, seed=9), full(rows, activation)
+    y = pm.ops.conv(x, weight, bias, **options)
+    wanted = PLAIN[activation](y.feats * epilogue.scale + epilogue.shift + epilogue.residual)
+    got = pm.ops.conv(x, weight, bias, epilogue=epilogue, **options)
+    torch.testing.assert_close(got.feats, wanted)
+    assert got.geometry is y.geometry
+
+
+@pytest.mark.parametrize("missing", ["scale", "shift", "residual"])
+def test_each_part_may_be_missing(missing):
+    x, weight, options, rows = layer()
+    held = vars(full(rows, "relu")) | {missing: None}
+    y = pm.ops.conv(x, weight, **options).feats
+    for name, join in (("scale", torch.mul), ("shift", torch.add), ("residual", torch.add)):
+        y = y if held[name] is None else join(y, held[name])
+    epilogue = Epilogue(held["scale"], held["shift"], held["residual"], "relu")
+    torch.testing.assert_close(pm.ops.conv(x, weight, epilogue=epilogue, **options).feats, y.relu())
+
+
+def test_gradients_reach_all_of_it():
+    x, weight, options, rows = layer(groups=2)
+    bias, held = normal(CHANNELS, seed=9), full(rows, "")
+    given = [t.clone().requires_grad_() for t in (x.feats, weight, bias, held.scale, held.shift, held.residual)]
+
+    def run(feats, weight, bias, scale, shift, residual):
+        epilogue = Epilogue(scale, shift, residual, "silu")
+        return pm.ops.conv(x.replace(feats), weight, bias, epilogue=epilogue, **options).feats
+
+    assert torch.autograd.gradcheck(run, given)
+
+
+def test_half_precision_is_rounded_once():
+    x, weight, options, rows = layer(dtype=torch.float16)
+    epilogue = full(rows, "relu", torch.float32)
+    exact = pm.ops.conv(x.replace(x.feats.double()), weight.double(), **options).feats
+    wanted = (exact * epilogue.scale + epilogue.shift + epilogue.residual).relu()
+    got = pm.ops.conv(x, weight, epilogue=epilogue, **options).feats
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got.double(), wanted, rtol=5e-3, atol=2e-2)
+
+
+def test_an_empty_tensor_has_one_too():
+    x = random_tensor(0, 4, 3)
+    weight, epilogue = torch.randn(CHANNELS, 3, 3, 3, 4), Epilogue(torch.ones(CHANNELS), activation="relu")
+    assert pm.ops.conv(x, weight, epilogue=epilogue).feats.shape == (0, CHANNELS)
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "said"),
+    [
+        (lambda n: Epilogue(torch.ones(4)), ShapeError, r"scale of the epilogue is \[6\], found shape \[4\]"),
+        (lambda n: Epilogue(shift=torch.ones(6, dtype=torch.int32)), DtypeError, "shift .* found torch.int32"),
+        (lambda n: Epilogue(residual=torch.ones(3, 6)), ShapeError, r"residual .* found shape \[3, 6\]"),
+        (lambda n: Epilogue(scale=2.0), DtypeError, "scale .* found float"),
+        (lambda n: torch.nn.ReLU(), OptionError, "epilogue takes a pumice.ops.Epilogue, found ReLU"),
+        (lambda n: Epilogue(activation="tanh"), OptionError, "activation 'tanh' is unknown; there are relu"),
+    ],
+)
+def test_what_does_not_fit_is_refused(made, error, said):
+    x, weight, options, rows = layer(dtype=torch.float32)
+    with pytest.raises(error, match=said):
+        pm.ops.conv(x, weight, epilogue=made(rows), **options)
