@@ -5,6 +5,9 @@ from pathlib import Path
 
 import torch
 
+from pumice.ops import conv
+from pumice.testing import random_tensor
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -39,3 +42,12 @@ def test_the_guide_to_kernel_maps_runs(capsys):
     assert "KernelMap(3 -> 3 rows, K=27, 5 pairs, 1.67 per output, policy='same')" in said
     assert "-> sorted" in said
     assert said.endswith("\n2\n")
+
+
+def test_the_epilogue_of_the_guide_runs():
+    (block,) = (block for block in blocks("guide.md") if "Epilogue" in block)
+    x = random_tensor(20, 4, 3)
+    space = {"x": x, "weight": torch.randn(4, 3, 3, 3, 4), "scale": torch.ones(4), "shift": torch.zeros(4)}
+    exec(compile(block, "guide.md", "exec"), space)
+    plain = conv(x, space["weight"]).feats + x.feats
+    torch.testing.assert_close(space["y"].feats, plain.relu())
