@@ -86,6 +86,15 @@ def test_indices_are_loaded_ahead_in_longer_loops():
     assert {tile.ahead for tile in candidates(problem(BLOCKS, **entries))} == {True, False}
 
 
+def test_few_tiles_are_made_narrower():
+    """Groups of pairs are a batch: there are as many tiles as groups."""
+    weights = parse("W[k[g],c,n] += x[i[g,q],c] * y[o[g,q],n]")
+    for groups, columns in ((1000, 128), (100, 64)):
+        sizes = {"g": groups, "q": 2048, "c": 128, "n": 128}
+        found = default(Problem(roles(weights, sizes), sizes, chained=True))
+        assert (found.columns, found.ahead) == (columns, True)
+
+
 @pytest.mark.parametrize(
     "sizes,shared",
     [

@@ -282,7 +282,7 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     """
     rows, columns, depth = sides
     height, width = _tile_side(rows, 128), _tile_side(columns, 128)
-    tiles = problem.segments * -(-rows // height)
+    tiles = problem.segments * problem.volume(problem.roles.batch) * -(-rows // height)
     while width > 64 and tiles * -(-columns // width) < 4 * PROCESSORS:
         width //= 2
     turns = problem.mean * -(-problem.volume(problem.roles.reduced) // depth)
