@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,10 +45,16 @@ def einsum(
     # The dispatcher finds an operator by its tensors, and has nothing to add where nobody watches.
     if not operands or plain(operands):
         return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
-    if not torch.compiler.is_compiling() and (_transformed() or _has_tangents(operands)):
+    known = None if shape is None else tuple(shape)
+    if torch.compiler.is_compiling():
+        return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
+    if _transformed() or _has_tangents(operands):
         # Torch's own operators know tangents and functorch's transforms, a kernel would drop them.
-        return plan.execute(operands, names, text, None if shape is None else tuple(shape), "graph")
-    return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
+        return plan.execute(operands, names, text, known, "graph")
+    if torch._C._len_torch_dispatch_stack() or any(type(x) not in _ORDINARY or x.is_meta for x in operands):
+        return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
+    # What the dispatcher's operator does, without the walks through its arguments: 50 us of the host.
+    return _Recorded.apply(names, text, known, lowering, *operands)
 
 
 def plain(operands: Sequence[Tensor]) -> bool:
@@ -111,33 +118,55 @@ def _as_given(operands: Sequence[Tensor]) -> AbstractContextManager[object]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    operands, ctx.names, ctx.text, shape, ctx.lowering = inputs
+    operands, names, text, shape, lowering = inputs
     # torch takes an empty list for one of tensors, and wants as many gradients.
     ctx.none = [] if shape is not None and not len(shape) else None
+    _keep(ctx, (names, text, lowering), operands, output)
+
+
+def _keep(ctx: Any, told: tuple[str, str, str], operands: Sequence[Tensor], output: Tensor) -> None:
+    ctx.names, ctx.text, ctx.lowering = told
     ctx.extreme = plan.statement_of(ctx.text, ctx.names).reduction in ("max", "min")
     ctx.tuning = plan.kernels.is_tuning()
     ctx.save_for_backward(*operands, *([output] if ctx.extreme else []))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
-    with plan.kernels.tuning(ctx.tuning):
-        return _all_gradients(ctx, grad)
+    return _all_gradients(ctx, grad, ctx.needs_input_grad[0]), None, None, ctx.none, None
 
 
-def _all_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+class _Recorded(torch.autograd.Function):
+    """The operator for torch's autograd where nothing else watches."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, names: str, text: str, shape: tuple[int, ...] | None, lowering: str, *operands: Tensor
+    ) -> Tensor:
+        with _as_given(operands):
+            output = plan.execute(operands, names, text, shape, lowering)
+        _keep(ctx, (names, text, lowering), operands, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, None, None, *_all_gradients(ctx, grad, ctx.needs_input_grad[4:])
+
+
+def _all_gradients(ctx: Any, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of all operands."""
     *operands, last = (*ctx.saved_tensors, None) if not ctx.extreme else ctx.saved_tensors
     call = _Call(operands, ctx.names, ctx.text, ctx.lowering, grad.shape)
-    needed = ctx.needs_input_grad[0]
     if not any(needed):
-        return [None] * len(operands), None, None, ctx.none, None
-    if not call.given.forms or call.statement.reduction == "sum":
-        return _gradients(call, grad, last, needed), None, None, ctx.none, None
-    # Which points are there, a sparse operand says only in the form that is stored.
-    call, places = call.stored()
-    found = _gradients(call, grad, last, [needed[place] for place in places])
+        return [None] * len(operands)
+    # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
+    with plan.kernels.tuning(ctx.tuning):
+        if not call.given.forms or call.statement.reduction == "sum":
+            return _gradients(call, grad, last, needed)
+        # Which points are there, a sparse operand says only in the form that is stored.
+        call, places = call.stored()
+        found = _gradients(call, grad, last, [needed[place] for place in places])
     grads = dict(zip(places, found, strict=True))
-    return [grads.get(place) for place in range(len(operands))], None, None, ctx.none, None
+    return [grads.get(place) for place in range(len(operands))]
 
 
 def _gradients(call: _Call, grad: Tensor, last: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -160,6 +189,13 @@ class _Call:
         self.statement = plan.statement_of(text, names)
         tokens, *self.notes = names.split(";")
         self.tokens = tokens.split("|")
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...] | None:
+        """Of the result and the operands; None where they are symbols, while compiled code is made: no key then."""
+        shapes = (tuple(self.shape), *(x.shape for x in self.operands))
+        known = not torch.compiler.is_compiling() and all(type(n) is int for shape in shapes for n in shape)
+        return shapes if known else None
 
     def stored(self) -> tuple[_Call, list[int]]:
         """The same call over the arrays of its sparse operands, and which operands those are."""
@@ -231,10 +267,7 @@ class _Call:
 
         Of each the places of its operands (the gradient and the result stand behind the call's own), names and text.
         """
-        shapes = (tuple(self.shape), *(x.shape for x in self.operands))
-        # Sizes that are symbols while compiled code is made are no keys.
-        keeps = not any(isinstance(n, torch.SymInt) for shape in shapes for n in shape)
-        key = (self.names, self.text, name, with_result, shapes) if keeps else None
+        key = None if self.shapes is None else (self.names, self.text, name, with_result, self.shapes)
         if key is not None and (known := _DERIVATIVES.get(key)) is not None:
             return known
         extra = [gradient_name(self.statement), *([result_name(self.statement)] if with_result else [])]
