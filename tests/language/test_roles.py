@@ -6,7 +6,7 @@ from pumice.language.formats import parse_format
 from pumice.language.nodes import indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored, conscious
-from pumice.language.roles import Segment, roles, segment_count
+from pumice.language.roles import Segment, roles, segment_axis, stacked
 from pumice.lower.maps import FORMS
 
 LARGE = dict.fromkeys("ijk", 64)
@@ -61,7 +61,7 @@ def test_structured_products():
     assert found.product and (found.rows, found.columns, found.reduced) == (("m_in",), ("n",), ("k_in",))
     assert found.loops == ("p", "q") and found.batch == ("s",) and not found.adds
     assert found.segment == Segment("A_m", "p", "s") and str(found.target) == "C[32*s+m_in,n]"
-    assert segment_count(found, (100, 64), {}) == 4
+    assert segment_axis(found) == ("", 0, 32)
 
 
 @pytest.mark.parametrize("form", ["COO", "CSR", "GroupCOO", "m:C k:G4"])
@@ -70,7 +70,31 @@ def test_unstructured_products(form):
     assert not found.product and (found.rows, found.columns) == (("s",), ("n",))
     assert found.segment == Segment("A_m", "p", "s") and not found.adds
     assert found.loops == (("p",) if form in ("COO", "CSR") else ("p", "q"))
-    assert segment_count(found, (50, 64), {}) == 50
+    assert segment_axis(found) == ("", 0, 1)
+
+
+@pytest.mark.parametrize("form", ["COO", "CSR", "GroupCOO", "m:C k:G4"])
+def test_segments_stack_as_rows_of_a_product(form):
+    """Entry by entry each row has a loop; stacked, the entries of all rows are one reduction."""
+    statement, extents = of(PRODUCT, form), {"p": 100, "q": 4, "n": 64}
+    found = stacked(roles(statement, extents), statement)
+    assert found is not None and found.product and found.stacked and not found.laned
+    assert found.reduced == (("p",) if form in ("COO", "CSR") else ("p", "q"))
+    (left,), (right,) = found.left, found.right
+    factors = statement.terms[0].factors
+    assert "n" in indices_of(factors[right]) and "n" not in indices_of(factors[left])
+
+
+def test_what_does_not_stack():
+    texts = {
+        "C[R[p],n] += V[p] * B[K[p],n]": "rows are not sorted",
+        "C[R[p]] = V[p] * W[p] ; R:sorted": "no columns",
+        "C[R[p],n] = V[p] * W[p] * B[K[p],n] ; R:sorted": "two factors on the left",
+        "C[R[p],n] = D[p,n] * B[K[p],n] ; R:sorted": "two factors on the right",
+    }
+    for text in texts:
+        statement = parse(text)
+        assert stacked(roles(statement, {"p": 100, "n": 64}), statement) is None, texts[text]
 
 
 def test_without_sorted_rows_results_are_added():
