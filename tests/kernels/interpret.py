@@ -31,6 +31,7 @@ from pumice.lower import chained, loops, segments
 from pumice.lower import triton as lowered
 from pumice.lower.epilogue import ACTIVATIONS, Epilogue, applied
 from pumice.lower.maps import FORMS
+from pumice.ops.conv import GROUPED_CONV
 from pumice.schedule import tile as schedule
 from pumice.schedule.tile import Tile
 from pumice.testing import random_tensor
@@ -311,6 +312,33 @@ def map_problems(
     return [Problem.of(step, {**operands, **arrays}, shape) for step in told.steps]
 
 
+def channel_checks() -> Checks:
+    """Channels that leave no matrix product: few of them, and groups of few."""
+    return {
+        f"{inputs} to {outputs} channels in {groups} groups, {form}": partial(
+            check_channels, (groups, inputs, outputs), form
+        )
+        for groups, inputs, outputs in ((1, 1, 5), (1, 3, 20), (1, 4, 32), (24, 1, 1), (5, 4, 4), (3, 1, 2))
+        for form in ("compacted", "unsorted", "split2")
+    }
+
+
+def check_channels(channels: tuple[int, int, int], form: str) -> None:
+    groups, inputs, outputs = channels
+    found, _ = cloud(3, 1)
+    generator = torch.Generator().manual_seed(sum(channels))
+    x = torch.randn(found.num_inputs, groups, inputs, generator=generator)
+    operands = {"x": x, "w": torch.randn(groups, outputs, 27, inputs, generator=generator)}
+    shape = (found.num_outputs, groups, outputs)
+    (whole,) = map_problems(found, operands, "pairs", GROUPED_CONV, shape)
+    got = None
+    for p in map_problems(found, operands, form, GROUPED_CONV, shape):
+        assert not form_of(p).product
+        got = lowered.runner(p.bound, torch.float32)(p.operands, got)
+    assert got is not None
+    near(got, wanted(whole), 2e-5)
+
+
 # Epilogues
 def finish_checks() -> Checks:
     found: dict[str, Callable[[], None]] = {}
@@ -501,7 +529,7 @@ def joined(*groups: Callable[[], Checks]) -> Checks:
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {
     "spmm": partial(joined, partial(study_checks, "block spmm"), partial(study_checks, "spmm"), lane_checks),
-    "convolution": partial(joined, partial(study_checks, "convolution"), map_checks, finish_checks),
+    "convolution": partial(joined, partial(study_checks, "convolution"), map_checks, channel_checks, finish_checks),
     "tensor product": partial(joined, partial(study_checks, "tensor product"), chain_checks),
     "tensor tables": partial(joined, partial(study_checks, "tensor tables"), within_checks),
     "fuzz": partial(joined, other_checks, fuzz_checks),

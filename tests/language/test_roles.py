@@ -8,6 +8,8 @@ from pumice.language.parse import parse
 from pumice.language.rewrite import Stored, conscious
 from pumice.language.roles import Segment, roles, segment_axis, stacked
 from pumice.lower.maps import FORMS
+from pumice.ops.conv import CONV as CONV_LINE
+from pumice.ops.conv import GROUPED_CONV
 
 LARGE = dict.fromkeys("ijk", 64)
 
@@ -177,3 +179,17 @@ def test_every_index_has_one_part():
         parts = [*found.rows, *found.columns, *found.reduced, *found.loops, *found.batch]
         assert len(parts) == len(set(parts))
         assert set(parts) - {"s"} == set(indices_of(parse(text))) - ({"s"} if found.segment is None else set())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns"),
+    [({"n": 32, "c": 4}, ("n",)), ({"g": 64, "n": 1, "c": 1}, ("g", "n")), ({"g": 4, "n": 4, "c": 4}, ("g", "n"))],
+)
+def test_few_channels_leave_tiles_of_outputs(sizes, columns):
+    """No matrix product is in them; the outputs of a tile of the map are the rows, and each program has one tile."""
+    text = GROUPED_CONV if "g" in sizes else CONV_LINE
+    (step,) = conscious(parse(text), {"map": FORMS["compacted"].stored}).steps
+    found = roles(step, {"b": 128, "e": 900, **sizes})
+    assert not found.product and not found.laned and not found.adds
+    assert (found.rows, found.columns, found.batch) == (("b",), columns, ("s",))
+    assert found.loops == ("e", "c")

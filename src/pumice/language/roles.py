@@ -364,6 +364,15 @@ def _entrywise(
         return Roles(False, rows, together, (), tuple(reduced), batch, every, (), target, None, False)
     if columns is None and folded:
         columns, folds = max(folded, key=lambda n: extents[n]), True
+    side = () if columns is None or folds else _widened(columns, target, free, extents)
+    rest = [name for name in out if name not in side]
+    told = [name for name in rest if name in inside and extents[name] >= _TOLD]
+    if own and side and told:
+        # Each segment has a row of places, as the tiles of a kernel map: they are the rows.
+        row = max(told, key=lambda n: extents[n])
+        batch = (own, *(name for name in rest if name != row))
+        every = tuple(range(len(term.factors)))
+        return Roles(False, (row,), side, (), tuple(reduced), batch, every, (), target, None, False)
     rest = [name for name in out if name != columns]
     many = tuple(name for name in rest if name in free)
     if own and columns is not None and not folds and _volume(many, extents) >= _MANY:
@@ -380,6 +389,19 @@ def _entrywise(
     return Roles(False, some[0], some[1], (), loops, batch, every, (), target, None, False, folds)
 
 
+def _widened(column: str, target: Access, free: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
+    """The column with those before it in the target while they are few: channels of a group, and groups."""
+    bare = [expression.bare for expression in target.indices]
+    found = [column]
+    for name in reversed(bare[: bare.index(column)] if column in bare else []):
+        if name is None or name not in free or _volume(found, extents) >= _TOLD:
+            break
+        found.insert(0, name)
+    return tuple(found)
+
+
+_TOLD = 16
+"""Results, or places that arrays tell, from which on they make a side of a tile."""
 _ACROSS = 128
 """Results that lie side by side and are written together."""
 

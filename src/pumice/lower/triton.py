@@ -612,7 +612,7 @@ def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles, tile: T
     if form.segment is None:
         return None
     array, count = operands[form.segment.array], _count(bound, operands)
-    return stacks(array, count, tile.rows) if tile.stacked else segments(array, count, 0 if form.product else _WINDOW)
+    return stacks(array, count, tile.rows) if tile.stacked else segments(array, count, _WINDOW if form.laned else 0)
 
 
 def _count(bound: Bound, operands: Mapping[str, Tensor]) -> int:
