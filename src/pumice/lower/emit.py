@@ -694,7 +694,9 @@ class _Emitter:
         place = " + ".join([*(v.at("YX") for v in pointer), f"tl.zeros({shape}, tl.int32)"])
         head.append(f"where = {self._result()} + {place}")
         head.append(f"mask = {' & '.join([*(v.at('YX') for v in masks), f'tl.full({shape}, True, tl.int1)'])}")
-        head.append(f"result = result + tl.zeros({shape}, {self.accumulator})")
+        if not looped or roles.folds:
+            # What was not accumulated may lack an axis.
+            head.append(f"result = result + tl.zeros({shape}, {self.accumulator})")
         self._add_before(place)
         self._finish()
         self._write()
