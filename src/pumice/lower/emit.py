@@ -92,12 +92,14 @@ class Value:
 
     code: str
     axes: str = ""
+    test: str = ""
 
     def at(self, axes: str) -> str:
-        """The expression, broadcastable to `axes`."""
-        if len(self.axes) != 1 or len(axes) < 2:
-            return self.code
-        return f"{self.code}[:, None]" if axes[0] == self.axes else f"{self.code}[None, :]"
+        """The expression, broadcastable to `axes`; with a test what the test says of it."""
+        code = self.code
+        if len(self.axes) == 1 and len(axes) == 2:
+            code = f"{code}[:, None]" if axes[0] == self.axes else f"{code}[None, :]"
+        return f"({code} {self.test})" if self.test else code
 
 
 def emit(statement: Statement, roles: Roles, signature: Signature) -> Source:
@@ -579,6 +581,9 @@ class _Emitter:
         own = _joined("".join(value.axes for value in (*pointer, *masks)))
         if len(own) > 2 or (axes and not set(own) <= set(axes)):
             raise OptionError(f"{access} depends on rows, columns and the reduction of a tile at once")
+        if len(own) == 2:
+            for axis in own:
+                pointer, masks = self._folded(access, axis, (pointer, masks), lines)
         integer = self.dtypes[access.name] in INTEGERS
         where = " + ".join([self._operand(access.name), *(value.at(own) for value in pointer)])
         mask = " & ".join(value.at(own) for value in masks)
@@ -593,6 +598,23 @@ class _Emitter:
             loaded = self._named("v", Value(f"tl.load({where}{guarded}){cast}", own), lines)
         self.values[key] = loaded
         return loaded
+
+    def _folded(
+        self, access: Access, axis: str, address: tuple[list[Value], list[Value]], lines: list[str]
+    ) -> tuple[list[Value], list[Value]]:
+        """Where an array tells places along an axis, what is masked there is folded into the address: below 0.
+
+        One value then goes from the threads that load the array to those that load what it tells.
+        """
+        pointer, masks = address
+        arrays = (array for expression in access.indices for array in expression.arrays)
+        parts, held = ([v for v in values if v.axes == axis] for values in address)
+        if not held or len(parts) != 1 or not any(self._array_value(array).axes == axis for array in arrays):
+            return address
+        there = " & ".join(value.at(axis) for value in held)
+        folded = self._named("o", Value(f"tl.where({there}, {parts[0].code}, {_NOWHERE})", axis), lines)
+        others = [value for value in pointer if value.axes != axis], [value for value in masks if value.axes != axis]
+        return [*others[0], folded], [*others[1], replace(folded, test=">= 0")]
 
     def _address(self, access: Access, pointer: str, lines: list[str]) -> tuple[list[Value], list[Value]]:
         """The parts of the address, one per set of axes, and the conditions under which it is read."""
@@ -767,6 +789,8 @@ class _Emitter:
 
 SPLITS = "#"
 """The name under which the number of splits stands among the extents; no index has it."""
+_NOWHERE = -(1 << 30)
+"""An address below 0, which 16 bytes divide."""
 STACKS = "##"
 """The same of the number of stacks of segments."""
 
