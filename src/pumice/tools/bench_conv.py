@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from pumice.lower.graph import Prepared
 from pumice.ops import SparseTensor, conv_features
 from pumice.ops.conv import CONV
 from pumice.ops.register import einsum
+from pumice.tools import spconv_peer
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.study import DTYPES, Case, Setup, Way, eager, graph_of, inductor, kept, measured, summarize, tuned
 from pumice.tools.timing import together
@@ -110,7 +110,7 @@ def _one(setup: Setup, case: str, name: str, layer: Layer) -> Iterator[Row]:
         *(Way(form, partial(forced, layer, form), optional=True) for form in FORMS),
     ]
     made = partial(grouped_graph, layer)
-    peers = [Way("spconv", partial(_spconv, setup, layer), _spconv_package(), slack=_spconv_slack(setup))]
+    peers = [Way("spconv", partial(_spconv, layer), spconv_peer.package(), slack=spconv_peer.slack(setup.device))]
     if name.startswith(FOR_INDUCTOR):
         peers.append(eager("eager", made))
     if name.startswith(FOR_INDUCTOR) and not setup.quick:
@@ -183,35 +183,6 @@ def _keys(inputs: Tensor, outputs: Tensor, taps: Tensor, layer: Layer) -> Tensor
     return (outputs * layer.found.volume + taps) * layer.rows + inputs
 
 
-def _spconv(setup: Setup, layer: Layer) -> Callable[[], Tensor]:
-    """spconv's layer with its map at hand."""
-    spconv: Any = import_module("spconv.pytorch")
-    channels = layer.feats.shape[1]
-    module = spconv.SubMConv3d(channels, channels, 3, bias=False, indice_key="map")
-    module = module.to(setup.device, setup.half).eval()
-    with torch.no_grad():
-        module.weight.copy_(layer.weight.view_as(module.weight))
-    shape = (layer.coords[:, 1:].amax(0) + 1).tolist()
-    given = spconv.SparseConvTensor(layer.feats, layer.coords.int(), shape, 1)
-    with torch.no_grad():
-        known = module(given).indice_dict
-
-    @torch.no_grad()
-    def call() -> Tensor:
-        x = spconv.SparseConvTensor(layer.feats, layer.coords.int(), shape, 1)
-        x.indice_dict = known
-        return module(x).features
-
-    return call
-
-
-def _spconv_slack(setup: Setup) -> float:
-    """On a CPU spconv's threads add to one output at once and lose sums; another mistake would be an error near 1."""
-    return 2000 if setup.device.type == "cpu" else 2
-
-
-def _spconv_package() -> str:
-    from pumice.tools.info import distribution
-
-    names = ("spconv", "spconv-cu126", "spconv-cu124", "spconv-cu121", "spconv-cu120", "spconv-cu118")
-    return next((name for name in names if distribution(name)), "spconv")
+def _spconv(layer: Layer) -> Callable[[], Tensor]:
+    _, run = spconv_peer.layer(layer.feats, layer.weight, layer.coords)
+    return torch.no_grad()(lambda: run(layer.feats))

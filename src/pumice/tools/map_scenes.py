@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,11 @@ def scenes(setup: Setup) -> Iterator[Scene]:
         yield "shell_16", lambda: _voxels(setup, shell(16))
         yield "surface_300", partial(surface, 300, setup.device)
         return
-    for name in KNOWN:
+    yield from _named(setup, KNOWN)
+
+
+def _named(setup: Setup, names: Iterable[str]) -> Iterator[Scene]:
+    for name in names:
         path = _folder("scenes") / f"{name}.npz"
         if path.is_file():
             yield name, lambda path=path: _voxels(setup, np.load(path)["coords"])
@@ -92,6 +96,13 @@ def scenes(setup: Setup) -> Iterator[Scene]:
             yield name, lambda name=name: _voxels(setup, shell(int(name.removeprefix("shell_"))))
         else:
             setup.say(f"{name} is left out: PUMICE_DATA has no such scene")
+
+
+def layer_scenes(setup: Setup) -> Iterator[Scene]:
+    """The scenes on which layers are timed: those of the goals, and two smaller ones."""
+    if not setup.quick:
+        yield from _named(setup, ("scannet_2cm", "shell_128"))
+    yield from scenes(setup)
 
 
 def published(setup: Setup) -> Iterator[Scene]:

@@ -1,0 +1,50 @@
+"""spconv as a peer: a submanifold layer with its map at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pumice.tools.info import distribution
+
+_NAMES = ("spconv", "spconv-cu126", "spconv-cu124", "spconv-cu121", "spconv-cu120", "spconv-cu118")
+
+
+def package() -> str:
+    """The distribution that is installed, or the plain one's name."""
+    return next((name for name in _NAMES if distribution(name)), "spconv")
+
+
+def slack(device: torch.device) -> float:
+    """How many times the error of the dtype is good enough: on a CPU its threads add to one output at once and lose
+    sums; another mistake would be an error near 1."""
+    return 2000 if device.type == "cpu" else 2
+
+
+def layer(feats: Tensor, weight: Tensor, coords: Tensor) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """(module, call): spconv's 3x3x3 layer with this weight [C, 27, C], and its result for features on coords [N, 4].
+
+    Raises ModuleNotFoundError without spconv.
+    """
+    spconv: Any = import_module("spconv.pytorch")
+    channels = feats.shape[1]
+    module = spconv.SubMConv3d(channels, channels, 3, bias=False, indice_key="map").to(feats.device, feats.dtype)
+    with torch.no_grad():
+        module.weight.copy_(weight.view_as(module.weight))
+    least = coords.amin(0)
+    least[0] = 0
+    coords = (coords - least).int()
+    shape = (coords[:, 1:].amax(0) + 1).tolist()
+    with torch.no_grad():
+        known = module(spconv.SparseConvTensor(feats, coords, shape, 1)).indice_dict
+
+    def call(feats: Tensor) -> Tensor:
+        x = spconv.SparseConvTensor(feats, coords, shape, 1)
+        x.indice_dict = known
+        return module(x).features
+
+    return module, call
