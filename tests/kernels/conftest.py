@@ -7,9 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MINUTES = 60
 COMPILERS = 2
 """How many processes compile at once."""
+INTERPRETERS = 2
+"""How many processes interpret at once."""
 CRASHES = 3
 """How many crashes of the compiler are gone behind."""
 _FORGOTTEN = ("TRITON_INTERPRET", "TRITON_ALWAYS_COMPILE", "PYTHONWARNINGS")
@@ -59,16 +62,29 @@ def _lines(module: str, *arguments: str, environment: Mapping[str, str], minutes
 
 
 @pytest.fixture(scope="session")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Mapping[str, str]]:
-    """How the checks of a group of a module ended in the interpreter, by name: "" where all is well."""
+def interpreted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str, str], Mapping[str, str]]]:
+    """How the checks of a group of a module ended in the interpreter, by name: "" where all is well.
 
-    @lru_cache
-    def run(module: str, group: str) -> Mapping[str, str]:
+    All groups that tests ask for run side by side from the first question on.
+    """
+
+    def ended(module: str, group: str) -> Mapping[str, str]:
         environment = _environment(tmp_path_factory.mktemp("interpreted"), TRITON_INTERPRET="1")
-        lines, ended = _lines(module, group, environment=environment, minutes=10)
-        return {"": ended, **dict(lines)}
+        lines, end = _lines(module, group, environment=environment, minutes=10)
+        return {"": end, **dict(lines)}
 
-    return run
+    with ThreadPoolExecutor(INTERPRETERS) as pool:
+
+        @lru_cache
+        def running(module: str) -> Mapping[str, Future[Mapping[str, str]]]:
+            known = import_module(module).GROUPS
+            asked = (getattr(item, "callspec", None) for item in request.session.items)
+            groups = dict.fromkeys(spec.params.get("group") for spec in asked if spec is not None)
+            return {group: pool.submit(ended, module, group) for group in groups if group in known}
+
+        yield lambda module, group: running(module)[group].result()
 
 
 @pytest.fixture(scope="session")
