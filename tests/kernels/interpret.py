@@ -185,6 +185,8 @@ def lane_checks() -> Checks:
         for rows in (1, 17, 40):
             found[f"{study} {rows} rows stacked"] = partial(check_stacks, study, rows)
     found["stacks apart"] = check_stacks_apart
+    for study in ("coo", "group_coo"):
+        found[f"{study} what is infinite stays in its rows"] = partial(check_infinite, study)
     return found
 
 
@@ -204,6 +206,17 @@ def check_stacks(study: str, rows: int) -> None:
     for tile in (Tile(16, 16, 16, stacked=True), deep, replace(deep, ahead=True)):
         agree(p, tile=tile)
         agree(p, torch.float16, tile, 2**-10)
+
+
+def check_infinite(study: str) -> None:
+    """What is not stored is not multiplied: an infinity or NaN reaches the rows that have an entry for it alone."""
+    p = problem(CASES[study].at(SMALL, M=40, p=46, n=23)).to(torch.float16)
+    p.operands["B"][2, 3], p.operands["B"][5, 7] = torch.inf, torch.nan
+    want = wanted(p)
+    assert 0 < int((~want.isfinite()).sum()) < want.numel() / 2
+    for tile in (Tile(8, 16, lanes=2), Tile(16, 16, 16, stacked=True), Tile(16, 32, 64, stacked=True, ahead=True)):
+        got = lowered.run(p.bound, p.operands, torch.float32, tile)
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True, msg=str(tile))
 
 
 def check_stacks_apart() -> None:

@@ -123,6 +123,11 @@ def _leads(roles: Roles) -> bool:
     return bool(roles.rows and roles.target.indices) and roles.target.indices[0].bare == roles.rows[0]
 
 
+def _loading(where: str, mask: str, integer: bool) -> str:
+    """A load; 0, or -1 of an integer, outside."""
+    return f"tl.load({where}, mask={mask}, other={'-1' if integer else '0.0'})" if mask else f"tl.load({where})"
+
+
 def _times(coefficient: int, code: str) -> str:
     return code if coefficient == 1 else f"{coefficient} * {code}"
 
@@ -143,6 +148,7 @@ class _Emitter:
     bases: dict[str, str] = field(default_factory=dict)
     turn: list[str] = field(default_factory=list)
     ahead: list[tuple[str, str, str, str]] = field(default_factory=list)
+    entry: tuple[str, str] = ("", "")
     arguments: dict[tuple[str, str, int], Argument] = field(default_factory=dict)
     number: Iterator[int] = field(default_factory=itertools.count)
 
@@ -240,7 +246,8 @@ class _Emitter:
         head += [
             f"block = rest % {self._argument('extent', STACKS)}",
             f"rest = rest // {self._extent(STACKS)}",
-            f"row = tl.load({rows} + block) + tl.arange(0, BY)",
+            f"first_row = tl.load({rows} + block)",
+            "row = first_row + tl.arange(0, BY)",
             f"in_y = row < tl.load({ends} + block)",
             f"start = tl.load({starts} + block)",
             f"entries = (tl.load({stops} + block) - start) * {self._volume(self.roles.reduced[1:])}",
@@ -325,8 +332,12 @@ class _Emitter:
             left = self._left_product(roles.within, inner, compute)
         else:
             left = self._multiplied([place for place in roles.left if place in inner], "YR")
-            left = self._in_own_row(left) if roles.stacked else left
         right = self._multiplied([place for place in roles.right if place in inner], "RX")
+        if roles.stacked:
+            owner = self._load_owner()
+            self.entry = owner.code, " * ".join(f"({v.at('RX')}).to({self.accumulator})" for v in (left, right))
+            code = f"tl.where({owner.at('YR')} == row[:, None], {left.at('YR')}, 0.0)"
+            left = self._named("m", Value(code, "YR"), self.body)
         sides = self._side(left, "YR", compute), self._side(right, "RX", compute)
         if not self.signature.thrice:
             return f"tl.dot({sides[0]}, {sides[1]}, accumulator, {self._how(compute)})"
@@ -406,13 +417,30 @@ class _Emitter:
         joined = _joined("".join(value.axes for value in found))
         return self._named("m", Value(" + ".join(value.at(joined) for value in found), joined), self.body)
 
-    def _in_own_row(self, value: Value) -> Value:
-        """The value of an entry in the row of its segment, and 0 in the others."""
+    def _load_owner(self) -> Value:
+        """The segment of each entry."""
         segment = self.roles.segment
         assert segment is not None
-        owner = self._load(Access(segment.array, (index(segment.position),)), "R")
-        code = f"tl.where({owner.at('YR')} == row[:, None], {value.at('YR')}, 0.0)"
-        return self._named("m", Value(code, "YR"), self.body)
+        return self._load(Access(segment.array, (index(segment.position),)), "R")
+
+    def _one_by_one(self) -> list[str]:
+        """The rows of a stack one after another, where a value is infinite or none.
+
+        In the product of matrices it is multiplied by the zeros of other rows too, and what is not stored counts.
+        """
+        owner, product = self.entry
+        loads = [f"{name} = {_loading(where, mask, True)}{cast}" for name, where, mask, cast in self.ahead]
+        turn = len(self.turn)
+        return [
+            "if tl.max(tl.max((accumulator - accumulator != 0).to(tl.int32), 1), 0) > 0:",
+            f"    accumulator = tl.zeros((BY, BX), dtype={self.accumulator})",
+            "    for turn in tl.range(0, tl.cdiv(entries, BR)):",
+            *(f"        {line}" for line in (*self.body[:turn], *loads, *self.body[turn:])),
+            "        for y in tl.range(0, BY):",
+            f"            mine = {owner} == first_row + y",
+            f"            found = tl.sum(tl.where(mine[:, None], {product}, 0.0), 0)",
+            "            accumulator += tl.where((tl.arange(0, BY) == y)[:, None], found[None, :], 0.0)",
+        ]
 
     def _compute_dtype(self, inner: Sequence[int]) -> str:
         factors = self.statement.terms[0].factors
@@ -542,6 +570,8 @@ class _Emitter:
         head += [f"    {line}" for line in (*self.body, f"accumulator = {product}", *self._moved())]
         if self.signature.thrice:
             head.append("accumulator += tl.where(small == small, small, 0.0)")
+        if self.roles.stacked:
+            head += self._one_by_one()
         self.body = []
 
     def _moved(self) -> list[str]:
@@ -587,15 +617,13 @@ class _Emitter:
         integer = self.dtypes[access.name] in INTEGERS
         where = " + ".join([self._operand(access.name), *(value.at(own) for value in pointer)])
         mask = " & ".join(value.at(own) for value in masks)
-        outside = "-1" if integer else "0.0"
         cast = ".to(tl.int32)" if integer and not self.signature.wide else ""
         turns = bool((self.turning - self.fixed) & set(indices_of(access)))
         if integer and turns and self.signature.ahead and all(e.bare for e in access.indices):
             loaded = Value(f"v{next(self.number)}", own)
             self.ahead.append((loaded.code, where, mask, cast))
         else:
-            guarded = f", mask={mask}, other={outside}" if mask else ""
-            loaded = self._named("v", Value(f"tl.load({where}{guarded}){cast}", own), lines)
+            loaded = self._named("v", Value(_loading(where, mask, integer) + cast, own), lines)
         self.values[key] = loaded
         return loaded
 
