@@ -334,59 +334,49 @@ def _entrywise(
     term: Term, target: Access, reduced: Sequence[str], segment: Segment | None, extents: Mapping[str, int]
 ) -> Roles:
     """Rows and columns of a tile of results; where the target has too few indices, a reduction is the columns."""
-    own = segment.index if segment else None
-    position = segment.position if segment else None
+    own, position = (segment.index, segment.position) if segment else (None, None)
     out = [name for name in indices_of(target) if name != own]
     inside = set(indices_of(*arrays_of(term, target)))
     free = [name for name in out if name not in inside]
-    last = target.indices[-1].bare if target.indices else None
-    columns = last if last in free else max(free, key=lambda n: extents[n], default=None)
-    folds = False
     folded = [name for name in reduced if name != position and name not in inside]
-    if own is None and columns is not None and len(out) == 1 and folded:
-        columns = None
+
+    def made(rows: Sequence[str], columns: Sequence[str], folds: bool = False) -> Roles:
+        loops = tuple(name for name in reduced if name not in columns)
+        names = [own, *out] if own else out
+        batch = tuple(name for name in names if name not in rows and name not in columns)
+        every = tuple(range(len(term.factors)))
+        return Roles(False, tuple(rows), tuple(columns), (), loops, batch, every, (), target, None, False, folds)
+
     along = _runs_along(term, extents)
     if own is None and along in folded and extents[along] >= _SMALLEST and free:
         # What is read most lies along a reduction.
-        rows = tuple(name for name in out if name in free)
-        loops = tuple(name for name in reduced if name != along)
-        batch = tuple(name for name in out if name not in rows)
-        every = tuple(range(len(term.factors)))
-        return Roles(False, rows, (along,), (), loops, batch, every, (), target, None, False, True)
+        return made(free, [along], True)
+    last = target.indices[-1].bare if target.indices else None
     # The one index outside arrays is seldom what the result lies along.
     together = () if own or len(free) != 1 or last in free else _side_by_side(term, target, extents)
     if together:
-        rest = [name for name in out if name not in together]
-        row = max(rest, key=lambda n: extents[n], default=None)
-        batch = tuple(name for name in rest if name != row)
-        every = tuple(range(len(term.factors)))
-        rows = (row,) if row else ()
-        return Roles(False, rows, together, (), tuple(reduced), batch, every, (), target, None, False)
-    if columns is None and folded:
-        columns, folds = max(folded, key=lambda n: extents[n]), True
-    side = () if columns is None or folds else _widened(columns, target, free, extents)
-    rest = [name for name in out if name not in side]
-    told = [name for name in rest if name in inside and extents[name] >= _TOLD]
-    if own and side and told:
-        # Each segment has a row of places, as the tiles of a kernel map: they are the rows.
-        row = max(told, key=lambda n: extents[n])
-        batch = (own, *(name for name in rest if name != row))
-        every = tuple(range(len(term.factors)))
-        return Roles(False, (row,), side, (), tuple(reduced), batch, every, (), target, None, False)
-    rest = [name for name in out if name != columns]
-    many = tuple(name for name in rest if name in free)
-    if own and columns is not None and not folds and _volume(many, extents) >= _MANY:
-        # Each has as many results in every segment.
-        loops = tuple(name for name in reduced if name != columns)
-        batch = (own, *(name for name in rest if name not in many))
-        every = tuple(range(len(term.factors)))
-        return Roles(False, many, (columns,), (), loops, batch, every, (), target, None, False)
-    rows = own if own else max(rest, key=lambda n: extents[n], default=None)
-    loops = tuple(name for name in reduced if name != columns)
-    batch = tuple(name for name in rest if name != rows)
-    every = tuple(range(len(term.factors)))
-    some = [(name,) if name else () for name in (rows, columns)]
-    return Roles(False, some[0], some[1], (), loops, batch, every, (), target, None, False, folds)
+        return made(_longest([name for name in out if name not in together], extents), together)
+    column = [last] if last in free else _longest(free, extents)
+    if own is None and len(out) == 1 and folded:
+        column = []
+    if not column and folded:
+        return made([own] if own else _longest(out, extents), _longest(folded, extents), True)
+    if own and column:
+        side = _widened(column[0], target, free, extents)
+        told = [name for name in out if name in inside and extents[name] >= _TOLD]
+        if told:
+            # Each segment has a row of places, as the tiles of a kernel map: they are the rows.
+            return made(_longest(told, extents), side)
+        many = [name for name in free if name not in column]
+        if _volume(many, extents) >= _MANY:
+            # Each has as many results in every segment.
+            return made(many, column)
+    return made([own] if own else _longest([name for name in out if name not in column], extents), column)
+
+
+def _longest(names: Sequence[str], extents: Mapping[str, int]) -> list[str]:
+    """The name with the most points, if there is any."""
+    return [max(names, key=lambda name: extents[name])] if names else []
 
 
 def _widened(column: str, target: Access, free: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
