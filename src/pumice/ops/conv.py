@@ -171,7 +171,12 @@ def conv_features(
     """The convolution of plain features: x [N_in, C_in], weight [C_out, K, C_in / groups] -> [rows, C_out].
 
     `found` is the kernel map, `rows` its number of outputs. Differentiable, any number of times, in x and weight.
+
+    Raises ShapeError, DtypeError, DeviceError for what does not fit.
     """
+    _check_devices(x, weight, found)
+    if epilogue is not None:
+        _check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
     more = () if epilogue is None else epilogue.operands.values()
     if register.plain((x, weight, *more)):
         finish = NOTHING if epilogue is None else epilogue.finish
@@ -228,8 +233,8 @@ def _over_map(
 ) -> SparseTensor:
     found, outputs = mapped
     rows = outputs.coords.shape[0]
-    if epilogue is not None:
-        _check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
+    if not isinstance(epilogue, Epilogue | None):
+        raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
     feats, weight, bias = _autocast(x.feats, weight, bias)
     if feats.dtype != weight.dtype:
         raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; convert one, or use torch.autocast")
@@ -244,9 +249,15 @@ def _over_map(
     return SparseTensor(conv_features(feats, flat, found, rows, groups, epilogue), outputs)
 
 
+def _check_devices(x: Tensor, weight: Tensor, found: KernelMap) -> None:
+    """Kernels take addresses as they are: what lies elsewhere must not reach them. Meta features meet any map."""
+    if x.is_meta or (x.device == found.device and weight.device == found.device):
+        return
+    name, tensor = ("x", x) if x.device != found.device else ("weight", weight)
+    raise DeviceError(f"{name} is on {tensor.device}, the kernel map on {found.device}")
+
+
 def _check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.device) -> None:
-    if not isinstance(epilogue, Epilogue):
-        raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
     for name, expected in (("scale", shape[1:]), ("shift", shape[1:]), ("residual", shape)):
         tensor = getattr(epilogue, name)
         if tensor is None:
