@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from pumice.env import settings
 from pumice.errors import FileError, OptionError, PumiceError
 from pumice.lower import reference
 from pumice.ops import SparseTensor, conv_features
-from pumice.tools import bench_layers
+from pumice.tools import bench_layers, spconv_peer
 from pumice.tools.bench_einsum import einsum
 from pumice.tools.bench_maps import maps, picture
 from pumice.tools.ledger import Peer, Row, Subject, append, row
@@ -68,13 +67,13 @@ def cpu_conv(say: Say, options: Options) -> Iterator[Row]:
         raise OptionError("the suite cpu-conv has one case and runs on the CPU: it takes no options but --out")
     scene = "waymo_1f_10x10x15cm"
     coords = _scene(scene)
-    spconv = _spconv()
+    _need_spconv()
     x = SparseTensor(torch.zeros(len(coords), 1), coords)
     found, _ = kernel_map(x.geometry, Relation.of(3, 3))
     say(f"{scene}: {found}; {torch.get_num_threads()} threads; milliseconds, median (20 %, 80 %)")
     ratios = []
     for channels in (16, 32, 64, 128):
-        ours, theirs = _cpu_conv_pair(coords, found, channels, spconv, say)
+        ours, theirs = _cpu_conv_pair(coords, found, channels, say)
         mine, peer = interleaved(ours, theirs, seconds=8.0)
         ratios.append(peer.median / mine.median)
         say(
@@ -97,28 +96,15 @@ SUITES: dict[str, Callable[[Say, Options], Iterator[Row]]] = {
 
 
 def _cpu_conv_pair(
-    coords: Tensor, found: KernelMap, channels: int, spconv: Any, say: Say
+    coords: Tensor, found: KernelMap, channels: int, say: Say
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     """Our call and spconv's of one layer, both checked against the float64 loop."""
     chance = torch.Generator().manual_seed(channels)
     feats = torch.randn(len(coords), channels, generator=chance)
     weight = torch.randn(channels, 27, channels, generator=chance) / math.sqrt(27 * channels)
-    layer = spconv.SubMConv3d(channels, channels, 3, bias=False, indice_key="map")
-    with torch.no_grad():
-        layer.weight.copy_(weight.view_as(layer.weight))
-    shape = (coords[:, 1:].amax(0) + 1).tolist()
-    known = layer(spconv.SparseConvTensor(feats, coords, shape, 1)).indice_dict
-
-    @torch.no_grad()
-    def ours() -> Tensor:
-        return conv_features(feats, weight, found, len(coords))
-
-    @torch.no_grad()
-    def theirs() -> Tensor:
-        given = spconv.SparseConvTensor(feats, coords, shape, 1)
-        given.indice_dict = known
-        return layer(given).features
-
+    _, run = spconv_peer.layer(feats, weight, coords)
+    ours = torch.no_grad()(lambda: conv_features(feats, weight, found, len(coords)))
+    theirs = torch.no_grad()(lambda: run(feats))
     truth = reference.forward(feats.double(), weight.double(), found.pairs(), len(coords), 1)
     errors = [float((call() - truth).norm() / truth.norm()) for call in (ours, theirs)]
     say(f"C={channels:<4} relative error: pumice {errors[0]:.1e}, spconv {errors[1]:.1e}")
@@ -141,8 +127,8 @@ def _scene(name: str) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros((len(coords), 1), np.int32), coords], axis=1))
 
 
-def _spconv() -> Any:
+def _need_spconv() -> None:
     try:
-        return import_module("spconv.pytorch")
+        import_module("spconv.pytorch")
     except ImportError as error:
         raise OptionError(f"this suite measures spconv too: pip install pumice[bench] ({error})") from None

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, Relation, kernel_map
-from pumice.errors import OptionError, PumiceError
+from pumice.errors import OptionError
 from pumice.lower import reference
 from pumice.ops import SparseTensor, conv_features
 from pumice.tools import spconv_peer
+from pumice.tools.bench_conv import Layer
 from pumice.tools.job import pick_device
 from pumice.tools.ledger import Peer, Row
 from pumice.tools.map_scenes import Voxels, layer_scenes
@@ -64,30 +65,22 @@ _PROTOTYPE = {
 
 @dataclass(frozen=True)
 class Pass:
-    """What is timed of a layer. recorded: peers by scene; goal: how many times as fast as the best of a cell."""
+    """What is timed of a layer. recorded: the best peer of each width by scene."""
 
     name: str
     recorded: Mapping[str, Sequence[tuple[str, float]]]
-    goal: float
 
 
-FORWARD = Pass("fwd", MappingProxyType(_FORWARD), 3.0)
-TRAINING = Pass("fwd+bwd", MappingProxyType(_TRAINING), 3.0)
+FORWARD = Pass("fwd", MappingProxyType(_FORWARD))
+TRAINING = Pass("fwd+bwd", MappingProxyType(_TRAINING))
+GOAL = 3.0  # times as fast as the best peer of a cell
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """Operands of a layer: feats [N, C], weight [C, 27, C], and the gradient of its result."""
+class Trained(Layer):
+    """A layer, and the gradient of its result."""
 
-    found: KernelMap
-    voxels: Voxels
-    feats: Tensor
-    weight: Tensor
     grad: Tensor
-
-    @property
-    def rows(self) -> int:
-        return len(self.feats)
 
 
 def forward(say: Say, options: Options) -> Iterator[Row]:
@@ -120,8 +113,7 @@ def _suite(say: Say, options: Options, passed: Pass, suite: str) -> Iterator[Row
                 yield made
     summarize(setup, done, {"spconv": ("spconv",)})
     _say_best(setup, done)
-    if setup.failures:
-        raise PumiceError(f"{len(setup.failures)} failed: {'; '.join(setup.failures)}")
+    setup.settle()
 
 
 WINDOW = Relation.of(3, 3)
@@ -159,32 +151,32 @@ def _known(scene: str, channels: int, passed: Pass) -> Iterator[Peer]:
         return
     name, best = passed.recorded[scene][CHANNELS.index(channels)]
     yield Peer(f"best recorded ({name})", best, "recorded")
-    yield Peer("goal", best / passed.goal, "goal")
+    yield Peer("goal", best / GOAL, "goal")
     if passed is FORWARD and scene in _PROTOTYPE:
         yield Peer("prototype", _PROTOTYPE[scene][CHANNELS.index(channels)], "recorded")
 
 
-def _layer(setup: Setup, mapped: tuple[KernelMap, Voxels], channels: int) -> Layer:
+def _layer(setup: Setup, mapped: tuple[KernelMap, Voxels], channels: int) -> Trained:
     found, voxels = mapped
     rows = len(voxels)
     feats, grad = (setup.filled(rows, channels, dtype=setup.half, seed=seed) for seed in (6, 8))
     weight = setup.filled(channels, 27, channels, seed=7) / math.sqrt(7 * channels)
-    return Layer(found, voxels, feats, weight.to(setup.half), grad)
+    return Trained(found, feats, weight.to(setup.half), voxels.coords, grad)
 
 
-def _forward(layer: Layer) -> Tensor:
+def _forward(layer: Trained) -> Tensor:
     with torch.no_grad():
         return conv_features(layer.feats, layer.weight, layer.found, layer.rows)
 
 
-def _both(layer: Layer) -> tuple[Tensor, ...]:
+def _both(layer: Trained) -> tuple[Tensor, ...]:
     """The result, and the gradients of features and weights."""
     given = [x.detach().requires_grad_() for x in (layer.feats, layer.weight)]
     y = conv_features(given[0], given[1], layer.found, layer.rows)
     return y.detach(), *torch.autograd.grad(y, given, layer.grad)
 
 
-def _truth(layer: Layer, passed: Pass) -> Tensor | Sequence[Tensor]:
+def _truth(layer: Trained, passed: Pass) -> Tensor | Sequence[Tensor]:
     """In float64, by the loop over taps."""
     x, weight, pairs = layer.feats.double(), layer.weight.double(), layer.found.pairs()
     y = reference.forward(x, weight, pairs, layer.rows, 1)
@@ -195,15 +187,15 @@ def _truth(layer: Layer, passed: Pass) -> Tensor | Sequence[Tensor]:
     return y, dx, reference.weight_gradient(x, grad, pairs, 1)
 
 
-def least(layer: Layer) -> float:
+def least(layer: Trained) -> float:
     """Seconds: every pair multiplied once; its row read from the cache; features in and out through memory once."""
     pairs, channels, size = len(layer.found.pairs().inputs), layer.feats.shape[1], layer.feats.element_size()
     features = 2 * layer.feats.numel() * size + layer.weight.numel() * size
     return seconds_to_move(cache=pairs * channels * size, memory=features, flops=2.0 * pairs * channels**2)
 
 
-def _spconv(layer: Layer, passed: Pass) -> Callable[[], Any]:
-    module, run = spconv_peer.layer(layer.feats, layer.weight, layer.voxels.coords)
+def _spconv(layer: Trained, passed: Pass) -> Callable[[], Any]:
+    module, run = spconv_peer.layer(layer.feats, layer.weight, layer.coords)
 
     @torch.no_grad()
     def forward() -> Tensor:

@@ -25,7 +25,7 @@ from pumice.coords.launch import runs_kernels
 from pumice.coords.relation import Relation
 from pumice.coords.structures import STRUCTURES as KINDS
 from pumice.coords.structures import default
-from pumice.errors import OptionError, PumiceError
+from pumice.errors import OptionError
 from pumice.tools import map_work
 from pumice.tools.job import pick_device
 from pumice.tools.ledger import Peer, Row, Subject, device_name, row
@@ -66,8 +66,7 @@ def maps(say: Say, options: Options) -> Iterator[Row]:
             yield from STUDIES[name](setup)
         except Exception as reason:  # out of memory, a file that cannot be read: the other studies are still wanted
             setup.failed(f"{name}: {_line(reason)}")
-    if setup.failures:
-        raise PumiceError(f"{len(setup.failures)} failed: {'; '.join(setup.failures)}")
+    setup.settle()
 
 
 def _say_least(setup: Setup) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pumice.errors import PumiceError
 from pumice.lower import plan
 from pumice.lower.graph import Prepared, prepare
 from pumice.lower.triton import tuning
@@ -78,6 +79,11 @@ class Setup:
     def failed(self, what: str) -> None:
         self.say(f"FAILED {what}")
         self.failures.append(what)
+
+    def settle(self) -> None:
+        """Raise PumiceError if anything of ours was wrong."""
+        if self.failures:
+            raise PumiceError(f"{len(self.failures)} failed: {'; '.join(self.failures)}")
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
         """Normal numbers, the same on every device."""
