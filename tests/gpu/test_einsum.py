@@ -8,6 +8,9 @@ from einsum_oracle import evaluate
 
 import pumice as pm
 from pumice.language.parse import parse
+from pumice.lower import maps
+from pumice.ops import register
+from pumice.ops.conv import CONV
 from pumice.testing import assert_close, random_tensor, reference_conv
 
 pytestmark = [
@@ -118,6 +121,55 @@ def test_convolution(kernel, stride, dtype):
     want = torch.autograd.grad(expected.feats.sum(), [feats, w])
     for a, b in zip(got, want, strict=True):
         assert_close(a, b, dtype=dtype, scale=float(b.double().abs().mean()) * 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("channels", [(4, 6), (32, 32), (64, 96), (128, 128)])
+def test_an_epilogue(channels, groups, dtype):
+    inputs, outputs = channels
+    x = random_tensor(2000, inputs, 3, dtype=torch.float64)
+    chance = torch.Generator().manual_seed(1)
+    w, scale, shift, residual = (
+        torch.randn(*shape, dtype=torch.float64, generator=chance)
+        for shape in ((outputs, 3, 3, 3, inputs // groups), (outputs,), (outputs,), (2000, outputs))
+    )
+    x, w, residual = x.to(dtype), (w / inputs**0.5).to(dtype), residual.to(dtype)
+    y = pm.ops.conv(x.to(torch.float64), w.double(), groups=groups).feats * scale + shift + residual
+    epilogue = pm.ops.Epilogue(scale.float().cuda(), shift.float().cuda(), residual.cuda(), "relu")
+    x, w = x.to("cuda"), w.cuda()
+    for _ in range(3):  # Triton's door, then the prepared launch.
+        got = pm.ops.conv(x, w, groups=groups, epilogue=epilogue)
+    assert_close(got.feats, y.relu(), dtype=dtype, scale=float(y.abs().mean()) * 4)
+
+
+@pytest.mark.parametrize("channels", [8, 32, 128])
+@pytest.mark.parametrize("form", sorted(maps.FORMS))
+def test_every_form_of_a_map_serves_a_convolution(form, channels):
+    x = random_tensor(5000, channels, 3, device="cuda", dtype=torch.float16)
+    found, _ = pm.kernel_map(x.geometry, pm.coords.Relation.of(3, 3))
+    w = torch.randn(channels, 27, channels, device="cuda", dtype=torch.float16) / channels**0.5
+    tokens, arrays = maps.read(found, form)
+    y = register.einsum([x.feats, w, *arrays], "|".join(("x", "w", *tokens)), CONV, (len(x.feats), channels))
+    expected = reference_conv(x, w.unflatten(1, (3, 3, 3)))
+    assert_close(y, expected.feats, dtype=torch.float16, scale=float(expected.feats.abs().mean()) * 4)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("text", ["CSR", "GroupCOO", "COO"])
+def test_long_rows_and_what_is_not_finite(text, bad):
+    a = matrix(300, 9000, 0.002, torch.float16)
+    a[7], a[255, ::2] = 1.0, 0.5  # rows of 9,000 and 4,500 entries among rows of 18
+    b = matrix(9000, 72, 1.0, torch.float16, 1) / 8
+    f, s = pm.compile_einsum("C[m,n] = A[m,k] * B[k,n]"), pm.sparse(a, text)
+    wide = a.double() @ b.double()
+    for _ in range(3):
+        y = f(A=s, B=b)
+    assert_close(y, wide, dtype=torch.float16, scale=float((a.double().abs() @ b.double().abs()).mean()))
+    b[4321] = bad
+    hit = a[:, 4321] != 0
+    y = f(A=s, B=b)
+    assert torch.equal(~y.isfinite().any(1), hit) and torch.equal((~y.isfinite()).all(1), hit)
 
 
 def test_more_than_2_to_31_elements():

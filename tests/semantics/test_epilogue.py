@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 import pumice as pm
-from pumice.errors import DtypeError, OptionError, ShapeError
+from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower.epilogue import ACTIVATIONS
 from pumice.ops import Epilogue
 from pumice.testing import random_tensor
@@ -101,3 +101,16 @@ def test_what_does_not_fit_is_refused(made, error, said):
     x, weight, options, rows = layer(dtype=torch.float32)
     with pytest.raises(error, match=said):
         pm.ops.conv(x, weight, epilogue=made(rows), **options)
+
+
+def test_plain_features_are_checked_too():
+    x, weight, _, rows = layer(dtype=torch.float32)
+    relation = pm.coords.Relation.of(3, 3)
+    found, _ = pm.kernel_map(x.geometry, relation)
+    flat = weight.flatten(1, 3)
+    with pytest.raises(ShapeError, match=r"shift of the epilogue is \[6\], found shape \[5\]"):
+        pm.ops.conv_features(x.feats, flat, found, rows, epilogue=Epilogue(shift=torch.ones(5)))
+    with pytest.raises(DeviceError, match="weight is on meta, the kernel map on cpu"):
+        pm.ops.conv_features(x.feats, flat.to("meta"), found, rows)
+    with pytest.raises(DeviceError, match="scale of the epilogue is on meta, x is on cpu"):
+        pm.ops.conv_features(x.feats, flat, found, rows, epilogue=Epilogue(torch.ones(6, device="meta")))
