@@ -230,7 +230,7 @@ class Runner:
         used = [operands[name] for name in self._used]
         before = operands.get(BEFORE)
         kind = None if before is None else before.dtype
-        return (ledger().generation, is_tuning(), precision, kind, *[(x.stride(), x.dtype) for x in used])
+        return (ledger().generation, tile_source(), precision, kind, *[(x.stride(), x.dtype) for x in used])
 
     def _tile(self, operands: Mapping[str, Tensor]) -> Tile:
         """The tile that was asked for, the tuned one, or the default; tuned now where that is wanted."""
@@ -238,7 +238,7 @@ class Runner:
             return self.tile
         precision = self.precision or _precision()
         on_gpu = operands[self._used[0]].is_cuda
-        if is_tuning() and on_gpu and not ledger().get(_key(self.bound, operands, precision)):
+        if tile_source() == TIMING and on_gpu and not ledger().get(_key(self.bound, operands, precision)):
             tune(self.bound, operands, self.dtype, measured, precision)
         return tile_of(self.bound, operands, precision)
 
@@ -247,25 +247,34 @@ class Runner:
         return prepare(self.bound, operands, out, tile, part, how)
 
 
+LEDGER, TIMING, DEFAULT = "ledger", "timing", "default"
+"""Where tiles come from: what was tuned, else the default; what is timed now where nothing was; the default always."""
+
+
 @contextmanager
-def tuning(on: bool = True) -> Iterator[None]:
+def tiles_from(source: str) -> Iterator[None]:
+    """Within it, the tiles of every kernel that is met come from there; so do those of the gradients."""
+    token = _TILES_FROM.set(source)
+    try:
+        yield
+    finally:
+        _TILES_FROM.reset(token)
+
+
+def tuning(on: bool = True) -> AbstractContextManager[None]:
     """Within it, the tiles of every kernel that is met and was not tuned are timed, and the fastest is kept on disk.
 
     The first call takes seconds, later ones and other processes profit. Gradients of what is computed within are tuned
     too. Nothing happens on a CPU.
     """
-    token = _TUNING.set(on)
-    try:
-        yield
-    finally:
-        _TUNING.reset(token)
+    return tiles_from(TIMING if on else LEDGER)
 
 
-def is_tuning() -> bool:
-    return _TUNING.get()
+def tile_source() -> str:
+    return _TILES_FROM.get()
 
 
-_TUNING: ContextVar[bool] = ContextVar("tuning", default=False)
+_TILES_FROM: ContextVar[str] = ContextVar("tiles_from", default=LEDGER)
 
 
 def tune(
@@ -325,8 +334,8 @@ def _is_unfit(problem: Exception) -> bool:
 
 def tile_of(bound: Bound, operands: Mapping[str, Tensor], precision: str = "") -> Tile:
     """The tile that `run` takes: the tuned one, or the default."""
-    problem = _problem(bound, operands, _form(bound))
-    return ledger().get(_key(bound, operands, precision or _precision())) or tiles.default(problem)
+    found = None if tile_source() == DEFAULT else ledger().get(_key(bound, operands, precision or _precision()))
+    return found or tiles.default(_problem(bound, operands, _form(bound)))
 
 
 def source_of(bound: Bound, operands: Mapping[str, Tensor]) -> str:

@@ -127,7 +127,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _keep(ctx: Any, told: tuple[str, str, str], operands: Sequence[Tensor], output: Tensor) -> None:
     ctx.names, ctx.text, ctx.lowering = told
     ctx.extreme = plan.statement_of(ctx.text, ctx.names).reduction in ("max", "min")
-    ctx.tuning = plan.kernels.is_tuning()
+    ctx.tiles = plan.kernels.tile_source()
     ctx.save_for_backward(*operands, *([output] if ctx.extreme else []))
 
 
@@ -159,7 +159,7 @@ def _all_gradients(ctx: Any, grad: Tensor, needed: Sequence[bool]) -> list[Tenso
     if not any(needed):
         return [None] * len(operands)
     # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
-    with plan.kernels.tuning(ctx.tuning):
+    with plan.kernels.tiles_from(ctx.tiles):
         if not call.given.forms or call.statement.reduction == "sum":
             return _gradients(call, grad, last, needed)
         # Which points are there, a sparse operand says only in the form that is stored.

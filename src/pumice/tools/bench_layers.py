@@ -26,7 +26,7 @@ from pumice.tools.bench_conv import Layer
 from pumice.tools.job import pick_device
 from pumice.tools.ledger import Peer, Row
 from pumice.tools.map_scenes import Voxels, layer_scenes
-from pumice.tools.study import Case, Options, Say, Setup, Way, measured, seconds_to_move, summarize, tuned
+from pumice.tools.study import Case, Options, Say, Setup, Way, measured, seconds_to_move, summarize, tuned, untuned
 
 CHANNELS = (32, 64, 128, 256)
 # The best peer of each cell, fp16, milliseconds: (name, time) for 32, 64, 128 and 256 channels.
@@ -132,7 +132,7 @@ def _cell(setup: Setup, cell: tuple[str, int], mapped: tuple[KernelMap, Voxels],
     scene, channels = cell
     layer = _layer(setup, mapped, channels)
     call = {"fwd": _forward, "fwd+bwd": _both}[passed.name]
-    ours = [Way("default", lambda: partial(call, layer)), Way("tuned", lambda: tuned(partial(call, layer)))]
+    ours = [Way("default", lambda: untuned(partial(call, layer))), Way("tuned", lambda: tuned(partial(call, layer)))]
     peers = [
         Way("spconv", partial(_spconv, layer, passed), spconv_peer.package(), slack=spconv_peer.slack(setup.device))
     ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from pumice.errors import PumiceError
 from pumice.lower import plan
 from pumice.lower.graph import Prepared, prepare
-from pumice.lower.triton import tuning
+from pumice.lower.triton import DEFAULT, tiles_from, tuning
 from pumice.ops.einsum import compile_einsum
 from pumice.ops.sparse import Sparse
 from pumice.schedule.cost import DEVICES
@@ -335,6 +335,11 @@ def tuned(call: Callable[[], Any]) -> Callable[[], Any]:
     with tuning():
         call()
     return call
+
+
+def untuned(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call by default tiles, whatever was tuned before."""
+    return tiles_from(DEFAULT)(call)
 
 
 def as_graph(text: str, **operands: Tensor | Sparse) -> Prepared:
