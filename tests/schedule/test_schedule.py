@@ -80,10 +80,29 @@ def test_tiles_print():
 def test_indices_are_loaded_ahead_in_longer_loops():
     entries = {"mean": 8, "chained": True, "segments": 1000}
     found = default(problem(BLOCKS, **entries))
-    assert found.ahead and found.stages == 3 and found.swapped
+    assert found.ahead and found.stages == 4 and found.swapped
     assert not default(problem(BLOCKS, **{**entries, "mean": 3})).ahead
     assert not default(problem(BLOCKS, mean=8)).ahead
     assert {tile.ahead for tile in candidates(problem(BLOCKS, **entries))} == {True, False}
+
+
+@pytest.mark.parametrize(
+    "tiles,channels,mean,expected",
+    [
+        (485, 128, 18, "128x128x64 w4 s3 ahead"),
+        (316, 128, 4.3, "64x128x64 w4 s4 ahead"),
+        (898, 64, 12.8, "128x64x64 w4 s3 ahead"),
+        (485, 64, 18, "128x64x64 w4 s4 ahead"),
+        (7800, 32, 15, "128x32x32 w4 s4 ahead"),
+        (316, 32, 4.3, "64x32x32 w4 s5"),
+    ],
+)
+def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected):
+    """What a sweep on an H200 found best, by how many tiles of 128 outputs there are."""
+    conv = parse("O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto")
+    sizes = {"e": int(tiles * mean), "b": 128, "n": channels, "c": channels}
+    found = default(Problem(roles(conv, sizes), sizes, mean=mean, chained=True, segments=tiles))
+    assert str(found) == expected
 
 
 def test_few_tiles_are_made_narrower():

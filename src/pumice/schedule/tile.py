@@ -282,16 +282,27 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     """
     rows, columns, depth = sides
     height, width = _tile_side(rows, 128), _tile_side(columns, 128)
-    tiles = problem.segments * problem.volume(problem.roles.batch) * -(-rows // height)
-    while width > 64 and tiles * -(-columns // width) < 4 * PROCESSORS:
-        width //= 2
+    tiles = problem.segments * problem.volume(problem.roles.batch)
+
+    def programs() -> int:
+        return tiles * -(-rows // height) * -(-columns // width)
+
+    if height > 64 and tiles * -(-rows // height) < _FEW:
+        height = 64
+    if width > 64 and programs() < _FEW:
+        width = 64
     turns = problem.mean * -(-problem.volume(problem.roles.reduced) // depth)
     # With 32 bits a side holds its values in parts, for which 4 warps have no registers.
     warps = 8 if problem.bits > 16 and height * width >= 128 * 128 else 4
     if turns < _SHORT_LOOP:
         return Tile(height, width, depth, warps=warps, stages=5, swapped=swapped)
-    return Tile(height, width, depth, warps=warps, stages=3 if height > 64 else 4, swapped=swapped, ahead=True)
+    # A fourth stage costs room for programs: worth it where they are few, or each takes little.
+    roomy = height <= 64 or depth <= 32 or (height * width < 128 * 128 and programs() < 4 * PROCESSORS)
+    return Tile(height, width, depth, warps=warps, stages=4 if roomy else 3, swapped=swapped, ahead=True)
 
+
+_FEW = 3 * PROCESSORS
+"""Programs below which a tile is made smaller."""
 
 _SHORT_LOOP = 6
 """Turns of a loop below which its indices are not loaded ahead."""
