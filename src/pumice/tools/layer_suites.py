@@ -10,6 +10,8 @@ import torch
 
 from pumice.errors import OptionError
 from pumice.tools.bench_layers import layers
+from pumice.tools.bench_precisions import dtypes
+from pumice.tools.bench_roofline import roofline, utilisation
 from pumice.tools.job import pick_device
 from pumice.tools.layer_cells import FORWARD, TRAINING
 from pumice.tools.ledger import Row
@@ -20,6 +22,9 @@ Study = Callable[[Setup], Iterator[Row]]
 FORWARD_STUDIES: Mapping[str, Study] = MappingProxyType(
     {
         "layers": partial(layers, passed=FORWARD),
+        "dtypes": dtypes,
+        "roofline": roofline,
+        "utilisation": utilisation,
     }
 )
 TRAINING_STUDIES: Mapping[str, Study] = MappingProxyType(

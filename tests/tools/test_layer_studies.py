@@ -1,0 +1,123 @@
+"""The studies of conv-forward and conv-train in tiny on the CPU: what they say, what they keep, what they refuse."""
+
+import json
+
+import pytest
+import torch
+
+from pumice.errors import PumiceError
+from pumice.tools import bench, bench_precisions, bench_roofline, cli, layer_cells, layer_suites
+from pumice.tools.bench_precisions import GOALS, Found
+from pumice.tools.bench_roofline import Placed
+from pumice.tools.layer_model import Needs
+from pumice.tools.study import Setup, goals_told
+from pumice.tools.timing import Times
+
+CELL = "surface_300/k3/C8"
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setattr(cli.console, "width", 400)
+
+
+@pytest.fixture
+def study(pumice, tmp_path):
+    """`study("roofline")`: what it says, and its rows."""
+
+    def study(name, suite="conv-forward", only=CELL):
+        out = tmp_path / "rows.jsonl"
+        ran = pumice("bench", suite, "--case", name, "--quick", "--device", "cpu", "--only", only, "--out", out)
+        assert ran.code == 0, ran.out + ran.err
+        rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        assert all(r["suite"] == suite and r["value"] >= 0 for r in rows)
+        return ran.out, rows
+
+    return study
+
+
+def times(value):
+    return Times(value, value, value)
+
+
+def setup_of(said):
+    return Setup(torch.device("cpu"), True, said.append)
+
+
+# dtypes
+
+
+def test_dtypes_tell_times_and_errors(study):
+    out, _ = study("dtypes")
+    assert "tf32, bf16x3 and tf32x3 are left out" in out
+    for kind in ("fp16", "bf16", "ieee"):
+        assert f"{kind} " in out
+    for goal in GOALS:
+        assert f"goal {goal.name}" in out
+    assert "goal tf32 over spconv tf32, 1.5x: not measured" in out
+
+
+def test_dtypes_time_nothing_wrong(monkeypatch):
+    monkeypatch.setattr(bench_precisions, "einsum", lambda operands, *_: torch.zeros_like(operands[0]))
+    with pytest.raises(PumiceError, match="relative error 1"):
+        list(bench.run("conv-forward", print, bench.Options("dtypes", CELL, True, "cpu")))
+
+
+def test_a_goal_takes_the_fastest_that_is_exact_enough():
+    (goal,) = (goal for goal in GOALS if "ieee" in goal.ours)
+    spent = {"ieee": times(3), "tf32x3": times(1), "spconv fp32": times(4)}
+    near = {"ieee": 1e-7, "tf32x3": 2e-7, "spconv fp32": 1e-7}
+    assert Found("a", near, spent).own(goal) == "tf32x3"
+    assert Found("a", {**near, "tf32x3": 3e-7}, spent).own(goal) == "ieee"
+    assert Found("a", near, {"ieee": times(3)}).own(goal) == ""
+    (goal,) = (goal for goal in GOALS if goal.ours == ("bf16x3",))
+    found = Found("a", {"bf16x3": 2e-5, "spconv fp32": 1e-7}, {"bf16x3": times(1), "spconv fp32": times(3)})
+    said = []
+    bench_precisions._say_goals(setup_of(said), [found])
+    assert found.own(goal) == "" and "  a: none of bf16x3 has an error of at most 1e-05" in said
+
+
+def test_goals_are_met_on_geometric_mean():
+    said = []
+    goals_told(setup_of(said), "a", {"x": 1.0, "y": 4.0}, 2.0)
+    goals_told(setup_of(said), "a", {"x": 1.0, "y": 3.9}, 2.0)
+    assert said[0].endswith(": met") and "least 1.00x at x" in said[0] and said[1].endswith(": NOT met")
+
+
+# roofline and utilisation
+
+
+def test_roofline_counts_what_is_needed(study):
+    out, _ = study("roofline")
+    assert "shares of bounds are left out" in out and f"  roofline/{CELL} " in out and "latency" in out
+
+
+def test_a_slow_cell_has_a_reason():
+    needed = Needs(useful=1e9, padded=742e6, memory=4.3e6, cache=8.5e6, chain=1e-6, waves=0.5)
+    said = []
+    bench_roofline._say_table(setup_of(said), [Placed("slow", needed, 8e-6), Placed("fast", needed, 2e-6)], 2e-6)
+    (reason,) = [line for line in said if "below 50 %" in line]
+    # Three microseconds of latency, one of products beside.
+    assert "loads and products take turns 1.0 us" in reason and "with the bound 50% of 8.0 us" in reason
+    assert "125.0" in said[1] and "latency" in said[1]
+
+
+def test_utilisation_holds_layers_against_a_dense_product(study):
+    out, rows = study("utilisation")
+    assert f"utilisation/{CELL} " in out and "torch.mm" in out
+    assert {r["metric"] for r in rows} == {"time", "useful", "padded"}
+    found = {r["metric"]: r for r in rows}
+    assert all(r["peer"] == "torch.mm" for r in rows) and found["padded"]["value"] > found["useful"]["value"]
+
+
+@pytest.mark.parametrize("name", ["roofline", "utilisation"])
+def test_rates_of_wrong_results_are_not_told(monkeypatch, name):
+    monkeypatch.setattr(layer_cells, "conv_features", lambda x, *_: torch.zeros_like(x))
+    with pytest.raises(PumiceError, match="relative error 1"):
+        list(bench.run("conv-forward", print, bench.Options(name, CELL, True, "cpu")))
+
+
+def test_every_study_is_told_where_one_is_unknown():
+    with pytest.raises(PumiceError) as raised:
+        list(bench.run("conv-forward", print, bench.Options("roof", device="cpu")))
+    assert all(name in str(raised.value) for name in layer_suites.FORWARD_STUDIES)
