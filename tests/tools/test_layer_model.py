@@ -1,5 +1,11 @@
 """What a layer's kernels need, counted by hand for maps that are small enough."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -95,3 +101,28 @@ def test_the_step_of_a_form_has_the_layers_sizes():
     step = Step.of(layer, "compacted")
     assert step.bound.shape == (100, 16) and set(step.tensors) >= {"x", "w"}
     assert step.default().rows == 64 == step.best().rows
+
+
+BY_TILES = """
+import sys
+sys.path += {paths!r}
+from dataclasses import replace
+from tools.test_layer_model import row_of
+from pumice.tools.bench_conv import exact
+from pumice.tools.layer_model import Step
+from pumice.tools.study import error
+layer = row_of(70)
+step = Step.of(layer, "compacted")
+for ahead, stages in ((True, 3), (False, 3), (False, 5)):
+    print(error(step.by(replace(step.default(), ahead=ahead, stages=stages)), exact(layer)) < 1e-6)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_step_by_any_tile_is_the_layer(tmp_path):
+    # Triton reads TRITON_INTERPRET once: a process of its own.
+    tests = Path(__file__).resolve().parents[1]
+    program = BY_TILES.format(paths=[str(tests), str(tests.parent / "src")])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PUMICE_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["True"] * 3, done.stderr[-2000:]

@@ -1,15 +1,26 @@
 """The studies of conv-forward and conv-train in tiny on the CPU: what they say, what they keep, what they refuse."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pumice.errors import PumiceError
-from pumice.tools import bench, bench_precisions, bench_roofline, cli, layer_cells, layer_suites
+from pumice.tools import (
+    bench,
+    bench_ablation,
+    bench_precisions,
+    bench_roofline,
+    bench_tiles,
+    cli,
+    layer_cells,
+    layer_suites,
+)
+from pumice.tools.bench_ablation import IDEAS
 from pumice.tools.bench_precisions import GOALS, Found
 from pumice.tools.bench_roofline import Placed
-from pumice.tools.layer_model import Needs
+from pumice.tools.layer_model import Needs, walks
 from pumice.tools.study import Setup, goals_told
 from pumice.tools.timing import Times
 
@@ -121,3 +132,47 @@ def test_every_study_is_told_where_one_is_unknown():
     with pytest.raises(PumiceError) as raised:
         list(bench.run("conv-forward", print, bench.Options("roof", device="cpu")))
     assert all(name in str(raised.value) for name in layer_suites.FORWARD_STUDIES)
+
+
+# ablation and default tiles
+
+
+def test_ablation_holds_every_idea_against_its_prediction(study):
+    out, rows = study("ablation")
+    done = [name for name in IDEAS if not name.startswith("look-ahead")]
+    gains = {r["case"]: r for r in rows if r["metric"] == "gain"}
+    spent = {r["case"].rpartition("/")[0]: r for r in rows if r["metric"] == "time"}
+    assert [name.rpartition("/")[2] for name in gains] == done == [name.rpartition("/")[2] for name in spent]
+    for name, gain in gains.items():
+        assert gain["peer"] == "predicted" and gain["peer_source"] == "model" and gain["peer_value"] > 0
+        assert gain["value"] == pytest.approx(spent[name]["peer_value"] / spent[name]["value"], rel=0.01)
+    assert out.count("is left out: tiles are those of kernels") == 2 and "are not switches" in out
+
+
+def test_an_idea_with_a_wrong_result_is_not_timed(monkeypatch):
+    monkeypatch.setattr(bench_ablation, "einsum", lambda operands, *_: torch.zeros_like(operands[0]))
+    done = []
+    with pytest.raises(PumiceError, match="relative error 1"):
+        done.extend(bench.run("conv-forward", print, bench.Options("ablation", CELL, True, "cpu")))
+
+
+def test_predicted_gains_follow_the_work():
+    setup = setup_of([])
+    (cell,) = layer_cells.cells(replace(setup, only="shell_16/k3/C16"), layer_cells.Choice())
+    layer = layer_cells.layer_of(setup, cell)
+    subjected = bench_ablation.Subjected(layer, layer.feats)
+    entries = {form: sum(w.entries for w in walks(cell.found, form)) for form in ("compacted", "unsorted")}
+    order, dense = IDEAS["row-order"](subjected), IDEAS["compaction"](subjected)
+    # Fewer entries of tiles are worth more than none, and walking all taps costs at least what unsorted rows do.
+    assert entries["unsorted"] > entries["compacted"] and 1 <= order.predicted <= dense.predicted
+    assert IDEAS["split2"](subjected).predicted < 1 < IDEAS["fused-epilogue"](subjected).predicted
+
+
+@pytest.mark.parametrize(("suite", "name"), [("conv-forward", "fwd"), ("conv-train", "fwd+bwd")])
+def test_default_tiles_are_held_against_the_best(study, monkeypatch, suite, name):
+    out, rows = study("default-tile", suite)
+    assert "default-tile is left out: tiles are those of kernels" in out and not rows
+    monkeypatch.setattr(bench_tiles, "without_kernels", lambda tensor: None)
+    out, rows = study("default-tile", suite)
+    assert [(r["case"], r["peer"]) for r in rows] == [(f"default-tile/{CELL}/{name}/default", "best")]
+    assert "goal best tile over default tile, 0.909x" in out and ("  default 64x" in out) == (name == "fwd")

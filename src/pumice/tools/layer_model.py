@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -185,8 +185,3 @@ def why(needed: Needs, floor: float) -> Mapping[str, float]:
         "the last wave is not full": found[name] * (math.ceil(waves) / waves - 1) if waves > 1 else 0.0,
     }
     return MappingProxyType(dict(sorted(left.items(), key=lambda item: -item[1])))
-
-
-def with_more(needed: Needs, memory: float) -> Needs:
-    """The same with more bytes of memory."""
-    return replace(needed, memory=needed.memory + memory)

@@ -9,9 +9,11 @@ from types import MappingProxyType
 import torch
 
 from pumice.errors import OptionError
+from pumice.tools.bench_ablation import ablation
 from pumice.tools.bench_layers import layers
 from pumice.tools.bench_precisions import dtypes
 from pumice.tools.bench_roofline import roofline, utilisation
+from pumice.tools.bench_tiles import default_tile
 from pumice.tools.job import pick_device
 from pumice.tools.layer_cells import FORWARD, TRAINING
 from pumice.tools.ledger import Row
@@ -25,11 +27,14 @@ FORWARD_STUDIES: Mapping[str, Study] = MappingProxyType(
         "dtypes": dtypes,
         "roofline": roofline,
         "utilisation": utilisation,
+        "ablation": ablation,
+        "default-tile": partial(default_tile, passed=FORWARD),
     }
 )
 TRAINING_STUDIES: Mapping[str, Study] = MappingProxyType(
     {
         "layers": partial(layers, passed=TRAINING),
+        "default-tile": partial(default_tile, passed=TRAINING),
     }
 )
 
