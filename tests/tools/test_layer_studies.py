@@ -1,6 +1,7 @@
 """The studies of conv-forward and conv-train in tiny on the CPU: what they say, what they keep, what they refuse."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from pumice.errors import PumiceError
 from pumice.tools import (
     bench,
     bench_ablation,
+    bench_host,
     bench_precisions,
     bench_roofline,
     bench_tiles,
@@ -176,3 +178,43 @@ def test_default_tiles_are_held_against_the_best(study, monkeypatch, suite, name
     out, rows = study("default-tile", suite)
     assert [(r["case"], r["peer"]) for r in rows] == [(f"default-tile/{CELL}/{name}/default", "best")]
     assert "goal best tile over default tile, 0.909x" in out and ("  default 64x" in out) == (name == "fwd")
+
+
+# the host
+
+
+def test_host_times_calls_and_their_gradients(study):
+    out, rows = study("host", only="host/")
+    assert [r["case"] for r in rows] == [f"host/{name}" for name in bench_host.CALLS]
+    assert [r["peer_value"] for r in rows] == [15, 15, 70, 70] and {r["unit"] for r in rows} == {"us"}
+    assert out.count("on a CPU the arithmetic is in it") == len(rows)
+    assert rows[2]["value"] > rows[0]["value"] > 1
+
+
+def test_a_layer_with_a_wrong_result_is_not_timed(monkeypatch):
+    monkeypatch.setattr(bench_host, "conv_features", lambda x, *_: torch.zeros_like(x))
+    with pytest.raises(PumiceError, match="2 failed: host/function: .*relative error 1"):
+        list(bench.run("conv-forward", print, bench.Options("host", "host/function", True, "cpu")))
+
+
+def test_queued_calls_are_counted():
+    spent = []
+    found = bench_host.queued(lambda: time.sleep(1e-4) or spent.append(0), torch.device("cpu"), 10)
+    assert len(spent) == 70 and 100 <= found.median < 10_000
+
+
+def test_first_calls_are_cold_and_warm(study):
+    out, rows = study("first-call", only="")
+    cold, warm = rows
+    assert (cold["case"], warm["case"]) == ("first-call/MinkUNet/cold", "first-call/MinkUNet/warm")
+    assert (cold["peer_value"], warm["peer_value"], cold["unit"]) == (20, 2, "s")
+    assert "a later call" in out
+
+
+def test_a_process_that_fails_is_a_failure(monkeypatch):
+    def probed(*_):
+        raise PumiceError("its process ended with 1: no kernel")
+
+    monkeypatch.setattr(bench_host, "probed", probed)
+    with pytest.raises(PumiceError, match="first-call/cold: its process ended with 1: no kernel"):
+        list(bench.run("conv-forward", print, bench.Options("first-call", quick=True, device="cpu")))

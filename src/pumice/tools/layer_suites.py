@@ -10,6 +10,7 @@ import torch
 
 from pumice.errors import OptionError
 from pumice.tools.bench_ablation import ablation
+from pumice.tools.bench_host import first_call, host
 from pumice.tools.bench_layers import layers
 from pumice.tools.bench_precisions import dtypes
 from pumice.tools.bench_roofline import roofline, utilisation
@@ -29,6 +30,8 @@ FORWARD_STUDIES: Mapping[str, Study] = MappingProxyType(
         "utilisation": utilisation,
         "ablation": ablation,
         "default-tile": partial(default_tile, passed=FORWARD),
+        "host": host,
+        "first-call": first_call,
     }
 )
 TRAINING_STUDIES: Mapping[str, Study] = MappingProxyType(
