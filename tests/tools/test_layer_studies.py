@@ -11,6 +11,7 @@ from pumice.errors import PumiceError
 from pumice.tools import (
     bench,
     bench_ablation,
+    bench_errors,
     bench_host,
     bench_precisions,
     bench_roofline,
@@ -218,3 +219,41 @@ def test_a_process_that_fails_is_a_failure(monkeypatch):
     monkeypatch.setattr(bench_host, "probed", probed)
     with pytest.raises(PumiceError, match="first-call/cold: its process ended with 1: no kernel"):
         list(bench.run("conv-forward", print, bench.Options("first-call", quick=True, device="cpu")))
+
+
+# errors
+
+
+def test_errors_stand_beside_those_of_a_dense_convolution(study):
+    out, rows = study("errors", only="")
+    assert "fp16, bf16 and tf32 are left out" in out and "errors above 1.1 times" in out
+    beside = {r["case"]: r for r in rows if r["metric"] == "error"}
+    assert list(beside) == [f"errors/box_8/k3/C8/fp32/{part}" for part in ("y", "dx", "dw")]
+    # Both are right: the dense convolution of the box is the layer.
+    assert all(0 < r["value"] < 1e-6 and 0 < r["peer_value"] < 1e-6 for r in beside.values())
+    repeated = [r for r in rows if r["metric"] == "differing"]
+    assert len(repeated) == 4 and all(r["value"] == 0 for r in repeated)
+
+
+def test_results_that_differ_when_repeated_are_failures(monkeypatch):
+    chance = iter(range(100))
+    monkeypatch.setattr(bench_errors, "both", lambda layer: (torch.tensor([0.0, next(chance)]),))
+    said = []
+    with pytest.raises(PumiceError, match="1 of 2 entries differ"):
+        list(bench.run("conv-forward", said.append, bench.Options("errors", "repeated/" + CELL, True, "cpu")))
+
+
+def test_wrong_results_have_no_place_among_errors(monkeypatch):
+    monkeypatch.setattr(layer_cells, "conv_features", lambda x, w, *_: x * w.sum())
+    with pytest.raises(PumiceError, match="errors/box_8/k3/C8/fp32: .*expected below 0.0001"):
+        list(bench.run("conv-forward", print, bench.Options("errors", "errors/box", True, "cpu")))
+
+
+def test_switches_are_put_back():
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [s.fp32_precision for s in switches], torch.are_deterministic_algorithms_enabled()
+    with pytest.raises(KeyError), bench_errors.multiplying("tf32"), bench_errors.deterministic():
+        assert [s.fp32_precision for s in switches] == ["tf32", "tf32"]
+        assert torch.are_deterministic_algorithms_enabled()
+        raise KeyError
+    assert ([s.fp32_precision for s in switches], torch.are_deterministic_algorithms_enabled()) == before

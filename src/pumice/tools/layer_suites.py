@@ -10,6 +10,7 @@ import torch
 
 from pumice.errors import OptionError
 from pumice.tools.bench_ablation import ablation
+from pumice.tools.bench_errors import errors
 from pumice.tools.bench_host import first_call, host
 from pumice.tools.bench_layers import layers
 from pumice.tools.bench_precisions import dtypes
@@ -26,6 +27,7 @@ FORWARD_STUDIES: Mapping[str, Study] = MappingProxyType(
     {
         "layers": partial(layers, passed=FORWARD),
         "dtypes": dtypes,
+        "errors": errors,
         "roofline": roofline,
         "utilisation": utilisation,
         "ablation": ablation,
