@@ -230,3 +230,15 @@ def test_offsets_may_be_a_list_or_a_tensor(kind):
     x = cases.tensor(ops.coords, ops.feats)
     y = pm.ops.conv(x, ops.weight, ops.bias, offsets=kind(case.offsets))
     assert torch.equal(y.feats, cases.run(case, ops).feats)
+
+
+def test_a_map_that_was_met_in_inference_serves_training_afterwards():
+    coords = list(cases.compact(3, 0, 6, 60))
+    x = cases.tensor(coords, torch.randn(len(coords), 4))
+    layers = pm.nn.Conv3d(4, 6, 3), pm.nn.Conv3d(6, 6, 2, stride=2)
+    with torch.inference_mode():
+        expected = layers[1](layers[0](x)).feats.clone()
+    found = layers[1](layers[0](x)).feats
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    found.sum().backward()
+    assert all(p.grad is not None for layer in layers for p in layer.parameters())

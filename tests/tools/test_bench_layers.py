@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pumice.errors import OptionError, PumiceError
-from pumice.tools import bench, bench_layers, cli
-from pumice.tools.bench_layers import FORWARD, TRAINING
+from pumice.tools import bench, bench_layers, cli, layer_cells
+from pumice.tools.layer_cells import FORWARD, TRAINING
 from pumice.tools.map_scenes import KNOWN
 
 
@@ -29,20 +29,22 @@ def test_rows_say_what_was_timed(suite, pumice, tmp_path):
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
-    monkeypatch.setattr(bench_layers, "conv_features", lambda x, *_: torch.zeros_like(x))
+    monkeypatch.setattr(layer_cells, "conv_features", lambda x, *_: torch.zeros_like(x))
     with pytest.raises(PumiceError, match="relative error 1"):
         list(bench.run("conv-forward", print, bench.Options(quick=True, device="cpu", only="surface_300/k3/C8/")))
 
 
-def test_a_study_is_not_asked_for():
-    with pytest.raises(OptionError, match="choose cells by --only"):
-        list(bench.run("conv-train", print, bench.Options(case="map")))
+@pytest.mark.parametrize("suite", ["conv-forward", "conv-train"])
+def test_a_study_that_is_not_known(suite):
+    with pytest.raises(OptionError, match=f"case 'map' of {suite} is unknown; there are layers"):
+        list(bench.run(suite, print, bench.Options(case="map", device="cpu")))
 
 
 def test_cells_have_what_was_recorded_of_them():
     for passed in (FORWARD, TRAINING):
-        assert set(passed.recorded) == {*KNOWN, "scannet_2cm", "shell_128"}
-        assert all(len(cells) == len(bench_layers.CHANNELS) for cells in passed.recorded.values())
+        recorded = bench_layers.RECORDED[passed.name]
+        assert set(recorded) == {*KNOWN, "scannet_2cm", "shell_128"}
+        assert all(len(cells) == len(layer_cells.CHANNELS) for cells in recorded.values())
     known = {peer.name: peer.value for peer in bench_layers._known("shell_512", 128, FORWARD)}
     assert known == {"best recorded (flexgemm)": 2.11, "goal": pytest.approx(2.11 / 3), "prototype": 0.958}
     assert [p.source for p in bench_layers._known("scannet_2cm", 32, TRAINING)] == ["recorded", "goal"]

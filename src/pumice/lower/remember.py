@@ -54,7 +54,9 @@ def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Co
         asked = tuple(map(_key, (*args, *sorted(kwargs.items()))))
         if asked in results:
             return results[asked]
-        found = find(tensor, *args, **kwargs)
+        # What was found in inference serves training afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            found = find(tensor, *args, **kwargs)
         # What is found while a CUDA graph is captured is not computed until the graph runs.
         if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(results) >= _MOST:

@@ -21,7 +21,7 @@ from pumice.env import settings
 from pumice.errors import FileError, OptionError, PumiceError
 from pumice.lower import reference
 from pumice.ops import SparseTensor, conv_features
-from pumice.tools import bench_layers, spconv_peer
+from pumice.tools import layer_suites, spconv_peer
 from pumice.tools.bench_einsum import einsum
 from pumice.tools.bench_maps import maps, picture
 from pumice.tools.ledger import Peer, Row, Subject, append, row
@@ -87,8 +87,8 @@ def cpu_conv(say: Say, options: Options) -> Iterator[Row]:
 
 
 SUITES: dict[str, Callable[[Say, Options], Iterator[Row]]] = {
-    "conv-forward": bench_layers.forward,
-    "conv-train": bench_layers.training,
+    "conv-forward": layer_suites.forward,
+    "conv-train": layer_suites.training,
     "cpu-conv": cpu_conv,
     "einsum": einsum,
     "maps": maps,

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pumice.errors import PumiceError
 from pumice.tools.ledger import Peer, Row, Subject, row
@@ -68,10 +69,18 @@ def _spent(calls: Sequence[float]) -> float:
 
 def _process(setup: Setup, names: Sequence[str], caches: Path) -> dict[str, Sequence[float]]:
     """[first, later] by statement in a process of its own with these caches."""
+    size = "quick" if setup.quick else "full"
+    return probed("compile_probe", (str(setup.device), size, ",".join(names)), caches)
+
+
+def probed(module: str, arguments: Sequence[str], caches: Path) -> Any:
+    """What a program of this room prints last, as JSON, in a process of its own with these caches.
+
+    Raises PumiceError where it ends badly, or takes too long.
+    """
     variables = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     command = ["env", *(f"{name}={caches / name.lower()}" for name in variables)]
-    size = "quick" if setup.quick else "full"
-    command += [sys.executable, "-m", "pumice.tools.compile_probe", str(setup.device), size, ",".join(names)]
+    command += [sys.executable, "-m", f"pumice.tools.{module}", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
     except subprocess.CalledProcessError as error:

@@ -1,4 +1,4 @@
-"""The suites `conv-forward` and `conv-train`: one 3x3x3 submanifold layer, C to C, its map at hand.
+"""The study `layers` of the suites `conv-forward` and `conv-train`: single layers against peers, over all cells.
 
 Scenes and recorded peers are those of the project's baselines on an H200 (2026-11-20: torch 2.11, events around the
 call, flushed L2, host time included); spconv runs beside. The clock gpu is the device alone, the wall has the host in
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -17,18 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords import KernelMap, Relation, kernel_map
-from pumice.errors import OptionError
-from pumice.lower import reference
-from pumice.ops import SparseTensor, conv_features
 from pumice.tools import spconv_peer
-from pumice.tools.bench_conv import Layer
-from pumice.tools.job import pick_device
+from pumice.tools.layer_cells import CHANNELS, FORWARD, TRAINING, Cell, Choice, Pass, Trained, cells, layer_of
 from pumice.tools.ledger import Peer, Row
-from pumice.tools.map_scenes import Voxels, layer_scenes
-from pumice.tools.study import Case, Options, Say, Setup, Way, measured, seconds_to_move, summarize, tuned, untuned
+from pumice.tools.study import Case, Setup, Way, measured, seconds_to_move, summarize, tuned, untuned
 
-CHANNELS = (32, 64, 128, 256)
 # The best peer of each cell, fp16, milliseconds: (name, time) for 32, 64, 128 and 256 channels.
 _FORWARD = {
     "nuscenes_1f_10cm": (("torchsparse", 0.0278), ("torchsparse", 0.0395), ("flexgemm", 0.0695), ("spconv", 0.16)),
@@ -63,128 +56,49 @@ _PROTOTYPE = {
 }
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What is timed of a layer. recorded: the best peer of each width by scene."""
-
-    name: str
-    recorded: Mapping[str, Sequence[tuple[str, float]]]
-
-
-FORWARD = Pass("fwd", MappingProxyType(_FORWARD))
-TRAINING = Pass("fwd+bwd", MappingProxyType(_TRAINING))
+RECORDED: Mapping[str, Mapping[str, Sequence[tuple[str, float]]]] = MappingProxyType(
+    {FORWARD.name: _FORWARD, TRAINING.name: _TRAINING}
+)
+"""The best peer of each width by scene, for each pass."""
 GOAL = 3.0  # times as fast as the best peer of a cell
 
 
-@dataclass(frozen=True, eq=False)
-class Trained(Layer):
-    """A layer, and the gradient of its result."""
-
-    grad: Tensor
-
-
-def forward(say: Say, options: Options) -> Iterator[Row]:
-    """The rows of the suite conv-forward. Raises PumiceError at the end if anything of ours was wrong."""
-    return _suite(say, options, FORWARD, "conv-forward")
-
-
-def training(say: Say, options: Options) -> Iterator[Row]:
-    """The rows of the suite conv-train."""
-    return _suite(say, options, TRAINING, "conv-train")
-
-
-def _suite(say: Say, options: Options, passed: Pass, suite: str) -> Iterator[Row]:
-    if options.case:
-        raise OptionError(f"the suite {suite} has one study: choose cells by --only, found --case {options.case!r}")
-    setup = Setup(pick_device(options.device), options.quick, say, options.only, options.thorough, suite)
+def layers(setup: Setup, passed: Pass) -> Iterator[Row]:
+    """Every cell: ours as it comes and tuned, spconv, and what was recorded."""
     done: list[Row] = []
-    for name, load in layer_scenes(setup):
-        cells = [c for c in _channels(setup) if setup.wants(_case(name, c, passed))]
-        if not cells:
-            continue
-        voxels = load()
-        found, _ = kernel_map(
-            SparseTensor(torch.zeros(len(voxels), 1, device=setup.device), voxels.coords).geometry, WINDOW
-        )
-        say(f"{name}: {found}")
-        for channels in cells:
-            for made in _cell(setup, (name, channels), (found, voxels), passed):
-                done.append(made)
-                yield made
+    for cell in cells(setup, Choice(after=passed.name)):
+        for made in _cell(setup, cell, passed):
+            done.append(made)
+            yield made
     summarize(setup, done, {"spconv": ("spconv",)})
     _say_best(setup, done)
-    setup.settle()
 
 
-WINDOW = Relation.of(3, 3)
-
-
-def _channels(setup: Setup) -> tuple[int, ...]:
-    return (8, 16) if setup.quick else CHANNELS
-
-
-def _case(scene: str, channels: int, passed: Pass) -> str:
-    return f"{scene}/k3/C{channels}/{passed.name}"
-
-
-def _cell(setup: Setup, cell: tuple[str, int], mapped: tuple[KernelMap, Voxels], passed: Pass) -> Iterator[Row]:
-    """A scene with so many channels: ours as it comes and tuned, spconv, and what was recorded."""
-    scene, channels = cell
-    layer = _layer(setup, mapped, channels)
-    call = {"fwd": _forward, "fwd+bwd": _both}[passed.name]
-    ours = [Way("default", lambda: untuned(partial(call, layer))), Way("tuned", lambda: tuned(partial(call, layer)))]
+def _cell(setup: Setup, cell: Cell, passed: Pass) -> Iterator[Row]:
+    layer = layer_of(setup, cell)
+    call = partial(passed.run, layer)
+    ours = [Way("default", lambda: untuned(call)), Way("tuned", lambda: tuned(call))]
     peers = [
         Way("spconv", partial(_spconv, layer, passed), spconv_peer.package(), slack=spconv_peer.slack(setup.device))
     ]
     bounds = {} if passed is TRAINING else {"bound": 1e3 * least(layer)}
-    case = Case(_case(scene, channels, passed), setup.half, _truth(layer, passed), bounds)
-    rows = list(measured(setup, case, ours, peers))
+    rows = list(measured(setup, Case(cell.case, setup.half, passed.exact(layer), bounds), ours, peers))
     yield from rows
-    for peer in _known(scene, channels, passed):
+    for peer in _known(cell.scene, cell.channels, passed):
         for own in {(r.case, r.clock): r for r in rows if r.clock == "gpu"}.values():
             yield replace(own, peer=peer.name, peer_value=peer.value, peer_source=peer.source)
 
 
 def _known(scene: str, channels: int, passed: Pass) -> Iterator[Peer]:
     """What was recorded of a cell, and the goal that follows."""
-    if scene not in passed.recorded or channels not in CHANNELS:
+    recorded = RECORDED[passed.name]
+    if scene not in recorded or channels not in CHANNELS:
         return
-    name, best = passed.recorded[scene][CHANNELS.index(channels)]
+    name, best = recorded[scene][CHANNELS.index(channels)]
     yield Peer(f"best recorded ({name})", best, "recorded")
     yield Peer("goal", best / GOAL, "goal")
     if passed is FORWARD and scene in _PROTOTYPE:
         yield Peer("prototype", _PROTOTYPE[scene][CHANNELS.index(channels)], "recorded")
-
-
-def _layer(setup: Setup, mapped: tuple[KernelMap, Voxels], channels: int) -> Trained:
-    found, voxels = mapped
-    rows = len(voxels)
-    feats, grad = (setup.filled(rows, channels, dtype=setup.half, seed=seed) for seed in (6, 8))
-    weight = setup.filled(channels, 27, channels, seed=7) / math.sqrt(7 * channels)
-    return Trained(found, feats, weight.to(setup.half), voxels.coords, grad)
-
-
-def _forward(layer: Trained) -> Tensor:
-    with torch.no_grad():
-        return conv_features(layer.feats, layer.weight, layer.found, layer.rows)
-
-
-def _both(layer: Trained) -> tuple[Tensor, ...]:
-    """The result, and the gradients of features and weights."""
-    given = [x.detach().requires_grad_() for x in (layer.feats, layer.weight)]
-    y = conv_features(given[0], given[1], layer.found, layer.rows)
-    return y.detach(), *torch.autograd.grad(y, given, layer.grad)
-
-
-def _truth(layer: Trained, passed: Pass) -> Tensor | Sequence[Tensor]:
-    """In float64, by the loop over taps."""
-    x, weight, pairs = layer.feats.double(), layer.weight.double(), layer.found.pairs()
-    y = reference.forward(x, weight, pairs, layer.rows, 1)
-    if passed is FORWARD:
-        return y
-    grad, back = layer.grad.double(), layer.found.transpose().pairs()
-    dx = reference.forward(grad, reference.transposed(weight, 1), back, layer.rows, 1)
-    return y, dx, reference.weight_gradient(x, grad, pairs, 1)
 
 
 def least(layer: Trained) -> float:

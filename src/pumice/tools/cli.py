@@ -109,7 +109,7 @@ def info() -> None:
 @app.command()
 def bench(
     suite: Annotated[str, typer.Argument(help="which suite; without one they are listed")] = "",
-    case: Annotated[str, typer.Option(help="one study of the suite einsum or maps")] = "",
+    case: Annotated[str, typer.Option(help="one study of the suite: of einsum, maps, conv-forward or conv-train")] = "",
     only: Annotated[str, typer.Option(help="of its cases, those whose name has this part")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: to see that all of it runs")] = False,
     thorough: Annotated[

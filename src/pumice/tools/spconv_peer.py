@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -48,3 +49,40 @@ def layer(feats: Tensor, weight: Tensor, coords: Tensor) -> tuple[Any, Callable[
         return module(x).features
 
     return module, call
+
+
+def in_tf32(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The call with float32 multiplied as tf32, by kernels that were tuned for it."""
+    tuner = _tuner()
+
+    def run() -> Tensor:
+        with _multiplying(tuner):
+            return call()
+
+    return run
+
+
+def _tuner() -> Any:
+    """A new tuner of kernels; None in a build for CPUs.
+
+    spconv's own remembers a kernel by dtype and channels: what it chose for float32 it would take for tf32, too.
+    """
+    own = import_module("spconv.pytorch.ops").CONV_CPP
+    if own is None:
+        return None
+    algorithms = import_module("spconv.algo")
+    known = map(algorithms.algocore.get_conv_algo_desp_from_param, algorithms.ALL_IMPGEMM_PARAMS)
+    return type(own)(list(known))
+
+
+@contextmanager
+def _multiplying(tuner: Any) -> Iterator[None]:
+    """Within it spconv multiplies as tf32 where it can, by this tuner."""
+    operators: Any = import_module("spconv.pytorch.ops")
+    constants: Any = import_module("spconv.constants")
+    before = constants.SPCONV_ALLOW_TF32, operators.CONV_CPP
+    constants.SPCONV_ALLOW_TF32, operators.CONV_CPP = True, tuner
+    try:
+        yield
+    finally:
+        constants.SPCONV_ALLOW_TF32, operators.CONV_CPP = before

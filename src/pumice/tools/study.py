@@ -337,9 +337,23 @@ def tuned(call: Callable[[], Any]) -> Callable[[], Any]:
     return call
 
 
+def goals_told(setup: Setup, name: str, ratios: Mapping[str, float], least: float) -> None:
+    """Whether the geometric mean of ratios by case reaches a goal."""
+    if not ratios:
+        setup.say(f"goal {name}, {least:.3g}x: not measured")
+        return
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    setup.say(f"goal {name}, {least:.3g}x: {_mean(ratios)}: {'met' if mean >= least else 'NOT met'}")
+
+
 def untuned(call: Callable[[], Any]) -> Callable[[], Any]:
     """The call by default tiles, whatever was tuned before."""
     return tiles_from(DEFAULT)(call)
+
+
+def by_choice(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call by default tiles; in a thorough run by tuned ones."""
+    return tuned(call) if setup.thorough else untuned(call)
 
 
 def as_graph(text: str, **operands: Tensor | Sparse) -> Prepared:
