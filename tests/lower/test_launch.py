@@ -346,3 +346,13 @@ def test_a_convolution_and_its_gradients_are_three_kernels(as_on_gpu):
         assert (y.shape, dx.shape, dw.shape) == ((100, 16), x.shape, weight.shape) and dw.dtype == weight.dtype
     kernels_ = list(as_on_gpu.values())
     assert len(kernels_) == 3 and all(len(k.doors) == 1 and len(k.direct) == 2 for k in kernels_)
+
+
+def test_gradients_have_their_forms_after_a_call_without(as_on_gpu):
+    x, weight, found = layer(1)
+    with torch.autocast("cpu", torch.float16):
+        pm.ops.conv_features(x, weight, found, 100)
+    assert len(as_on_gpu) == 1
+    y = pm.ops.conv_features(x.requires_grad_(), weight.requires_grad_(), found, 100)
+    torch.autograd.grad(y.sum(), (x, weight))
+    assert len(as_on_gpu) == 3

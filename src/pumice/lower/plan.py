@@ -433,8 +433,7 @@ def _with_lost_ranges(text: str, names: str, bound: Bound) -> str:
     return text if len(lost) == len(statement.ranges) else str(replace(statement, ranges=tuple(lost.items())))
 
 
-def deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+deterministic = torch.are_deterministic_algorithms_enabled
 
 
 def _bucket(shape: Sequence[int]) -> tuple[int, ...]:

@@ -252,7 +252,7 @@ def _over_map(
 ) -> SparseTensor:
     found, outputs = mapped
     rows = outputs.coords.shape[0]
-    if not isinstance(epilogue, Epilogue | None):
+    if epilogue is not None and not isinstance(epilogue, Epilogue):
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
     feats, weight, bias = _autocast(x.feats, weight, bias)
     if feats.dtype != weight.dtype:

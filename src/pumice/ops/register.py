@@ -188,8 +188,8 @@ def _gradients(call: _Call, grad: Tensor, last: Tensor | None, needed: Sequence[
 class Held:
     """A call with some operands given once and for all, differentiable in those that are left, which it takes.
 
-    What is held is not written to any more, and needs no gradient. The statement sums. It is called where only torch's
-    autograd watches.
+    What is held is not written to any more, and needs no gradient; what is left has always the shapes, dtypes and
+    devices of those at `free` now. The statement sums. It is called where only torch's autograd watches.
     """
 
     def __init__(
@@ -198,19 +198,19 @@ class Held:
         assert plan.statement_of(text, names).reduction == "sum"
         self._told, self._free = (names, text, shape), free
         self._operands = [None if place in free else x for place, x in enumerate(operands)]
-        self._results: Bounded[plan.Ready] = Bounded(16)
-        self._gradients: Bounded[list[_Derivative]] = Bounded(64)
+        # By whether algorithms are deterministic, and for gradients by which of the free operands.
+        self._results: dict[bool, plan.Ready] = {}
+        self._gradients: dict[tuple[int, bool], list[_Derivative]] = {}
 
     def __call__(self, *given: Tensor) -> Tensor:
         return _RecordedHeld.apply(self, *given)
 
     def result(self, given: Sequence[Tensor]) -> Tensor:
-        key = (plan.deterministic(), *[(x.shape, x.dtype) for x in given])
-        ready = self._results.get(key)
+        ready = self._results.get(plan.deterministic())
         if ready is None:
             operands, (names, text, shape) = self._together(given), self._told
             made = plan.ready_for(operands, names, text, shape, "")
-            ready = self._results.keep(key, plan.holding(made, operands, self._free))
+            ready = self._results[plan.deterministic()] = plan.holding(made, operands, self._free)
         return plan.carry_out(ready, given)
 
     def gradients(self, given: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -225,11 +225,14 @@ class Held:
         return [found[place] for place in self._free]
 
     def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor) -> Tensor:
-        key = (number, plan.deterministic(), grad.dtype, *[(x.shape, x.dtype) for x in given])
-        parts = self._gradients.get(key) or self._gradients.keep(key, self._derivatives(number, given, grad))
+        key = (number, plan.deterministic())
+        parts = self._gradients.get(key)
+        if parts is None:
+            parts = self._gradients[key] = self._derivatives(number, given, grad)
         everything = (*given, grad)
-        found = [plan.carry_out(ready, [everything[n] for n in numbers]) for ready, numbers in parts]
-        return sum(found[1:], found[0]).to(given[number].dtype)
+        first, *more = (plan.carry_out(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
+        found = sum(more, first) if more else first
+        return found if found.dtype == given[number].dtype else found.to(given[number].dtype)
 
     def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor) -> list[_Derivative]:
         """The statements whose sum is a gradient, made ready."""
@@ -270,7 +273,8 @@ class _RecordedHeld(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
-        with plan.kernels.tiles_from(ctx.tiles):
+        same = ctx.tiles == plan.kernels.tile_source()
+        with nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
             return None, *ctx.call.gradients(ctx.saved_tensors, grad, ctx.needs_input_grad[1:])
 
 
