@@ -201,3 +201,158 @@ def test_a_newer_setting_of_precision_is_read(made, monkeypatch):
     for setting, expected in {"tf32": "tf32", "ieee": "tf32x3", "none": "tf32x3"}.items():
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
         assert kernels._precision() == expected
+
+
+# operands that are held
+
+
+def held(b, rows=48):
+    """C = A B, with B held."""
+    from pumice.language.bind import bind
+    from pumice.language.parse import parse
+
+    bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": (rows, 64), "B": tuple(b.shape)})
+    return kernels.runner(bound, b.dtype).holding({"B": b})
+
+
+def shifted(*shape):
+    """A tensor that is not aligned to 16 bytes."""
+    return torch.zeros(torch.Size(shape).numel() + 1, dtype=torch.float16)[1:].view(shape)
+
+
+def addresses(kernel):
+    """By name, what each direct launch was given for the operands."""
+    names = [(n, x.name) for n, x in enumerate(kernel.source.arguments) if x.kind == "operand"]
+    return [{name: values[n] for n, name in names} for _, values in kernel.direct]
+
+
+def test_what_is_held_is_passed_by_its_address(made):
+    a, b = operands()
+    other = torch.ones_like(a)
+    run = held(b)
+    for x in (a, a, other):
+        assert run({"A": x}).shape == (48, 32)
+    (kernel,) = made.values()
+    assert len(kernel.doors) == 1
+    assert addresses(kernel) == [{"A": x.data_ptr(), "B": b.data_ptr()} for x in (a, other)]
+
+
+def test_what_is_held_keeps_its_memory(made):
+    a, b = operands()
+    run = held(b)
+    run({"A": a})
+    there = b.data_ptr()
+    del b
+    torch.ones(64, 32, dtype=torch.float16)
+    run({"A": a})
+    (kernel,) = made.values()
+    assert addresses(kernel)[-1]["B"] == there and run._held["B"].data_ptr() == there
+
+
+@pytest.mark.parametrize("which", ["held", "free"])
+def test_another_alignment_beside_what_is_held(made, which):
+    a, b = operands()
+    held(b)({"A": a})
+    (run, x) = (held(shifted(64, 32)), a) if which == "held" else (held(b), shifted(48, 64))
+    for _ in range(3):
+        run({"A": x})
+    (kernel,) = made.values()
+    # A kernel of its own, by the door; the others by address.
+    assert len(kernel.doors) == 2 and len(kernel.direct) == 2
+    assert {found["A"] for found in addresses(kernel)} == {x.data_ptr()}
+
+
+def test_what_was_tuned_counts_for_what_is_held(made):
+    a, b = operands()
+    run = held(b)
+    run({"A": a})
+    runner = run._runner
+    tile = Tile(64, 32, 32, stages=4)
+    kernels.ledger().put(kernels._key(runner.bound, {"A": a, "B": b}, kernels._precision()), tile)
+    run({"A": a})
+    run({"A": a})
+    stages = [door[3] for kernel in made.values() for door in kernel.doors]
+    assert len(stages) == 2 and stages[1] == 4
+
+
+def test_another_layout_beside_what_is_held(made):
+    a, b = operands()
+    run = held(b)
+    for x in (a, a.t().contiguous().t(), a):
+        run({"A": x})
+    assert len(made) == 2 and sum(len(kernel.doors) for kernel in made.values()) == 2
+
+
+def test_nothing_is_kept_of_a_graph_that_is_captured(made, monkeypatch):
+    a, b = operands()
+    run = held(b)
+    monkeypatch.setattr(kernels, "_captured", lambda device: True)
+    run({"A": a})
+    assert not run._aimed._held
+    monkeypatch.setattr(kernels, "_captured", lambda device: False)
+    run({"A": a})
+    assert len(run._aimed._held) == 1
+
+
+def test_precision_counts_for_what_is_held(made, monkeypatch):
+    a, b = operands(dtype=torch.float32)
+    run = held(b)
+    for precision in ("tf32", "tf32x3", "tf32"):
+        monkeypatch.setattr(kernels, "_precision", lambda precision=precision: precision)
+        run({"A": a})
+    doors = [door for kernel in made.values() for door in kernel.doors]
+    assert len(doors) == 2 and len(run._aimed._held) == 2
+
+
+@pytest.fixture
+def as_on_gpu(made, monkeypatch):
+    """A convolution takes the forms and the kernels of a GPU."""
+    monkeypatch.setattr(plan.maps, "_FORMS_OF", {"cpu": plan.maps._FORMS_OF["cuda"]})
+    monkeypatch.setattr(plan, "device_of", lambda operands: plan.DEVICES["cuda"])
+    return made
+
+
+def layer(seed):
+    """Features, weights, and the map of some voxels."""
+    from pumice.coords import Relation, kernel_map
+
+    coords = torch.zeros(100, 4, dtype=torch.int32)
+    coords[:, 1:] = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:100, None] // torch.tensor(
+        [100, 10, 1]
+    )
+    coords[:, 1:] %= 10
+    found, _ = kernel_map(pm.SparseTensor(torch.zeros(100, 1), coords).geometry, Relation.of(3, 3))
+    return torch.zeros(100, 16, dtype=torch.float16), torch.zeros(16, 27, 16, dtype=torch.float16), found
+
+
+def test_a_convolution_passes_the_arrays_of_its_own_map(as_on_gpu):
+    for x, weight, found in (layer(1), layer(2)):
+        before = {id(k): (len(k.doors), len(k.direct)) for k in as_on_gpu.values()}
+        for _ in range(3):
+            pm.ops.conv_features(x, weight, found, 100)
+        used = [k for k in as_on_gpu.values() if (len(k.doors), len(k.direct)) != before.get(id(k))]
+        (kernel,) = used
+        rows, tiles, taps, met = found.compacted(64)
+        own = {t.data_ptr() for t in (x, weight, rows, taps, met)}
+        assert own <= set(addresses(kernel)[-1].values()) and addresses(kernel)[-1] == addresses(kernel)[-2]
+
+
+def test_a_convolution_and_its_gradients_are_three_kernels(as_on_gpu):
+    x, weight, found = layer(1)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    for _ in range(3):
+        y = pm.ops.conv_features(x, weight, found, 100)
+        dx, dw = torch.autograd.grad(y.sum(), (x, weight))
+        assert (y.shape, dx.shape, dw.shape) == ((100, 16), x.shape, weight.shape) and dw.dtype == weight.dtype
+    kernels_ = list(as_on_gpu.values())
+    assert len(kernels_) == 3 and all(len(k.doors) == 1 and len(k.direct) == 2 for k in kernels_)
+
+
+def test_gradients_have_their_forms_after_a_call_without(as_on_gpu):
+    x, weight, found = layer(1)
+    with torch.autocast("cpu", torch.float16):
+        pm.ops.conv_features(x, weight, found, 100)
+    assert len(as_on_gpu) == 1 and not found.has(("form", "grouped"))
+    y = pm.ops.conv_features(x.requires_grad_(), weight.requires_grad_(), found, 100)
+    torch.autograd.grad(y.sum(), (x, weight))
+    assert len(as_on_gpu) == 3 and found.has(("form", "grouped"))

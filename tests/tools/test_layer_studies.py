@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from pumice.tools import (
     cli,
     layer_cells,
     layer_suites,
+    spconv_peer,
 )
 from pumice.tools.bench_ablation import IDEAS
 from pumice.tools.bench_precisions import GOALS, Found
@@ -84,6 +86,7 @@ def test_a_goal_takes_the_fastest_that_is_exact_enough():
     assert Found("a", near, spent).own(goal) == "tf32x3"
     assert Found("a", {**near, "tf32x3": 3e-7}, spent).own(goal) == "ieee"
     assert Found("a", near, {"ieee": times(3)}).own(goal) == ""
+    assert Found("a", {"tf32x3": 1e-7}, {"tf32x3": times(1), "spconv fp32": times(4)}).own(goal) == ""
     (goal,) = (goal for goal in GOALS if goal.ours == ("bf16x3",))
     found = Found("a", {"bf16x3": 2e-5, "spconv fp32": 1e-7}, {"bf16x3": times(1), "spconv fp32": times(3)})
     said = []
@@ -96,6 +99,33 @@ def test_goals_are_met_on_geometric_mean():
     goals_told(setup_of(said), "a", {"x": 1.0, "y": 4.0}, 2.0)
     goals_told(setup_of(said), "a", {"x": 1.0, "y": 3.9}, 2.0)
     assert said[0].endswith(": met") and "least 1.00x at x" in said[0] and said[1].endswith(": NOT met")
+
+
+def test_spconv_multiplies_as_tf32_only_where_asked(monkeypatch):
+    modules = {"spconv.constants": SimpleNamespace(SPCONV_ALLOW_TF32=False)}
+    modules["spconv.pytorch.ops"] = SimpleNamespace(CONV_CPP=Tuner(["own"]))
+    algorithms = SimpleNamespace(get_conv_algo_desp_from_param=str.upper)
+    modules["spconv.algo"] = SimpleNamespace(algocore=algorithms, ALL_IMPGEMM_PARAMS=["a", "b"])
+    monkeypatch.setattr(spconv_peer, "import_module", modules.__getitem__)
+    own, seen = modules["spconv.pytorch.ops"].CONV_CPP, []
+
+    def call():
+        seen.append((modules["spconv.constants"].SPCONV_ALLOW_TF32, modules["spconv.pytorch.ops"].CONV_CPP))
+
+    run = spconv_peer.in_tf32(call)
+    run()
+    run()
+    # Its tuner is another one, and the same each time.
+    assert [on for on, _ in seen] == [True, True] and seen[0][1] is seen[1][1] is not own
+    assert seen[0][1].known == ["A", "B"]
+    assert modules["spconv.constants"].SPCONV_ALLOW_TF32 is False and modules["spconv.pytorch.ops"].CONV_CPP is own
+
+
+class Tuner:
+    """Stands for spconv's tuner of kernels."""
+
+    def __init__(self, known):
+        self.known = known
 
 
 # roofline and utilisation

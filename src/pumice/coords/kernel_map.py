@@ -17,6 +17,8 @@ from pumice.coords.lookup import Found, mask_words
 from pumice.coords.relation import Relation
 from pumice.errors import OptionError, ShapeError
 
+_MISSING = object()
+
 
 class Pairs(NamedTuple):
     """Lists of meetings, one list per tap k, laid end to end: input row `inputs[j]` meets output `outputs[j]`.
@@ -154,11 +156,12 @@ class KernelMap:
     def storage(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
         key = (name, self.flipped)
-        if key not in self._storages:
+        found = self._storages.get(key, _MISSING)
+        if found is _MISSING:
             # A map found in inference serves training afterwards.
             with torch.inference_mode(False):
-                self._storages[key] = build(self)
-        return self._storages[key]
+                found = self._storages[key] = build(self)
+        return found
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KernelMap:
         """The map with its rows on `device`; other storages are made anew there when asked for."""

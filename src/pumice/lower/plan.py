@@ -188,6 +188,30 @@ def _with_finish(ready: Ready, finish: Finish) -> Ready:
     return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), finishes=True)
 
 
+def holding(ready: Ready, operands: Sequence[Tensor], free: Sequence[int]) -> Ready:
+    """The same with its operands given once and for all but those at `free`, which it takes in this order.
+
+    They are not written to any more; the target's old values are not among them.
+    """
+    order = {place: number for number, place in enumerate(free)}
+    parts = []
+    for part in ready.parts:
+        held = {name: operands[place] for name, place in part.places if place not in order}
+        left = tuple((name, order[place]) for name, place in part.places if place in order)
+        parts.append(Part(_given(part.run, held), left))
+    return replace(ready, parts=tuple(parts), old=None if ready.old is None else order[ready.old])
+
+
+Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
+
+
+def _given(run: Run, held: Mapping[str, Tensor]) -> Run:
+    """What runs a step with these tensors and others."""
+    if isinstance(run, kernels.Runner):
+        return run.holding(held)
+    return lambda tensors, before: run({**held, **tensors}, before)
+
+
 def carry_out(ready: Ready, operands: Sequence[Tensor], epilogue: Epilogue | None = None) -> Tensor:
     """The result of a call that was made ready, with its epilogue."""
     if epilogue is None:
@@ -409,8 +433,7 @@ def _with_lost_ranges(text: str, names: str, bound: Bound) -> str:
     return text if len(lost) == len(statement.ranges) else str(replace(statement, ranges=tuple(lost.items())))
 
 
-def deterministic() -> bool:
-    return torch.are_deterministic_algorithms_enabled()
+deterministic = torch.are_deterministic_algorithms_enabled
 
 
 def _bucket(shape: Sequence[int]) -> tuple[int, ...]:

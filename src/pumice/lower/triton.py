@@ -174,6 +174,30 @@ class Runner:
             self._cover(operands, out)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
+    def holding(self, held: Mapping[str, Tensor]) -> Held:
+        """The same with these operands given once and for all: they are not written to any more."""
+        return Held(self, held)
+
+    def fresh(self, device: torch.device) -> Tensor:
+        """What the kernel writes where nothing was found before."""
+        return (torch.empty if self._whole else torch.zeros)(self.bound.shape, dtype=self._summed, device=device)
+
+    def aimed(self, operands: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Aimed | None:
+        """The kernel that a call with these operands has started, with the addresses of those held.
+
+        None where it takes more than one kernel, or where what is held is not aligned to 16 bytes; and while a CUDA
+        graph is captured, which has segments of its own.
+        """
+        if self._empty or self.bound.statement.accumulate or _captured(operands[self._used[0]].device):
+            return None
+        key = self._launch_key(operands)
+        tile = self._tiles.get(key)
+        part = None if tile is None else _segments(self.bound, operands, self._form, tile)
+        if tile is None or (part is not None and part.apart is not None):
+            return None
+        launch = self._launches.get((-1 if part is None else part.rows.shape[0], tile, *key))
+        return None if launch is None else Aimed.of(launch, held, part)
+
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """All of the result; segments far longer than the others by programs of their own."""
         key = self._launch_key(operands)
@@ -220,8 +244,7 @@ class Runner:
         if before is not None and not self._whole:
             out = before.to(self._summed, copy=not given, memory_format=torch.contiguous_format)
             return out, out
-        device = operands[self._used[0]].device
-        out = (torch.empty if self._whole else torch.zeros)(self.bound.shape, dtype=self._summed, device=device)
+        out = self.fresh(operands[self._used[0]].device)
         return out, None if before is None else before.contiguous()
 
     def _launch_key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
@@ -245,6 +268,87 @@ class Runner:
     def _made(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile) -> Launch:
         how = How(self.precision or _precision(), self.splits, self.finish)
         return prepare(self.bound, operands, out, tile, part, how)
+
+
+class Held:
+    """A runner with some operands given once and for all: their addresses, and what else depends on them alone, are
+    not looked up for each call."""
+
+    def __init__(self, runner: Runner, held: Mapping[str, Tensor]) -> None:
+        self._runner, self._held = runner, dict(held)
+        self._in_fp32 = any(x.dtype == torch.float32 for x in held.values())
+        self._aimed: Bounded[Aimed] = Bounded(64)
+
+    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
+        """The result; operands: those that are not held."""
+        if before is not None:
+            return self._runner({**self._held, **operands}, before)
+        free = operands.values()
+        asked = self._in_fp32 or any(x.dtype == torch.float32 for x in free)
+        precision = self._runner.precision or (_precision() if asked else "")
+        key = (ledger().generation, _TILES_FROM.get(), precision, *[(x.stride(), x.dtype) for x in free])
+        aimed = self._aimed.get(key)
+        if aimed is not None:
+            out = self._runner.fresh(aimed.device)
+            if aimed.start(operands, out):
+                return out if out.dtype == self._runner.dtype else out.to(self._runner.dtype)
+        together = {**self._held, **operands}
+        found = self._runner(together)
+        if aimed is None and (aimed := self._runner.aimed(together, self._held)) is not None:
+            self._aimed.keep(key, aimed)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Aimed:
+    """A compiled kernel with the addresses of what stays. slots: the places of the other operands, by name.
+
+    kept: whose addresses they are.
+    """
+
+    compiled: Compiled
+    programs: int
+    values: list[Any]
+    slots: tuple[tuple[int, str], ...]
+    result: int
+    device: torch.device
+    kept: tuple[Any, ...]
+
+    @staticmethod
+    def of(launch: Launch, held: Mapping[str, Tensor], part: Segments | None) -> Aimed | None:
+        """None where it was not yet run with all tensors aligned to 16 bytes, or cannot be."""
+        device = next(iter(held.values())).device if held else None
+        compiled = launch.compiled.get((device.index or 0, *[True] * len(launch.slots))) if device else None
+        if device is None or compiled is None:
+            return None
+        values: list[Any] = list(launch.fixed)
+        slots: list[tuple[int, str]] = []
+        result = 0
+        for place, kind, name in launch.slots:
+            if kind == "result":
+                result = place
+            elif kind == "segment" or name in held:
+                values[place] = (getattr(part, name) if kind == "segment" else held[name]).data_ptr()
+                if values[place] % 16:
+                    return None
+            else:
+                slots.append((place, name))
+        return Aimed(compiled, launch.programs, values, tuple(slots), result, device, (dict(held), part))
+
+    def start(self, operands: Mapping[str, Tensor], out: Tensor) -> bool:
+        """Whether the kernel was started: not where a tensor is not aligned, or on another device than the current."""
+        index = self.device.index or 0
+        if self.device.type == "cuda" and index != torch._C._cuda_getDevice():
+            return False
+        values = self.values.copy()
+        values[self.result] = bits = out.data_ptr()
+        for place, name in self.slots:
+            values[place] = address = operands[name].data_ptr()
+            bits |= address
+        if bits % 16:
+            return False
+        self.compiled(self.programs, values, index)
+        return True
 
 
 LEDGER, TIMING, DEFAULT = "ledger", "timing", "default"
@@ -313,6 +417,10 @@ def _compiled_on(device: torch.device, attempt: Runner, operands: Mapping[str, T
     """Each thread has a current device of its own."""
     with _on(device):
         attempt.compile(operands)
+
+
+def _captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

@@ -174,30 +174,49 @@ def conv_features(
 
     Raises ShapeError, DtypeError, DeviceError for what does not fit.
     """
-    _check_devices(x, weight, found)
+    facts = rows, groups, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
     if epilogue is not None:
         _check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
     more = () if epilogue is None else epilogue.operands.values()
     if register.plain((x, weight, *more)):
-        finish = NOTHING if epilogue is None else epilogue.finish
-        key = ("call", rows, groups, x.shape, x.dtype, weight.shape, weight.dtype, plan.deterministic(), finish)
-        ready, arrays = found.storage(key, lambda m: _ready((x, weight), m, rows, groups, finish))
-        y = plan.carry_out(ready, [*_grouped(x, weight, groups), *arrays], _split(epilogue, groups))
+        finish = None if epilogue is None else epilogue.finish
+        key = ("call", plan.deterministic(), finish, *facts)
+        ready = found.storage(key, lambda m: _ready((x, weight), m, rows, groups, finish or NOTHING))
+        y = plan.carry_out(ready, _grouped(x, weight, groups), _split(epilogue, groups))
         return y if groups == 1 else y.flatten(1)
-    tokens, arrays = maps.passed(found, torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-    names, text, shape = _told(tokens, weight, rows, groups)
-    y = register.einsum([*_grouped(x, weight, groups), *arrays], names, text, shape)
+    differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if register.recorded((x, weight)):
+        key = ("recorded", differentiable, *facts)
+        call = found.storage(key, lambda m: _held((x, weight), m, rows, groups, differentiable))
+        y = call(*_grouped(x, weight, groups))
+    else:
+        y = register.einsum(*_passed((x, weight), found, rows, groups, differentiable))
     y = y if groups == 1 else y.flatten(1)
     return y if epilogue is None else applied(y, epilogue)
 
 
-def _ready(
-    given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish
-) -> tuple[plan.Ready, Sequence[Tensor]]:
-    """The call made ready, once for operands like these, and the arrays of the map that it reads."""
-    tokens, arrays = maps.passed(found, False)
-    names, text, shape = _told(tokens, given[1], rows, groups)
-    return plan.ready_for([*_grouped(*given, groups), *arrays], names, text, shape, "", finish), arrays
+def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish) -> plan.Ready:
+    """The call made ready, once for operands like these; it holds the arrays of the map that it reads."""
+    operands, names, text, shape = _passed(given, found, rows, groups, False)
+    return plan.holding(plan.ready_for(operands, names, text, shape, "", finish), operands, (0, 1))
+
+
+def _held(
+    given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
+) -> register.Held:
+    """The call that autograd records, with the arrays of the map that it and its gradients read."""
+    return register.Held(*_passed(given, found, rows, groups, differentiable), (0, 1))
+
+
+def _passed(
+    given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
+) -> tuple[list[Tensor], str, str, tuple[int, ...]]:
+    """All operands, their names, the statement, and the shape of its target."""
+    x, weight = given
+    _check_devices(x, weight, found)
+    tokens, arrays = maps.passed(found, differentiable)
+    names, text, shape = _told(tokens, weight, rows, groups)
+    return [*_grouped(x, weight, groups), *arrays], names, text, shape
 
 
 def _split(epilogue: Epilogue | None, groups: int) -> Epilogue | None:
@@ -233,7 +252,7 @@ def _over_map(
 ) -> SparseTensor:
     found, outputs = mapped
     rows = outputs.coords.shape[0]
-    if not isinstance(epilogue, Epilogue | None):
+    if epilogue is not None and not isinstance(epilogue, Epilogue):
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
     feats, weight, bias = _autocast(x.feats, weight, bias)
     if feats.dtype != weight.dtype:

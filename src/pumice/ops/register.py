@@ -46,15 +46,20 @@ def einsum(
     if not operands or plain(operands):
         return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
     known = None if shape is None else tuple(shape)
-    if torch.compiler.is_compiling():
-        return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
-    if _transformed() or _has_tangents(operands):
+    if recorded(operands):
+        # What the dispatcher's operator does, without the walks through its arguments: 50 us of the host.
+        return _Recorded.apply(names, text, known, lowering, *operands)
+    if not torch.compiler.is_compiling() and (_transformed() or _has_tangents(operands)):
         # Torch's own operators know tangents and functorch's transforms, a kernel would drop them.
         return plan.execute(operands, names, text, known, "graph")
-    if torch._C._len_torch_dispatch_stack() or any(type(x) not in _ORDINARY or x.is_meta for x in operands):
-        return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
-    # What the dispatcher's operator does, without the walks through its arguments: 50 us of the host.
-    return _Recorded.apply(names, text, known, lowering, *operands)
+    return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
+
+
+def recorded(operands: Sequence[Tensor]) -> bool:
+    """Whether nobody but torch's autograd watches: no tracing, no transform, no mode, ordinary tensors with values."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _transformed():
+        return False
+    return not (_has_tangents(operands) or any(type(x) not in _ORDINARY or x.is_meta for x in operands))
 
 
 def plain(operands: Sequence[Tensor]) -> bool:
@@ -180,6 +185,99 @@ def _gradients(call: _Call, grad: Tensor, last: Tensor | None, needed: Sequence[
     return grads
 
 
+class Held:
+    """A call with some operands given once and for all, differentiable in those that are left, which it takes.
+
+    What is held is not written to any more, and needs no gradient; what is left has always the shapes, dtypes and
+    devices of those at `free` now. The statement sums. It is called where only torch's autograd watches.
+    """
+
+    def __init__(
+        self, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], free: tuple[int, ...]
+    ) -> None:
+        assert plan.statement_of(text, names).reduction == "sum"
+        self._told, self._free = (names, text, shape), free
+        self._operands = [None if place in free else x for place, x in enumerate(operands)]
+        # By whether algorithms are deterministic, and for gradients by which of the free operands.
+        self._results: dict[bool, plan.Ready] = {}
+        self._gradients: dict[tuple[int, bool], list[_Derivative]] = {}
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        return _RecordedHeld.apply(self, *given)
+
+    def result(self, given: Sequence[Tensor]) -> Tensor:
+        ready = self._results.get(plan.deterministic())
+        if ready is None:
+            operands, (names, text, shape) = self._together(given), self._told
+            made = plan.ready_for(operands, names, text, shape, "")
+            ready = self._results[plan.deterministic()] = plan.holding(made, operands, self._free)
+        return plan.carry_out(ready, given)
+
+    def gradients(self, given: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of what is given, None where none is needed."""
+        if plain((*given, grad)):
+            return [self._gradient(n, given, grad) if wanted else None for n, wanted in enumerate(needed)]
+        # Gradients of gradients: each is recorded in turn.
+        wanted = [False] * len(self._operands)
+        for place, own in zip(self._free, needed, strict=True):
+            wanted[place] = own
+        found = _gradients(self._call(given, grad), grad, None, wanted)
+        return [found[place] for place in self._free]
+
+    def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor) -> Tensor:
+        key = (number, plan.deterministic())
+        parts = self._gradients.get(key)
+        if parts is None:
+            parts = self._gradients[key] = self._derivatives(number, given, grad)
+        everything = (*given, grad)
+        first, *more = (plan.carry_out(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
+        found = sum(more, first) if more else first
+        return found if found.dtype == given[number].dtype else found.to(given[number].dtype)
+
+    def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor) -> list[_Derivative]:
+        """The statements whose sum is a gradient, made ready."""
+        call, place = self._call(given, grad), self._free[number]
+        everything, sources = (*call.operands, grad), (*self._free, len(call.operands))
+        found = []
+        for places, names, text in call.derivatives(call.tokens[place], False):
+            operands = [everything[place] for place in places]
+            left = [n for n, place in enumerate(places) if place in sources]
+            ready = plan.ready_for(operands, names, text, tuple(given[number].shape), "")
+            numbers = tuple(sources.index(places[n]) for n in left)
+            found.append((plan.holding(ready, operands, left), numbers))
+        return found
+
+    def _call(self, given: Sequence[Tensor], grad: Tensor) -> _Call:
+        names, text, _ = self._told
+        return _Call(self._together(given), names, text, "", grad.shape)
+
+    def _together(self, given: Sequence[Tensor]) -> list[Tensor]:
+        left = iter(given)
+        return [next(left) if x is None else x for x in self._operands]
+
+
+_Derivative = tuple[plan.Ready, tuple[int, ...]]
+"""A call made ready, and which of the free operands and the gradient it takes."""
+
+
+class _RecordedHeld(torch.autograd.Function):
+    """A call with operands that are held, for torch's autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Held, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.call, ctx.tiles = call, plan.kernels.tile_source()
+        ctx.save_for_backward(*given)
+        with _as_given(given):
+            return call.result(given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
+        same = ctx.tiles == plan.kernels.tile_source()
+        with nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
+            return None, *ctx.call.gradients(ctx.saved_tensors, grad, ctx.needs_input_grad[1:])
+
+
 class _Call:
     """A call whose gradients are asked for."""
 
@@ -237,7 +335,7 @@ class _Call:
                     operand.shape,
                     self.lowering,
                 )
-                for places, names, text in self._derivatives(name, result is not None)
+                for places, names, text in self.derivatives(name, result is not None)
             ]
         elif local == VALUES:
             parts = list(self._of_values(place, grad))
@@ -262,7 +360,7 @@ class _Call:
         used = [name for name in dict.fromkeys(a.name for a in accesses_of(new)) if name in tensors]
         return einsum([tensors[name] for name in used], "|".join(used), str(new), shape, self.lowering)
 
-    def _derivatives(self, name: str, with_result: bool) -> Sequence[tuple[tuple[int, ...], str, str]]:
+    def derivatives(self, name: str, with_result: bool) -> Sequence[tuple[tuple[int, ...], str, str]]:
         """The calls whose sum is the gradient of a dense operand, worked out once for operands of these shapes.
 
         Of each the places of its operands (the gradient and the result stand behind the call's own), names and text.

@@ -131,7 +131,7 @@ def deterministic() -> Iterator[None]:
 def _repeated(setup: Setup) -> Iterator[Row]:
     """Entries that differ when a result and its gradients are computed twice."""
     for cell in cells(setup, Choice("repeated", scenes=("nuscenes_1f_10cm", "waymo_1f_5cm"), channels=(64,))):
-        for dtype in {setup.half, torch.float32}:
+        for dtype in dict.fromkeys((setup.half, torch.float32)):
             layer = layer_of(setup, cell, dtype)
             case = f"{cell.case}/{DTYPES[dtype]}"
             try:

@@ -56,7 +56,13 @@ class Goal:
 GOALS = (
     Goal("tf32 over spconv tf32", ("tf32",), "spconv tf32", 1.5),
     # Whichever is the fastest at twice ieee's error or less.
-    Goal("ieee class over spconv fp32", ("ieee", "tf32x3"), "spconv fp32", 1.0, lambda errors: 2 * errors["ieee"]),
+    Goal(
+        "ieee class over spconv fp32",
+        ("ieee", "tf32x3"),
+        "spconv fp32",
+        1.0,
+        lambda errors: 2 * errors.get("ieee", 0.0),
+    ),
     Goal("bf16x3 over spconv fp32", ("bf16x3",), "spconv fp32", 2.0, lambda errors: 1e-5),
     Goal("bf16 over fp16", ("bf16",), "fp16", 1 / 1.05),
 )
