@@ -21,7 +21,8 @@ def test_every_row_is_whole():
     names = {field.name for field in fields(bench.Row)}
     for row in rows():
         assert set(row) == names
-        assert row["p20"] <= row["value"] <= row["p80"] and row["peer_value"] > 0
+        assert row["p20"] <= row["value"] <= row["p80"]
+        assert row["peer_value"] > 0 or row["metric"] != "time"
         assert row["commit"] and row["device"] and {"pumice", "torch"} <= set(row["versions"])
 
 
