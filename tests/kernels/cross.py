@@ -26,9 +26,11 @@ from pumice.language.roles import Roles, roles, stacked
 from pumice.lower import triton as lowered
 from pumice.lower.emit import Argument
 from pumice.lower.epilogue import Epilogue
+from pumice.lower.loops import EIGHT_BITS
 from pumice.schedule.tile import Tile
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES |= {"fp8": torch.float8_e4m3fn, "i8": torch.int8}
 NVIDIA = ("sm_80", "sm_90")
 TARGETS = (*NVIDIA, "gfx942")
 AMD_STAGES = 2
@@ -118,7 +120,7 @@ def built(job: Job) -> Built:
     if job.target == "gfx942":
         tile = replace(tile, stages=min(tile.stages, AMD_STAGES))
     found = Built(tile, form.product, form.adds)
-    out = torch.empty(p.bound.shape, dtype=torch.float32 if form.adds else DTYPES[job.dtype], device="meta")
+    out = torch.empty(p.bound.shape, dtype=torch.float32 if form.adds else _kept(job), device="meta")
     try:
         how = lowered.How(job.precision)
         if job.activation != "-":
@@ -153,7 +155,12 @@ def _problem(job: Job) -> Problem:
 def _epilogue(p: Problem, job: Job) -> Epilogue:
     shape = p.bound.shape
     scale, shift = (torch.empty(shape[1:], device="meta") for _ in range(2))
-    return Epilogue(scale, shift, torch.empty(shape, dtype=DTYPES[job.dtype], device="meta"), job.activation)
+    return Epilogue(scale, shift, torch.empty(shape, dtype=_kept(job), device="meta"), job.activation)
+
+
+def _kept(job: Job) -> torch.dtype:
+    """The dtype of results."""
+    return torch.float16 if DTYPES[job.dtype] in EIGHT_BITS else DTYPES[job.dtype]
 
 
 def _compiled(launch: lowered.Launch, p: Problem, out: torch.Tensor, target: str) -> tuple[Any, str]:
@@ -192,7 +199,8 @@ def target_of(name: str) -> Any:
 
 def _kind(argument: Argument, p: Problem, out: torch.Tensor) -> str:
     if argument.kind in ("operand", "result"):
-        return "*" + lowered.DTYPES[(p.operands[argument.name] if argument.name else out).dtype]
+        kind = lowered.DTYPES[(p.operands[argument.name] if argument.name else out).dtype]
+        return "*" + {"fp8": "fp8e4nv"}.get(kind, kind)
     return "*i32" if argument.kind == "segment" else "i32"
 
 
@@ -211,7 +219,7 @@ def _sides(p: Problem, form: Roles) -> dict[str, bool]:
 
 def _buffers(ttgir: str) -> int:
     """The fewest buffers of the float tiles that the pipeliner allocated; 0 where it allocated none."""
-    found = re.findall(r"local_alloc\s*:\s*\(\)\s*->\s*!ttg\.memdesc<(\d+)x\d+x\d+x(?:b?f\d+)", ttgir)
+    found = re.findall(r"local_alloc\s*:\s*\(\)\s*->\s*!ttg\.memdesc<(\d+)x\d+x\d+x(?:b?f\d+|i8)", ttgir)
     return min(map(int, found), default=0)
 
 

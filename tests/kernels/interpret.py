@@ -360,6 +360,8 @@ def finish_checks() -> Checks:
     for activation in ACTIVATIONS:
         found[f"activation {activation or 'none'}"] = partial(check_finished_rows, activation)
     found["no epilogue where programs add"] = check_unfinished
+    for form in ("compacted", "split2"):
+        found[f"{form} of bytes"] = partial(check_bytes, form)
     return found
 
 
@@ -392,6 +394,24 @@ def check_finished_rows(activation: str) -> None:
     for tile in (Tile(8, 16, lanes=2), Tile(16, 16, 16, stacked=True)):
         run = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.finish)
         near(run({**p.operands, **epilogue.operands}), want, 2e-5)
+
+
+def check_bytes(form: str) -> None:
+    """Whole numbers of 8 bits, whose sums are exact, and a cast after all else."""
+    found, operands = cloud(3, 1)
+    operands = {name: (32 * x).clamp(-128, 127).to(torch.int8) for name, x in operands.items()}
+    shape = (found.num_outputs, 11)
+    (whole,) = map_problems(found, operands, "pairs", WAYS["forward"], shape)
+    epilogue = replace(epilogue_of(shape, "relu"), dtype=torch.float16)
+    *parts, last = map_problems(found, operands, form, WAYS["forward"], shape)
+    got = None
+    for p in parts:
+        assert lowered.refusal(p.bound.statement, p.bound, p.operands) is None
+        got = lowered.runner(p.bound, torch.float32)(p.operands, got)
+    plain = lowered.runner(last.bound, torch.float32)(last.operands, got)
+    assert torch.equal(plain.double(), wanted(whole))
+    run = lowered.runner(last.bound, torch.float16, finish=epilogue.finish)
+    near(run({**last.operands, **epilogue.operands}, got), applied(wanted(whole), epilogue), 1e-3)
 
 
 def check_unfinished() -> None:

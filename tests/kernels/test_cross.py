@@ -78,7 +78,13 @@ def _epilogues():
         yield Job("coo", target, tile=Tile(16, 128, 128, stages=2, stacked=True), activation="relu")
 
 
-JOBS = tuple(dict.fromkeys((*_all_cases(), *_precisions(), *_doubles(), *_wide(), *_tiles(), *_epilogues())))
+def _bytes():
+    yield from (Job("conv_compacted", target, "i8", activation="relu") for target in TARGETS)
+    yield Job("conv_compacted", "sm_90", "fp8", activation="relu")
+
+
+STUDIED = (_all_cases, _precisions, _doubles, _wide, _tiles, _epilogues, _bytes)
+JOBS = tuple(dict.fromkeys(job for made in STUDIED for job in made()))
 
 SPILLS = {
     # Folded columns in tiles of 16 x 512: too many for the registers.
@@ -98,7 +104,9 @@ SPILLS = {
 }
 """Known spills of cases and jobs: bytes at most (registers on AMD)."""
 SERIALIZED = {"tp_grouped:dW sm_90 fp16", "tp sm_90 fp32 tf32", "tp_tables:dW sm_90 fp16"}
-"""Where ptxas is known to wait for each wgmma: the left side is a product, made in registers."""
+SERIALIZED |= {"conv_compacted sm_90 fp8 epilogue relu"}
+"""Where ptxas is known to wait for each wgmma: the left side is a product, made in registers; the sum of each turn of
+8-bit floats is added in float32."""
 MADE = {"tp_tables:dY"}
 """Where such a side has no buffers of its own."""
 

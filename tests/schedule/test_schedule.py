@@ -105,6 +105,24 @@ def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected)
     assert str(found) == expected
 
 
+def test_bytes_are_multiplied_as_many_bytes_at_a_time():
+    conv = parse("O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto")
+    for channels, depth in ((256, 128), (64, 64), (8, 32)):
+        sizes = {"e": 9000, "b": 128, "n": 64, "c": channels}
+        found = default(Problem(roles(conv, sizes), sizes, mean=9, bits=8, chained=True, segments=1000))
+        assert found.reduced == depth or not roles(conv, sizes).product
+
+
+def test_products_of_products_are_left_to_few_warps():
+    """wgmma, for which Triton may read past shared memory, takes four warps and 64 rows."""
+    text = "Z[b,l,u,w] = V[l,i,j] * X[b,j,u] * Y[b,l,i,j] * G[b,i,w]"
+    sizes = {"b": 1000, "l": 11, "i": 9, "j": 9, "u": 64, "w": 64}
+    form = roles(parse(text), sizes)
+    assert form.within
+    found = list(candidates(Problem(form, sizes, bits=32)))
+    assert found and all(tile.warps <= 2 for tile in found if tile.rows >= 64) and found[0].rows == 64
+
+
 def test_few_tiles_are_made_narrower():
     """Groups of pairs are a batch: there are as many tiles as groups."""
     weights = parse("W[k[g],c,n] += x[i[g,q],c] * y[o[g,q],n]")

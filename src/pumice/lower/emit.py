@@ -23,14 +23,17 @@ from pumice.language.roles import Roles, Within
 from pumice.lower.epilogue import ACTIVATIONS, RESIDUAL, SCALE, SHIFT
 
 FLOATS = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32", "fp64": "tl.float64"}
+FLOATS |= {"fp8": "tl.float8e4nv"}
 INTEGERS = {"i32": "tl.int32", "i64": "tl.int64"}
+SMALL = {"i8": "tl.int8", **{name: FLOATS[name] for name in ("fp8", "fp16", "bf16")}}
+"""Of values: what tensor cores multiply as it is, without loss."""
 
 
 @dataclass(frozen=True)
 class Signature:
     """What the source of a kernel depends on, besides the statement.
 
-    dtypes: of the operands and of the result (under ""), by name: fp16, bf16, fp32, fp64, i32, i64.
+    dtypes: of the operands and of the result (under ""), by name: fp8, fp16, bf16, fp32, fp64, i8, i32, i64.
     unit: (operand, axis) whose stride is 1.  wide: operands that need 64-bit addresses.
     static: extents that are baked in.  starts: first values of declared ranges.
     even: which of the axes "Y", "R" and "X" their tile divides.
@@ -163,7 +166,7 @@ class _Emitter:
         self.turned = self.roles.folds and not self.roles.product
         if self.turned:
             self.turning.update(self.roles.columns)
-        self.accumulator = "tl.float64" if "fp64" in self.dtypes.values() else "tl.float32"
+        self.accumulator = self.summed = "tl.float64" if "fp64" in self.dtypes.values() else "tl.float32"
         # What does not change from turn to turn is loaded before the loop.
         self.fixed = set(self.roles.reduced) if self.signature.whole else set[str]()
         if self.roles.within:
@@ -328,6 +331,8 @@ class _Emitter:
         if not roles.product:
             return f"accumulator + {self._multiplied(inner, 'YX').at('YX')}"
         compute = self._compute_dtype(inner)
+        if compute == "tl.int8":
+            self.summed = "tl.int32"
         if roles.within:
             left = self._left_product(roles.within, inner, compute)
         else:
@@ -351,7 +356,10 @@ class _Emitter:
 
     def _how(self, compute: str) -> str:
         """How values meet in a product of matrices."""
-        kind = f"out_dtype={self.accumulator}, " if compute == "tl.float64" else ""
+        if compute == FLOATS["fp8"]:
+            # Hopper's tensor cores sum it in fewer bits than float32 has: no more than those of one turn.
+            return "input_precision=PRECISION, max_num_imprecise_acc=BR"
+        kind = f"out_dtype={self.summed}, " if compute in ("tl.float64", "tl.int8") else ""
         return f"{kind}input_precision=PRECISION"
 
     def _side(self, value: Value, axes: str, compute: str) -> str:
@@ -450,9 +458,7 @@ class _Emitter:
         if self.roles.within:
             # The product within is not rounded to half precision.
             return "tl.float32"
-        if kinds == {"fp16"} or kinds == {"bf16"}:
-            return FLOATS[kinds.pop()]
-        return "tl.float32"
+        return SMALL.get(next(iter(kinds)), "tl.float32") if len(kinds) == 1 else "tl.float32"
 
     def _multiplied(self, places: Sequence[int], axes: str) -> Value:
         """The product of the factors, each loaded over the axes that it has."""
@@ -540,7 +546,7 @@ class _Emitter:
         head = self.head
         if product is None:
             return
-        head.append(f"accumulator = tl.zeros((BY, BX), dtype={self.accumulator})")
+        head.append(f"accumulator = tl.zeros((BY, BX), dtype={self.summed})")
         if self.signature.thrice:
             head.append(f"small = tl.zeros((BY, BX), dtype={self.accumulator})")
         turns = [self._extent(name) for name in self.roles.loops if name != self.position]
@@ -572,6 +578,8 @@ class _Emitter:
             head.append("accumulator += tl.where(small == small, small, 0.0)")
         if self.roles.stacked:
             head += self._one_by_one()
+        if self.summed != self.accumulator:
+            head.append(f"accumulator = accumulator.to({self.accumulator})")
         self.body = []
 
     def _moved(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What is done with a result before it is written: an affine map of each channel, a residual, an activation.
+"""What is done with a result before it is written: an affine map of each channel, a residual, an activation, a cast.
 
     y = activation(x * scale[n] + shift[n] + residual)
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pumice.errors import OptionError
+from pumice.errors import DtypeError, OptionError
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,17 @@ EPILOGUE = SCALE, SHIFT, RESIDUAL = tuple(f"*{name}" for name in ("scale", "shif
 """The names under which the tensors of an epilogue stand among the operands of a statement."""
 
 
+RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+"""The dtypes to which a result may be cast."""
+
+
 @dataclass(frozen=True)
 class Finish:
-    """What a kernel has of an epilogue: the names of its tensors, and the activation."""
+    """What a kernel has of an epilogue: the names of its tensors, the activation, the dtype of what it writes."""
 
     names: tuple[str, ...] = ()
     activation: str = ""
+    dtype: torch.dtype | None = None
 
 
 NOTHING = Finish()
@@ -60,14 +65,21 @@ _finish = lru_cache(maxsize=64)(Finish)
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """scale, shift: [C_out]; residual: of the result's shape; each may be missing. activation: one of ACTIVATIONS."""
+    """scale, shift: [C_out]; residual: of the result's shape; each may be missing. activation: one of ACTIVATIONS.
+
+    dtype: of the result, one of RESULTS; by default what it is without an epilogue. Casts to float8_e4m3fn keep within
+    +-448, its largest value.
+    """
 
     scale: Tensor | None = None
     shift: Tensor | None = None
     residual: Tensor | None = None
     activation: str = ""
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in RESULTS:
+            raise DtypeError(f"a result is cast to one of {', '.join(map(str, RESULTS))}, found {self.dtype}")
         if self.activation not in ACTIVATIONS:
             known = ", ".join(name for name in ACTIVATIONS if name)
             raise OptionError(f"activation {self.activation!r} is unknown; there are {known}, and '' for none")
@@ -81,7 +93,7 @@ class Epilogue:
     @cached_property
     def finish(self) -> Finish:
         """What a kernel is made for."""
-        return _finish(tuple(self.operands), self.activation)
+        return _finish(tuple(self.operands), self.activation, self.dtype)
 
     def with_bias(self, bias: Tensor | None) -> Epilogue:
         """The same of results to which a bias is added first."""
@@ -92,13 +104,19 @@ class Epilogue:
 
 
 def applied(result: Tensor, epilogue: Epilogue) -> Tensor:
-    """The epilogue of a result [..., C_out], in its dtype, worked out in float32 at least."""
-    dtype = result.dtype
-    y = result.to(torch.promote_types(dtype, torch.float32))
+    """The epilogue of a result [..., C_out], in its dtype or the epilogue's, worked out in float32 at least."""
+    y = result.to(torch.promote_types(result.dtype, torch.float32))
     if epilogue.scale is not None:
         y = y * epilogue.scale
     if epilogue.shift is not None:
         y = y + epilogue.shift
     if epilogue.residual is not None:
         y = y + epilogue.residual
-    return ACTIVATIONS[epilogue.activation].plain(y).to(dtype)
+    return _cast(ACTIVATIONS[epilogue.activation].plain(y), epilogue.dtype or result.dtype)
+
+
+def _cast(y: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float8_e4m3fn:
+        most = torch.finfo(dtype).max
+        y = y.clamp(-most, most)
+    return y.to(dtype)

@@ -106,10 +106,14 @@ def whole(terms: Iterable[Term]) -> bool:
     return all(float(term.coefficient).is_integer() for term in terms)
 
 
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+"""Of quantized values; sums of them are float32, and torch promotes them to nothing."""
+
+
 def _widest(kinds: Iterable[torch.dtype]) -> torch.dtype:
     widest = torch.float32
     for kind in kinds:
-        widest = torch.promote_types(widest, kind)
+        widest = widest if kind in EIGHT_BITS else torch.promote_types(widest, kind)
     return widest
 
 

@@ -184,8 +184,9 @@ def _with_finish(ready: Ready, finish: Finish) -> Ready:
     last = ready.parts[-1] if ready.parts else None
     if last is None or finish == NOTHING or not isinstance(last.run, kernels.Runner) or not last.run.finishes:
         return ready
-    run = kernels.runner(last.run.bound, last.run.dtype, None, last.run.precision, finish)
-    return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), finishes=True)
+    dtype = finish.dtype or ready.dtype
+    run = kernels.runner(last.run.bound, dtype, None, last.run.precision, finish)
+    return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), dtype=dtype, finishes=True)
 
 
 def holding(ready: Ready, operands: Sequence[Tensor], free: Sequence[int]) -> Ready:
@@ -297,7 +298,13 @@ def _runner(
     if name == "chained":
         return chained.Chain(bound, tensors, dtype, precision)
 
+    values = loops.value_names(bound.statement)
+    narrow = [n for n in tensors if n in values and tensors[n].dtype in loops.EIGHT_BITS]
+
     def run(tensors: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
+        if narrow:
+            # Torch neither multiplies 8-bit floats nor sums 8-bit integers.
+            tensors = {**tensors, **{n: tensors[n].to(torch.float32) for n in narrow}}
         found = LOWERINGS[name].run(bound, tensors, dtype)
         return found if before is None else before + found
 
@@ -305,8 +312,8 @@ def _runner(
 
 
 def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dtype:
-    """The dtype of the values that are read, and of the target where it is read too."""
-    kinds = [t.dtype for t in value_tensors(operands, names, text)]
+    """The dtype of the values that are read, and of the target where it is read too; float32 for 8-bit values."""
+    kinds = [torch.float32 if t.dtype in loops.EIGHT_BITS else t.dtype for t in value_tensors(operands, names, text)]
     found = kinds[0] if kinds else torch.float32
     for kind in kinds[1:]:
         found = torch.promote_types(found, kind)

@@ -27,6 +27,7 @@ from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of,
 from pumice.language.roles import Roles, exchanged, roles, segment_axis, stacked
 from pumice.lower.emit import BEFORE, SPLITS, STACKS, Argument, Signature, Source, contiguous, emit, grid
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
+from pumice.lower.loops import EIGHT_BITS
 from pumice.lower.remember import Bounded
 from pumice.lower.segments import Segments, segments, stacks
 from pumice.schedule import tile as tiles
@@ -38,6 +39,8 @@ DTYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
 }
@@ -111,8 +114,10 @@ def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) 
     odd = kinds - set(DTYPES)
     if odd:
         return f"{', '.join(map(str, odd))} is not a dtype of kernels; there are {', '.join(map(str, DTYPES))}"
-    if not any(kind.is_floating_point for kind in kinds):
+    if not any(kind.is_floating_point or kind in EIGHT_BITS for kind in kinds):
         return "nothing is floating point"
+    if torch.float8_e4m3fn in kinds and (why := _without_fp8(next(iter(operands.values())).device)):
+        return why
     form = roles(statement, bound.extents)
     if form.adds and torch.are_deterministic_algorithms_enabled():
         return "results are added by atomics, and deterministic algorithms are asked for"
@@ -436,8 +441,8 @@ def _unfit() -> tuple[type[Exception], ...]:
 
 
 def _is_unfit(problem: Exception) -> bool:
-    """A RuntimeError is only meant where it is the compiler's."""
-    return type(problem) is not RuntimeError or "PassManager" in str(problem)
+    """A RuntimeError is only meant where it is the compiler's: what a kernel does to memory is one, too."""
+    return not isinstance(problem, RuntimeError) or "PassManager" in str(problem)
 
 
 def tile_of(bound: Bound, operands: Mapping[str, Tensor], precision: str = "") -> Tile:
@@ -454,6 +459,16 @@ def source_of(bound: Bound, operands: Mapping[str, Tensor]) -> str:
     out = torch.empty(bound.shape, dtype=dtype, device="meta")
     shared = tiles.splits(_form(bound), bound.extents)
     return prepare(bound, operands, out, tile_of(bound, operands), how=How(splits=shared)).source.text
+
+
+@lru_cache(maxsize=64)
+def _without_fp8(device: torch.device) -> str | None:
+    """Why tensor cores do not multiply float8_e4m3fn there, or None."""
+    if torch.version.hip:
+        return "these tensor cores have another 8-bit float than float8_e4m3fn"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "float8_e4m3fn is multiplied from compute capability 8.9 on"
+    return None
 
 
 @lru_cache(maxsize=4096)
@@ -750,7 +765,9 @@ def _smallest(form: Roles) -> Tile:
 
 
 def _bits(operands: Mapping[str, Tensor]) -> int:
-    return max(t.dtype.itemsize * 8 for t in operands.values() if t.dtype.is_floating_point)
+    """Of the widest values."""
+    values = (t.dtype for t in operands.values())
+    return max(kind.itemsize * 8 for kind in values if kind.is_floating_point or kind in EIGHT_BITS)
 
 
 def _precision() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import maps, plan
 from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
+from pumice.lower.loops import EIGHT_BITS
 from pumice.ops import register
 from pumice.ops.tensor import SparseTensor
 
@@ -50,13 +52,14 @@ def conv(
         the dense convolution; the default at larger strides if padding is given), "floor_unique" (the distinct
         floor(in / stride); the default at larger strides otherwise), or a SparseTensor or Geometry with the outputs.
     offsets: K distinct offsets of D integers in place of a kernel window: in = stride * out + dilation * offsets[k].
-    epilogue: activation(y * scale + shift + residual) in place of y, in the kernel itself where no gradients are asked
-        for: a folded batch norm, a residual block.
+    epilogue: activation(y * scale + shift + residual), cast, in place of y; in the kernel itself where no gradients are
+        asked for: a folded batch norm, a residual block, the scales of 8-bit values.
 
     Returns
     -------
-    SparseTensor, C_out channels, in the dtype of x (under autocast: in the autocast dtype). New coordinates come in
-    (batch, Morton) order; a given or unchanged set keeps its order.
+    SparseTensor, C_out channels, in the dtype of x (under autocast: in the autocast dtype; of 8-bit x and weight
+    (ops.quantize): float32, or what the epilogue says). New coordinates come in (batch, Morton) order; a given or
+    unchanged set keeps its order.
 
     Raises ShapeError, DtypeError, DeviceError, OptionError, CoordinateError.
 
@@ -185,6 +188,8 @@ def conv_features(
         y = plan.carry_out(ready, _grouped(x, weight, groups), _split(epilogue, groups))
         return y if groups == 1 else y.flatten(1)
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if differentiable and x.dtype in EIGHT_BITS:
+        raise DtypeError(f"{x.dtype} is for inference: there are no gradients; train in wider floats, then quantize")
     if register.recorded((x, weight)):
         key = ("recorded", differentiable, *facts)
         call = found.storage(key, lambda m: _held((x, weight), m, rows, groups, differentiable))
@@ -227,7 +232,7 @@ def _split(epilogue: Epilogue | None, groups: int) -> Epilogue | None:
         None if x is None else x.unflatten(-1, (groups, -1))
         for x in (epilogue.scale, epilogue.shift, epilogue.residual)
     )
-    return Epilogue(scale, shift, residual, epilogue.activation)
+    return replace(epilogue, scale=scale, shift=shift, residual=residual)
 
 
 def _told(tokens: Sequence[str], weight: Tensor, rows: int, groups: int) -> tuple[str, str, tuple[int, ...]]:
@@ -257,7 +262,8 @@ def _over_map(
     feats, weight, bias = _autocast(x.feats, weight, bias)
     if feats.dtype != weight.dtype:
         raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; convert one, or use torch.autocast")
-    if bias is not None and bias.dtype != weight.dtype:
+    narrow = weight.dtype in EIGHT_BITS
+    if bias is not None and bias.dtype != weight.dtype and not (narrow and bias.is_floating_point()):
         raise DtypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; convert one")
     flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
     if epilogue is None and bias is not None and not register.plain((feats, weight, bias)):
@@ -291,9 +297,9 @@ def _check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.de
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in the autocast dtype where autocast is on; float64 is left alone, as torch does."""
+    """The operands in the autocast dtype where autocast is on; float64 is left alone, as torch does, and 8 bits are."""
     kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype in (torch.float64, *EIGHT_BITS):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

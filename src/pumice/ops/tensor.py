@@ -22,7 +22,7 @@ class SparseTensor:
 
     Parameters
     ----------
-    feats: floating point [N, C], on the device of coords.
+    feats: floating point (or int8: ops.quantize) [N, C], on the device of coords.
     coords: int32 [N, 1+D], D from 1 to 4, distinct rows, in units of this tensor's own voxels; may be negative
         unless `spatial_shape` is given.
     stride: size of a voxel in finest voxels, an int or one per axis.
@@ -289,8 +289,8 @@ def _check_pair(feats: Tensor, coords: Tensor) -> None:
 
 
 def _check_feats(feats: Tensor, geometry: Geometry) -> None:
-    if not feats.is_floating_point():
-        raise DtypeError(f"feats are floating point, found {feats.dtype}")
+    if not feats.is_floating_point() and feats.dtype != torch.int8:
+        raise DtypeError(f"feats are floating point, or int8 once quantized, found {feats.dtype}")
     if feats.ndim != 2:
         raise ShapeError(f"feats are [N, C], found shape {list(feats.shape)}")
     if feats.shape[0] != geometry.coords.shape[0]:

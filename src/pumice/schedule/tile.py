@@ -240,7 +240,8 @@ def _warps_of_product(area: int) -> tuple[int, ...]:
 def _tiles_within(problem: Problem) -> Iterator[Tile]:
     """The left side, a product too, is not worked out twice; what is on the right comes in parts or at once."""
     first = _product_tile(problem)
-    for warps in (1, 2, 4, 8):
+    # Several products by wgmma in a kernel: Triton 3.6 and 3.7 may read past shared memory (its issues 10573, 11366).
+    for warps in (1, 2) if first.rows >= 64 else (1, 2, 4, 8):
         for stages in (1, 2, 3, 4):
             for parts in (1, 2):
                 if first.reduced // parts >= 16:
@@ -266,7 +267,9 @@ def _product_tile(problem: Problem) -> Tile:
     swapped = rows < 64 <= columns and not wide and not roles.folds
     if swapped:
         rows, columns = columns, rows
-    depth = _tile_side(problem.volume(roles.reduced), 32 if wide else 64)
+    # 128 bytes of each row; of 8-bit values tensor cores take 32 at a time.
+    most = {8: 128, 16: 64}.get(problem.bits, 32)
+    depth = max(32 if problem.bits == 8 else 16, _tile_side(problem.volume(roles.reduced), most))
     if problem.chained:
         return _chained_tile(problem, (rows, columns, depth), swapped)
     # 128 x 256 results of 32-bit factors do not fit the registers.

@@ -1,0 +1,60 @@
+"""Values in 8 bits with their scales, for inference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pumice.errors import DtypeError, OptionError
+
+_MOST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
+
+
+def quantize(x: Tensor, dtype: torch.dtype = torch.int8, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """(values, scale) with  x = values * scale  up to rounding.
+
+        scale[n] = max |x[n, ...]| / 127  (float8_e4m3fn: / 448),   values = x / scale, int8 to the nearest even
+
+    Parameters
+    ----------
+    x: floating point, any shape.
+    dtype: torch.int8 or torch.float8_e4m3fn.
+    dim: the axis that has a scale for each place (weights: 0, the output channels); None: one scale for all.
+
+    Returns
+    -------
+    values of x's shape in `dtype`; scale float32, [x.shape[dim]] or []. What is all 0 has scale 1.
+
+    A convolution of both in 8 bits takes the scales in its epilogue:
+
+        x8, sx = quantize(x.feats)
+        w8, sw = quantize(weight, dim=0)
+        y = conv(x.replace(x8), w8, epilogue=Epilogue(scale=sx * sw, dtype=torch.float16))
+
+    Raises DtypeError for other dtypes, OptionError for an axis that x does not have.
+
+    Symmetric, per channel: Jacob et al., "Quantization and Training of Neural Networks for Efficient
+    Integer-Arithmetic-Only Inference", CVPR 2018, sec. 2; e4m3: Micikevicius et al., "FP8 Formats for Deep Learning",
+    2022, sec. 3.
+    """
+    if dtype not in _MOST:
+        raise DtypeError(f"values are quantized to {' or '.join(map(str, _MOST))}, found {dtype}")
+    if not x.is_floating_point():
+        raise DtypeError(f"x is floating point, found {x.dtype}")
+    if dim is not None and not -x.ndim <= dim < x.ndim:
+        raise OptionError(f"dim is an axis of x, which has {x.ndim}; found {dim}")
+    wide = x.to(torch.float32)
+    scale = torch.where((most := _largest(wide, dim)) > 0, most / _MOST[dtype], 1.0)
+    shape = [1] * x.ndim
+    if dim is not None:
+        shape[dim] = -1
+    values = (wide / scale.view(shape)).clamp(-_MOST[dtype], _MOST[dtype])
+    return (values.round() if dtype == torch.int8 else values).to(dtype), scale
+
+
+def _largest(x: Tensor, dim: int | None) -> Tensor:
+    """The largest magnitude of all, or of each place of an axis."""
+    others = [axis for axis in range(x.ndim) if dim is None or axis != dim % x.ndim]
+    if not x.numel():
+        return x.new_zeros([] if dim is None else [x.shape[dim]])
+    return x.abs().amax(others) if others else x.abs()
