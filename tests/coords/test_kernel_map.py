@@ -9,7 +9,7 @@ import torch
 from clouds import Scene
 
 from pumice.coords import Geometry, KernelMap, Order, Relation, compact, kernel_map, settle
-from pumice.coords.compact import Tiling, gray_keys_twin, ordered, tally, tiled, totals_of
+from pumice.coords.compact import Tiling, ordered, tally, tiled, totals_of
 from pumice.coords.lookup import mask_words
 from pumice.errors import OptionError
 from pumice.testing import random_cloud
@@ -145,23 +145,38 @@ def gray_rank(code, bits):
     return rank
 
 
+def groups_as_sets(m, how):
+    """Taps one by one, and unless they are few those of a plane of the window, cut to the order's."""
+    used, own = range(how.first, how.last), (0,) * m.relation.dim
+    groups = [{tap} for tap in used]
+    if len(used) > 10:
+        for axis in range(m.relation.dim):
+            for value in sorted({offset[axis] for offset in m.relation.offsets}):
+                plane = {tap for tap in used if m.relation.offsets[tap][axis] == value}
+                groups += [plane] if 1 < len(plane) < len(used) else []
+    if m.relation.policy != "same":
+        return groups
+    return [group for group in groups if not any(m.relation.offsets[tap] == own for tap in group)]
+
+
 def order_of(m, how):
-    """Rows as the docs have them: by superblock, then by falling Gray rank, the rarest tap the highest bit."""
-    totals = m.pairs().sizes.tolist()
-    used = range(how.first, how.last)
-    places = {tap: place for place, tap in enumerate(sorted(used, key=lambda tap: -totals[tap]))}
-    ranks = []
-    for code in codes_of(m):
-        moved = sum(1 << place for tap, place in places.items() if code >> tap & 1)
-        ranks.append(gray_rank(moved, len(places)))
-    block = how.superblock or m.num_outputs
-    return sorted(range(m.num_outputs), key=lambda row: (row // block, -ranks[row]))
+    """Rows as the docs have them: by superblock, then by falling Gray rank of the groups that tell most apart."""
+    codes, rows, groups = codes_of(m), m.num_outputs, groups_as_sets(m, how)
+    met = [[any(code >> tap & 1 for tap in group) for group in groups] for code in codes]
+    totals = [sum(column) for column in zip(*met, strict=True)]
+    block = how.superblock or rows
+    room = 31 - ((rows - 1) // block).bit_length()
+    width = min(20 if how.last - how.first <= 31 else 31, room)
+    taken = sorted(sorted(range(len(groups)), key=lambda g: abs(2 * totals[g] - rows))[:width])
+    taken.sort(key=lambda g: len(groups[g]) * (rows - totals[g]))
+    ranks = [gray_rank(sum(row[g] << place for place, g in enumerate(taken)), len(taken)) for row in met]
+    return sorted(range(rows), key=lambda row: (row // block, -ranks[row]))
 
 
 @pytest.mark.parametrize("name", ["3x3x3", "5x5x5", "support", "even"])
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("superblock", [0, 64])
-def test_rows_fall_by_the_gray_rank_of_their_taps(name, splits, superblock):
+def test_rows_fall_by_the_gray_rank_of_what_they_meet(name, splits, superblock):
     """Long integers in place of words of 31 bits."""
     m = found(name)
     for part, how in zip(m.split(16, splits, superblock), Order.splits(m.volume, splits, superblock), strict=True):
@@ -177,34 +192,36 @@ def test_superblocks_are_sorted_among_themselves(superblock):
     assert len(sorted_.taps) <= len(blocked.taps) <= len(plain.taps) and len(blocked.taps) < len(plain.taps)
 
 
-def test_rows_with_the_rarest_tap_come_first_and_rows_without_any_last():
+def test_rows_with_many_taps_come_first():
     """Work that takes long starts early: heavy tiles are ahead."""
     m = found("3x3x3", 900)
-    sizes = m.pairs().sizes.tolist()
-    rarest = max(range(27), key=lambda tap: (-sizes[tap], tap))
-    part = m.compacted(16)
-    order = part.rows[part.rows >= 0].tolist()
-    has = [codes_of(m)[row] >> rarest & 1 for row in order]
-    assert has == sorted(has, reverse=True) and 0 < sum(has) < len(has)
-    counts = m.counts()[part.rows[part.rows >= 0].long()].double()
-    first, last = counts[: len(order) // 4].mean(), counts[-(len(order) // 4) :].mean()
-    assert first > last
+    rows = m.compacted(16).rows
+    counts = m.counts()[rows[rows >= 0].long()].double()
+    assert counts[:225].mean() > counts[-225:].mean()
 
 
-def test_a_key_has_a_word_for_every_31_taps_and_32_bits_where_they_do():
-    masks = torch.zeros(5000, 5, dtype=torch.int32)
-    count, totals = torch.tensor([5000], dtype=torch.int32), torch.zeros(125, dtype=torch.int32)
-    for how, words, dtype in (
-        (Order(0, 27), 1, torch.int32),
-        (Order(0, 31), 1, torch.int32),
-        (Order(0, 32), 2, torch.int64),
-        (Order(0, 27, 512), 1, torch.int32),
-        (Order(0, 27, 64), 1, torch.int64),
-        (Order(0, 125), 5, torch.int64),
-        (Order(0, 125, sort=False), 0, torch.int32),
-    ):
-        keys = gray_keys_twin(masks, count, totals, how)
-        assert keys.shape == (words, 5000) and keys.dtype == dtype, how
+@pytest.mark.parametrize("splits", [1, 3])
+def test_planes_of_a_window_are_groups_of_more_than_ten_taps(splits):
+    """Of 27 taps each plane has 9; of 9, which have a bit each, none is needed."""
+    for how in Order.splits(27, splits):
+        met_by_all = how.first <= 13 < how.last
+        groups = compact.groups_of(Relation.of(3, 3), how, torch.device("cpu"))
+        assert groups[:, -1].tolist() == [1] * (27 // splits - met_by_all) + [9] * (6 if splits == 1 else 0)
+        groups = compact.groups_of(Relation.of(3, 3, policy="support"), how, torch.device("cpu"))
+        assert groups[:, -1].tolist() == [1] * (27 // splits) + [9] * (9 if splits == 1 else 0)
+    assert Relation.of(2, 3).planes == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8))
+
+
+def test_a_key_has_31_bits_at_most():
+    masks = torch.full((5000, 5), 2**31 - 1, dtype=torch.int32)
+    masks[::2] = 0
+    count, whole = torch.tensor([5000], dtype=torch.int32), Relation.of(3, 5)
+    for how in (Order(0, 27), Order(0, 27, 1), Order(0, 125), Order(0, 125, 512), Order(0, 125, 64)):
+        groups = compact.groups_of(whole, how, torch.device("cpu"))
+        keys = compact.ordered(masks, count, groups, how)
+        assert sorted(keys.tolist()) == list(range(5000))
+        block = how.superblock or 5000
+        assert torch.equal(keys // block, torch.arange(5000) // block)
 
 
 def test_dead_rows_come_last_and_in_no_tile():
@@ -212,9 +229,10 @@ def test_dead_rows_come_last_and_in_no_tile():
     masks, count = mask_words(torch.cat([rows, rows[:9]])), torch.tensor([len(rows)], dtype=torch.int32)
     how = Order(0, 27)
     ends = tally(masks, count, 27)
-    totals = totals_of(masks, count, 27)
+    groups = compact.groups_of(Relation.of(3, 3, policy="support"), how, masks.device)
+    totals = totals_of(masks, count, groups)[:27]
     assert torch.equal(totals, (rows >= 0).sum(0).int()) and torch.equal(ends[:, -1], totals)
-    order = ordered(masks, count, totals, how)
+    order = ordered(masks, count, groups, how)
     assert sorted(order[: len(rows)].tolist()) == list(range(len(rows)))
     tiling = tiled(masks, count, order, how, (16, 27))
     assert isinstance(tiling, Tiling) and sorted(tiling.slots[tiling.slots >= 0].tolist()) == list(range(len(rows)))

@@ -27,7 +27,6 @@ from pumice.coords import Cloud, MapSchedule, Order, Relation, bricks, compact, 
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import mask_words, paired
-from pumice.coords.ranking import ranked
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
 from pumice.schedule.tile import Tile
 
@@ -155,12 +154,9 @@ def _stages(volume: int) -> None:
     rows, count = torch.full((600, volume), -1, dtype=torch.int32), torch.tensor([600], dtype=torch.int32)
     masks = mask_words(rows)
     paired(torch.zeros(20_000, dtype=torch.int32))
-    ends, totals = compact.tally(masks, count, volume), compact.totals_of(masks, count, volume)
-    for superblock in (0, 16):
-        (how,) = Order.splits(volume, 1, superblock)
-        compact.gray_keys(masks, count, totals, how)
-    order = torch.arange(600, dtype=torch.int32)
-    ranked(order, 27), ranked(order, 9), ranked(torch.arange(200_000, dtype=torch.int32), 27)
+    ends, (how,) = compact.tally(masks, count, volume), Order.splits(volume, 1)
+    window = {8: Relation.of(3, 2, stride=2), 27: Relation.of(3, 3), 125: Relation.of(3, 5)}[volume]
+    order = compact.ordered(masks, count, compact.groups_of(window, how, masks.device), how)
     for block in (64, 128) if volume == 27 else (64,):
         tiling = compact.tiled(masks, count, order, how, (block, volume))
         compact.filled(rows, tiling, 50)

@@ -58,7 +58,7 @@ from pumice.coords.cloud import DUPLICATE, OVERFLOW, RANGE
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import Found, mask_words, mask_words_twin
 from pumice.coords.outputs import Fused, Listed, Staged, made_of, room_of, site_of
-from pumice.coords.ranking import ranked, ranked_twin
+from pumice.coords.ranking import Digits, ranked, ranked_twin
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.coords.structures import STRUCTURES, default
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
@@ -495,7 +495,6 @@ def stage_checks() -> Checks:
         found[f"orders {name}"] = partial(check_orders, volume, count)
         found[f"tiles {name}"] = partial(check_tiles, volume, count)
         found[f"lists {name}"] = partial(check_lists, volume, count)
-    found["orders of many rows"] = check_large_keys
     for count, bits in ((1, 5), (1500, 1), (1500, 9), (1500, 10), (3000, 27), (1024, 31)):
         found[f"ranks of {count} keys of {bits} bits"] = partial(check_ranks, count, bits)
     found["ranks of very many keys"] = check_many_ranks
@@ -523,33 +522,26 @@ def check_orders(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
     ends = compact.tally(masks, living, volume)
     same(ends, compact.tally_twin(masks, living, volume))
-    totals = compact.totals_of(masks, living, volume)
-    same(totals, compact.totals_of_twin(masks, living, volume))
-    same(totals, ends[:, -1].contiguous())
     for how in orders(volume, count):
-        keys = compact.gray_keys(masks, living, totals, how)
-        same(keys, compact.gray_keys_twin(masks, living, totals, how), how)
-        order = compact.ordered(masks, living, totals, how)
+        groups = compact.groups_of(cube(volume), how, masks.device)
+        totals = compact.totals_of(masks, living, groups)
+        same(totals, compact.totals_of_twin(masks, living, groups), how)
+        same(totals[: how.last - how.first], ends[how.first : how.last, -1].contiguous(), how)
+        with patch.object(compact, "_SAMPLED", 50):
+            sampled = compact.totals_of(masks, living, groups)
+            same(sampled, compact.totals_of_twin(masks, living, groups), how)
+            keys = compact.gray_keys(masks, living, groups, sampled, how)
+            same(keys, compact.gray_keys_twin(masks, living, groups, sampled, how), how)
+        keys = compact.gray_keys(masks, living, groups, totals, how)
+        same(keys, compact.gray_keys_twin(masks, living, groups, totals, how), how)
+        order = compact.ordered(masks, living, groups, how)
         with plain():
-            same(order, compact.ordered(masks, living, totals, how), how)
+            same(order, compact.ordered(masks, living, groups, how), how)
 
 
-def check_large_keys() -> None:
-    """Superblocks whose number leaves 32 bits."""
-    count = 900
-    masks = torch.randint(0, 1 << 27, (count, 1), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    living, totals = (
-        torch.tensor([count - 5], dtype=torch.int32),
-        (torch.arange(54, dtype=torch.int32).flip(0) % 7)[:27].contiguous(),
-    )
-    for how, dtype in (
-        (Order(0, 27, 64), torch.int32),
-        (Order(0, 27, 16), torch.int64),
-        (Order(3, 27, 16), torch.int32),
-    ):
-        keys = compact.gray_keys(masks, living, totals, how)
-        assert keys.dtype == dtype, how
-        same(keys, compact.gray_keys_twin(masks, living, totals, how), how)
+def cube(volume: int) -> Relation:
+    """A window of so many taps, in planes."""
+    return Relation.of_offsets(3, [(k // 9, k // 3 % 3, k % 3) for k in range(volume)], policy="support")
 
 
 def check_ranks(count: int, bits: int) -> None:
@@ -558,22 +550,29 @@ def check_ranks(count: int, bits: int) -> None:
     keys = torch.randint(0, 1 << bits, (count,), generator=generator)
     keys[count // 4 :] = keys[torch.randint(0, max(1, count // 40), (count - count // 4,), generator=generator)]
     keys[-7:] = 2**31 - 1
-    same(ranked(keys.int(), bits), ranked_twin(keys.int()))
+    keys = keys.int()
+    digits = Digits.of(keys, bits)
+    assert digits is not None
+    counts, blank = digits.counts(keys, 3)
+    assert len(blank) == 3
+    for block, part in enumerate(keys.split(digits.block)):
+        counts[0, block] = torch.bincount(part & (1 << digits.width) - 1, minlength=1 << digits.width)
+    same(ranked(keys, digits, counts), ranked_twin(keys))
 
 
 def check_many_ranks() -> None:
-    """Larger blocks of rows; past the most that they are, another way."""
-    for block in (16, 4, 1):
-        with patch.object(ranking, "_BLOCK", block), patch.object(ranking, "_SQUADS", (16, 32)):
-            check_ranks(2500, 6)
+    """Counts of many blocks, a few of which are added up at a time."""
+    for added, columns in ((16, 8), (64, 2)):
+        with patch.multiple(ranking, _BLOCK=32, _ADDED=added, _COLUMNS=columns):
+            check_ranks(2500, 6), check_ranks(1500, 13)
 
 
 def check_tiles(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
-    totals = compact.totals_of_twin(masks, living, volume)
     every = [*orders(volume, count)[:3], Order(0, volume, sort=False)]
     for how, block in [(how, 16) for how in every] + [(every[0], 64)]:
-        order = compact.ordered(masks, living, totals, how) if how.sort else None
+        groups = compact.groups_of(cube(volume), how, masks.device)
+        order = compact.ordered(masks, living, groups, how) if how.sort else None
         tiling = compact.tiled(masks, living, order, how, (block, volume))
         twin = compact.tiled_twin(masks, living, order, how, (block, volume))
         for part in ("slots", "active", "ends", "entries"):
@@ -779,9 +778,10 @@ def _pipeline(first: Cloud, steps: list[Relation]) -> None:
 def _lay_out(inputs: Cloud, outputs: Cloud, found: Found) -> None:
     rows, masks = found
     volume, count, status = rows.shape[1], outputs.count, outputs.status
-    ends, totals = compact.tally(masks, count, volume), compact.totals_of(masks, count, volume)
+    ends = compact.tally(masks, count, volume)
     for how in (*Order.splits(volume, 2, 64), *Order.splits(volume, 0)):
-        order = compact.ordered(masks, count, totals, how) if how.sort else None
+        groups = compact.groups_of(cube(volume), how, masks.device)
+        order = compact.ordered(masks, count, groups, how) if how.sort else None
         compact.filled(rows, compact.tiled(masks, count, order, how, (16, volume)), 50, status)
     compact.listed(rows, count, ends, 100, 8, status)
     compact.group_taps(ends[:, -1], 20, 8)

@@ -227,8 +227,8 @@ def test_a_map_is_held_against_its_twin(voxels):
 
 
 def test_tiles_hold_each_pair_once(voxels):
-    rows = map_work.truth_of(voxels, map_work.WINDOW).rows
-    tiles = map_work.compacted(rows, 16)
+    truth = map_work.truth_of(voxels, map_work.WINDOW)
+    rows, tiles = truth.rows, map_work.compacted(truth, 16)
     assert map_work.wrong_tiles(tiles, rows) == ""
     held = (tiles.inputs >= 0).nonzero()
     lost, moved = tiles.inputs.clone(), tiles.inputs.clone()
@@ -242,7 +242,7 @@ def test_tiles_hold_each_pair_once(voxels):
 
 def test_a_plan_without_enough_room_is_wrong(voxels):
     truth = map_work.truth_of(voxels, map_work.WINDOW)
-    room = map_work.Room.of(truth.rows)
+    room = map_work.Room.of(truth)
     assert map_work.wrong_plan(map_work.planned(map_work.submanifold(voxels), room), truth) == ""
     tight = map_work.Room(room.outputs, room.entries // 2, room.block)
     assert map_work.wrong_plan(map_work.planned(map_work.submanifold(voxels), tight), truth)
@@ -251,7 +251,7 @@ def test_a_plan_without_enough_room_is_wrong(voxels):
 def test_a_network_names_the_map_that_is_wrong(voxels):
     truths = map_work.truths_of_network(voxels)
     assert [truth.rows.shape[1] for truth in truths] == [27, 8, 27, 8, 27, 8, 27, 8, 27]
-    found = map_work.network(voxels, [map_work.Room.of(truth.rows) for truth in truths])
+    found = map_work.network(voxels, [map_work.Room.of(truth) for truth in truths])
     assert map_work.wrong_network(found, truths) == ""
     found[3].found.rows.fill_(0)
     assert map_work.wrong_network(found, truths) == "map 3: rows differ from the twin's"

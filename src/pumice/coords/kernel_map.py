@@ -255,7 +255,7 @@ def _taps(found: KernelMap) -> Tensor:
 
 
 def _tiling(found: KernelMap, block: int, how: Order) -> Tiling:
-    return compact.laid_out(found.masks(), found.living(), found.volume, block, how)
+    return compact.laid_out(found.masks(), found.living(), found.relation, block, how)
 
 
 def _compacted(found: KernelMap, block: int, how: Order) -> Compacted:

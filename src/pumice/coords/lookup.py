@@ -62,6 +62,8 @@ def lanes_of(volume: int) -> int:
 
 CELLS = 128
 """Cells, rows times taps, that a program asks for: few, so that its slowest probe keeps few others waiting."""
+_ROWS = 64
+"""Rows of such a program, at most."""
 _WORDS = 2048
 """Words of a bitmap that a program counts."""
 _NOTED = 2048
@@ -71,8 +73,8 @@ WARPS = 1
 
 
 def rows_of(lanes: int) -> int:
-    """Rows of one program."""
-    return CELLS // lanes
+    """Rows of one program; where each asks for one cell few, as all that is read of a row comes one after the other."""
+    return min(CELLS // lanes, _ROWS)
 
 
 class Live(NamedTuple):

@@ -2,43 +2,68 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from pumice.coords.launch import kernel, runs_kernels
 
-_DIGIT = 9
+_DIGIT = 10
 """Bits of a digit, at most."""
-_MOST = 1 << 18
-"""Keys of more than one digit, at most: torch is as fast with these, and faster with more (on an H200)."""
+_MOST = 1 << 21
+"""Keys times digits, at most: torch is as fast with so many, and faster with more (on an H200)."""
 _BLOCK = 512
 """Rows of a block, which are sorted among themselves."""
-_SQUADS = (16, 32, 64)
-"""Blocks whose counts are added up, and such sums, at most: a block looks at the sums, and at the counts beside it."""
+_WARPS = 8
+"""Warps of a program that sorts a block."""
+_COLUMNS = 8
+"""Digits whose counts a program adds up: the counts of a block fill 32 bytes."""
+_ADDED = 512
+"""Blocks whose counts it adds up at a time."""
 
 
-def ranked(keys: Tensor, bits: int) -> Tensor:
-    """int32 [N]: the places of keys int32 or int64 [N], not falling, equal ones in their own order.
+class Digits(NamedTuple):
+    """How keys are taken apart: `turns` digits of `width` bits, rows in blocks of `block`."""
 
-    bits: of which keys differ, the lowest ones; nothing is negative. Many keys, and wide ones, are left to torch.
+    turns: int
+    width: int
+    block: int
+
+    @staticmethod
+    def of(keys: Tensor, bits: int) -> Digits | None:
+        """For keys of so many bits; None where they are left to torch."""
+        turns = max(1, -(-bits // _DIGIT))
+        few = 0 < turns * len(keys) <= _MOST
+        return Digits(turns, -(-bits // turns), _BLOCK) if few and bits > 0 and runs_kernels(keys) else None
+
+    def counts(self, keys: Tensor, more: int = 0) -> tuple[Tensor, Tensor]:
+        """int32 [turns, blocks + 1, 2**width] and [more], all 0: how many rows of each block have each digit goes in
+        the first.
+        """
+        shape = (self.turns, -(-len(keys) // self.block) + 1, 1 << self.width)
+        sizes = (math.prod(shape), more)
+        counts, rest = torch.zeros(sum(sizes), dtype=torch.int32, device=keys.device).split(sizes)
+        return counts.view(shape), rest
+
+
+def ranked(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
+    """int32 [N]: the places of keys int32 [N], not falling, equal ones in their own order.
+
+    digits: of which keys differ, the lowest ones; nothing is negative. counts: how many rows of each block have each
+    lowest digit, then zeros.
     """
-    turns = max(1, -(-bits // _DIGIT))
-    most = _MOST if turns > 1 else len(keys)
-    squad = next((n for n in _SQUADS if len(keys) <= min(most, _BLOCK * n * n)), None)
-    if not runs_kernels(keys) or keys.dtype != torch.int32 or squad is None or bits == 0 or len(keys) == 0:
-        return ranked_twin(keys)
-    width = -(-bits // turns)
-    blocks = -(-len(keys) // _BLOCK)
-    counts = torch.empty(blocks << width, dtype=torch.int32, device=keys.device)
-    sums = torch.zeros(turns, squad << width, dtype=torch.int32, device=keys.device)
-    for turn in range(turns):
-        last = turn + 1 == turns
+    bins, blocks, columns = 1 << digits.width, counts.shape[1] - 1, min(_COLUMNS, 1 << digits.width)
+    starts = counts.unbind()
+    for turn in range(digits.turns):
+        last = turn + 1 == digits.turns
         found = torch.empty(len(keys), dtype=torch.int32 if last else torch.int64, device=keys.device)
-        numbers = (turn * width, len(keys))
-        constants = {"BINS": 1 << width, "BLOCK": _BLOCK, "FIRST": turn == 0, "SQUAD": squad}
-        kernel("tiling.count_digits")(blocks, (keys, counts, sums[turn]), numbers, constants)
-        constants["LAST"] = last
-        kernel("tiling.place_digits")(blocks, (keys, counts, sums[turn], found), numbers, constants)
+        added = {"BINS": bins, "COLUMNS": columns, "ROWS": _ADDED}
+        kernel("tiling.scan_digits")(bins // columns, (starts[turn],), (blocks,), added)
+        tensors = (keys, starts[turn], starts[turn if last else turn + 1], found)
+        constants = {"BINS": bins, "BLOCK": digits.block, "FIRST": turn == 0, "LAST": last}
+        kernel("tiling.place_digits")(blocks, tensors, (turn * digits.width, len(keys), blocks), constants, _WARPS)
         keys = found
     return keys
 

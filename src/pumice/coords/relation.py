@@ -82,6 +82,16 @@ class Relation:
         return max((abs(o) for offset in self.offsets for o in offset), default=0)
 
     @cached_property
+    def planes(self) -> tuple[tuple[int, ...], ...]:
+        """For each axis and each offset along it the taps that have it."""
+        axes = [sorted({offset[axis] for offset in self.offsets}) for axis in range(self.dim)]
+        return tuple(
+            tuple(k for k, offset in enumerate(self.offsets) if offset[axis] == value)
+            for axis, values in enumerate(axes)
+            for value in values
+        )
+
+    @cached_property
     def mirrored(self) -> bool:
         """Whether inputs and outputs are one set and tap K-1-k undoes tap k: a submanifold window of odd size."""
         ours = self.offsets

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 OVERFLOW = tl.constexpr(4)
-_NUMBERS = ["first", "last", "shift", "capacity", "tiles_most", "group", "blocks"]
+_NUMBERS = ["first", "last", "shift", "capacity", "tiles_most", "group", "blocks", "width", "step"]
 
 
 @triton.jit
@@ -35,77 +35,73 @@ def tally(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.constexpr
         tl.store(sums + k * blocks + tl.program_id(0), tl.sum(bits, axis=0)[None, :], mask=k < K)
 
 
+@triton.jit
+def _meets(masks, groups, r, g, live, known, WORDS: tl.constexpr):
+    """Whether row r has any tap of group g; 0 or 1."""
+    at = groups + g * (WORDS + 1)
+    common = tl.load(masks + r * WORDS, mask=live, other=0) & tl.load(at, mask=known, other=0)
+    for w in range(1, WORDS):
+        common |= tl.load(masks + r * WORDS + w, mask=live, other=0) & tl.load(at + w, mask=known, other=0)
+    return (common != 0).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
-def count_taps(masks, count, totals, K: tl.constexpr, ROWS: tl.constexpr):
-    """totals[k] += how many rows have tap k."""
-    WORDS: tl.constexpr = (K + 30) // 31
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+def count_groups(
+    masks, count, groups, totals, step: "i64", capacity: "i64", G: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """totals[g] += how many of every step-th row have any tap of group g."""
+    r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * step
     live = r < tl.load(count)
     lane = tl.arange(0, 32)
-    for w in range(0, WORDS):
-        word = tl.load(masks + r * WORDS + w, mask=live, other=0)
-        found = tl.sum((word[:, None] >> lane[None, :]) & 1, axis=0)
-        tl.atomic_add(totals + w * 31 + lane, found, mask=(lane < 31) & (w * 31 + lane < K), sem="relaxed")
+    for start in range(0, G, 32):
+        g = start + lane
+        # Masks are read while it is not yet known which rows live.
+        met = _meets(masks, groups, r, g[None, :], r < capacity, (g < G)[None, :], WORDS)
+        tl.atomic_add(totals + g, tl.sum(tl.where(live, met, 0), axis=0), mask=g < G, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
-def rank_taps(totals, ranks, first: "i64", last: "i64", SIDE: tl.constexpr):
-    """ranks[p] = the tap of taps [first, last) that is the p-th most frequent, the first of equals first."""
-    k = tl.arange(0, SIDE)
-    tapped = (k >= first) & (k < last)
-    mine = tl.load(totals + k, mask=tapped, other=0)
-    place = tl.zeros([SIDE], tl.int32)
-    for start in range(0, last.to(tl.int32), 32):
-        j = (start + tl.arange(0, 32))[:, None]
-        other = tl.load(totals + j, mask=(j >= first) & (j < last), other=-1)
-        more = (other > mine[None, :]) | ((other == mine[None, :]) & (j < k[None, :]))
-        place += tl.sum((more & (other >= 0)).to(tl.int32), axis=0)
-    tl.store(ranks + place, k, mask=tapped)
+@triton.jit
+def _chosen(groups, totals, rows, width, G: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr):
+    """The group that is bit p of what rows are sorted by, for p < width, of 32 lanes; totals: of so many rows."""
+    g = tl.arange(0, SIDE)
+    uneven = tl.abs(2 * tl.load(totals + g, mask=g < G, other=0).to(tl.int64) - rows)
+    even = tl.sort(tl.where(g < G, uneven * SIDE + g, 2**63 - 1))
+    lane = tl.arange(0, 32)
+    taken = lane < width
+    g = tl.gather(even, lane, 0) & (SIDE - 1)
+    absent = rows - tl.load(totals + g, mask=taken, other=0)
+    size = tl.load(groups + g * (WORDS + 1) + WORDS, mask=taken, other=0)
+    return tl.sort(tl.where(taken, size * absent * SIDE + g, 2**63 - 1)) & (SIDE - 1)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def gray_keys(
-    masks, count, ranks, keys, first: "i64", last: "i64", shift: "i64", capacity: "i64",
-    K: tl.constexpr, ROWS: tl.constexpr,
+    masks, count, groups, totals, keys, counts, step: "i64", width: "i64", shift: "i64", capacity: "i64",
+    G: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
 ):  # fmt: skip
-    """keys[w, r]: word w of what rows are sorted by, falling rank of the Gray code of taps [first, last).
+    """keys[r]: what rows are sorted by, the falling rank of the Gray code of which of `width` groups they meet.
 
-    The rarest tap is the highest bit (ranks: as rank_taps gives them). shift: rows of a superblock as a power of two;
-    its number stands above the highest word. Rows past the count get the largest key.
+    totals: of every step-th row those that meet each of the G groups. shift: rows of a superblock as a power of two;
+    its number stands above. Rows past the count get the largest key. counts[q, d] += rows of the q-th BLOCK whose
+    lowest digit is d, if BINS.
     """
-    WORDS: tl.constexpr = (K + 30) // 31
+    rows = tl.load(count).to(tl.int64)
+    g = _chosen(groups, totals, (rows + step - 1) // step, width, G, WORDS, SIDE)[None, :]
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    live = r < tl.load(count)
-    used = (last - first).to(tl.int32)
-    words = (used + 30) // 31
-    odd = tl.zeros([ROWS], tl.int32)
-    for turn in range(0, words):
-        w = words - 1 - turn
-        width = tl.minimum(used - w * 31, 31)
-        x = tl.zeros([ROWS], tl.int32)
-        if WORDS == 1:
-            word = tl.load(masks + r, mask=live, other=0)
-            for p in range(0, width):
-                x = x | (((word >> tl.load(ranks + p)) & 1) << p)
-        else:
-            for p in range(0, width):
-                k = tl.load(ranks + w * 31 + p)
-                word = tl.load(masks + r * WORDS + k // 31, mask=live, other=0)
-                x = x | (((word >> (k % 31)) & 1) << p)
-        x = x ^ (x >> 1)
-        x = x ^ (x >> 2)
-        x = x ^ (x >> 4)
-        x = x ^ (x >> 8)
-        x = x ^ (x >> 16)
-        # An odd number of bits above turns the order below around.
-        whole = (tl.full([ROWS], 1, tl.int64) << width.to(tl.int64)) - 1
-        x = tl.where(odd == 1, x ^ whole.to(tl.int32), x)
-        odd = x & 1
-        key = whole - x.to(tl.int64)
-        if turn == 0:
-            key = key | ((r >> shift) << width.to(tl.int64))
-        key = tl.where(live, key, 2**31 - 1 if keys.dtype.element_ty == tl.int32 else 2**63 - 1)
-        tl.store(keys + w * capacity + r, key.to(keys.dtype.element_ty), mask=r < capacity)
+    lane = tl.arange(0, 32)[None, :]
+    x = tl.sum(_meets(masks, groups, r[:, None], g, (r < capacity)[:, None], lane < width, WORDS) << lane, axis=1)
+    x = x ^ (x >> 1)
+    x = x ^ (x >> 2)
+    x = x ^ (x >> 4)
+    x = x ^ (x >> 8)
+    x = x ^ (x >> 16)
+    whole = (tl.full([ROWS], 1, tl.int64) << width) - 1
+    key = (whole - x.to(tl.int64)) | ((r >> shift) << width)
+    key = tl.where(r < rows, key, 2**31 - 1).to(tl.int32)
+    tl.store(keys + r, key, mask=r < capacity)
+    if BINS:
+        tl.atomic_add(counts + r // BLOCK * BINS + (key & (BINS - 1)), 1, mask=r < capacity, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -122,20 +118,32 @@ def tile_taps(
     at = t * BLOCK + tl.arange(0, BLOCK)
     live = (at < tl.load(count)) & (at < capacity)
     if SORTED:
-        r = tl.load(order + at, mask=live, other=0).to(tl.int64)
+        # It is read while it is not yet known which rows live.
+        r = tl.load(order + at, mask=at < capacity, other=0).to(tl.int64)
     else:
         r = at
     tl.store(slots + at, tl.where(live, r, -1).to(tl.int32))
     lane = tl.arange(0, 32)
-    total = tl.zeros([1], tl.int32)
+    total = tl.sum(tl.zeros([32], tl.int32))
     for w in range(0, WORDS):
-        word = tl.load(masks + r * WORDS + w, mask=live, other=0)
+        word = tl.where(live, tl.load(masks + r * WORDS + w, mask=at < capacity, other=0), 0)
         k = w * 31 + lane
         has = (tl.reduce(word, 0, _or) >> lane) & 1
         has = tl.where((lane < 31) & (k >= first) & (k < last), has, 0)
         tl.store(active + t * K + k, has.to(tl.int8), mask=(lane < 31) & (k < K))
         total += tl.sum(has)
-    tl.store(counts + t + tl.arange(0, 1), total)
+    tl.store(counts + t, total)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def add_up(counts, tiles_most: "i64", BLOCK: tl.constexpr):
+    """counts[t] becomes the sum up to and with t; of one program."""
+    before = tl.sum(tl.zeros([BLOCK], tl.int32))
+    for start in range(0, tiles_most, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        own = tl.load(counts + t, mask=t < tiles_most, other=0)
+        tl.store(counts + t, before + tl.cumsum(own, axis=0), mask=t < tiles_most)
+        before += tl.sum(own)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -232,42 +240,35 @@ def _digits(keys, r, shift, capacity, BINS: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def count_digits(
-    keys, counts, sums, shift: "i64", capacity: "i64",
-    BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, SQUAD: tl.constexpr,
-):  # fmt: skip
-    """counts[p, d]: how many of the program's entries have digit d; sums[p / SQUAD, d] += that."""
-    p = tl.program_id(0)
-    r = p.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    digit, _ = _digits(keys, r, shift, capacity, BINS, FIRST)
-    bins, found = tl.arange(0, BINS), tl.histogram(digit, BINS)
-    tl.store(counts + p * BINS + bins, found)
-    tl.atomic_add(sums + p // SQUAD * BINS + bins, found, mask=found > 0, sem="relaxed")
+def scan_digits(counts, blocks: "i64", BINS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """counts[p, d] becomes the sum of counts[:p, d], for p up to and with `blocks`."""
+    d = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    before = tl.zeros([1, COLUMNS], tl.int32)
+    for start in range(0, blocks.to(tl.int32) + 1, ROWS):
+        p = start + tl.arange(0, ROWS)[:, None]
+        at = counts + p.to(tl.int64) * BINS + d
+        own = tl.load(at, mask=p < blocks, other=0)
+        tl.store(at, before + tl.cumsum(own, axis=0) - own, mask=p <= blocks)
+        before += tl.sum(own, axis=0)[None, :]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def place_digits(
-    keys, counts, sums, found, shift: "i64", capacity: "i64",
-    BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, SQUAD: tl.constexpr, LAST: tl.constexpr,
+    keys, starts, later, found, shift: "i64", capacity: "i64", blocks: "i64",
+    BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """The program's entries where they come in the order of their digits, equal ones as they are.
 
-    counts and sums: as count_digits gives them, with SQUAD sums at most. LAST: rows alone are written.
+    starts: as scan_digits gives them. later[q, d] += entries of the next digit d that come to block q. LAST: there is
+    none, and rows alone are written.
     """
     p = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    mine = p // SQUAD
-    every, before = tl.zeros([16, BINS], tl.int32), tl.zeros([16, BINS], tl.int32)
-    for start in range(0, SQUAD, 16):
-        squad = start + tl.arange(0, 16)[:, None]
-        other = mine * SQUAD + squad
-        some = tl.load(sums + squad * BINS + bins[None, :])
-        every += some
-        before += tl.where(squad < mine, some, 0)
-        before += tl.load(counts + other * BINS + bins[None, :], mask=other < p, other=0)
-    totals, own = tl.sum(every, axis=0), tl.load(counts + p * BINS + bins)
+    totals = tl.load(starts + blocks * BINS + bins)
+    mine = tl.load(starts + p * BINS + bins)
+    own = tl.load(starts + (p + 1) * BINS + bins) - mine
     # Where digit d begins among all, and from that on the program's own, less where it begins among the program's own.
-    begin = tl.cumsum(totals, axis=0) - totals + tl.sum(before, axis=0) - (tl.cumsum(own, axis=0) - own)
+    begin = tl.cumsum(totals, axis=0) - totals + mine - (tl.cumsum(own, axis=0) - own)
     first, at = p.to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
     digit, _ = _digits(keys, first + at, shift, capacity, BINS, FIRST)
     inner = tl.sort(digit * BLOCK + at)
@@ -278,3 +279,5 @@ def place_digits(
         tl.store(found + place, entry.to(tl.int32), mask=r < capacity)
     else:
         tl.store(found + place, entry, mask=r < capacity)
+        then = ((entry >> (32 + shift)) // BINS & (BINS - 1)).to(tl.int32)
+        tl.atomic_add(later + place // BLOCK * BINS + then, 1, mask=r < capacity, sem="relaxed")

@@ -151,7 +151,7 @@ def plans(setup: Setup) -> Iterator[Row]:
             continue
         voxels, known = load().shuffled(), KNOWN.get(name, Known())
         truth = map_work.truth_of(voxels, WINDOW)
-        room = Room.of(truth.rows)
+        room = Room.of(truth)
         whole = Work("plan", partial(_plan, voxels, room), partial(_wrong_plan, truth))
         done = ready(setup, case, [_map_work("map", voxels, truth), whole])
         found = _spent(setup, done)
@@ -178,7 +178,7 @@ def _plan_peers(bare: Times, clock: str, voxels: Voxels, known: Known) -> list[P
 
 
 def _memory(setup: Setup, case: str, truth: Truth, room: Room, known: Known) -> Iterator[Row]:
-    tiles: Compacted = map_work.compacted(truth.rows, room.block)
+    tiles: Compacted = map_work.compacted(truth, room.block)
     problem = map_work.wrong_tiles(tiles, truth.rows)
     if problem:
         setup.failed(f"{case}: the tiles in exact room: {problem}")
@@ -211,7 +211,7 @@ def strided(setup: Setup) -> Iterator[Row]:
 
 def _outputs_work(name: str, voxels: Voxels, relation: Relation, schedule: MapSchedule | None = None) -> Work:
     truth = map_work.truth_of(voxels, relation)
-    capacity = Room.of(truth.rows).outputs
+    capacity = Room.of(truth).outputs
 
     def call() -> Mapped:
         return map_work.strided(voxels.cloud(), voxels.site, relation, capacity, schedule)
@@ -238,7 +238,7 @@ def networks(setup: Setup) -> Iterator[Row]:
 
 
 def _network_works(setup: Setup, voxels: Voxels, truths: Sequence[Truth]) -> list[Work]:
-    rooms = [Room.of(truth.rows) for truth in truths]
+    rooms = [Room.of(truth) for truth in truths]
     counts = ", ".join(str(len(truth.outputs)) for truth in truths[::2])
     setup.say(f"{LEVELS} levels of {counts} voxels, {len(truths)} plans")
 

@@ -40,6 +40,7 @@ class Mapped(NamedTuple):
     rows: Tensor
     masks: Tensor | None
     outputs: Cloud
+    relation: Relation
 
 
 class Planned(NamedTuple):
@@ -73,8 +74,8 @@ def submanifold(voxels: Voxels, schedule: MapSchedule | None = None) -> Mapped:
         # Every coordinate that is asked for goes through memory, and a kernel asks for those of one tap.
         near = cloud.coords.repeat(len(WINDOW.offsets), 1, 1)
         near[:, :, 1:] += offset_table(WINDOW.offsets, cloud.device)[:, None]
-        return Mapped(torch.stack([find(lookup, part, cloud.bounds) for part in near], dim=1), None, cloud)
-    return Mapped(*lookup.neighbours(cloud, WINDOW), cloud)
+        return Mapped(torch.stack([find(lookup, part, cloud.bounds) for part in near], dim=1), None, cloud, WINDOW)
+    return Mapped(*lookup.neighbours(cloud, WINDOW), cloud, WINDOW)
 
 
 def strided(
@@ -85,8 +86,8 @@ def strided(
     outputs = made.cloud(capacity)
     rows = made.table(capacity)
     if rows is not None:
-        return Mapped(rows, None, outputs)
-    return Mapped(*lookup_of(inputs).neighbours(outputs, relation), outputs)
+        return Mapped(rows, None, outputs, relation)
+    return Mapped(*lookup_of(inputs).neighbours(outputs, relation), outputs, relation)
 
 
 # plans
@@ -101,10 +102,10 @@ class Room:
     block: int
 
     @staticmethod
-    def of(rows: Tensor) -> Room:
+    def of(truth: Truth) -> Room:
         """For a map that was found elsewhere."""
-        block = block_of(len(rows))
-        return Room(_more(len(rows)), _more(int(_whole(rows, block).entries)), block)
+        count = len(truth.rows)
+        return Room(_more(count), _more(int(_whole(truth, block_of(count)).entries)), block_of(count))
 
 
 def _more(count: int) -> int:
@@ -114,24 +115,25 @@ def _more(count: int) -> int:
 def planned(found: Mapped, room: Room) -> Planned:
     """Masks, order, tiles and entries of a map."""
     rows = found.rows.contiguous()
-    tiling = _tiled(rows, found.masks, found.outputs.count, room.block)
+    masks = mask_words(rows) if found.masks is None else found.masks
+    tiling = _tiled(masks, found.outputs.count, found.relation, room.block)
     return Planned(found._replace(rows=rows), compact.filled(rows, tiling, room.entries, found.outputs.status))
 
 
-def compacted(rows: Tensor, block: int) -> Compacted:
+def compacted(truth: Truth, block: int) -> Compacted:
     """The tiles of a map in just the room that they take."""
-    tiling = _whole(rows, block)
-    return compact.filled(rows, tiling, int(tiling.entries))
+    tiling = _whole(truth, block)
+    return compact.filled(truth.rows, tiling, int(tiling.entries))
 
 
-def _whole(rows: Tensor, block: int) -> Tiling:
+def _whole(truth: Truth, block: int) -> Tiling:
     """The tiles of a map all of whose rows live."""
-    return _tiled(rows, None, torch.full((1,), len(rows), dtype=torch.int32, device=rows.device), block)
+    count = torch.full((1,), len(truth.rows), dtype=torch.int32, device=truth.rows.device)
+    return _tiled(mask_words(truth.rows), count, truth.relation, block)
 
 
-def _tiled(rows: Tensor, masks: Tensor | None, count: Tensor, block: int) -> Tiling:
-    masks = mask_words(rows) if masks is None else masks
-    return compact.laid_out(masks, count, rows.shape[1], block, Order(0, rows.shape[1]))
+def _tiled(masks: Tensor, count: Tensor, relation: Relation, block: int) -> Tiling:
+    return compact.laid_out(masks, count, relation, block, Order(0, len(relation.offsets)))
 
 
 # networks
@@ -145,7 +147,7 @@ def network(voxels: Voxels, rooms: Sequence[Room], streams: Sequence[Any] = ()) 
     cloud, site, made = voxels.cloud(), voxels.site, list[Planned]()
     for level in range(LEVELS):
         with _beside(streams, len(made)):
-            found = Mapped(*lookup_of(cloud).neighbours(cloud, WINDOW), cloud)
+            found = Mapped(*lookup_of(cloud).neighbours(cloud, WINDOW), cloud, WINDOW)
             made.append(planned(found, rooms[len(made)]))
         if level + 1 < LEVELS:
             room = rooms[len(made)]
@@ -178,6 +180,7 @@ class Truth(NamedTuple):
 
     rows: Tensor
     outputs: Voxels
+    relation: Relation
 
 
 def truth_of(inputs: Voxels, relation: Relation) -> Truth:
@@ -188,7 +191,7 @@ def truth_of(inputs: Voxels, relation: Relation) -> Truth:
         made = Listed(inputs.cloud(), relation, site)
         outputs = Voxels(made.geometry(int(made.count)).coords, site.bounds)
     keys = lookup_of(inputs.cloud(), MapSchedule("sorted"))
-    return Truth(keys.neighbours(outputs.cloud(), relation).rows.contiguous(), outputs)
+    return Truth(keys.neighbours(outputs.cloud(), relation).rows.contiguous(), outputs, relation)
 
 
 def truths_of_network(voxels: Voxels) -> list[Truth]:
