@@ -356,3 +356,17 @@ def test_gradients_have_their_forms_after_a_call_without(as_on_gpu):
     y = pm.ops.conv_features(x.requires_grad_(), weight.requires_grad_(), found, 100)
     torch.autograd.grad(y.sum(), (x, weight))
     assert len(as_on_gpu) == 3 and found.has(("form", "grouped"))
+
+
+@pytest.mark.parametrize(
+    ("problem", "fits_not"),
+    [
+        (RuntimeError("PassManager::run failed"), True),
+        (OutOfResources(), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_what_a_kernel_does_to_memory_is_no_tile_that_does_not_fit(problem, fits_not):
+    """While tuning, the first is passed over; the second must be heard of."""
+    assert kernels._is_unfit(problem) is fits_not
