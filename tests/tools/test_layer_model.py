@@ -91,9 +91,10 @@ def test_why_names_what_the_bound_leaves_out():
 
 def test_programs_at_once_are_those_that_fit():
     # 74 KB of shared memory each, as compiled: three.
-    assert resident(Tile(128, 64, 64, warps=4, stages=3), 2) == 3
-    assert resident(Tile(128, 128, 64, warps=8, stages=3), 2) == 2
-    assert resident(Tile(128, 256, 64, warps=8, stages=3), 2) == 1
+    assert resident(Tile(128, 64, 64, warps=4, stages=3, ahead=True), 2) == 3
+    assert resident(Tile(128, 64, 64, warps=4, stages=5), 2) == 3
+    assert resident(Tile(128, 128, 64, warps=8, stages=3, ahead=True), 2) == 2
+    assert resident(Tile(128, 256, 64, warps=8, stages=3, ahead=True), 2) == 1
 
 
 def test_the_step_of_a_form_has_the_layers_sizes():

@@ -149,7 +149,9 @@ def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
 
 def resident(tile: Tile, size: int) -> int:
     """Programs of a multiprocessor at once."""
-    shared = tile.stages * (tile.rows + tile.columns) * tile.reduced * size
+    # Where a load waits for another, half of the stages hold values.
+    buffers = tile.stages if tile.ahead else (tile.stages + 1) // 2
+    shared = buffers * (tile.rows + tile.columns) * tile.reduced * size
     registers = tile.rows * tile.columns + 32 * tile.warps * _USED
     return max(1, min(_SHARED // shared, _REGISTERS // registers, _WARPS // tile.warps))
 
