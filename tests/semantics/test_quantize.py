@@ -103,7 +103,7 @@ def test_there_are_no_gradients():
     x, weight = random_tensor(40, 4, 3), normal(6, 3, 3, 3, 4).to(torch.float8_e4m3fn).requires_grad_()
     with pytest.raises(DtypeError, match="float8_e4m3fn is for inference"):
         pm.ops.conv(x.replace(x.feats.to(torch.float8_e4m3fn)), weight)
-    with pytest.raises(DtypeError, match="x is torch.int8, weight is torch.float32"):
+    with pytest.raises(DtypeError, match="x is torch.int8, weight is torch.float32; quantize both"):
         pm.ops.conv(x.replace(x.feats.to(torch.int8)), torch.ones(6, 3, 3, 3, 4))
 
 
@@ -111,3 +111,33 @@ def test_autocast_leaves_bytes_alone():
     x, weight = random_tensor(40, 4, 3), normal(6, 3, 3, 3, 4).to(torch.int8)
     with torch.autocast("cpu", torch.bfloat16):
         assert pm.ops.conv(x.replace(x.feats.to(torch.int8)), weight).feats.dtype == torch.float32
+
+
+@EVERY_KIND
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: pm.ops.max_pool(x, 2),
+        lambda x: pm.ops.sum_pool(x, 2),
+        lambda x: pm.ops.avg_pool(x, 2),
+        pm.ops.global_max_pool,
+        pm.ops.global_sum_pool,
+        pm.ops.global_avg_pool,
+        lambda x: x + x,
+        lambda x: x * 2,
+        lambda x: pm.ops.union(x, random_tensor(9, 4, 3).map(lambda f: f.to(x.dtype))),
+        lambda x: pm.interpolate(x, torch.rand(5, 4)),
+    ],
+)
+def test_what_would_add_them_without_their_scales_is_refused(kind, call):
+    x = random_tensor(40, 4, 3)
+    with pytest.raises(DtypeError, match=f"x is {kind}: convolutions take 8 bits and their scales"):
+        call(x.replace(x.feats.to(kind)))
+
+
+@EVERY_KIND
+def test_a_bias_is_wider(kind):
+    x, weight = random_tensor(40, 4, 3), normal(6, 3, 3, 3, 4).to(kind)
+    for bias in (torch.zeros(6, dtype=torch.int32), torch.zeros(6).to(kind)):
+        with pytest.raises(DtypeError, match="a bias of .* weights is in wider floats, found"):
+            pm.ops.conv(x.replace(x.feats.to(kind)), weight, bias)

@@ -261,10 +261,10 @@ def _over_map(
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
     feats, weight, bias = _autocast(x.feats, weight, bias)
     if feats.dtype != weight.dtype:
-        raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; convert one, or use torch.autocast")
-    narrow = weight.dtype in EIGHT_BITS
-    if bias is not None and bias.dtype != weight.dtype and not (narrow and bias.is_floating_point()):
-        raise DtypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; convert one")
+        how = "quantize both" if {feats.dtype, weight.dtype} & {*EIGHT_BITS} else "convert one, or use torch.autocast"
+        raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; {how}")
+    if bias is not None:
+        _check_bias(bias, weight)
     flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
     if epilogue is None and bias is not None and not register.plain((feats, weight, bias)):
         # Gradients of a sum cost less than those of an epilogue.
@@ -272,6 +272,14 @@ def _over_map(
     if bias is not None:
         epilogue = (epilogue or Epilogue()).with_bias(bias)
     return SparseTensor(conv_features(feats, flat, found, rows, groups, epilogue), outputs)
+
+
+def _check_bias(bias: Tensor, weight: Tensor) -> None:
+    if weight.dtype not in EIGHT_BITS:
+        if bias.dtype != weight.dtype:
+            raise DtypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; convert one")
+    elif not bias.is_floating_point() or bias.dtype in EIGHT_BITS:
+        raise DtypeError(f"a bias of {weight.dtype} weights is in wider floats, found {bias.dtype}")
 
 
 def _check_devices(x: Tensor, weight: Tensor, found: KernelMap) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pumice.coords import Geometry, check_points, frame_of, merged, quantize
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.reduce import REDUCTIONS, pick
-from pumice.ops.tensor import SparseTensor
+from pumice.ops.tensor import SparseTensor, numbers
 
 
 def voxelize(
@@ -136,6 +136,7 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
         raise DtypeError(f"positions are floating point, found {positions.dtype}")
     if positions.device != x.device:
         raise DeviceError(f"positions are on {positions.device}, x is on {x.device}")
+    numbers(x)
     stride = torch.tensor([float(s) for s in x.stride], dtype=positions.dtype, device=x.device)
     batch = positions[:, :1].detach().int()
     return MODES[mode](x, batch, positions[:, 1:] / stride, normalize)

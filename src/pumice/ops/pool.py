@@ -8,7 +8,7 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.ops.conv import Size, Target, conv_features, target_of
 from pumice.ops.reduce import maximum
-from pumice.ops.tensor import SparseTensor
+from pumice.ops.tensor import SparseTensor, numbers
 
 
 def max_pool(
@@ -27,7 +27,7 @@ def max_pool(
     """
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
     pairs = found.pairs()
-    return SparseTensor(maximum(x.feats, pairs.inputs, pairs.outputs, outputs.coords.shape[0]), outputs)
+    return SparseTensor(maximum(numbers(x), pairs.inputs, pairs.outputs, outputs.coords.shape[0]), outputs)
 
 
 def sum_pool(
@@ -41,7 +41,7 @@ def sum_pool(
 ) -> SparseTensor:
     """y[o, c] = sum of x[i, c] over the inputs present in the window of o. Arguments as in max_pool()."""
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
-    return SparseTensor(_sums(x.feats, found, outputs), outputs)
+    return SparseTensor(_sums(numbers(x), found, outputs), outputs)
 
 
 def avg_pool(
@@ -56,7 +56,7 @@ def avg_pool(
     """y[o, c] = mean of x[i, c] over the inputs present in the window of o (absent ones do not count)."""
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
     # Divided before it is rounded to x's dtype: a sum may overflow a half where the mean does not.
-    wide = x.feats.to(torch.promote_types(x.dtype, torch.float32))
+    wide = numbers(x).to(torch.promote_types(x.dtype, torch.float32))
     means = _sums(wide, found, outputs) / found.counts().clamp(min=1)[:, None].to(x.device)
     return SparseTensor(means.to(x.dtype), outputs)
 
@@ -64,21 +64,22 @@ def avg_pool(
 def global_max_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the maximum over each batch item's voxels; 0 for an empty item."""
     rows = torch.arange(len(x), device=x.device)
-    return maximum(x.feats, rows, x.items, x.batch_size)
+    return maximum(numbers(x), rows, x.items, x.batch_size)
 
 
 def global_sum_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the sum over each batch item's voxels, accumulated in at least float32."""
+    feats = numbers(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    sums = x.feats.new_zeros((x.batch_size, x.channels), dtype=dtype)
-    return sums.index_add(0, x.items, x.feats.to(dtype)).to(x.dtype)
+    sums = feats.new_zeros((x.batch_size, x.channels), dtype=dtype)
+    return sums.index_add(0, x.items, feats.to(dtype)).to(x.dtype)
 
 
 def global_avg_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the mean over each batch item's voxels; 0 for an empty item."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = x.replace(numbers(x).to(torch.promote_types(x.dtype, torch.float32)))
     counts = x.item_counts.clamp(min=1)
-    sums = global_sum_pool(x.map(lambda feats: feats.to(dtype)))
+    sums = global_sum_pool(wide)
     return (sums / counts[:, None]).to(x.dtype)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pumice.coords import Bounds, Geometry, KeySpace, Site, morton_argsort, morton_unique
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
-from pumice.ops.tensor import SparseTensor
+from pumice.ops.tensor import SparseTensor, numbers
 
 
 def to_dense(
@@ -87,14 +87,15 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
         raise GeometryError(f"x has stride {x.stride}, y has stride {y.stride}")
     if x.geometry is y.geometry:
         return x + y
+    left, right = numbers(x), numbers(y)
     coords = torch.cat([x.coords, y.coords])
     site = _joint_site([x, y], max(x.batch_size, y.batch_size))
     distinct, place = morton_unique(coords, site.bounds)
     dtype = torch.promote_types(x.dtype, y.dtype)
-    feats = x.feats.new_zeros((len(distinct), x.channels), dtype=dtype)
+    feats = left.new_zeros((len(distinct), x.channels), dtype=dtype)
     # Added one after the other: rows are distinct within each, so that the order of addition is fixed.
-    feats = feats.index_add(0, place[: len(x)], x.feats.to(dtype))
-    feats = feats.index_add(0, place[len(x) :], y.feats.to(dtype))
+    feats = feats.index_add(0, place[: len(x)], left.to(dtype))
+    feats = feats.index_add(0, place[len(x) :], right.to(dtype))
     return SparseTensor(feats, Geometry(distinct, site))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pumice.coords import Geometry, Relation
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
+from pumice.lower.loops import EIGHT_BITS
 
 
 class SparseTensor:
@@ -226,22 +227,22 @@ class SparseTensor:
             from pumice.ops.sets import union
 
             return union(self, other)
-        return self.replace(self._feats + _operand(self, other, "+"))
+        return self.replace(numbers(self) + _operand(self, other, "+"))
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> SparseTensor:
         if isinstance(other, SparseTensor):
             return self + (-other)
-        return self.replace(self._feats - other)
+        return self.replace(numbers(self) - other)
 
     def __mul__(self, other: Any) -> SparseTensor:
-        return self.replace(self._feats * _operand(self, other, "*"))
+        return self.replace(numbers(self) * _operand(self, other, "*"))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> SparseTensor:
-        return self.replace(self._feats / _operand(self, other, "/"))
+        return self.replace(numbers(self) / _operand(self, other, "/"))
 
     def __neg__(self) -> SparseTensor:
         return self.replace(-self._feats)
@@ -277,6 +278,13 @@ def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
     if other.channels != x.channels:
         raise ShapeError(f"'{sign}' needs as many channels on both sides, found {x.channels} and {other.channels}")
     return other.feats
+
+
+def numbers(x: SparseTensor) -> Tensor:
+    """The features of x as numbers. Raises DtypeError for those in 8 bits: what they stand for is their scale's."""
+    if x.dtype in EIGHT_BITS:
+        raise DtypeError(f"x is {x.dtype}: convolutions take 8 bits and their scales; convert it: x.to(torch.float32)")
+    return x.feats
 
 
 def _check_pair(feats: Tensor, coords: Tensor) -> None:
