@@ -60,6 +60,22 @@ def setup_of(said):
     return Setup(torch.device("cpu"), True, said.append)
 
 
+# gradients
+
+
+def test_gradients_are_timed_one_by_one(study):
+    out, rows = study("gradients", "conv-train", "surface_300/k3/C8")
+    assert {row["case"].rpartition("/")[2] for row in rows} == {"dgrad", "wgrad"}
+    assert {row["peer"] for row in rows} == {"forward"}
+    assert "goal" not in out  # there is none of 8 channels
+
+
+def test_a_wrong_gradient_is_not_timed(monkeypatch):
+    monkeypatch.setattr(torch.autograd, "grad", lambda y, x, *_, **__: (torch.zeros_like(x),))
+    with pytest.raises(PumiceError, match="dgrad: relative error 1.*wgrad: relative error 1"):
+        list(bench.run("conv-train", print, bench.Options("gradients", "surface_300/k3/C8", True, "cpu")))
+
+
 # dtypes
 
 

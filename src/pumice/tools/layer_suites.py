@@ -11,6 +11,7 @@ import torch
 from pumice.errors import OptionError
 from pumice.tools.bench_ablation import ablation
 from pumice.tools.bench_errors import errors
+from pumice.tools.bench_gradients import gradients
 from pumice.tools.bench_host import first_call, host
 from pumice.tools.bench_layers import layers
 from pumice.tools.bench_precisions import dtypes
@@ -39,6 +40,7 @@ FORWARD_STUDIES: Mapping[str, Study] = MappingProxyType(
 TRAINING_STUDIES: Mapping[str, Study] = MappingProxyType(
     {
         "layers": partial(layers, passed=TRAINING),
+        "gradients": gradients,
         "default-tile": partial(default_tile, passed=TRAINING),
     }
 )
