@@ -262,6 +262,29 @@ def test_another_alignment_beside_what_is_held(made, which):
     assert {found["A"] for found in addresses(kernel)} == {x.data_ptr()}
 
 
+def test_an_address_that_is_not_aligned_goes_by_the_door_later_too(made):
+    a, b = operands()
+    run = held(b)
+    for _ in range(3):
+        run({"A": a})
+    (kernel,) = made.values()
+    assert (len(kernel.doors), len(kernel.direct)) == (1, 2)
+    run({"A": shifted(48, 64)})
+    assert len(kernel.doors) == 2
+
+
+def test_default_tiles_are_those_before_any_tuning(made, monkeypatch):
+    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(16, 16, 16))
+    a, b = operands()
+    for source in (kernels.LEDGER, kernels.DEFAULT, kernels.LEDGER):
+        with kernels.tiles_from(source):
+            product(a, b)
+    programs = [door[0][0] for kernel in made.values() for door in kernel.doors]
+    again = [launch[0][0] for kernel in made.values() for launch in kernel.direct]
+    # 48 x 32 results in tiles of 16 x 16, and by larger ones.
+    assert programs == [6, 1] and again == [6]
+
+
 def test_what_was_tuned_counts_for_what_is_held(made):
     a, b = operands()
     run = held(b)
@@ -370,3 +393,16 @@ def test_gradients_have_their_forms_after_a_call_without(as_on_gpu):
 def test_what_a_kernel_does_to_memory_is_no_tile_that_does_not_fit(problem, fits_not):
     """While tuning, the first is passed over; the second must be heard of."""
     assert kernels._is_unfit(problem) is fits_not
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_convolution_of_bytes_writes_what_its_epilogue_says(as_on_gpu, kind):
+    x, weight, found = layer(1)
+    x, weight = x.to(kind), weight.to(kind)
+    assert pm.ops.conv_features(x, weight, found, 100).dtype == torch.float32
+    for dtype in (torch.float16, torch.float8_e4m3fn):
+        epilogue = pm.ops.Epilogue(scale=torch.ones(16), dtype=dtype)
+        assert pm.ops.conv_features(x, weight, found, 100, epilogue=epilogue).dtype == dtype
+    names = [kernel.source.name for kernel in as_on_gpu.values()]
+    assert names == ["_dot_fp32", "_dot_fp16", "_dot_fp8"]
+    assert all("tl.int8" in k.source.text or "tl.float8e4nv" in k.source.text for k in as_on_gpu.values())
