@@ -111,7 +111,10 @@ _INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "mfma": r"
 
 def built(job: Job) -> Built:
     """The job done; an error of the compiler is told, not raised."""
-    p = _problem(job)
+    p, how = _problem(job), lowered.How(job.precision)
+    if job.activation != "-":
+        epilogue = _epilogue(p, job)
+        p, how = replace(p, operands={**p.operands, **epilogue.operands}), replace(how, finish=epilogue.finish)
     extents = p.bound.extents
     form = roles(p.bound.statement, extents)
     tile = job.tile or lowered.tile_of(p.bound, p.operands)
@@ -122,10 +125,6 @@ def built(job: Job) -> Built:
     found = Built(tile, form.product, form.adds)
     out = torch.empty(p.bound.shape, dtype=torch.float32 if form.adds else _kept(job), device="meta")
     try:
-        how = lowered.How(job.precision)
-        if job.activation != "-":
-            epilogue = _epilogue(p, job)
-            p, how = replace(p, operands={**p.operands, **epilogue.operands}), replace(how, finish=epilogue.finish)
         launch = lowered.prepare(p.bound, p.operands, out, tile, how=how)
         compiled, log = _compiled(launch, p, out, job.target)
     except Exception as error:

@@ -81,6 +81,7 @@ def _epilogues():
 def _bytes():
     yield from (Job("conv_compacted", target, "i8", activation="relu") for target in TARGETS)
     yield Job("conv_compacted", "sm_90", "fp8", activation="relu")
+    yield from (Job("conv_compacted", "sm_90", kind, sizes=(("c", 16),), activation="") for kind in ("i8", "fp8"))
 
 
 STUDIED = (_all_cases, _precisions, _doubles, _wide, _tiles, _epilogues, _bytes)

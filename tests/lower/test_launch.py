@@ -285,6 +285,20 @@ def test_default_tiles_are_those_before_any_tuning(made, monkeypatch):
     assert programs == [6, 1] and again == [6]
 
 
+def test_programs_share_no_loop_where_that_is_not_deterministic():
+    from pumice.language.bind import bind
+    from pumice.language.parse import parse
+
+    bound = bind(parse("C[m,n] = A[k,m] * B[k,n]"), {"A": (100_000, 32), "B": (100_000, 32)})
+    assert kernels.runner(bound, torch.float32).splits > 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernels.runner(bound, torch.float32).splits == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert kernels.runner(bound, torch.float32).splits > 1
+
+
 def test_what_was_tuned_counts_for_what_is_held(made):
     a, b = operands()
     run = held(b)
@@ -406,3 +420,22 @@ def test_a_convolution_of_bytes_writes_what_its_epilogue_says(as_on_gpu, kind):
     names = [kernel.source.name for kernel in as_on_gpu.values()]
     assert names == ["_dot_fp32", "_dot_fp16", "_dot_fp8"]
     assert all("tl.int8" in k.source.text or "tl.float8e4nv" in k.source.text for k in as_on_gpu.values())
+
+
+def test_what_a_device_cannot_write_is_cast_behind_the_kernel(as_on_gpu, monkeypatch):
+    monkeypatch.setattr(kernels, "without_fp8", lambda device: "it cannot")
+    x, weight, found = layer(1)
+    epilogue = pm.ops.Epilogue(scale=torch.ones(16), dtype=torch.float8_e4m3fn)
+    assert pm.ops.conv_features(x, weight, found, 100, epilogue=epilogue).dtype == torch.float8_e4m3fn
+    assert [kernel.source.name for kernel in as_on_gpu.values()] == ["_dot_fp32"]
+
+
+def test_an_epilogue_asks_for_no_other_tile(as_on_gpu):
+    """Its tensors are float32 beside values of 8 bits or of 16."""
+    x, weight, found = layer(1)
+    for kind in (torch.int8, torch.float16):
+        given = x.to(kind), weight.to(kind)
+        pm.ops.conv_features(*given, found, 100)
+        pm.ops.conv_features(*given, found, 100, epilogue=pm.ops.Epilogue(scale=torch.ones(16)))
+    depths = [k.doors[0][1][[a.variable for a in k.source.arguments].index("BR")] for k in as_on_gpu.values()]
+    assert depths == [32, 32, 16, 16]

@@ -114,3 +114,40 @@ def test_plain_features_are_checked_too():
         pm.ops.conv_features(x.feats, flat.to("meta"), found, rows)
     with pytest.raises(DeviceError, match="scale of the epilogue is on meta, x is on cpu"):
         pm.ops.conv_features(x.feats, flat, found, rows, epilogue=Epilogue(torch.ones(6, device="meta")))
+
+
+def test_sums_are_not_rounded_before_it():
+    """65,504 is the largest half: what a scale brings back has not been infinite."""
+    x, weight, options, _ = layer(dtype=torch.float16)
+    x, weight = x.replace(x.feats * 80), weight * 80
+    exact = pm.ops.conv(x.replace(x.feats.double()), weight.double(), **options).feats
+    got = pm.ops.conv(x, weight, epilogue=Epilogue(torch.full((CHANNELS,), 0.01)), **options).feats
+    assert exact.abs().max() > 65_504 and got.dtype == torch.float16
+    torch.testing.assert_close(got.double(), exact * 0.01, rtol=2e-3, atol=1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_an_epilogue_of_nothing_changes_nothing(dtype):
+    x, weight, options, _ = layer(dtype=dtype)
+    got, plain = pm.ops.conv(x, weight, epilogue=Epilogue(), **options), pm.ops.conv(x, weight, **options)
+    assert got.feats.dtype == dtype and torch.equal(got.feats, plain.feats)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"rows": 59}, ShapeError, "rows are the 60 outputs of the kernel map, found 59"),
+        ({"x": (10, 4)}, ShapeError, r"x is \[60, C_in\] for this kernel map, found shape \[10, 4\]"),
+        ({"weight": (6, 26, 4)}, ShapeError, r"weight is \[C_out, 27, 4 / 1\], .* found shape \[6, 26, 4\]"),
+        ({"groups": 4}, ShapeError, r"weight is \[C_out, 27, 4 / 4\], C_out a multiple of the groups, found"),
+        ({"dtype": torch.float16}, DtypeError, "of one dtype, floating point or int8, found .*float16 and .*float32"),
+        ({"dtype": torch.int32}, DtypeError, "of one dtype, floating point or int8, found .*int32"),
+    ],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_plain_features_that_do_not_fit_are_refused(change, error, said, grad):
+    found, _ = pm.kernel_map(random_tensor(60, 4, 3).geometry, pm.coords.Relation.of(3, 3))
+    given = {"x": (60, 4), "weight": (6, 27, 4), "rows": 60, "groups": 1, "dtype": torch.float32, **change}
+    x, weight = torch.zeros(given["x"], dtype=given["dtype"]), torch.zeros(given["weight"], requires_grad=grad)
+    with pytest.raises(error, match=said):
+        pm.ops.conv_features(x, weight, found, given["rows"], given["groups"])

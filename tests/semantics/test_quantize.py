@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.errors import DtypeError, OptionError
+from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.ops import Epilogue, quantize
 from pumice.testing import random_tensor
 
@@ -141,3 +141,34 @@ def test_a_bias_is_wider(kind):
     for bias in (torch.zeros(6, dtype=torch.int32), torch.zeros(6).to(kind)):
         with pytest.raises(DtypeError, match="a bias of .* weights is in wider floats, found"):
             pm.ops.conv(x.replace(x.feats.to(kind)), weight, bias)
+
+
+@EVERY_KIND
+def test_parameters_are_quantized_without_a_graph(kind):
+    weight = torch.nn.Parameter(normal(6, 3, 3, 3, 4))
+    values, scale = quantize(weight, kind, 0)
+    assert not values.requires_grad and not scale.requires_grad
+    x = random_tensor(20, 4, 3)
+    assert pm.ops.conv(x.replace(x.feats.to(kind)), values, epilogue=Epilogue(scale=scale)).feats.dtype == torch.float32
+
+
+def test_the_ends_of_the_range():
+    values, scale = quantize(torch.tensor([1e-44, -1e-44]))
+    assert values.tolist() == [0, 0] and scale > 0
+    assert quantize(torch.tensor([1.0, torch.nan]))[1].isnan()
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_autocast_takes_no_codes_for_numbers(kind, which):
+    x, weight = random_tensor(40, 4, 3), normal(6, 3, 3, 3, 4)
+    x, weight = (x.replace(x.feats.to(kind)), weight) if which == "x" else (x, weight.to(kind))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(DtypeError, match="quantize both"):
+        pm.ops.conv(x, weight)
+
+
+def test_sums_that_an_int32_may_not_hold_are_refused():
+    x = random_tensor(5, 400, 3)
+    weight = torch.zeros(1, 7, 7, 7, 400, dtype=torch.int8)
+    with pytest.raises(ShapeError, match="at most 131072 terms, within int32; found 343 taps x 400 channels"):
+        pm.ops.conv(x.replace(x.feats.to(torch.int8)), weight)

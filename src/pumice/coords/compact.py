@@ -1,7 +1,8 @@
 """Kernel maps laid out for feature kernels: orders of rows, tiles that share their taps, lists of the pairs of a tap.
 
 Every stage is a kernel where kernels run and plain torch elsewhere (the functions that end in `_twin`), the same bit
-for bit. No stage waits for the host: sizes stay on the device until `fill` and `listed` are told how much room to take.
+for bit. No stage waits for the host: sizes stay on the device until `filled` and `listed` are told how much room to
+take.
 """
 
 from __future__ import annotations

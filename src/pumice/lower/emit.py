@@ -458,7 +458,11 @@ class _Emitter:
         if self.roles.within:
             # The product within is not rounded to half precision.
             return "tl.float32"
-        return SMALL.get(next(iter(kinds)), "tl.float32") if len(kinds) == 1 else "tl.float32"
+        single = all(len(set(side) & set(inner)) <= 1 for side in (self.roles.left, self.roles.right))
+        if len(kinds) > 1 or not kinds <= SMALL.keys() or (kinds <= {"i8", "fp8"} and not single):
+            # Products of several bytes are no bytes.
+            return "tl.float32"
+        return SMALL[next(iter(kinds))]
 
     def _multiplied(self, places: Sequence[int], axes: str) -> Value:
         """The product of the factors, each loaded over the axes that it has."""
@@ -792,7 +796,15 @@ class _Emitter:
         if self._shared:
             self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
         else:
+            self._saturate()
             self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
+
+    def _saturate(self) -> None:
+        """8-bit floats have no infinity: what is larger than the largest becomes that; NaN stays."""
+        if self.dtypes[""] == "fp8":
+            most = "tl.where(result > 448.0, 448.0, result)"
+            self.head += ["result = result.to(tl.float32)", f"result = {most}"]
+            self.head.append("result = tl.where(result < -448.0, -448.0, result)")
 
     # Arguments
 

@@ -2,7 +2,8 @@
 
     y = activation(x * scale[n] + shift[n] + residual)
 
-A kernel does it in registers, in float32, and rounds once; `applied` is the same in plain torch.
+A kernel does it in registers, in float32, and rounds once; `applied` is the same in plain torch, of a result that is in
+float32 where no gradients are asked for, and rounded to its own dtype where they are.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ class Epilogue:
         return replace(self, shift=before if self.shift is None else self.shift + before)
 
 
-def applied(result: Tensor, epilogue: Epilogue) -> Tensor:
-    """The epilogue of a result [..., C_out], in its dtype or the epilogue's, worked out in float32 at least."""
+def applied(result: Tensor, epilogue: Epilogue, dtype: torch.dtype | None = None) -> Tensor:
+    """The epilogue of a result [..., C_out], worked out in float32 at least; in the epilogue's dtype, or else the given
+    one, or else the result's."""
     y = result.to(torch.promote_types(result.dtype, torch.float32))
     if epilogue.scale is not None:
         y = y * epilogue.scale
@@ -112,7 +114,7 @@ def applied(result: Tensor, epilogue: Epilogue) -> Tensor:
         y = y + epilogue.shift
     if epilogue.residual is not None:
         y = y + epilogue.residual
-    return _cast(ACTIVATIONS[epilogue.activation].plain(y), epilogue.dtype or result.dtype)
+    return _cast(ACTIVATIONS[epilogue.activation].plain(y), epilogue.dtype or dtype or result.dtype)
 
 
 def _cast(y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -107,7 +107,7 @@ def whole(terms: Iterable[Term]) -> bool:
 
 
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
-"""Of quantized values; sums of them are float32, and torch promotes them to nothing."""
+"""Of quantized values; results are float32 (kernels sum int8 in int32), and torch promotes them to nothing."""
 
 
 def _widest(kinds: Iterable[torch.dtype]) -> torch.dtype:

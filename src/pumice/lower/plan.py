@@ -149,7 +149,7 @@ class Ready:
     """A call made ready for operands of certain shapes, dtypes and devices.
 
     old: where the target's old values are among the operands, if they take part. finishes: whether the last part does
-    the epilogue, too.
+    the epilogue, too; kept: the dtype of the result behind it.
     """
 
     parts: tuple[Part, ...]
@@ -157,6 +157,7 @@ class Ready:
     dtype: torch.dtype
     old: int | None
     finishes: bool = False
+    kept: torch.dtype = torch.float32
 
 
 def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
@@ -176,17 +177,24 @@ def ready_for(
     key = (text, names, shape, lowering, deterministic(), finish, *[(t.shape, t.dtype, t.device) for t in operands])
     if (known := _READY.get(key)) is not None:
         return known
-    return _READY.keep(key, _with_finish(_prepared(operands, names, text, shape, lowering), finish))
+    if finish == NOTHING:
+        return _READY.keep(key, _prepared(operands, names, text, shape, lowering))
+    # What is not yet finished is not rounded, either.
+    dtype = result_dtype(operands, names, text)
+    made = _prepared(operands, names, text, shape, lowering, torch.promote_types(dtype, torch.float32))
+    kept = finish.dtype or dtype
+    return _READY.keep(key, _with_finish(replace(made, kept=kept), finish, operands[0].device))
 
 
-def _with_finish(ready: Ready, finish: Finish) -> Ready:
+def _with_finish(ready: Ready, finish: Finish, device: torch.device) -> Ready:
     """The same with the epilogue in the last kernel, if it is one that can have it."""
     last = ready.parts[-1] if ready.parts else None
-    if last is None or finish == NOTHING or not isinstance(last.run, kernels.Runner) or not last.run.finishes:
+    if last is None or not isinstance(last.run, kernels.Runner) or not last.run.finishes:
         return ready
-    dtype = finish.dtype or ready.dtype
-    run = kernels.runner(last.run.bound, dtype, None, last.run.precision, finish)
-    return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), dtype=dtype, finishes=True)
+    if ready.kept == torch.float8_e4m3fn and kernels.without_fp8(device):
+        return ready
+    run = kernels.runner(last.run.bound, ready.kept, None, last.run.precision, finish)
+    return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), dtype=ready.kept, finishes=True)
 
 
 def holding(ready: Ready, operands: Sequence[Tensor], free: Sequence[int]) -> Ready:
@@ -219,7 +227,7 @@ def carry_out(ready: Ready, operands: Sequence[Tensor], epilogue: Epilogue | Non
         return _computed(ready, operands, {})
     inside = epilogue.operands if ready.finishes else {}
     found = _computed(ready, operands, inside)
-    return found if ready.finishes else applied(found, epilogue)
+    return found if ready.finishes else applied(found, epilogue, ready.kept)
 
 
 def _computed(ready: Ready, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
@@ -260,8 +268,15 @@ def tune(
     return found
 
 
-def _prepared(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Ready:
-    dtype = result_dtype(operands, names, text)
+def _prepared(
+    operands: Sequence[Tensor],
+    names: str,
+    text: str,
+    shape: tuple[int, ...] | None,
+    lowering: str,
+    dtype: torch.dtype | None = None,
+) -> Ready:
+    dtype = dtype or result_dtype(operands, names, text)
     lowering, _, precision = lowering.partition("/")
     if shape is None:
         bound = _sizes(text, names, tuple(tuple(t.shape) for t in operands))
@@ -286,7 +301,7 @@ def _prepared(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
         parts.append(Part(_runner(option.lowerings[number], bound, tensors, kind, precision), used))
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
-    return Ready(tuple(parts), shape, dtype, old)
+    return Ready(tuple(parts), shape, dtype, old, kept=dtype)
 
 
 def _runner(

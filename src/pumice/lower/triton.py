@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -114,9 +114,9 @@ def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) 
     odd = kinds - set(DTYPES)
     if odd:
         return f"{', '.join(map(str, odd))} is not a dtype of kernels; there are {', '.join(map(str, DTYPES))}"
-    if not any(kind.is_floating_point or kind in EIGHT_BITS for kind in kinds):
+    if not any(map(_is_value, kinds)):
         return "nothing is floating point"
-    if torch.float8_e4m3fn in kinds and (why := _without_fp8(next(iter(operands.values())).device)):
+    if torch.float8_e4m3fn in kinds and (why := without_fp8(next(iter(operands.values())).device)):
         return why
     form = roles(statement, bound.extents)
     if form.adds and torch.are_deterministic_algorithms_enabled():
@@ -143,7 +143,7 @@ def runner(
     bound: Bound, dtype: torch.dtype, tile: Tile | None = None, precision: str = "", finish: Finish = NOTHING
 ) -> Runner:
     """`run` for these sizes: what does not depend on the tensors is done once."""
-    key = (bound, dtype, tile, precision, finish)
+    key = (bound, dtype, tile, precision, finish, torch.are_deterministic_algorithms_enabled())
     return _RUNNERS.get(key) or _RUNNERS.keep(key, Runner(bound, dtype, tile, precision, finish))
 
 
@@ -179,9 +179,9 @@ class Runner:
             self._cover(operands, out)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
-    def holding(self, held: Mapping[str, Tensor]) -> Held:
+    def holding(self, held: Mapping[str, Tensor]) -> HeldRunner:
         """The same with these operands given once and for all: they are not written to any more."""
-        return Held(self, held)
+        return HeldRunner(self, held)
 
     def fresh(self, device: torch.device) -> Tensor:
         """What the kernel writes where nothing was found before."""
@@ -275,7 +275,7 @@ class Runner:
         return prepare(self.bound, operands, out, tile, part, how)
 
 
-class Held:
+class HeldRunner:
     """A runner with some operands given once and for all: their addresses, and what else depends on them alone, are
     not looked up for each call."""
 
@@ -291,7 +291,7 @@ class Held:
         free = operands.values()
         asked = self._in_fp32 or any(x.dtype == torch.float32 for x in free)
         precision = self._runner.precision or (_precision() if asked else "")
-        key = (ledger().generation, _TILES_FROM.get(), precision, *[(x.stride(), x.dtype) for x in free])
+        key = (ledger().generation, tile_source(), precision, *[(x.stride(), x.dtype) for x in free])
         aimed = self._aimed.get(key)
         if aimed is not None:
             out = self._runner.fresh(aimed.device)
@@ -455,19 +455,19 @@ def source_of(bound: Bound, operands: Mapping[str, Tensor]) -> str:
     """The source of the kernel for these operands; "" where none is made."""
     if refusal(bound.statement, bound, operands):
         return ""
-    dtype = next(t.dtype for t in operands.values() if t.dtype.is_floating_point)
+    dtype = next((t.dtype for t in operands.values() if t.dtype.is_floating_point), torch.float32)
     out = torch.empty(bound.shape, dtype=dtype, device="meta")
     shared = tiles.splits(_form(bound), bound.extents)
     return prepare(bound, operands, out, tile_of(bound, operands), how=How(splits=shared)).source.text
 
 
 @lru_cache(maxsize=64)
-def _without_fp8(device: torch.device) -> str | None:
-    """Why tensor cores do not multiply float8_e4m3fn there, or None."""
+def without_fp8(device: torch.device) -> str | None:
+    """Why float8_e4m3fn is neither multiplied nor written there, or None."""
     if torch.version.hip:
         return "these tensor cores have another 8-bit float than float8_e4m3fn"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        return "float8_e4m3fn is multiplied from compute capability 8.9 on"
+        return "float8_e4m3fn begins with compute capability 8.9"
     return None
 
 
@@ -681,12 +681,13 @@ def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Probl
     entries = 1.0 if form.segment is None else operands[form.segment.array].shape[0] / segments
     turning = {*form.loops, *form.reduced}
     chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
-    return Problem(form, bound.extents, entries, _bits(operands), chained, _stacks(bound, operands), segments)
+    bits = _bits([operands[name] for name in _used(bound)])
+    return Problem(form, bound.extents, entries, bits, chained, _stacks(bound, operands), segments)
 
 
 def _stacks(bound: Bound, operands: Mapping[str, Tensor]) -> bool:
     """Whether segments may be stacked: all values are of one half precision, which tensor cores multiply exactly."""
-    kinds = {t.dtype for name in _used(bound) if (t := operands[name]).dtype.is_floating_point}
+    kinds = {t.dtype for name in _used(bound) if _is_value((t := operands[name]).dtype)}
     halves = kinds in ({torch.float16}, {torch.bfloat16})
     return halves and stacked(_form(bound), bound.statement) is not None
 
@@ -764,10 +765,13 @@ def _smallest(form: Roles) -> Tile:
     return Tile(16, 16, 16) if form.product else Tile(1, 1)
 
 
-def _bits(operands: Mapping[str, Tensor]) -> int:
+def _bits(operands: Sequence[Tensor]) -> int:
     """Of the widest values."""
-    values = (t.dtype for t in operands.values())
-    return max(kind.itemsize * 8 for kind in values if kind.is_floating_point or kind in EIGHT_BITS)
+    return max(t.dtype.itemsize * 8 for t in operands if _is_value(t.dtype))
+
+
+def _is_value(kind: torch.dtype) -> bool:
+    return kind.is_floating_point or kind in EIGHT_BITS
 
 
 def _precision() -> str:

@@ -208,9 +208,9 @@ def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: in
 
 def _held(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
-) -> register.Held:
+) -> register.HeldCall:
     """The call that autograd records, with the arrays of the map that it and its gradients read."""
-    return register.Held(*_passed(given, found, rows, groups, differentiable), (0, 1))
+    return register.HeldCall(*_passed(given, found, rows, groups, differentiable), (0, 1))
 
 
 def _passed(
@@ -219,6 +219,7 @@ def _passed(
     """All operands, their names, the statement, and the shape of its target."""
     x, weight = given
     _check_devices(x, weight, found)
+    _check_call(x, weight, found, rows, groups)
     tokens, arrays = maps.passed(found, differentiable)
     names, text, shape = _told(tokens, weight, rows, groups)
     return [*_grouped(x, weight, groups), *arrays], names, text, shape
@@ -290,6 +291,27 @@ def _check_devices(x: Tensor, weight: Tensor, found: KernelMap) -> None:
     raise DeviceError(f"{name} is on {tensor.device}, the kernel map on {found.device}")
 
 
+def _check_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int) -> None:
+    """What kernels would take as it is."""
+    if x.dtype != weight.dtype or not (x.is_floating_point() or x.dtype in EIGHT_BITS):
+        raise DtypeError(f"x and weight are of one dtype, floating point or int8, found {x.dtype} and {weight.dtype}")
+    if rows != found.num_outputs:
+        raise ShapeError(f"rows are the {found.num_outputs} outputs of the kernel map, found {rows}")
+    if x.ndim != 2 or x.shape[0] != found.num_inputs:
+        raise ShapeError(f"x is [{found.num_inputs}, C_in] for this kernel map, found shape {list(x.shape)}")
+    fits = weight.ndim == 3 and weight.shape[1] == found.volume and weight.shape[2] * groups == x.shape[1]
+    if not fits or weight.shape[0] % groups:
+        taken = f"[C_out, {found.volume}, {x.shape[1]} / {groups}], C_out a multiple of the groups"
+        raise ShapeError(f"weight is {taken}, found shape {list(weight.shape)}")
+    if x.dtype == torch.int8 and found.volume * weight.shape[2] > _INT8_TERMS:
+        terms = f"{found.volume} taps x {weight.shape[2]} channels"
+        raise ShapeError(f"a sum of int8 has at most {_INT8_TERMS} terms, within int32; found {terms}")
+
+
+_INT8_TERMS = 1 << 17
+"""How many products of int8 an int32 surely holds."""
+
+
 def _check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.device) -> None:
     for name, expected in (("scale", shape[1:]), ("shift", shape[1:]), ("residual", shape)):
         tensor = getattr(epilogue, name)
@@ -307,7 +329,8 @@ def _check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.de
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands in the autocast dtype where autocast is on; float64 is left alone, as torch does, and 8 bits are."""
     kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype in (torch.float64, *EIGHT_BITS):
+    alone = x.dtype == torch.float64 or {x.dtype, weight.dtype} & {*EIGHT_BITS}
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or alone:
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -17,7 +17,7 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.int8, dim: int | None = None)
 
     Parameters
     ----------
-    x: floating point, any shape.
+    x: finite floating point within float32's range, any shape; gradients do not pass.
     dtype: torch.int8 or torch.float8_e4m3fn.
     dim: the axis that has a scale for each place (weights: 0, the output channels); None: one scale for all.
 
@@ -25,11 +25,12 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.int8, dim: int | None = None)
     -------
     values of x's shape in `dtype`; scale float32, [x.shape[dim]] or []. What is all 0 has scale 1.
 
-    A convolution of both in 8 bits takes the scales in its epilogue:
+    A convolution of both in 8 bits takes the scales in its epilogue, and the layer's bias as `shift` (conv adds its own
+    `bias` before the scale, in units of the sums):
 
         x8, sx = quantize(x.feats)
         w8, sw = quantize(weight, dim=0)
-        y = conv(x.replace(x8), w8, epilogue=Epilogue(scale=sx * sw, dtype=torch.float16))
+        y = conv(x.replace(x8), w8, epilogue=Epilogue(scale=sx * sw, shift=bias, dtype=torch.float16))
 
     Raises DtypeError for other dtypes, OptionError for an axis that x does not have.
 
@@ -43,8 +44,9 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.int8, dim: int | None = None)
         raise DtypeError(f"x is floating point, found {x.dtype}")
     if dim is not None and not -x.ndim <= dim < x.ndim:
         raise OptionError(f"dim is an axis of x, which has {x.ndim}; found {dim}")
-    wide = x.to(torch.float32)
-    scale = torch.where((most := _largest(wide, dim)) > 0, most / _MOST[dtype], 1.0)
+    wide = x.detach().to(torch.float32)
+    most = _largest(wide, dim)
+    scale = torch.where(most == 0, 1.0, (most / _MOST[dtype]).clamp(min=torch.finfo(torch.float32).tiny))
     shape = [1] * x.ndim
     if dim is not None:
         shape[dim] = -1

@@ -185,7 +185,7 @@ def _gradients(call: _Call, grad: Tensor, last: Tensor | None, needed: Sequence[
     return grads
 
 
-class Held:
+class HeldCall:
     """A call with some operands given once and for all, differentiable in those that are left, which it takes.
 
     What is held is not written to any more, and needs no gradient; what is left has always the shapes, dtypes and
@@ -264,7 +264,7 @@ class _RecordedHeld(torch.autograd.Function):
     """A call with operands that are held, for torch's autograd."""
 
     @staticmethod
-    def forward(ctx: Any, call: Held, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, call: HeldCall, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.call, ctx.tiles = call, plan.kernels.tile_source()
         ctx.save_for_backward(*given)
         with _as_given(given):
