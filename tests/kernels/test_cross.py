@@ -105,7 +105,7 @@ SPILLS = {
 }
 """Known spills of cases and jobs: bytes at most (registers on AMD)."""
 SERIALIZED = {"tp_grouped:dW sm_90 fp16", "tp sm_90 fp32 tf32", "tp_tables:dW sm_90 fp16"}
-SERIALIZED |= {"conv_compacted sm_90 fp8 epilogue relu"}
+SERIALIZED |= {"conv_compacted sm_90 fp8 epilogue relu", "conv_compacted sm_90 fp8 c=16 epilogue "}
 """Where ptxas is known to wait for each wgmma: the left side is a product, made in registers; the sum of each turn of
 8-bit floats is added in float32."""
 MADE = {"tp_tables:dY"}
