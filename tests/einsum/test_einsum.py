@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -507,3 +509,12 @@ def test_the_examples_of_the_documentation():
             pm.einsum(text, **{n: torch.from_numpy(x) for n, x in arrays.items()}),
             torch.from_numpy(evaluate(text, arrays)),
         )
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_used_statement_can_be_copied(copied):
+    f = pm.compile_einsum("C[m,n] = A[m,k] * B[k,n]", {"A": "CSR"})
+    a, b = torch.eye(4).roll(1, 0), torch.randn(4, 3)
+    y = f(A=pm.sparse(a, "CSR"), B=b)
+    again = copied(f)
+    assert again == f and torch.equal(again(A=copied(pm.sparse(a, "CSR")), B=b), y)

@@ -1,5 +1,8 @@
 """Every convolution of the table against the oracle: coordinates, their order, features and gradients."""
 
+import copy
+import pickle
+
 import cases
 import oracle
 import pytest
@@ -7,6 +10,7 @@ import torch
 from cases import CASES, Case
 
 import pumice as pm
+from pumice.testing import random_tensor
 
 # The families whose numbers differ in kind; low precision runs on these, the rest of the table in fp64.
 LOW = [
@@ -242,3 +246,16 @@ def test_a_map_that_was_met_in_inference_serves_training_afterwards():
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
     found.sum().backward()
     assert all(p.grad is not None for layer in layers for p in layer.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_used_map_can_be_copied(copied):
+    x, weight = random_tensor(40, 4, 3), torch.randn(6, 27, 4)
+    found, _ = pm.kernel_map(x.geometry, pm.coords.Relation.of(3, 3))
+    for needed in (False, True):
+        pm.ops.conv_features(x.feats.requires_grad_(needed), weight, found, 40)
+    for one in (found, found.transpose()):
+        again = copied(one)
+        assert torch.equal(again.rows(), one.rows()) and again.table is not one.table
+        y = pm.ops.conv_features(x.feats, weight, again, 40)
+        assert torch.equal(y, pm.ops.conv_features(x.feats, weight, one, 40))

@@ -167,6 +167,10 @@ class KernelMap:
         """The map with its rows on `device`; other storages are made anew there when asked for."""
         return replace(self, table=self.table.to(device, non_blocking=non_blocking), _storages={})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy has the rows; its other storages are made anew when asked for.
+        return KernelMap, (self.relation, self.table, self.num_inputs, self.num_outputs, self.flipped)
+
     @staticmethod
     def from_rows(relation: Relation, rows: Tensor, num_inputs: int) -> KernelMap:
         """The map whose `rows()` are given, int [num_outputs, K]; -1 is no input."""

@@ -112,6 +112,10 @@ class Einsum:
     def _seen(self) -> Bounded[_Seen]:
         return _seen_by(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What was made ready stays behind.
+        return Einsum, (self.text, self.formats, self.lowering)
+
     def __call__(self, /, **operands: Operand) -> Tensor:
         if torch.compiler.is_compiling():
             return register.einsum(*_traced(self.text, operands), self.text, None, self.lowering)
