@@ -29,8 +29,7 @@ from pumice.lower.epilogue import Epilogue
 from pumice.lower.loops import EIGHT_BITS
 from pumice.schedule.tile import Tile
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-DTYPES |= {"fp8": torch.float8_e4m3fn, "i8": torch.int8}
+DTYPES = {name: kind for kind, name in lowered.DTYPES.items()}
 NVIDIA = ("sm_80", "sm_90")
 TARGETS = (*NVIDIA, "gfx942")
 AMD_STAGES = 2

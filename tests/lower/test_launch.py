@@ -419,6 +419,8 @@ def test_a_convolution_of_bytes_writes_what_its_epilogue_says(as_on_gpu, kind):
         assert pm.ops.conv_features(x, weight, found, 100, epilogue=epilogue).dtype == dtype
     names = [kernel.source.name for kernel in as_on_gpu.values()]
     assert names == ["_dot_fp32", "_dot_fp16", "_dot_fp8"]
+    # What is larger than the largest becomes that.
+    assert ["448.0" in kernel.source.text for kernel in as_on_gpu.values()] == [False, False, True]
     assert all("tl.int8" in k.source.text or "tl.float8e4nv" in k.source.text for k in as_on_gpu.values())
 
 

@@ -22,8 +22,13 @@ from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of,
 from pumice.language.roles import Roles, Within
 from pumice.lower.epilogue import ACTIVATIONS, RESIDUAL, SCALE, SHIFT
 
-FLOATS = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32", "fp64": "tl.float64"}
-FLOATS |= {"fp8": "tl.float8e4nv"}
+FLOATS = {
+    "fp8": "tl.float8e4nv",
+    "fp16": "tl.float16",
+    "bf16": "tl.bfloat16",
+    "fp32": "tl.float32",
+    "fp64": "tl.float64",
+}
 INTEGERS = {"i32": "tl.int32", "i64": "tl.int64"}
 SMALL = {"i8": "tl.int8", **{name: FLOATS[name] for name in ("fp8", "fp16", "bf16")}}
 """Of values: what tensor cores multiply as it is, without loss."""
@@ -458,11 +463,7 @@ class _Emitter:
         if self.roles.within:
             # The product within is not rounded to half precision.
             return "tl.float32"
-        single = all(len(set(side) & set(inner)) <= 1 for side in (self.roles.left, self.roles.right))
-        if len(kinds) > 1 or not kinds <= SMALL.keys() or (kinds <= {"i8", "fp8"} and not single):
-            # Products of several bytes are no bytes.
-            return "tl.float32"
-        return SMALL[next(iter(kinds))]
+        return SMALL.get(next(iter(kinds)), "tl.float32") if len(kinds) == 1 else "tl.float32"
 
     def _multiplied(self, places: Sequence[int], axes: str) -> Value:
         """The product of the factors, each loaded over the axes that it has."""

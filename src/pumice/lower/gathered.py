@@ -56,10 +56,9 @@ def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Ten
     assert isinstance(match, Match)
     if not _places_valid(match, bound, operands):
         return graph.run(bound, operands, dtype)
-    if dtype == torch.float32:
-        # Sums of halves are in float32 anyway: where that is asked for, they are not rounded to halves between.
-        names = (match.x.name, match.other.name)
-        operands = {**operands, **{n: operands[n].to(torch.promote_types(operands[n].dtype, dtype)) for n in names}}
+    # Sums of halves are in float32 anyway: where that is asked for, they are not rounded to halves between.
+    names = (match.x.name, match.other.name)
+    operands = {**operands, **{n: operands[n].to(torch.promote_types(operands[n].dtype, dtype)) for n in names}}
     axis = tables.array_axis(statement.target if not match.weights else match.other)
     volume = int(bound.shape[axis] if not match.weights else operands[match.other.name].shape[axis])
     pairs = Pairs(operands[match.gather], operands[match.scatter], _sizes(operands[match.taps], volume))

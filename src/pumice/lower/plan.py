@@ -156,8 +156,8 @@ class Ready:
     shape: tuple[int, ...]
     dtype: torch.dtype
     old: int | None
+    kept: torch.dtype
     finishes: bool = False
-    kept: torch.dtype = torch.float32
 
 
 def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
@@ -301,7 +301,7 @@ def _prepared(
         parts.append(Part(_runner(option.lowerings[number], bound, tensors, kind, precision), used))
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
-    return Ready(tuple(parts), shape, dtype, old, kept=dtype)
+    return Ready(tuple(parts), shape, dtype, old, dtype)
 
 
 def _runner(

@@ -308,7 +308,7 @@ class HeldRunner:
 class Aimed:
     """A compiled kernel with the addresses of what stays. slots: the places of the other operands, by name.
 
-    kept: whose addresses they are.
+    part: the segments whose addresses are among them; the operands that are held the runner keeps.
     """
 
     compiled: Compiled
@@ -317,7 +317,7 @@ class Aimed:
     slots: tuple[tuple[int, str], ...]
     result: int
     device: torch.device
-    kept: tuple[Any, ...]
+    part: Segments | None
 
     @staticmethod
     def of(launch: Launch, held: Mapping[str, Tensor], part: Segments | None) -> Aimed | None:
@@ -338,7 +338,7 @@ class Aimed:
                     return None
             else:
                 slots.append((place, name))
-        return Aimed(compiled, launch.programs, values, tuple(slots), result, device, (dict(held), part))
+        return Aimed(compiled, launch.programs, values, tuple(slots), result, device, part)
 
     def start(self, operands: Mapping[str, Tensor], out: Tensor) -> bool:
         """Whether the kernel was started: not where a tensor is not aligned, or on another device than the current."""
