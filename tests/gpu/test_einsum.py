@@ -8,7 +8,8 @@ from einsum_oracle import evaluate
 
 import pumice as pm
 from pumice.language.parse import parse
-from pumice.lower import maps
+from pumice.lower import maps, plan
+from pumice.lower import triton as kernels
 from pumice.ops import register
 from pumice.ops.conv import CONV
 from pumice.testing import assert_close, random_tensor, reference_conv
@@ -243,6 +244,49 @@ def test_more_than_2_to_31_elements():
     assert y.double().sum(1).tolist() == [(1 << 15) + 8, 0, 0]
 
 
+def shared_layer(channels, dtype):
+    """A layer whose segments are shared by many programs; its call, and what it is in float64."""
+    x = random_tensor(6000, channels, 3, device="cuda", dtype=dtype)
+    w = torch.randn(channels, 27, channels, device="cuda", dtype=dtype) / channels**0.5
+    tokens, arrays = maps.read(pm.kernel_map(x.geometry, pm.coords.Relation.of(3, 3))[0], "compacted")
+    operands = [x.feats, w, *arrays]
+    ready = plan.ready_for(operands, "|".join(("x", "w", *tokens)), CONV, (len(x.feats), channels), "triton")
+    (part,) = ready.parts
+    tile = kernels.tiles.Tile(64, 64, 32, stages=3, ahead=True, piece=2)
+    run = kernels.runner(part.run.bound, dtype, tile).holding({name: operands[place] for name, place in part.places})
+    return lambda: run({}), reference_conv(x, w.unflatten(1, (3, 3, 3))).feats
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_shared_segments_sum_in_one_order(dtype):
+    """Alone, on two streams at once, and in two graphs that run at once."""
+    call, exact = shared_layer(64, dtype)
+    first = call()
+    assert_close(first, exact, dtype=dtype, scale=float(exact.abs().mean()) * 4)
+    assert all(torch.equal(first, call()) for _ in range(20))
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(call())
+    torch.cuda.synchronize()
+    assert all(torch.equal(first, y) for y in found)
+    graphs, results = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()], []
+    for graph in graphs:
+        with torch.cuda.graph(graph, stream=streams[0]):
+            results.append([call() for _ in range(10)])
+    for _ in range(20):
+        for graph, stream, held in zip(graphs, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                for y in held:
+                    y.zero_()
+                graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(first, y) for held in results for y in held)
+
+
 def test_a_cuda_graph_holds_it():
     a, b = matrix(256, 128, 0.1, torch.float16), matrix(128, 64, 1.0, torch.float16, 1)
     s, f = pm.sparse(a, "GroupCOO"), pm.compile_einsum("C[m,n] = A[m,k] * B[k,n]")
@@ -258,8 +302,6 @@ def test_a_cuda_graph_holds_it():
 @pytest.mark.parametrize("densities", [(0.02, 0.05, 0.1), (0.15, 0.3, 0.6)])
 def test_no_kernel_is_made_for_another_number_of_entries(densities):
     """Rows of few entries and of many take different kernels; among either, one serves all."""
-    from pumice.lower import triton as kernels
-
     b, f = matrix(128, 64, 1.0, torch.float16, 1), pm.compile_einsum("C[m,n] = A[m,k] * B[k,n]")
     made = set()
     for seed, density in enumerate(densities):
@@ -270,7 +312,6 @@ def test_no_kernel_is_made_for_another_number_of_entries(densities):
 
 
 def test_tuning_keeps_the_fastest(monkeypatch, tmp_path):
-    from pumice.lower import triton as kernels
     from pumice.schedule.ledger import Ledger
 
     own = Ledger(tmp_path / "tiles.json")

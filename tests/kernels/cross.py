@@ -199,7 +199,9 @@ def _kind(argument: Argument, p: Problem, out: torch.Tensor) -> str:
     if argument.kind in ("operand", "result"):
         kind = lowered.DTYPES[(p.operands[argument.name] if argument.name else out).dtype]
         return "*" + {"fp8": "fp8e4nv"}.get(kind, kind)
-    return "*i32" if argument.kind == "segment" else "i32"
+    if argument.kind == "room":
+        return "*fp64" if torch.float64 in {out.dtype, *(t.dtype for t in p.operands.values())} else "*fp32"
+    return "*i32" if argument.kind in ("segment", "waiting") else "i32"
 
 
 def _stage(form: Roles, tile: Tile, dtype: str) -> int:

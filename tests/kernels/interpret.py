@@ -82,7 +82,8 @@ def tiles(p: Problem, count: int = TILES, most: int = 64 * 64) -> list[Tile]:
     found = [t for t in dict.fromkeys(found) if t.rows * t.columns <= most and t != first]
     step = max(1, len(found) // count)
     ahead = [replace(first, ahead=True)] if form_of(p).product else []
-    return [first, *ahead, *found[::step][:count]]
+    shared = [replace(first, piece=2)] if asked.shares else []
+    return [first, *ahead, *shared, *found[::step][:count]]
 
 
 # The case studies

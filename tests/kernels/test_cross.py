@@ -64,6 +64,8 @@ def _tiles():
         for stages in (3, 4):
             yield Job("conv_compacted", target, tile=Tile(128, 128, 64, warps=8, stages=stages, ahead=True))
         yield Job("conv_compacted", target, "fp32", "tf32", tile=Tile(128, 64, 32, stages=3, ahead=True))
+        yield Job("conv_compacted", target, tile=Tile(64, 64, 64, stages=4, ahead=True, piece=8))
+        yield Job("conv_compacted_t:dX", target, "bf16", tile=Tile(64, 128, 64, stages=5, piece=16))
         yield Job("block_group_coo_32", target, tile=Tile(256, 32, 32, stages=3, swapped=True, ahead=True))
         yield Job("group_coo", target, tile=Tile(32, 32, lanes=16, slabs=True))
         for name in ("coo", "group_coo"):

@@ -90,11 +90,11 @@ def test_indices_are_loaded_ahead_in_longer_loops():
     "tiles,channels,mean,expected",
     [
         (485, 128, 18, "128x128x64 w4 s3 ahead"),
-        (316, 128, 4.3, "64x128x64 w4 s4 ahead"),
+        (316, 128, 4.3, "64x128x64 w4 s4 ahead pieces of 16"),
         (898, 64, 12.8, "128x64x64 w4 s3 ahead"),
         (485, 64, 18, "128x64x64 w4 s4 ahead"),
         (7800, 32, 15, "128x32x32 w4 s4 ahead"),
-        (316, 32, 4.3, "64x32x32 w4 s5"),
+        (316, 32, 4.3, "64x32x32 w4 s5 pieces of 8"),
     ],
 )
 def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected):

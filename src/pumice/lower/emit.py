@@ -49,6 +49,7 @@ class Signature:
     splits: whether several programs share the loop of one tile, and add what they find.
     accumulate: whether what was found before (BEFORE, laid out as the result) is added.
     ahead: whether the indices that loads of the loop wait for are loaded two turns before they are used.
+    pieces: whether a segment may be shared by several programs, the last of which adds up what all have found.
     activation: what is applied last (lower.epilogue); scale, shift and residual are operands of these names.
     """
 
@@ -65,6 +66,7 @@ class Signature:
     splits: bool = False
     accumulate: bool = False
     ahead: bool = False
+    pieces: bool = False
     activation: str = ""
 
 
@@ -72,8 +74,10 @@ class Signature:
 class Argument:
     """An argument of a kernel.
 
-    kind: "result", "before" (what is added to), "operand", "segment" (rows, starts, stops, ends), "extent" of an index,
-    "size" or "stride" of an axis of an operand, "zero" (the number), or "constant" (known when the kernel is compiled).
+    kind: "result", "before" (what is added to), "operand", "segment" (rows, starts, stops, ends, firsts, pieces),
+    "room" (for what each program has found of a shared segment), "waiting" (how many of them are done), "extent" of an
+    index, "size" or "stride" of an axis of an operand, "zero" (the number), or "constant" (known when the kernel is
+    compiled).
     """
 
     kind: str
@@ -181,6 +185,8 @@ class _Emitter:
     # The frame of the kernel
 
     def source(self) -> Source:
+        if self.signature.pieces and (self.roles.segment is None or self.roles.laned or self.roles.stacked):
+            raise OptionError("a tile shares the segments of a matrix product whose rows are not the segments")
         self._programs()
         inner, outer = self._split_factors()
         product = self._product(inner) if inner else None
@@ -225,6 +231,8 @@ class _Emitter:
             head += [f"blocks_x = tl.cdiv({self._volume(roles.columns)}, BX)"]
             # The programs of one block of columns follow each other: the block is the slowest part of the number.
             head += ["others = tl.num_programs(0) // blocks_x", "rest = rest % others * blocks_x + rest // others"]
+        if self.signature.pieces:
+            head.append("unit = rest")
         self._axis("X", roles.columns, "fold" if self.turned else "rest")
         lanes = self._lane_rows() or self._stacked_rows()
         # Where the rows lead the result, what belongs to one of them is near in memory and is taken together.
@@ -243,6 +251,8 @@ class _Emitter:
         if roles.segment and not lanes:
             rows, starts, stops = (self._segment(part) for part in ("rows", "starts", "stops"))
             self._define(roles.segment.index, f"tl.load({rows} + rest)", "")
+            if self.signature.pieces:
+                head.append("item = rest")
             head += [f"start = tl.load({starts} + rest)", f"stop = tl.load({stops} + rest)"]
 
     def _stacked_rows(self) -> bool:
@@ -585,7 +595,38 @@ class _Emitter:
             head += self._one_by_one()
         if self.summed != self.accumulator:
             head.append(f"accumulator = accumulator.to({self.accumulator})")
+        if self.signature.pieces:
+            head += self._pieces()
         self.body = []
+
+    def _pieces(self) -> list[str]:
+        """What the programs that share a segment have found, added up by the last of them in the order of the entries.
+
+        Each leaves its sums in memory before it is counted. The one that finds all others counted reads them, and puts
+        the counter back to 0 for the next kernel.
+        """
+        segment = self.roles.segment
+        assert segment is not None
+        room, waiting = self._argument("room", ""), self._argument("waiting", "")
+        firsts, pieces = self._segment("firsts"), self._segment("pieces")
+        return [
+            f"inner = tl.num_programs(0) // {self._argument('extent', segment.index)}",
+            f"pieces_here = tl.load({pieces} + item)",
+            f"first_unit = unit - (item - tl.load({firsts} + item)) * inner",
+            "spot = tl.arange(0, BY)[:, None] * BX + tl.arange(0, BX)[None, :]",
+            "done = pieces_here == 1",
+            "if pieces_here > 1:",
+            f"    tl.store({room} + tl.cast(unit, tl.int64) * (BY * BX) + spot, accumulator)",
+            # All threads have stored when one of them counts the program.
+            "    tl.debug_barrier()",
+            f"    done = tl.atomic_add({waiting} + first_unit, 1, sem='acq_rel') == pieces_here - 1",
+            "    if done:",
+            f"        tl.store({waiting} + first_unit, 0)",
+            f"        accumulator = tl.zeros((BY, BX), dtype={self.accumulator})",
+            "        for piece in tl.range(0, pieces_here):",
+            "            other = tl.cast(first_unit + piece * inner, tl.int64) * (BY * BX)",
+            f"            accumulator += tl.load({room} + other + spot, cache_modifier='.cg')",
+        ]
 
     def _moved(self) -> list[str]:
         """The end of a turn: the indices of the next one move up, and those of the one after it are loaded.
@@ -752,6 +793,8 @@ class _Emitter:
         pointer, masks = self._address(Access("", roles.target.indices), self._result(), head)
         if roles.segment and roles.laned:
             masks.append(Value(f"({self.values[roles.segment.index].code} >= 0)", "Y"))
+        if self.signature.pieces:
+            masks.append(Value("done"))
         shape = f"({self._rows_of_result()}, {'1' if roles.folds else 'BX'})"
         # Sums rather than broadcasts: the interpreter's atomics read whole arrays only.
         place = " + ".join([*(v.at("YX") for v in pointer), f"tl.zeros({shape}, tl.int32)"])
@@ -846,8 +889,8 @@ STACKS = "##"
 BEFORE = "+"
 """The name under which stands, among the operands, what is added to."""
 _LETTERS = {"extent": "n", "size": "size", "stride": "stride", "operand": "t"}
-_SINGLE = {"result": "out", "before": "before", "zero": "zero"}
-_ORDER = ("result", "before", "operand", "segment", "extent", "size", "zero", "stride", "constant")
+_SINGLE = {"result": "out", "before": "before", "zero": "zero", "room": "room", "waiting": "waiting"}
+_ORDER = ("result", "before", "operand", "segment", "room", "waiting", "extent", "size", "zero", "stride", "constant")
 
 
 def _doc(statement: Statement) -> str:

@@ -24,6 +24,7 @@ class Segments:
     """Entries starts[j] <= p < stops[j] hold the value rows[j]; of a stack the values rows[j] <= value < ends[j].
 
     int32 [n] each. apart: those far longer than the others, where there are any; they are not among these.
+    Of pieces: where those of the same segment begin, and how many there are; 0 of what fills up the list.
     """
 
     rows: Tensor
@@ -31,6 +32,8 @@ class Segments:
     stops: Tensor
     ends: Tensor | None = None
     apart: Segments | None = None
+    firsts: Tensor | None = None
+    pieces: Tensor | None = None
 
     def taken(self, which: slice | Tensor) -> Segments:
         """Some of them."""
@@ -58,6 +61,32 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     if not 0 < long < count:
         return found
     return replace(found.taken(slice(long, None)), apart=found.taken(slice(long)))
+
+
+@per_tensor
+def pieces(array: Tensor, count: int, most: int) -> Segments:
+    """The segments of a sorted array in pieces of about equal length, of at most so many entries each.
+
+    The longest segments come first, the pieces of one side by side; an empty segment is one piece. The list is as long
+    as it might have to be, so that nothing is read from a device.
+    """
+    bounds = _bounds(array, count)
+    lengths = bounds.diff()
+    order = lengths.argsort(stable=True, descending=True)
+    lengths = lengths[order]
+    numbers = ((lengths + most - 1) // most).clamp_(min=1)
+    ends = numbers.cumsum(0, dtype=torch.int32)
+    places = torch.arange(count + array.shape[0] // most if count else 0, device=array.device, dtype=torch.int32)
+    owner = torch.searchsorted(ends, places, right=True)
+    filling = owner >= count
+    owner = owner.clamp_(max=count - 1)
+    firsts = torch.where(filling, places, (ends - numbers)[owner])
+    length = -(-lengths // numbers)[owner]
+    stops = bounds[1:][order][owner]
+    starts = torch.minimum(bounds[:-1][order][owner] + (places - firsts) * length, stops)
+    stops = torch.where(filling, starts, torch.minimum(starts + length, stops))
+    found = order.int()[owner], starts, stops
+    return Segments(*found, firsts=firsts, pieces=torch.where(filling, 0, numbers[owner]).int())
 
 
 @per_tensor

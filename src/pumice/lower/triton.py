@@ -25,11 +25,12 @@ from pumice.errors import OptionError
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, roles, segment_axis, stacked
+from pumice.lower.counters import counters
 from pumice.lower.emit import BEFORE, SPLITS, STACKS, Argument, Signature, Source, contiguous, emit, grid
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
 from pumice.lower.loops import EIGHT_BITS
 from pumice.lower.remember import Bounded
-from pumice.lower.segments import Segments, segments, stacks
+from pumice.lower.segments import Segments, pieces, segments, stacks
 from pumice.schedule import tile as tiles
 from pumice.schedule.ledger import Key, ledger
 from pumice.schedule.tile import Problem, Tile
@@ -61,6 +62,7 @@ class Launch:
     """A kernel made ready for operands of certain shapes, dtypes and layouts.
 
     fixed: its arguments, None where a tensor belongs; slots: the places of those, and what belongs there.
+    summed: the dtype in which pieces of segments leave their sums.
     compiled: by device and by which tensors are aligned to 16 bytes, what Triton made of it; later launches go there.
     """
 
@@ -70,6 +72,7 @@ class Launch:
     programs: int
     fixed: tuple[Any, ...]
     slots: tuple[tuple[int, str, str], ...]
+    summed: torch.dtype = torch.float32
     compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
 
     @property
@@ -81,6 +84,12 @@ class Launch:
         """What is known when the kernel is compiled."""
         arguments = enumerate(self.source.arguments)
         return {a.variable: self.fixed[place] for place, a in arguments if a.kind == "constant"}
+
+    def scratch(self, kind: str, device: torch.device) -> Tensor:
+        """Where programs leave what they found of a piece, or where they are counted."""
+        if kind == "waiting":
+            return counters(self.programs, device)
+        return torch.empty(self.programs * self.tile.rows * self.tile.columns, dtype=self.summed, device=device)
 
 
 @dataclass(frozen=True)
@@ -309,15 +318,17 @@ class Aimed:
     """A compiled kernel with the addresses of what stays. slots: the places of the other operands, by name.
 
     part: the segments whose addresses are among them; the operands that are held the runner keeps.
+    scratch: the places of what each launch has of its own.
     """
 
     compiled: Compiled
-    programs: int
+    launch: Launch
     values: list[Any]
     slots: tuple[tuple[int, str], ...]
     result: int
     device: torch.device
     part: Segments | None
+    scratch: tuple[tuple[int, str], ...]
 
     @staticmethod
     def of(launch: Launch, held: Mapping[str, Tensor], part: Segments | None) -> Aimed | None:
@@ -328,6 +339,7 @@ class Aimed:
             return None
         values: list[Any] = list(launch.fixed)
         slots: list[tuple[int, str]] = []
+        scratch: list[tuple[int, str]] = []
         result = 0
         for place, kind, name in launch.slots:
             if kind == "result":
@@ -336,9 +348,11 @@ class Aimed:
                 values[place] = (getattr(part, name) if kind == "segment" else held[name]).data_ptr()
                 if values[place] % 16:
                     return None
+            elif kind in _SCRATCH:
+                scratch.append((place, kind))
             else:
                 slots.append((place, name))
-        return Aimed(compiled, launch.programs, values, tuple(slots), result, device, part)
+        return Aimed(compiled, launch, values, tuple(slots), result, device, part, tuple(scratch))
 
     def start(self, operands: Mapping[str, Tensor], out: Tensor) -> bool:
         """Whether the kernel was started: not where a tensor is not aligned, or on another device than the current."""
@@ -352,9 +366,16 @@ class Aimed:
             bits |= address
         if bits % 16:
             return False
-        self.compiled(self.programs, values, index)
+        # Held until the kernel is under way.
+        own = [self.launch.scratch(kind, self.device) for _, kind in self.scratch]
+        for (place, _), tensor in zip(self.scratch, own, strict=True):
+            values[place] = tensor.data_ptr()
+        self.compiled(self.launch.programs, values, index)
         return True
 
+
+_SCRATCH = ("room", "waiting")
+"""Arguments that every launch has of its own."""
 
 LEDGER, TIMING, DEFAULT = "ledger", "timing", "default"
 """Where tiles come from: what was tuned, else the default; what is timed now where nothing was; the default always."""
@@ -511,10 +532,11 @@ def prepare(
     constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
     given = {**operands, "": out}
     fixed = tuple(_fixed(a, extents, given, constants) for a in source.arguments)
-    tensors = ("operand", "before", "result", "segment")
+    tensors = ("operand", "before", "result", "segment", *_SCRATCH)
     slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in tensors)
     programs = grid(form, extents, (tile.rows, tile.columns), count, tile.lanes)
-    return Launch(source, loaded(source), tile, programs, fixed, slots)
+    summed = torch.float64 if torch.float64 in {t.dtype for t in given.values()} else torch.float32
+    return Launch(source, loaded(source), tile, programs, fixed, slots, summed)
 
 
 @lru_cache(maxsize=1024)
@@ -562,6 +584,8 @@ def _values(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: S
     for place, kind, name in launch.slots:
         if kind == "segment":
             values[place] = getattr(part, name)
+        elif kind in _SCRATCH:
+            values[place] = launch.scratch(kind, out.device)
         else:
             values[place] = out if kind == "result" else operands[name]
     return values
@@ -639,6 +663,7 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
         slabs=tile.slabs,
         accumulate=BEFORE in operands,
         ahead=tile.ahead,
+        pieces=tile.piece > 0,
     )
 
 
@@ -745,6 +770,8 @@ def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles, tile: T
     if form.segment is None:
         return None
     array, count = operands[form.segment.array], _count(bound, operands)
+    if tile.piece:
+        return pieces(array, count, tile.piece)
     return stacks(array, count, tile.rows) if tile.stacked else segments(array, count, _WINDOW if form.laned else 0)
 
 

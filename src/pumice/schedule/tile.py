@@ -21,6 +21,8 @@ class Tile:
     slabs: all rows are taken for one block of columns before the next, so that what they gather stays in the cache.
     stacked: segments are the rows of a matrix product (language.roles.stacked).
     ahead: of a matrix product: indices are loaded two turns before they are used, so that no load waits for another.
+    piece: of a matrix product in segments: entries of one program at most. A longer segment is shared by several
+    programs, the last of which adds up what all have found, always in the same order; 0: none is shared.
     """
 
     rows: int
@@ -33,10 +35,11 @@ class Tile:
     slabs: bool = False
     stacked: bool = False
     ahead: bool = False
+    piece: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool):
+            if isinstance(value, bool) or (name == "piece" and value == 0):
                 continue
             if value < 1 or (name != "stages" and value & (value - 1)):
                 raise OptionError(f"{name} of a tile is a power of two, at least 1; found {value}")
@@ -63,6 +66,7 @@ class Tile:
     def __str__(self) -> str:
         lanes = f"/{self.lanes}" if self.lanes > 1 else ""
         order = " swapped" * self.swapped + " slabs" * self.slabs + " stacked" * self.stacked + " ahead" * self.ahead
+        order += f" pieces of {self.piece}" if self.piece else ""
         return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}{order}"
 
 
@@ -86,6 +90,12 @@ class Problem:
     chained: bool = False
     stacks: bool = False
     segments: int = 1
+
+    @property
+    def shares(self) -> bool:
+        """Whether segments may be shared by several programs: they are loops of a product, and not very many."""
+        roles = self.roles
+        return roles.product and roles.segment is not None and not roles.laned and self.segments < _MANY_SEGMENTS
 
     def volume(self, names: tuple[str, ...]) -> int:
         return math.prod(self.extents[name] for name in names if name in self.extents)
@@ -231,6 +241,10 @@ def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
                     for stages, ahead in loads:
                         tile = Tile(height, width, first.reduced, warps=warps, stages=stages, swapped=swapped)
                         yield replace(tile, ahead=ahead)
+    if problem.shares:
+        for piece in (4, 8, 16):
+            for stages, ahead in loads:
+                yield replace(first, stages=stages, ahead=ahead, piece=piece)
 
 
 def _warps_of_product(area: int) -> tuple[int, ...]:
@@ -298,10 +312,36 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     # With 32 bits a side holds its values in parts, for which 4 warps have no registers.
     warps = 8 if problem.bits > 16 and height * width >= 128 * 128 else 4
     if turns < _SHORT_LOOP:
-        return Tile(height, width, depth, warps=warps, stages=5, swapped=swapped)
-    # A fourth stage costs room for programs: worth it where they are few, or each takes little.
-    roomy = height <= 64 or depth <= 32 or (height * width < 128 * 128 and programs() < 4 * PROCESSORS)
-    return Tile(height, width, depth, warps=warps, stages=4 if roomy else 3, swapped=swapped, ahead=True)
+        tile = Tile(height, width, depth, warps=warps, stages=5, swapped=swapped)
+    else:
+        # A fourth stage costs room for programs: worth it where they are few, or each takes little.
+        roomy = height <= 64 or depth <= 32 or (height * width < 128 * 128 and programs() < 4 * PROCESSORS)
+        tile = Tile(height, width, depth, warps=warps, stages=4 if roomy else 3, swapped=swapped, ahead=True)
+    return replace(tile, piece=_piece(problem, tile, programs())) if problem.shares else tile
+
+
+def _piece(problem: Problem, tile: Tile, programs: int) -> int:
+    """How long a piece of a segment is: where the longest segment runs on far after the others, it is shared.
+
+    What several programs found costs a way through memory, so that nothing is shared where there is work for all.
+    """
+    bytes_of_turn = (tile.rows + tile.columns) * tile.reduced * problem.bits // 8
+    at_once = PROCESSORS * max(1, min(6, _SHARED_MEMORY // (tile.stages * bytes_of_turn)))
+    each = problem.mean * programs / at_once
+    longest = max(_LONGEST, 1.4 * problem.mean)
+    if longest < 2.5 * each:
+        return 0
+    return 8 if each <= 6 else 16
+
+
+_LONGEST = 27
+"""Entries of the longest segment that is to be expected: the taps of 3 x 3 x 3."""
+
+_SHARED_MEMORY = 200 << 10
+"""Of a processor, for all programs on it."""
+
+_MANY_SEGMENTS = 2048
+"""From so many on segments are not shared: the others keep a GPU busy while the longest one runs on."""
 
 
 _FEW = 3 * PROCESSORS

@@ -1,0 +1,51 @@
+"""Segments cut into pieces: every entry once, in order, in pieces of about equal length; and the counters they need."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pumice.lower.counters import counters
+from pumice.lower.segments import pieces
+
+
+@given(st.lists(st.integers(-1, 11), max_size=120), st.sampled_from([1, 2, 4, 8, 64]))
+def test_pieces_hold_every_entry_once(values, most):
+    count = 10
+    array = torch.tensor(sorted(values), dtype=torch.int32)
+    found = pieces(array, count, most)
+    lists = (found.rows, found.starts, found.stops, found.firsts, found.pieces)
+    assert all(x.dtype == torch.int32 for x in lists)
+    items = list(zip(*(x.tolist() for x in lists), strict=True))
+    by_row = {}
+    for item, (row, start, stop, first, number) in enumerate(items):
+        if not number:
+            assert start == stop and 0 <= row < count
+            continue
+        by_row.setdefault(row, []).append((item, start, stop, first, number))
+    assert sorted(by_row) == list(range(count))
+    for row, held in by_row.items():
+        entries = [place for place, value in enumerate(array.tolist()) if value == row]
+        assert [p for _, start, stop, _, _ in held for p in range(start, stop)] == entries
+        items_of = [item for item, *_ in held]
+        assert items_of == list(range(items_of[0], items_of[0] + len(held)))
+        assert {(first, number) for *_, first, number in held} == {(items_of[0], len(held))}
+        lengths = [stop - start for _, start, stop, _, _ in held]
+        assert max(lengths) <= most and (len(held) == 1 or min(lengths) >= 1)
+    # The segments with the most entries come first.
+    order = [
+        sum(stop - start for _, start, stop, _, _ in by_row[row]) for row in dict.fromkeys(r for r, *_, n in items if n)
+    ]
+    assert order == sorted(order, reverse=True)
+
+
+def test_no_segments_have_no_pieces():
+    found = pieces(torch.zeros(0, dtype=torch.int32), 0, 4)
+    assert found.rows.shape == found.pieces.shape == (0,)
+
+
+@pytest.mark.parametrize("size", [1, 63, 1000])
+def test_counters_are_zero(size):
+    found = counters(size, torch.device("cpu"))
+    assert found.dtype == torch.int32 and len(found) >= size and not found.any()
+    assert counters(size, torch.device("cpu")).data_ptr() != found.data_ptr()
