@@ -112,7 +112,7 @@ def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
 
 def block_of(outputs: int) -> int:
     """Outputs of a tile: fewer where there are too few tiles to fill a GPU."""
-    return 64 if outputs < 40_000 else 128
+    return 64 if outputs < 48_000 else 128
 
 
 def group_of(outputs: int) -> int:

@@ -314,9 +314,12 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     if turns < _SHORT_LOOP:
         tile = Tile(height, width, depth, warps=warps, stages=5, swapped=swapped)
     else:
+        tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, ahead=True)
         # A fourth stage costs room for programs: worth it where they are few, or each takes little.
         roomy = height <= 64 or depth <= 32 or (height * width < 128 * 128 and programs() < 4 * PROCESSORS)
-        tile = Tile(height, width, depth, warps=warps, stages=4 if roomy else 3, swapped=swapped, ahead=True)
+        more = replace(tile, stages=4)
+        if roomy and _rounds(problem, more, programs()) <= _rounds(problem, tile, programs()):
+            tile = more
     return replace(tile, piece=_piece(problem, tile, programs())) if problem.shares else tile
 
 
@@ -325,13 +328,22 @@ def _piece(problem: Problem, tile: Tile, programs: int) -> int:
 
     What several programs found costs a way through memory, so that nothing is shared where there is work for all.
     """
-    bytes_of_turn = (tile.rows + tile.columns) * tile.reduced * problem.bits // 8
-    at_once = PROCESSORS * max(1, min(6, _SHARED_MEMORY // (tile.stages * bytes_of_turn)))
-    each = problem.mean * programs / at_once
-    longest = max(_LONGEST, 1.4 * problem.mean)
-    if longest < 2.5 * each:
+    each = problem.mean * programs / _at_once(problem, tile)
+    if max(_LONGEST, 1.4 * problem.mean) < 2.5 * each:
         return 0
-    return 8 if each <= 6 else 16
+    return 8 if each <= 9 else 16
+
+
+def _rounds(problem: Problem, tile: Tile, programs: int) -> int:
+    """How often a device is filled with programs of a tile where all are as long."""
+    # Short loops differ most in their lengths: others fill the gaps.
+    return -(-programs // _at_once(problem, tile)) if problem.mean > _SHORT_LOOP else 1
+
+
+def _at_once(problem: Problem, tile: Tile) -> int:
+    """Programs of a matrix product that a device holds."""
+    bytes_of_turn = (tile.rows + tile.columns) * tile.reduced * problem.bits // 8
+    return PROCESSORS * max(1, min(6, _SHARED_MEMORY // (tile.stages * bytes_of_turn)))
 
 
 _LONGEST = 27
