@@ -13,18 +13,18 @@ from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import Tile
 from pumice.tools.bench_conv import Layer
 from pumice.tools.layer_cells import map_of
-from pumice.tools.layer_model import LATENCY, Needs, Step, Walk, bounds, least, needs, resident, walks, why
+from pumice.tools.layer_model import LATENCY, Needs, Step, Walk, bounds, in_turn, least, needs, resident, walks, why
 
 TILE = Tile(64, 16, 16, warps=4, stages=3, ahead=True)
 
 
-def row_of(count, channels=16, dtype=torch.float32):
+def row_of(count, channels=16, dtype=torch.float32, groups=1):
     """A layer over a row of voxels along z: the middle meets three of 27 taps, the ends two."""
     coords = torch.zeros(count, 4, dtype=torch.int32)
     coords[:, 3] = torch.arange(count)
     chance = torch.Generator().manual_seed(1)
     feats = torch.randn(count, channels, generator=chance).to(dtype)
-    weight = torch.randn(channels, 27, channels, generator=chance).to(dtype)
+    weight = torch.randn(channels, 27, channels // groups, generator=chance).to(dtype)
     return Layer(map_of(coords), feats, weight, coords)
 
 
@@ -67,6 +67,34 @@ def test_more_of_a_tile_costs_more():
     assert halves.memory > wide.memory and halves.useful == wide.useful
 
 
+def test_needs_of_groups():
+    layer, pairs = row_of(100, 32, groups=2), 3 * 100 - 2
+    indices = 4 * (2 * 64 + 6 + 6 + 6 * 64)
+    found = needs(layer, walks(layer.found, "compacted"), TILE)
+    assert found.useful == 2 * pairs * 32 * 16 and found.padded == 2 * 6 * 64 * 32 * 16 and found.plain == 0
+    # Each program has the 16 channels of one group: a row is read once, the indices twice.
+    assert found.programs == 2 * 2
+    assert found.cache == 4 * (32 * pairs + 6 * 32 * 16 + 100 * 32) + 2 * indices
+    deep = row_of(100, 32, groups=32)
+    found = needs(deep, walks(deep.found, "compacted"), Tile(16, 32))
+    # Four programs of 16 rows in a tile; all columns are in one block.
+    assert found.plain == found.padded == 2 * 6 * 64 * 32 and found.programs == 2 * 4
+    assert found.cache == 4 * (32 * pairs + 6 * 4 * 32 + 100 * 32) + indices
+
+
+def test_entries_are_multiplied_on_plain_units():
+    gpu = DEVICES["cuda"]
+    found = bounds(Needs(padded=gpu.matrix + gpu.plain, plain=gpu.plain))
+    assert found["matrix"] == 2
+
+
+def test_whole_programs_are_waited_for():
+    gpu = DEVICES["cuda"]
+    for programs, times in ((66, 2.0), (132, 1.0), (198, 4 / 3), (1320, 1.0)):
+        assert in_turn(Needs(cache=gpu.cache, programs=programs)) == pytest.approx(times)
+    assert in_turn(Needs(memory=gpu.memory, programs=66)) == 1
+
+
 def test_bounds_are_rates_of_the_device():
     gpu = DEVICES["cuda"]
     found = bounds(Needs(padded=gpu.matrix, memory=2 * gpu.memory, cache=3 * gpu.cache, chain=0.5), floor=0.25)
@@ -102,6 +130,10 @@ def test_the_step_of_a_form_has_the_layers_sizes():
     step = Step.of(layer, "compacted")
     assert step.bound.shape == (100, 16) and set(step.tensors) >= {"x", "w"}
     assert step.default().rows == 64 == step.best().rows
+    wide = Step.of(layer, "compacted", 128)
+    # As many tiles as a large scene has leave room for 128 rows.
+    assert wide.default().rows == 64 and wide.default(1000).rows == 128
+    assert Step.of(row_of(100, 32, groups=2), "compacted").bound.shape == (100, 2, 16)
 
 
 BY_TILES = """
@@ -116,6 +148,11 @@ layer = row_of(70)
 step = Step.of(layer, "compacted")
 for ahead, stages in ((True, 3), (False, 3), (False, 5)):
     print(error(step.by(replace(step.default(), ahead=ahead, stages=stages)), exact(layer)) < 1e-6)
+# Blocks of another size, two groups, and a depthwise layer.
+for width, block in ((16, 128), (8, 0), (1, 0)):
+    layer = replace(layer, weight=layer.weight[:, :, :width].contiguous())
+    step = Step.of(layer, "compacted", block)
+    print(error(step.by(step.default(100)), exact(layer)) < 1e-6)
 """
 
 
@@ -126,4 +163,4 @@ def test_a_step_by_any_tile_is_the_layer(tmp_path):
     program = BY_TILES.format(paths=[str(tests), str(tests.parent / "src")])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PUMICE_CACHE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["True"] * 3, done.stderr[-2000:]
+    assert done.stdout.split() == ["True"] * 6, done.stderr[-2000:]

@@ -25,8 +25,9 @@ from pumice.tools import (
 from pumice.tools.bench_ablation import IDEAS
 from pumice.tools.bench_precisions import GOALS, Found
 from pumice.tools.bench_roofline import Placed
+from pumice.tools.layer_cells import Width
 from pumice.tools.layer_model import Needs, walks
-from pumice.tools.study import Setup, goals_told
+from pumice.tools.study import Setup, error, goals_told
 from pumice.tools.timing import Times
 
 CELL = "surface_300/k3/C8"
@@ -76,13 +77,58 @@ def test_a_wrong_gradient_is_not_timed(monkeypatch):
         list(bench.run("conv-train", print, bench.Options("gradients", "surface_300/k3/C8", True, "cpu")))
 
 
+# channels
+
+
+def test_channels_are_held_against_one_group(study):
+    out, rows = study("channels", only="surface_300/k3/C64")
+    for width in ("C64-1000", "C64g2", "C64g64"):
+        assert f"channels/surface_300/k3/{width}/fwd fp32 wall: default" in out
+    assert [(r["case"], r["peer"]) for r in rows if r["peer"] != "spconv"] == [
+        (f"channels/surface_300/k3/{width}/fwd/default", "one group") for width in ("C64g2", "C64g64")
+    ]
+    assert "spconv is left out where there are groups" in out and "one group fp32 wall: best of ours" in out
+
+
+def test_tuned_tiles_are_of_thorough_runs(monkeypatch):
+    said = []
+    list(bench.run("conv-forward", said.append, bench.Options("channels", "surface_300/k3/C5-16", True, "cpu", True)))
+    assert any("default " in line and "tuned " in line for line in said)
+
+
+@pytest.mark.parametrize("width", ["C3-32", "C64g2"])
+def test_layers_of_odd_widths_that_are_wrong_are_not_timed(monkeypatch, width):
+    monkeypatch.setattr(layer_cells, "conv_features", lambda x, w, *_: x.new_zeros(len(x), len(w)))
+    with pytest.raises(PumiceError, match="default: relative error 1"):
+        list(bench.run("conv-forward", print, bench.Options("channels", f"surface_300/k3/{width}", True, "cpu")))
+
+
+def test_widths_make_layers():
+    setup = replace(setup_of([]), only="surface_300")
+    widths = (Width(3, 32), Width(64, 64, 2))
+    made = [layer_cells.layer_of(setup, cell) for cell in layer_cells.cells(setup, layer_cells.Choice(widths=widths))]
+    assert [str(w) for w in (*widths, Width.square(96))] == ["3-32", "64g2", "96"]
+    assert [(x.feats.shape[1], x.grad.shape[1], tuple(x.weight.shape), x.groups) for x in made] == [
+        (3, 32, (32, 27, 3), 1),
+        (64, 64, (64, 27, 32), 2),
+    ]
+
+
+def test_training_of_groups_is_exact():
+    setup = replace(setup_of([]), only="surface_300")
+    (cell,) = layer_cells.cells(setup, layer_cells.Choice(widths=(Width(12, 6, 3),)))
+    layer = layer_cells.layer_of(setup, cell)
+    for found, truth in zip(layer_cells.both(layer), layer_cells.exact_both(layer), strict=True):
+        assert found.shape == truth.shape and error(found, truth) < 1e-6
+
+
 # dtypes
 
 
 def test_dtypes_tell_times_and_errors(study):
     out, _ = study("dtypes")
     assert "tf32, bf16x3 and tf32x3 are left out" in out
-    for kind in ("fp16", "bf16", "ieee"):
+    for kind in ("fp16", "bf16", "ieee", "int8", "fp8"):
         assert f"{kind} " in out
     for goal in GOALS:
         assert f"goal {goal.name}" in out
@@ -93,6 +139,25 @@ def test_dtypes_time_nothing_wrong(monkeypatch):
     monkeypatch.setattr(bench_precisions, "einsum", lambda operands, *_: torch.zeros_like(operands[0]))
     with pytest.raises(PumiceError, match="relative error 1"):
         list(bench.run("conv-forward", print, bench.Options("dtypes", CELL, True, "cpu")))
+
+
+def test_bytes_are_held_against_halves(study):
+    _, rows = study("dtypes")
+    found = {(r["case"].rpartition("/")[2], r["dtype"], r["peer"]) for r in rows if r["metric"] == "time"}
+    assert {("int8", "int8", "fp16"), ("fp8", "fp8", "fp16")} <= found
+
+
+def test_wrong_layers_of_bytes_are_not_timed(monkeypatch):
+    monkeypatch.setattr(bench_precisions, "conv_features", lambda x, *_: torch.zeros(x.shape))
+    with pytest.raises(PumiceError, match="2 failed: .*int8: relative error 1.*fp8: relative error 1"):
+        list(bench.run("conv-forward", print, bench.Options("dtypes", CELL, True, "cpu")))
+
+
+def test_a_device_without_fp8_is_told(study, monkeypatch):
+    monkeypatch.setattr(bench_precisions, "without_fp8", lambda device: "it has no units for it")
+    out, rows = study("dtypes")
+    assert "fp8 is left out: it has no units for it" in out and "goal fp8 over fp16, 1x: not measured" in out
+    assert not [r for r in rows if r["dtype"] == "fp8"]
 
 
 def test_a_goal_takes_the_fastest_that_is_exact_enough():
@@ -188,14 +253,14 @@ def test_every_study_is_told_where_one_is_unknown():
 
 def test_ablation_holds_every_idea_against_its_prediction(study):
     out, rows = study("ablation")
-    done = [name for name in IDEAS if not name.startswith("look-ahead")]
+    done = [name for name in IDEAS if not name.startswith(("look-ahead", "tile-by-size"))]
     gains = {r["case"]: r for r in rows if r["metric"] == "gain"}
     spent = {r["case"].rpartition("/")[0]: r for r in rows if r["metric"] == "time"}
     assert [name.rpartition("/")[2] for name in gains] == done == [name.rpartition("/")[2] for name in spent]
     for name, gain in gains.items():
         assert gain["peer"] == "predicted" and gain["peer_source"] == "model" and gain["peer_value"] > 0
         assert gain["value"] == pytest.approx(spent[name]["peer_value"] / spent[name]["value"], rel=0.01)
-    assert out.count("is left out: tiles are those of kernels") == 2 and "are not switches" in out
+    assert out.count("is left out: tiles are those of kernels") == 3 and "are not switches" in out
 
 
 def test_an_idea_with_a_wrong_result_is_not_timed(monkeypatch):
@@ -215,6 +280,15 @@ def test_predicted_gains_follow_the_work():
     # Fewer entries of tiles are worth more than none, and walking all taps costs at least what unsorted rows do.
     assert entries["unsorted"] > entries["compacted"] and 1 <= order.predicted <= dense.predicted
     assert IDEAS["split2"](subjected).predicted < 1 < IDEAS["fused-epilogue"](subjected).predicted
+
+
+def test_tiles_of_another_size_are_predicted_to_cost_more(monkeypatch):
+    monkeypatch.setattr(bench_ablation, "runs_kernels", lambda x: True)
+    setup = replace(setup_of([]), only="shell_16/k3/C256")
+    (cell,) = layer_cells.cells(setup, layer_cells.Choice(widths=(Width.square(256),)))
+    idea = IDEAS["tile-by-size"](bench_ablation.Subjected(layer_cells.layer_of(setup, cell), torch.empty(0)))
+    # 68 programs of 64 x 64 results, or 18 of 128 x 128.
+    assert 1 < idea.predicted < 8
 
 
 @pytest.mark.parametrize(("suite", "name"), [("conv-forward", "fwd"), ("conv-train", "fwd+bwd")])

@@ -21,7 +21,7 @@ from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import Tile
 from pumice.tools.bench_conv import exact
 from pumice.tools.layer_cells import Cell, Choice, Trained, cells, forward, layer_of
-from pumice.tools.layer_model import Step, Walk, least, needs, walks
+from pumice.tools.layer_model import Step, Walk, in_turn, least, needs, walks
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.study import DTYPES, Case, Ready, Setup, Way, ready, timed, untuned
 from pumice.tools.timing import Times
@@ -39,6 +39,8 @@ NO_SWITCH = (
     "padding and hoisting are not switches: the tiles of every form are filled up with -1, and Triton moves out of a "
     "loop what does not change in it"
 )
+_SIZES = (10_000, 1_000_000)
+"""Rows of a small layer and of a large one."""
 _KERNEL = 2e-6
 """Seconds of an elementwise kernel besides what it moves."""
 _APART = 46
@@ -126,6 +128,25 @@ def _by(step: Step, tile: Tile) -> Callable[[], Tensor]:
     return lambda: step.by(tile)
 
 
+def _tile_by_size(cell: Subjected) -> Idea | str:
+    """Against what a layer of another size would get: a large one's tile and block on a small one, and the other way
+    round."""
+    if not cell.kernels:
+        return "tiles are those of kernels, and none run here"
+    layer = cell.layer
+    own = maps.block_of(layer.rows)
+    other = next(size for size in _SIZES if maps.block_of(size) != own)
+    made: list[tuple[Step, Tile, float]] = []
+    for size in (layer.rows, other):
+        block = maps.block_of(size)
+        step = Step.of(layer, FORM, block)
+        tile = step.default(size / layer.rows)
+        walk = Walk.of(*layer.found.compacted(block))
+        made.append((step, tile, in_turn(needs(layer, [walk], tile))))
+    (step, tile, fits), (strange, unfit, takes) = made
+    return cell.idea(takes / fits, _by(step, tile), _by(strange, unfit))
+
+
 def _epilogue(cell: Subjected) -> Idea:
     """Scale, shift, residual and ReLU in the layer's kernel, and by torch behind it."""
     layer = cell.layer
@@ -151,6 +172,7 @@ IDEAS: Mapping[str, Callable[[Subjected], Idea | str]] = MappingProxyType(
         "look-ahead-against-5-stages": partial(_look_ahead, stages=5, predicted=1.0),
         "compaction": _compaction,
         "reordering": _reordering,
+        "tile-by-size": _tile_by_size,
         "split2": partial(_split, form="split2"),
         "split3": partial(_split, form="split3"),
         "fused-epilogue": _epilogue,

@@ -33,7 +33,7 @@ GROUP = 32  # pairs of a group where Inductor multiplies: what the recorded base
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A convolution with its map and operands. weight: [C, 27, C]."""
+    """A convolution with its map and operands. weight: [C_out, 27, C_in / groups]."""
 
     found: KernelMap
     feats: Tensor
@@ -43,6 +43,10 @@ class Layer:
     @property
     def rows(self) -> int:
         return len(self.coords)
+
+    @property
+    def groups(self) -> int:
+        return self.feats.shape[1] // self.weight.shape[2]
 
 
 def conv(setup: Setup) -> Iterator[Row]:
@@ -120,7 +124,8 @@ def _one(setup: Setup, case: str, name: str, layer: Layer) -> Iterator[Row]:
 
 def exact(layer: Layer) -> Tensor:
     """The result in float64."""
-    return reference.forward(layer.feats.double(), layer.weight.double(), layer.found.pairs(), layer.rows, 1)
+    x, weight = layer.feats.double(), layer.weight.double()
+    return reference.forward(x, weight, layer.found.pairs(), layer.rows, layer.groups)
 
 
 def planned(layer: Layer) -> Way:

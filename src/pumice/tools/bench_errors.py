@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pumice.tools.bench_precisions import Kind
-from pumice.tools.layer_cells import Cell, Choice, Trained, both, cells, exact_both, layer_of, map_of
+from pumice.tools.layer_cells import Cell, Choice, Trained, Width, both, cells, exact_both, layer_of, map_of
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.map_scenes import Voxels, shell
 from pumice.tools.study import DTYPES, TOLERANCE, Setup, error
@@ -47,7 +47,7 @@ def errors(setup: Setup) -> Iterator[Row]:
         for kind in kinds:
             case = f"errors/box_{side}/k3/C{width}/{kind.name}"
             if setup.wants(case):
-                layer = layer_of(setup, Cell(case, "box", width, found, coords), kind.dtype)
+                layer = layer_of(setup, Cell(case, "box", Width.square(width), found, coords), kind.dtype)
                 yield from _beside(setup, (case, kind, side), layer, worse)
     setup.say(f"errors above {NOISE:g} times those of the dense convolution: {', '.join(worse) or 'none'}")
     yield from _repeated(setup)

@@ -16,7 +16,7 @@ from pumice import nn
 from pumice.errors import PumiceError
 from pumice.ops import SparseTensor, conv_features
 from pumice.tools.bench_compile import probed
-from pumice.tools.layer_cells import FORWARD, TRAINING, Cell, Pass, Trained, layer_of, map_of
+from pumice.tools.layer_cells import FORWARD, TRAINING, Cell, Pass, Trained, Width, layer_of, map_of
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.map_scenes import surface
 from pumice.tools.study import DTYPES, Case, Setup, Way, ready
@@ -32,7 +32,7 @@ STATES: Mapping[str, Peer] = MappingProxyType({"cold": Peer("goal", 20.0, "goal"
 def host(setup: Setup) -> Iterator[Row]:
     """Microseconds of the host for a call of a tiny layer, eager, many of them queued without a wait."""
     coords = surface(VOXELS, setup.device)
-    cell = Cell("host", "surface", CHANNELS, map_of(coords.coords), coords)
+    cell = Cell("host", "surface", Width.square(CHANNELS), map_of(coords.coords), coords)
     layer = layer_of(setup, cell)
     for name, (make, passed, goal) in CALLS.items():
         case = f"host/{name}"

@@ -103,9 +103,10 @@ def _known(scene: str, channels: int, passed: Pass) -> Iterator[Peer]:
 
 def least(layer: Trained) -> float:
     """Seconds: every pair multiplied once; its row read from the cache; features in and out through memory once."""
-    pairs, channels, size = len(layer.found.pairs().inputs), layer.feats.shape[1], layer.feats.element_size()
-    features = 2 * layer.feats.numel() * size + layer.weight.numel() * size
-    return seconds_to_move(cache=pairs * channels * size, memory=features, flops=2.0 * pairs * channels**2)
+    pairs, size = len(layer.found.pairs().inputs), layer.feats.element_size()
+    (rows, inputs), (outputs, _, each) = layer.feats.shape, layer.weight.shape
+    features = (rows * (inputs + outputs) + layer.weight.numel()) * size
+    return seconds_to_move(cache=pairs * inputs * size, memory=features, flops=2.0 * pairs * outputs * each)
 
 
 def _spconv(layer: Trained, passed: Pass) -> Callable[[], Any]:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from pumice.coords.launch import runs_kernels
 from pumice.lower import maps
+from pumice.lower.loops import EIGHT_BITS
+from pumice.lower.triton import without_fp8
+from pumice.ops import Epilogue, conv_features, quantize
 from pumice.ops.conv import CONV
 from pumice.ops.register import einsum
 from pumice.tools import spconv_peer
@@ -39,6 +42,8 @@ KINDS = (
     Kind("bf16x3", torch.float32, "bf16x3"),
     Kind("tf32x3", torch.float32, "tf32x3"),
     Kind("ieee", torch.float32, "ieee"),
+    Kind("int8", torch.int8),
+    Kind("fp8", torch.float8_e4m3fn),
 )
 
 
@@ -65,6 +70,8 @@ GOALS = (
     ),
     Goal("bf16x3 over spconv fp32", ("bf16x3",), "spconv fp32", 2.0, lambda errors: 1e-5),
     Goal("bf16 over fp16", ("bf16",), "fp16", 1 / 1.05),
+    Goal("int8 over fp16", ("int8",), "fp16", 1.0),
+    Goal("fp8 over fp16", ("fp8",), "fp16", 1.0),
 )
 
 
@@ -86,11 +93,13 @@ class Found:
 
 
 def dtypes(setup: Setup) -> Iterator[Row]:
-    """fp16, bf16, and float32 in each precision, with relative errors; by default tiles, tuned where thorough."""
-    chosen = Choice("dtypes", scenes=("waymo_1f_5cm", "shell_256"), channels=(64, 128))
+    """Every kind, with relative errors; by default tiles, tuned where thorough."""
+    chosen = Choice("dtypes", scenes=("waymo_1f_5cm", "shell_256"), channels=(64, 128, 256))
     found: list[Found] = []
     if not _has_kernels(setup):
         setup.say(f"tf32, bf16x3 and tf32x3 are left out: kernels multiply so, and none run on {setup.device.type}")
+    if why := without_fp8(setup.device):
+        setup.say(f"fp8 is left out: {why}")
     for cell in cells(setup, chosen):
         made = {r.name: r for r in (*_ours(setup, cell), *_theirs(setup, cell))}
         errors = {name: r.error for name, r in made.items()}
@@ -113,6 +122,10 @@ def _ours(setup: Setup, cell: Cell) -> Iterator[Ready]:
     for kind in KINDS:
         if kind.precision not in ("", "ieee") and not _has_kernels(setup):
             continue
+        if kind.dtype in EIGHT_BITS:
+            if done := _in_bytes(setup, cell, kind):
+                yield done
+            continue
         if kind.dtype not in layers:
             layer = layer_of(setup, cell, kind.dtype)
             layers[kind.dtype] = layer, exact(layer)
@@ -122,6 +135,23 @@ def _ours(setup: Setup, cell: Cell) -> Iterator[Ready]:
         done = ready(setup, Case(cell.case, kind.dtype, truth), way, ours=True)
         if done is not None:
             yield done
+
+
+def _in_bytes(setup: Setup, cell: Cell, kind: Kind) -> Ready | None:
+    """A layer of quantized values with their scales in its epilogue, to half precision; None where there is no fp8.
+
+    Right is what the quantized values give in float64: what quantizing them loses is no error of the layer.
+    """
+    if kind.dtype == torch.float8_e4m3fn and without_fp8(setup.device):
+        return None
+    layer = layer_of(setup, cell, torch.float32)
+    (x, of_x), (weight, of_weight) = quantize(layer.feats, kind.dtype), quantize(layer.weight, kind.dtype, 0)
+    scale = of_x * of_weight
+    truth = exact(replace(layer, feats=x, weight=weight)) * scale.double()
+    epilogue = Epilogue(scale=scale, dtype=torch.float16)
+    call = torch.no_grad()(partial(conv_features, x, weight, layer.found, layer.rows, 1, epilogue))
+    way = Way(kind.name, partial(by_choice, setup, call), slack=kind.slack)
+    return ready(setup, Case(cell.case, torch.float16, truth), way, ours=True)
 
 
 def _theirs(setup: Setup, cell: Cell) -> Iterator[Ready]:

@@ -1,4 +1,4 @@
-"""The layers that are timed: 3x3x3, submanifold, C to C, their maps at hand; a cell is a scene and a width."""
+"""The layers that are timed: 3x3x3, submanifold, their maps at hand; a cell is a scene and a width."""
 
 from __future__ import annotations
 
@@ -22,19 +22,38 @@ WINDOW = Relation.of(3, 3)
 
 
 @dataclass(frozen=True)
+class Width:
+    """Channels in and out, and their groups; as text 64, 3-32, 64g2."""
+
+    inputs: int
+    outputs: int
+    groups: int = 1
+
+    @staticmethod
+    def square(channels: int) -> Width:
+        return Width(channels, channels)
+
+    def __str__(self) -> str:
+        sides = f"{self.inputs}" if self.inputs == self.outputs else f"{self.inputs}-{self.outputs}"
+        return f"{sides}g{self.groups}" if self.groups > 1 else sides
+
+
+@dataclass(frozen=True)
 class Choice:
     """The cells that a study takes, and how their cases are called: before/scene/k3/C64/after.
 
-    scenes: all where none are named; in a quick run scenes and widths are those of quick runs.
+    scenes: all where none are named; in a quick run scenes and channels are those of quick runs.
+    widths: in place of channels, in every run.
     """
 
     before: str = ""
     after: str = ""
     scenes: tuple[str, ...] = ()
     channels: tuple[int, ...] = CHANNELS
+    widths: tuple[Width, ...] = ()
 
-    def case(self, scene: str, channels: int) -> str:
-        return "/".join(part for part in (self.before, scene, "k3", f"C{channels}", self.after) if part)
+    def case(self, scene: str, width: Width) -> str:
+        return "/".join(part for part in (self.before, scene, "k3", f"C{width}", self.after) if part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +62,14 @@ class Cell:
 
     case: str
     scene: str
-    channels: int
+    width: Width
     found: KernelMap
     voxels: Voxels
+
+    @property
+    def channels(self) -> int:
+        """Those that come in."""
+        return self.width.inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +93,8 @@ def cells(setup: Setup, choice: Choice) -> Iterator[Cell]:
     for scene, load in layer_scenes(setup):
         if choice.scenes and not setup.quick and scene not in choice.scenes:
             continue
-        cases = {width: choice.case(scene, width) for width in ((8, 16) if setup.quick else choice.channels)}
+        widths = choice.widths or tuple(map(Width.square, (8, 16) if setup.quick else choice.channels))
+        cases = {width: choice.case(scene, width) for width in widths}
         wanted = {width: case for width, case in cases.items() if setup.wants(case)}
         if not wanted:
             continue
@@ -88,22 +113,24 @@ def map_of(coords: Tensor) -> KernelMap:
 
 def layer_of(setup: Setup, cell: Cell, dtype: torch.dtype | None = None) -> Trained:
     """The cell's layer with normal features, weights and gradient; by default in half precision where that is fast."""
-    rows, width, dtype = len(cell.voxels), cell.channels, dtype or setup.half
-    feats, grad = (setup.filled(rows, width, dtype=dtype, seed=seed) for seed in (6, 8))
-    weight = setup.filled(width, 27, width, seed=7) / math.sqrt(7 * width)
+    rows, width, dtype = len(cell.voxels), cell.width, dtype or setup.half
+    feats = setup.filled(rows, width.inputs, dtype=dtype, seed=6)
+    grad = setup.filled(rows, width.outputs, dtype=dtype, seed=8)
+    each = width.inputs // width.groups
+    weight = setup.filled(width.outputs, 27, each, seed=7) / math.sqrt(7 * each)
     return Trained(cell.found, feats, weight.to(dtype), cell.voxels.coords, grad)
 
 
 def forward(layer: Layer) -> Tensor:
     """The result, in inference."""
     with torch.no_grad():
-        return conv_features(layer.feats, layer.weight, layer.found, layer.rows)
+        return conv_features(layer.feats, layer.weight, layer.found, layer.rows, layer.groups)
 
 
 def both(layer: Trained) -> tuple[Tensor, ...]:
     """The result, and the gradients of features and weights."""
     given = [x.detach().requires_grad_() for x in (layer.feats, layer.weight)]
-    y = conv_features(given[0], given[1], layer.found, layer.rows)
+    y = conv_features(given[0], given[1], layer.found, layer.rows, layer.groups)
     return y.detach(), *torch.autograd.grad(y, given, layer.grad)
 
 
@@ -111,8 +138,8 @@ def exact_both(layer: Trained) -> tuple[Tensor, ...]:
     """`both` in float64, by the loop over taps."""
     x, weight, grad = (t.double() for t in (layer.feats, layer.weight, layer.grad))
     back = layer.found.transpose().pairs()
-    dx = reference.forward(grad, reference.transposed(weight, 1), back, layer.rows, 1)
-    return exact(layer), dx, reference.weight_gradient(x, grad, layer.found.pairs(), 1)
+    dx = reference.forward(grad, reference.transposed(weight, layer.groups), back, layer.rows, layer.groups)
+    return exact(layer), dx, reference.weight_gradient(x, grad, layer.found.pairs(), layer.groups)
 
 
 FORWARD = Pass("fwd", forward, exact)

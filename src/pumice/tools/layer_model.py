@@ -2,7 +2,8 @@
 
     memory     features in and out, weights and index arrays once, through memory
     cache      what every program gathers, its weights and its indices, through the L2
-    matrix     tiles x rows x C x C products, absent pairs among them, on tensor cores
+    matrix     tiles x rows x C x C products, absent pairs among them, on tensor cores; on plain units where a kernel
+               multiplies entry by entry
     latency    the longest program alone: its turns wait for their loads, as many at once as there are stages
 
 The longest of them is the bound. What it leaves out says why a layer is slower: see `why`.
@@ -22,7 +23,7 @@ from pumice.coords import KernelMap
 from pumice.language.bind import Bound
 from pumice.lower import maps, plan
 from pumice.lower.triton import DEFAULT, runner, tile_of, tiles_from
-from pumice.ops.conv import CONV
+from pumice.ops.conv import CONV, GROUPED_CONV
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import PROCESSORS, Tile
 from pumice.tools.bench_conv import Layer
@@ -79,19 +80,28 @@ class Step:
     dtype: torch.dtype
 
     @staticmethod
-    def of(layer: Layer, form: str) -> Step:
+    def of(layer: Layer, form: str, block: int = 0) -> Step:
+        """block: outputs of a tile of the form "compacted"; by default as many as maps.block_of says."""
         tokens, held = maps.read(layer.found, form)
-        names, operands = "|".join(("x", "w", *tokens)), [layer.feats, layer.weight, *held]
+        text, x, weight, shape = _statement(layer)
+        names = "|".join(("x", "w", *tokens))
+        operands = [x, weight, *(layer.found.compacted(block) if block else held)]
         forms = (("map", form),)
-        (step,) = plan.rewritten(CONV, names, forms).steps
-        tensors = plan.arrays(operands, names, CONV, plan.Option(forms, (), (step,), 0.0))
-        bound = plan.step_bound(step, tensors, (layer.rows, layer.weight.shape[0]))
-        return Step(bound, tensors, layer.feats.dtype)
+        (step,) = plan.rewritten(text, names, forms).steps
+        tensors = plan.arrays(operands, names, text, plan.Option(forms, (), (step,), 0.0))
+        return Step(plan.step_bound(step, tensors, shape), tensors, layer.feats.dtype)
 
-    def default(self) -> Tile:
-        """The tile that is taken before any tuning."""
+    def default(self, times: float = 1.0) -> Tile:
+        """The tile that is taken before any tuning; of a map that is so many times as long."""
         with tiles_from(DEFAULT):
-            return tile_of(self.bound, self.tensors)
+            return tile_of(self.bound, self.tensors if times == 1 else self._longer(times))
+
+    def _longer(self, times: float) -> Mapping[str, Tensor]:
+        """Shapes alone: a default tile looks at no values."""
+        return {
+            name: x.new_empty((round(times * len(x)), *x.shape[1:]), device="meta") if name.startswith("map_") else x
+            for name, x in self.tensors.items()
+        }
 
     def best(self) -> Tile:
         """The tuned one; the default where nothing was tuned."""
@@ -99,20 +109,32 @@ class Step:
 
     def by(self, tile: Tile) -> Tensor:
         """The result by this tile."""
-        return runner(self.bound, self.dtype, tile)(self.tensors)
+        return runner(self.bound, self.dtype, tile)(self.tensors).flatten(1)
+
+
+def _statement(layer: Layer) -> tuple[str, Tensor, Tensor, tuple[int, ...]]:
+    """The statement of a layer, its features and weights, and the shape of its result."""
+    groups, outputs = layer.groups, layer.weight.shape[0]
+    if groups == 1:
+        return CONV, layer.feats, layer.weight, (layer.rows, outputs)
+    each = outputs // groups
+    parts = layer.feats.unflatten(1, (groups, -1)), layer.weight.unflatten(0, (groups, each))
+    return GROUPED_CONV, *parts, (layer.rows, groups, each)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """FLOP of the pairs (useful) and of the tiles (padded), bytes of memory and of the L2, seconds of the longest
-    program (chain), programs for each place where one can run (waves), and bytes that the L2 has no room for (missed)
-    where rows are gathered in no order of place."""
+    """FLOP of the pairs (useful) and of the tiles (padded; plain: on plain units), bytes of memory and of the L2,
+    seconds of the longest program (chain), programs, and those for each place where one can run (waves), and bytes that
+    the L2 has no room for (missed) where rows are gathered in no order of place."""
 
     useful: float = 0.0
     padded: float = 0.0
+    plain: float = 0.0
     memory: float = 0.0
     cache: float = 0.0
     chain: float = 0.0
+    programs: float = 0.0
     waves: float = 0.0
     missed: float = 0.0
 
@@ -124,27 +146,40 @@ class Needs:
 
 def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
     """Of a layer in 16 or 32 bits, over these walks by kernels of this tile."""
-    channels, size = layer.feats.shape[1], layer.feats.element_size()
+    (outputs, _, each), size = layer.weight.shape, layer.feats.element_size()
     pairs = len(layer.found.pairs().inputs)
-    across, turns = -(-channels // tile.columns), -(-channels // tile.reduced)
-    total = Needs(useful=2.0 * pairs * channels**2, memory=layer.weight.numel() * size + layer.feats.numel() * size)
+    (across, read), turns = _columns(layer, tile), -(-each // tile.reduced)
+    flops, entrywise = 2.0 * outputs * each, tile.reduced == 1
+    total = Needs(useful=pairs * flops, memory=layer.weight.numel() * size + layer.feats.numel() * size)
     for number, walk in enumerate(walked):
         down = max(1, walk.block // tile.rows)
         last = number == len(walked) - 1
         # What further parts add to is kept in float32, written and read again.
-        out = layer.rows * channels * ((size if last else 4) + (4 if number else 0))
-        gathered = pairs * channels * size * across / len(walked)
-        weights = walk.entries * down * channels**2 * size
+        out = layer.rows * outputs * ((size if last else 4) + (4 if number else 0))
+        gathered = pairs * read * size * across / len(walked)
+        weights = walk.entries * down * outputs * each * size
         programs = walk.tiles * down * across
+        padded = walk.entries * walk.block * flops
         total += Needs(
-            padded=2.0 * walk.entries * walk.block * channels**2,
+            padded=padded,
+            plain=padded if entrywise else 0.0,
             memory=out + walk.indices,
             cache=gathered + weights + out + walk.indices * across * turns,
             chain=LATENCY * (1 + walk.heaviest * turns / max(1, tile.stages - 1) * (1 if tile.ahead else 2)),
+            programs=programs,
             waves=programs / (PROCESSORS * resident(tile, size)),
             missed=gathered * max(0.0, 1 - _L2 / max(1, layer.feats.numel() * size)),
         )
     return total
+
+
+def _columns(layer: Layer, tile: Tile) -> tuple[int, int]:
+    """Blocks of columns, and the channels that each reads of a row: a product has a group at a time."""
+    outputs, _, each = layer.weight.shape
+    width = outputs // layer.groups
+    if tile.reduced > 1:
+        return layer.groups * -(-width // tile.columns), each
+    return -(-outputs // tile.columns), each * max(1, min(layer.groups, tile.columns // width))
 
 
 def resident(tile: Tile, size: int) -> int:
@@ -163,7 +198,7 @@ def bounds(needed: Needs, floor: float = 0.0) -> Mapping[str, float]:
         {
             "memory": needed.memory / gpu.memory,
             "cache": needed.cache / gpu.cache,
-            "matrix": needed.padded / gpu.matrix,
+            "matrix": (needed.padded - needed.plain) / gpu.matrix + needed.plain / gpu.plain,
             "latency": floor + needed.chain,
         }
     )
@@ -172,6 +207,14 @@ def bounds(needed: Needs, floor: float = 0.0) -> Mapping[str, float]:
 def least(needed: Needs) -> float:
     """Seconds: the longest bound."""
     return max(bounds(needed).values())
+
+
+def in_turn(needed: Needs) -> float:
+    """Seconds: the same where multiprocessors have whole programs, and the one with the most is waited for."""
+    found = bounds(needed)
+    share = max(1.0, needed.programs) / PROCESSORS
+    busiest = math.ceil(share) / share
+    return max(found["memory"], found["latency"], busiest * max(found["cache"], found["matrix"]))
 
 
 def why(needed: Needs, floor: float) -> Mapping[str, float]:

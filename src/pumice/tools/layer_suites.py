@@ -10,6 +10,7 @@ import torch
 
 from pumice.errors import OptionError
 from pumice.tools.bench_ablation import ablation
+from pumice.tools.bench_channels import channels
 from pumice.tools.bench_errors import errors
 from pumice.tools.bench_gradients import gradients
 from pumice.tools.bench_host import first_call, host
@@ -27,6 +28,7 @@ Study = Callable[[Setup], Iterator[Row]]
 FORWARD_STUDIES: Mapping[str, Study] = MappingProxyType(
     {
         "layers": partial(layers, passed=FORWARD),
+        "channels": channels,
         "dtypes": dtypes,
         "errors": errors,
         "roofline": roofline,

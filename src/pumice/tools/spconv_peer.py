@@ -27,13 +27,13 @@ def slack(device: torch.device) -> float:
 
 
 def layer(feats: Tensor, weight: Tensor, coords: Tensor) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """(module, call): spconv's 3x3x3 layer with this weight [C, 27, C], and its result for features on coords [N, 4].
+    """(module, call): spconv's 3x3x3 layer with this weight, and its result for features on coords [N, 4].
 
-    Raises ModuleNotFoundError without spconv.
+    weight: [C_out, 27, C_in]. Raises ModuleNotFoundError without spconv.
     """
     spconv: Any = import_module("spconv.pytorch")
-    channels = feats.shape[1]
-    module = spconv.SubMConv3d(channels, channels, 3, bias=False, indice_key="map").to(feats.device, feats.dtype)
+    inputs, outputs = weight.shape[2], weight.shape[0]
+    module = spconv.SubMConv3d(inputs, outputs, 3, bias=False, indice_key="map").to(feats.device, feats.dtype)
     with torch.no_grad():
         module.weight.copy_(weight.view_as(module.weight))
     least = coords.amin(0)

@@ -26,7 +26,14 @@ from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.timing import Times, clocks, together
 
 Say = Callable[[str], object]
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+}
 SLOW = 2.0  # seconds until the first result from which on they are told
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-10}
 """The relative error of the whole result from which on nothing is timed; float32 with room for long sums."""
