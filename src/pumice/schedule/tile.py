@@ -316,9 +316,9 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     else:
         tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, ahead=True)
         # A fourth stage costs room for programs: worth it where they are few, or each takes little.
-        roomy = height <= 64 or depth <= 32 or (height * width < 128 * 128 and programs() < 4 * PROCESSORS)
+        roomy = height <= 64 or (height * width < 128 * 128 and programs() < 4 * PROCESSORS)
         more = replace(tile, stages=4)
-        if roomy and _rounds(problem, more, programs()) <= _rounds(problem, tile, programs()):
+        if depth <= 32 or (roomy and _rounds(problem, more, programs()) <= _rounds(problem, tile, programs())):
             tile = more
     return replace(tile, piece=_piece(problem, tile, programs())) if problem.shares else tile
 
