@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pumice.coords import Relation, kernel_map
 from pumice.errors import PumiceError
+from pumice.ops import SparseTensor
 from pumice.tools import (
     bench,
     bench_ablation,
@@ -23,6 +25,7 @@ from pumice.tools import (
     spconv_peer,
 )
 from pumice.tools.bench_ablation import IDEAS
+from pumice.tools.bench_conv import Layer
 from pumice.tools.bench_precisions import GOALS, Found
 from pumice.tools.bench_roofline import Placed
 from pumice.tools.layer_cells import Width
@@ -253,14 +256,15 @@ def test_every_study_is_told_where_one_is_unknown():
 
 def test_ablation_holds_every_idea_against_its_prediction(study):
     out, rows = study("ablation")
-    done = [name for name in IDEAS if not name.startswith(("look-ahead", "tile-by-size"))]
+    of_tiles = ("look-ahead", "tile-by-size", "sharing", "hoisting", "padding")
+    done = [name for name in IDEAS if not name.startswith(of_tiles)]
     gains = {r["case"]: r for r in rows if r["metric"] == "gain"}
     spent = {r["case"].rpartition("/")[0]: r for r in rows if r["metric"] == "time"}
     assert [name.rpartition("/")[2] for name in gains] == done == [name.rpartition("/")[2] for name in spent]
     for name, gain in gains.items():
         assert gain["peer"] == "predicted" and gain["peer_source"] == "model" and gain["peer_value"] > 0
         assert gain["value"] == pytest.approx(spent[name]["peer_value"] / spent[name]["value"], rel=0.01)
-    assert out.count("is left out: tiles are those of kernels") == 3 and "are not switches" in out
+    assert out.count("is left out: tiles are those of kernels") == len(IDEAS) - len(done)
 
 
 def test_an_idea_with_a_wrong_result_is_not_timed(monkeypatch):
@@ -289,6 +293,24 @@ def test_tiles_of_another_size_are_predicted_to_cost_more(monkeypatch):
     idea = IDEAS["tile-by-size"](bench_ablation.Subjected(layer_cells.layer_of(setup, cell), torch.empty(0)))
     # 68 programs of 64 x 64 results, or 18 of 128 x 128.
     assert 1 < idea.predicted < 8
+
+
+def test_sharing_is_predicted_to_help_where_one_tile_is_far_longer(monkeypatch):
+    monkeypatch.setattr(bench_ablation, "runs_kernels", lambda x: True)
+    layer = layer_of_a_clump()
+    idea = IDEAS["sharing"](bench_ablation.Subjected(layer, torch.empty(0)))
+    assert 1.5 < idea.predicted < 4
+    assert IDEAS["hoisting"](bench_ablation.Subjected(layer, torch.empty(0))).predicted > 1
+
+
+def layer_of_a_clump():
+    """A few full neighbourhoods among many voxels that are alone."""
+    alone = torch.cartesian_prod(*[torch.arange(0, 80, 4)] * 3)
+    clump = torch.cartesian_prod(*[torch.arange(100, 105)] * 3)
+    coords = torch.nn.functional.pad(torch.cat([alone, clump]), (1, 0)).int()
+    feats = torch.zeros(len(coords), 32, dtype=torch.float16)
+    found, _ = kernel_map(SparseTensor(feats, coords).geometry, Relation.of(3, 3))
+    return Layer(found, feats, torch.zeros(32, 27, 32, dtype=torch.float16), coords)
 
 
 @pytest.mark.parametrize(("suite", "name"), [("conv-forward", "fwd"), ("conv-train", "fwd+bwd")])

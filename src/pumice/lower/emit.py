@@ -50,6 +50,8 @@ class Signature:
     accumulate: whether what was found before (BEFORE, laid out as the result) is added.
     ahead: whether the indices that loads of the loop wait for are loaded two turns before they are used.
     pieces: whether a segment may be shared by several programs, the last of which adds up what all have found.
+    hoisted: whether addresses are worked out before the loop as far as they can be.
+    padded: whether arrays over the points of a segment are filled up with -1, so that nothing asks how many there are.
     activation: what is applied last (lower.epilogue); scale, shift and residual are operands of these names.
     """
 
@@ -67,6 +69,8 @@ class Signature:
     accumulate: bool = False
     ahead: bool = False
     pieces: bool = False
+    hoisted: bool = True
+    padded: bool = True
     activation: str = ""
 
 
@@ -185,8 +189,7 @@ class _Emitter:
     # The frame of the kernel
 
     def source(self) -> Source:
-        if self.signature.pieces and (self.roles.segment is None or self.roles.laned or self.roles.stacked):
-            raise OptionError("a tile shares the segments of a matrix product whose rows are not the segments")
+        self._check()
         self._programs()
         inner, outer = self._split_factors()
         product = self._product(inner) if inner else None
@@ -202,6 +205,16 @@ class _Emitter:
         )
         name = f"_{'dot' if self.roles.product else 'mul'}_{self.dtypes['']}"
         return Source(name, self._text(name, arguments), arguments)
+
+    def _check(self) -> None:
+        signature, roles = self.signature, self.roles
+        owned = roles.segment is not None and not roles.laned and not roles.stacked
+        if signature.pieces and not owned:
+            raise OptionError("a tile shares the segments of a matrix product whose rows are not the segments")
+        if roles.stacked and not (signature.hoisted and signature.padded):
+            raise OptionError("what a stack of segments reads is hoisted and padded")
+        if not signature.padded and not (owned and len(roles.rows) == 1):
+            raise OptionError("a tile that is not padded has the points of one segment as its rows")
 
     def _text(self, name: str, arguments: Sequence[Argument]) -> str:
         signature = ", ".join(a.variable + (": tl.constexpr" if a.kind == "constant" else "") for a in arguments)
@@ -498,6 +511,9 @@ class _Emitter:
             self._entries()
             return
         body.append("rest = turn")
+        if not (self.signature.hoisted and self.signature.padded):
+            # 0, which the compiler does not know and must find in every turn; that 16 divides it, it knows.
+            body.append(f"shift = (turn & {self._argument('zero', '')}) * 16")
         if self.turned:
             body += ["x = rest % BLOCKS * BX + tl.arange(0, BX)", "rest = rest // BLOCKS"]
             self._points("X", roles.columns, body)
@@ -726,6 +742,8 @@ class _Emitter:
         conditions: list[Value] = []
         for coefficient, atom in expression.terms:
             for value in self._atom(atom, conditions):
+                if not self.signature.hoisted and value.axes and lines is not self.head and isinstance(atom, Index):
+                    value = replace(value, code=f"({value.code} + shift)")
                 sums.setdefault(value.axes, []).append(_times(coefficient, value.code))
         values = [Value(f"({' + '.join(codes)})" if len(codes) > 1 else codes[0], axes) for axes, codes in sums.items()]
         if not values:
@@ -733,7 +751,16 @@ class _Emitter:
         if expression.bare is None:
             conditions.append(self._inside(access.name, axis, values, lines, self._rises(expression)))
             conditions += [Value(f"({v.code} >= 0)", v.axes) for v in map(self._array_value, expression.arrays)]
+            if not self.signature.padded and lines is not self.head and conditions[-1].axes == "Y":
+                conditions.append(self._counted())
         return values, conditions
+
+    def _counted(self) -> Value:
+        """Whether a point of the segment is among those that there are: all segments but the last are full."""
+        segment, (row,) = self.roles.segment, self.roles.rows
+        assert segment is not None
+        place = f"{self.values[segment.index].code} * {self._extent(row)} + {self.values[row].code} + shift"
+        return Value(f"({place} < {self._argument('size', '', 0)})", "Y")
 
     def _array_value(self, access: Access) -> Value:
         return self.values[self._key(access)]

@@ -664,6 +664,8 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
         accumulate=BEFORE in operands,
         ahead=tile.ahead,
         pieces=tile.piece > 0,
+        hoisted=tile.hoisted,
+        padded=tile.padded,
     )
 
 

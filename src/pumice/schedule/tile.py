@@ -23,6 +23,8 @@ class Tile:
     ahead: of a matrix product: indices are loaded two turns before they are used, so that no load waits for another.
     piece: of a matrix product in segments: entries of one program at most. A longer segment is shared by several
     programs, the last of which adds up what all have found, always in the same order; 0: none is shared.
+    hoisted, padded: off, to show what they bring: addresses are worked out anew in every turn; each turn asks how many
+    outputs there are, though a map is filled up with -1.
     """
 
     rows: int
@@ -36,6 +38,8 @@ class Tile:
     stacked: bool = False
     ahead: bool = False
     piece: int = 0
+    hoisted: bool = True
+    padded: bool = True
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -67,6 +71,7 @@ class Tile:
         lanes = f"/{self.lanes}" if self.lanes > 1 else ""
         order = " swapped" * self.swapped + " slabs" * self.slabs + " stacked" * self.stacked + " ahead" * self.ahead
         order += f" pieces of {self.piece}" if self.piece else ""
+        order += " not hoisted" * (not self.hoisted) + " not padded" * (not self.padded)
         return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}{order}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +35,6 @@ ONLINE = "O[rows[tile[e],b],n] = x[R[rows[tile[e],b],k[e]],c] * w[n,k[e],c] ; ti
 NO_FORM = (
     "compaction and reordering are measured against statements: no form of a map walks all taps of every row, and none "
     "looks up in the kernel what a row meets"
-)
-NO_SWITCH = (
-    "padding and hoisting are not switches: the tiles of every form are filled up with -1, and Triton moves out of a "
-    "loop what does not change in it"
 )
 _SIZES = (10_000, 1_000_000)
 """Rows of a small layer and of a large one."""
@@ -128,6 +125,25 @@ def _by(step: Step, tile: Tile) -> Callable[[], Tensor]:
     return lambda: step.by(tile)
 
 
+def _switched(cell: Subjected, predicted: float, **off: Any) -> Idea | str:
+    """Against the same tile with something of it switched off."""
+    if not cell.kernels:
+        return "tiles are those of kernels, and none run here"
+    step = Step.of(cell.layer, FORM)
+    return cell.idea(predicted, _by(step, step.default()), _by(step, replace(step.default(), **off)))
+
+
+def _sharing(cell: Subjected) -> Idea | str:
+    """Long segments shared by several programs, against one program for each."""
+    if not cell.kernels:
+        return "tiles are those of kernels, and none run here"
+    tile, walked = Step.of(cell.layer, FORM).default(), walks(cell.layer.found, FORM)
+    if not tile.piece:
+        return "there is work for all, and nothing is shared"
+    alone = least(needs(cell.layer, walked, replace(tile, piece=0)))
+    return _switched(cell, alone / least(needs(cell.layer, walked, tile)), piece=0)
+
+
 def _tile_by_size(cell: Subjected) -> Idea | str:
     """Against what a layer of another size would get: a large one's tile and block on a small one, and the other way
     round."""
@@ -173,6 +189,10 @@ IDEAS: Mapping[str, Callable[[Subjected], Idea | str]] = MappingProxyType(
         "compaction": _compaction,
         "reordering": _reordering,
         "tile-by-size": _tile_by_size,
+        "sharing": _sharing,
+        # By the instructions of the loop, which is bound by others of them.
+        "hoisting": partial(_switched, predicted=1.03, hoisted=False),
+        "padding": partial(_switched, predicted=1.01, padded=False),
         "split2": partial(_split, form="split2"),
         "split3": partial(_split, form="split3"),
         "fused-epilogue": _epilogue,
@@ -228,4 +248,3 @@ def _say_gains(setup: Setup, gains: Mapping[str, Sequence[tuple[float, float]]])
         ends = [gain for _, gain in found]
         setup.say(f"  {name:<28} {predicted:6.2f}x {measured:6.2f}x   {min(ends):.2f} to {max(ends):.2f}")
     setup.say(NO_FORM)
-    setup.say(NO_SWITCH)

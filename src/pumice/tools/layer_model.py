@@ -160,12 +160,13 @@ def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
         weights = walk.entries * down * outputs * each * size
         programs = walk.tiles * down * across
         padded = walk.entries * walk.block * flops
+        longest = min(walk.heaviest, tile.piece or walk.heaviest)
         total += Needs(
             padded=padded,
             plain=padded if entrywise else 0.0,
             memory=out + walk.indices,
             cache=gathered + weights + out + walk.indices * across * turns,
-            chain=LATENCY * (1 + walk.heaviest * turns / max(1, tile.stages - 1) * (1 if tile.ahead else 2)),
+            chain=LATENCY * (1 + longest * turns / max(1, tile.stages - 1) * (1 if tile.ahead else 2)),
             programs=programs,
             waves=programs / (PROCESSORS * resident(tile, size)),
             missed=gathered * max(0.0, 1 - _L2 / max(1, layer.feats.numel() * size)),
