@@ -352,6 +352,63 @@ def check_channels(channels: tuple[int, int, int], form: str) -> None:
     near(got, wanted(whole), 2e-5)
 
 
+# Several entries in one turn
+def pack_checks() -> Checks:
+    found: dict[str, Callable[[], None]] = {}
+    for channels in (1, 3, 4, 5, 8, 16):
+        found[f"{channels} channels packed"] = partial(check_packed, "conv_compacted", c=channels)
+    found["3 channels of groups packed"] = partial(check_packed, "conv_g_compacted", c=3)
+    found["4 channels of a gradient packed"] = partial(check_packed, "conv_compacted_t:dX", n=4, c=13)
+    found["packed, any layout"] = check_packed_layouts
+    found["packed, values of entries"] = check_packed_values
+    return found
+
+
+def ragged(study: str, **sizes: int) -> Problem:
+    """Segments of 0 to 7 entries, which no pack divides."""
+    p = problem(CASES[study].at(SMALL, b=16, e=19, T=6, I=23, N=25, **sizes))
+    lengths = torch.tensor([5, 0, 1, 7, 2, 3])
+    return replace(p, operands={**p.operands, "tile": torch.cat([-torch.ones(1), _owners(lengths)]).int()})
+
+
+def _owners(lengths: Tensor) -> Tensor:
+    return torch.arange(len(lengths)).repeat_interleave(lengths)
+
+
+def check_packed(study: str, **sizes: int) -> None:
+    p = ragged(study, **sizes)
+    assert lowered.tile_of(p.bound, p.operands).packed
+    epilogue = epilogue_of(p.bound.shape, "relu")
+    want = applied(wanted(p), epilogue)
+    # One entry has more points than the last tile is deep.
+    for tile in (Tile(16, 16, 16), Tile(16, 16, 64, ahead=True), Tile(16, 32, 2, ahead=True, slabs=True)):
+        run = lowered.runner(p.bound, torch.float32, replace(tile, packed=True), finish=epilogue.finish)
+        near(run({**p.operands, **epilogue.operands}), want, 2e-5)
+
+
+def check_packed_layouts() -> None:
+    """Other sides, other strides, other numbers."""
+    for channels in (3, 4):
+        p = ragged("conv_compacted", c=channels)
+        agree(p, tile=Tile(16, 16, 32, packed=True, swapped=True))
+        odd = {name: strided(t) for name, t in p.operands.items()}
+        agree(replace(p, operands=odd), tile=Tile(16, 16, 32, packed=True, ahead=True))
+        agree(p.to(torch.float16), torch.float16, Tile(16, 16, 64, packed=True), 2**-9)
+
+
+def check_packed_values() -> None:
+    """Where an entry is an axis itself, and not only behind an index."""
+    p = ragged("conv_compacted", c=3)
+    text = "O[rows[tile[e],b],n] = X[met[e,b],c] * W[n,e,c] * S[e] ; tile:sorted, rows:distinct, rows:onto"
+    entries = len(p.operands["tile"])
+    generator = torch.Generator().manual_seed(3)
+    values = {"W": torch.randn(13, entries, 3, generator=generator), "S": torch.randn(entries, generator=generator)}
+    held = {name: p.operands[name] for name in ("X", "tile", "rows", "met")}
+    p = Problem.of(text, {**held, **values}, p.bound.shape)
+    for ahead in (False, True):
+        agree(p, tile=Tile(16, 16, 16, packed=True, ahead=ahead))
+
+
 # Epilogues
 def finish_checks() -> Checks:
     found: dict[str, Callable[[], None]] = {}
@@ -562,7 +619,9 @@ def joined(*groups: Callable[[], Checks]) -> Checks:
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {
     "spmm": partial(joined, partial(study_checks, "block spmm"), partial(study_checks, "spmm"), lane_checks),
-    "convolution": partial(joined, partial(study_checks, "convolution"), map_checks, channel_checks, finish_checks),
+    "convolution": partial(
+        joined, partial(study_checks, "convolution"), map_checks, channel_checks, pack_checks, finish_checks
+    ),
     "tensor product": partial(joined, partial(study_checks, "tensor product"), chain_checks),
     "tensor tables": partial(joined, partial(study_checks, "tensor tables"), within_checks),
     "fuzz": partial(joined, other_checks, fuzz_checks),
