@@ -22,7 +22,7 @@ import torch
 from kernels.cases import CASES, LARGE, Problem, meta
 
 from pumice.language.nodes import Access, indices_of
-from pumice.language.roles import Roles, roles, stacked
+from pumice.language.roles import Roles, packed, roles, stacked
 from pumice.lower import triton as lowered
 from pumice.lower.emit import Argument
 from pumice.lower.epilogue import Epilogue
@@ -105,7 +105,13 @@ class Built:
         return Built(**{**held, "tile": Tile(**held["tile"]), "copies": [tuple(c) for c in held["copies"]]})
 
 
-_INSTRUCTIONS = {"wgmma": r"wgmma\.mma_async", "mma": r"\bmma\.sync", "mfma": r"\bv_mfma", "fma": r"\bfma\.rn\.f32"}
+_INSTRUCTIONS = {
+    "wgmma": r"wgmma\.mma_async",
+    "mma": r"\bmma\.sync",
+    "mfma": r"\bv_mfma",
+    "fma": r"\bfma\.rn\.f32",
+    "halves": r"_load_ushort",
+}
 
 
 def built(job: Job) -> Built:
@@ -119,6 +125,8 @@ def built(job: Job) -> Built:
     tile = job.tile or lowered.tile_of(p.bound, p.operands)
     if tile.stacked:
         form = stacked(form, p.bound.statement) or form
+    if tile.packed:
+        form = packed(form, p.bound.statement, extents) or form
     if job.target == "gfx942":
         tile = replace(tile, stages=min(tile.stages, AMD_STAGES))
     found = Built(tile, form.product, form.adds)

@@ -22,6 +22,7 @@ from kernels.cases import CASES, SMALL, SMALL_BLOCK, STUDIES, Case, Problem, pro
 from torch import Tensor
 
 from pumice.coords import KernelMap, Relation, kernel_map
+from pumice.errors import OptionError
 from pumice.language.bind import bind
 from pumice.language.derive import declare
 from pumice.language.parse import parse
@@ -353,6 +354,118 @@ def check_channels(channels: tuple[int, int, int], form: str) -> None:
     near(got, wanted(whole), 2e-5)
 
 
+# Several entries in one turn
+def pack_checks() -> Checks:
+    found: dict[str, Callable[[], None]] = {}
+    for channels in (1, 3, 4, 5, 8, 16):
+        found[f"{channels} channels packed"] = partial(check_packed, "conv_compacted", c=channels)
+    found["3 channels of groups packed"] = partial(check_packed, "conv_g_compacted", c=3)
+    found["4 channels of a gradient packed"] = partial(check_packed, "conv_compacted_t:dX", n=4, c=13)
+    found["packed, any layout"] = check_packed_layouts
+    found["packed, values of entries"] = check_packed_values
+    return found
+
+
+def ragged(study: str, **sizes: int) -> Problem:
+    """Segments of 0 to 7 entries, which no pack divides."""
+    p = problem(CASES[study].at(SMALL, b=16, e=19, T=6, I=23, N=25, **sizes))
+    lengths = torch.tensor([5, 0, 1, 7, 2, 3])
+    return replace(p, operands={**p.operands, "tile": torch.cat([-torch.ones(1), _owners(lengths)]).int()})
+
+
+def _owners(lengths: Tensor) -> Tensor:
+    return torch.arange(len(lengths)).repeat_interleave(lengths)
+
+
+def check_packed(study: str, **sizes: int) -> None:
+    p = ragged(study, **sizes)
+    assert lowered.tile_of(p.bound, p.operands).packed
+    epilogue = epilogue_of(p.bound.shape, "relu")
+    want = applied(wanted(p), epilogue)
+    # One entry has more points than the last tile is deep.
+    for tile in (Tile(16, 16, 16), Tile(16, 16, 64, ahead=True), Tile(16, 32, 2, ahead=True, slabs=True)):
+        run = lowered.runner(p.bound, torch.float32, replace(tile, packed=True), finish=epilogue.finish)
+        near(run({**p.operands, **epilogue.operands}), want, 2e-5)
+
+
+def check_packed_layouts() -> None:
+    """Other sides, other strides, other numbers."""
+    for channels in (3, 4):
+        p = ragged("conv_compacted", c=channels)
+        agree(p, tile=Tile(16, 16, 32, packed=True, swapped=True))
+        odd = {name: strided(t) for name, t in p.operands.items()}
+        agree(replace(p, operands=odd), tile=Tile(16, 16, 32, packed=True, ahead=True))
+        agree(p.to(torch.float16), torch.float16, Tile(16, 16, 64, packed=True), 2**-9)
+
+
+def check_packed_values() -> None:
+    """Where an entry is an axis itself, and not only behind an index."""
+    p = ragged("conv_compacted", c=3)
+    text = "O[rows[tile[e],b],n] = X[met[e,b],c] * W[n,e,c] * S[e] ; tile:sorted, rows:distinct, rows:onto"
+    entries = len(p.operands["tile"])
+    generator = torch.Generator().manual_seed(3)
+    values = {"W": torch.randn(13, entries, 3, generator=generator), "S": torch.randn(entries, generator=generator)}
+    held = {name: p.operands[name] for name in ("X", "tile", "rows", "met")}
+    p = Problem.of(text, {**held, **values}, p.bound.shape)
+    for ahead in (False, True):
+        agree(p, tile=Tile(16, 16, 16, packed=True, ahead=ahead))
+
+
+# Ways of the loop
+def way_checks() -> Checks:
+    return {
+        f"{channels} channels in {groups} groups, tile {tile}": partial(check_way, groups, channels, tile)
+        for groups, channels in ((1, 11), (2, 9))
+        for tile in (
+            Tile(16, 16, 16, piece=4),
+            Tile(64, 16, 16, piece=2, ahead=True),
+            Tile(64, 16, 16, piece=1, slabs=True),
+            Tile(64, 16, 16, hoisted=False),
+            Tile(64, 16, 16, padded=False, ahead=True),
+            Tile(32, 16, 16, hoisted=False, padded=False, ahead=True, piece=4),
+        )
+    } | {"a tile refuses what it cannot do": check_refused_ways}
+
+
+def way_problem(groups: int, channels: int) -> tuple[Problem, Tensor]:
+    """A convolution over tiles, and its result."""
+    found, _ = cloud(3, 1)
+    generator = torch.Generator().manual_seed(channels)
+    x = torch.randn(found.num_inputs, groups, channels, generator=generator)
+    operands = {"x": x, "w": torch.randn(groups, 10, 27, channels, generator=generator)}
+    shape = (found.num_outputs, groups, 10)
+    (whole,) = map_problems(found, operands, "pairs", GROUPED_CONV, shape)
+    (p,) = map_problems(found, operands, "compacted", GROUPED_CONV, shape)
+    return p, wanted(whole)
+
+
+def check_way(groups: int, channels: int, tile: Tile) -> None:
+    p, want = way_problem(groups, channels)
+    run = lowered.runner(p.bound, torch.float32, tile)
+    got = run(p.operands)
+    near(got, want, 2e-5)
+    assert torch.equal(got, run(p.operands))
+    epilogue = epilogue_of(tuple(want.shape), "relu")
+    finished = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.finish)
+    near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), 2e-5)
+
+
+def check_refused_ways() -> None:
+    p, _ = way_problem(1, 9)
+    rows = problem(CASES["coo"].at(SMALL))
+    for bad, tile in (
+        (rows, Tile(8, 16, lanes=2, piece=2)),
+        (rows, Tile(16, 16, 16, stacked=True, hoisted=False)),
+        (rows, Tile(8, 16, padded=False)),
+        (p, Tile(64, 16, 32, packed=True, hoisted=False)),
+    ):
+        try:
+            lowered.run(bad.bound, bad.operands, torch.float32, tile)
+        except OptionError:
+            continue
+        raise AssertionError(f"tile {tile} is not refused")
+
+
 # Epilogues
 def finish_checks() -> Checks:
     found: dict[str, Callable[[], None]] = {}
@@ -563,7 +676,9 @@ def joined(*groups: Callable[[], Checks]) -> Checks:
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {
     "spmm": partial(joined, partial(study_checks, "block spmm"), partial(study_checks, "spmm"), lane_checks),
-    "convolution": partial(joined, partial(study_checks, "convolution"), map_checks, channel_checks, finish_checks),
+    "convolution": partial(
+        joined, partial(study_checks, "convolution"), map_checks, channel_checks, pack_checks, finish_checks
+    ),
     "tensor product": partial(joined, partial(study_checks, "tensor product"), chain_checks),
     "tensor tables": partial(joined, partial(study_checks, "tensor tables"), within_checks),
     "fuzz": partial(joined, other_checks, fuzz_checks),

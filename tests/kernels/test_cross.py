@@ -80,13 +80,23 @@ def _epilogues():
         yield Job("coo", target, tile=Tile(16, 128, 128, stages=2, stacked=True), activation="relu")
 
 
+def _packs():
+    deep = Tile(128, 32, 64, stages=3, packed=True, ahead=True)
+    for target in TARGETS:
+        yield from (Job("conv_compacted", target, sizes=(("c", c), ("n", 32)), tile=deep) for c in (3, 4, 8))
+    for kind, channels in (("bf16", 8), ("fp32", 3), ("fp32", 4), ("i8", 16), ("fp8", 8)):
+        yield Job("conv_compacted", "sm_90", kind, sizes=(("c", channels), ("n", 64)), activation="relu")
+    yield Job("conv_g_compacted", "sm_90", sizes=(("c", 4), ("n", 32)))
+    yield Job("conv_compacted", "sm_90", sizes=(("c", 4), ("I", 1 << 30)))
+
+
 def _bytes():
     yield from (Job("conv_compacted", target, "i8", activation="relu") for target in TARGETS)
     yield Job("conv_compacted", "sm_90", "fp8", activation="relu")
     yield from (Job("conv_compacted", "sm_90", kind, sizes=(("c", 16),), activation="") for kind in ("i8", "fp8"))
 
 
-STUDIED = (_all_cases, _precisions, _doubles, _wide, _tiles, _epilogues, _bytes)
+STUDIED = (_all_cases, _precisions, _doubles, _wide, _tiles, _epilogues, _packs, _bytes)
 JOBS = tuple(dict.fromkeys(job for made in STUDIED for job in made()))
 
 SPILLS = {
@@ -108,6 +118,7 @@ SPILLS = {
 """Known spills of cases and jobs: bytes at most (registers on AMD)."""
 SERIALIZED = {"tp_grouped:dW sm_90 fp16", "tp sm_90 fp32 tf32", "tp_tables:dW sm_90 fp16"}
 SERIALIZED |= {"conv_compacted sm_90 fp8 epilogue relu", "conv_compacted sm_90 fp8 c=16 epilogue "}
+SERIALIZED |= {"conv_compacted sm_90 fp8 c=8 n=64 epilogue relu"}
 """Where ptxas is known to wait for each wgmma: the left side is a product, made in registers; the sum of each turn of
 8-bit floats is added in float32."""
 MADE = {"tp_tables:dY"}
@@ -182,10 +193,11 @@ def test_no_product_waits_for_each_instruction(built, job):
 
 
 @every(job for job in JOBS if job.target in NVIDIA)
-def test_stages_become_buffers(built):
+def test_stages_become_buffers(built, job):
     """As many as Triton makes of them: an index that is waited for halves the turns that are under way."""
     ahead = built.tile.stages - 1
-    if built.product and built.turns:
+    alone = built.tile.packed and not widths_of_packs(job)
+    if built.product and built.turns and not alone:
         assert built.buffers >= max(1, ahead // 2 if built.chained else ahead)
 
 
@@ -207,15 +219,37 @@ def test_float32_runs_ahead(built):
 def test_values_are_copied_in_sixteen_bytes(built, job):
     """Both sides of a product; index arrays and factors of a whole row may be copied in fours.
 
+    Of a pack as many as an entry has side by side, where that is a power of two; else one by one, halves by no copy.
+
     So may be a side in float32 that is not contiguous along the reduction: wgmma wants it turned around.
     """
     if not built.product:
         return
     copied = {(operand, size) for operand, size, _ in built.copies if operand in built.sides}
+    if built.tile.packed:
+        assert {size for _, size in copied} == widths_of_packs(job)
+        return
     turned = job.target == "sm_90" and job.dtype == "fp32"
     for operand, size in copied:
         assert size == 16 or (turned and not built.sides[operand]), f"{operand}: {size} bytes at once, {built.copies}"
     assert copied or not built.turns
+
+
+def widths_of_packs(job):
+    channels, bits = dict(job.sizes)["c"], {"fp32": 32, "i8": 8, "fp8": 8}.get(job.dtype, 16)
+    together = channels if channels & (channels - 1) == 0 else 1
+    return {size for size in (min(16, together * bits // 8),) if size >= 4}
+
+
+@every(job for job in _packs() if job.target == "sm_90" and widths_of_packs(job))
+def test_packs_run_ahead_on_hopper(built):
+    """Their indices are moved, and not their values, which lie where wgmma reads them."""
+    assert built.tile.packed and built.buffers >= (built.tile.stages if built.tile.ahead else 2)
+
+
+@every(job for job in _packs() if job.target == "gfx942")
+def test_packs_are_loaded_at_once(built, job):
+    assert (built.instructions["halves"] > 0) == (not widths_of_packs(job))
 
 
 @every(_wide())

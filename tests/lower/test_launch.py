@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pumice as pm
+from pumice.errors import OptionError
 from pumice.lower import plan
 from pumice.lower import triton as kernels
 from pumice.schedule.ledger import Ledger
@@ -374,6 +375,38 @@ def test_a_convolution_passes_the_arrays_of_its_own_map(as_on_gpu):
         assert own <= set(addresses(kernel)[-1].values()) and addresses(kernel)[-1] == addresses(kernel)[-2]
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4, 8, 16])
+def test_few_channels_are_packed_forward_and_backward(as_on_gpu, channels):
+    """As many taps as there is room for are one turn's, of what is gathered and of its gradient."""
+    x, weight, found = layer(1)
+    y = pm.ops.conv_features(x[:, :channels].contiguous(), weight[..., :channels].contiguous(), found, 100)
+    assert y.shape == (100, 16)
+    x, weight = x[:, :channels].contiguous().requires_grad_(), weight[..., :channels].contiguous().requires_grad_()
+    torch.autograd.grad(pm.ops.conv_features(x, weight, found, 100).sum(), (x, weight))
+    texts = [kernel.source.text for kernel in as_on_gpu.values()]
+    assert sum("PACK" in text for text in texts) == (2 if channels >= 8 else 1)
+
+
+def test_a_packed_tile_of_what_has_no_packs_is_refused(made):
+    from pumice.language.bind import bind
+    from pumice.language.parse import parse
+
+    a, b = operands()
+    bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": tuple(a.shape), "B": tuple(b.shape)})
+    with pytest.raises(OptionError, match="has no entries of a segment that fit side by side"):
+        kernels.run(bound, {"A": a, "B": b}, torch.float16, Tile(16, 16, 16, packed=True))
+
+
+def test_a_packed_tile_of_fewer_channels_has_room_for_one_entry(as_on_gpu, monkeypatch):
+    """The ledger keeps sizes to half a power of two."""
+    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 4, packed=True))
+    x, weight, found = layer(1)
+    pm.ops.conv_features(x, weight, found, 100)
+    (kernel,) = as_on_gpu.values()
+    values = dict(zip([a.variable for a in kernel.source.arguments], kernel.doors[0][1], strict=True))
+    assert values["BR"] == 16
+
+
 def test_a_convolution_and_its_gradients_are_three_kernels(as_on_gpu):
     x, weight, found = layer(1)
     x, weight = x.requires_grad_(), weight.requires_grad_()
@@ -440,4 +473,4 @@ def test_an_epilogue_asks_for_no_other_tile(as_on_gpu):
         pm.ops.conv_features(*given, found, 100)
         pm.ops.conv_features(*given, found, 100, epilogue=pm.ops.Epilogue(scale=torch.ones(16)))
     depths = [k.doors[0][1][[a.variable for a in k.source.arguments].index("BR")] for k in as_on_gpu.values()]
-    assert depths == [32, 32, 16, 16]
+    assert depths == [128, 128, 64, 64]

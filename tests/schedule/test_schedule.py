@@ -7,10 +7,10 @@ import pytest
 
 from pumice.errors import FileError, OptionError
 from pumice.language.parse import parse
-from pumice.language.roles import roles
+from pumice.language.roles import packed, roles
 from pumice.schedule.cost import DEVICES, Work, seconds
 from pumice.schedule.ledger import Key, Ledger
-from pumice.schedule.tile import Problem, Tile, candidates, default, splits
+from pumice.schedule.tile import Problem, Tile, candidates, default, power_above, splits
 
 MATMUL = parse("C[m,n] = A[m,k] * B[k,n]")
 SPMM = parse("C[R[p],n] = V[p] * B[K[p],n] ; R:sorted")
@@ -63,6 +63,8 @@ def test_long_rows_of_halves_are_stacked():
         ({"rows": 48}, "rows of a tile is a power of two, at least 1; found 48"),
         ({"stages": 0}, "stages of a tile is a power of two, at least 1; found 0"),
         ({"lanes": 32}, "32 lanes do not divide 16 rows"),
+        ({"packed": True, "stacked": True}, "a packed tile is one segment's: it is not stacked"),
+        ({"packed": True, "lanes": 4}, "a packed tile is one segment's: .* has no lanes"),
         ({"rows": 2048, "columns": 1024}, "at most 1048576 results, found 2048 x 1024"),
     ],
 )
@@ -75,6 +77,7 @@ def test_tiles_print():
     assert str(Tile(64, 32, 16, warps=8, stages=3, swapped=True)) == "64x32x16 w8 s3 swapped"
     assert str(Tile(32, 128, lanes=4, slabs=True)) == "32/4x128x1 w4 s2 slabs"
     assert str(Tile(16, 128, 64, stacked=True, ahead=True)) == "16x128x64 w4 s2 stacked ahead"
+    assert str(Tile(128, 32, 64, packed=True, ahead=True)) == "128x32x64 w4 s2 packed ahead"
 
 
 def test_indices_are_loaded_ahead_in_longer_loops():
@@ -103,6 +106,49 @@ def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected)
     sizes = {"e": int(tiles * mean), "b": 128, "n": channels, "c": channels}
     found = default(Problem(roles(conv, sizes), sizes, mean=mean, chained=True, segments=tiles))
     assert str(found) == expected
+
+
+def convolution(channels, mean, tiles=3000, columns=32, **more):
+    conv = parse("O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto")
+    sizes = {"e": int(tiles * mean), "b": 128, "n": columns, "c": channels}
+    form = roles(conv, sizes)
+    together = packed(form, conv, sizes)
+    return Problem(form, sizes, mean=mean, chained=True, segments=tiles, packed=together, **more)
+
+
+@pytest.mark.parametrize(
+    "channels,mean,bits,expected",
+    [
+        (1, 18, 16, "128x32x32 w4 s3 packed"),
+        (3, 5, 16, "128x32x32 w4 s3 packed"),
+        (4, 18, 16, "128x32x64 w4 s3 packed"),
+        (4, 18, 32, "128x32x32 w4 s5 packed"),
+        (16, 30, 16, "128x32x64 w4 s4 packed ahead"),
+        (16, 18, 8, "128x32x128 w4 s5 packed"),
+        (32, 18, 16, "128x32x32 w4 s4 ahead"),
+        (16, 1, 16, "128x32x16 w4 s5"),
+    ],
+)
+def test_entries_of_few_channels_are_packed(channels, mean, bits, expected):
+    """As many as a segment has, to 128 bytes of a row; loops of few turns ask for little memory."""
+    found = default(convolution(channels, mean, bits=bits))
+    assert str(found) == expected
+
+
+@pytest.mark.parametrize("channels", [3, 8, 16, 32, 64])
+def test_packed_tiles_are_tried_beside_others(channels):
+    found = list(candidates(convolution(channels, 18)))
+    assert len(set(found)) == len(found)
+    assert {tile.packed for tile in found} == ({True, False} if channels <= 32 else {False})
+    points = power_above(channels)
+    assert all(2 * points <= tile.reduced for tile in found if tile.packed and tile != found[0])
+
+
+def test_what_packs_is_what_has_segments_of_its_own():
+    for statement in SIZES:
+        assert packed(roles(statement, SIZES[statement]), statement, SIZES[statement]) is None
+    few = convolution(4, 18, columns=4)
+    assert few.packed is None and not default(few).packed
 
 
 def test_bytes_are_multiplied_as_many_bytes_at_a_time():
@@ -164,7 +210,7 @@ KEY = Key("some GPU", "C[i] = A[i]", ("fp16",), (3,))
 
 def test_what_is_put_is_found_by_another_process(tmp_path):
     path = tmp_path / "deep" / "tiles.json"
-    ours, tile = Ledger(path), Tile(64, 32, 16, swapped=True)
+    ours, tile = Ledger(path), Tile(64, 32, 16, swapped=True, packed=True)
     assert ours.get(KEY) is None and ours.generation == 0
     ours.put(KEY, tile)
     assert ours.get(KEY) == tile and ours.generation == 1

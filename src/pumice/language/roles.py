@@ -70,6 +70,7 @@ class Roles:
     folds       whether the columns are a reduction too, summed at the end; of a matrix product after the factors that
                 the loop leaves out were multiplied in: Z[b,p] = (G[b,w] . W[p,u,w]) * X[b,u], columns u
     stacked     whether the rows of a matrix product are consecutive segments, see stacked()
+    packed      whether the third axis of a matrix product holds several entries of a segment, see packed()
     within      what the left side is where it is a product too; as in every product of matrices, what is multiplied
                 by 0 there counts: infinities and NaN spread to all rows
     """
@@ -87,6 +88,7 @@ class Roles:
     adds: bool
     folds: bool = False
     stacked: bool = False
+    packed: bool = False
     within: Within | None = None
 
     @property
@@ -137,6 +139,29 @@ def stacked(roles: Roles, statement: Statement) -> Roles | None:
     position = roles.segment.position
     reduced = (position, *(name for name in roles.loops if name != position))
     return replace(roles, product=True, reduced=reduced, loops=(), left=left, right=right, stacked=True)
+
+
+def packed(roles: Roles, statement: Statement, extents: Mapping[str, int]) -> Roles | None:
+    """Consecutive entries of a segment side by side in the third axis of one matrix product, or None where the
+    statement has no such form.
+
+        O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c]      left[b,(e,c)], right[(e,c),n], few c
+
+    There may be as few c as one, where there is no product over c alone. No axis runs along both e and c.
+    """
+    segment = roles.segment
+    if segment is None or roles.laned or roles.folds:
+        return None
+    (term,) = statement.terms
+    out = indices_of(roles.target)
+    reduced = tuple(name for name in indices_of(roles.target, term) if name not in out)
+    found = _product(term, roles.target, reduced, segment, extents, 1)
+    if found is None or found.loops != (segment.position,) or len(found.reduced) != 1:
+        return None
+    both = {segment.position, *found.reduced}
+    if any(both <= set(indices_of(e)) for access in accesses_of(term) for e in access.indices):
+        return None
+    return replace(found, target=roles.target, segment=segment, adds=roles.adds, packed=True)
 
 
 def segment_axis(roles: Roles) -> tuple[str, int, int]:
@@ -220,9 +245,14 @@ def _told(expression: Affine, told: set[str], extents: Mapping[str, int], distin
 
 
 def _product(
-    term: Term, target: Access, reduced: Sequence[str], segment: Segment | None, extents: Mapping[str, int]
+    term: Term,
+    target: Access,
+    reduced: Sequence[str],
+    segment: Segment | None,
+    extents: Mapping[str, int],
+    shallowest: int = _SMALLEST,
 ) -> Roles | None:
-    """The matrix product with the largest tile, or None."""
+    """The matrix product with the largest tile, or None; `shallowest`: the fewest points that it may sum over."""
     deps = [set(indices_of(factor)) for factor in term.factors]
     if not all(isinstance(factor, Access) for factor in term.factors):
         return None
@@ -248,7 +278,8 @@ def _product(
             both = _union(deps, within.right)
             rows = tuple(name for name in rows if name not in both)
         sizes = [_volume(names, extents) if names else 0 for names in (rows, columns, tile)]
-        if min(sizes) < (_SMALLEST_WITHIN if within else _SMALLEST):
+        least = (_SMALLEST_WITHIN,) * 3 if within else (_SMALLEST, _SMALLEST, shallowest)
+        if any(size < few for size, few in zip(sizes, least, strict=True)):
             continue
         score = math.prod(min(size, cap) for size, cap in zip(sizes, (128, 128, 64), strict=True))
         # Of two equal ones that whose columns are the target's last axis: they are stored together.

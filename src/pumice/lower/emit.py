@@ -41,6 +41,7 @@ class Signature:
     dtypes: of the operands and of the result (under ""), by name: fp8, fp16, bf16, fp32, fp64, i8, i32, i64.
     unit: (operand, axis) whose stride is 1.  wide: operands that need 64-bit addresses.
     static: extents that are baked in.  starts: first values of declared ranges.
+    strides: (operand, axis, stride) that are baked in: of what is read in packs, whose width they tell.
     even: which of the axes "Y", "R" and "X" their tile divides.
     whole: whether one tile takes all of the reduction.
     thrice: whether float32 is multiplied by three products of tf32 that are written out (see _Emitter._halves).
@@ -60,6 +61,7 @@ class Signature:
     wide: frozenset[str] = frozenset()
     static: tuple[tuple[str, int], ...] = ()
     starts: tuple[tuple[str, int], ...] = ()
+    strides: tuple[tuple[str, int, int], ...] = ()
     even: str = ""
     whole: bool = False
     thrice: bool = False
@@ -101,9 +103,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Value:
-    """An expression of the source and the axes of the tile that it has, at most two of "YJRX".
+    """An expression of the source and the axes of the tile that it has, at most two of "YJERX".
 
-    J is what the two sides of a product within the left side share (language.roles.Within).
+    J is what the two sides of a product within the left side share (language.roles.Within), E the entries of a segment
+    that R holds side by side (language.roles.packed).
     """
 
     code: str
@@ -150,7 +153,7 @@ def _times(coefficient: int, code: str) -> str:
 
 def _joined(axes: str) -> str:
     """The axes each once, in the order of the tile."""
-    return "".join(axis for axis in "YJRX" if axis in axes)
+    return "".join(axis for axis in "YJERX" if axis in axes)
 
 
 @dataclass
@@ -171,6 +174,7 @@ class _Emitter:
     def __post_init__(self) -> None:
         self.static = dict(self.signature.static)
         self.starts = dict(self.signature.starts)
+        self.strides = {(name, axis): stride for name, axis, stride in self.signature.strides}
         self.dtypes = dict(self.signature.dtypes)
         segment = self.roles.segment
         self.position = segment.position if segment else None
@@ -211,8 +215,8 @@ class _Emitter:
         owned = roles.segment is not None and not roles.laned and not roles.stacked
         if signature.pieces and not owned:
             raise OptionError("a tile shares the segments of a matrix product whose rows are not the segments")
-        if roles.stacked and not (signature.hoisted and signature.padded):
-            raise OptionError("what a stack of segments reads is hoisted and padded")
+        if (roles.stacked or roles.packed) and not (signature.hoisted and signature.padded):
+            raise OptionError("what stacks of segments and packs of entries read is hoisted and padded")
         if not signature.padded and not (owned and len(roles.rows) == 1):
             raise OptionError("a tile that is not padded has the points of one segment as its rows")
 
@@ -510,6 +514,9 @@ class _Emitter:
         if roles.stacked:
             self._entries()
             return
+        if roles.packed:
+            self._pack()
+            return
         body.append("rest = turn")
         if not (self.signature.hoisted and self.signature.padded):
             # 0, which the compiler does not know and must find in every turn; that 16 divides it, it knows.
@@ -564,8 +571,25 @@ class _Emitter:
             rest = f"({rest} // {self._extent(name)})"
         self._define(position, f"start + {rest}", "R", self.body)
 
+    def _pack(self) -> None:
+        """The next entries of the segment, as many as the reduction has room for, each with all of its points."""
+        (name,) = self.roles.reduced
+        deep = self._depth_of_entry()
+        self.head += [f"PACK: tl.constexpr = BR // {deep}", f"r = tl.arange(0, BR) % {deep}"]
+        self._points("R", [name], self.head)
+        self.body += ["e = start + turn * PACK + tl.arange(0, PACK)", "in_e = e < stop"]
+        assert self.position is not None
+        self._define(self.position, "e", "E", self.body)
+
+    def _depth_of_entry(self) -> int:
+        """How many points of the reduction an entry has, the last ones idle where it is no power of two."""
+        (name,) = self.roles.reduced
+        if name not in self.static:
+            raise OptionError(f"entries are packed where the extent of {name} is known and short")
+        return 1 << (self.static[name] - 1).bit_length()
+
     def _loop_constants(self) -> list[str]:
-        if self.roles.stacked:
+        if self.roles.stacked or self.roles.packed:
             return []
         tiled = self.roles.product or self.turned
         names = self.roles.reduced if self.roles.product else self.roles.columns
@@ -583,13 +607,15 @@ class _Emitter:
         turns = [self._extent(name) for name in self.roles.loops if name != self.position]
         if self.roles.stacked:
             turns = ["tl.cdiv(entries, BR)"]
+        elif self.roles.packed:
+            turns = ["tl.cdiv(stop - start, PACK)"]
         elif self.roles.product or self.turned:
             names, block = (self.roles.reduced, "BR") if self.roles.product else (self.roles.columns, "BX")
             if not self.signature.whole:
                 turns.append("BLOCKS")
                 if not self._loop_constants():
                     head.append(f"BLOCKS = tl.cdiv({self._volume(names)}, {block})")
-        if self.position is not None and not self.roles.stacked:
+        if self.position is not None and not (self.roles.stacked or self.roles.packed):
             turns.insert(0, "turns" if self.roles.laned else "(stop - start)")
         # Triton runs the loads of loops with a product ahead by itself, those of others where it is told to.
         ahead = "" if self.roles.product else ", num_stages=STAGES"
@@ -677,7 +703,7 @@ class _Emitter:
         if key in self.values:
             return self.values[key]
         lines = self.body if (self.turning - self.fixed) & set(indices_of(access)) else self.head
-        pointer, masks = self._address(access, self._operand(access.name), lines)
+        pointer, masks = self._spread(access, self._address(access, self._operand(access.name), lines), lines)
         own = _joined("".join(value.axes for value in (*pointer, *masks)))
         if len(own) > 2 or (axes and not set(own) <= set(axes)):
             raise OptionError(f"{access} depends on rows, columns and the reduction of a tile at once")
@@ -714,6 +740,49 @@ class _Emitter:
         others = [value for value in pointer if value.axes != axis], [value for value in masks if value.axes != axis]
         return [*others[0], folded], [*others[1], replace(folded, test=">= 0")]
 
+    def _spread(
+        self, access: Access, address: tuple[list[Value], list[Value]], lines: list[str]
+    ) -> tuple[list[Value], list[Value]]:
+        """What depends on the entry, for each of its points: one address, below 0 where nothing is read.
+
+        So an index is loaded once for all points of its entry, and these are still known to be neighbours in memory.
+        An index that does not depend on the point stays as it is.
+        """
+        pointer, masks = address
+        axes = {axis for value in (*pointer, *masks) for axis in value.axes}
+        if "E" not in axes or (self.dtypes[access.name] in INTEGERS and "R" not in axes):
+            return address
+        (parts, pointer), (held, masks) = (
+            [[v for v in values if ("E" in v.axes) == told] for told in (True, False)] for values in address
+        )
+        own = _joined("".join(value.axes for value in (*parts, *held)))
+        if len(own) > 2:
+            raise OptionError(f"{access} depends on rows, columns and the entry at once")
+        place = " + ".join(value.at(own) for value in parts) or "0"
+        if held:
+            place = f"tl.where({' & '.join(value.at(own) for value in held)}, {place}, {_NOWHERE})"
+        spread = self._repeated(self._named("o", Value(place, own), lines), self._divisor(access), lines)
+        return [*pointer, spread], [*masks, replace(spread, test=">= 0")]
+
+    def _repeated(self, value: Value, divisor: int, lines: list[str]) -> Value:
+        """A value of each entry for each of its points, of which the compiler hears that they are equal."""
+        deep, axes = self._depth_of_entry(), value.axes.replace("E", "R")
+        if deep == 1:
+            return Value(value.code, axes)
+        at = axes.index("R")
+        sides = [f"B{axis}" for axis in axes]
+        apart = [*sides[:at], "PACK", str(deep), *sides[at + 1 :]]
+        there = ", ".join("None" if place == at + 1 else ":" for place in range(len(apart)))
+        equal = [deep if axis == "R" else 1 for axis in axes]
+        code = f"tl.broadcast_to({value.code}[{there}], ({', '.join(apart)}))"
+        code = f"tl.max_constancy(tl.reshape({code}, ({', '.join(sides)},)), {equal})"
+        return self._named("o", Value(f"tl.multiple_of({code}, {[divisor] * len(axes)})", axes), lines)
+
+    def _divisor(self, access: Access) -> int:
+        """A power of two that divides what an entry adds to the address."""
+        told = [n for n, expression in enumerate(access.indices) if self.position in indices_of(expression)]
+        return math.gcd(16, *(self.strides.get((access.name, axis), 1) for axis in told))
+
     def _address(self, access: Access, pointer: str, lines: list[str]) -> tuple[list[Value], list[Value]]:
         """The parts of the address, one per set of axes, and the conditions under which it is read."""
         parts: dict[str, list[str]] = {}
@@ -732,6 +801,8 @@ class _Emitter:
             code = f"tl.cast({code}, tl.int64)"
         if (name, axis) in self.signature.unit:
             return code
+        if (name, axis) in self.strides:
+            return f"{code} * {self.strides[name, axis]}"
         return f"{code} * {self._argument('stride', name, axis)}"
 
     def _components(

@@ -24,7 +24,7 @@ from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
-from pumice.language.roles import Roles, exchanged, roles, segment_axis, stacked
+from pumice.language.roles import Roles, exchanged, packed, roles, segment_axis, stacked
 from pumice.lower.counters import counters
 from pumice.lower.emit import BEFORE, SPLITS, STACKS, Argument, Signature, Source, contiguous, emit, grid
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
@@ -53,6 +53,8 @@ _COMPILERS = 8
 """Kernels that are made at once while tuning."""
 _STATIC = 1024
 """Extents of reductions and columns up to this are baked into the kernel; longer ones are arguments."""
+_STRIDES = 1 << 14
+"""The same of the strides of what is read in packs: those of channels and taps, not of rows."""
 _FEW = 64
 """The same of the rows of a product whose left side is a product, too."""
 
@@ -498,6 +500,11 @@ def _form(bound: Bound) -> Roles:
 
 
 @lru_cache(maxsize=4096)
+def _packed_form(bound: Bound) -> Roles | None:
+    return packed(_form(bound), bound.statement, bound.extents)
+
+
+@lru_cache(maxsize=4096)
 def _used(bound: Bound) -> tuple[str, ...]:
     """The operands that a kernel reads."""
     statement = bound.statement
@@ -513,7 +520,7 @@ def prepare(
     how: How = How(),
 ) -> Launch:
     """The kernel for these operands with this tile."""
-    form, extents = _form(bound), bound.extents
+    form, extents = _form_in(bound, tile), bound.extents
     if tile.swapped:
         form = exchanged(form)
     if tile.stacked:
@@ -526,7 +533,9 @@ def prepare(
     extents = {**extents, SPLITS: how.splits, STACKS: count}
     if form.segment:
         extents = {**extents, form.segment.index: count}
-    constants = {"BY": tile.rows, "BX": tile.columns, "BR": tile.reduced, "PRECISION": how.precision}
+    # A tile that was tuned for fewer channels still has room for one entry.
+    depth = max(tile.reduced, _depth_of_entry(form, extents)) if form.packed else tile.reduced
+    constants = {"BY": tile.rows, "BX": tile.columns, "BR": depth, "PRECISION": how.precision}
     constants["STAGES"] = tile.stages
     tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
     constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
@@ -537,6 +546,19 @@ def prepare(
     programs = grid(form, extents, (tile.rows, tile.columns), count, tile.lanes)
     summed = torch.float64 if torch.float64 in {t.dtype for t in given.values()} else torch.float32
     return Launch(source, loaded(source), tile, programs, fixed, slots, summed)
+
+
+def _form_in(bound: Bound, tile: Tile) -> Roles:
+    """The roles that a tile asks for."""
+    form = _packed_form(bound) if tile.packed else _form(bound)
+    if form is None:
+        raise OptionError(f"tile {tile}: {bound.statement} has no entries of a segment that fit side by side")
+    return form
+
+
+def _depth_of_entry(form: Roles, extents: Mapping[str, int]) -> int:
+    """How many points of the reduction an entry of a pack takes."""
+    return tiles.power_above(math.prod(extents[name] for name in form.reduced))
 
 
 @lru_cache(maxsize=1024)
@@ -642,7 +664,7 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
         axis
         for axis, along, side in (
             ("Y", form.rows, tile.rows),
-            ("R", form.reduced, tile.reduced),
+            ("R", form.reduced, _depth_of_entry(form, extents) if form.packed else tile.reduced),
             ("X", form.columns, tile.columns),
         )
         if along
@@ -657,6 +679,7 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
         wide=frozenset(name for name, t in used.items() if _reach(t) >= 1 << 31),
         static=tuple(sorted(fixed.items())),
         starts=tuple((name, r.start) for name, r in sorted(bound.ranges.items()) if r.start),
+        strides=_strides(used) if form.packed else (),
         even=even,
         whole=_whole(form, extents, tile, settled),
         lanes=tile.lanes,
@@ -667,6 +690,12 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
         hoisted=tile.hoisted,
         padded=tile.padded,
     )
+
+
+def _strides(used: Mapping[str, Tensor]) -> tuple[tuple[str, int, int], ...]:
+    """Those of values that are not as long as a cloud."""
+    values = [(name, t) for name, t in sorted(used.items()) if name not in ("", *EPILOGUE) and _is_value(t.dtype)]
+    return tuple((name, axis, s) for name, t in values for axis, s in enumerate(t.stride()) if 1 < s <= _STRIDES)
 
 
 def _computes_fp32(signature: Signature) -> bool:
@@ -709,7 +738,8 @@ def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Probl
     turning = {*form.loops, *form.reduced}
     chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
     bits = _bits([operands[name] for name in _used(bound)])
-    return Problem(form, bound.extents, entries, bits, chained, _stacks(bound, operands), segments)
+    stacks = _stacks(bound, operands)
+    return Problem(form, bound.extents, entries, bits, chained, stacks, segments, _packed_form(bound))
 
 
 def _stacks(bound: Bound, operands: Mapping[str, Tensor]) -> bool:

@@ -21,6 +21,8 @@ class Tile:
     slabs: all rows are taken for one block of columns before the next, so that what they gather stays in the cache.
     stacked: segments are the rows of a matrix product (language.roles.stacked).
     ahead: of a matrix product: indices are loaded two turns before they are used, so that no load waits for another.
+    packed: a turn takes several entries of a segment, as many as `reduced` has room for and at least one, each with all
+        of its few points of the reduction (language.roles.packed).
     piece: of a matrix product in segments: entries of one program at most. A longer segment is shared by several
     programs, the last of which adds up what all have found, always in the same order; 0: none is shared.
     hoisted, padded: off, to show what they bring: addresses are worked out anew in every turn; each turn asks how many
@@ -37,6 +39,7 @@ class Tile:
     slabs: bool = False
     stacked: bool = False
     ahead: bool = False
+    packed: bool = False
     piece: int = 0
     hoisted: bool = True
     padded: bool = True
@@ -49,6 +52,8 @@ class Tile:
                 raise OptionError(f"{name} of a tile is a power of two, at least 1; found {value}")
         if self.rows % self.lanes:
             raise OptionError(f"{self.lanes} lanes do not divide {self.rows} rows")
+        if self.packed and (self.stacked or self.lanes > 1):
+            raise OptionError("a packed tile is one segment's: it is not stacked, and has no lanes")
         if self.rows * self.columns > 1 << 20:
             raise OptionError(f"a tile has at most 1048576 results, found {self.rows} x {self.columns}")
 
@@ -69,7 +74,8 @@ class Tile:
 
     def __str__(self) -> str:
         lanes = f"/{self.lanes}" if self.lanes > 1 else ""
-        order = " swapped" * self.swapped + " slabs" * self.slabs + " stacked" * self.stacked + " ahead" * self.ahead
+        ways = ("swapped", "slabs", "stacked", "packed", "ahead")
+        order = "".join(f" {way}" for way in ways if getattr(self, way))
         order += f" pieces of {self.piece}" if self.piece else ""
         order += " not hoisted" * (not self.hoisted) + " not padded" * (not self.padded)
         return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}{order}"
@@ -85,7 +91,7 @@ class Problem:
     """What a tile is chosen for.
 
     roles and extents of the statement; mean: entries of a segment on average; bits: of the values; chained: whether
-    loads in the loop wait for an index loaded there.
+    loads in the loop wait for an index loaded there. packed: the roles of packed tiles, where there are such.
     """
 
     roles: Roles
@@ -95,6 +101,7 @@ class Problem:
     chained: bool = False
     stacks: bool = False
     segments: int = 1
+    packed: Roles | None = None
 
     @property
     def shares(self) -> bool:
@@ -150,6 +157,8 @@ def default(problem: Problem) -> Tile:
     """
     roles = problem.roles
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
+    if _packs(problem):
+        return _packed_tile(problem)
     if roles.product:
         return _product_tile(problem)
     if roles.folds:
@@ -187,8 +196,9 @@ def of_long_segments(roles: Roles, extents: Mapping[str, int], tile: Tile) -> Ti
 def candidates(problem: Problem) -> Iterator[Tile]:
     """Tiles worth timing, the default first, none twice."""
     seen: set[Tile] = set()
-    first = default(problem)
-    for tile in (first, *(_product_tiles if problem.roles.product else _plain_tiles)(problem, first)):
+    plain = default(replace(problem, packed=None))
+    others = (_product_tiles if problem.roles.product else _plain_tiles)(problem, plain)
+    for tile in (default(problem), plain, *_packed_tiles(problem), *others):
         if tile not in seen:
             seen.add(tile)
             yield tile
@@ -286,9 +296,7 @@ def _product_tile(problem: Problem) -> Tile:
     swapped = rows < 64 <= columns and not wide and not roles.folds
     if swapped:
         rows, columns = columns, rows
-    # 128 bytes of each row; of 8-bit values tensor cores take 32 at a time.
-    most = {8: 128, 16: 64}.get(problem.bits, 32)
-    depth = max(32 if problem.bits == 8 else 16, _tile_side(problem.volume(roles.reduced), most))
+    depth = max(_least_depth(problem), _tile_side(problem.volume(roles.reduced), _most_depth(problem)))
     if problem.chained:
         return _chained_tile(problem, (rows, columns, depth), swapped)
     # 128 x 256 results of 32-bit factors do not fit the registers.
@@ -366,6 +374,57 @@ _FEW = 3 * PROCESSORS
 
 _SHORT_LOOP = 6
 """Turns of a loop below which its indices are not loaded ahead."""
+
+
+_FEW_POINTS = 16
+"""Points of the reduction up to which entries are packed: a turn takes as long as if it had more."""
+
+
+def _packs(problem: Problem) -> bool:
+    """Whether turns of one entry would be mostly empty, and several of them."""
+    if problem.packed is None or problem.volume(problem.packed.reduced) > _FEW_POINTS:
+        return False
+    return problem.mean > 1 or not problem.roles.product
+
+
+def _packed_tile(problem: Problem) -> Tile:
+    """As many entries to a turn as segments have, while a row of them is no longer than those of other tiles."""
+    assert problem.packed is not None
+    points = power_above(problem.volume(problem.packed.reduced))
+    depth = max(_least_depth(problem), min(_most_depth(problem), points * power_above(math.ceil(problem.mean))))
+    turns = math.ceil(problem.mean * points / depth)
+    found = _product_tile(replace(problem, roles=problem.packed, mean=turns, packed=None))
+    # A loop of two turns has no use for more buffers, and the device has one for more programs.
+    # So few turns are not shared.
+    return replace(found, reduced=depth, stages=3 if turns <= 2 else found.stages, packed=True, piece=0)
+
+
+def _packed_tiles(problem: Problem) -> Iterator[Tile]:
+    """Around the default: of several depths, with loads that wait for another one and with those that do not."""
+    if problem.packed is None:
+        return
+    points = power_above(problem.volume(problem.packed.reduced))
+    if 2 * points > _most_depth(problem):
+        return
+    first = _packed_tile(problem)
+    heights = sorted({min(first.rows, cap) for cap in (64, 128)})
+    for depth in (32, 64, 128):
+        if depth < max(2 * points, _least_depth(problem)) or depth > 2 * _most_depth(problem):
+            continue
+        for height in heights:
+            for warps in _warps_of_product(height * first.columns):
+                for stages, ahead in ((2, False), (3, False), (5, False), (3, True), (4, True)):
+                    yield replace(first, rows=height, reduced=depth, warps=warps, stages=stages, ahead=ahead)
+
+
+def _most_depth(problem: Problem) -> int:
+    """128 bytes of each row."""
+    return {8: 128, 16: 64}.get(problem.bits, 32)
+
+
+def _least_depth(problem: Problem) -> int:
+    """Of 8-bit values tensor cores take 32 at a time."""
+    return 32 if problem.bits == 8 else 16
 
 
 def _tile_side(extent: int, most: int) -> int:
