@@ -1,11 +1,11 @@
-"""Segments cut into pieces: every entry once, in order, in pieces of about equal length; and the counters they need."""
+"""Segments cut into pieces: every entry once, in order, in pieces of about equal length; and their scratch memory."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pumice.lower.counters import counters
+from pumice.lower.scratch import scratch
 from pumice.lower.segments import pieces
 
 
@@ -44,8 +44,9 @@ def test_no_segments_have_no_pieces():
     assert found.rows.shape == found.pieces.shape == (0,)
 
 
-@pytest.mark.parametrize("size", [1, 63, 1000])
-def test_counters_are_zero(size):
-    found = counters(size, torch.device("cpu"))
-    assert found.dtype == torch.int32 and len(found) >= size and not found.any()
-    assert counters(size, torch.device("cpu")).data_ptr() != found.data_ptr()
+@pytest.mark.parametrize("count", [1, 63, 1000])
+def test_counters_are_zero(count):
+    found, other = (scratch(count, 48, torch.device("cpu")) for _ in range(2))
+    assert found.counters.dtype == torch.int32 and len(found.counters) >= count and not found.counters.any()
+    assert found.room.numel() >= 48 and not found.counters.is_inference()
+    assert other.counters.data_ptr() != found.counters.data_ptr()

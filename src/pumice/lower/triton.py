@@ -25,11 +25,11 @@ from pumice.errors import OptionError
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, packed, roles, segment_axis, stacked
-from pumice.lower.counters import counters
 from pumice.lower.emit import BEFORE, SPLITS, STACKS, Argument, Signature, Source, contiguous, emit, grid
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
 from pumice.lower.loops import EIGHT_BITS
 from pumice.lower.remember import Bounded
+from pumice.lower.scratch import Scratch, scratch
 from pumice.lower.segments import Segments, pieces, segments, stacks
 from pumice.schedule import tile as tiles
 from pumice.schedule.ledger import Key, ledger
@@ -87,11 +87,10 @@ class Launch:
         arguments = enumerate(self.source.arguments)
         return {a.variable: self.fixed[place] for place, a in arguments if a.kind == "constant"}
 
-    def scratch(self, kind: str, device: torch.device) -> Tensor:
-        """Where programs leave what they found of a piece, or where they are counted."""
-        if kind == "waiting":
-            return counters(self.programs, device)
-        return torch.empty(self.programs * self.tile.rows * self.tile.columns, dtype=self.summed, device=device)
+    def scratch(self, device: torch.device) -> Scratch:
+        """Where programs are counted, and leave what they found of a piece."""
+        size = self.programs * self.tile.rows * self.tile.columns * self.summed.itemsize
+        return scratch(self.programs, size, device)
 
 
 @dataclass(frozen=True)
@@ -320,7 +319,7 @@ class Aimed:
     """A compiled kernel with the addresses of what stays. slots: the places of the other operands, by name.
 
     part: the segments whose addresses are among them; the operands that are held the runner keeps.
-    scratch: the places of what each launch has of its own.
+    scratch: the places of counters and of room, where it takes them.
     """
 
     compiled: Compiled
@@ -330,7 +329,7 @@ class Aimed:
     result: int
     device: torch.device
     part: Segments | None
-    scratch: tuple[tuple[int, str], ...]
+    scratch: tuple[int, int] | None
 
     @staticmethod
     def of(launch: Launch, held: Mapping[str, Tensor], part: Segments | None) -> Aimed | None:
@@ -341,7 +340,7 @@ class Aimed:
             return None
         values: list[Any] = list(launch.fixed)
         slots: list[tuple[int, str]] = []
-        scratch: list[tuple[int, str]] = []
+        scratch: dict[str, int] = {}
         result = 0
         for place, kind, name in launch.slots:
             if kind == "result":
@@ -351,10 +350,11 @@ class Aimed:
                 if values[place] % 16:
                     return None
             elif kind in _SCRATCH:
-                scratch.append((place, kind))
+                scratch[kind] = place
             else:
                 slots.append((place, name))
-        return Aimed(compiled, launch, values, tuple(slots), result, device, part, tuple(scratch))
+        own = (scratch["waiting"], scratch["room"]) if scratch else None
+        return Aimed(compiled, launch, values, tuple(slots), result, device, part, own)
 
     def start(self, operands: Mapping[str, Tensor], out: Tensor) -> bool:
         """Whether the kernel was started: not where a tensor is not aligned, or on another device than the current."""
@@ -368,10 +368,10 @@ class Aimed:
             bits |= address
         if bits % 16:
             return False
-        # Held until the kernel is under way.
-        own = [self.launch.scratch(kind, self.device) for _, kind in self.scratch]
-        for (place, _), tensor in zip(self.scratch, own, strict=True):
-            values[place] = tensor.data_ptr()
+        if self.scratch is not None:
+            # Held until the kernel is under way.
+            own = self.launch.scratch(self.device)
+            values[self.scratch[0]], values[self.scratch[1]] = own.counters.data_ptr(), own.room.data_ptr()
         self.compiled(self.launch.programs, values, index)
         return True
 
@@ -603,11 +603,12 @@ def _launch(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: S
 def _values(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> list[Any]:
     """The arguments of a launch in their order."""
     values = list(launch.fixed)
+    own = launch.scratch(out.device) if any(kind in _SCRATCH for _, kind, _ in launch.slots) else None
     for place, kind, name in launch.slots:
         if kind == "segment":
             values[place] = getattr(part, name)
-        elif kind in _SCRATCH:
-            values[place] = launch.scratch(kind, out.device)
+        elif own is not None and kind in _SCRATCH:
+            values[place] = own.counters if kind == "waiting" else own.room.view(launch.summed)
         else:
             values[place] = out if kind == "result" else operands[name]
     return values

@@ -394,9 +394,10 @@ def _packed_tile(problem: Problem) -> Tile:
     depth = max(_least_depth(problem), min(_most_depth(problem), points * power_above(math.ceil(problem.mean))))
     turns = math.ceil(problem.mean * points / depth)
     found = _product_tile(replace(problem, roles=problem.packed, mean=turns, packed=None))
-    # A loop of two turns has no use for more buffers, and the device has one for more programs.
-    # So few turns are not shared.
-    return replace(found, reduced=depth, stages=3 if turns <= 2 else found.stages, packed=True, piece=0)
+    # A loop of two turns has no use for more buffers, and the device has one for more programs: where those are few,
+    # indices are loaded ahead all the same. So few turns are not shared.
+    stages, ahead = 3 if turns <= 2 else found.stages, found.ahead or problem.segments < _FEW
+    return replace(found, reduced=depth, stages=stages, packed=True, piece=0, ahead=ahead)
 
 
 def _packed_tiles(problem: Problem) -> Iterator[Tile]:
