@@ -103,6 +103,13 @@ class Epilogue:
         before = bias if self.scale is None else bias * self.scale
         return replace(self, shift=before if self.shift is None else self.shift + before)
 
+    def split(self, groups: int) -> Epilogue:
+        """The same of results [..., groups, channels of a group]."""
+        if groups == 1:
+            return self
+        parts = (None if x is None else x.unflatten(-1, (groups, -1)) for x in (self.scale, self.shift, self.residual))
+        return replace(self, **dict(zip(("scale", "shift", "residual"), parts, strict=True)))
+
 
 def applied(result: Tensor, epilogue: Epilogue, dtype: torch.dtype | None = None) -> Tensor:
     """The epilogue of a result [..., C_out], worked out in float32 at least; in the epilogue's dtype, or else the given

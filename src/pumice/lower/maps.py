@@ -3,7 +3,8 @@
 pairs        lists of pairs per tap (weight-stationary)
 compacted    tiles of outputs with the taps that occur in each (output-stationary), rows sorted by all their taps
 unsorted     the same with rows in their order
-split2, split3   the same in as many parts, each with the order of rows that suits its share of the taps
+split2, split3, split4   the same in as many parts, each with the order of rows that suits its share of the taps
+table        the input of every output and tap, -1 where none: all taps are met, there or not
 ..._t        the same of the transposed map
 grouped      groups of pairs of one tap
 """
@@ -25,7 +26,9 @@ _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
 _TILES_T = "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
 _GROUPS = "map[o[g,q], k[g], i[g,q]] = 1"
-_SPLITS = {"unsorted": 0, "compacted": 1, "split2": 2, "split3": 3}
+_TABLE = "map[o, k, met[o,k]] = 1"
+_TABLE_T = "map[met[i,k], k, i] = 1"
+_SPLITS = {"unsorted": 0, "compacted": 1, "split2": 2, "split3": 3, "split4": 4}
 """Of the forms of tiles: into how many parts the taps are split; 0: rows are not sorted."""
 
 
@@ -83,8 +86,13 @@ def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], lis
     names = _names(found, differentiable)
     if torch.compiler.is_compiling():
         names = tuple(name for name in names if found.has(("form", name))) or ("pairs",)
-    held = [found.storage(("form", name), lambda m, name=name: read(m, name)) for name in names]
-    return tuple(t for tokens, _ in held for t in tokens), [x for _, arrays in held for x in arrays]
+    each = [held(found, name) for name in names]
+    return tuple(t for tokens, _ in each for t in tokens), [x for _, arrays in each for x in arrays]
+
+
+def held(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
+    """The tokens and the arrays of a map in one form, kept with it."""
+    return found.storage(("form", name), lambda m: read(m, name))
 
 
 def _names(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
@@ -144,6 +152,8 @@ def _tiled(splits: int, flipped: bool) -> MapForm:
 FORMS: Mapping[str, MapForm] = {
     "pairs": MapForm(_stored(_PAIRS), _pairs),
     "grouped": MapForm(_stored(_GROUPS), _grouped, _group_sizes),
+    "table": MapForm(_stored(_TABLE), lambda found: [{"met": found.rows()}]),
+    "table_t": MapForm(_stored(_TABLE_T), lambda found: [{"met": found.transpose().rows()}]),
     **{name: _tiled(splits, False) for name, splits in _SPLITS.items()},
     **{f"{name}_t": _tiled(splits, True) for name, splits in _SPLITS.items()},
 }

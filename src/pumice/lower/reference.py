@@ -26,7 +26,7 @@ def forward(
     out = x.new_zeros((rows, weight.shape[0]), dtype=accumulator(x.dtype))
     taps = grouped(weight, groups)
     for tap, inputs, outputs in meetings(pairs):
-        out.index_add_(0, outputs, _products(x[inputs], taps[tap], out.dtype))
+        out.index_add_(0, outputs, products(x[inputs], taps[tap], out.dtype))
     return out.to(x.dtype)
 
 
@@ -69,7 +69,7 @@ def meetings(pairs: Pairs) -> Iterator[tuple[int, Tensor, Tensor]]:
         start += size
 
 
-def _products(
+def products(
     x: Float[Tensor, "pairs c_in"], weight: Float[Tensor, "g c n"], dtype: torch.dtype
 ) -> Float[Tensor, "pairs c_out"]:
     """x [P, G*C] times weight [G, C, N] -> [P, G*N] in `dtype`."""

@@ -11,15 +11,16 @@ from torch import nn
 
 from pumice.coords import Geometry, Relation, as_axes
 from pumice.errors import OptionError, ShapeError
-from pumice.ops.conv import Size, Target, conv, conv_inverse, conv_transpose, convolve, target_of
+from pumice.ops.conv import Flow, Size, Target, conv, conv_inverse, conv_transpose, convolve, target_of
 from pumice.ops.tensor import SparseTensor
+from pumice.schedule.dataflow import chosen
 
 
 class _Conv(nn.Module):
     """Weight [C_out, *kernel, C_in / groups] and bias [C_out], set as torch.nn sets them.
 
     weight ~ U(-b, b) with b = 1 / sqrt(fan_in), fan_in = K * C_in / groups (kaiming_uniform with a = sqrt 5);
-    bias likewise.
+    bias likewise. dataflow: as in pumice.ops.conv; it may be set anew between calls.
     """
 
     dim: ClassVar[int]
@@ -33,9 +34,12 @@ class _Conv(nn.Module):
         groups: int,
         bias: bool,
         options: dict[str, Any],
+        dataflow: Flow,
     ) -> None:
         super().__init__()
-        self.groups, self.options = groups, options
+        self.groups, self.options, self.dataflow = groups, options, dataflow
+        if dataflow is not None:
+            chosen(dataflow)
         self.in_channels, self.out_channels = channels
         if min(channels) < 1 or groups < 1:
             raise OptionError(f"channels and groups are at least 1, found {channels} and groups={groups}")
@@ -55,6 +59,7 @@ class _Conv(nn.Module):
     def extra_repr(self) -> str:
         window = tuple(self.weight.shape[1:-1])
         told = {k: v for k, v in self.options.items() if v is not None and k != "offsets"}
+        told |= {} if self.dataflow is None else {"dataflow": self.dataflow}
         rest = "".join(f", {name}={value}" for name, value in told.items())
         groups = f", groups={self.groups}" if self.groups > 1 else ""
         bias = "" if self.bias is not None else ", bias=False"
@@ -73,6 +78,7 @@ class Conv(_Conv):
     kernel_size, stride, padding, dilation: an int or one per axis; padding None means centred.
     groups: channel groups. bias: whether to add one.
     out: output policy. offsets: [K][D] integers in place of a kernel window (then kernel_size is K or None).
+    dataflow: how it is computed, as in pumice.ops.conv; None: as the planner picks.
     """
 
     def __init__(
@@ -88,10 +94,11 @@ class Conv(_Conv):
         *,
         out: str | None = None,
         offsets: Sequence[Sequence[int]] | None = None,
+        dataflow: Flow = None,
     ) -> None:
         options = {"stride": stride, "padding": padding, "dilation": dilation, "out": out, "offsets": offsets}
         window = _window(kernel_size, self.dim) if offsets is None else (len(offsets),)
-        super().__init__((in_channels, out_channels), window, groups, bias, options)
+        super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
         spread = {"stride": stride, "dilation": dilation, "policy": target_of(out)[0]}
         if offsets is None:
             self.relation = Relation.of(self.dim, window, padding=padding, **spread)
@@ -101,8 +108,9 @@ class Conv(_Conv):
     def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
         """x: N voxels x in_channels -> SparseTensor with out_channels. `out` replaces the layer's own for this call."""
         if out is None:
-            return convolve(x, self.weight, self.bias, self.groups, self.relation)
-        return conv(x, self.weight, self.bias, groups=self.groups, **{**self.options, "out": out})
+            return convolve(x, self.weight, self.bias, self.groups, self.relation, self.dataflow)
+        options = {**self.options, "out": out, "dataflow": self.dataflow}
+        return conv(x, self.weight, self.bias, groups=self.groups, **options)
 
 
 class ConvTranspose(_Conv):
@@ -120,6 +128,7 @@ class ConvTranspose(_Conv):
         bias: bool = True,
         *,
         output_padding: Size = 0,
+        dataflow: Flow = None,
     ) -> None:
         options = {
             "stride": stride,
@@ -127,10 +136,12 @@ class ConvTranspose(_Conv):
             "dilation": dilation,
             "output_padding": output_padding,
         }
-        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options)
+        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options, dataflow)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return conv_transpose(x, self.weight, self.bias, groups=self.groups, **self.options)
+        return conv_transpose(
+            x, self.weight, self.bias, groups=self.groups, dataflow=self.dataflow, **self.options
+        )
 
 
 class GenerativeConvTranspose(_Conv):
@@ -149,12 +160,16 @@ class GenerativeConvTranspose(_Conv):
         dilation: Size = 1,
         groups: int = 1,
         bias: bool = True,
+        *,
+        dataflow: Flow = None,
     ) -> None:
         options = {"stride": stride, "padding": None, "dilation": dilation, "bounded": False}
-        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options)
+        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options, dataflow)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return conv_transpose(x, self.weight, self.bias, groups=self.groups, **self.options)
+        return conv_transpose(
+            x, self.weight, self.bias, groups=self.groups, dataflow=self.dataflow, **self.options
+        )
 
 
 class InverseConv(_Conv):
@@ -174,12 +189,16 @@ class InverseConv(_Conv):
         dilation: Size = 1,
         groups: int = 1,
         bias: bool = True,
+        *,
+        dataflow: Flow = None,
     ) -> None:
         options = {"stride": stride, "padding": padding, "dilation": dilation}
-        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options)
+        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options, dataflow)
 
     def forward(self, x: SparseTensor, target: SparseTensor | Geometry) -> SparseTensor:
-        return conv_inverse(x, self.weight, target, self.bias, groups=self.groups, **self.options)
+        return conv_inverse(
+            x, self.weight, target, self.bias, groups=self.groups, dataflow=self.dataflow, **self.options
+        )
 
 
 def _window(kernel_size: Size | None, dim: int) -> tuple[int, ...]:

@@ -11,9 +11,15 @@ from pumice.ops.quantize import quantize
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
 from pumice.ops.sparse import Sparse, sparse
 from pumice.ops.tensor import SparseTensor
+from pumice.schedule.dataflow import DATAFLOWS, Dataflow, Dataflows
+from pumice.schedule.grouping import Grouping
 
 __all__ = [
+    "DATAFLOWS",
+    "Dataflow",
+    "Dataflows",
     "Epilogue",
+    "Grouping",
     "Sparse",
     "SparseTensor",
     "avg_pool",

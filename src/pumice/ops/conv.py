@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +14,15 @@ from pumice.lower import maps, plan
 from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
 from pumice.lower.loops import EIGHT_BITS
 from pumice.lower.remember import per_tensor
+from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.ops import register
+from pumice.ops.dataflow import by_dataflow
 from pumice.ops.tensor import SparseTensor
+from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
 
 Size = int | Sequence[int]
 Target = str | SparseTensor | Geometry | None
+Flow = str | Dataflow | Dataflows | None
 
 
 def conv(
@@ -34,6 +37,7 @@ def conv(
     out: Target = None,
     offsets: Sequence[Sequence[int]] | None = None,
     epilogue: Epilogue | None = None,
+    dataflow: Flow = None,
 ) -> SparseTensor:
     """Sparse convolution.
 
@@ -55,6 +59,8 @@ def conv(
     offsets: K distinct offsets of D integers in place of a kernel window: in = stride * out + dilation * offsets[k].
     epilogue: activation(y * scale + shift + residual), cast, in place of y; in the kernel itself where no gradients are
         asked for: a folded batch norm, a residual block, the scales of 8-bit values.
+    dataflow: how it is computed: a name of pumice.schedule.dataflow.DATAFLOWS, a Dataflow, or one for each pass as
+        Dataflows(forward, dgrad, wgrad). None: what the planner picks.
 
     Returns
     -------
@@ -75,7 +81,7 @@ def conv(
     else:
         _check_offsets(weight, offsets, padding)
         relation = Relation.of_offsets(x.dim, offsets, stride=stride, dilation=dilation, policy=policy)
-    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue)
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue, dataflow)
 
 
 def convolve(
@@ -84,13 +90,13 @@ def convolve(
     bias: Tensor | None,
     groups: int,
     relation: Relation,
-    epilogue: Epilogue | None = None,
+    dataflow: Flow = None,
 ) -> SparseTensor:
     """`conv` by a relation that is at hand, as layers have it."""
     _check_weight(x, weight, bias, groups, spatial=relation.custom is None)
     if relation.dim != x.dim:
         raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
-    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation), epilogue)
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation), None, dataflow)
 
 
 def conv_transpose(
@@ -104,6 +110,7 @@ def conv_transpose(
     groups: int = 1,
     output_padding: Size = 0,
     bounded: bool = True,
+    dataflow: Flow = None,
 ) -> SparseTensor:
     """Transposed sparse convolution, which makes new coordinates.
 
@@ -127,7 +134,7 @@ def conv_transpose(
         output_padding=output_padding,
         bounded=bounded,
     )
-    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation))
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation), None, dataflow)
 
 
 def conv_inverse(
@@ -140,6 +147,7 @@ def conv_inverse(
     padding: Size | None = None,
     dilation: Size = 1,
     groups: int = 1,
+    dataflow: Flow = None,
 ) -> SparseTensor:
     """The way back of a strided convolution: from x to the known, finer coordinates of `target`.
 
@@ -161,36 +169,41 @@ def conv_inverse(
         policy="cached_inverse",
     )
     _, finer = target_of(target)
-    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, finer))
-
-
-CONV = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c]"
-GROUPED_CONV = "O[o,g,n] = map[o,k,i] * x[i,g,c] * w[g,n,k,c]"
-"""The one equation: a kernel map is a sparse operand, and its gradients are its derivatives."""
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, finer), None, dataflow)
 
 
 def conv_features(
-    x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1, epilogue: Epilogue | None = None
+    x: Tensor,
+    weight: Tensor,
+    found: KernelMap,
+    rows: int,
+    groups: int = 1,
+    epilogue: Epilogue | None = None,
+    dataflow: Flow = None,
 ) -> Tensor:
     """The convolution of plain features: x [N_in, C_in], weight [C_out, K, C_in / groups] -> [rows, C_out].
 
     `found` is the kernel map, `rows` its number of outputs. Differentiable, any number of times, in x and weight.
     Groups of few channels are multiplied several at once where matrix units run: what is infinite or NaN in one of them
-    then shows in its neighbours, too.
+    then shows in its neighbours, too. dataflow: as in `conv`.
 
-    Raises ShapeError, DtypeError, DeviceError for what does not fit.
+    Raises ShapeError, DtypeError, DeviceError, OptionError for what does not fit.
     """
     if groups > 1 and (together := _groups_together(x, weight, groups)) > 1:
         weight, groups = _joined(x, weight, groups // together), groups // together
     facts = rows, groups, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
     if epilogue is not None:
         _check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
+    if dataflow is not None:
+        _check_devices(x, weight, found)
+        _check_call(x, weight, found, rows, groups)
+        return by_dataflow((x, weight), found, groups, chosen(dataflow), epilogue)
     more = () if epilogue is None else epilogue.operands.values()
     if register.plain((x, weight, *more)):
         finish = None if epilogue is None else epilogue.finish
         key = ("call", plan.deterministic(), finish, *facts)
         ready = found.storage(key, lambda m: _ready((x, weight), m, rows, groups, finish or NOTHING))
-        y = plan.carry_out(ready, _grouped(x, weight, groups), _split(epilogue, groups))
+        y = plan.carry_out(ready, _grouped(x, weight, groups), None if epilogue is None else epilogue.split(groups))
         return y if groups == 1 else y.flatten(1)
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if differentiable and x.dtype in EIGHT_BITS:
@@ -279,17 +292,6 @@ def _passed(
     return [*_grouped(x, weight, groups), *arrays], names, text, shape
 
 
-def _split(epilogue: Epilogue | None, groups: int) -> Epilogue | None:
-    """The epilogue of results [rows, groups, channels of a group]."""
-    if epilogue is None or groups == 1:
-        return epilogue
-    scale, shift, residual = (
-        None if x is None else x.unflatten(-1, (groups, -1))
-        for x in (epilogue.scale, epilogue.shift, epilogue.residual)
-    )
-    return replace(epilogue, scale=scale, shift=shift, residual=residual)
-
-
 def _told(tokens: Sequence[str], weight: Tensor, rows: int, groups: int) -> tuple[str, str, tuple[int, ...]]:
     """Names of the operands, the statement, and the shape of its target."""
     names, outputs = "|".join(("x", "w", *tokens)), weight.shape[0]
@@ -309,6 +311,7 @@ def _over_map(
     groups: int,
     mapped: tuple[KernelMap, Geometry],
     epilogue: Epilogue | None = None,
+    dataflow: Flow = None,
 ) -> SparseTensor:
     found, outputs = mapped
     rows = outputs.coords.shape[0]
@@ -323,10 +326,10 @@ def _over_map(
     flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
     if epilogue is None and bias is not None and not register.plain((feats, weight, bias)):
         # Gradients of a sum cost less than those of an epilogue.
-        return SparseTensor(conv_features(feats, flat, found, rows, groups) + bias, outputs)
+        return SparseTensor(conv_features(feats, flat, found, rows, groups, None, dataflow) + bias, outputs)
     if bias is not None:
         epilogue = (epilogue or Epilogue()).with_bias(bias)
-    return SparseTensor(conv_features(feats, flat, found, rows, groups, epilogue), outputs)
+    return SparseTensor(conv_features(feats, flat, found, rows, groups, epilogue, dataflow), outputs)
 
 
 def _check_bias(bias: Tensor, weight: Tensor) -> None:

@@ -103,7 +103,7 @@ def check_device(device: torch.device) -> None:
 
 
 def _einsum(operands: list[Tensor], names: str, text: str, shape: list[int] | None, lowering: str) -> Tensor:
-    with _as_given(operands):
+    with as_given(operands):
         return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
 
 
@@ -116,7 +116,7 @@ def _einsum_fake(operands: list[Tensor], names: str, text: str, shape: list[int]
     return like.new_empty(shape, dtype=dtype)
 
 
-def _as_given(operands: Sequence[Tensor]) -> AbstractContextManager[object]:
+def as_given(operands: Sequence[Tensor]) -> AbstractContextManager[object]:
     """Lowerings choose their dtypes themselves: autocast was applied at the door and must not act again inside."""
     kind = operands[0].device.type if operands else "cpu"
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
@@ -147,7 +147,7 @@ class _Recorded(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, names: str, text: str, shape: tuple[int, ...] | None, lowering: str, *operands: Tensor
     ) -> Tensor:
-        with _as_given(operands):
+        with as_given(operands):
             output = plan.execute(operands, names, text, shape, lowering)
         _keep(ctx, (names, text, lowering), operands, output)
         return output
@@ -267,7 +267,7 @@ class _RecordedHeld(torch.autograd.Function):
     def forward(ctx: Any, call: HeldCall, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.call, ctx.tiles = call, plan.kernels.tile_source()
         ctx.save_for_backward(*given)
-        with _as_given(given):
+        with as_given(given):
             return call.result(given)
 
     @staticmethod

@@ -1,0 +1,267 @@
+"""Named dataflows (schedule.dataflow) carried out, for the one equation of a convolution and its derivatives.
+
+    forward   y[o, n]    = map[o, k, i] * x[i, c] * w[n, k, c]
+    dgrad     x[i, c]    = map[o, k, i] * y[o, n] * w[n, k, c]          the transposed map
+    wgrad     w[n, k, c] = map[o, k, i] * x[i, c] * y[o, n]
+
+with a group of channels beside n and c where there are several. An engine carries out a movement: some are products of
+torch's libraries (movement.py), the others statements over a form of the map, by kernels on a GPU and by what a CPU has
+for these forms (plan.py). Nothing is replaced: what cannot be done is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from pumice.coords import KernelMap
+from pumice.errors import DtypeError, OptionError
+from pumice.language.derive import derivative, gradient_name
+from pumice.language.parse import parse
+from pumice.lower import maps, movement, plan, reference
+from pumice.lower import triton as kernels
+from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
+from pumice.lower.loops import EIGHT_BITS
+from pumice.lower.movement import Forward, Layout
+from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, WGRAD, Dataflow
+from pumice.schedule.grouping import Grouping
+
+CONV = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c]"
+GROUPED_CONV = "O[o,g,n] = map[o,k,i] * x[i,g,c] * w[g,n,k,c]"
+"""The one equation: a kernel map is a sparse operand, and its gradients are its derivatives."""
+
+Two = tuple[Tensor, Tensor]
+Engine = Callable[["Pass", Two, Epilogue | None], Tensor]
+"""What carries out a pass with its two operands and an epilogue."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """One pass over a map. name: one of PASSES; its operands are (x, w), (y, w) or (x, y), y the result or its gradient.
+
+    x [inputs, G*C], w [G*N, K, C], y [outputs, G*N].
+    """
+
+    name: str
+    flow: Dataflow
+    found: KernelMap
+    groups: int
+
+    def __call__(self, given: Two, epilogue: Epilogue | None = None) -> Tensor:
+        """The third operand, in their dtype or the epilogue's."""
+        check(self)
+        engine = ENGINES.get(self.flow.movement)
+        if engine is None:
+            raise OptionError(f"movement {self.flow.movement!r} is unknown; there are {', '.join(ENGINES)}")
+        return engine(self, given, epilogue)
+
+    @property
+    def facing(self) -> KernelMap:
+        """The map with what is written on its output side."""
+        return self.found.transpose() if self.name == DGRAD else self.found
+
+
+def check(asked: Pass) -> None:
+    """Raise OptionError for what adds in any order where torch is asked for one."""
+    flow = asked.flow
+    if plan.deterministic() and asked.found.device.type == "cuda" and asked.name not in flow.repeats:
+        able = ", ".join(name for name, other in DATAFLOWS.items() if asked.name in other.repeats)
+        raise OptionError(
+            f"dataflow {flow.name} adds in any order in its {asked.name} pass, and deterministic algorithms are asked "
+            f"for; Dataflows(forward, dgrad, wgrad) takes another for each pass, and these keep to one order: {able}"
+        )
+
+
+# Library products
+def _by_library(run: Callable[[Pass, Two], Tensor], asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+    kind = given[0].dtype
+    if kind in EIGHT_BITS:
+        raise DtypeError(
+            f"dataflow {asked.flow.name} multiplies by the products of torch's libraries, which take no {kind}; the "
+            "implicit-gemm and fetch-on-demand ones do"
+        )
+    if asked.name == DGRAD:
+        y, w = given
+        given = y, reference.transposed(w.contiguous(), asked.groups)
+    result = run(asked, given)
+    return result.to(kind) if epilogue is None else applied(result, epilogue, kind)
+
+
+def _explicit(asked: Pass, given: Two) -> Tensor:
+    run = movement.columns_weight_gradient if asked.name == WGRAD else movement.columns_forward
+    return run(*given, asked.facing, asked.groups)
+
+
+def _gathered(forward: Forward, asked: Pass, given: Two) -> Tensor:
+    how: Layout = movement.layout(asked.facing, asked.flow.grouping or Grouping("separate"))
+    if asked.name == WGRAD:
+        fused = forward is not movement.forward_by_group
+        return movement.weight_gradient(*given, how, (asked.found.volume, asked.groups), fused)
+    return forward(*given, how, asked.facing.num_outputs, asked.groups)
+
+
+# Statements
+_OPERANDS = {FORWARD: ("x", "w"), DGRAD: ("grad", "w"), WGRAD: ("x", "grad")}
+_PRODUCTS = {
+    FORWARD: "Y[s[g,q],h,n] = x[i[g,q],h,c] * w[h,n,k[g],c] ; s:distinct, s:onto",
+    DGRAD: "Y[s[g,q],h,c] = grad[i[g,q],h,n] * w[h,n,k[g],c] ; s:distinct, s:onto",
+}
+"""The products of all pairs, pair s in the order of the outputs, for groups h of channels."""
+_SUMS = "O[o[p],n] = Y[p,n] ; o:sorted"
+
+
+@lru_cache(maxsize=16)
+def statement(name: str, groups: int) -> str:
+    """The statement of a pass: the equation, or its derivative."""
+    whole = parse(CONV if groups == 1 else GROUPED_CONV)
+    assert gradient_name(whole) == "grad"
+    if name == FORWARD:
+        return str(whole)
+    (found,) = derivative(whole, "x" if name == DGRAD else "w")
+    return str(found)
+
+
+def _form(asked: Pass) -> str:
+    """The form of the map that a pass reads: with fewer splits where there are fewer taps, and pairs for weights."""
+    form, volume = asked.flow.form, asked.found.volume
+    if asked.name == WGRAD:
+        return "grouped"
+    if asked.flow.splits > max(1, volume):
+        form = "compacted" if volume == 1 else f"split{volume}"
+    return f"{form}_t" if asked.name == DGRAD and f"{form}_t" in maps.FORMS else form
+
+
+def _stated(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+    """The statement of a pass over the form of its dataflow."""
+    split, finish = _in_groups(asked, given), _finish(epilogue)
+    ready = asked.found.storage(_key(asked, given, finish), lambda _: _ready(asked, split, finish))
+    found = plan.carry_out(ready, split, None if epilogue is None else epilogue.split(asked.groups))
+    return _flat(asked, found)
+
+
+def _ready(asked: Pass, given: Two, finish: Finish) -> plan.Ready:
+    """The call made ready; it holds the arrays of the map."""
+    tokens, arrays = maps.held(asked.found, _form(asked))
+    operands, names = [*given, *arrays], "|".join((*_OPERANDS[asked.name], *tokens))
+    text, shape = statement(asked.name, asked.groups), _shape(asked, given)
+    ready = plan.ready_for(operands, names, text, shape, _lowering(given[0]), finish)
+    if asked.flow.piece and asked.name != WGRAD:
+        ready = _in_pieces(ready, operands, asked.flow.piece)
+    return plan.holding(ready, operands, (0, 1))
+
+
+def _in_pieces(ready: plan.Ready, operands: list[Tensor], piece: int) -> plan.Ready:
+    """The same with long segments shared by programs where kernels run; a CPU has no programs to share them."""
+    parts = []
+    for part in ready.parts:
+        if isinstance(run := part.run, kernels.Runner):
+            tile = kernels.tile_of(run.bound, {name: operands[place] for name, place in part.places}, run.precision)
+            tile = replace(tile, piece=tile.piece or piece)
+            part = replace(part, run=kernels.runner(run.bound, run.dtype, tile, run.precision, run.finish))
+        parts.append(part)
+    return replace(ready, parts=tuple(parts))
+
+
+def _in_order(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+    """Products of all pairs in the order of the outputs, then the sum of each output's; weights tap by tap."""
+    if asked.name == WGRAD:
+        return _by_library(partial(_gathered, movement.forward_by_group), asked, given, epilogue)
+    split, finish = _in_groups(asked, given), _finish(epilogue)
+    key = _key(asked, given, finish)
+    products, sums = asked.facing.storage(key, lambda _: _ready_in_order(asked, split, finish))
+    return plan.carry_out(sums, [plan.carry_out(products, split).flatten(1)], epilogue)
+
+
+def _ready_in_order(asked: Pass, given: Two, finish: Finish) -> tuple[plan.Ready, plan.Ready]:
+    taps, inputs, places, outputs = asked.facing.storage("pairs in output order", _pairs_in_order)
+    operands, lowering = [*given, inputs, taps, places], _lowering(given[0])
+    shape = _shape(asked, given)
+    text, width = _PRODUCTS[asked.name], shape[1:]
+    if asked.groups == 1:
+        text = text.replace(",h", "").replace("h,", "")
+    names = "|".join((*_OPERANDS[asked.name], "i", "k", "s"))
+    products = plan.ready_for(operands, names, text, (len(outputs), *width), lowering)
+    # Of its shape and dtype alone.
+    buffer = given[0].new_empty((len(outputs), math.prod(width)), dtype=products.dtype)
+    sums = plan.ready_for([buffer, outputs], "Y|o", _SUMS, (shape[0], math.prod(width)), lowering, finish)
+    return plan.holding(products, operands, (0, 1)), plan.holding(sums, [buffer, outputs], (0,))
+
+
+def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Taps [G], inputs [G, Q] and places [G, Q] of the pairs in groups of a tap, and the output of each place [P].
+
+    Places count pairs by output, and those of one output by tap; -1 fills up.
+    """
+    taps, inputs, outputs = found.grouped(maps.group_of(found.num_outputs))
+    flat = outputs.flatten()
+    filled = int((flat < 0).sum())
+    order = flat.argsort(stable=True)[filled:]
+    places = torch.full_like(flat, -1)
+    places[order] = torch.arange(len(order), dtype=flat.dtype, device=flat.device)
+    return taps, inputs, places.view_as(outputs), flat[order]
+
+
+def _key(asked: Pass, given: Two, finish: Finish) -> tuple[object, ...]:
+    """What a call made ready depends on."""
+    facts = tuple((x.shape, x.dtype, x.device) for x in given)
+    return "dataflow", asked.name, asked.flow, asked.groups, plan.deterministic(), finish, facts
+
+
+def _lowering(x: Tensor) -> str:
+    """Kernels where they run: were another lowering taken there, it would be another dataflow."""
+    return "triton" if x.is_cuda or kernels.interpreted() else ""
+
+
+def _finish(epilogue: Epilogue | None) -> Finish:
+    return NOTHING if epilogue is None else epilogue.finish
+
+
+def _in_groups(asked: Pass, given: Two) -> Two:
+    """The operands with an axis for groups of channels where there are several."""
+    if asked.groups == 1:
+        return given
+    axes = {"x": 1, "grad": 1, "w": 0}
+    first, second = (
+        x.unflatten(axes[name], (asked.groups, -1)) for name, x in zip(_OPERANDS[asked.name], given, strict=True)
+    )
+    return first, second
+
+
+def _shape(asked: Pass, given: Two) -> tuple[int, ...]:
+    """Of the result, an axis for groups of channels among the others; from operands that have it."""
+    first, second = given
+    groups = () if asked.groups == 1 else (asked.groups,)
+    if asked.name == WGRAD:
+        return *groups, second.shape[-1], asked.found.volume, first.shape[-1]
+    width = second.shape[-3] if asked.name == FORWARD else second.shape[-1]
+    return asked.facing.num_outputs, *groups, width
+
+
+def _flat(asked: Pass, found: Tensor) -> Tensor:
+    if asked.groups == 1:
+        return found
+    return found.flatten(0, 1) if asked.name == WGRAD else found.flatten(1)
+
+
+def _library(run: Callable[[Pass, Two], Tensor]) -> Engine:
+    return partial(_by_library, run)
+
+
+ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {
+        "explicit": _library(_explicit),
+        "vectorised": _library(partial(_gathered, movement.forward_by_group)),
+        "fused": _library(partial(_gathered, movement.forward_fused)),
+        "locality-aware": _library(partial(_gathered, movement.forward_in_order)),
+        "on-demand": _stated,
+        "on-demand-in-order": _in_order,
+        "implicit": _stated,
+    }
+)
+"""The engines by movement."""

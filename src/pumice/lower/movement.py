@@ -1,0 +1,239 @@
+"""Convolutions by library products: where the features of a map's pairs are put together, multiplied and added up.
+
+    y[o, g*n] += x[i, g*c] * w[g*n, k, c]          forward; the input gradient is the same of the transposed map
+    w[g*n, k, c] += x[i, g*c] * y[o, g*n]          weight gradient                     for every meeting (o, k, i)
+
+explicit        im2col: columns[o, k, c] of many outputs at once, 0 where there is no input, and one product
+vectorised      for each group of taps: gather, multiply, add to the outputs (TorchSparse, MLSys 2022, sec. 4.3.1)
+fused           one gather of all pairs, tap after tap, products group by group, and one scatter (sec. 4.3.2)
+locality-aware  the same, but each output adds up its own products, one after the other: nothing is scattered, and the
+                sums run in one order (sec. 4.3.3 scatters in output order; that no atomics are left is ours)
+
+Sums are in float32 at least. On a GPU products of half precision are kept in it, as in section 4.3.1 of the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.coords import KernelMap
+from pumice.lower import reference
+from pumice.schedule.grouping import Grouping
+
+_COLUMNS = 1 << 28
+"""Bytes of columns that are held at once."""
+
+
+# Explicit
+def columns_forward(x: Tensor, weight: Tensor, found: KernelMap, groups: int) -> Tensor:
+    """y[o, g*n] = columns[o, g, k*c] @ w[g, k*c, n], slice by slice of the outputs."""
+    volume, channels = weight.shape[1:]
+    x = _worked(x)
+    filters = weight.to(x.dtype).reshape(groups, -1, volume * channels).transpose(1, 2)
+    out = x.new_empty(found.num_outputs, weight.shape[0])
+    for rows, columns in _columns(x, found, groups):
+        out[rows] = torch.bmm(columns.transpose(0, 1), filters).transpose(0, 1).flatten(1)
+    return out
+
+
+def columns_weight_gradient(x: Tensor, y: Tensor, found: KernelMap, groups: int) -> Tensor:
+    """w[g, n, k*c] = y[o, g, n]^T @ columns[o, g, k*c], added up over slices of the outputs."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, y = _worked(x), _worked(y)
+    channels, volume = x.shape[1] // groups, found.volume
+    out = x.new_zeros(groups, y.shape[1] // groups, volume * channels, dtype=wide)
+    for rows, columns in _columns(x, found, groups):
+        out += torch.bmm(y[rows].view(-1, groups, out.shape[1]).permute(1, 2, 0), columns.transpose(0, 1))
+    return out.view(y.shape[1], volume, channels)
+
+
+def _columns(x: Tensor, found: KernelMap, groups: int) -> Iterator[tuple[slice, Tensor]]:
+    """[rows, groups, K * C] of a slice of the outputs: the inputs that they meet, 0 where they meet none."""
+    table = found.storage("padded rows", _padded_rows)
+    # An infinity in a row that is not met must not be multiplied, by 0 either.
+    x = torch.cat([x, x.new_zeros(1, x.shape[1])])
+    each = max(1, found.volume * x.shape[1] * x.element_size())
+    step = max(1, _COLUMNS // each)
+    for first in range(0, len(table), step):
+        rows = slice(first, min(first + step, len(table)))
+        met = x.index_select(0, table[rows].reshape(-1))
+        parts = met.view(rows.stop - first, found.volume, groups, x.shape[1] // groups).transpose(1, 2)
+        yield rows, parts.reshape(rows.stop - first, groups, -1)
+
+
+def _padded_rows(found: KernelMap) -> Tensor:
+    rows = found.rows()
+    return torch.where(rows >= 0, rows, found.num_inputs)
+
+
+# Gather, multiply, scatter
+class Block(NamedTuple):
+    """Slots first to last: as many of each of these taps."""
+
+    first: int
+    last: int
+    taps: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the pairs of a map lie while they are multiplied, in slots: one block after the other, tap after tap.
+
+    gather, scatter int64 [S]: the input and the output of each slot; of those filled up 0, and the row past the last.
+    filling int64: the slots that are filled up. order int64 [P]: the slots that are not, by output and then by tap;
+    starts int64 [rows]: where each output's begin. chosen: taps of each block of several, on the device.
+    """
+
+    blocks: tuple[Block, ...]
+    gather: Tensor
+    scatter: Tensor
+    filling: Tensor
+    order: Tensor
+    starts: Tensor
+    chosen: tuple[Tensor | None, ...]
+
+
+def layout(found: KernelMap, grouping: Grouping) -> Layout:
+    """The layout of a map, kept with it."""
+    return found.storage(("layout", grouping), lambda m: _laid_out(m, grouping))
+
+
+def _laid_out(found: KernelMap, grouping: Grouping) -> Layout:
+    inputs, outputs, sizes = found.pairs()
+    counts, device, rows = sizes.tolist(), inputs.device, found.num_outputs
+    blocks = tuple(_blocks(grouping, counts))
+    total = blocks[-1].last if blocks else 0
+    gather = torch.zeros(total, dtype=torch.int64, device=device)
+    scatter = torch.full((total,), rows, dtype=torch.int64, device=device)
+    begins = sizes.cumsum(0).sub(sizes).tolist()
+    for first, last, taps in blocks:
+        each = (last - first) // len(taps)
+        for number, tap in enumerate(taps):
+            at, own = slice(first + number * each, first + number * each + counts[tap]), begins[tap]
+            gather[at], scatter[at] = inputs[own : own + counts[tap]], outputs[own : own + counts[tap]]
+    filled = scatter == rows
+    order = scatter.argsort(stable=True)[: len(inputs)]
+    met = torch.bincount(outputs, minlength=rows)
+    chosen = tuple(torch.tensor(b.taps, device=device) if len(b.taps) > 1 else None for b in blocks)
+    return Layout(blocks, gather, scatter, filled.nonzero()[:, 0], order, met.cumsum(0) - met, chosen)
+
+
+def _blocks(grouping: Grouping, counts: list[int]) -> Iterator[Block]:
+    """The products of the groups, as long as each has pairs."""
+    first = 0
+    for group in grouping.groups(counts):
+        for taps in [group.taps] if group.batched else [(tap,) for tap in group.taps]:
+            last = first + len(taps) * max(counts[tap] for tap in taps)
+            if last > first:
+                yield Block(first, last, taps)
+            first = last
+
+
+def forward_by_group(x: Tensor, weight: Tensor, how: Layout, rows: int, groups: int) -> Tensor:
+    """Each group of taps is gathered, multiplied and added to the outputs before the next."""
+    x, filters, out = _given(x, weight, rows, groups)
+    for number, block in enumerate(how.blocks):
+        at = slice(block.first, block.last)
+        products = x.new_empty(block.last - block.first, weight.shape[0])
+        _multiplied(x.index_select(0, how.gather[at]), _filters(filters, how, number), products)
+        out.index_add_(0, how.scatter[at], products.to(out.dtype))
+    return out[:rows]
+
+
+def forward_fused(x: Tensor, weight: Tensor, how: Layout, rows: int, groups: int) -> Tensor:
+    """All pairs are gathered, all products multiplied, and all added to the outputs."""
+    x, filters, out = _given(x, weight, rows, groups)
+    return out.index_add_(0, how.scatter, _all_products(x, filters, how).to(out.dtype))[:rows]
+
+
+def forward_in_order(x: Tensor, weight: Tensor, how: Layout, rows: int, groups: int) -> Tensor:
+    """The same, but every output adds up its own products."""
+    x, filters, _ = _given(x, weight, 0, groups)
+    if not len(how.order) or not weight.shape[0]:
+        return x.new_zeros(rows, weight.shape[0])
+    products = _all_products(x, filters, how)
+    return torch.embedding_bag(products, how.order, how.starts, False, 0, False, None, False)[0]
+
+
+def weight_gradient(x: Tensor, y: Tensor, how: Layout, shape: tuple[int, int], fused: bool) -> Tensor:
+    """w[g*n, k, c]: of each block x^T @ y, both sides gathered at once or block by block; shape: (taps, groups)."""
+    (volume, groups), kind = shape, torch.promote_types(x.dtype, torch.float32)
+    x, y = _worked(x), torch.cat([_worked(y), _worked(y).new_zeros(1, y.shape[1])])
+    channels, width = x.shape[1] // groups, y.shape[1] // groups
+    out = x.new_zeros(volume, groups, channels, width)
+    sides = _sides(x, y, how, slice(None)) if fused else None
+    for block, chosen in zip(how.blocks, how.chosen, strict=True):
+        at = slice(block.first, block.last)
+        left, right = _sides(x, y, how, at) if sides is None else (side[at] for side in sides)
+        taps = len(block.taps)
+        products = torch.bmm(_split(left, taps, groups).transpose(1, 2), _split(right, taps, groups))
+        products = products.view(taps, groups, channels, width)
+        if chosen is None:
+            out[block.taps[0]] = products[0]
+        else:
+            out.index_copy_(0, chosen, products)
+    return out.permute(1, 3, 0, 2).reshape(groups * width, volume, channels).to(kind)
+
+
+def _sides(x: Tensor, y: Tensor, how: Layout, at: slice) -> tuple[Tensor, Tensor]:
+    """Inputs and outputs of the slots; 0 on both sides where they are filled up."""
+    left, right = x.index_select(0, how.gather[at]), y.index_select(0, how.scatter[at])
+    if not len(how.filling):
+        return left, right
+    return left.masked_fill_((how.scatter[at] == len(y) - 1)[:, None], 0), right
+
+
+def _given(x: Tensor, weight: Tensor, rows: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, filters [K, G, C, N], and where outputs add up, with a row for what is filled up."""
+    x = _worked(x)
+    filters = reference.grouped(weight.to(x.dtype).contiguous(), groups)
+    return x, filters, x.new_zeros(rows + 1, weight.shape[0], dtype=reference.accumulator(x.dtype))
+
+
+def _all_products(x: Tensor, filters: Tensor, how: Layout) -> Tensor:
+    gathered = x.index_select(0, how.gather)
+    products = x.new_empty(len(gathered), filters.shape[1] * filters.shape[3])
+    for number, block in enumerate(how.blocks):
+        at = slice(block.first, block.last)
+        _multiplied(gathered[at], _filters(filters, how, number), products[at])
+    return products
+
+
+def _filters(filters: Tensor, how: Layout, number: int) -> Tensor:
+    """[T, G, C, N] of the taps of a block."""
+    chosen = how.chosen[number]
+    if chosen is not None:
+        return filters.index_select(0, chosen)
+    tap = how.blocks[number].taps[0]
+    return filters[tap : tap + 1]
+
+
+def _multiplied(rows: Tensor, filters: Tensor, out: Tensor) -> None:
+    """Rows [T * M, G * C], M of each tap, times [T, G, C, N] into out [T * M, G * N]."""
+    taps, groups, channels, width = filters.shape
+    if taps == groups == 1:
+        torch.mm(rows, filters[0, 0], out=out)
+    elif groups == 1:
+        torch.bmm(rows.view(taps, -1, channels), filters[:, 0], out=out.view(taps, -1, width))
+    else:
+        products = torch.bmm(_split(rows, taps, groups), filters.reshape(-1, channels, width))
+        out.copy_(products.view(taps, groups, -1, width).transpose(1, 2).reshape(len(rows), -1))
+
+
+def _split(rows: Tensor, taps: int, groups: int) -> Tensor:
+    """Rows [T * M, G * C] as [T * G, M, C]."""
+    each = rows.shape[0] // taps
+    return rows.view(taps, each, groups, rows.shape[1] // groups).transpose(1, 2).reshape(taps * groups, each, -1)
+
+
+def _worked(x: Tensor) -> Tensor:
+    """What is multiplied: half precisions as they are on a GPU, which adds up in float32, else in float32."""
+    return x.contiguous() if x.is_cuda else x.to(reference.accumulator(x.dtype)).contiguous()
+
+
+Forward = Callable[[Tensor, Tensor, Layout, int, int], Tensor]

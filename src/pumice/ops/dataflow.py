@@ -1,0 +1,98 @@
+"""Convolutions in named dataflows, differentiable any number of times.
+
+What a convolution computes is one trilinear form of x, w and y, of which each pass leaves one out:
+
+    T(x, w, y) = sum of map[o, k, i] * x[i, c] * w[n, k, c] * y[o, n]       y = dT/dy, dx = dT/dx, dw = dT/dw
+
+so that the gradients of a pass are the two others, each in its own dataflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pumice.coords import KernelMap
+from pumice.errors import DtypeError, OptionError
+from pumice.lower import plan
+from pumice.lower.dataflow import Pass, check
+from pumice.lower.epilogue import Epilogue, applied
+from pumice.lower.loops import EIGHT_BITS
+from pumice.ops import register
+from pumice.schedule.dataflow import PASSES, Chosen
+
+_X, _W, _Y = range(3)
+_MISSING = (_Y, _X, _W)
+"""The operand that each of PASSES works out, of x, w and y."""
+
+
+def by_dataflow(
+    given: tuple[Tensor, Tensor], found: KernelMap, groups: int, flows: Chosen, epilogue: Epilogue | None
+) -> Tensor:
+    """The convolution of x [N_in, G*C] and w [G*N, K, C] over a map, checked before, in these dataflows."""
+    form = _Form(tuple(Pass(name, flow, found, groups) for name, flow in zip(PASSES, flows, strict=True)))
+    more = () if epilogue is None else tuple(epilogue.operands.values())
+    if register.plain((*given, *more)):
+        return form.passes[0](given, epilogue)
+    if not register.recorded((*given, *more)):
+        raise OptionError(
+            f"dataflow {flows[0].name} runs with torch's autograd alone: not while torch.compile or a transform of "
+            "torch.func traces, with forward-mode tangents, or on meta tensors; without a dataflow all of these work"
+        )
+    wanted = [torch.is_grad_enabled() and x.requires_grad for x in given]
+    if any(wanted) and given[0].dtype in EIGHT_BITS:
+        raise DtypeError(f"{given[0].dtype} is for inference: there are no gradients; train in wider floats")
+    for one, asked in zip(form.passes, (True, *wanted), strict=True):
+        # Before the forward pass rather than in the middle of the backward one.
+        if asked:
+            check(one)
+    y = _Trilinear.apply(form, _Y, *given)
+    return y if epilogue is None else applied(y, epilogue)
+
+
+class _Form:
+    """The trilinear form: the pass that leaves out each operand."""
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self.passes = passes
+
+    def without(self, missing: int, given: tuple[Tensor, Tensor]) -> Tensor:
+        """What works out an operand from the two others, in the order x, w, y."""
+        one = self.passes[_MISSING.index(missing)]
+        # The input gradient takes y first.
+        return one((given[1], given[0]) if missing == _X else given)
+
+
+class _Trilinear(torch.autograd.Function):
+    """One operand from the two others; the gradients are the same of other operands."""
+
+    @staticmethod
+    def forward(ctx: Any, form: _Form, missing: int, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.form, ctx.missing, ctx.tiles = form, missing, plan.kernels.tile_source()
+        ctx.save_for_backward(*given)
+        with register.as_given(given):
+            return form.without(missing, (given[0], given[1]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        places = [place for place in (_X, _W, _Y) if place != ctx.missing]
+        held = {**dict(zip(places, ctx.saved_tensors, strict=True)), ctx.missing: grad}
+        # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
+        same = ctx.tiles == plan.kernels.tile_source()
+        with nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
+            found = [
+                _gradient(ctx.form, place, held, wanted)
+                for place, wanted in zip(places, ctx.needs_input_grad[2:], strict=True)
+            ]
+        return None, None, *found
+
+
+def _gradient(form: _Form, place: int, held: dict[int, Tensor], wanted: bool) -> Tensor | None:
+    if not wanted:
+        return None
+    first, second = (held[other] for other in (_X, _W, _Y) if other != place)
+    return _Trilinear.apply(form, place, first, second)
