@@ -211,13 +211,13 @@ def flat(w: torch.Tensor) -> np.ndarray:
     return array(w).reshape(w.shape[0], -1, w.shape[-1])
 
 
-def run(case: Case, ops: Operands) -> "pm.SparseTensor":
+def run(case: Case, ops: Operands, dataflow=None) -> "pm.SparseTensor":
     """The case by the library."""
     feats = ops.feats
     level = case.steps if case.policy == "inverse" else 1
     x = tensor(ops.coords, feats, stride=level, spatial_shape=case.spatial, batch_size=case.batches)
     stride, dilation = case.stride or 1, case.dilation or 1
-    common = {"stride": stride, "dilation": dilation, "groups": case.groups}
+    common = {"stride": stride, "dilation": dilation, "groups": case.groups, "dataflow": dataflow}
     if case.policy in ("transposed", "centred", "generative"):
         padding = None if case.policy != "transposed" and case.padding is None else case.padding or 0
         return pm.ops.conv_transpose(

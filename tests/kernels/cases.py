@@ -85,6 +85,8 @@ _MAPS = {
         {"o": "h q", "k": "h", "i": "h q"},
         {"o": "N", "k": "V", "i": "I"},
     ),
+    "table": ("o", "k", "met[o,k]", "", {"met": "N V"}, {"met": "I"}),
+    "table_t": ("met[i,k]", "k", "i", "", {"met": "I V"}, {"met": "N"}),
 }
 
 

@@ -20,7 +20,7 @@ from pumice.ops.conv import CONV, GROUPED_CONV
 from pumice.schedule.tile import Tile
 
 PRODUCTS = ("block_group_coo_128", "conv_compacted", "conv_compacted_t:dX", "conv_grouped:dW", "tp")
-ONE_TARGET = ("bcsr_128", "conv_g_")
+ONE_TARGET = ("bcsr_128", "conv_g_", "conv_table")
 """Like others in all but an axis: compiled for sm_90 alone."""
 
 

@@ -1,8 +1,8 @@
 """Every dataflow by name, on every kind of convolution: results and gradients by the oracle, repeats, refusals."""
 
-import itertools
-from dataclasses import replace
-from functools import lru_cache
+import copy
+import pickle
+from functools import lru_cache, partial
 
 import cases
 import oracle
@@ -13,9 +13,10 @@ from cases import Case
 import pumice as pm
 from pumice.coords import Relation, kernel_map
 from pumice.errors import DtypeError, OptionError
+from pumice.lower import dataflow as lowered
 from pumice.lower import movement
-from pumice.ops import DATAFLOWS, Dataflow, Dataflows, Epilogue, Grouping, conv, conv_features
-from pumice.testing import random_tensor
+from pumice.ops import DATAFLOWS, Dataflow, Dataflows, Epilogue, Grouping, conv_features
+from pumice.testing import assert_close, random_tensor
 
 CASES = [
     Case("submanifold k3", (3, 3, 3), channels=(4, 3)),
@@ -26,21 +27,239 @@ CASES = [
     Case("groups", (3, 3), groups=2, channels=(4, 6)),
     Case("depthwise", (3, 3), groups=3, channels=(3, 3)),
     Case("1 channel", (3, 3, 3), channels=(1, 1)),
-    Case("no voxel", (3, 3), voxels=0),
     Case("D=2, 1 tap", (1, 1)),
-    Case("far apart", (3, 3, 3), low=-300, high=300, voxels=5),
+    Case("D=1, 2 taps", (2,)),
+    Case("few neighbours", (3, 3, 3), low=-300, high=300, voxels=5),
 ]
+LIBRARY = [name for name, flow in DATAFLOWS.items() if flow.grouping is not None or flow.movement == "explicit"]
+STATED = [name for name in DATAFLOWS if name not in LIBRARY]
+FEW = ["explicit-gemm", *(f"gather-gemm-scatter-{how}-adaptive" for how in ("vectorised", "fused", "locality-aware"))]
+FEW += ["fetch-on-demand", "fetch-on-demand-deterministic", "implicit-gemm-split2", "implicit-gemm-table"]
+"""One of each engine."""
 
 
 @lru_cache
 def wanted(case: Case):
-    """Result and gradients of x and w by the oracle, and the gradient that they are of."""
+    """Result, the gradient that it is given, and those of x and w, by the oracle."""
     ops = cases.operands(case)
     outs = cases.outputs_of(case, ops.coords)
     pairs = cases.pairs_of(case, ops.coords, outs)
     x, w = cases.array(ops.feats), cases.flat(ops.weight)
-    bias = None if ops.bias is None else cases.array(ops.bias)
-    y = oracle.conv(pairs, len(outs), x, w, bias, case.groups)
+    y = oracle.conv(pairs, len(outs), x, w, None if ops.bias is None else cases.array(ops.bias), case.groups)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     dx, dw, _ = oracle.conv_grads(pairs, x, w, cases.array(dy), case.groups)
     return y, dy, dx, dw.reshape(ops.weight.shape)
+
+
+def layer(dtype=torch.float64, channels=(4, 5), kernel=3, stride=1):
+    """Features, weight, the map and how many outputs there are."""
+    x = random_tensor(40, channels[0], 3, dtype=dtype)
+    found, _ = kernel_map(x.geometry, Relation.of(3, kernel, stride=stride))
+    chance = torch.Generator().manual_seed(2)
+    w = torch.randn(channels[1], kernel**3, channels[0], generator=chance, dtype=torch.float64)
+    return x.feats, w.to(dtype), found, found.num_outputs
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", DATAFLOWS)
+def test_every_dataflow_is_the_convolution(name, case):
+    """Inference and training, and the same bit for bit in the second call."""
+    y, dy, dx, dw = wanted(case)
+    ops = cases.operands(case)
+    with torch.no_grad():
+        cases.assert_close(cases.run(case, ops, name).feats, y, torch.float64, "inference")
+    found = []
+    for _ in range(2):
+        result = cases.run(case, ops, name).feats
+        found.append((result, *torch.autograd.grad(result, (ops.feats, ops.weight), dy)))
+    for got, want, what in zip(found[0], (y, dx, dw), ("result", "gradient of x", "gradient of w"), strict=True):
+        cases.assert_close(got.detach(), want, torch.float64, what)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", DATAFLOWS)
+def test_without_voxels(name):
+    x = pm.SparseTensor(torch.zeros(0, 2, requires_grad=True), torch.zeros(0, 3, dtype=torch.int32))
+    w = torch.randn(3, 3, 3, 2, requires_grad=True)
+    for stride in (1, 2):
+        y = pm.ops.conv(x, w, stride=stride, dataflow=name).feats
+        assert y.shape == (0, 3)
+        dx, dw = torch.autograd.grad(y.sum(), (x.feats, w))
+        assert dx.shape == (0, 2) and torch.equal(dw, torch.zeros_like(w))
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_derivatives_of_any_order(name, groups):
+    x, w, found, rows = layer(kernel=2, stride=2)
+    x, w = x[:, : 2 * groups].clone().requires_grad_(), w[:4, :, :2].clone().requires_grad_()
+
+    def run(x, w):
+        return conv_features(x, w, found, rows, groups, dataflow=name)
+
+    assert torch.autograd.gradcheck(run, (x, w), fast_mode=True)
+    assert torch.autograd.gradgradcheck(run, (x, w), fast_mode=True)
+
+
+def test_each_pass_has_its_own(monkeypatch):
+    """dgrad and wgrad are the forward one's where they are not named."""
+    ran: list[tuple[str, str]] = []
+
+    def told(engine, asked, *more):
+        ran.append((asked.name, asked.flow.name))
+        return engine(asked, *more)
+
+    spies = {name: partial(told, engine) for name, engine in lowered.ENGINES.items()}
+    monkeypatch.setattr(lowered, "ENGINES", spies)
+    x, w, found, rows = layer()
+    x, w = x.clone().requires_grad_(), w.requires_grad_()
+    names = "explicit-gemm", "implicit-gemm-table", "gather-gemm-scatter-fused-symmetric"
+    for asked, ways in (
+        (Dataflows(*names), names),
+        (Dataflows(names[0], wgrad=names[2]), (names[0], names[0], names[2])),
+    ):
+        ran.clear()
+        conv_features(x, w, found, rows, dataflow=asked).sum().backward()
+        assert ran == list(zip(("forward", "dgrad", "wgrad"), ways, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FEW)
+def test_low_precision(name, dtype):
+    x, w, found, rows = layer(dtype)
+    x, w = x.clone().requires_grad_(), w.requires_grad_()
+    y = conv_features(x, w, found, rows, dataflow=name)
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    want = conv_features(*exact, found, rows)
+    dy = torch.ones_like(y)
+    found_, wanted_ = torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(want, exact, dy.double())
+    for a, b in zip((y.detach(), *found_), (want.detach(), *wanted_), strict=True):
+        assert a.dtype == dtype
+        assert_close(a, b, scale=float(b.square().mean().sqrt()))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_epilogues_and_autocast(name):
+    x, w, found, rows = layer(torch.float32)
+    chance = torch.Generator().manual_seed(5)
+    held = [torch.randn(size, generator=chance) for size in ((5,), (5,), (rows, 5))]
+    then = Epilogue(*held, "silu", torch.float16)
+    want = torch.nn.functional.silu(conv_features(x, w, found, rows) * held[0] + held[1] + held[2])
+    for grads in (False, True):
+        got = conv_features(x, w.requires_grad_(grads), found, rows, 1, then, name)
+        assert got.dtype == torch.float16
+        assert_close(got.detach(), want)
+    given = random_tensor(40, 4, 3, dtype=torch.float32)
+    conv = pm.nn.Conv3d(4, 5, 3, dataflow=name)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = conv(given).feats
+        y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and conv.weight.grad.dtype == torch.float32
+    plain = copy.deepcopy(conv)
+    plain.dataflow = None
+    assert_close(y.detach(), plain(given).feats.detach())
+
+
+@pytest.mark.parametrize("name", DATAFLOWS)
+def test_eight_bits(name):
+    x, w, found, rows = layer(torch.float32)
+    x, w = (8 * x).round().to(torch.int8), (8 * w).round().to(torch.int8)
+    if name in LIBRARY:
+        with pytest.raises(DtypeError, match="take no torch.int8"):
+            conv_features(x, w, found, rows, dataflow=name)
+    else:
+        assert torch.equal(conv_features(x, w, found, rows, dataflow=name), conv_features(x, w, found, rows))
+        x, w = (t.float().to(torch.float8_e4m3fn).requires_grad_() for t in (x, w))
+        with pytest.raises(DtypeError, match="inference"):
+            conv_features(x, w, found, rows, dataflow=name)
+
+
+@pytest.mark.parametrize("name", DATAFLOWS)
+def test_an_infinity_stays_where_it_is_met(name):
+    """What fills up groups of pairs is the first row, and is met by nothing."""
+    x, w, found, rows = layer()
+    x = x.clone()
+    x[0] = torch.inf
+    x, w = x.requires_grad_(), w.requires_grad_()
+    y, want = (conv_features(x, w, found, rows, dataflow=how) for how in (name, None))
+    assert torch.equal(y.isfinite(), want.isfinite())
+    dy = torch.ones_like(y)
+    for a, b in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(want, (x, w), dy), strict=True):
+        assert torch.equal(a.isfinite(), b.isfinite())
+
+
+def test_columns_in_slices(monkeypatch):
+    x, w, found, rows = layer()
+    x, w = x.clone().requires_grad_(), w.requires_grad_()
+    ways = []
+    for room in (1 << 28, 5000):
+        monkeypatch.setattr(movement, "_COLUMNS", room)
+        y = conv_features(x, w, found, rows, dataflow="explicit-gemm")
+        ways.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
+    for a, b in zip(*ways, strict=True):
+        assert_close(a.detach(), b.detach())
+
+
+@pytest.mark.parametrize(
+    "grouping", [Grouping("adaptive", epsilon=1.0), Grouping("adaptive", size=0), Grouping("fixed", 2)]
+)
+def test_a_grouping_of_ones_own(grouping):
+    flow = Dataflow("mine", "locality-aware", "pairs", "a test", grouping=grouping)
+    x, w, found, rows = layer()
+    assert_close(conv_features(x, w, found, rows, dataflow=flow), conv_features(x, w, found, rows))
+
+
+MODULES = {
+    "Conv2d": lambda layer, x, fine: layer(x),
+    "ConvTranspose2d": lambda layer, x, fine: layer(x),
+    "GenerativeConvTranspose2d": lambda layer, x, fine: layer(x),
+    "InverseConv2d": lambda layer, x, fine: layer(x, fine),
+}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_take_one(module):
+    torch.manual_seed(0)
+    fine = random_tensor(30, 2, 2, dtype=torch.float64)
+    x = pm.ops.conv(fine, torch.randn(4, 3, 3, 2, dtype=torch.float64), stride=2)
+    made = getattr(pm.nn, module)(4, 6, 3, stride=2, dataflow="explicit-gemm").double()
+    assert "dataflow=explicit-gemm" in repr(made)
+    got = MODULES[module](pickle.loads(pickle.dumps(made)), x, fine)
+    made.dataflow = None
+    want = MODULES[module](made, x, fine)
+    assert torch.equal(got.coords, want.coords)
+    assert_close(got.feats.detach(), want.feats.detach())
+
+
+def test_what_is_refused():
+    x, w, found, rows = layer()
+    with pytest.raises(OptionError, match="'gemm' is unknown; there are explicit-gemm, .*implicit-gemm-split-k"):
+        conv_features(x, w, found, rows, dataflow="gemm")
+    with pytest.raises(OptionError, match="'gemm' is unknown"):
+        Dataflows("explicit-gemm", wgrad="gemm")
+    with pytest.raises(OptionError, match="'gemm' is unknown"):
+        pm.nn.Conv3d(2, 2, 3, dataflow="gemm")
+    with pytest.raises(OptionError, match="found list"):
+        conv_features(x, w, found, rows, dataflow=["explicit-gemm"])  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="movement 'on foot' is unknown"):
+        conv_features(x, w, found, rows, dataflow=Dataflow("mine", "on foot", "pairs", "a test"))
+    with pytest.raises(OptionError, match="torch.func"):
+        torch.func.grad(lambda x: conv_features(x, w, found, rows, dataflow="explicit-gemm").sum())(x)
+
+
+def test_what_adds_in_any_order_is_refused_where_one_is_asked_for(monkeypatch):
+    """On a GPU; on a CPU all repeat."""
+    _, _, found, _ = layer()
+    on_gpu = copy.copy(found)
+    monkeypatch.setattr(pm.lower.plan, "deterministic", lambda: True)
+    for flow in DATAFLOWS.values():
+        for pass_ in ("forward", "dgrad", "wgrad"):
+            lowered.check(lowered.Pass(pass_, flow, found, 1))
+    monkeypatch.setattr(type(found), "device", property(lambda _: torch.device("cuda")))
+    for flow in DATAFLOWS.values():
+        for pass_ in ("forward", "dgrad", "wgrad"):
+            if pass_ in flow.repeats:
+                lowered.check(lowered.Pass(pass_, flow, on_gpu, 1))
+            else:
+                with pytest.raises(OptionError, match=f"{flow.name} adds in any order in its {pass_} pass"):
+                    lowered.check(lowered.Pass(pass_, flow, on_gpu, 1))

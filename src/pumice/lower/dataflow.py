@@ -43,9 +43,9 @@ Engine = Callable[["Pass", Two, Epilogue | None], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One pass over a map. name: one of PASSES; its operands are (x, w), (y, w) or (x, y), y the result or its gradient.
+    """One pass over a map. name: one of PASSES; its operands are (x, w), (y, w) or (x, y).
 
-    x [inputs, G*C], w [G*N, K, C], y [outputs, G*N].
+    x [inputs, G*C], w [G*N, K, C], y [outputs, G*N]: the result, or the gradient that it is given.
     """
 
     name: str

@@ -26,6 +26,7 @@ class _Conv(nn.Module):
     dim: ClassVar[int]
     weight: nn.Parameter
     bias: nn.Parameter | None
+    dataflow: Flow = None
 
     def __init__(
         self,
@@ -139,9 +140,7 @@ class ConvTranspose(_Conv):
         super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options, dataflow)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return conv_transpose(
-            x, self.weight, self.bias, groups=self.groups, dataflow=self.dataflow, **self.options
-        )
+        return conv_transpose(x, self.weight, self.bias, groups=self.groups, dataflow=self.dataflow, **self.options)
 
 
 class GenerativeConvTranspose(_Conv):
@@ -167,9 +166,7 @@ class GenerativeConvTranspose(_Conv):
         super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options, dataflow)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return conv_transpose(
-            x, self.weight, self.bias, groups=self.groups, dataflow=self.dataflow, **self.options
-        )
+        return conv_transpose(x, self.weight, self.bias, groups=self.groups, dataflow=self.dataflow, **self.options)
 
 
 class InverseConv(_Conv):

@@ -11,10 +11,10 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import maps, plan
+from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
 from pumice.lower.loops import EIGHT_BITS
 from pumice.lower.remember import per_tensor
-from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
 from pumice.ops.tensor import SparseTensor

@@ -81,21 +81,27 @@ Chosen = tuple[Dataflow, Dataflow, Dataflow]
 """Of forward, dgrad and wgrad."""
 
 
-@lru_cache(maxsize=256)
 def chosen(asked: str | Dataflow | Dataflows) -> Chosen:
     """The three dataflows that are asked for. Raises OptionError for what has no such name, with those that exist."""
+    if not isinstance(asked, str | Dataflow | Dataflows):
+        raise OptionError(f"a dataflow is a name, a Dataflow or Dataflows, found {type(asked).__name__}")
+    return _chosen(asked)
+
+
+@lru_cache(maxsize=256)
+def _chosen(asked: str | Dataflow | Dataflows) -> Chosen:
     if not isinstance(asked, Dataflows):
         flow = _named(asked)
         return flow, flow, flow
     forward = _named(asked.forward)
-    dgrad, wgrad = (forward if asked_of is None else _named(asked_of) for asked_of in (asked.dgrad, asked.wgrad))
+    dgrad, wgrad = (forward if other is None else _named(other) for other in (asked.dgrad, asked.wgrad))
     return forward, dgrad, wgrad
 
 
 def _named(asked: str | Dataflow) -> Dataflow:
     if isinstance(asked, Dataflow):
         return asked
-    if not isinstance(asked, str) or asked not in DATAFLOWS:
+    if asked not in DATAFLOWS:
         raise OptionError(f"dataflow {asked!r} is unknown; there are {', '.join(DATAFLOWS)}")
     return DATAFLOWS[asked]
 
