@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from pumice.ops import conv
+import pumice
+from pumice.ops import DATAFLOWS, conv
 from pumice.testing import random_tensor
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -55,3 +56,14 @@ def test_the_epilogues_of_the_guide_run():
     exec(compile(bytes_, "guide.md", "exec"), space)
     wanted = plain + space["bias"]
     assert (space["y"].feats - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_the_dataflows_of_the_guide():
+    text = (DOCS / "guide.md").read_text(encoding="utf-8")
+    for name in DATAFLOWS:
+        base = name.rpartition("-")[0]
+        assert any(f"`{told}`" in text for told in (name, f"{base}-*", f"-{name.rpartition('-')[2]}")), name
+    (block,) = (block for block in blocks("guide.md") if "Dataflows" in block)
+    space = {"x": random_tensor(20, 4, 3), "weight": torch.randn(4, 3, 3, 3, 4), "pm": pumice}
+    exec(compile(block, "guide.md", "exec"), space)
+    torch.testing.assert_close(space["y"].feats, conv(space["x"], space["weight"]).feats)

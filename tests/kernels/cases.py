@@ -283,7 +283,7 @@ def variants(case: Case) -> Iterator[tuple[str, Case]]:
     """The case at sizes that are easy to get wrong."""
     study = STUDIES[case.study]
     used = set(" ".join(study.axes.values()).split())
-    entries = next(axis for axis in ("e", "h", "p", "l") if axis in used)
+    entries = next(axis for axis in ("e", "h", "p", "l", "N", "I") if axis in used)
     rows = study.axes[""].split()[0]
     few = {"p": 2} if study.block else {}
     yield "one column", case.at(SMALL, **{"w" if "w" in used else "n": 1}, **few)

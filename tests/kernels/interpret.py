@@ -11,8 +11,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -28,12 +29,14 @@ from pumice.language.derive import declare
 from pumice.language.parse import parse
 from pumice.language.rewrite import conscious, single_terms
 from pumice.language.roles import Roles, roles, stacked
-from pumice.lower import chained, loops, segments
+from pumice.lower import chained, dataflow, loops, maps, segments
 from pumice.lower import triton as lowered
-from pumice.lower.epilogue import ACTIVATIONS, Epilogue, applied
+from pumice.lower.dataflow import Pass
+from pumice.lower.epilogue import ACTIVATIONS, NOTHING, Epilogue, applied
 from pumice.lower.maps import FORMS
 from pumice.ops.conv import GROUPED_CONV
 from pumice.schedule import tile as schedule
+from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow
 from pumice.schedule.tile import Tile
 from pumice.testing import random_tensor
 
@@ -306,7 +309,9 @@ def check_map(size: int, stride: int, way: str, form: str) -> None:
     near(got, wanted(whole), 2e-5)
 
 
-def cloud(size: int, stride: int) -> tuple[KernelMap, dict[str, Tensor]]:
+@lru_cache
+def cloud(size: int, stride: int) -> tuple[KernelMap, Mapping[str, Tensor]]:
+    """A map, whose forms are found once, and operands for it."""
     generator = torch.Generator().manual_seed(size)
     x = random_tensor(40, 9, 3)
     found, _ = kernel_map(x.geometry, Relation.of(3, size, stride=stride))
@@ -325,6 +330,40 @@ def map_problems(
         parts = [dict(zip("kio", found.grouped(16), strict=True))]
     arrays = {name: parts[a.part][a.local] for name, a in told.arrays.items()}
     return [Problem.of(step, {**operands, **arrays}, shape) for step in told.steps]
+
+
+# Dataflows by name, where kernels run
+def flow_checks() -> Checks:
+    kernels = {name: flow for name, flow in DATAFLOWS.items() if flow.grouping is None and flow.movement != "explicit"}
+    found = {f"dataflow {name}": partial(check_flow, flow, 1) for name, flow in kernels.items()}
+    for name in ("fetch-on-demand-deterministic", "implicit-gemm-split2", "implicit-gemm-table"):
+        found[f"dataflow {name} in groups"] = partial(check_flow, kernels[name], 2)
+    return {**found, "programs share segments in split-k": check_split_k}
+
+
+def check_flow(flow: Dataflow, groups: int) -> None:
+    """All three passes, and an epilogue, against products of torch's libraries."""
+    found, operands = cloud(3, 1)
+    x, w = operands["X"][:, :8], operands["W"][:10, :, : 8 // groups]
+    y = operands["G"][:, :10].contiguous()
+    asked = {name: Pass(name, flow, found, groups) for name in PASSES}
+    plain = {name: Pass(name, DATAFLOWS["explicit-gemm"], found, groups) for name in PASSES}
+    then = epilogue_of(tuple(y.shape), "relu")
+    # Groups of thousands, mostly padding on so small a cloud, take the interpreter too long.
+    with patch.object(maps, "group_of", lambda outputs: 16):
+        for name, given in (("forward", (x, w)), ("dgrad", (y, w)), ("wgrad", (x, y))):
+            near(asked[name](given), plain[name](given).double(), 2e-5)
+        near(asked["forward"]((x, w), then), plain["forward"]((x, w), then).double(), 2e-5)
+
+
+def check_split_k() -> None:
+    """The tile says so, and what it finds is the same every time."""
+    found, operands = cloud(3, 1)
+    asked = Pass("forward", DATAFLOWS["implicit-gemm-split-k"], found, 1)
+    given = operands["X"], operands["W"]
+    (part,) = dataflow._ready(asked, given, NOTHING).parts
+    assert part.run._runner.tile.piece == asked.flow.piece  # type: ignore[attr-defined]
+    assert torch.equal(asked(given), asked(given))
 
 
 def channel_checks() -> Checks:
@@ -677,7 +716,13 @@ def joined(*groups: Callable[[], Checks]) -> Checks:
 GROUPS: Mapping[str, Callable[[], Checks]] = {
     "spmm": partial(joined, partial(study_checks, "block spmm"), partial(study_checks, "spmm"), lane_checks),
     "convolution": partial(
-        joined, partial(study_checks, "convolution"), map_checks, channel_checks, pack_checks, finish_checks
+        joined,
+        partial(study_checks, "convolution"),
+        map_checks,
+        channel_checks,
+        pack_checks,
+        finish_checks,
+        flow_checks,
     ),
     "tensor product": partial(joined, partial(study_checks, "tensor product"), chain_checks),
     "tensor tables": partial(joined, partial(study_checks, "tensor tables"), within_checks),
