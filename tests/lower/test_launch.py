@@ -178,12 +178,30 @@ def test_what_was_tuned_counts_from_the_next_call_on(made, monkeypatch):
     monkeypatch.setattr(kernels, "measured", lambda call, best: call() is None or next(times))
     told = f.tune(A=a, B=b)
     assert told.count(" ms ") > 3
+    (tuned,) = kernels.ledger().all().values()
+    assert tuned.seconds == 1000 - told.count(" ms ") + 1
     best = told.splitlines()[1].split("ms")[1].strip()
     before = {id(k): len(k.doors) for k in made.values()}
     product(a, b)
     (used,) = [k for k in made.values() if len(k.doors) > before.get(id(k), 0)]
     values = dict(zip([x.variable for x in used.source.arguments], used.doors[-1][1], strict=True))
     assert best.startswith(f"{values['BY']}x{values['BX']}x{values['BR']}")
+
+
+def test_what_another_process_has_tuned_is_not_timed_again(made, monkeypatch):
+    a, b = operands()
+    runner = held(b)._runner
+    key, ours = kernels.Key("some GPU", "C", (), ()), kernels.ledger()
+    timed = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(kernels, "_key", lambda *args: key)
+    monkeypatch.setattr(kernels, "tune", lambda *args: timed.append(args))
+    with kernels.tuning():
+        runner._tile({"A": a, "B": b})
+        assert len(timed) == 1
+        Ledger(ours.path).put(key, Tile(64, 32, 32, stages=4))
+        assert runner._tile({"A": a, "B": b}).stages == 4
+    assert len(timed) == 1 and ours.generation == 1
 
 
 def test_precision_is_part_of_what_was_tuned(made):

@@ -276,7 +276,7 @@ class Runner:
             return self.tile
         precision = self.precision or _precision()
         on_gpu = operands[self._used[0]].is_cuda
-        if tile_source() == TIMING and on_gpu and not ledger().get(_key(self.bound, operands, precision)):
+        if tile_source() == TIMING and on_gpu and not ledger().look(_key(self.bound, operands, precision)):
             tune(self.bound, operands, self.dtype, measured, precision)
         return tile_of(self.bound, operands, precision)
 
@@ -437,7 +437,8 @@ def tune(
                 if not _is_unfit(problem):
                     raise
     if times:
-        ledger().put(_key(bound, operands, precision), min(times, key=times.__getitem__))
+        fastest = min(times, key=times.__getitem__)
+        ledger().put(_key(bound, operands, precision), fastest, times[fastest])
     return times
 
 
