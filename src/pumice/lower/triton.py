@@ -501,7 +501,9 @@ def _form(bound: Bound) -> Roles:
 
 @lru_cache(maxsize=4096)
 def _packed_form(bound: Bound) -> Roles | None:
-    return packed(_form(bound), bound.statement, bound.extents)
+    """The roles of packed tiles: how many points an entry has must be known when a kernel is compiled."""
+    found = packed(_form(bound), bound.statement, bound.extents)
+    return found if found and _static(bound, found).keys() >= set(found.reduced) else None
 
 
 @lru_cache(maxsize=4096)
