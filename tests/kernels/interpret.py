@@ -363,6 +363,9 @@ def pack_checks() -> Checks:
     found["4 channels of a gradient packed"] = partial(check_packed, "conv_compacted_t:dX", n=4, c=13)
     found["packed, any layout"] = check_packed_layouts
     found["packed, values of entries"] = check_packed_values
+    for channels in (3, 9):
+        found[f"{channels} channels read backwards"] = partial(check_backwards, channels)
+    found["channels that lead"] = check_leading_channels
     return found
 
 
@@ -409,6 +412,24 @@ def check_packed_values() -> None:
     p = Problem.of(text, {**held, **values}, p.bound.shape)
     for ahead in (False, True):
         agree(p, tile=Tile(16, 16, 16, packed=True, ahead=ahead))
+
+
+def check_backwards(channels: int) -> None:
+    """Addresses that fall where what tells them rises are none that lie outside, packed or not."""
+    p = ragged("conv_compacted", c=channels)
+    taps = torch.randn(19, 13, channels, generator=torch.Generator().manual_seed(3))
+    for x, w in (("22-met[e,b]", "W[n,k[e],c]"), ("met[e,b]", "W[n,4-k[e],c]"), ("met[e,b]", "taps[18-e,n,c]")):
+        text = f"O[rows[tile[e],b],n] = X[{x},c] * {w} ; tile:sorted, rows:distinct, rows:onto"
+        read = {name: t for name, t in {**p.operands, "taps": taps}.items() if f"{name}[" in text}
+        agree(Problem.of(text, read, p.bound.shape))
+
+
+def check_leading_channels() -> None:
+    """Channels that lead every access may be any number, and are not packed."""
+    p = ragged("conv_compacted", c=3)
+    turned = {"X": p.operands["X"].t().contiguous(), "W": p.operands["W"].permute(2, 1, 0).contiguous()}
+    text = "O[rows[tile[e],b],n] = X[c,met[e,b]] * W[c,k[e],n] ; tile:sorted, rows:distinct, rows:onto"
+    agree(Problem.of(text, {**p.operands, **turned}, p.bound.shape))
 
 
 # Ways of the loop
@@ -458,6 +479,8 @@ def check_refused_ways() -> None:
         (rows, Tile(16, 16, 16, stacked=True, hoisted=False)),
         (rows, Tile(8, 16, padded=False)),
         (p, Tile(64, 16, 32, packed=True, hoisted=False)),
+        (p, Tile(16, 16, 16, stacked=True)),
+        (rows, Tile(8, 16, lanes=2, swapped=True)),
     ):
         try:
             lowered.run(bad.bound, bad.operands, torch.float32, tile)

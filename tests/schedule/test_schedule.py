@@ -106,6 +106,13 @@ def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected)
     assert str(found) == expected
 
 
+def test_segments_are_shared_where_a_barrier_waits_for_what_was_stored():
+    shared, alone = (convolution(128, 4.3, 316, 128, waits=waits) for waits in (True, False))
+    assert default(shared).piece and any(tile.piece for tile in candidates(shared))
+    assert not any(tile.piece for tile in candidates(alone))
+    assert default(alone) == replace(default(shared), piece=0)
+
+
 def convolution(channels, mean, tiles=3000, columns=32, **more):
     conv = parse("O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto")
     sizes = {"e": int(tiles * mean), "b": 128, "n": columns, "c": channels}

@@ -39,9 +39,8 @@ def scratch(count: int, size: int, device: torch.device) -> Scratch:
     index = device.index or 0
     spare = _SPARES.get(index)
     if torch.cuda.is_current_stream_capturing():
-        # What is made during a capture is 0 in that graph alone.
-        own = _zeros(count, device) if spare is None else spare.taken(count)
-        return Scratch(own, _room(size, device))
+        # What is made while a graph is captured is 0 in that graph alone: it is not kept for others.
+        return Scratch(spare.taken(count) if spare else _zeros(count, device), _room(size, device))
     if spare is None:
         _SPARES.keep(index, _Spare(device))
     key = (index, torch._C._cuda_getCurrentRawStream(index))
