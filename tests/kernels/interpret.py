@@ -12,12 +12,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import torch
 from einsum_fuzz import random_case
 from einsum_oracle import evaluate
+from kernels import shortcuts
 from kernels.cases import CASES, SMALL, SMALL_BLOCK, STUDIES, Case, Problem, problem, variants
 from torch import Tensor
 
@@ -587,6 +588,7 @@ def other_checks() -> Checks:
     found["float64"] = check_double
     found["a loop that programs share"] = check_shared
     found["the same layout, other sizes"] = check_other_sizes
+    found["reductions by rows"] = check_reductions
     return found
 
 
@@ -644,6 +646,24 @@ def check_other_sizes() -> None:
     for name, axis in (("coo", "K"), ("block_group_coo_16", "K"), ("conv_compacted", "I"), ("tp", "b"), ("coo", "p")):
         for size in (32, 64, 16):
             agree(problem(CASES[name].at(SMALL, **{axis: size})))
+
+
+def check_reductions() -> None:
+    """Whole rows combined are single elements combined: the shortcut changes no value, type or shape."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(tl.standard._xor_combine.fn)
+    by_rows = interpreter.ReduceOps.generic_reduce
+    for kind, dtype in ((tl.int32, np.int32), (tl.int64, np.int64), (tl.uint8, np.uint8)):
+        for shape in ((8,), (4, 8), (2, 1, 4), (2, 2, 2, 2)):
+            values = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
+            inputs = (tl.tensor(interpreter.TensorHandle(values, kind), tl.block_type(kind, list(shape))),)
+            for axis, keep in product([None, *range(len(shape))], (False, True)):
+                ops = interpreter.ReduceOps(axis, tl.standard._xor_combine, keep)
+                (got,), (want,) = by_rows(ops, inputs), by_rows.__wrapped__(ops, inputs)
+                assert got.type == want.type and got.handle.data.dtype == want.handle.data.dtype
+                assert np.array_equal(got.handle.data, want.handle.data)
 
 
 # Random statements, against the oracle
@@ -712,6 +732,7 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
 def run_checks(checks: Checks) -> None:
     """A line of JSON for each: its name, and what went wrong."""
     torch.set_num_threads(1)
+    shortcuts.take()
     for name, check in checks.items():
         try:
             check()
