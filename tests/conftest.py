@@ -1,5 +1,6 @@
 """What every test shares: the GPU skip, the folder of real scans, thread count, hypothesis profiles."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -41,6 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip = pytest.mark.skip(reason="torch.cuda.is_available() is False")
         for item in needy:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _settled() -> None:
+    """What is there before a file's first test, tests and filled caches, is not searched for garbage again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

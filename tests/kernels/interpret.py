@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import islice, product
 from unittest.mock import patch
 
 import numpy as np
 import torch
 from einsum_fuzz import random_case
 from einsum_oracle import evaluate
+from kernels import shortcuts
 from kernels.cases import CASES, SMALL, SMALL_BLOCK, STUDIES, Case, Problem, problem, variants
 from torch import Tensor
 
@@ -402,6 +403,9 @@ def pack_checks() -> Checks:
     found["4 channels of a gradient packed"] = partial(check_packed, "conv_compacted_t:dX", n=4, c=13)
     found["packed, any layout"] = check_packed_layouts
     found["packed, values of entries"] = check_packed_values
+    for channels in (3, 9):
+        found[f"{channels} channels read backwards"] = partial(check_backwards, channels)
+    found["channels that lead"] = check_leading_channels
     return found
 
 
@@ -448,6 +452,24 @@ def check_packed_values() -> None:
     p = Problem.of(text, {**held, **values}, p.bound.shape)
     for ahead in (False, True):
         agree(p, tile=Tile(16, 16, 16, packed=True, ahead=ahead))
+
+
+def check_backwards(channels: int) -> None:
+    """Addresses that fall where what tells them rises are none that lie outside, packed or not."""
+    p = ragged("conv_compacted", c=channels)
+    taps = torch.randn(19, 13, channels, generator=torch.Generator().manual_seed(3))
+    for x, w in (("22-met[e,b]", "W[n,k[e],c]"), ("met[e,b]", "W[n,4-k[e],c]"), ("met[e,b]", "taps[18-e,n,c]")):
+        text = f"O[rows[tile[e],b],n] = X[{x},c] * {w} ; tile:sorted, rows:distinct, rows:onto"
+        read = {name: t for name, t in {**p.operands, "taps": taps}.items() if f"{name}[" in text}
+        agree(Problem.of(text, read, p.bound.shape))
+
+
+def check_leading_channels() -> None:
+    """Channels that lead every access may be any number, and are not packed."""
+    p = ragged("conv_compacted", c=3)
+    turned = {"X": p.operands["X"].t().contiguous(), "W": p.operands["W"].permute(2, 1, 0).contiguous()}
+    text = "O[rows[tile[e],b],n] = X[c,met[e,b]] * W[c,k[e],n] ; tile:sorted, rows:distinct, rows:onto"
+    agree(Problem.of(text, {**p.operands, **turned}, p.bound.shape))
 
 
 # Ways of the loop
@@ -497,6 +519,8 @@ def check_refused_ways() -> None:
         (rows, Tile(16, 16, 16, stacked=True, hoisted=False)),
         (rows, Tile(8, 16, padded=False)),
         (p, Tile(64, 16, 32, packed=True, hoisted=False)),
+        (p, Tile(16, 16, 16, stacked=True)),
+        (rows, Tile(8, 16, lanes=2, swapped=True)),
     ):
         try:
             lowered.run(bad.bound, bad.operands, torch.float32, tile)
@@ -603,6 +627,7 @@ def other_checks() -> Checks:
     found["float64"] = check_double
     found["a loop that programs share"] = check_shared
     found["the same layout, other sizes"] = check_other_sizes
+    found["reductions by rows"] = check_reductions
     return found
 
 
@@ -660,6 +685,24 @@ def check_other_sizes() -> None:
     for name, axis in (("coo", "K"), ("block_group_coo_16", "K"), ("conv_compacted", "I"), ("tp", "b"), ("coo", "p")):
         for size in (32, 64, 16):
             agree(problem(CASES[name].at(SMALL, **{axis: size})))
+
+
+def check_reductions() -> None:
+    """Whole rows combined are single elements combined: the shortcut changes no value, type or shape."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang(tl.standard._xor_combine.fn)
+    by_rows = interpreter.ReduceOps.generic_reduce
+    for kind, dtype in ((tl.int32, np.int32), (tl.int64, np.int64), (tl.uint8, np.uint8)):
+        for shape in ((8,), (4, 8), (2, 1, 4), (2, 2, 2, 2)):
+            values = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
+            inputs = (tl.tensor(interpreter.TensorHandle(values, kind), tl.block_type(kind, list(shape))),)
+            for axis, keep in product([None, *range(len(shape))], (False, True)):
+                ops = interpreter.ReduceOps(axis, tl.standard._xor_combine, keep)
+                (got,), (want,) = by_rows(ops, inputs), by_rows.__wrapped__(ops, inputs)
+                assert got.type == want.type and got.handle.data.dtype == want.handle.data.dtype
+                assert np.array_equal(got.handle.data, want.handle.data)
 
 
 # Random statements, against the oracle
@@ -734,6 +777,7 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
 def run_checks(checks: Checks) -> None:
     """A line of JSON for each: its name, and what went wrong."""
     torch.set_num_threads(1)
+    shortcuts.take()
     for name, check in checks.items():
         try:
             check()

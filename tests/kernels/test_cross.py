@@ -147,14 +147,6 @@ def every(jobs=JOBS):
     return pytest.mark.parametrize("job", list(jobs), ids=lambda job: job.name)
 
 
-@pytest.fixture
-def built(compiled, job):
-    found = compiled(JOBS)[job.name]
-    if found.error:
-        pytest.fail(found.error, pytrace=False)
-    return found
-
-
 @every()
 def test_compiles(built):
     assert built.shared <= 227 * 1024

@@ -3,11 +3,11 @@
 import pytest
 from kernels.interpret import GROUPS
 
-CHECKS = [(group, name) for group, checks in GROUPS.items() for name in checks()]
+CHECKS = [("kernels.interpret", group, name) for group, checks in GROUPS.items() for name in checks()]
 
 
-@pytest.mark.parametrize(("group", "name"), CHECKS, ids=[name for _, name in CHECKS])
-def test_interpreted(interpreted, group, name):
-    ended = interpreted("kernels.interpret", group)
+@pytest.mark.parametrize(("module", "group", "name"), CHECKS, ids=[name for *_, name in CHECKS])
+def test_interpreted(interpreted, module, group, name):
+    ended = interpreted(module, group)
     problem = ended.get(name, f"the process ended before this check: {ended['']}")
     assert not problem, problem

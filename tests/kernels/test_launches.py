@@ -45,14 +45,6 @@ def chosen(*kernels, targets=None, **constants):
     )
 
 
-@pytest.fixture
-def built(compiled, job):
-    found = compiled(JOBS, "kernels.launches")[job.name]
-    if found.error:
-        pytest.fail(found.error, pytrace=False)
-    return found
-
-
 def known(job):
     """What is known to spill of a job whose name has all words of an entry."""
     return max((most for words, most in SPILLS.items() if set(words.split()) <= set(job.name.split())), default=0)

@@ -3,15 +3,11 @@
 import pytest
 from kernels.maps import GROUPS
 
-
-def _checks():
-    for group, checks in GROUPS.items():
-        for name in checks():
-            yield pytest.param(group, name, id=name)
+CHECKS = [("kernels.maps", group, name) for group, checks in GROUPS.items() for name in checks()]
 
 
-@pytest.mark.parametrize(("group", "name"), list(_checks()))
-def test_interpreted(interpreted, group, name):
-    ended = interpreted("kernels.maps", group)
+@pytest.mark.parametrize(("module", "group", "name"), CHECKS, ids=[name for *_, name in CHECKS])
+def test_interpreted(interpreted, module, group, name):
+    ended = interpreted(module, group)
     problem = ended.get(name, f"the process ended before this check: {ended['']}")
     assert not problem, problem

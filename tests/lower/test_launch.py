@@ -1,8 +1,10 @@
 """How kernels are launched, with a kernel that only writes down what it is given: nothing here computes."""
 
+import weakref
 from importlib import import_module
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ import pumice as pm
 from pumice.errors import OptionError
 from pumice.lower import plan
 from pumice.lower import triton as kernels
+from pumice.lower.scratch import Scratch
 from pumice.schedule.ledger import Ledger
 from pumice.schedule.tile import Tile
 
@@ -178,12 +181,30 @@ def test_what_was_tuned_counts_from_the_next_call_on(made, monkeypatch):
     monkeypatch.setattr(kernels, "measured", lambda call, best: call() is None or next(times))
     told = f.tune(A=a, B=b)
     assert told.count(" ms ") > 3
+    (tuned,) = kernels.ledger().all().values()
+    assert tuned.seconds == 1000 - told.count(" ms ") + 1
     best = told.splitlines()[1].split("ms")[1].strip()
     before = {id(k): len(k.doors) for k in made.values()}
     product(a, b)
     (used,) = [k for k in made.values() if len(k.doors) > before.get(id(k), 0)]
     values = dict(zip([x.variable for x in used.source.arguments], used.doors[-1][1], strict=True))
     assert best.startswith(f"{values['BY']}x{values['BX']}x{values['BR']}")
+
+
+def test_what_another_process_has_tuned_is_not_timed_again(made, monkeypatch):
+    a, b = operands()
+    runner = held(b)._runner
+    key, ours = kernels.Key("some GPU", "C", (), ()), kernels.ledger()
+    timed = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(kernels, "_key", lambda *args: key)
+    monkeypatch.setattr(kernels, "tune", lambda *args: timed.append(args))
+    with kernels.tuning():
+        runner._tile({"A": a, "B": b})
+        assert len(timed) == 1
+        Ledger(ours.path).put(key, Tile(64, 32, 32, stages=4))
+        assert runner._tile({"A": a, "B": b}).stages == 4
+    assert len(timed) == 1 and ours.generation == 1
 
 
 def test_precision_is_part_of_what_was_tuned(made):
@@ -405,6 +426,47 @@ def test_a_packed_tile_of_fewer_channels_has_room_for_one_entry(as_on_gpu, monke
     (kernel,) = as_on_gpu.values()
     values = dict(zip([a.variable for a in kernel.source.arguments], kernel.doors[0][1], strict=True))
     assert values["BR"] == 16
+
+
+@pytest.mark.parametrize("aimed", [True, False])
+def test_what_programs_share_is_held_until_their_kernel_is_under_way(as_on_gpu, monkeypatch, aimed):
+    """Freed before, it might be another thread's by then."""
+    if not aimed:
+        monkeypatch.setattr(kernels.Runner, "aimed", lambda *given: None)
+    ours, alive = [], []
+
+    def lent(count, size, device):
+        memory = np.zeros(count, np.int32), np.zeros(size, np.uint8)
+        ours.append([weakref.ref(array) for array in memory])
+        return Scratch(*map(torch.from_numpy, memory))
+
+    run = Compiled.run
+
+    def started(self, *given):
+        alive.append([array() is not None and array().ctypes.data in given for array in ours[-1]])
+        run(self, *given)
+
+    monkeypatch.setattr(kernels, "scratch", lent)
+    monkeypatch.setattr(Compiled, "run", started)
+    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, piece=2))
+    x, weight, found = layer(1)
+    for _ in range(3):
+        pm.ops.conv_features(x, weight, found, 100)
+    (kernel,) = as_on_gpu.values()
+    assert len(kernel.direct) == 2 and alive == [[True, True], [True, True]]
+
+
+def test_on_amd_no_segments_are_shared(as_on_gpu, monkeypatch):
+    """Nor by a tile that asks for it."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    x, weight, found = (t.repeat_interleave(4, -1) if isinstance(t, torch.Tensor) else t for t in layer(1))
+    pm.ops.conv_features(x, weight, found, 100)
+    assert as_on_gpu and not any("waiting" in kernel.source.text for kernel in as_on_gpu.values())
+    forget()
+    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, piece=2))
+    x, weight, found = layer(1)
+    with pytest.raises(OptionError, match="on AMD a program cannot tell when all that it has stored is seen"):
+        pm.ops.conv_features(x, weight, found, 100)
 
 
 def test_a_convolution_and_its_gradients_are_three_kernels(as_on_gpu):

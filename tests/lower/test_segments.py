@@ -5,6 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pumice.lower import scratch as room
+from pumice.lower.remember import Bounded
 from pumice.lower.scratch import scratch
 from pumice.lower.segments import pieces
 
@@ -50,3 +52,47 @@ def test_counters_are_zero(count):
     assert found.counters.dtype == torch.int32 and len(found.counters) >= count and not found.counters.any()
     assert found.room.numel() >= 48 and not found.counters.is_inference()
     assert other.counters.data_ptr() != found.counters.data_ptr()
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Memory of the CPU stands for that of a GPU; whether a graph is captured there."""
+    capturing = [False]
+    monkeypatch.setattr(room, "_zeros", lambda count, device: torch.zeros(count, dtype=torch.int32))
+    monkeypatch.setattr(room, "_room", lambda size, device: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(room, "_SPARES", Bounded(8))
+    monkeypatch.setattr(room, "_HELD", Bounded(8))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    return lambda value: capturing.__setitem__(0, value)
+
+
+def shares(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def test_what_a_capture_sets_to_zero_is_its_own(on_gpu):
+    """Before anything else ran, too: the next graph's counters are no memory of the first one's."""
+    gpu = torch.device("cuda", 0)
+    on_gpu(True)
+    first, second = scratch(100, 48, gpu), scratch(100, 48, gpu)
+    assert not shares(first.counters, second.counters)
+    on_gpu(False)
+    eager = scratch(100, 48, gpu)
+    assert scratch(100, 48, gpu) is eager
+    on_gpu(True)
+    third, fourth = scratch(100, 48, gpu), scratch(100, 48, gpu)
+    assert shares(third.counters, fourth.counters) and third.counters.data_ptr() != fourth.counters.data_ptr()
+    assert not any(shares(third.counters, other.counters) for other in (first, second, eager))
+
+
+def test_scratch_of_a_stream_grows(on_gpu, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(room, "_MOST", 1000)
+    small = scratch(100, 48, gpu)
+    more = scratch(10, 400, gpu)
+    assert more.counters.shape[0] >= 100 and more.room.shape[0] >= 400 and more is not small
+    assert scratch(128, 512, gpu) is more
+    # What is too much to be kept shares the counters alone.
+    much = scratch(100, 2000, gpu)
+    assert much.room.shape[0] >= 2000 and shares(much.counters, more.counters) and scratch(1, 1, gpu) is more

@@ -1,15 +1,13 @@
-"""Tiles, the work a device does, and the ledger of tuned tiles: values that print, compare and last."""
+"""Tiles, and the work a device does: values that print and compare."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
-from pumice.errors import FileError, OptionError
+from pumice.errors import OptionError
 from pumice.language.parse import parse
 from pumice.language.roles import packed, roles
 from pumice.schedule.cost import DEVICES, Work, seconds
-from pumice.schedule.ledger import Key, Ledger
 from pumice.schedule.tile import Problem, Tile, candidates, default, power_above, splits
 
 MATMUL = parse("C[m,n] = A[m,k] * B[k,n]")
@@ -108,6 +106,13 @@ def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected)
     assert str(found) == expected
 
 
+def test_segments_are_shared_where_a_barrier_waits_for_what_was_stored():
+    shared, alone = (convolution(128, 4.3, 316, 128, waits=waits) for waits in (True, False))
+    assert default(shared).piece and any(tile.piece for tile in candidates(shared))
+    assert not any(tile.piece for tile in candidates(alone))
+    assert default(alone) == replace(default(shared), piece=0)
+
+
 def convolution(channels, mean, tiles=3000, columns=32, **more):
     conv = parse("O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto")
     sizes = {"e": int(tiles * mean), "b": 128, "n": columns, "c": channels}
@@ -203,41 +208,3 @@ def test_seconds():
     assert seconds(Work(memory=4.3e12, launches=0), gpu) == pytest.approx(1)
     both = Work(1, 2, 3, 4) + Work(10, 20, 30, 40, True)
     assert both == Work(11, 22, 33, 44, True)
-
-
-KEY = Key("some GPU", "C[i] = A[i]", ("fp16",), (3,))
-
-
-def test_what_is_put_is_found_by_another_process(tmp_path):
-    path = tmp_path / "deep" / "tiles.json"
-    ours, tile = Ledger(path), Tile(64, 32, 16, swapped=True, packed=True)
-    assert ours.get(KEY) is None and ours.generation == 0
-    ours.put(KEY, tile)
-    assert ours.get(KEY) == tile and ours.generation == 1
-    assert Ledger(path).get(KEY) == tile
-    assert Ledger(path).get(replace(KEY, dtypes=("fp32",))) is None
-    assert Ledger(path).get(replace(KEY, precision="ieee")) is None
-    assert [p.name for p in path.parent.iterdir()] == ["tiles.json"], "nothing half-written stays"
-
-
-def test_two_writers_keep_what_the_other_wrote(tmp_path):
-    one, two = Ledger(tmp_path / "t.json"), Ledger(tmp_path / "t.json")
-    assert one.get(KEY) is None and two.get(KEY) is None
-    one.put(KEY, Tile(16, 16))
-    other = replace(KEY, device="another")
-    two.put(other, Tile(32, 32))
-    assert Ledger(tmp_path / "t.json").all() == {str(KEY): Tile(16, 16), str(other): Tile(32, 32)}
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "tiles": {"a": {"rows": "x"}}}'])
-def test_a_broken_ledger_is_named(tmp_path, text):
-    path = tmp_path / "t.json"
-    path.write_text(text)
-    with pytest.raises(FileError, match="is no ledger of tiles"):
-        Ledger(path).get(KEY)
-
-
-def test_another_version_is_not_read(tmp_path):
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps({"version": 999, "tiles": {str(KEY): {"rows": 16, "columns": 16}}}))
-    assert Ledger(path).get(KEY) is None

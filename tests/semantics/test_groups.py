@@ -68,6 +68,19 @@ def test_weights_that_are_written_to_count():
     assert torch.equal(2 * first, pm.ops.conv(x, w, groups=8).feats)
 
 
+def test_weights_that_are_written_behind_their_back_count():
+    """As optimizers, averages of weights and loaders do it; and a layer that changes its dtype."""
+    x, w = layer(8, 8, 8)
+    weight = torch.nn.Parameter(w)
+    with torch.no_grad():
+        first = pm.ops.conv(x, weight, groups=8).feats
+        weight.data.mul_(2)
+        assert torch.equal(2 * first, pm.ops.conv(x, weight, groups=8).feats)
+        weight.data = weight.data.float()
+        single = pm.ops.conv(x.replace(x.feats.float()), weight, groups=8).feats
+    assert_close(single, 2 * first, dtype=torch.float32, scale=4.0)
+
+
 @pytest.mark.parametrize("how", ["turned", "part", "typed"])
 def test_weights_that_are_views(how):
     """Of tensors that hold as many numbers, in another order or of another kind, or more of them."""

@@ -54,6 +54,15 @@ def test_needs_of_a_row():
     assert found.chain == pytest.approx(LATENCY * 2.5)
 
 
+def test_packed_entries_are_one_turn():
+    layer = row_of(100, 3)
+    walked = walks(layer.found, "compacted")
+    # Three taps in packs of two, then in one of four: a tap has three channels, and a fourth is idle.
+    for reduced, turns in ((8, 2), (16, 1)):
+        found = needs(layer, walked, Tile(64, 16, reduced, stages=3, ahead=True, packed=True))
+        assert found.chain == pytest.approx(LATENCY * (1 + turns / 2))
+
+
 def test_more_of_a_tile_costs_more():
     layer = row_of(300, 32)
     walked = walks(layer.found, "compacted")

@@ -1,6 +1,7 @@
 """The studies of conv-forward and conv-train in tiny on the CPU: what they say, what they keep, what they refuse."""
 
 import json
+import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ import torch
 from pumice.coords import Relation, kernel_map
 from pumice.errors import PumiceError
 from pumice.ops import SparseTensor
+from pumice.schedule.cost import DEVICES
 from pumice.tools import (
     bench,
     bench_ablation,
+    bench_channels,
     bench_errors,
     bench_host,
     bench_precisions,
@@ -104,6 +107,18 @@ def test_layers_of_odd_widths_that_are_wrong_are_not_timed(monkeypatch, width):
     monkeypatch.setattr(layer_cells, "conv_features", lambda x, w, *_: x.new_zeros(len(x), len(w)))
     with pytest.raises(PumiceError, match="default: relative error 1"):
         list(bench.run("conv-forward", print, bench.Options("channels", f"surface_300/k3/{width}", True, "cpu")))
+
+
+def test_groups_are_bounded_as_they_are_multiplied(monkeypatch):
+    """On matrix units, several at once."""
+    setup = replace(setup_of([]), only="surface_300")
+    (cell,) = layer_cells.cells(setup, layer_cells.Choice(widths=(Width(64, 64, 64),)))
+    layer, gpu = layer_cells.layer_of(setup, cell), DEVICES["cuda"]
+    (walk,) = walks(cell.found, "compacted")
+    flops = 2 * walk.entries * walk.block * 64
+    assert bench_channels._bounds(layer)["matrix"] == pytest.approx(1e3 * flops / gpu.plain)
+    monkeypatch.setattr(sys.modules["pumice.ops.conv"], "_on_matrix_units", lambda x: True)
+    assert bench_channels._bounds(layer)["matrix"] == pytest.approx(1e3 * flops * 32 / gpu.matrix)
 
 
 def test_widths_make_layers():
@@ -301,6 +316,15 @@ def test_sharing_is_predicted_to_help_where_one_tile_is_far_longer(monkeypatch):
     idea = IDEAS["sharing"](bench_ablation.Subjected(layer, torch.empty(0)))
     assert 1.5 < idea.predicted < 4
     assert IDEAS["hoisting"](bench_ablation.Subjected(layer, torch.empty(0))).predicted > 1
+
+
+def test_packed_tiles_have_no_switches(monkeypatch):
+    monkeypatch.setattr(bench_ablation, "runs_kernels", lambda x: True)
+    setup = replace(setup_of([]), only="surface_300/k3/C8")
+    (cell,) = layer_cells.cells(setup, layer_cells.Choice(widths=(Width.square(8),)))
+    subjected = bench_ablation.Subjected(layer_cells.layer_of(setup, cell), torch.empty(0))
+    for name in ("hoisting", "padding"):
+        assert IDEAS[name](subjected) == "channels are few, and packs of entries have no such switch"
 
 
 def layer_of_a_clump():

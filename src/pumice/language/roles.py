@@ -147,7 +147,8 @@ def packed(roles: Roles, statement: Statement, extents: Mapping[str, int]) -> Ro
 
         O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c]      left[b,(e,c)], right[(e,c),n], few c
 
-    There may be as few c as one, where there is no product over c alone. No axis runs along both e and c.
+    There may be as few c as one, where there is no product over c alone. No axis runs along both e and c, or backwards
+    along e.
     """
     segment = roles.segment
     if segment is None or roles.laned or roles.folds:
@@ -158,8 +159,8 @@ def packed(roles: Roles, statement: Statement, extents: Mapping[str, int]) -> Ro
     found = _product(term, roles.target, reduced, segment, extents, 1)
     if found is None or found.loops != (segment.position,) or len(found.reduced) != 1:
         return None
-    both = {segment.position, *found.reduced}
-    if any(both <= set(indices_of(e)) for access in accesses_of(term) for e in access.indices):
+    along = [e for access in accesses_of(term) for e in access.indices if segment.position in indices_of(e)]
+    if any(set(found.reduced) <= set(indices_of(e)) or any(c < 0 for c, _ in e.terms) for e in along):
         return None
     return replace(found, target=roles.target, segment=segment, adds=roles.adds, packed=True)
 

@@ -733,6 +733,9 @@ class _Emitter:
         pointer, masks = address
         arrays = (array for expression in access.indices for array in expression.arrays)
         parts, held = ([v for v in values if v.axes == axis] for values in address)
+        if not all(map(self._climbs, access.indices)):
+            # What is read may lie below 0 without its other parts.
+            return address
         if not held or len(parts) != 1 or not any(self._array_value(array).axes == axis for array in arrays):
             return address
         there = " & ".join(value.at(axis) for value in held)
@@ -856,8 +859,12 @@ class _Emitter:
 
     def _rises(self, expression: Affine) -> bool:
         """Whether nothing in it is below 0 once its arrays' values are not."""
+        return expression.constant >= 0 and self._climbs(expression)
+
+    def _climbs(self, expression: Affine) -> bool:
+        """The same of what is added to its constant."""
         starts = (self.starts.get(atom.name, 0) for _, atom in expression.terms if isinstance(atom, Index))
-        return min((expression.constant, *starts, *(coefficient for coefficient, _ in expression.terms))) >= 0
+        return min((0, *starts, *(coefficient for coefficient, _ in expression.terms))) >= 0
 
     def _inside(self, name: str, axis: int, values: Sequence[Value], lines: list[str], rises: bool) -> Value:
         axes = _joined("".join(value.axes for value in values))

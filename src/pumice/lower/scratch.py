@@ -37,9 +37,12 @@ def scratch(count: int, size: int, device: torch.device) -> Scratch:
     if device.type != "cuda":
         return Scratch(torch.zeros(count, dtype=torch.int32, device=device), _room(size, device))
     index = device.index or 0
-    spare = _SPARES.get(index) or _SPARES.keep(index, _Spare(device))
+    spare = _SPARES.get(index)
     if torch.cuda.is_current_stream_capturing():
-        return Scratch(spare.taken(count), _room(size, device))
+        # What is made while a graph is captured is 0 in that graph alone: it is not kept for others.
+        return Scratch(spare.taken(count) if spare else _zeros(count, device), _room(size, device))
+    if spare is None:
+        _SPARES.keep(index, _Spare(device))
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     held = _HELD.get(key)
     if held is not None and held.counters.shape[0] >= count and held.room.shape[0] >= size:

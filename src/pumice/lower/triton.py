@@ -276,7 +276,7 @@ class Runner:
             return self.tile
         precision = self.precision or _precision()
         on_gpu = operands[self._used[0]].is_cuda
-        if tile_source() == TIMING and on_gpu and not ledger().get(_key(self.bound, operands, precision)):
+        if tile_source() == TIMING and on_gpu and not ledger().look(_key(self.bound, operands, precision)):
             tune(self.bound, operands, self.dtype, measured, precision)
         return tile_of(self.bound, operands, precision)
 
@@ -428,7 +428,8 @@ def tune(
     attempts = {tile: Runner(bound, dtype, tile, precision) for tile in candidates}
     device = operands[_used(bound)[0]].device
     with _on(device), ThreadPoolExecutor(_COMPILERS) as pool:
-        list(pool.map(lambda attempt: _compiled_on(device, attempt, operands), attempts.values()))
+        stream = torch.cuda.current_stream() if device.type == "cuda" else None
+        list(pool.map(lambda attempt: _compiled_on(stream, attempt, operands), attempts.values()))
         for tile, attempt in attempts.items():
             try:
                 best = min(times.values(), default=math.inf)
@@ -437,13 +438,15 @@ def tune(
                 if not _is_unfit(problem):
                     raise
     if times:
-        ledger().put(_key(bound, operands, precision), min(times, key=times.__getitem__))
+        fastest = min(times, key=times.__getitem__)
+        ledger().put(_key(bound, operands, precision), fastest, times[fastest])
     return times
 
 
-def _compiled_on(device: torch.device, attempt: Runner, operands: Mapping[str, Tensor]) -> None:
-    """Each thread has a current device of its own."""
-    with _on(device):
+def _compiled_on(stream: torch.cuda.Stream | None, attempt: Runner, operands: Mapping[str, Tensor]) -> None:
+    """Each thread has a current device and a current stream of its own; what is found of the operands is kept, and must
+    be found behind what they are made by."""
+    with torch.cuda.stream(stream) if stream else nullcontext():
         attempt.compile(operands)
 
 
@@ -501,7 +504,9 @@ def _form(bound: Bound) -> Roles:
 
 @lru_cache(maxsize=4096)
 def _packed_form(bound: Bound) -> Roles | None:
-    return packed(_form(bound), bound.statement, bound.extents)
+    """The roles of packed tiles: how many points an entry has must be known when a kernel is compiled."""
+    found = packed(_form(bound), bound.statement, bound.extents)
+    return found if found and _static(bound, found).keys() >= set(found.reduced) else None
 
 
 @lru_cache(maxsize=4096)
@@ -521,10 +526,6 @@ def prepare(
 ) -> Launch:
     """The kernel for these operands with this tile."""
     form, extents = _form_in(bound, tile), bound.extents
-    if tile.swapped:
-        form = exchanged(form)
-    if tile.stacked:
-        form = stacked(form, bound.statement) or form
     signature = _signature(bound, {**operands, "": out}, form, out.dtype, tile)
     thrice = form.within is not None and how.precision == "tf32x3" and _computes_fp32(signature)
     signature = replace(signature, splits=how.splits > 1, thrice=thrice, activation=how.finish.activation)
@@ -550,10 +551,16 @@ def prepare(
 
 def _form_in(bound: Bound, tile: Tile) -> Roles:
     """The roles that a tile asks for."""
-    form = _packed_form(bound) if tile.packed else _form(bound)
-    if form is None:
+    form = _form(bound)
+    if tile.packed and (form := _packed_form(bound)) is None:
         raise OptionError(f"tile {tile}: {bound.statement} has no entries of a segment that fit side by side")
-    return form
+    if tile.stacked and (form := stacked(form, bound.statement)) is None:
+        raise OptionError(f"tile {tile}: {bound.statement} has no segments that one matrix product takes")
+    if tile.swapped and not form.product:
+        raise OptionError(f"tile {tile}: {bound.statement} is no matrix product, whose sides could be swapped")
+    if tile.piece and torch.version.hip:
+        raise OptionError(f"tile {tile}: on AMD a program cannot tell when all that it has stored is seen")
+    return exchanged(form) if tile.swapped else form
 
 
 def _depth_of_entry(form: Roles, extents: Mapping[str, int]) -> int:
@@ -623,9 +630,11 @@ def _start(launch: Launch, values: list[Any], device: int) -> None:
     key = (device, *[address % 16 == 0 for _, address in addresses])
     compiled = launch.compiled.get(key)
     if compiled is not None:
+        bare = values.copy()
         for place, address in addresses:
-            values[place] = address
-        compiled(launch.programs, values, device)
+            bare[place] = address
+        # The tensors are held until the kernel is under way: another thread might be given their memory before.
+        compiled(launch.programs, bare, device)
         return
     made = launch.kernel[(launch.programs,)](*values, **launch.options)
     if made is not None:
@@ -740,7 +749,8 @@ def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Probl
     chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
     bits = _bits([operands[name] for name in _used(bound)])
     stacks = _stacks(bound, operands)
-    return Problem(form, bound.extents, entries, bits, chained, stacks, segments, _packed_form(bound))
+    packs, waits = _packed_form(bound), torch.version.hip is None
+    return Problem(form, bound.extents, entries, bits, chained, stacks, segments, packs, waits)
 
 
 def _stacks(bound: Bound, operands: Mapping[str, Tensor]) -> bool:

@@ -14,7 +14,6 @@ from pumice.lower import maps, plan
 from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
 from pumice.lower.loops import EIGHT_BITS
-from pumice.lower.remember import per_tensor
 from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
 from pumice.ops.tensor import SparseTensor
@@ -189,8 +188,7 @@ def conv_features(
 
     Raises ShapeError, DtypeError, DeviceError, OptionError for what does not fit.
     """
-    if groups > 1 and (together := _groups_together(x, weight, groups)) > 1:
-        weight, groups = _joined(x, weight, groups // together), groups // together
+    weight, groups = joined(x, weight, groups)
     facts = rows, groups, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
     if epilogue is not None:
         _check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
@@ -224,8 +222,24 @@ _WIDE = 256
 """Channels from which on a depthwise convolution is bound by what it reads, entry by entry too."""
 
 
+def joined(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, int]:
+    """The weights and groups that are multiplied: of groups of few channels several are one, with zeros between them.
+
+    Not kept from call to call: weights are also written through `.data`, of which a tensor knows nothing, and between
+    the replays of a CUDA graph.
+    """
+    together = _groups_together(x, weight, groups) if groups > 1 else 1
+    if together == 1:
+        return weight, groups
+    (outputs, taps, each), fewer = weight.shape, groups // together
+    parts = weight.reshape(fewer, together, outputs // groups, taps, each)
+    # [group, one of its parts, n, tap, the part that is read, c]: only a part reads itself.
+    whole = torch.diag_embed(parts.permute(0, 2, 3, 4, 1), dim1=1, dim2=4)
+    return whole.reshape(outputs, taps, together * each), fewer
+
+
 def _groups_together(x: Tensor, weight: Tensor, groups: int) -> int:
-    """How many groups become one, with zeros between them: on a GPU, of those with few channels.
+    """How many groups become one: on a GPU, of those with few channels.
 
     On an H200, 128 channels in 32 groups took 0.75 ms entry by entry, and in 4 groups 0.064 (waymo_1f_5cm, fp16).
     """
@@ -241,30 +255,6 @@ def _groups_together(x: Tensor, weight: Tensor, groups: int) -> int:
 
 def _on_matrix_units(x: Tensor) -> bool:
     return x.is_cuda
-
-
-def _joined(x: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """The weights of fewer groups, [C_out, K, C_in / groups]: those of several side by side, zeros elsewhere."""
-    # A layer's weights change rarely; a reshaped view of them is another tensor in every call.
-    base = weight if weight._base is None else weight._base
-    reshaped = base.is_contiguous() and weight.is_contiguous() and base.numel() == weight.numel()
-    if reshaped and base.dtype == weight.dtype and register.plain((x, weight)):
-        return _joined_once(base, tuple(weight.shape), x.shape[1], groups)
-    return _block_diagonal(weight, x.shape[1], groups)
-
-
-@per_tensor
-def _joined_once(base: Tensor, shape: tuple[int, ...], channels: int, groups: int) -> Tensor:
-    return _block_diagonal(base.detach().view(shape), channels, groups)
-
-
-def _block_diagonal(weight: Tensor, channels: int, groups: int) -> Tensor:
-    outputs, taps, each = weight.shape
-    together = channels // (groups * each)
-    parts = weight.reshape(groups, together, outputs // (groups * together), taps, each)
-    # [group, one of its parts, n, tap, the part that is read, c]: only a part reads itself.
-    whole = torch.diag_embed(parts.permute(0, 2, 3, 4, 1)).permute(0, 4, 1, 2, 5, 3)
-    return whole.reshape(outputs, taps, together * each)
 
 
 def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish) -> plan.Ready:

@@ -91,7 +91,8 @@ class Problem:
     """What a tile is chosen for.
 
     roles and extents of the statement; mean: entries of a segment on average; bits: of the values; chained: whether
-    loads in the loop wait for an index loaded there. packed: the roles of packed tiles, where there are such.
+    loads in the loop wait for an index loaded there. packed: the roles of packed tiles, where there are such. waits:
+    whether a barrier waits for what all threads of a program have stored, for other programs too; AMD's does not.
     """
 
     roles: Roles
@@ -102,12 +103,14 @@ class Problem:
     stacks: bool = False
     segments: int = 1
     packed: Roles | None = None
+    waits: bool = True
 
     @property
     def shares(self) -> bool:
         """Whether segments may be shared by several programs: they are loops of a product, and not very many."""
         roles = self.roles
-        return roles.product and roles.segment is not None and not roles.laned and self.segments < _MANY_SEGMENTS
+        own = roles.product and roles.segment is not None and not roles.laned
+        return own and self.waits and self.segments < _MANY_SEGMENTS
 
     def volume(self, names: tuple[str, ...]) -> int:
         return math.prod(self.extents[name] for name in names if name in self.extents)

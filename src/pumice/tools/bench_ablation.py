@@ -130,7 +130,10 @@ def _switched(cell: Subjected, predicted: float, **off: Any) -> Idea | str:
     if not cell.kernels:
         return "tiles are those of kernels, and none run here"
     step = Step.of(cell.layer, FORM)
-    return cell.idea(predicted, _by(step, step.default()), _by(step, replace(step.default(), **off)))
+    tile = step.default()
+    if tile.packed:
+        return "channels are few, and packs of entries have no such switch"
+    return cell.idea(predicted, _by(step, tile), _by(step, replace(tile, **off)))
 
 
 def _sharing(cell: Subjected) -> Idea | str:

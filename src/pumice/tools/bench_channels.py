@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor, no_grad
 
+from pumice.ops.conv import joined
 from pumice.tools import spconv_peer
 from pumice.tools.bench_conv import exact
 from pumice.tools.layer_cells import Cell, Choice, Trained, Width, cells, forward, layer_of
@@ -56,6 +57,8 @@ def _ways(setup: Setup, layer: Trained) -> Iterator[Way]:
 
 def _bounds(layer: Trained) -> Mapping[str, float]:
     """Least milliseconds of the default tile; not of the longest program, whose latency is known of products only."""
+    weight, _ = joined(layer.feats, layer.weight, layer.groups)
+    layer = replace(layer, weight=weight)
     needed = needs(layer, walks(layer.found, FORM), Step.of(layer, FORM).default())
     return {name: 1e3 * seconds for name, seconds in bounds(needed).items() if name != "latency"}
 

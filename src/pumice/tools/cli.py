@@ -1,4 +1,4 @@
-"""The command line: pumice segment, demo, info, bench."""
+"""The command line: pumice segment, demo, info, tune, bench."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rich.text import Text
 
 from pumice.data import Scan, find_scans, read_scan, street_scene
 from pumice.errors import OptionError, PumiceError
+from pumice.schedule.ledger import ledger
 from pumice.tools import info as info_
 from pumice.tools import segment as segment_
+from pumice.tools import tuned as tuned_
 from pumice.tools.job import Job, common_labels, hold_out, labelled, pick_device
 from pumice.tools.segment import Result
 from pumice.tools.train import Recipe, Step
@@ -104,6 +106,30 @@ def demo(
 def info() -> None:
     """Versions, devices and compilers: what is usable, and why not."""
     console.print(info_.render(info_.collect()))
+
+
+@app.command()
+def tune(
+    context: typer.Context,
+    show: Annotated[bool, typer.Option("--show", help="print them as a table")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="remove all of them")] = False,
+    export: Annotated[Path | None, typer.Option(metavar="FILE", help="write them to this file")] = None,
+    merge: Annotated[Path | None, typer.Option(metavar="FILE", help="take what is new or newer from an export")] = None,
+) -> None:
+    """The tiles of kernels that were tuned on this machine, or wherever the cache folder is shared."""
+    if show + clear + (export is not None) + (merge is not None) > 1:
+        raise OptionError("expected one of --show, --clear, --export and --merge, found several")
+    if show:
+        found = ledger().all()
+        console.print(tuned_.render(found) if found else tuned_.nothing(ledger()), soft_wrap=not found)
+    elif clear:
+        _say(tuned_.clear(ledger()))
+    elif export is not None:
+        _say(tuned_.export(ledger(), export))
+    elif merge is not None:
+        _say(tuned_.merge(ledger(), merge))
+    else:
+        typer.echo(context.get_help())
 
 
 @app.command()

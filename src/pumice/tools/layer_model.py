@@ -25,7 +25,7 @@ from pumice.lower import maps, plan
 from pumice.lower.triton import DEFAULT, runner, tile_of, tiles_from
 from pumice.ops.conv import CONV, GROUPED_CONV
 from pumice.schedule.cost import DEVICES
-from pumice.schedule.tile import PROCESSORS, Tile
+from pumice.schedule.tile import PROCESSORS, Tile, power_above
 from pumice.tools.bench_conv import Layer
 
 LATENCY = 0.6e-6
@@ -149,6 +149,7 @@ def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
     (outputs, _, each), size = layer.weight.shape, layer.feats.element_size()
     pairs = len(layer.found.pairs().inputs)
     (across, read), turns = _columns(layer, tile), -(-each // tile.reduced)
+    pack = max(1, tile.reduced // power_above(each)) if tile.packed else 1
     flops, entrywise = 2.0 * outputs * each, tile.reduced == 1
     total = Needs(useful=pairs * flops, memory=layer.weight.numel() * size + layer.feats.numel() * size)
     for number, walk in enumerate(walked):
@@ -160,7 +161,7 @@ def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
         weights = walk.entries * down * outputs * each * size
         programs = walk.tiles * down * across
         padded = walk.entries * walk.block * flops
-        longest = min(walk.heaviest, tile.piece or walk.heaviest)
+        longest = math.ceil(min(walk.heaviest, tile.piece or walk.heaviest) / pack)
         total += Needs(
             padded=padded,
             plain=padded if entrywise else 0.0,

@@ -1,0 +1,41 @@
+"""What other processes do to a ledger. They load the few files that they need, and not torch."""
+
+import importlib.util
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+if "pumice" not in sys.modules:
+    _ROOT = importlib.util.find_spec("pumice")
+    assert _ROOT is not None and _ROOT.origin is not None
+    _bare = ModuleType("pumice")
+    _bare.__path__ = [str(Path(_ROOT.origin).parent)]
+    sys.modules["pumice"] = _bare
+
+from filelock import FileLock
+
+from pumice.schedule.ledger import Key, Ledger
+from pumice.schedule.tile import Tile
+
+
+def key(writer: int, number: int) -> Key:
+    return Key("some GPU", f"C{writer}[i] = A[i]", ("fp16",), (number,))
+
+
+def put_many(path: Path, writer: int, count: int, start) -> None:
+    """Put `count` tiles once all writers are there; ends with an error where one was not kept."""
+    warnings.simplefilter("error")
+    own = Ledger(path)
+    start.wait()
+    for number in range(count):
+        own.put(key(writer, number), Tile(16, 1 << writer), seconds=number + 1)
+
+
+def hold(path: Path, ready) -> None:
+    """Begin to write, and never end."""
+    with FileLock(f"{path}.lock"):
+        path.with_name(f"{path.name}.0.tmp").write_text('{"version": 2, "tiles": [\n{"key": {"dev')
+        ready.set()
+        time.sleep(600)

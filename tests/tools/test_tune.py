@@ -1,0 +1,97 @@
+"""`pumice tune`: the tuned tiles shown, removed, carried away and brought in."""
+
+import json
+
+import pytest
+
+from pumice.schedule.ledger import Key, Ledger
+from pumice.schedule.tile import Tile
+from pumice.tools import cli
+
+LONG = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c] * " + " * ".join(f"v{i}[c]" for i in range(20))
+KEYS = (
+    Key("some GPU", "C[m,n] = A[m,k] * B[k,n]", ("fp32", "fp32"), (18, 14, 12), "tf32x3"),
+    Key("some GPU", LONG, ("fp16",), (3,)),
+)
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    """The user's ledger, without tiles."""
+    found = Ledger(tmp_path / "own" / "tiles.json")
+    monkeypatch.setattr(cli, "ledger", lambda: found)
+    monkeypatch.setattr(cli.console, "width", 400)
+    monkeypatch.setenv("COLUMNS", "400")
+    return found
+
+
+@pytest.fixture
+def filled(own):
+    """The same with two."""
+    own.put(KEYS[0], Tile(64, 32, 16, packed=True), seconds=1.234e-4)
+    own.put(KEYS[1], Tile(16, 16))
+    return own
+
+
+def refused(ran, *parts):
+    assert ran.code == 1 and ran.err.startswith("error: ") and ran.err.count("\n") == 1, ran
+    return all(str(part) in ran.err for part in parts)
+
+
+def test_show(pumice, filled):
+    ran = pumice("tune", "--show")
+    assert ran.code == 0, ran.err
+    head, first, second = ran.out.splitlines()
+    assert head.split() == ["device", "statement", "dtypes", "sizes", "from", "tile", "ms", "tuned"]
+    date = filled.all()[KEYS[0]].date.astimezone().strftime("%Y-%m-%d %H:%M")
+    expected = ["some GPU", KEYS[0].statement, "fp32 fp32 (tf32x3)", "512 128 64", "64x32x16", "packed", "0.1234", date]
+    assert [part for part in expected if part not in first] == []
+    assert "O[o,n] = map" in second and " ... " in second and LONG not in second
+
+
+def test_clear(pumice, filled):
+    ran = pumice("tune", "--clear")
+    assert (ran.code, ran.out) == (0, f"removed 2 tuned tiles from {filled.path}\n")
+    assert Ledger(filled.path).all() == {}
+
+
+def test_export_and_merge(pumice, filled, tmp_path, monkeypatch):
+    file, other = tmp_path / "out.json", Ledger(tmp_path / "other.json")
+    ran = pumice("tune", "--export", file)
+    assert (ran.code, ran.out) == (0, f"wrote 2 tuned tiles to {file}\n")
+    assert json.loads(file.read_text())["version"] == 2
+    monkeypatch.setattr(cli, "ledger", lambda: other)
+    for count in ("2 tuned tiles", "0 tuned tiles"):
+        ran = pumice("tune", "--merge", file)
+        assert (ran.code, ran.out) == (0, f"took {count} that {file} has new or newer\n")
+    assert Ledger(other.path).all() == filled.all()
+
+
+@pytest.mark.parametrize("option", [("--show",), ("--clear",), ("--export", "out.json")])
+def test_nothing_there(pumice, own, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran = pumice("tune", *option)
+    assert ran.code == 0 and f"no tuned tiles in {own.path}" in ran.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_an_option_help(pumice, filled):
+    ran = pumice("tune")
+    assert ran.code == 0 and len(filled.all()) == 2
+    assert all(option in ran.out for option in ("--show", "--clear", "--export", "--merge"))
+    assert "tune" in pumice("--help").out
+
+
+def test_what_is_refused(pumice, filled, tmp_path):
+    bad = tmp_path / "bad.json"
+    bad.write_text("no ledger")
+    assert refused(pumice("tune", "--merge", bad), bad, "is no ledger of tiles")
+    assert refused(pumice("tune", "--merge", tmp_path / "gone.json"), "gone.json", "No such file")
+    assert refused(pumice("tune", "--export", tmp_path / "no" / "folder.json"), "folder.json", "cannot be written")
+    assert refused(pumice("tune", "--show", "--clear"), "one of --show, --clear, --export and --merge")
+    assert len(filled.all()) == 2
+    filled.path.write_text('{"version": 3, "tiles": []}')
+    for option in (["--show"], ["--clear"], ["--export", tmp_path / "x"], ["--merge", bad]):
+        assert refused(pumice("tune", *option), "error")
+    assert refused(pumice("tune", "--show"), filled.path, "version 3, expected 2")
+    assert filled.path.read_text() == '{"version": 3, "tiles": []}'
