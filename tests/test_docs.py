@@ -29,7 +29,7 @@ def test_the_einsum_guide_runs(capsys):
 def test_the_forms_it_quotes_are_those_found():
     text = (DOCS / "einsum.md").read_text(encoding="utf-8")
     from pumice.language.formats import NAMED
-    from pumice.ops.conv import CONV
+    from pumice.lower.dataflow import CONV
 
     assert CONV in text
     assert all(name in text for name in NAMED)

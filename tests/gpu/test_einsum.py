@@ -10,8 +10,8 @@ import pumice as pm
 from pumice.language.parse import parse
 from pumice.lower import maps, plan
 from pumice.lower import triton as kernels
+from pumice.lower.dataflow import CONV
 from pumice.ops import register
-from pumice.ops.conv import CONV
 from pumice.testing import assert_close, random_tensor, reference_conv
 
 pytestmark = [

@@ -32,10 +32,9 @@ from pumice.language.rewrite import conscious, single_terms
 from pumice.language.roles import Roles, roles, stacked
 from pumice.lower import chained, dataflow, loops, maps, segments
 from pumice.lower import triton as lowered
-from pumice.lower.dataflow import Pass
+from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NOTHING, Epilogue, applied
 from pumice.lower.maps import FORMS
-from pumice.ops.conv import GROUPED_CONV
 from pumice.schedule import tile as schedule
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow
 from pumice.schedule.tile import Tile
@@ -507,6 +506,13 @@ def check_way(groups: int, channels: int, tile: Tile) -> None:
     near(got, want, 2e-5)
     assert torch.equal(got, run(p.operands))
     epilogue = epilogue_of(tuple(want.shape), "relu")
+    text = lowered.prepare(
+        p.bound, p.operands, got, tile, lowered._segments(p.bound, p.operands, form_of(p), tile)
+    ).source.text
+    loop = text.partition("for turn in")[2]
+    # What is switched off costs what it saves: the results are the same.
+    assert ("+ shift)" in loop) == (not tile.hoisted) and ("+ shift <" in loop) == (not tile.padded)
+    assert ("atomic_add" in text) == bool(tile.piece)
     finished = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.finish)
     near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), 2e-5)
 

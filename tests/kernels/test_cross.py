@@ -14,9 +14,9 @@ from pumice.language.formats import parse_format
 from pumice.language.nodes import Access, accesses_of, arrays_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored, conscious
+from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.epilogue import ACTIVATIONS
 from pumice.lower.maps import FORMS
-from pumice.ops.conv import CONV, GROUPED_CONV
 from pumice.schedule.tile import Tile
 
 PRODUCTS = ("block_group_coo_128", "conv_compacted", "conv_compacted_t:dX", "conv_grouped:dW", "tp")

@@ -7,9 +7,9 @@ from pumice.language.nodes import indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored, conscious
 from pumice.language.roles import Segment, roles, segment_axis, stacked
+from pumice.lower.dataflow import CONV as CONV_LINE
+from pumice.lower.dataflow import GROUPED_CONV
 from pumice.lower.maps import FORMS
-from pumice.ops.conv import CONV as CONV_LINE
-from pumice.ops.conv import GROUPED_CONV
 
 LARGE = dict.fromkeys("ijk", 64)
 

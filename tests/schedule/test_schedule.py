@@ -96,14 +96,13 @@ def test_indices_are_loaded_ahead_in_longer_loops():
         (485, 64, 18, "128x64x64 w4 s4 ahead"),
         (7800, 32, 15, "128x32x32 w4 s4 ahead"),
         (316, 32, 4.3, "64x32x32 w4 s5 pieces of 8"),
+        (122, 128, 19.2, "64x64x64 w4 s3 ahead"),
+        (24, 256, 16.4, "64x64x64 w4 s4 ahead pieces of 8"),
     ],
 )
 def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected):
     """What a sweep on an H200 found best, by how many tiles of 128 outputs there are."""
-    conv = parse("O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto")
-    sizes = {"e": int(tiles * mean), "b": 128, "n": channels, "c": channels}
-    found = default(Problem(roles(conv, sizes), sizes, mean=mean, chained=True, segments=tiles))
-    assert str(found) == expected
+    assert str(default(convolution(channels, mean, tiles, channels))) == expected
 
 
 def test_segments_are_shared_where_a_barrier_waits_for_what_was_stored():

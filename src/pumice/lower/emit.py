@@ -126,6 +126,12 @@ def emit(statement: Statement, roles: Roles, signature: Signature) -> Source:
     return _Emitter(statement, roles, signature).source()
 
 
+def depth_of_entry(roles: Roles, extents: Mapping[str, int]) -> int:
+    """How many points of the reduction an entry of a pack takes, the last ones idle where they are no power of two."""
+    (name,) = roles.reduced
+    return 1 << (extents[name] - 1).bit_length()
+
+
 def contiguous(statement: Statement, unit: frozenset[tuple[str, int]]) -> set[str]:
     """The indices that run along an axis whose stride is 1."""
     accesses = (replace(statement.target, name=""), *accesses_of(*statement.terms, *statement.target.indices))
@@ -574,19 +580,12 @@ class _Emitter:
     def _pack(self) -> None:
         """The next entries of the segment, as many as the reduction has room for, each with all of its points."""
         (name,) = self.roles.reduced
-        deep = self._depth_of_entry()
+        deep = depth_of_entry(self.roles, self.static)
         self.head += [f"PACK: tl.constexpr = BR // {deep}", f"r = tl.arange(0, BR) % {deep}"]
         self._points("R", [name], self.head)
         self.body += ["e = start + turn * PACK + tl.arange(0, PACK)", "in_e = e < stop"]
         assert self.position is not None
         self._define(self.position, "e", "E", self.body)
-
-    def _depth_of_entry(self) -> int:
-        """How many points of the reduction an entry has, the last ones idle where it is no power of two."""
-        (name,) = self.roles.reduced
-        if name not in self.static:
-            raise OptionError(f"entries are packed where the extent of {name} is known and short")
-        return 1 << (self.static[name] - 1).bit_length()
 
     def _loop_constants(self) -> list[str]:
         if self.roles.stacked or self.roles.packed:
@@ -769,7 +768,7 @@ class _Emitter:
 
     def _repeated(self, value: Value, divisor: int, lines: list[str]) -> Value:
         """A value of each entry for each of its points, of which the compiler hears that they are equal."""
-        deep, axes = self._depth_of_entry(), value.axes.replace("E", "R")
+        deep, axes = depth_of_entry(self.roles, self.static), value.axes.replace("E", "R")
         if deep == 1:
             return Value(value.code, axes)
         at = axes.index("R")

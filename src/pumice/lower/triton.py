@@ -25,7 +25,18 @@ from pumice.errors import OptionError
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, packed, roles, segment_axis, stacked
-from pumice.lower.emit import BEFORE, SPLITS, STACKS, Argument, Signature, Source, contiguous, emit, grid
+from pumice.lower.emit import (
+    BEFORE,
+    SPLITS,
+    STACKS,
+    Argument,
+    Signature,
+    Source,
+    contiguous,
+    depth_of_entry,
+    emit,
+    grid,
+)
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
 from pumice.lower.loops import EIGHT_BITS
 from pumice.lower.remember import Bounded
@@ -535,7 +546,7 @@ def prepare(
     if form.segment:
         extents = {**extents, form.segment.index: count}
     # A tile that was tuned for fewer channels still has room for one entry.
-    depth = max(tile.reduced, _depth_of_entry(form, extents)) if form.packed else tile.reduced
+    depth = max(tile.reduced, depth_of_entry(form, extents)) if form.packed else tile.reduced
     constants = {"BY": tile.rows, "BX": tile.columns, "BR": depth, "PRECISION": how.precision}
     constants["STAGES"] = tile.stages
     tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
@@ -561,11 +572,6 @@ def _form_in(bound: Bound, tile: Tile) -> Roles:
     if tile.piece and torch.version.hip:
         raise OptionError(f"tile {tile}: on AMD a program cannot tell when all that it has stored is seen")
     return exchanged(form) if tile.swapped else form
-
-
-def _depth_of_entry(form: Roles, extents: Mapping[str, int]) -> int:
-    """How many points of the reduction an entry of a pack takes."""
-    return tiles.power_above(math.prod(extents[name] for name in form.reduced))
 
 
 @lru_cache(maxsize=1024)
@@ -674,7 +680,7 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
         axis
         for axis, along, side in (
             ("Y", form.rows, tile.rows),
-            ("R", form.reduced, _depth_of_entry(form, extents) if form.packed else tile.reduced),
+            ("R", form.reduced, depth_of_entry(form, extents) if form.packed else tile.reduced),
             ("X", form.columns, tile.columns),
         )
         if along

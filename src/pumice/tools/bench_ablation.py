@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pumice.coords.launch import runs_kernels
 from pumice.lower import maps
+from pumice.lower.dataflow import CONV
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.ops import conv_features
-from pumice.ops.conv import CONV
 from pumice.ops.register import einsum
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import Tile

@@ -15,9 +15,9 @@ from torch import Tensor
 from pumice.coords import KernelMap, Relation, kernel_map
 from pumice.env import settings
 from pumice.lower import maps, reference
+from pumice.lower.dataflow import CONV
 from pumice.lower.graph import Prepared
 from pumice.ops import SparseTensor, conv_features
-from pumice.ops.conv import CONV
 from pumice.ops.register import einsum
 from pumice.tools import spconv_peer
 from pumice.tools.ledger import Peer, Row, Subject, row

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pumice.ops.conv import CONV
+from pumice.lower.dataflow import CONV
 from pumice.ops.convert import group_cost
 from pumice.ops.sparse import sparse
 from pumice.tools import bench_conv, bench_structured, bench_unstructured, matrices

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from pumice.coords.launch import runs_kernels
 from pumice.lower import maps
+from pumice.lower.dataflow import CONV
 from pumice.lower.loops import EIGHT_BITS
 from pumice.lower.triton import without_fp8
 from pumice.ops import Epilogue, conv_features, quantize
-from pumice.ops.conv import CONV
 from pumice.ops.register import einsum
 from pumice.tools import spconv_peer
 from pumice.tools.bench_conv import Layer, exact

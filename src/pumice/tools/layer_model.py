@@ -22,8 +22,8 @@ from torch import Tensor
 from pumice.coords import KernelMap
 from pumice.language.bind import Bound
 from pumice.lower import maps, plan
+from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.triton import DEFAULT, runner, tile_of, tiles_from
-from pumice.ops.conv import CONV, GROUPED_CONV
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import PROCESSORS, Tile, power_above
 from pumice.tools.bench_conv import Layer
