@@ -4,12 +4,12 @@
     w[g*n, k, c] += x[i, g*c] * y[o, g*n]          weight gradient                     for every meeting (o, k, i)
 
 explicit        im2col: columns[o, k, c] of many outputs at once, 0 where there is no input, and one product
-vectorised      for each group of taps: gather, multiply, add to the outputs (TorchSparse, MLSys 2022, sec. 4.3.1)
-fused           one gather of all pairs, tap after tap, products group by group, and one scatter (sec. 4.3.2)
+vectorised      for each group of taps: gather, multiply, add to the outputs (TorchSparse, MLSys 2022)
+fused           one gather of all pairs, tap after tap, products group by group, and one scatter
 locality-aware  the same, but each output adds up its own products, one after the other: nothing is scattered, and the
-                sums run in one order (sec. 4.3.3 scatters in output order; that no atomics are left is ours)
+                sums run in one order (the paper scatters in output order; that no atomics are left is ours)
 
-Sums are in float32 at least. On a GPU products of half precision are kept in it, as in section 4.3.1 of the paper.
+Sums are in float32 at least. On a GPU products of half precision are kept in it, as in the paper.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Dataflow:
     the taps are split, each with an order of rows of its own. sorted: whether rows are sorted by the taps they have.
     piece: entries of a segment that one program takes, where several share it; 0: none is shared.
     grouping: which taps are multiplied together, where taps are. repeats: the passes that are the same bit for bit from
-    run to run on a GPU; on a CPU all are. devices: on which it makes sense; it runs on all. source: paper and section.
+    run to run on a GPU; on a CPU all are. devices: on which it makes sense; it runs on all. source: the paper.
     """
 
     name: str
@@ -113,13 +113,13 @@ _OVER_TILES = (FORWARD, DGRAD)
 """What repeats where each output is one program's, and weights are added up by many."""
 
 
-def _gathering(movement: str, section: str, repeats: tuple[str, ...]) -> list[Dataflow]:
+def _gathering(movement: str, repeats: tuple[str, ...]) -> list[Dataflow]:
     """Gather-GEMM-scatter with every grouping."""
     found = []
     for kind in GROUPINGS:
         # Within one tap an output occurs once: nothing is added in any order.
         each = PASSES if movement == "vectorised" and kind == "separate" else repeats
-        name, source = f"gather-gemm-scatter-{movement}-{kind}", f"{_TS}, sec. {section} (movement), 4.2 (grouping)"
+        name, source = f"gather-gemm-scatter-{movement}-{kind}", f"{_TS}: data movement; algorithms 4 and 5: grouping"
         found.append(Dataflow(name, movement, "pairs", source, grouping=Grouping(kind), repeats=each))
     return found
 
@@ -132,21 +132,21 @@ def _implicit(how: str, form: str, source: str, splits: int = 1, piece: int = 0)
 
 _LIST = (
     Dataflow("explicit-gemm", "explicit", "rows", "FlexGEMM, explicit GEMM; im2col: Chellapilla et al., IWFHR 2006"),
-    *_gathering("vectorised", "4.3.1", _ADDED),
-    *_gathering("fused", "4.3.2", _ADDED),
-    *_gathering("locality-aware", "4.3.3", PASSES),
-    Dataflow("fetch-on-demand", "on-demand", "grouped", f"{_TSPP}, sec. 2.2", repeats=(), devices=("cuda",)),
+    *_gathering("vectorised", _ADDED),
+    *_gathering("fused", _ADDED),
+    *_gathering("locality-aware", PASSES),
+    Dataflow("fetch-on-demand", "on-demand", "grouped", _TSPP, repeats=(), devices=("cuda",)),
     Dataflow(
         "fetch-on-demand-deterministic",
         "on-demand-in-order",
         "grouped",
-        f"{_TSPP}, sec. 2.2; products are written in the order of the outputs and then summed, not added by atomics",
+        f"{_TSPP}; products are written in the order of the outputs and then summed, not added by atomics",
         devices=("cuda",),
     ),
-    _implicit("unsorted", "unsorted", f"{_TSPP}, sec. 4.1 (0 splits)", 0),
-    _implicit("sorted", "compacted", f"{_TSPP}, sec. 4.1 (1 split)"),
-    *(_implicit(f"split{n}", f"split{n}", f"{_TSPP}, sec. 4.1 ({n} splits)", n) for n in (2, 3, 4)),
-    _implicit("table", "table", f"{_TSPP}, sec. 2.2; FlexGEMM, implicit GEMM", 0),
+    _implicit("unsorted", "unsorted", f"{_TSPP}, sec. 4 (0 splits)", 0),
+    _implicit("sorted", "compacted", f"{_TSPP}, sec. 4 (1 split)"),
+    *(_implicit(f"split{n}", f"split{n}", f"{_TSPP}, sec. 4 ({n} splits)", n) for n in (2, 3, 4)),
+    _implicit("table", "table", f"{_TSPP}; FlexGEMM, implicit GEMM", 0),
     _implicit("split-k", "compacted", "FlexGEMM, masked implicit GEMM with split-K; stream-K: PPoPP 2023", 1, 8),
 )
 

@@ -4,7 +4,8 @@ A batched multiply of taps g takes each as long as the longest, so that of its r
 
     padding(g) = 1 - sum over k in g of n[k] / (len(g) * max over k in g of n[k])            n[k]: pairs of tap k
 
-is filled up. TorchSparse (Tang et al., MLSys 2022, sec. 4.2) weighs that against the regular work of larger products:
+is filled up. TorchSparse (Tang et al., MLSys 2022, algorithms 4 and 5) weighs that against the regular work of larger
+products:
 
     separate    every tap on its own
     symmetric   taps k and K-1-k of a submanifold map, which have as many pairs, in twos; the middle tap on its own
