@@ -260,14 +260,18 @@ def _on_matrix_units(x: Tensor) -> bool:
 def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish) -> plan.Ready:
     """The call made ready, once for operands like these; it holds the arrays of the map that it reads."""
     operands, names, text, shape = _passed(given, found, rows, groups, False)
-    return plan.holding(plan.ready_for(operands, names, text, shape, "", finish), operands, (0, 1))
+    return plan.holding(plan.alike(operands, names, text, shape, _STEADY, "", finish), operands, (0, 1))
 
 
 def _held(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
 ) -> register.HeldCall:
     """The call that autograd records, with the arrays of the map that it and its gradients read."""
-    return register.HeldCall(*_passed(given, found, rows, groups, differentiable), (0, 1))
+    return register.HeldCall(*_passed(given, found, rows, groups, differentiable), (0, 1), _STEADY)
+
+
+_STEADY = (1,)
+"""Of x, w, and the arrays of a map: what is as long for every cloud."""
 
 
 def _passed(
