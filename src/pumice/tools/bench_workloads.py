@@ -108,7 +108,7 @@ class Side:
         """Features and coordinates, by coordinates: libraries order new voxels as they like."""
         coords = self.coords(y).long()
         order = (((coords[:, 0] << 15 | coords[:, 1]) << 15 | coords[:, 2]) << 15 | coords[:, 3]).argsort()
-        return self.feats(y)[order], coords[order].double()
+        return self.feats(y).detach()[order], coords[order].double()
 
     def gradients(self, y: Any) -> Tensor:
         """Those of all parameters in their order, as one vector."""
