@@ -421,7 +421,7 @@ MAPS = [
     Door(
         "prepare-other-users",
         ShapeError,
-        ("2 maps", "1 down"),
+        ("3 maps", "1 down"),
         lambda: sparse().prepare([HALVED], users=pm.ops.Users([()], [()], [[()]])),
     ),
     Door("prepare-levels", ShapeError, ("3", "2"), lambda: sparse().prepare([HALVED], [(), (), ()])),
