@@ -248,6 +248,7 @@ def test_modules_take_one(module):
     assert_close(got.feats.detach(), want.feats.detach())
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_maps_are_found_without_arithmetic():
     """pm.prepare runs a model on meta tensors, in whatever dataflows its layers have."""
     net, x = pm.nn.Conv3d(4, 6, 3, stride=2, dataflow="implicit-gemm-unsorted"), random_tensor(40, 4, 3)
