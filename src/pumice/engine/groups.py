@@ -173,7 +173,7 @@ def _works(calls: Sequence[Call], device: torch.device) -> Iterator[Work]:
 
 
 def _side(found: KernelMap) -> Side:
-    forms = maps.SPLITS if found.device.type == "cuda" else ()
+    forms = maps.tile_forms(found) if found.device.type == "cuda" else ()
     counts, entries = maps.counted(found, forms)
     return Side(found.num_inputs, found.num_outputs, counts, entries, maps.block_of(found.num_outputs))
 
