@@ -87,8 +87,8 @@ def test_the_input_gradient_reads_the_other_side():
     assert set(layouts(flow("sorted"), one, "dgrad", "cuda")) != set(layouts(flow("sorted"), one, "forward", "cuda"))
 
 
-def names(passes, device, flows=tuple(DATAFLOWS.values())):
-    return {prospect.flow.name for prospect in prospects(flows, [work(NUSCENES, 64)], passes, device)}
+def names(passes, device):
+    return {p.flow.name for p in prospects(DATAFLOWS.values(), [work(NUSCENES, 64)], passes, device)}
 
 
 def test_what_does_the_same_is_tried_once():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -189,7 +190,7 @@ def _name(call: Call) -> str:
     """Of a map, by its first call: the window, the stride, and the voxels of the level that it starts from."""
     relation, level = call.found.relation, call.geometry.stride
     if call.found.flipped:
-        level = tuple(s / f for s, f in zip(level, relation.stride, strict=True))
+        level = tuple(Fraction(s) / f for s, f in zip(level, relation.stride, strict=True))
     window = f"{len(relation.offsets)} offsets" if relation.custom is not None else f"k{_axes(relation.kernel)}"
     stride = "" if set(relation.stride) == {1} else f" s{_axes(relation.stride)}"
     spread = "" if set(relation.dilation) == {1} else f" d{_axes(relation.dilation)}"
