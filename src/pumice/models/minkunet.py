@@ -8,7 +8,8 @@ from torch import nn
 from pumice.coords import Relation
 from pumice.nn import BatchNorm, Linear, ReLU, ResidualBlock
 from pumice.nn.blocks import CONV, INVERSE_CONV
-from pumice.ops import SparseTensor, cat
+from pumice.nn.conv import convolutions
+from pumice.ops import SparseTensor, Users, cat
 
 WIDTHS = (32, 32, 64, 128, 256, 256, 128, 96, 96)
 
@@ -77,9 +78,19 @@ class MinkUNet(nn.Module):
         self.head = Linear(widths[-1], num_classes)
         self.steps = (Relation.of(dim, 2, stride=2),) * len(self.encoders)
         self.windows = ((Relation.of(dim, 3),),) * (len(self.encoders) + 1)
+        self.users = self._users()
+
+    def _users(self) -> Users:
+        """The layers over each map; decoders lead back from the coarsest level."""
+        down = [convolutions(encoder)[:1] for encoder in self.encoders]
+        back = [convolutions(decoder)[:1] for decoder in reversed(self.decoders)]
+        same = [convolutions(self.stem), *(convolutions(encoder)[1:] for encoder in self.encoders)]
+        for level, decoder in zip(same, reversed(self.decoders), strict=False):
+            level += convolutions(decoder)[1:]
+        return Users(down, back, [[level] for level in same])
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        x.prepare(self.steps, self.windows)
+        x.prepare(self.steps, self.windows, self.users)
         levels = [self.stem(x)]
         for encoder in self.encoders:
             levels.append(encoder(levels[-1]))
