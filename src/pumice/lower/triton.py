@@ -590,7 +590,8 @@ def emitted(bound: Bound, given: Mapping[str, Tensor], tile: Tile, how: How) -> 
     form, out = _form_in(bound, tile), given[""]
     signature = _signature(bound, given, form, out.dtype, tile)
     thrice = form.within is not None and how.precision == "tf32x3" and _computes_fp32(signature)
-    signature = replace(signature, splits=how.splits > 1, thrice=thrice, activation=how.finish.activation)
+    finish = how.finish
+    signature = replace(signature, splits=how.splits > 1, thrice=thrice, activation=finish.activation, eps=finish.eps)
     source = _emitted(bound.statement, form, signature)
     summed = torch.float64 if torch.float64 in {t.dtype for t in given.values()} else torch.float32
     return Emitted(tile, how, form, source, loaded(source), summed)
