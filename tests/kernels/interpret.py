@@ -551,7 +551,9 @@ def finish_checks() -> Checks:
 def epilogue_of(shape: tuple[int, ...], activation: str) -> Epilogue:
     generator = torch.Generator().manual_seed(len(activation))
     sizes = (shape[1:], shape[1:], shape)
-    return Epilogue(*(torch.randn(size, generator=generator) for size in sizes), activation)  # type: ignore[arg-type]
+    mean, variance = torch.rand((2, *shape[1:]), generator=generator)
+    scale, shift, residual = (torch.randn(size, generator=generator) for size in sizes)
+    return Epilogue(scale, shift, residual, activation, mean=mean, variance=variance, eps=0.25)
 
 
 def check_finished_map(form: str) -> None:

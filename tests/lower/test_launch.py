@@ -432,7 +432,7 @@ def test_a_packed_tile_of_fewer_channels_has_room_for_one_entry(as_on_gpu, monke
 def test_what_programs_share_is_held_until_their_kernel_is_under_way(as_on_gpu, monkeypatch, aimed):
     """Freed before, it might be another thread's by then."""
     if not aimed:
-        monkeypatch.setattr(kernels.Runner, "aimed", lambda *given: None)
+        monkeypatch.setattr(kernels.HeldRunner, "_cast", lambda *given: None)
     ours, alive = [], []
 
     def lent(count, size, device):

@@ -87,17 +87,22 @@ def bind(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None 
     return Bound(statement, ranges, _inferred_shape(statement, ranges, written, strict), windowed)
 
 
-def resized(bound: Bound, shapes: Mapping[str, Shape], shape: tuple[int, ...]) -> Bound | None:
-    """The same statement for operands of other sizes, which agree with each other: nothing is checked.
+def resizable(bound: Bound) -> bool:
+    """Whether the range of every index is the extent of an axis, or the text's: windows may tell another one."""
+    return _places(bound.like or bound) is not None
 
-    None where windows tell a range, which may become another one.
-    """
-    like = bound.like or bound
-    places = _places(like)
-    if places is None:
-        return None
-    ranges = {name: Range(0, (shapes[operand] if operand else shape)[axis]) for name, operand, axis in places}
-    return Bound(bound.statement, {**bound.ranges, **ranges}, shape, bound.windowed, like)
+
+def resized(bound: Bound, shapes: Mapping[str, Shape], shape: tuple[int, ...]) -> Bound:
+    """The same statement, which is `resizable`, for operands of other sizes that agree: nothing is checked."""
+    ranges = {name: Range(0, extent) for name, extent in extents_at(bound, shapes, shape).items()}
+    return Bound(bound.statement, {**bound.ranges, **ranges}, shape, bound.windowed, bound.like or bound)
+
+
+def extents_at(bound: Bound, shapes: Mapping[str, Shape], shape: Shape) -> dict[str, int]:
+    """The points of each index that an axis tells, for operands of other sizes."""
+    places = _places(bound.like or bound)
+    assert places is not None
+    return {name: (shapes[operand] if operand else shape)[axis] for name, operand, axis in places}
 
 
 @lru_cache(maxsize=4096)

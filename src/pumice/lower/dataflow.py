@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MappingProxyType
 
@@ -178,22 +178,8 @@ def _ready(asked: Pass, given: Two, finish: Finish) -> plan.Ready:
     lowering = "" if asked.flow.movement == "planned" else _lowering(given[0])
     # Of weights nothing counts rows or entries.
     steady = (len(operands),) if asked.name == WGRAD else (1,)
-    ready = plan.alike(operands, names, text, shape, steady, lowering, finish)
-    if asked.flow.piece and asked.name != WGRAD:
-        ready = _in_pieces(ready, operands, asked.flow.piece)
-    return plan.holding(ready, operands, (0, 1))
-
-
-def _in_pieces(ready: plan.Ready, operands: list[Tensor], piece: int) -> plan.Ready:
-    """The same with long segments shared by programs where kernels run; a CPU has no programs to share them."""
-    parts = []
-    for part in ready.parts:
-        if isinstance(run := part.run, kernels.Runner):
-            tile = kernels.tile_of(run.bound, {name: operands[place] for name, place in part.places}, run.precision)
-            tile = replace(tile, piece=tile.piece or piece)
-            part = replace(part, run=kernels.runner(run.bound, run.dtype, tile, run.precision, run.finish))
-        parts.append(part)
-    return replace(ready, parts=tuple(parts))
+    piece = 0 if asked.name == WGRAD else asked.flow.piece
+    return plan.held_for(operands, plan.Ask(names, text, shape, steady, (0, 1), lowering, finish, piece))
 
 
 def _in_order(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:

@@ -8,7 +8,7 @@ execute(...)     the cheapest of them, run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -187,47 +187,59 @@ def ready_for(
     return _READY.keep(key, _with_finish(replace(made, kept=kept), finish, operands[0].device))
 
 
-def alike(
-    operands: Sequence[Tensor],
-    names: str,
-    text: str,
-    shape: tuple[int, ...],
-    steady: Collection[int],
-    lowering: str = "",
-    finish: Finish = NOTHING,
-) -> Ready:
-    """As ready_for, in some microseconds after others of about the same sizes: what is chosen is chosen once for all.
+@dataclass(frozen=True)
+class Ask:
+    """A call whose map is given once and for all.
 
     steady: the places of operands whose first axis does not count rows or entries; behind the last one is that of the
-    result. The others' first axes are rounded (schedule.tile.about), and what is chosen is chosen for that.
+    result. free: the places of operands that each call brings, in its order. piece: entries that one program takes of a
+    segment that several share (schedule.tile.Tile), 0 where the tile says it.
     """
-    counted = [place for place, t in enumerate(operands) if place not in steady and t.ndim]
-    rounded = {place: about(operands[place].shape[0]) for place in counted}
-    whole = shape if len(operands) in steady else (about(shape[0]), *shape[1:])
-    facts = [
-        (t.dtype, t.device, *((rounded[place], *t.shape[1:]) if place in rounded else t.shape))
-        for place, t in enumerate(operands)
-    ]
-    key = ("alike", text, names, whole, lowering, deterministic(), finish, *facts)
+
+    names: str
+    text: str
+    shape: tuple[int, ...]
+    steady: tuple[int, ...]
+    free: tuple[int, ...]
+    lowering: str = ""
+    finish: Finish = NOTHING
+    piece: int = 0
+
+
+def held_for(operands: Sequence[Tensor], ask: Ask) -> Ready:
+    """A call made ready and `holding`, in some microseconds after others of about the same sizes.
+
+    First axes that count are rounded (schedule.tile.about): what is chosen is chosen for that, once for all.
+    """
+    about_ = [t.shape if n in ask.steady else (about(t.shape[0]), *t.shape[1:]) for n, t in enumerate(operands)]
+    whole = ask.shape if len(operands) in ask.steady else (about(ask.shape[0]), *ask.shape[1:])
+    facts = [(t.dtype, t.device, shape) for t, shape in zip(operands, about_, strict=True)]
+    key = ("held", ask.text, ask.names, whole, ask.lowering, deterministic(), ask.finish, ask.piece, *facts)
     known = _READY.get(key)
     if known is None:
-        like = [t[: rounded[place]] if place in rounded else t for place, t in enumerate(operands)]
-        known = _READY.keep(key, ready_for(like, names, text, whole, lowering, finish))
-    found = _resized(known, operands, shape)
-    return ready_for(operands, names, text, shape, lowering, finish) if found is None else found
+        like = [t if t.shape == shape else t[: shape[0]] for t, shape in zip(operands, about_, strict=True)]
+        known = _READY.keep(key, _in_pieces(_ready_for(like, ask, whole), like, ask.piece))
+    if not all(isinstance(part.run, kernels.Runner) and part.run.resizable for part in known.parts):
+        return holding(_in_pieces(_ready_for(operands, ask, ask.shape), operands, ask.piece), operands, ask.free)
+    return holding(replace(known, shape=ask.shape), operands, ask.free, resized=True)
 
 
-def _resized(ready: Ready, operands: Sequence[Tensor], shape: tuple[int, ...]) -> Ready | None:
-    """The call made ready for operands of other sizes; None where it is more than kernels."""
+def _ready_for(operands: Sequence[Tensor], ask: Ask, shape: tuple[int, ...]) -> Ready:
+    return ready_for(operands, ask.names, ask.text, shape, ask.lowering, ask.finish)
+
+
+def _in_pieces(ready: Ready, operands: Sequence[Tensor], piece: int) -> Ready:
+    """The same with long segments shared by programs where kernels run; a CPU has no programs to share them."""
+    if not piece:
+        return ready
     parts = []
     for part in ready.parts:
-        if not isinstance(part.run, kernels.Runner):
-            return None
-        run = part.run.resized({name: operands[place].shape for name, place in part.places}, shape)
-        if run is None:
-            return None
-        parts.append(Part(run, part.places))
-    return replace(ready, parts=tuple(parts), shape=shape)
+        if isinstance(run := part.run, kernels.Runner):
+            tile = kernels.tile_of(run.bound, {name: operands[place] for name, place in part.places}, run.precision)
+            tile = replace(tile, piece=tile.piece or piece)
+            part = replace(part, run=kernels.runner(run.bound, run.dtype, tile, run.precision, run.finish))
+        parts.append(part)
+    return replace(ready, parts=tuple(parts))
 
 
 def _with_finish(ready: Ready, finish: Finish, device: torch.device) -> Ready:
@@ -241,17 +253,23 @@ def _with_finish(ready: Ready, finish: Finish, device: torch.device) -> Ready:
     return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), dtype=ready.kept, finishes=True)
 
 
-def holding(ready: Ready, operands: Sequence[Tensor], free: Sequence[int]) -> Ready:
+def holding(ready: Ready, operands: Sequence[Tensor], free: Sequence[int], resized: bool = False) -> Ready:
     """The same with its operands given once and for all but those at `free`, which it takes in this order.
 
-    They are not written to any more; the target's old values are not among them.
+    They are not written to any more; the target's old values are not among them. resized: the operands are of other
+    sizes than those that the call, which is kernels alone, was made ready for.
     """
     order = {place: number for number, place in enumerate(free)}
     parts = []
     for part in ready.parts:
         held = {name: operands[place] for name, place in part.places if place not in order}
         left = tuple((name, order[place]) for name, place in part.places if place in order)
-        parts.append(Part(_given(part.run, held), left))
+        if resized:
+            assert isinstance(part.run, kernels.Runner)
+            shapes = {name: operands[place].shape for name, place in part.places}
+            parts.append(Part(kernels.HeldRunner(part.run, held, (shapes, ready.shape)), left))
+        else:
+            parts.append(Part(_given(part.run, held), left))
     return replace(ready, parts=tuple(parts), old=None if ready.old is None else order[ready.old])
 
 

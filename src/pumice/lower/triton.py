@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from torch import Tensor
 from pumice.coords.launch import Compiled
 from pumice.env import settings
 from pumice.errors import OptionError
-from pumice.language.bind import Bound, resized
+from pumice.language.bind import Bound, extents_at, resizable, resized
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, packed, roles, segment_axis, stacked
 from pumice.lower.emit import (
@@ -75,23 +75,38 @@ _FEW = 64
 class Launch:
     """A kernel made ready for operands of certain shapes, dtypes and layouts.
 
-    fixed: its arguments, None where a tensor belongs; slots: the places of those, and what belongs there.
-    summed: the dtype in which pieces of segments leave their sums.
-    variant: what Triton makes kernels of their own for: a constant that counts, and of each integer whether 16 divides
-    it, it is 1, or needs 64 bits.
-    compiled: by device, variant and which tensors are aligned to 16 bytes, what Triton made of it; later launches go
-    there, and those of other sizes.
+    fixed: its arguments, None where a tensor belongs. variant: what Triton makes kernels of their own for: a constant
+    that counts, and of each integer that counts whether 16 divides it, it is 1, or needs 64 bits.
     """
 
-    source: Source
-    kernel: Any
-    tile: Tile
+    emitted: Emitted
     programs: int
-    fixed: tuple[Any, ...]
-    slots: tuple[tuple[int, str, str], ...]
-    summed: torch.dtype
+    fixed: Sequence[Any]
     variant: tuple[int, ...]
-    compiled: dict[tuple[Any, ...], Compiled]
+
+    @property
+    def source(self) -> Source:
+        return self.emitted.source
+
+    @property
+    def kernel(self) -> Any:
+        return self.emitted.kernel
+
+    @property
+    def tile(self) -> Tile:
+        return self.emitted.tile
+
+    @property
+    def slots(self) -> tuple[tuple[int, str, str], ...]:
+        return self.emitted.slots
+
+    @property
+    def summed(self) -> torch.dtype:
+        return self.emitted.summed
+
+    @property
+    def compiled(self) -> dict[tuple[Any, ...], Compiled]:
+        return self.emitted.compiled
 
     @property
     def options(self) -> dict[str, int]:
@@ -191,17 +206,18 @@ class Runner:
         self._launches: dict[Any, Launch] = {}
         self._tiles: dict[Any, Tile] = {}
         self._kernels: dict[Any, Emitted] = {}
+        self.moulds: Bounded[Mould] = Bounded(64)
 
-    def resized(self, shapes: Mapping[str, Sequence[int]], shape: tuple[int, ...]) -> Runner | None:
-        """The same for operands of other sizes, and a result of that shape, with the same tiles and kernels.
+    @property
+    def resizable(self) -> bool:
+        """Whether it can be `resized`."""
+        return not self._empty and resizable(self.bound)
 
-        None where that does not follow from this.
-        """
-        bound = resized(self.bound, shapes, shape)
-        if bound is None or self._empty or any(not len(extent) for extent in bound.ranges.values()):
-            return None
+    def resized(self, shapes: Mapping[str, Sequence[int]], shape: tuple[int, ...]) -> Runner:
+        """The same for operands of other sizes, and a result of that shape, with the same tiles and kernels."""
         found = copy(self)
-        found.bound, found._launches = bound, {}
+        found.bound, found._launches = resized(self.bound, shapes, shape), {}
+        found._empty = any(not len(extent) for extent in found.bound.ranges.values())
         return found
 
     @property
@@ -222,15 +238,15 @@ class Runner:
         """The same with these operands given once and for all: they are not written to any more."""
         return HeldRunner(self, held)
 
-    def fresh(self, device: torch.device) -> Tensor:
+    def fresh(self, device: torch.device, shape: tuple[int, ...] | None = None) -> Tensor:
         """What the kernel writes where nothing was found before."""
-        return (torch.empty if self._whole else torch.zeros)(self.bound.shape, dtype=self._summed, device=device)
+        shape = shape or self.bound.shape
+        return (torch.empty if self._whole else torch.zeros)(shape, dtype=self._summed, device=device)
 
-    def aimed(self, operands: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> Aimed | None:
-        """The kernel that a call with these operands has started, with the addresses of those held.
+    def mould(self, operands: Mapping[str, Tensor]) -> Mould | None:
+        """What calls like one with these operands start, which has been run.
 
-        None where it takes more than one kernel, or where what is held is not aligned to 16 bytes; and while a CUDA
-        graph is captured, which has segments of its own.
+        None where it takes more than one kernel; and while a CUDA graph is captured, which has segments of its own.
         """
         if self._empty or self.bound.statement.accumulate or _captured(operands[self._used[0]].device):
             return None
@@ -240,7 +256,7 @@ class Runner:
         if tile is None or (part is not None and part.apart is not None):
             return None
         launch = self._launches.get((-1 if part is None else part.rows.shape[0], tile, *key))
-        return None if launch is None else Aimed.of(launch, held, part)
+        return None if launch is None else Mould(launch.emitted, tile, self._form)
 
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """All of the result; segments far longer than the others by programs of their own."""
@@ -325,36 +341,96 @@ class Runner:
         if kernel is None:
             how = How(self.precision or _precision(), self.splits, self.finish)
             kernel = self._kernels[known] = emitted(self.bound, given, tile or key[0], how)
-        return kernel.sized(self.bound, given, part)
+        return kernel.sized(self.bound.extents, {name: x.shape for name, x in given.items()}, part)
 
 
 class HeldRunner:
     """A runner with some operands given once and for all: their addresses, and what else depends on them alone, are
-    not looked up for each call."""
+    not looked up for each call.
 
-    def __init__(self, runner: Runner, held: Mapping[str, Tensor]) -> None:
-        self._runner, self._held = runner, dict(held)
+    at: the shapes of all operands by name, and that of the result, where they are other ones than the runner's, which
+    can be `resized`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        held: Mapping[str, Tensor],
+        at: tuple[Mapping[str, Sequence[int]], tuple[int, ...]] | None = None,
+    ) -> None:
+        self._like, self._held, self._at = runner, dict(held), at
+        self._shape = runner.bound.shape if at is None else at[1]
         self._in_fp32 = any(x.dtype == torch.float32 for x in held.values())
+        self._strides = [x.stride() for x in held.values()]
         self._aimed: Bounded[Aimed] = Bounded(64)
+
+    @cached_property
+    def _runner(self) -> Runner:
+        return self._like if self._at is None else self._like.resized(*self._at)
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
         """The result; operands: those that are not held."""
         if before is not None:
             return self._runner({**self._held, **operands}, before)
-        free = operands.values()
+        like, free = self._like, operands.values()
         asked = self._in_fp32 or any(x.dtype == torch.float32 for x in free)
-        precision = self._runner.precision or (_precision() if asked else "")
+        precision = like.precision or (_precision() if asked else "")
         key = (ledger().generation, tile_source(), precision, *[(x.stride(), x.dtype) for x in free])
         aimed = self._aimed.get(key)
+        if aimed is None:
+            aimed = self._cast(key, operands)
         if aimed is not None:
-            out = self._runner.fresh(aimed.device)
+            out = like.fresh(aimed.device, self._shape)
             if aimed.start(operands, out):
-                return out if out.dtype == self._runner.dtype else out.to(self._runner.dtype)
+                return out if out.dtype == like.dtype else out.to(like.dtype)
         together = {**self._held, **operands}
         found = self._runner(together)
-        if aimed is None and (aimed := self._runner.aimed(together, self._held)) is not None:
-            self._aimed.keep(key, aimed)
+        if aimed is None and (mould := self._runner.mould(together)) is not None:
+            like.moulds.keep((key, *self._strides), mould)
+            self._cast(key, operands)
         return found
+
+    def _cast(self, key: tuple[Any, ...], operands: Mapping[str, Tensor]) -> Aimed | None:
+        """The kernel of calls like this one, which was made for another: with this one's sizes and addresses."""
+        mould = self._like.moulds.get((key, *self._strides))
+        given = {**self._held, **operands}
+        if mould is None or math.prod(self._shape) >= _FAR or any(map(_is_far, given.values())):
+            return None
+        bound, extents = self._like.bound, self._like.bound.extents
+        shapes = {name: x.shape for name, x in given.items()} | {"": self._shape}
+        if self._at is not None:
+            extents = {**extents, **extents_at(bound, shapes, self._shape)}
+        aimed = mould.cast(extents, self._held, shapes)
+        return None if aimed is None else self._aimed.keep(key, aimed)
+
+
+_FAR = 1 << 31
+
+
+def _is_far(x: Tensor) -> bool:
+    """Whether addresses of it, whose rows lead, need 64 bits."""
+    return x.ndim > 0 and x.shape[0] * x.stride(0) >= _FAR
+
+
+@dataclass(frozen=True, eq=False)
+class Mould:
+    """A kernel for calls that differ in their sizes and in what they hold."""
+
+    emitted: Emitted
+    tile: Tile
+    form: Roles
+
+    def cast(
+        self, extents: Mapping[str, int], held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
+    ) -> Aimed | None:
+        part = None
+        if self.form.segment is not None:
+            name, axis, coefficient = segment_axis(self.form)
+            array = held.get(self.form.segment.array)
+            if array is None or _captured(array.device):
+                return None
+            part = _segments_of(array, -(-shapes[name][axis] // coefficient), self.form, self.tile)
+        return Aimed.of(self.emitted.sized(extents, shapes, part), held, part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -423,8 +499,7 @@ class Aimed:
 _SCRATCH = ("room", "waiting")
 """Arguments that every launch has of its own."""
 _TENSORS = ("operand", "before", "result", "segment", *_SCRATCH)
-_NUMBERS = ("extent", "size", "stride", "zero")
-"""Arguments that are tensors, and integers."""
+"""Arguments that are tensors."""
 
 LEDGER, TIMING, DEFAULT = "ledger", "timing", "default"
 """Where tiles come from: what was tuned, else the default; what is timed now where nothing was; the default always."""
@@ -582,7 +657,7 @@ def prepare(
 ) -> Launch:
     """The kernel for these operands with this tile."""
     given = {**operands, "": out}
-    return emitted(bound, given, tile, how).sized(bound, given, part)
+    return emitted(bound, given, tile, how).sized(bound.extents, {n: t.shape for n, t in given.items()}, part)
 
 
 def emitted(bound: Bound, given: Mapping[str, Tensor], tile: Tile, how: How) -> Emitted:
@@ -594,48 +669,70 @@ def emitted(bound: Bound, given: Mapping[str, Tensor], tile: Tile, how: How) -> 
     signature = replace(signature, splits=how.splits > 1, thrice=thrice, activation=finish.activation, eps=finish.eps)
     source = _emitted(bound.statement, form, signature)
     summed = torch.float64 if torch.float64 in {t.dtype for t in given.values()} else torch.float32
-    return Emitted(tile, how, form, source, loaded(source), summed)
+    found = Emitted(tile, how, form, source, summed)
+    found.settle(bound.extents, given)
+    return found
 
 
-@dataclass(frozen=True, eq=False)
 class Emitted:
-    """A kernel for operands of certain dtypes and layouts, whatever rows and entries they have."""
+    """A kernel for operands of certain dtypes and layouts, whatever rows and entries they have.
 
-    tile: Tile
-    how: How
-    form: Roles
-    source: Source
-    kernel: Any
-    summed: torch.dtype
-    compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
+    summed: the dtype in which pieces of segments leave their sums. slots: the places of tensors among its arguments,
+    and what belongs there. compiled: by device, variant and which tensors are aligned to 16 bytes, what Triton made of
+    it; later launches go there, and those of other sizes.
+    """
 
-    def sized(self, bound: Bound, given: Mapping[str, Tensor], part: Segments | None) -> Launch:
-        """It made ready for operands of these sizes."""
+    def __init__(self, tile: Tile, how: How, form: Roles, source: Source, summed: torch.dtype) -> None:
+        self.tile, self.how, self.form, self.source, self.summed = tile, how, form, source, summed
+        self.kernel = loaded(source)
+        self.slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in _TENSORS)
+        self.compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._steady: list[Any] | None = None
+        counts = ((n, a) for n, a in enumerate(source.arguments) if a.kind in ("extent", "size"))
+        self._counting = [(n, "" if a.kind == "extent" else a.name, a.name, a.axis) for n, a in counts]
+        self._sized = [a.kind == "size" for a in source.arguments if a.kind in ("extent", "size")]
+        self._blocks = [n for n, a in enumerate(source.arguments) if a.variable == "BLOCKS"]
+
+    def settle(self, extents: Mapping[str, int], given: Mapping[str, Tensor]) -> None:
+        """Once: the arguments that are the same whatever sizes operands have."""
+        if self._steady is None:
+            constants = self._constants(extents)
+            constants["BLOCKS"] = 0
+            counted = {**dict.fromkeys(extents, 0), SPLITS: 0, STACKS: 0}
+            if self.form.segment:
+                counted[self.form.segment.index] = 0
+            self._steady = [_fixed(a, counted, given, constants) for a in self.source.arguments]
+
+    def sized(self, extents: Mapping[str, int], shapes: Mapping[str, Sequence[int]], part: Segments | None) -> Launch:
+        """It made ready for operands of these sizes, the result being "", behind `settle`."""
         tile, form = self.tile, self.form
         count = part.rows.shape[0] if part else 0
-        extents = {**bound.extents, SPLITS: self.how.splits, STACKS: count}
+        extents = {**extents, SPLITS: self.how.splits, STACKS: count}
         if form.segment:
             extents[form.segment.index] = count
-        constants = self._constants(extents)
-        fixed = tuple(_fixed(a, extents, given, constants) for a in self.source.arguments)
+        assert self._steady is not None
+        fixed, told = self._steady.copy(), []
+        for sized, (place, operand, name, axis) in zip(self._sized, self._counting, strict=True):
+            fixed[place] = value = shapes[operand][axis] if sized else extents[name]
+            told += (value % 16 == 0, value == 1, value >= _FAR)
+        if self._blocks:
+            tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
+            fixed[self._blocks[0]] = blocks = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
+            told.append(blocks)
         programs = grid(form, extents, (tile.rows, tile.columns), count, tile.lanes)
-        numbers = (v for a, v in zip(self.source.arguments, fixed, strict=True) if a.kind in _NUMBERS)
-        variant = constants["BLOCKS"], *[told for v in numbers for told in (v % 16 == 0, v == 1, v >= 1 << 31)]
-        return Launch(self.source, self.kernel, tile, programs, fixed, self.slots, self.summed, variant, self.compiled)
-
-    @cached_property
-    def slots(self) -> tuple[tuple[int, str, str], ...]:
-        return tuple((n, a.kind, a.name) for n, a in enumerate(self.source.arguments) if a.kind in _TENSORS)
+        return Launch(self, programs, fixed, tuple(told))
 
     def _constants(self, extents: Mapping[str, int]) -> dict[str, Any]:
         tile, form = self.tile, self.form
         # A tile that was tuned for fewer channels still has room for one entry.
         depth = max(tile.reduced, depth_of_entry(form, extents)) if form.packed else tile.reduced
-        constants = {"BY": tile.rows, "BX": tile.columns, "BR": depth, "PRECISION": self.how.precision}
-        constants["STAGES"] = tile.stages
-        tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
-        constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
-        return constants
+        return {
+            "BY": tile.rows,
+            "BX": tile.columns,
+            "BR": depth,
+            "PRECISION": self.how.precision,
+            "STAGES": tile.stages,
+        }
 
 
 def _form_in(bound: Bound, tile: Tile) -> Roles:
@@ -914,7 +1011,10 @@ def _fills(expression: Affine, extent: int, bound: Bound, form: Roles, onto: set
 def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles, tile: Tile) -> Segments | None:
     if form.segment is None:
         return None
-    array, count = operands[form.segment.array], _count(bound, operands)
+    return _segments_of(operands[form.segment.array], _count(bound, operands), form, tile)
+
+
+def _segments_of(array: Tensor, count: int, form: Roles, tile: Tile) -> Segments:
     if tile.piece:
         return pieces(array, count, tile.piece)
     return stacks(array, count, tile.rows) if tile.stacked else segments(array, count, _WINDOW if form.laned else 0)

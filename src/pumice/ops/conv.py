@@ -263,7 +263,7 @@ def _on_matrix_units(x: Tensor) -> bool:
 def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish) -> plan.Ready:
     """The call made ready, once for operands like these; it holds the arrays of the map that it reads."""
     operands, names, text, shape = _passed(given, found, rows, groups, False)
-    return plan.holding(plan.alike(operands, names, text, shape, _STEADY, "", finish), operands, (0, 1))
+    return plan.held_for(operands, plan.Ask(names, text, shape, _STEADY, (0, 1), finish=finish))
 
 
 def _held(

@@ -189,7 +189,7 @@ class HeldCall:
     """A call with some operands given once and for all, differentiable in those that are left, which it takes.
 
     What is held is not written to any more, and needs no gradient; what is left has always the shapes, dtypes and
-    devices of those at `free` now. steady: as in plan.alike, of operands; the result's rows or entries are counted.
+    devices of those at `free` now. steady: as in plan.Ask, of operands; the result's rows or entries are counted.
     The statement sums. It is called where only torch's autograd watches.
     """
 
@@ -216,8 +216,8 @@ class HeldCall:
         ready = self._results.get(plan.deterministic())
         if ready is None:
             operands, (names, text, shape) = self._together(given), self._told
-            made = plan.alike(operands, names, text, shape, self._steady)
-            ready = self._results[plan.deterministic()] = plan.holding(made, operands, self._free)
+            ask = plan.Ask(names, text, shape, self._steady, self._free)
+            ready = self._results[plan.deterministic()] = plan.held_for(operands, ask)
         return plan.carry_out(ready, given)
 
     def gradients(self, given: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -251,9 +251,9 @@ class HeldCall:
             left = [n for n, source in enumerate(places) if source in sources]
             steady = [n for n, source in enumerate(places) if source in self._steady]
             steady += [len(places)] if place in self._steady else []
-            ready = plan.alike(operands, names, text, tuple(given[number].shape), steady)
+            ask = plan.Ask(names, text, tuple(given[number].shape), tuple(steady), tuple(left))
             numbers = tuple(sources.index(places[n]) for n in left)
-            found.append((plan.holding(ready, operands, left), numbers))
+            found.append((plan.held_for(operands, ask), numbers))
         return found
 
     def _call(self, given: Sequence[Tensor], grad: Tensor) -> _Call:
