@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import pumice as pm
-from pumice.engine.groups import observe
+from pumice.engine.groups import observe, seeing
 from pumice.engine.kernels import alone
-from pumice.engine.scenes import subject
+from pumice.engine.scenes import fresh, subject
 from pumice.lower import maps
 from pumice.ops import DATAFLOWS
 from pumice.schedule.dataflow import PASSES
@@ -137,7 +137,7 @@ def test_values_as_they_are_multiplied():
     assert groups(model, x).groups[0].works[0][0].size == 4
     with torch.autocast("cpu", torch.bfloat16):
         found = groups(model, x).groups[0]
-        assert found.works[0][0].size == 2 and alone(found, False)[0].weight.dtype == torch.bfloat16
+        assert found.works[0][0].size == 2 and alone(found.calls, False)[0].weight.dtype == torch.bfloat16
 
 
 def test_entries_of_tiles_are_counted_as_they_are_laid_out():
@@ -156,13 +156,33 @@ def test_entries_of_tiles_are_counted_as_they_are_laid_out():
             assert sorted(parts) == sorted(len(part.tiles) for part in laid), name
 
 
+def test_layers_are_seen_without_arithmetic():
+    """As on a GPU, where kernels are compiled before the first pass: the same layers over the same maps."""
+    net, x = pm.models.MinkUNet(width=0.125).eval(), random_tensor(100, 4)
+    with seeing(net) as ahead:
+        pm.prepare(net, fresh(x))
+    with seeing(net) as calls, torch.no_grad():
+        net(fresh(x))
+    assert not net.stem[0][0]._forward_hooks and len(calls) == 42
+    one, two = (
+        [
+            (call.name, call.found.num_outputs, call.found.flipped, call.geometry.device.type, call.dtype)
+            for call in each
+        ]
+        for each in (ahead, calls)
+    )
+    assert one == two
+    same = [[(layer.weight.shape, layer.found.volume) for layer in alone(each, False)] for each in (ahead, calls)]
+    assert same[0] == same[1]
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_layers_run_alone(training):
     """Every pass in every dataflow, those that are alike once; nothing that was laid out stays."""
     net = nn.Sequential(*(pm.nn.Conv3d(4, 4, 3) for _ in range(3)), pm.nn.Conv3d(4, 6, 3, bias=False, groups=2))
     (group,) = groups(net, random_tensor(40, 4)).groups
     held = dict(group.calls[0].found._storages)
-    layers = alone(group, training)
+    layers = alone(group.calls, training)
     assert [(tuple(layer.weight.shape), layer.biased) for layer in layers] == [
         ((4, 27, 4), not training),
         ((6, 27, 2), False),

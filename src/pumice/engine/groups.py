@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -102,7 +103,8 @@ def observe(asked: Subject, left: Iterable[str] = ()) -> Observed:
     left, scenes, notes = set(left), [], []
     for number, x in enumerate(asked.scenes):
         x = fresh(x)
-        calls = _calls(asked, x)
+        with seeing(asked.model) as calls:
+            MODES["inference"](asked, x)
         scenes.append(calls)
         if not number:
             notes += _unread(x.geometry, calls)
@@ -111,8 +113,9 @@ def observe(asked: Subject, left: Iterable[str] = ()) -> Observed:
     return Observed(tuple(_groups(tuned, asked)), tuple(notes))
 
 
-def _calls(asked: Subject, x: SparseTensor) -> list[Call]:
-    """Every layer that runs, in order."""
+@contextmanager
+def seeing(model: nn.Module) -> Iterator[list[Call]]:
+    """Within it every layer that runs is added to the list."""
     calls: list[Call] = []
 
     def ran(name: str, layer: Convolution, given: tuple[Any, ...], named: Mapping[str, Any], _: Any) -> None:
@@ -122,15 +125,14 @@ def _calls(asked: Subject, x: SparseTensor) -> list[Call]:
 
     hooks = [
         layer.register_forward_hook(partial(ran, name), with_kwargs=True)
-        for name, layer in asked.model.named_modules()
+        for name, layer in model.named_modules()
         if isinstance(layer, Convolution)
     ]
     try:
-        MODES["inference"](asked, x)
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
-    return calls
 
 
 def _asked(

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap
-from pumice.engine.groups import Call, Group
+from pumice.engine.groups import Call, seeing
+from pumice.engine.scenes import Subject, fresh
 from pumice.lower.dataflow import Pass
 from pumice.lower.triton import tuning
-from pumice.ops import Epilogue, conv_features
+from pumice.ops import Epilogue, conv_features, prepare
 from pumice.ops.conv import Flow, joined
-from pumice.schedule.dataflow import DGRAD, FORWARD, Dataflow
+from pumice.schedule.dataflow import DGRAD, FORWARD, PASSES, PLANNED, Dataflow
 
 COMPILERS = 8
 """Kernels that are compiled at once."""
@@ -25,9 +26,9 @@ COMPILERS = 8
 
 @dataclass(frozen=True, eq=False)
 class Alone:
-    """A layer over its map, with features and weights that say nothing.
+    """A layer over its map, with random features.
 
-    weight: [C_out, K, C_in / groups] in the dtype that is multiplied. biased: whether there is a bias.
+    weight: [C_out, K, C_in / groups], random, in the dtype that is multiplied. biased: whether there is a bias.
     """
 
     found: KernelMap
@@ -37,9 +38,9 @@ class Alone:
 
     def given(self) -> tuple[Tensor, Tensor, Tensor]:
         """x, w and y."""
-        rows = self.found.num_inputs, self.weight.shape[-1] * self.groups
-        x, y = self.weight.new_zeros(rows), self.weight.new_zeros(self.found.num_outputs, self.weight.shape[0])
-        return x, self.weight, y
+        inner, outer = self.weight.shape[-1] * self.groups, self.weight.shape[0]
+        x = _random(self.weight.new_empty(self.found.num_inputs, inner))
+        return x, self.weight, _random(self.weight.new_empty(self.found.num_outputs, outer))
 
     def one_pass(self, name: str, flow: Dataflow) -> None:
         """One pass of it, without autograd. Raises PumiceError where it cannot be done."""
@@ -66,14 +67,14 @@ class Alone:
         return Epilogue(shift=self.weight.new_zeros(self.weight.shape[0])) if self.biased else None
 
 
-def alone(group: Group, training: bool) -> list[Alone]:
-    """The layers of a group, those that are alike once.
+def alone(calls: Sequence[Call], training: bool) -> list[Alone]:
+    """The layers of these calls, those that are alike once.
 
     Their maps hold nothing that was laid out before, and what is laid out for them goes with them.
     """
     found: dict[object, Alone] = {}
     copies: dict[int, KernelMap] = {}
-    for call in group.calls:
+    for call in calls:
         own = copies.setdefault(call.map_key, replace(call.found, _storages={}))
         over = own if own.flipped == call.found.flipped else own.transpose()
         weight, biased = _weight(call), call.layer.bias is not None and not training
@@ -84,11 +85,16 @@ def alone(group: Group, training: bool) -> list[Alone]:
 
 
 def _weight(call: Call) -> Tensor:
-    """Zeros like a layer's weights, as they are multiplied."""
+    """Like a layer's weights, as they are multiplied."""
     own, kind = call.layer.weight, call.geometry.device.type
     cast = torch.is_autocast_enabled(kind) and call.dtype != torch.float64
     dtype = torch.get_autocast_dtype(kind) if cast else own.dtype
-    return torch.zeros(own.shape[0], call.found.volume, own.shape[-1], dtype=dtype, device=own.device)
+    return _random(torch.empty(own.shape[0], call.found.volume, own.shape[-1], dtype=dtype, device=own.device))
+
+
+def _random(x: Tensor) -> Tensor:
+    # Multipliers that are fed zeros draw less power, and run faster than they will.
+    return x.normal_() if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else x.zero_()
 
 
 def compile_at_once(layers: Sequence[Alone], passes: Sequence[str], flows: Sequence[Dataflow]) -> None:
@@ -96,7 +102,7 @@ def compile_at_once(layers: Sequence[Alone], passes: Sequence[str], flows: Seque
 
     Nothing happens on a CPU, where nothing is compiled, and for products of torch's libraries.
     """
-    flows = [flow for flow in flows if flow.devices == ("cuda",)]
+    flows = [flow for flow in flows if flow == PLANNED or flow.devices == ("cuda",)]
     if not layers or layers[0].weight.device.type != "cuda":
         return
     device = layers[0].weight.device
@@ -111,6 +117,21 @@ def compile_at_once(layers: Sequence[Alone], passes: Sequence[str], flows: Seque
     with ThreadPoolExecutor(COMPILERS) as pool:
         list(pool.map(one, product(flows, layers, passes)))
     torch.cuda.synchronize(device)
+
+
+def compile_first(asked: Subject) -> None:
+    """Have the kernels compiled that a network starts as it is, several at a time: its first pass would take them one
+    by one.
+
+    Its layers are found without arithmetic, as pumice.prepare finds maps. Where that is not possible, or on a CPU,
+    nothing happens.
+    """
+    if asked.device.type != "cuda":
+        return
+    with suppress(Exception):
+        with seeing(asked.model) as calls:
+            prepare(asked.model, fresh(asked.scenes[0]))
+        compile_at_once(alone(calls, asked.training), PASSES if asked.training else PASSES[:1], [PLANNED])
 
 
 def time_tiles(layer: Alone, flow: Flow, training: bool) -> None:

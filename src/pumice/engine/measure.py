@@ -166,16 +166,18 @@ class Meter:
             return _on_wall(calls, self.repeats)
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            if self.clock != EVENTS:
-                try:
-                    return self._by_kernels(calls)
-                except Exception as problem:
-                    # A profiler that is not there, taken by another, or silent; a fault of the calls comes again below.
-                    if self.clock:
-                        raise DeviceError(f"the profiler failed all of a sudden: {_line(problem)}") from problem
-                    self.note = f"kernels could not be timed one by one ({_line(problem)})"
-            self.clock = EVENTS
-            return self._by_events(calls)
+            return self._by_events(calls) if self.clock == EVENTS else self._by_kernels_if_possible(calls)
+
+    def _by_kernels_if_possible(self, calls: Sequence[Call]) -> Spent:
+        try:
+            return self._by_kernels(calls)
+        except Exception as problem:
+            # A profiler that is not there, taken by another, or silent; a fault of the calls comes again below.
+            if self.clock:
+                raise DeviceError(f"the profiler failed all of a sudden: {_line(problem)}") from problem
+            self.note = f"kernels could not be timed one by one ({_line(problem)})"
+        self.clock = EVENTS
+        return self._by_events(calls)
 
     def _by_kernels(self, calls: Sequence[Call]) -> Spent:
         for left in reversed(range(_ATTEMPTS)):
