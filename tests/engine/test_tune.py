@@ -309,6 +309,23 @@ def test_ctrl_c_keeps_what_was_found_and_a_later_tune_goes_on(monkeypatch, x, ow
     assert pm.tune(network(), [x], candidates=TRIED, progress=False).reused and fake.count == count
 
 
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_ctrl_c_again_loses_nothing(monkeypatch, x, own, at):
+    for left in (2 + 3 * 4 + 5 + 1, at):
+        net = network()
+        stop = Interrupts(monkeypatch, by_level, left)
+        stop.model = net
+        try:
+            found = pm.tune(net, [x], candidates=TRIED, progress=False)
+        except KeyboardInterrupt:
+            # Nothing was measured at all: the model is as it came.
+            assert at == 0 and set(flows(net).values()) == {None}
+            continue
+        assert not found.finished and net.stem[0][0].dataflow == TABLE
+    ((_, plan),) = own.all().items()
+    assert plan.flows == {"k3 at 1": DATAFLOWS[TABLE]} and len(plan.asked) == 4 and not plan.finished
+
+
 def test_ctrl_c_before_anything_was_found(monkeypatch, x):
     net = network()
     net.stem[0][0].dataflow = net.stem[0][0].tuned = EXPLICIT

@@ -12,7 +12,6 @@ from pumice.lower import triton as kernels
 from pumice.nn.conv import convolutions
 from pumice.schedule.ledger import Ledger
 from pumice.schedule.plans import Plans
-from pumice.testing import assert_close
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +73,8 @@ def test_a_tuned_network(mode, own):
     assert found.before.clock == "kernels" and found.after.total <= 1.02 * found.before.total
     assert len(found.choices) == 9 and len(own.all()) == 1
     with torch.no_grad():
-        assert_close(net(pm.SparseTensor(scenes[0].feats, scenes[0].coords)).feats, want.double(), scale=4.0)
+        got = net(pm.SparseTensor(scenes[0].feats, scenes[0].coords)).feats
+    assert (got.float() - want.float()).norm() < 1e-2 * want.float().norm()
     again = pm.tune(network(), [scene(1)], mode, progress=False)
     assert again.reused and again.flows == found.flows
 

@@ -114,8 +114,12 @@ def compile_at_once(layers: Sequence[Alone], passes: Sequence[str], flows: Seque
         with torch.no_grad(), torch.cuda.stream(stream), suppress(Exception):
             layer.one_pass(name, flow)
 
-    with ThreadPoolExecutor(COMPILERS) as pool:
+    pool = ThreadPoolExecutor(COMPILERS)
+    try:
         list(pool.map(one, product(flows, layers, passes)))
+    finally:
+        # Who interrupts does not wait for what has not begun.
+        pool.shutdown(cancel_futures=True)
     torch.cuda.synchronize(device)
 
 

@@ -34,6 +34,8 @@ from pumice.schedule.tuner import LEAST, Assignment, Clock, Found, Question, Ste
 
 FACTOR = 2.5
 """How many times what the best dataflow is reckoned to take another one may, to be tried."""
+_TRIED = {1: 6, 2: 4}
+"""Dataflows that a group tries at most, by the questions that it is asked: those that are reckoned best."""
 REPEATS = 3
 
 BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
@@ -83,7 +85,8 @@ def tune(
         default the second on a GPU of at least 100 multiprocessors and the first elsewhere. That passes are bound, and
         that the device decides, is from the paper; the rule is ours.
     candidates: dataflows to try, by name or value, or "all" that make sense on the device. By default those of them
-        that a cost model reckons within 2.5 times of the best, for each group.
+        that a cost model reckons within 2.5 times of the best, for each group; six, or four for each of two
+        questions.
     loss: a scalar from what the model returns; by default the mean of squares of every tensor in it.
     fresh: measure, whatever is kept. save: keep the result.
     progress: called with every schedule.tuner.Step; None: a bar, if standard error is a terminal; False: nothing.
@@ -204,7 +207,7 @@ def parts_of(asked: Subject, observed: Observed, options: Options) -> list[Part]
             flows = [flow for flow in options.flows if options.may(flow, passes, asked)]
             standing = together(PLANNED, works, passes, asked.device.type)
             tried = prospects(flows, works, passes, asked.device.type)
-            tried = tried if options.named else promising(tried, standing, FACTOR)
+            tried = tried if options.named else promising(tried, standing, FACTOR)[: _TRIED[len(options.parts)]]
             found.append(Part(group, passes, standing, tuple(tried)))
     return sorted(found, key=lambda part: -part.standing)
 
@@ -303,6 +306,9 @@ class _Run:
         start = {} if near is None else dict(near.flows)
         done = () if near is None else near.asked
         found = self._search(start, done, hints)
+        if near is not None and not found.finished and not found.asked:
+            # Cut short before it came to anything new.
+            return self._reused(near)
         kernels = self.asked.device.type == "cuda"
         tiles = tuple(self.tiles(found)) if found.finished and kernels else ()
         for _ in tiles[:2]:
@@ -345,7 +351,7 @@ class _Run:
         )
         before, after = (Spent(**spent) for spent in (plan.before, plan.after))
         notes = (*self.notes, *self.observed.notes)
-        return Tuning(self.asked.mode, self.key.device, choices, before, after, (), notes, True, True)
+        return Tuning(self.asked.mode, self.key.device, choices, before, after, (), notes, plan.finished, True)
 
     def _save(self, found: Found, asked: tuple[str, ...], before: Spent, after: Spent) -> None:
         flows: Any = found.assignment
