@@ -1,6 +1,8 @@
 """Groups of layers by their kernel maps, in any module."""
 
+import importlib
 import math
+from dataclasses import replace
 
 import cases
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 
 import pumice as pm
-from pumice.engine.groups import observe, seeing
+from pumice.engine.groups import Then, observe, seeing
 from pumice.engine.kernels import alone
 from pumice.engine.scenes import fresh, subject
 from pumice.lower import maps
@@ -156,24 +158,44 @@ def test_entries_of_tiles_are_counted_as_they_are_laid_out():
             assert sorted(parts) == sorted(len(part.tiles) for part in laid), name
 
 
-def test_layers_are_seen_without_arithmetic():
-    """As on a GPU, where kernels are compiled before the first pass: the same layers over the same maps."""
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+def test_layers_are_seen_without_arithmetic(monkeypatch, fused, cast):
+    """As on a GPU, where kernels are compiled before the first pass, and norms are part of them: the same layers over
+    the same maps with the same epilogues, and results as they are."""
+    monkeypatch.setattr(importlib.import_module("pumice.nn.fused"), "_worth", lambda x: fused)
     net, x = pm.models.MinkUNet(width=0.125).eval(), random_tensor(100, 4)
-    with seeing(net) as ahead:
-        pm.prepare(net, fresh(x))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        want = net(fresh(x)).feats
+        with seeing(net, arithmetic=False) as ahead:
+            net(fresh(x))
+        with seeing(net) as calls:
+            assert torch.equal(net(fresh(x)).feats, want)
+        assert "finished" not in vars(net.stem[0][0]) and len(calls) == 42
+        one, two = (
+            [(call.name, call.found.num_outputs, call.found.flipped, call.multiplied, call.then) for call in each]
+            for each in (ahead, calls)
+        )
+        assert one == two
+        names = [name for name, _ in calls[3].then.tensors] if calls[3].then else []
+        assert names == (["mean", "variance", "scale", "shift"] if fused else [])
+        layers = [[(o.weight.shape, o.weight.dtype, o.then) for o in alone(own, False)] for own in (ahead, calls)]
+        assert layers[0] == layers[1] and len(layers[0]) > 20
+        for layer in alone(calls, False):
+            layer.run(None, training=False)
+
+
+def test_a_bias_is_part_of_what_follows():
+    net = pm.nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.BatchNorm(4), pm.nn.ReLU()).eval()
     with seeing(net) as calls, torch.no_grad():
-        net(fresh(x))
-    assert not net.stem[0][0]._forward_hooks and len(calls) == 42
-    one, two = (
-        [
-            (call.name, call.found.num_outputs, call.found.flipped, call.geometry.device.type, call.dtype)
-            for call in each
-        ]
-        for each in (ahead, calls)
-    )
-    assert one == two
-    same = [[(layer.weight.shape, layer.found.volume) for layer in alone(each, False)] for each in (ahead, calls)]
-    assert same[0] == same[1]
+        net(random_tensor(20, 4))
+    (layer,) = alone(calls, False)
+    assert layer.then == Then((("shift", torch.float32),))
+    calls[0] = replace(calls[0], then=Then((("variance", torch.float32),), "relu", None, 1e-5))
+    (layer,) = alone(calls, False)
+    assert layer.then == Then((("mean", torch.float32), ("variance", torch.float32)), "relu", None, 1e-5)
+    (layer,) = alone(calls, True)
+    assert layer.then is None
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -183,10 +205,8 @@ def test_layers_run_alone(training):
     (group,) = groups(net, random_tensor(40, 4)).groups
     held = dict(group.calls[0].found._storages)
     layers = alone(group.calls, training)
-    assert [(tuple(layer.weight.shape), layer.biased) for layer in layers] == [
-        ((4, 27, 4), not training),
-        ((6, 27, 2), False),
-    ]
+    shift = None if training else Then((("shift", torch.float32),))
+    assert [(tuple(layer.weight.shape), layer.then) for layer in layers] == [((4, 27, 4), shift), ((6, 27, 2), None)]
     for layer in layers:
         for name in PASSES:
             for flow in DATAFLOWS.values():
