@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 
 import pumice
+from pumice.engine import tuning
 from pumice.ops import DATAFLOWS, conv
+from pumice.schedule.plans import Plans
 from pumice.testing import random_tensor
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -56,6 +58,16 @@ def test_the_epilogues_of_the_guide_run():
     exec(compile(bytes_, "guide.md", "exec"), space)
     wanted = plain + space["bias"]
     assert (space["y"].feats - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_the_tuning_of_the_guide(tmp_path, monkeypatch, capsys):
+    plans = Plans(tmp_path / "plans.json")
+    monkeypatch.setattr(tuning, "plans", lambda: plans)
+    (block,) = (block for block in blocks("guide.md") if "pm.tune" in block)
+    net = torch.nn.Sequential(pumice.nn.Conv3d(4, 4, 3), pumice.nn.Conv3d(4, 4, 2, stride=2))
+    exec(compile(block, "guide.md", "exec"), {"net": net, "samples": [random_tensor(50, 4)], "pm": pumice})
+    said = capsys.readouterr().out
+    assert "inference on cpu" in said and "k2 s2 at 1" in said and len(plans.all()) == 1
 
 
 def test_the_dataflows_of_the_guide():

@@ -1,14 +1,18 @@
 """Groups of layers by their kernel maps, in any module."""
 
+import importlib
+import math
+from dataclasses import replace
+
 import cases
 import pytest
 import torch
 from torch import nn
 
 import pumice as pm
-from pumice.engine.groups import observe
+from pumice.engine.groups import Then, observe, seeing
 from pumice.engine.kernels import alone
-from pumice.engine.scenes import subject
+from pumice.engine.scenes import fresh, subject
 from pumice.lower import maps
 from pumice.ops import DATAFLOWS
 from pumice.schedule.dataflow import PASSES
@@ -124,7 +128,9 @@ def test_the_numbers_of_a_group():
     assert (work.side.inputs, work.side.outputs) == (200, 200) and same.rows == 250
     (down,) = step.works[0]
     assert (down.side.inputs, down.side.outputs) == (down.back.outputs, down.back.inputs) and step.rows < 200
-    assert same.workload[0] == pytest.approx(7.9658, abs=1e-3)
+    assert same.workload == step.workload == (9, 3), "few rows are few rows"
+    big = groups(pm.nn.Conv3d(4, 4, 3), random_tensor(3000, 4)).groups[0]
+    assert big.workload == pytest.approx((11.5507, math.log2(big.pairs / 3000)), abs=1e-3) and big.pairs > 4096
     assert 1 <= same.pairs / same.rows < 27 and "1 layer, 250 rows" in str(same)
 
 
@@ -133,7 +139,7 @@ def test_values_as_they_are_multiplied():
     assert groups(model, x).groups[0].works[0][0].size == 4
     with torch.autocast("cpu", torch.bfloat16):
         found = groups(model, x).groups[0]
-        assert found.works[0][0].size == 2 and alone(found, False)[0].weight.dtype == torch.bfloat16
+        assert found.works[0][0].size == 2 and alone(found.calls, False)[0].weight.dtype == torch.bfloat16
 
 
 def test_entries_of_tiles_are_counted_as_they_are_laid_out():
@@ -152,17 +158,55 @@ def test_entries_of_tiles_are_counted_as_they_are_laid_out():
             assert sorted(parts) == sorted(len(part.tiles) for part in laid), name
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+def test_layers_are_seen_without_arithmetic(monkeypatch, fused, cast):
+    """As on a GPU, where kernels are compiled before the first pass, and norms are part of them: the same layers over
+    the same maps with the same epilogues, and results as they are."""
+    monkeypatch.setattr(importlib.import_module("pumice.nn.fused"), "_worth", lambda x: fused)
+    net, x = pm.models.MinkUNet(width=0.125).eval(), random_tensor(100, 4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        want = net(fresh(x)).feats
+        with seeing(net, arithmetic=False) as ahead:
+            net(fresh(x))
+        with seeing(net) as calls:
+            assert torch.equal(net(fresh(x)).feats, want)
+        assert "finished" not in vars(net.stem[0][0]) and len(calls) == 42
+        one, two = (
+            [(call.name, call.found.num_outputs, call.found.flipped, call.multiplied, call.then) for call in each]
+            for each in (ahead, calls)
+        )
+        assert one == two
+        names = [name for name, _ in calls[3].then.tensors] if calls[3].then else []
+        assert names == (["mean", "variance", "scale", "shift"] if fused else [])
+        layers = [[(o.weight.shape, o.weight.dtype, o.then) for o in alone(own, False)] for own in (ahead, calls)]
+        assert layers[0] == layers[1] and len(layers[0]) > 20
+        for layer in alone(calls, False):
+            layer.run(None, training=False)
+
+
+def test_a_bias_is_part_of_what_follows():
+    net = pm.nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.BatchNorm(4), pm.nn.ReLU()).eval()
+    with seeing(net) as calls, torch.no_grad():
+        net(random_tensor(20, 4))
+    (layer,) = alone(calls, False)
+    assert layer.then == Then((("shift", torch.float32),))
+    calls[0] = replace(calls[0], then=Then((("variance", torch.float32),), "relu", None, 1e-5))
+    (layer,) = alone(calls, False)
+    assert layer.then == Then((("mean", torch.float32), ("variance", torch.float32)), "relu", None, 1e-5)
+    (layer,) = alone(calls, True)
+    assert layer.then is None
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_layers_run_alone(training):
     """Every pass in every dataflow, those that are alike once; nothing that was laid out stays."""
     net = nn.Sequential(*(pm.nn.Conv3d(4, 4, 3) for _ in range(3)), pm.nn.Conv3d(4, 6, 3, bias=False, groups=2))
     (group,) = groups(net, random_tensor(40, 4)).groups
     held = dict(group.calls[0].found._storages)
-    layers = alone(group, training)
-    assert [(tuple(layer.weight.shape), layer.biased) for layer in layers] == [
-        ((4, 27, 4), not training),
-        ((6, 27, 2), False),
-    ]
+    layers = alone(group.calls, training)
+    shift = None if training else Then((("shift", torch.float32),))
+    assert [(tuple(layer.weight.shape), layer.then) for layer in layers] == [((4, 27, 4), shift), ((6, 27, 2), None)]
     for layer in layers:
         for name in PASSES:
             for flow in DATAFLOWS.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -16,20 +17,45 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pumice.coords import Geometry, KernelMap
 from pumice.engine.scenes import MODES, Subject, fresh
 from pumice.lower import maps
 from pumice.nn.conv import Convolution
-from pumice.ops import SparseTensor
+from pumice.ops import Epilogue, SparseTensor
 from pumice.ops.conv import Target
 from pumice.schedule.predict import Side, Work
+
+FEW = 512
+"""Rows below which a map's size says nothing: its kernels are bound by what they wait for."""
+
+
+@dataclass(frozen=True)
+class Then:
+    """What an epilogue is, without its values: the dtypes of its tensors by name, and its options."""
+
+    tensors: tuple[tuple[str, torch.dtype], ...] = ()
+    activation: str = ""
+    dtype: torch.dtype | None = None
+    eps: float = 0.0
+
+    @staticmethod
+    def of(epilogue: Epilogue) -> Then:
+        held = tuple((name.lstrip("*"), x.dtype) for name, x in epilogue.operands.items())
+        return Then(held, epilogue.activation, epilogue.dtype, epilogue.eps)
+
+    def like(self, y: Tensor) -> Epilogue:
+        """Such an epilogue of a result y [N, C_out]."""
+        rows = {"residual": y.shape}
+        held = {name: y.new_ones(rows.get(name, y.shape[1:]), dtype=dtype) for name, dtype in self.tensors}
+        return Epilogue(activation=self.activation, dtype=self.dtype, eps=self.eps, **held)
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A layer that ran: its name, itself, where and in which dtype it did, and the map that it read.
+    """A layer that ran: its name, itself, where and in which dtype it did, the map that it read, and what followed in
+    its kernel.
 
     Without features: those of a whole network are not to be held.
     """
@@ -39,6 +65,12 @@ class Call:
     geometry: Geometry
     dtype: torch.dtype
     found: KernelMap
+    then: Then | None = None
+
+    @property
+    def multiplied(self) -> torch.dtype:
+        """In which values are multiplied."""
+        return _cast(self.dtype, self.geometry.device.type)
 
     @property
     def map_key(self) -> int:
@@ -71,9 +103,9 @@ class Group:
 
     @property
     def workload(self) -> tuple[float, float]:
-        """Binary logarithms of the rows and of the pairs of a row."""
-        rows = max(1.0, self.rows)
-        return math.log2(rows), math.log2(max(1.0, self.pairs / rows))
+        """Binary logarithms of the rows and of the pairs of a row; maps of few rows are all the same."""
+        rows, pairs = max(FEW, self.rows), max(8 * FEW, self.pairs)
+        return math.log2(rows), math.log2(pairs / rows)
 
     def __str__(self) -> str:
         count = len(self.layers)
@@ -99,7 +131,8 @@ def observe(asked: Subject, left: Iterable[str] = ()) -> Observed:
     left, scenes, notes = set(left), [], []
     for number, x in enumerate(asked.scenes):
         x = fresh(x)
-        calls = _calls(asked, x)
+        with seeing(asked.model) as calls:
+            MODES["inference"](asked, x)
         scenes.append(calls)
         if not number:
             notes += _unread(x.geometry, calls)
@@ -108,33 +141,38 @@ def observe(asked: Subject, left: Iterable[str] = ()) -> Observed:
     return Observed(tuple(_groups(tuned, asked)), tuple(notes))
 
 
-def _calls(asked: Subject, x: SparseTensor) -> list[Call]:
-    """Every layer that runs, in order."""
+@contextmanager
+def seeing(model: nn.Module, arithmetic: bool = True) -> Iterator[list[Call]]:
+    """Within it every convolution of a layer is added to the list, with what follows it in its kernel.
+
+    arithmetic: False has them give zeros, and no kernel is started for them. No hooks: where a module has any, what
+    follows a convolution is not part of its kernel.
+    """
     calls: list[Call] = []
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Convolution)}
 
-    def ran(name: str, layer: Convolution, given: tuple[Any, ...], named: Mapping[str, Any], _: Any) -> None:
-        # The map that the layer read is kept by the geometry.
-        x, found = _asked(layer, *given, **named)
-        calls.append(Call(name, layer, x.geometry, x.dtype, found))
+    def finished(name: str, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
+        layer = layers[name]
+        found, outputs = layer.map_of(x, target)
+        calls.append(Call(name, layer, x.geometry, x.dtype, found, epilogue and Then.of(epilogue)))
+        if arithmetic:
+            return type(layer).finished(layer, x, epilogue, target)
+        kept = (epilogue and epilogue.dtype) or _cast(x.dtype, x.device.type)
+        return SparseTensor(x.feats.new_zeros(found.num_outputs, layer.out_channels, dtype=kept), outputs)
 
-    hooks = [
-        layer.register_forward_hook(partial(ran, name), with_kwargs=True)
-        for name, layer in asked.model.named_modules()
-        if isinstance(layer, Convolution)
-    ]
+    for name, layer in layers.items():
+        layer.finished = partial(finished, name)
     try:
-        MODES["inference"](asked, x)
+        yield calls
     finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
+        for layer in layers.values():
+            del layer.finished
 
 
-def _asked(
-    layer: Convolution, x: SparseTensor, out: Target = None, target: Target = None
-) -> tuple[SparseTensor, KernelMap]:
-    """What a layer was called with, and the map that it read."""
-    return x, layer.map_of(x, target if out is None else out)[0]
+def _cast(dtype: torch.dtype, kind: str) -> torch.dtype:
+    """In which values are multiplied that come in a dtype, on such a device."""
+    cast = torch.is_autocast_enabled(kind) and dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else dtype
 
 
 def _groups(scenes: Sequence[Sequence[Call]], asked: Subject) -> Iterator[Group]:
@@ -155,17 +193,17 @@ def _groups(scenes: Sequence[Sequence[Call]], asked: Subject) -> Iterator[Group]
     names: dict[str, int] = {}
     for layers in members.values():
         own = [[call for call in calls if call.name in layers] for calls in scenes]
-        works = tuple(tuple(_works(calls, asked.device)) for calls in own if calls)
+        works = tuple(tuple(_works(calls)) for calls in own if calls)
         name = _name(next(calls[0] for calls in own if calls))
         names[name] = names.get(name, 0) + 1
         known = f"{name} ({names[name]})" if names[name] > 1 else name
         yield Group(known, layers, tuple(next(calls for calls in own if calls)), works)
 
 
-def _works(calls: Sequence[Call], device: torch.device) -> Iterator[Work]:
+def _works(calls: Sequence[Call]) -> Iterator[Work]:
     sides: dict[tuple[int, bool], Side] = {}
     for call in calls:
-        found, size = call.found, _size(call, device)
+        found, size = call.found, call.multiplied.itemsize
         both = []
         for one in (found, found.transpose()):
             key = (call.map_key, one.flipped)
@@ -177,13 +215,6 @@ def _side(found: KernelMap) -> Side:
     forms = maps.tile_forms(found) if found.device.type == "cuda" else ()
     counts, entries = maps.counted(found, forms)
     return Side(found.num_inputs, found.num_outputs, counts, entries, maps.block_of(found.num_outputs))
-
-
-def _size(call: Call, device: torch.device) -> int:
-    """Bytes of a value as it is multiplied."""
-    if torch.is_autocast_enabled(device.type) and call.dtype != torch.float64:
-        return torch.get_autocast_dtype(device.type).itemsize
-    return call.dtype.itemsize
 
 
 def _name(call: Call) -> str:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap
-from pumice.engine.groups import Call, Group
+from pumice.engine.groups import Call, Then, seeing
+from pumice.engine.scenes import MODES, Subject, fresh
 from pumice.lower.dataflow import Pass
 from pumice.lower.triton import tuning
-from pumice.ops import Epilogue, conv_features
+from pumice.ops import conv_features
 from pumice.ops.conv import Flow, joined
-from pumice.schedule.dataflow import DGRAD, FORWARD, Dataflow
+from pumice.schedule.dataflow import DGRAD, FORWARD, PASSES, PLANNED, Dataflow
 
 COMPILERS = 8
 """Kernels that are compiled at once."""
@@ -25,27 +26,28 @@ COMPILERS = 8
 
 @dataclass(frozen=True, eq=False)
 class Alone:
-    """A layer over its map, with features and weights that say nothing.
+    """A layer over its map, with random features.
 
-    weight: [C_out, K, C_in / groups] in the dtype that is multiplied. biased: whether there is a bias.
+    weight: [C_out, K, C_in / groups], random, in the dtype that is multiplied. then: what follows in its kernel, a bias
+    among it.
     """
 
     found: KernelMap
     weight: Tensor
     groups: int
-    biased: bool
+    then: Then | None
 
     def given(self) -> tuple[Tensor, Tensor, Tensor]:
         """x, w and y."""
-        rows = self.found.num_inputs, self.weight.shape[-1] * self.groups
-        x, y = self.weight.new_zeros(rows), self.weight.new_zeros(self.found.num_outputs, self.weight.shape[0])
-        return x, self.weight, y
+        inner, outer = self.weight.shape[-1] * self.groups, self.weight.shape[0]
+        x = _random(self.weight.new_empty(self.found.num_inputs, inner))
+        return x, self.weight, _random(self.weight.new_empty(self.found.num_outputs, outer))
 
     def one_pass(self, name: str, flow: Dataflow) -> None:
         """One pass of it, without autograd. Raises PumiceError where it cannot be done."""
         x, w, y = self.given()
         if name == FORWARD:
-            conv_features(x, w, self.found, len(y), self.groups, self._then(), flow)
+            conv_features(x, w, self.found, len(y), self.groups, self.then and self.then.like(y), flow)
             return
         w, groups = joined(x, w, self.groups)
         Pass(name, flow, self.found, groups)((y, w) if name == DGRAD else (x, y))
@@ -55,40 +57,49 @@ class Alone:
         x, w, y = self.given()
         if not training:
             with torch.no_grad():
-                conv_features(x, w, self.found, len(y), self.groups, self._then(), flow)
+                conv_features(x, w, self.found, len(y), self.groups, self.then and self.then.like(y), flow)
             return
         with torch.enable_grad():
             x, w = x.requires_grad_(), w.clone().requires_grad_()
             result = conv_features(x, w, self.found, len(y), self.groups, None, flow)
             torch.autograd.grad(result, (x, w), y)
 
-    def _then(self) -> Epilogue | None:
-        return Epilogue(shift=self.weight.new_zeros(self.weight.shape[0])) if self.biased else None
 
-
-def alone(group: Group, training: bool) -> list[Alone]:
-    """The layers of a group, those that are alike once.
+def alone(calls: Sequence[Call], training: bool) -> list[Alone]:
+    """The layers of these calls, those that are alike once.
 
     Their maps hold nothing that was laid out before, and what is laid out for them goes with them.
     """
     found: dict[object, Alone] = {}
     copies: dict[int, KernelMap] = {}
-    for call in group.calls:
+    for call in calls:
         own = copies.setdefault(call.map_key, replace(call.found, _storages={}))
         over = own if own.flipped == call.found.flipped else own.transpose()
-        weight, biased = _weight(call), call.layer.bias is not None and not training
-        alike = (call.map_key, over.flipped, weight.shape, weight.dtype, call.layer.groups, biased)
+        weight, then = _weight(call), None if training else _then(call)
+        alike = (call.map_key, over.flipped, weight.shape, weight.dtype, call.layer.groups, then)
         if alike not in found:
-            found[alike] = Alone(over, weight, call.layer.groups, biased)
+            found[alike] = Alone(over, weight, call.layer.groups, then)
     return list(found.values())
 
 
 def _weight(call: Call) -> Tensor:
-    """Zeros like a layer's weights, as they are multiplied."""
-    own, kind = call.layer.weight, call.geometry.device.type
-    cast = torch.is_autocast_enabled(kind) and call.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if cast else own.dtype
-    return torch.zeros(own.shape[0], call.found.volume, own.shape[-1], dtype=dtype, device=own.device)
+    """Like a layer's weights, as they are multiplied."""
+    own = call.layer.weight
+    shape = own.shape[0], call.found.volume, own.shape[-1]
+    return _random(torch.empty(shape, dtype=call.multiplied, device=own.device))
+
+
+def _then(call: Call) -> Then | None:
+    """What follows a layer in its kernel: of the tensors that there are with its bias, and their dtypes."""
+    if call.layer.bias is None:
+        return call.then
+    y = torch.empty(0, call.layer.out_channels, dtype=call.multiplied)
+    return Then.of((call.then or Then()).like(y).with_bias(y.new_zeros(y.shape[1])))
+
+
+def _random(x: Tensor) -> Tensor:
+    # Multipliers that are fed zeros draw less power, and run faster than they will.
+    return x.normal_() if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else x.zero_()
 
 
 def compile_at_once(layers: Sequence[Alone], passes: Sequence[str], flows: Sequence[Dataflow]) -> None:
@@ -96,7 +107,7 @@ def compile_at_once(layers: Sequence[Alone], passes: Sequence[str], flows: Seque
 
     Nothing happens on a CPU, where nothing is compiled, and for products of torch's libraries.
     """
-    flows = [flow for flow in flows if flow.devices == ("cuda",)]
+    flows = [flow for flow in flows if flow == PLANNED or flow.devices == ("cuda",)]
     if not layers or layers[0].weight.device.type != "cuda":
         return
     device = layers[0].weight.device
@@ -108,9 +119,27 @@ def compile_at_once(layers: Sequence[Alone], passes: Sequence[str], flows: Seque
         with torch.no_grad(), torch.cuda.stream(stream), suppress(Exception):
             layer.one_pass(name, flow)
 
-    with ThreadPoolExecutor(COMPILERS) as pool:
+    pool = ThreadPoolExecutor(COMPILERS)
+    try:
         list(pool.map(one, product(flows, layers, passes)))
+    finally:
+        # Who interrupts does not wait for what has not begun.
+        pool.shutdown(cancel_futures=True)
     torch.cuda.synchronize(device)
+
+
+def compile_first(asked: Subject) -> None:
+    """Have the kernels compiled that a network starts as it is, several at a time: its first pass would take them one
+    by one.
+
+    Its layers are found by a pass without their arithmetic. Where that is not possible, or on a CPU, nothing happens.
+    """
+    if asked.device.type != "cuda":
+        return
+    with suppress(Exception):
+        with seeing(asked.model, arithmetic=False) as calls:
+            MODES["inference"](asked, fresh(asked.scenes[0]))
+        compile_at_once(alone(calls, asked.training), PASSES if asked.training else PASSES[:1], [PLANNED])
 
 
 def time_tiles(layer: Alone, flow: Flow, training: bool) -> None:

@@ -166,16 +166,18 @@ class Meter:
             return _on_wall(calls, self.repeats)
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
-            if self.clock != EVENTS:
-                try:
-                    return self._by_kernels(calls)
-                except Exception as problem:
-                    # A profiler that is not there, taken by another, or silent; a fault of the calls comes again below.
-                    if self.clock:
-                        raise DeviceError(f"the profiler failed all of a sudden: {_line(problem)}") from problem
-                    self.note = f"kernels could not be timed one by one ({_line(problem)})"
-            self.clock = EVENTS
-            return self._by_events(calls)
+            return self._by_events(calls) if self.clock == EVENTS else self._by_kernels_if_possible(calls)
+
+    def _by_kernels_if_possible(self, calls: Sequence[Call]) -> Spent:
+        try:
+            return self._by_kernels(calls)
+        except Exception as problem:
+            # A profiler that is not there, taken by another, or silent; a fault of the calls comes again below.
+            if self.clock:
+                raise DeviceError(f"the profiler failed all of a sudden: {_line(problem)}") from problem
+            self.note = f"kernels could not be timed one by one ({_line(problem)})"
+        self.clock = EVENTS
+        return self._by_events(calls)
 
     def _by_kernels(self, calls: Sequence[Call]) -> Spent:
         for left in reversed(range(_ATTEMPTS)):
@@ -220,9 +222,15 @@ def profiled(calls: Sequence[Call]) -> tuple[list[Event], list[float]]:
 def on_device(told: Iterable[Any]) -> list[Event]:
     """What kernels and copies a profiler told of, without the spans that users name and those that waits make."""
     cuda = torch.autograd.DeviceType.CUDA  # pyright: ignore[reportPrivateImportUsage]
-    ran = (event for event in told if event.device_type() == cuda and not event.is_user_annotation())
+    ran = (event for event in told if event.device_type() == cuda and not _is_named(event))
     found = [Event(event.name(), event.start_ns(), event.duration_ns()) for event in ran]
     return [event for event in found if not event.name.endswith((" Sync", "Wait Event"))]
+
+
+def _is_named(event: Any) -> bool:
+    """Whether an event is a span that somebody named, and no kernel."""
+    asked = getattr(event, "is_user_annotation", None)
+    return bool(asked and asked()) or event.name().startswith("ProfilerStep")
 
 
 def _on_wall(calls: Sequence[Call], repeats: int) -> Spent:

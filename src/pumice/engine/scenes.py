@@ -108,24 +108,30 @@ def fresh(x: SparseTensor) -> SparseTensor:
 def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
     """Within it the model evaluates, or trains; afterwards its modes, its buffers and torch's random numbers are what
     they were."""
-    flags = {module: module.training for module in model.modules()}
-    buffers = [(module, name, held) for module in model.modules() for name, held in module._buffers.items()]
-    values = [None if held is None else held.detach().clone() for _, _, held in buffers]
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with torch.random.fork_rng([home] if home.type == "cuda" else []):
-        try:
-            if not training:
-                model.eval()
-            elif not model.training:
-                # Of a model that trains, layers that are frozen stay so.
-                model.train()
-            yield
-        finally:
-            for module, flag in flags.items():
-                module.training = flag
-            with torch.no_grad():
-                for (module, name, held), value in zip(buffers, values, strict=True):
-                    module._buffers[name] = held if value is None or held is None else held.copy_(value)
+    with torch.random.fork_rng([home] if home.type == "cuda" else []), _restored(model):
+        if not training:
+            model.eval()
+        elif not model.training:
+            # Of a model that trains, layers that are frozen stay so.
+            model.train()
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards modes and buffers are what they were."""
+    flags = {module: module.training for module in model.modules()}
+    buffers = [(module._buffers, name, held) for module in model.modules() for name, held in module._buffers.items()]
+    values = [None if held is None else held.detach().clone() for _, _, held in buffers]
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+        with torch.no_grad():
+            for (own, name, held), value in zip(buffers, values, strict=True):
+                own[name] = held if value is None or held is None else held.copy_(value)
 
 
 def squares(found: Any) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from pumice.engine.groups import Group, Observed, observe
-from pumice.engine.kernels import Alone, alone, compile_at_once, time_tiles
+from pumice.engine.kernels import Alone, alone, compile_at_once, compile_first, time_tiles
 from pumice.engine.measure import Meter, Spent
 from pumice.engine.progress import Watch, watching
 from pumice.engine.result import Choice, Tiles, Trial, Tuning
@@ -27,16 +27,16 @@ from pumice.lower.loops import EIGHT_BITS
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops.conv import Flow
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, PLANNED, WGRAD, Dataflow, Dataflows, chosen
-from pumice.schedule.ledger import ledger
+from pumice.schedule.ledger import Key, ledger
 from pumice.schedule.plans import Plan, PlanKey, Workload, plans
 from pumice.schedule.predict import Prospect, Work, promising, prospects, sensible, together
 from pumice.schedule.tuner import LEAST, Assignment, Clock, Found, Question, Step, Tried, search
 
 FACTOR = 2.5
 """How many times what the best dataflow is reckoned to take another one may, to be tried."""
+_TRIED = {1: 6, 2: 4}
+"""Dataflows that a group tries at most, by the questions that it is asked: those that are reckoned best."""
 REPEATS = 3
-_TILING = 8.0
-"""Seconds that timing the tiles of a layer is reckoned to take before one was timed."""
 
 BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
     {
@@ -85,7 +85,8 @@ def tune(
         default the second on a GPU of at least 100 multiprocessors and the first elsewhere. That passes are bound, and
         that the device decides, is from the paper; the rule is ours.
     candidates: dataflows to try, by name or value, or "all" that make sense on the device. By default those of them
-        that a cost model reckons within 2.5 times of the best, for each group.
+        that a cost model reckons within 2.5 times of the best, for each group; six, or four for each of two
+        questions.
     loss: a scalar from what the model returns; by default the mean of squares of every tensor in it.
     fresh: measure, whatever is kept. save: keep the result.
     progress: called with every schedule.tuner.Step; None: a bar, if standard error is a terminal; False: nothing.
@@ -103,6 +104,7 @@ def tune(
     options = _options(asked, budget, bind, candidates)
     with _released(asked.model) as left, watching(progress) as watch:
         with undisturbed(asked.model, False):
+            compile_first(asked)
             observed = observe(asked, left)
         run = _Run(asked, observed, options, Clock(budget - (time.monotonic() - began), watch=watch))
         with undisturbed(asked.model, asked.training):
@@ -205,7 +207,7 @@ def parts_of(asked: Subject, observed: Observed, options: Options) -> list[Part]
             flows = [flow for flow in options.flows if options.may(flow, passes, asked)]
             standing = together(PLANNED, works, passes, asked.device.type)
             tried = prospects(flows, works, passes, asked.device.type)
-            tried = tried if options.named else promising(tried, standing, FACTOR)
+            tried = tried if options.named else promising(tried, standing, FACTOR)[: _TRIED[len(options.parts)]]
             found.append(Part(group, passes, standing, tuple(tried)))
     return sorted(found, key=lambda part: -part.standing)
 
@@ -280,6 +282,9 @@ class _Run:
     options: Options
     clock: Clock
     notes: list[str] = field(default_factory=list)
+    tiling: float = 8.0
+    """Seconds that the tiles of a layer take at most; reckoned, before any was timed."""
+    timed: bool = False
 
     def __post_init__(self) -> None:
         if not self.observed.groups:
@@ -301,9 +306,13 @@ class _Run:
         start = {} if near is None else dict(near.flows)
         done = () if near is None else near.asked
         found = self._search(start, done, hints)
+        if near is not None and not found.finished and not found.asked:
+            # Cut short before it came to anything new.
+            return self._reused(near)
         kernels = self.asked.device.type == "cuda"
         tiles = tuple(self.tiles(found)) if found.finished and kernels else ()
-        if any(each.kept for each in tiles):
+        for _ in tiles[:2]:
+            # Some of what was measured last was by other tiles.
             self.bench(found.assignment)
         before, after = self.bench.last({}), self.bench.last(found.assignment)
         choices = tuple(self._choices(found, done))
@@ -342,7 +351,7 @@ class _Run:
         )
         before, after = (Spent(**spent) for spent in (plan.before, plan.after))
         notes = (*self.notes, *self.observed.notes)
-        return Tuning(self.asked.mode, self.key.device, choices, before, after, (), notes, True, True)
+        return Tuning(self.asked.mode, self.key.device, choices, before, after, (), notes, plan.finished, True)
 
     def _save(self, found: Found, asked: tuple[str, ...], before: Spent, after: Spent) -> None:
         flows: Any = found.assignment
@@ -367,7 +376,7 @@ class _Run:
     def _compile(self, question: Question) -> None:
         part = self.bench.parts[question.group]
         flows: Any = question.candidates
-        compile_at_once(alone(part.group, self.asked.training), part.passes, flows)
+        compile_at_once(alone(part.group.calls, self.asked.training), part.passes, flows)
 
     def tiles(self, found: Found) -> Iterator[Tiles]:
         """Time the tiles of the groups' kernels, those of the largest first, while the budget lasts.
@@ -375,27 +384,39 @@ class _Run:
         Tiles are timed alone, with a cold cache: where the network does not get faster by them they are forgotten.
         """
         flows = self.bench.flows(found.assignment)
-        best, longest = found.after, _TILING
+        best, largest = found.after, sorted(flows, key=lambda group: -self._standing(group))
         try:
-            for number, group in enumerate(sorted(flows, key=lambda group: -self._standing(group))):
+            for number, group in enumerate(largest):
                 self.clock.watch(Step(group.name, "tiles", number, len(flows), self.left, best, found.before))
-                known = set(ledger().known())
-                for layer in alone(group, self.asked.training):
-                    begin = self.clock.now()
-                    if self.left < 1.5 * longest:
-                        break
-                    _timed(layer, flows[group], self.asked.training)
-                    longest = max(longest if longest != _TILING else 0.0, self.clock.now() - begin)
-                new = set(ledger().known()) - known
+                new = self._time(group, flows[group])
                 if new:
-                    after = self.bench(found.assignment)
-                    kept = after <= best * (1 + LEAST)
-                    if not kept:
-                        ledger().forget(new)
-                    yield Tiles(group.name, len(new), best, after, kept)
-                    best = min(best, after)
+                    yield (judged := self._judged(group, new, best, found))
+                    best = min(best, judged.after)
         except KeyboardInterrupt:
             self.notes.append("the timing of tiles was interrupted")
+
+    def _judged(self, group: Group, new: set[Key], best: float, found: Found) -> Tiles:
+        """Keep new tiles if the network is not slower by them."""
+        after = self.bench(found.assignment)
+        if after > best:
+            # Whatever seems slower has another chance.
+            after = min(after, self.bench(found.assignment))
+        kept = after <= best * (1 + LEAST)
+        if not kept:
+            ledger().forget(new)
+        return Tiles(group.name, len(new), best, after, kept)
+
+    def _time(self, group: Group, flow: Flow) -> set[Key]:
+        """Time the tiles of a group's layers, as far as the budget reaches; what the ledger has new."""
+        known = set(ledger().known())
+        for layer in alone(group.calls, self.asked.training):
+            begin = self.clock.now()
+            if self.left < 1.5 * self.tiling:
+                break
+            _timed(layer, flow, self.asked.training)
+            self.tiling = max(self.tiling if self.timed else 0.0, self.clock.now() - begin)
+            self.timed = True
+        return set(ledger().known()) - known
 
     # What is told
     def _standing(self, group: Group) -> float:
