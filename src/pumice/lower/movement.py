@@ -199,8 +199,12 @@ def _given(x: Tensor, weight: Tensor, rows: int, groups: int) -> tuple[Tensor, T
 
 
 def _all_products(x: Tensor, filters: Tensor, how: Layout) -> Tensor:
-    gathered = x.index_select(0, how.gather)
-    products = x.new_empty(len(gathered), filters.shape[1] * filters.shape[3])
+    return multiplied(x.index_select(0, how.gather), filters, how)
+
+
+def multiplied(gathered: Tensor, filters: Tensor, how: Layout) -> Tensor:
+    """The products alone of rows that were gathered: [S, G * C] and filters [K, G, C, N] give [S, G * N]."""
+    products = gathered.new_empty(len(gathered), filters.shape[1] * filters.shape[3])
     for number, block in enumerate(how.blocks):
         at = slice(block.first, block.last)
         _multiplied(gathered[at], _filters(filters, how, number), products[at])
