@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from pumice.coords import Geometry, Relation, as_axes
+from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.errors import OptionError, ShapeError
-from pumice.ops.conv import Flow, Size, Target, conv, conv_inverse, conv_transpose, convolve, target_of
+from pumice.ops.conv import Flow, Size, Target, convolve, target_of
 from pumice.ops.tensor import SparseTensor
 from pumice.schedule.dataflow import chosen
 
 
-class _Conv(nn.Module):
-    """Weight [C_out, *kernel, C_in / groups] and bias [C_out], set as torch.nn sets them.
+class Convolution(nn.Module):
+    """What all convolution layers are: weight [C_out, *kernel, C_in / groups] and bias [C_out], set as torch.nn sets
+    them, and the relation of their kernel map.
 
     weight ~ U(-b, b) with b = 1 / sqrt(fan_in), fan_in = K * C_in / groups (kaiming_uniform with a = sqrt 5);
-    bias likewise. dataflow: as in pumice.ops.conv; it may be set anew between calls.
+    bias likewise. dataflow: as in pumice.ops.conv; it may be set anew between calls. tuned: what pumice.tune has put
+    there; any other value there is the user's own.
     """
 
     dim: ClassVar[int]
     weight: nn.Parameter
     bias: nn.Parameter | None
+    relation: Relation
     dataflow: Flow = None
+    tuned: Flow = None
 
     def __init__(
         self,
@@ -50,6 +55,18 @@ class _Conv(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels[1])) if bias else None
         self.reset_parameters()
 
+    def asked(self, target: Target = None) -> tuple[Relation, Geometry | None]:
+        """The relation of a call, and the coordinates of its outputs where the call names them."""
+        return self.relation, target_of(target)[1]
+
+    def map_of(self, x: SparseTensor, target: Target = None) -> tuple[KernelMap, Geometry]:
+        """The kernel map that a call with x (and its target) reads, and the coordinates of its outputs."""
+        relation, geometry = self.asked(target)
+        return kernel_map(x.geometry, relation, geometry)
+
+    def _over(self, x: SparseTensor, target: Target = None) -> SparseTensor:
+        return convolve(x, self.weight, self.bias, self.groups, self.asked(target), self.dataflow)
+
     def reset_parameters(self) -> None:
         """Draw weight and bias anew."""
         bound = 1 / math.sqrt(self.weight[0].numel())
@@ -67,7 +84,7 @@ class _Conv(nn.Module):
         return f"{self.in_channels}, {self.out_channels}, kernel_size={window}{rest}{groups}{bias}"
 
 
-class Conv(_Conv):
+class Conv(Convolution):
     """Sparse convolution in D axes: pumice.ops.conv with its own weight; Conv1d to Conv4d fix D.
 
     Stride 1 keeps the coordinates (submanifold); `out` chooses otherwise: "support", "floor_unique", or per call
@@ -108,13 +125,16 @@ class Conv(_Conv):
 
     def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
         """x: N voxels x in_channels -> SparseTensor with out_channels. `out` replaces the layer's own for this call."""
-        if out is None:
-            return convolve(x, self.weight, self.bias, self.groups, self.relation, self.dataflow)
-        options = {**self.options, "out": out, "dataflow": self.dataflow}
-        return conv(x, self.weight, self.bias, groups=self.groups, **options)
+        return self._over(x, out)
+
+    def asked(self, target: Target = None) -> tuple[Relation, Geometry | None]:
+        if target is None:
+            return self.relation, None
+        policy, geometry = target_of(target)
+        return replace(self.relation, policy=policy), geometry
 
 
-class ConvTranspose(_Conv):
+class ConvTranspose(Convolution):
     """Transposed sparse convolution, which makes new coordinates: pumice.ops.conv_transpose with its own weight."""
 
     def __init__(
@@ -137,13 +157,15 @@ class ConvTranspose(_Conv):
             "dilation": dilation,
             "output_padding": output_padding,
         }
-        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options, dataflow)
+        window = _window(kernel_size, self.dim)
+        super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
+        self.relation = Relation.of_transposed(self.dim, window, **options)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return conv_transpose(x, self.weight, self.bias, groups=self.groups, dataflow=self.dataflow, **self.options)
+        return self._over(x)
 
 
-class GenerativeConvTranspose(_Conv):
+class GenerativeConvTranspose(Convolution):
     """Transposed convolution over every coordinate it can reach, bounded by nothing; odd kernels are centred.
 
     As MinkowskiGenerativeConvolutionTranspose: Gwak, Choy and Savarese, "Generative Sparse Detection Networks",
@@ -163,13 +185,15 @@ class GenerativeConvTranspose(_Conv):
         dataflow: Flow = None,
     ) -> None:
         options = {"stride": stride, "padding": None, "dilation": dilation, "bounded": False}
-        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options, dataflow)
+        window = _window(kernel_size, self.dim)
+        super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
+        self.relation = Relation.of_transposed(self.dim, window, **options)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return conv_transpose(x, self.weight, self.bias, groups=self.groups, dataflow=self.dataflow, **self.options)
+        return self._over(x)
 
 
-class InverseConv(_Conv):
+class InverseConv(Convolution):
     """Back to known, finer coordinates: pumice.ops.conv_inverse with its own weight.
 
     `forward(x, target)`: target is a tensor (or geometry) on the coordinates from which a convolution of the same
@@ -190,12 +214,12 @@ class InverseConv(_Conv):
         dataflow: Flow = None,
     ) -> None:
         options = {"stride": stride, "padding": padding, "dilation": dilation}
-        super().__init__((in_channels, out_channels), _window(kernel_size, self.dim), groups, bias, options, dataflow)
+        window = _window(kernel_size, self.dim)
+        super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
+        self.relation = Relation.of(self.dim, window, policy="cached_inverse", **options)
 
     def forward(self, x: SparseTensor, target: SparseTensor | Geometry) -> SparseTensor:
-        return conv_inverse(
-            x, self.weight, target, self.bias, groups=self.groups, dataflow=self.dataflow, **self.options
-        )
+        return self._over(x, target)
 
 
 def _window(kernel_size: Size | None, dim: int) -> tuple[int, ...]:

@@ -88,14 +88,15 @@ def convolve(
     weight: Tensor,
     bias: Tensor | None,
     groups: int,
-    relation: Relation,
+    asked: tuple[Relation, Geometry | None],
     dataflow: Flow = None,
 ) -> SparseTensor:
-    """`conv` by a relation that is at hand, as layers have it."""
+    """`conv` and its kin by a relation that is at hand, as layers have it, and the target that it names."""
+    relation, target = asked
     _check_weight(x, weight, bias, groups, spatial=relation.custom is None)
     if relation.dim != x.dim:
         raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
-    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation), None, dataflow)
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), None, dataflow)
 
 
 def conv_transpose(
