@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pumice.coords import KernelMap, Relation, kernel_map
-from pumice.nn.conv import Conv, InverseConv
+from pumice.coords import KernelMap
+from pumice.nn.conv import Convolution
 from pumice.ops import SparseTensor
 
 
@@ -38,8 +39,8 @@ def layers_of(net: nn.Module, x: SparseTensor) -> list[Met]:
     """The convolutions of a network in the order in which they run on this tensor; pointwise ones are left out."""
     met: list[Met] = []
 
-    def note(name: str, module: Conv | InverseConv, given: tuple[Any, ...], result: SparseTensor) -> None:
-        found = _map_of(module, given[0], result)
+    def note(name: str, module: Convolution, given: tuple[Any, ...]) -> None:
+        found, _ = module.map_of(*given)
         met.append(Met(name, found, module.in_channels, module.out_channels))
 
     with _watched(net, note), torch.no_grad():
@@ -48,11 +49,11 @@ def layers_of(net: nn.Module, x: SparseTensor) -> list[Met]:
 
 
 @contextmanager
-def _watched(net: nn.Module, note: Any) -> Iterator[None]:
+def _watched(net: nn.Module, note: Callable[[str, Convolution, tuple[Any, ...]], None]) -> Iterator[None]:
     handles = [
-        module.register_forward_hook(lambda m, given, result, name=name: note(name, m, given, result))
+        module.register_forward_pre_hook(partial(_noted, note, name))
         for name, module in net.named_modules()
-        if isinstance(module, Conv | InverseConv)
+        if isinstance(module, Convolution)
     ]
     try:
         yield
@@ -61,10 +62,8 @@ def _watched(net: nn.Module, note: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _map_of(module: Conv | InverseConv, x: SparseTensor, y: SparseTensor) -> KernelMap:
-    """The map that the module has just used: it is kept with the coordinates."""
-    if isinstance(module, Conv):
-        return kernel_map(x.geometry, module.relation)[0]
-    window: Tensor = module.weight
-    relation = Relation.of(x.dim, tuple(window.shape[1:-1]), policy="cached_inverse", **module.options)
-    return kernel_map(x.geometry, relation, y.geometry)[0]
+def _noted(
+    note: Callable[[str, Convolution, tuple[Any, ...]], None], name: str, module: nn.Module, given: tuple[Any, ...]
+) -> None:
+    assert isinstance(module, Convolution)
+    note(name, module, given)
