@@ -78,6 +78,21 @@ def test_every_dataflow_is_the_convolution(name, case, device):
         assert torch.equal(once, again) or (device != "cpu" and pass_ not in DATAFLOWS[name].repeats)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_the_planner_picks_goes_with_others(case, device):
+    """A pass that is left to the planner beside named ones, and all of them."""
+    y, dy, dx, dw = wanted(case)
+    ops = cases.operands(case, device=device)
+    named = "implicit-gemm-sorted"
+    for asked in (Dataflows(named, "planned", "planned"), Dataflows("planned", named, named), "planned"):
+        result = cases.run(case, ops, asked).feats
+        found = (result.detach(), *torch.autograd.grad(result, (ops.feats, ops.weight), dy.to(device)))
+        for pass_, once, want in zip(PASSES, found, (y, dx, dw), strict=True):
+            cases.assert_close(once, want, torch.float64, pass_)
+        with torch.no_grad():
+            cases.assert_close(cases.run(case, ops, asked).feats, y, torch.float64, "inference")
+
+
 @pytest.mark.parametrize("name", DATAFLOWS)
 def test_without_voxels(name):
     x = pm.SparseTensor(torch.zeros(0, 2, requires_grad=True), torch.zeros(0, 3, dtype=torch.int32))

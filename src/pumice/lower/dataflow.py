@@ -12,7 +12,7 @@ for these forms (plan.py). Nothing is replaced: what cannot be done is refused w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from pumice.lower import triton as kernels
 from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
 from pumice.lower.loops import EIGHT_BITS
 from pumice.lower.movement import Forward, Layout
-from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, WGRAD, Dataflow
+from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, WGRAD, Chosen, Dataflow
 from pumice.schedule.grouping import Grouping
 
 CONV = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c]"
@@ -137,6 +137,30 @@ def _form(asked: Pass) -> str:
     return f"{form}_t" if asked.name == DGRAD and f"{form}_t" in maps.FORMS else form
 
 
+def forms(asked: Pass) -> tuple[str, ...]:
+    """The forms of the map that the statement of a pass reads; none where it is no statement."""
+    if asked.flow.movement == "planned":
+        return maps.names_of(asked.found, asked.name != FORWARD)
+    return (_form(asked),) if asked.flow.movement in ("implicit", "on-demand") else ()
+
+
+def lay_out(wanted: Sequence[tuple[KernelMap, Iterable[Chosen | None]]], differentiable: bool) -> None:
+    """Lay maps out as layers in these dataflows will read them, with one read of all their sizes.
+
+    None: as the planner likes them. differentiable: for gradients, too.
+    """
+    asked = []
+    for found, flows in wanted:
+        for three in flows:
+            if three is None:
+                asked.append((found, maps.names_of(found, differentiable)))
+                continue
+            passes = PASSES if differentiable else PASSES[:1]
+            for name, flow in zip(passes, three, strict=False):
+                asked.append((found, forms(Pass(name, flow, found, 1))))
+    maps.lay_out(asked)
+
+
 def _stated(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
     """The statement of a pass over the form of its dataflow."""
     split, finish = _in_groups(asked, given), _finish(epilogue)
@@ -147,10 +171,12 @@ def _stated(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
 
 def _ready(asked: Pass, given: Two, finish: Finish) -> plan.Ready:
     """The call made ready; it holds the arrays of the map."""
-    tokens, arrays = maps.held(asked.found, _form(asked))
+    each = [maps.held(asked.found, form) for form in forms(asked)]
+    arrays, tokens = ([one for held in each for one in held[place]] for place in (1, 0))
     operands, names = [*given, *arrays], "|".join((*_OPERANDS[asked.name], *tokens))
     text, shape = statement(asked.name, asked.groups), _shape(asked, given)
-    ready = plan.ready_for(operands, names, text, shape, _lowering(given[0]), finish)
+    lowering = "" if asked.flow.movement == "planned" else _lowering(given[0])
+    ready = plan.ready_for(operands, names, text, shape, lowering, finish)
     if asked.flow.piece and asked.name != WGRAD:
         ready = _in_pieces(ready, operands, asked.flow.piece)
     return plan.holding(ready, operands, (0, 1))
@@ -262,6 +288,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "on-demand": _stated,
         "on-demand-in-order": _in_order,
         "implicit": _stated,
+        "planned": _stated,
     }
 )
 """The engines by movement."""

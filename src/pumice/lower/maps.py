@@ -11,7 +11,7 @@ grouped      groups of pairs of one tap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -83,7 +83,7 @@ def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], lis
 
     While torch.compile traces, what is not there yet stays unmade: the pairs alone serve too.
     """
-    names = _names(found, differentiable)
+    names = names_of(found, differentiable)
     if torch.compiler.is_compiling():
         names = tuple(name for name in names if found.has(("form", name))) or ("pairs",)
     each = [held(found, name) for name in names]
@@ -95,20 +95,18 @@ def held(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     return found.storage(("form", name), lambda m: read(m, name))
 
 
-def _names(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
+def names_of(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
+    """The forms that the planner is given of a map."""
     inference, training = _FORMS_OF.get(found.device.type, _FORMS_OF["cpu"])
     return training if differentiable else inference
 
 
-def settled(found: Sequence[KernelMap], differentiable: bool) -> None:
-    """Lay maps out in the forms that `passed` will give, with one read of all their sizes."""
-    wanted: list[tuple[KernelMap, int, Order | None]] = []
-    for one in found:
-        for name in _names(one, differentiable):
-            wanted += FORMS[name].sizes(one)
-    settle(wanted)
-    for one in found:
-        passed(one, differentiable)
+def lay_out(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
+    """Lay maps out in these forms, with one read of all their sizes."""
+    asked = list(dict.fromkeys((found, name) for found, names in wanted for name in names))
+    settle([size for found, name in asked for size in FORMS[name].sizes(found)])
+    for found, name in asked:
+        held(found, name)
 
 
 def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:

@@ -10,7 +10,8 @@ from torch import nn
 from pumice.coords import Relation
 from pumice.errors import OptionError
 from pumice.nn import BatchNorm, Conv3d, ReLU, ResidualBlock
-from pumice.ops import SparseTensor
+from pumice.nn.conv import Convolution, convolutions
+from pumice.ops import SparseTensor, Users
 
 Padding = int | tuple[int, ...] | None
 
@@ -62,13 +63,9 @@ def voxelres8x(in_channels: int) -> nn.ModuleList:
     )
 
 
-def _steps(level: nn.Module) -> list[Relation]:
-    """The relations of a level's strided convolutions."""
-    found = [m for m in level.modules() if isinstance(m, Conv3d) and m.options["stride"] != 1]
-    return [
-        Relation.of(3, tuple(m.weight.shape[1:-1]), stride=m.options["stride"], padding=m.options["padding"])
-        for m in found
-    ]
+def _strided(level: nn.Module, strided: bool = True) -> list[Convolution]:
+    """A level's convolutions that lead to another one, or those that keep its coordinates."""
+    return [layer for layer in convolutions(level) if (layer.relation.policy != "same") == strided]
 
 
 def _has_blocks(level: nn.Module) -> bool:
@@ -98,12 +95,18 @@ class CenterPointBackbone(nn.Module):
             raise OptionError(f"form={form!r} is unknown; there are {', '.join(FORMS)}")
         self.form = form
         self.levels = FORMS[form](in_channels)
-        self.steps = [step for level in self.levels for step in _steps(level)]
+        strided = [layer for level in self.levels for layer in _strided(level)]
+        self.steps = [layer.relation for layer in strided]
         self.windows = [(Relation.of(3, 3),) if _has_blocks(level) else () for level in self.levels]
+        kept = [
+            [_strided(level, False)] if windows else []
+            for level, windows in zip(self.levels, self.windows, strict=True)
+        ]
+        self.users = Users([[layer] for layer in strided], [()] * len(strided), kept)
 
     def stages(self, x: SparseTensor) -> list[SparseTensor]:
         """The result of every stage, finest first."""
-        x.prepare(self.steps, self.windows)
+        x.prepare(self.steps, self.windows, self.users)
         results = []
         for level in self.levels:
             x = level(x)

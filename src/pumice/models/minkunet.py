@@ -8,7 +8,8 @@ from torch import nn
 from pumice.coords import Relation
 from pumice.nn import BatchNorm, Linear, ReLU, ResidualBlock
 from pumice.nn.blocks import CONV, INVERSE_CONV
-from pumice.ops import SparseTensor, cat
+from pumice.nn.conv import convolutions
+from pumice.ops import SparseTensor, Users, cat
 
 WIDTHS = (32, 32, 64, 128, 256, 256, 128, 96, 96)
 
@@ -77,9 +78,19 @@ class MinkUNet(nn.Module):
         self.head = Linear(widths[-1], num_classes)
         self.steps = (Relation.of(dim, 2, stride=2),) * len(self.encoders)
         self.windows = ((Relation.of(dim, 3),),) * (len(self.encoders) + 1)
+        self.users = self._users()
+
+    def _users(self) -> Users:
+        """The layers over each map; decoders lead back from the coarsest level."""
+        down = [convolutions(encoder.down) for encoder in self.encoders]
+        back = [convolutions(decoder.up) for decoder in reversed(self.decoders)]
+        parts = [[self.stem], *([encoder.blocks] for encoder in self.encoders)]
+        for level, decoder in zip(parts, reversed(self.decoders), strict=False):
+            level.append(decoder.blocks)
+        return Users(down, back, [[convolutions(*level)] for level in parts])
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        x.prepare(self.steps, self.windows)
+        x.prepare(self.steps, self.windows, self.users)
         levels = [self.stem(x)]
         for encoder in self.encoders:
             levels.append(encoder(levels[-1]))

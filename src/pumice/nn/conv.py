@@ -84,6 +84,11 @@ class Convolution(nn.Module):
         return f"{self.in_channels}, {self.out_channels}, kernel_size={window}{rest}{groups}{bias}"
 
 
+def convolutions(*modules: nn.Module) -> list[Convolution]:
+    """The convolution layers in these modules, in their order."""
+    return [layer for module in modules for layer in module.modules() if isinstance(layer, Convolution)]
+
+
 class Conv(Convolution):
     """Sparse convolution in D axes: pumice.ops.conv with its own weight; Conv1d to Conv4d fix D.
 

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from pumice.coords import Relation, kernel_map, pyramid
+from pumice.coords import KernelMap, Relation, kernel_map, pyramid
 from pumice.errors import OptionError, ShapeError
-from pumice.lower import maps
+from pumice.lower.dataflow import lay_out
 from pumice.ops.tensor import SparseTensor
+from pumice.schedule.dataflow import Chosen, Dataflow, Dataflows, chosen
 
 
-def prepare_levels(x: SparseTensor, steps: Sequence[Relation], same: Sequence[Sequence[Relation]]) -> None:
+class Layer(Protocol):
+    """What has a dataflow, as the convolutions of pumice.nn do."""
+
+    dataflow: str | Dataflow | Dataflows | None
+
+
+@dataclass(frozen=True)
+class Users:
+    """The layers over the maps of a pyramid, so that these are laid out as they will be read and in no other way.
+
+    steps: of each step the layers that go down. back: of each step those that go back up over its map. same: of each
+    level, and of each of its windows, those that keep the coordinates.
+    """
+
+    steps: Sequence[Sequence[Layer]]
+    back: Sequence[Sequence[Layer]]
+    same: Sequence[Sequence[Sequence[Layer]]]
+
+
+def prepare_levels(
+    x: SparseTensor, steps: Sequence[Relation], same: Sequence[Sequence[Relation]], users: Users | None
+) -> None:
     """See SparseTensor.prepare."""
     if not all(isinstance(step, Relation) for step in _listed(steps)):
         raise OptionError(f"steps takes a list of Relations, found {steps!r}")
@@ -22,15 +45,36 @@ def prepare_levels(x: SparseTensor, steps: Sequence[Relation], same: Sequence[Se
         raise OptionError(f"same takes a list of Relations for each level, found {same!r}")
     if len(same) > len(steps) + 1:
         raise ShapeError(f"windows are given for {len(same)} levels, {len(steps)} steps lead to {len(steps) + 1}")
+    if users is not None and not isinstance(users, Users):
+        raise OptionError(f"users takes a pumice.ops.Users, found {type(users).__name__}")
     if torch.compiler.is_compiling():
         return
     levels = pyramid(x.geometry, steps)
-    found = [kernel_map(level, step)[0] for level, step in zip(levels, steps, strict=False)]
-    found += [
-        kernel_map(level, relation)[0] for level, windows in zip(levels, same, strict=False) for relation in windows
-    ]
+    down = [kernel_map(level, step)[0] for level, step in zip(levels, steps, strict=False)]
+    kept = [[kernel_map(level, one)[0] for one in windows] for level, windows in zip(levels, same, strict=False)]
+    wanted = _wanted(down, kept, users)
     if x.geometry.device.type == "cuda":
-        maps.settled([*found, *(one.transpose() for one in found[: len(steps)])], torch.is_grad_enabled())
+        lay_out(wanted, torch.is_grad_enabled())
+
+
+def _wanted(
+    down: Sequence[KernelMap], kept: Sequence[Sequence[KernelMap]], users: Users | None
+) -> list[tuple[KernelMap, Iterable[Chosen | None]]]:
+    """The maps, and in which dataflows each is read; without users as the planner picks, both ways."""
+    flat = [found for windows in kept for found in windows]
+    back = [found.transpose() for found in down]
+    if users is None:
+        return [(found, (None,)) for found in (*down, *flat, *back)]
+    over = [*users.steps, *(layers for windows in users.same for layers in windows), *users.back]
+    if len(over) != len(down) + len(flat) + len(back):
+        raise ShapeError(
+            f"users are told of {len(over)} maps, there are {len(down)} down, as many back, {len(flat)} same"
+        )
+    return [(found, _flows(layers)) for found, layers in zip((*down, *flat, *back), over, strict=True)]
+
+
+def _flows(layers: Iterable[Layer]) -> set[Chosen | None]:
+    return {None if (flow := layer.dataflow) is None else chosen(flow) for layer in layers}
 
 
 def _listed(values: Any) -> Sequence[Any]:

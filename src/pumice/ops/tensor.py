@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from pumice.coords import Geometry, Relation
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
 from pumice.lower.loops import EIGHT_BITS
+
+if TYPE_CHECKING:
+    from pumice.ops.prepare import Users
 
 
 class SparseTensor:
@@ -200,23 +203,28 @@ class SparseTensor:
         self._feats.record_stream(stream)
         self.coords.record_stream(stream)
 
-    def prepare(self, steps: Sequence[Relation], same: Sequence[Sequence[Relation]] = ()) -> SparseTensor:
+    def prepare(
+        self, steps: Sequence[Relation], same: Sequence[Sequence[Relation]] = (), users: Users | None = None
+    ) -> SparseTensor:
         """Find the maps of a whole network at once: the levels that `steps` make one from the other, finest first.
 
         same: for each level, from this one on, the relations that keep its coordinates (submanifold windows). On a
         GPU the numbers of voxels of all levels are read in one transfer, and the sizes of what convolutions read of
-        all maps in another; layers that use these maps then wait for nothing. Returns itself.
+        all maps in another; layers that use these maps then wait for nothing. users: the layers over the maps
+        (pumice.ops.Users), so that each is laid out for the dataflows of its layers; without, as for layers of no
+        named dataflow, and also the other way round, for those that lead back over a step. Returns itself.
 
         Example: the nine maps of a MinkUNet
 
             x.prepare([Relation.of(3, 2, stride=2)] * 4, [[Relation.of(3, 3)]] * 5)
 
         Raises what kernel_map raises, GeometryError for a step that makes no coordinates, OptionError for what is no
-        Relation, and ShapeError for windows of more levels than there are. While torch.compile traces it does nothing.
+        Relation, and ShapeError for windows of more levels than there are and for users of other maps than these.
+        While torch.compile traces it does nothing.
         """
         from pumice.ops.prepare import prepare_levels
 
-        prepare_levels(self, steps, same)
+        prepare_levels(self, steps, same, users)
         return self
 
     # arithmetic

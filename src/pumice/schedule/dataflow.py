@@ -47,7 +47,8 @@ class Dataflow:
     devices: tuple[str, ...] = ("cuda", "cpu")
 
     def __str__(self) -> str:
-        return self.name if self == DATAFLOWS.get(self.name) else f"{self.name} {self.grouping}"
+        known = self.grouping is None or self == DATAFLOWS.get(self.name)
+        return self.name if known else f"{self.name} {self.grouping}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,7 +64,7 @@ class Dataflow:
 class Dataflows:
     """The dataflows of the three passes of a layer, each by name or as a value; those left out are the forward one's.
 
-    dgrad runs its dataflow on the transposed map.
+    dgrad runs its dataflow on the transposed map. "planned" is what the planner picks, for one of the passes.
     """
 
     forward: str | Dataflow
@@ -101,6 +102,8 @@ def _chosen(asked: str | Dataflow | Dataflows) -> Chosen:
 def _named(asked: str | Dataflow) -> Dataflow:
     if isinstance(asked, Dataflow):
         return asked
+    if asked == PLANNED.name:
+        return PLANNED
     if asked not in DATAFLOWS:
         raise OptionError(f"dataflow {asked!r} is unknown; there are {', '.join(DATAFLOWS)}")
     return DATAFLOWS[asked]
@@ -152,3 +155,6 @@ _LIST = (
 
 DATAFLOWS: Mapping[str, Dataflow] = MappingProxyType({flow.name: flow for flow in _LIST})
 """The dataflows by name."""
+
+PLANNED = Dataflow("planned", "planned", "planned", "what the planner picks where no dataflow is named")
+"""For a pass beside others that have a name; a layer without any has none."""

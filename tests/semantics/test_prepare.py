@@ -1,0 +1,53 @@
+"""Maps that are prepared are laid out for the layers that will read them."""
+
+import importlib
+
+import pytest
+
+import pumice as pm
+from pumice.lower import maps
+from pumice.lower.dataflow import lay_out
+from pumice.testing import random_tensor
+
+prepare = importlib.import_module("pumice.ops.prepare")
+STEP, WINDOW = pm.Relation.of(3, 2, stride=2), pm.Relation.of(3, 3)
+
+
+def layers(*flows):
+    return [pm.nn.Conv3d(4, 4, 3, dataflow=flow) for flow in flows]
+
+
+def maps_of(x):
+    """Down, and of both levels those that keep them."""
+    down, coarse = pm.kernel_map(x.geometry, STEP)
+    return [down], [[pm.kernel_map(level, WINDOW)[0]] for level in (x.geometry, coarse)]
+
+
+def laid(found):
+    return {name for name in maps.FORMS if found.has(("form", name))}
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_only_what_layers_read_is_laid_out(differentiable, monkeypatch):
+    monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
+    x = random_tensor(60, 4, 3)
+    down, kept = maps_of(x)
+    passes = pm.ops.Dataflows("implicit-gemm-split2", "planned", "implicit-gemm-table")
+    users = pm.ops.Users(
+        [layers("implicit-gemm-unsorted")], [[]], [[layers(None, passes)], [layers("gather-gemm-scatter-fused-fixed")]]
+    )
+    wanted = prepare._wanted(down, kept, users)
+    lay_out(wanted, differentiable)
+    (one, _), (fine, _), (coarse, _), (back, _) = wanted
+    assert one is down[0] and (fine, coarse) == (kept[0][0], kept[1][0]) and back.flipped
+    assert laid(one) == ({"unsorted", "unsorted_t", "grouped"} if differentiable else {"unsorted"})
+    assert laid(fine) == {"compacted", "split2"} | ({"compacted_t", "grouped"} if differentiable else set())
+    assert laid(coarse) == laid(back) == set(), "library products read no form, and nothing leads back"
+
+
+def test_without_users_all_is_laid_out_both_ways(monkeypatch):
+    monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
+    wanted = prepare._wanted(*maps_of(random_tensor(60, 4, 3)), None)
+    lay_out(wanted, False)
+    assert [found.flipped for found, _ in wanted] == [False, False, False, True]
+    assert all(laid(found) == {"compacted"} for found, _ in wanted)
