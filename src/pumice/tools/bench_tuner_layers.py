@@ -7,9 +7,8 @@ are one CUDA graph: what launches cost the host is not in the times.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from types import MappingProxyType
@@ -17,15 +16,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from pumice.coords import KernelMap
 from pumice.lower import movement, reference
-from pumice.ops import Dataflow, conv_features
+from pumice.ops import Dataflow
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.schedule.grouping import EPSILONS, SIZES, Grouping, padding
 from pumice.tools.bench_tuner_cases import Subjected, Writer, paced, say_published, spent, subjects
 from pumice.tools.ledger import Peer, Row
-from pumice.tools.network_layers import Met, layers_of
+from pumice.tools.network_layers import Fed, Met, layers_of
 from pumice.tools.study import Case, Setup, Way, ready
 from pumice.tools.timing import Times
 from pumice.tools.workloads import fresh
@@ -36,39 +34,10 @@ _L2 = 50e6
 """Bytes of an H200's L2."""
 
 
-@dataclass(frozen=True, eq=False)
-class Fed:
-    """A convolution with its operands."""
-
-    met: Met
-    feats: Tensor
-    weight: Tensor
-
-    @property
-    def found(self) -> KernelMap:
-        return self.met.found
-
-    def to(self, dtype: torch.dtype) -> Fed:
-        return replace(self, feats=self.feats.to(dtype), weight=self.weight.to(dtype))
-
-    def run(self, flow: str | Dataflow) -> Tensor:
-        return conv_features(self.feats, self.weight, self.found, self.found.num_outputs, dataflow=flow)
-
-    def exact(self) -> Tensor:
-        x, weight = self.feats.double(), self.weight.double()
-        return reference.forward(x, weight, self.found.pairs(), self.found.num_outputs, 1)
-
-
 def fed(setup: Setup, subject: Subjected) -> list[Fed]:
     """The convolutions of the subject's network on its first scan."""
     met = layers_of(subject.net(setup), fresh(subject.samples(setup)[0]))
-    return [_fed(setup, subject.dtype, one) for one in met]
-
-
-def _fed(setup: Setup, dtype: torch.dtype, met: Met) -> Fed:
-    feats = setup.filled(met.found.num_inputs, met.inputs, dtype=dtype, seed=6)
-    weight = setup.filled(met.outputs, met.found.volume, met.inputs, seed=7) / math.sqrt(7 * met.inputs)
-    return Fed(met, feats, weight.to(dtype))
+    return [Fed.normal(one, subject.dtype) for one in met]
 
 
 Run = Callable[[], list[Tensor]]
@@ -76,7 +45,7 @@ Run = Callable[[], list[Tensor]]
 
 def in_turn(layers: Sequence[Fed], flow: str | Dataflow) -> Run:
     """All layers in a dataflow, one after the other, in inference."""
-    return torch.no_grad()(lambda: [one.run(flow) for one in layers])
+    return torch.no_grad()(lambda: [one.forward(flow) for one in layers])
 
 
 def checked(setup: Setup, case: str, dtype: torch.dtype, truths: Sequence[Tensor], runs: Mapping[str, Run]) -> bool:
@@ -123,7 +92,7 @@ def _movements(setup: Setup, subject: Subjected) -> Iterator[Row]:
     sides = {True: half, False: full}
     names = {name: f"gather-gemm-scatter-{kind}-separate" for name, (_, kind) in MOVEMENTS.items()}
     runs = {name: in_turn(sides[narrow], DATAFLOWS[names[name]]) for name, (narrow, _) in MOVEMENTS.items()}
-    truths = [one.exact() for one in half]
+    truths = [one.exact()[0] for one in half]
     if not checked(setup, subject.case("movement", "all"), subject.dtype, truths, runs):
         return
     del truths
@@ -189,7 +158,7 @@ def _groupings(setup: Setup, subject: Subjected) -> Iterator[Row]:
         **{kind: [Grouping(kind)] * len(layers) for kind in ("separate", "symmetric", "fixed", "adaptive")},
         "adaptive-tuned": _tuned(setup, layers),
     }
-    truths = [one.exact() for one in layers]
+    truths = [one.exact()[0] for one in layers]
     runs = {name: _grouped(layers, how) for name, how in chosen.items()}
     if not checked(setup, subject.case("grouping", "all"), subject.dtype, truths, runs):
         return
@@ -201,7 +170,7 @@ def _groupings(setup: Setup, subject: Subjected) -> Iterator[Row]:
 
 def _grouped(layers: Sequence[Fed], how: Sequence[Grouping]) -> Run:
     flows = [replace(DATAFLOWS["gather-gemm-scatter-fused-separate"], name="grouped", grouping=each) for each in how]
-    return torch.no_grad()(lambda: [one.run(flow) for one, flow in zip(layers, flows, strict=True)])
+    return torch.no_grad()(lambda: [one.forward(flow) for one, flow in zip(layers, flows, strict=True)])
 
 
 def _tuned(setup: Setup, layers: Sequence[Fed]) -> list[Grouping]:

@@ -1,0 +1,159 @@
+"""What the studies of whole networks share: a network with its scans, in ways that differ in its layers' dataflows.
+
+A pass finds every kernel map anew, as a new scan would have it done. Before a way is timed every layer is held against
+float64 by itself, by the tolerance of the dtype, and the whole network against library products in float32 (where
+half precision is float32 already, float64): it may be as far from them as the tolerance, or where a deep network rounds
+more than that, as its gradients do, FAIR times as far as the untuned network is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pumice.nn.conv import Convolution, convolutions
+from pumice.ops.conv import Flow
+from pumice.tools.bench_tuner_cases import TRAINING, Subjected
+from pumice.tools.network_layers import Fed, Met, layers_of
+from pumice.tools.study import TOLERANCE, Setup, error
+from pumice.tools.workloads import Sample, fresh
+
+FAIR = 3.0
+LIBRARY = "gather-gemm-scatter-fused-separate"
+"""The dataflow that has none of our kernels."""
+
+Flows = Sequence[Flow]
+"""The dataflow of each convolution of a network."""
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A subject's network and samples on the device. seed gradients are normal numbers."""
+
+    subject: Subjected
+    net: nn.Module
+    samples: Sequence[Sample]
+
+    @staticmethod
+    def of(setup: Setup, subject: Subjected, count: int = 1) -> Network:
+        batch = 2 if subject.mode == TRAINING else 1
+        return Network(subject, subject.net(setup), subject.samples(setup, count, batch))
+
+    @property
+    def training(self) -> bool:
+        return self.subject.mode == TRAINING
+
+    @property
+    def flows(self) -> list[Flow]:
+        """Those that its layers have now."""
+        return [layer.dataflow for layer in convolutions(self.net)]
+
+    def all_in(self, flow: Flow) -> list[Flow]:
+        """All layers in one dataflow; None: as the planner picks."""
+        return [flow] * len(convolutions(self.net))
+
+    def assign(self, flows: Flows) -> None:
+        for layer, flow in zip(convolutions(self.net), flows, strict=True):
+            layer.dataflow = flow
+
+    @contextmanager
+    def having(self, flows: Flows) -> Iterator[None]:
+        """Its layers in these dataflows for a while."""
+        before = self.flows
+        self.assign(flows)
+        try:
+            yield
+        finally:
+            self.assign(before)
+
+    def run(self, flows: Flows | None = None) -> list[Tensor]:
+        """A pass over each sample, its maps found anew: the results, and in training the gradients of all weights."""
+        found: list[Tensor] = []
+        with nullcontext() if flows is None else self.having(flows):
+            for sample in self.samples:
+                found += self._trained(sample) if self.training else [self._inferred(sample)]
+        return found
+
+    def _inferred(self, sample: Sample) -> Tensor:
+        with torch.no_grad():
+            return self.net(fresh(sample)).feats
+
+    def _trained(self, sample: Sample) -> list[Tensor]:
+        device = sample.coords.device.type
+        half = self.subject.dtype in (torch.float16, torch.bfloat16)
+        with torch.autocast(device, self.subject.dtype) if half else nullcontext():
+            y = self.net(fresh(sample)).feats
+        chance = torch.Generator(y.device).manual_seed(9)
+        grad = torch.randn(y.shape, generator=chance, device=y.device).to(y.dtype)
+        grads = torch.autograd.grad(y, list(self.net.parameters()), grad)
+        return [y.detach(), torch.cat([one.flatten() for one in grads])]
+
+    def exact(self) -> list[Tensor]:
+        """The same by library products in a wider dtype."""
+        wide = torch.float64 if self.subject.dtype == torch.float32 else torch.float32
+        net = self.subject.workload.model().to(self.samples[0].coords.device)
+        net.load_state_dict(self.net.state_dict())
+        net = net.train(self.net.training).to(wide)
+        samples = [replace(one, feats=one.feats.to(wide)) for one in self.samples]
+        other = Network(replace(self.subject, dtype=wide), net, samples)
+        return other.run(other.all_in(LIBRARY))
+
+
+def checked(setup: Setup, network: Network, ways: Mapping[str, Flows], case: Callable[[str], str]) -> dict[str, Flows]:
+    """The ways that are right: every layer by itself, and the network. Others are failures of the run."""
+    truths, layers = network.exact(), Layers(network)
+    least = error(network.run(network.all_in(None)), truths)
+    bound = max(TOLERANCE[network.subject.dtype], FAIR * least)
+    setup.say(f"  {network.subject.name}: relative error untuned {least:.1e}, bound {bound:.1e}")
+    found = {}
+    for name, flows in ways.items():
+        wrong = layers.wrong(flows)
+        distance = error(network.run(flows), truths)
+        if wrong:
+            setup.failed(f"{case(name)}: {wrong}; not timed")
+        elif not distance < bound:
+            setup.failed(f"{case(name)}: relative error {distance:.2g}, expected below {bound:.2g}; not timed")
+        else:
+            found[name] = flows
+    return found
+
+
+class Layers:
+    """The layers of a network by themselves, on normal features, against float64; what is alike is checked once."""
+
+    def __init__(self, network: Network) -> None:
+        self.training, self.dtype = network.training, network.subject.dtype
+        self.met = {one.name: one for one in layers_of(network.net, fresh(network.samples[0]))}
+        self.names = [name for name, layer in network.net.named_modules() if isinstance(layer, Convolution)]
+        self.errors: dict[Any, float] = {}
+        self.truths: dict[Any, tuple[Fed, list[Tensor]]] = {}
+
+    def wrong(self, flows: Flows) -> str:
+        """What is wrong with a layer in its dataflow; empty where nothing is."""
+        bound = TOLERANCE[self.dtype]
+        for name, flow in zip(self.names, flows, strict=True):
+            distance = self._error(self.met[name], flow)
+            if not distance < bound:
+                return f"layer {name} in {flow}: relative error {distance:.2g}, expected below {bound:g}"
+        return ""
+
+    def _error(self, met: Met, flow: Flow) -> float:
+        alike = id(met.found), met.inputs, met.outputs
+        if alike not in self.truths:
+            fed = Fed.normal(met, self.dtype)
+            self.truths[alike] = fed, fed.exact(self.training)
+        if (alike, flow) not in self.errors:
+            fed, truth = self.truths[alike]
+            self.errors[alike, flow] = error(fed.passes(flow, self.training), truth)
+        return self.errors[alike, flow]
+
+
+def calls(network: Network, ways: Mapping[str, Flows]) -> dict[str, Callable[[], list[Tensor]]]:
+    """By name a pass of each way."""
+    return {name: partial(network.run, flows) for name, flows in ways.items()}
