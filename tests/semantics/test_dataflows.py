@@ -248,6 +248,17 @@ def test_modules_take_one(module):
     assert_close(got.feats.detach(), want.feats.detach())
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_maps_are_found_without_arithmetic():
+    """pm.prepare runs a model on meta tensors, in whatever dataflows its layers have."""
+    net, x = pm.nn.Conv3d(4, 6, 3, stride=2, dataflow="implicit-gemm-unsorted"), random_tensor(40, 4, 3)
+    pm.prepare(net, x)
+    assert len(x.geometry.maps) == 1
+    conv_features(x.feats.to("meta"), torch.ones(5, 27, 4, device="meta"), *layer()[2:], dataflow="explicit-gemm")
+    with pytest.raises(OptionError, match="while torch.compile .*without a dataflow all of these work.*Tuning.remove"):
+        torch.compile(net, backend="eager")(x)
+
+
 def test_what_is_refused():
     x, w, found, rows = layer()
     with pytest.raises(OptionError, match="'gemm' is unknown; there are explicit-gemm, .*implicit-gemm-split-k"):

@@ -36,12 +36,17 @@ def by_dataflow(
     """The convolution of x [N_in, G*C] and w [G*N, K, C] over a map, checked before, in these dataflows."""
     form = _Form(tuple(Pass(name, flow, found, groups) for name, flow in zip(PASSES, flows, strict=True)))
     more = () if epilogue is None else tuple(epilogue.operands.values())
+    if given[0].is_meta:
+        # Maps alone are wanted.
+        kept = None if epilogue is None else epilogue.finish.dtype
+        return given[0].new_empty(found.num_outputs, given[1].shape[0], dtype=kept or given[0].dtype)
     if register.plain((*given, *more)):
         return form.passes[0](given, epilogue)
     if not register.recorded((*given, *more)):
         raise OptionError(
             f"dataflow {flows[0].name} runs with torch's autograd alone: not while torch.compile or a transform of "
-            "torch.func traces, with forward-mode tangents, or on meta tensors; without a dataflow all of these work"
+            "torch.func traces, or with forward-mode tangents; without a dataflow all of these work. Set that of the "
+            "layers to None, or Tuning.remove(model) where pumice.tune chose it"
         )
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in given]
     if any(wanted) and given[0].dtype in EIGHT_BITS:

@@ -18,10 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pumice.coords import Relation
 from pumice.data import Scan, read_scan, street_scene
 from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.models import CenterPointBackbone, MinkUNet
+from pumice.nn import Conv3d, MaxPool3d, ReLU
 from pumice.ops import SparseTensor, voxelize
 
 Scans = Callable[[Path], list[Scan]]
@@ -32,15 +34,16 @@ class Grid:
     """How points become voxels.
 
     size: metres, per axis (x, y, z). low, cells: the least corner in metres and the extent in voxels; what lies outside
-    is left out, the voxel is floor((p - low) / size), and coordinates are (z, y, x) with one layer more on top, as
-    OpenPCDet has them. Without low nothing is left out, the voxel is round(p / size) less the least one, and
-    coordinates are (x, y, z), as spvnas has them. most: a random choice of so many voxels where there are more.
+    is left out, the voxel is floor((p - low) / size), and coordinates are (z, y, x), as OpenPCDet has them. Without low
+    nothing is left out, the voxel is round(p / size) less the least one, and coordinates are (x, y, z), as spvnas has
+    them. most: a random choice of so many voxels where there are more. layers: empty ones more on top.
     """
 
     size: tuple[float, float, float]
     low: tuple[float, float, float] | None = None
     cells: tuple[int, int, int] | None = None
     most: int = 0
+    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,38 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.coords)
+
+
+class ConvPool(nn.Module):
+    """The network of spconv's own benchmark (test/benchmark.py): nothing but convolutions and pools.
+
+    For each width, two convolutions of 3x3x3 without bias that keep the coordinates; between widths a maximum over
+    2x2x2 voxels and 0, which spconv's pool has among the values. Weights are normal, with the scale that keeps the size
+    of features where 7 of 27 neighbours are there: those that torch's rule gives would, without norms, leave nothing
+    that half precision could hold.
+    """
+
+    WIDTHS = (64, 96, 128, 160, 192, 224, 256)
+
+    def __init__(self, in_channels: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for width in self.WIDTHS:
+            if len(self.layers):
+                self.layers += [MaxPool3d(2, 2, padding=0), ReLU()]
+            self.layers += [Conv3d(in_channels, width, 3, bias=False), Conv3d(width, width, 3, bias=False)]
+            in_channels = width
+        for layer in self.layers:
+            if isinstance(layer, Conv3d):
+                nn.init.normal_(layer.weight, std=(7 * layer.in_channels) ** -0.5)
+        self.steps = (Relation.of(3, 2, stride=2, padding=0),) * (len(self.WIDTHS) - 1)
+        self.windows = ((Relation.of(3, 3),),) * len(self.WIDTHS)
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        x.prepare(self.steps, self.windows)
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def samples(
@@ -145,13 +180,13 @@ def _voxels(workload: Workload, folder: Path, place: int) -> Sample:
         coords, shape = x.coords, None
     else:
         x = voxelize(points, feats, grid.size, origin=grid.low, spatial_shape=grid.cells)
-        coords, shape = x.coords[:, [0, 3, 2, 1]], _with_a_layer(grid.cells)
+        coords, shape = x.coords[:, [0, 3, 2, 1]], _extent(grid)
     kept = _by_coordinates(coords, grid.most)
     return Sample(coords[kept].contiguous(), x.feats[kept], shape, 1, scan.name)
 
 
-def _with_a_layer(cells: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
-    return None if cells is None else (cells[2] + 1, cells[1], cells[0])
+def _extent(grid: Grid) -> tuple[int, int, int] | None:
+    return None if grid.cells is None else (grid.cells[2] + grid.layers, grid.cells[1], grid.cells[0])
 
 
 def _by_coordinates(coords: Tensor, most: int) -> Tensor:
@@ -254,8 +289,8 @@ def _with_age(feats: np.ndarray, age: float) -> np.ndarray:
 
 _KITTI = Grid((0.05, 0.05, 0.05))
 _LIDARSEG = Grid((0.1, 0.1, 0.1), most=60_000)
-_NUSCENES = Grid((0.1, 0.1, 0.2), (-51.2, -51.2, -5.0), (1024, 1024, 40), most=60_000)
-_WAYMO = Grid((0.1, 0.1, 0.15), (-75.2, -75.2, -2.0), (1504, 1504, 40), most=150_000)
+_NUSCENES = Grid((0.1, 0.1, 0.2), (-51.2, -51.2, -5.0), (1024, 1024, 40), 60_000, 1)
+_WAYMO = Grid((0.1, 0.1, 0.15), (-75.2, -75.2, -2.0), (1504, 1504, 40), 150_000, 1)
 _SEGMENT = "spvnas MinkUNet, voxels round(p / size); "
 _DETECT = "OpenPCDet VoxelResBackBone8x; "
 
@@ -291,3 +326,13 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     }
 )
 """By name, in the order of the papers."""
+
+SPCONV_NET = Workload(
+    "spconv-net",
+    ConvPool,
+    partial(_files, patterns=("spconv_benchmark_pc/benchmark-pc.npz",)),
+    Grid((0.1, 0.1, 0.1), (-80.0, -80.0, -2.0), (1600, 1600, 80), 150_000),
+    3,
+    source="spconv test/benchmark.py, its network and its cloud",
+)
+"""What spconv measures itself with: 125,562 voxels in a grid of 80 x 1600 x 1600."""
