@@ -12,8 +12,8 @@ import pytest
 from schedule import writers
 
 from pumice.errors import FileError
-from pumice.schedule import ledger as ledgers
-from pumice.schedule.ledger import VERSION, Key, Ledger, Tuned
+from pumice.schedule import store as stores
+from pumice.schedule.ledger import TILES, VERSION, Key, Ledger, Tuned
 from pumice.schedule.tile import Tile
 
 KEY = Key("some GPU", "C[i] = A[i]", ("fp16",), (3,))
@@ -101,7 +101,7 @@ def test_eight_processes_lose_nothing(path, started):
 
 def test_a_killed_writer_does_no_harm(path, started, monkeypatch):
     """Those that cannot wait for it serve their own process, and are written with the next one."""
-    monkeypatch.setattr(ledgers, "WAIT", 0.02)
+    monkeypatch.setattr(stores, "WAIT", 0.02)
     Ledger(path).put(KEY, Tile(16, 16))
     ready, own = SPAWN.Event(), Ledger(path)
     holder = started(writers.hold, path, ready)
@@ -140,8 +140,8 @@ def test_a_file_is_read_again_only_where_it_has_changed(path, monkeypatch):
     ours = Ledger(path)
     ours.put(KEY, Tile(16, 16))
     read = []
-    entries = ledgers._entries
-    monkeypatch.setattr(ledgers, "_entries", lambda *args: read.append(args) or entries(*args))
+    entries = stores.Kind.entries
+    monkeypatch.setattr(stores.Kind, "entries", lambda *args: read.append(args) or entries(*args))
     assert ours.look(OTHER) is None and ours.look(OTHER) is None and ours.get(KEY) and not read
     assert ours.generation == 1
     Ledger(path).put(OTHER, Tile(32, 32))
@@ -151,14 +151,14 @@ def test_a_file_is_read_again_only_where_it_has_changed(path, monkeypatch):
 
 def test_a_file_replaced_while_it_is_read(path, monkeypatch):
     Ledger(path).put(KEY, Tile(16, 16))
-    text, problems = ledgers._text, [OSError(errno.ESTALE, "stale")]
+    text, problems = stores._text, [OSError(errno.ESTALE, "stale")]
 
     def once(*args):
         if problems:
             raise problems.pop()
         return text(*args)
 
-    monkeypatch.setattr(ledgers, "_text", once)
+    monkeypatch.setattr(stores, "_text", once)
     assert Ledger(path).get(KEY) == Tile(16, 16) and not problems
 
 
@@ -235,7 +235,7 @@ def test_a_home_that_cannot_be_written(path, monkeypatch, call):
     Ledger(path).put(KEY, Tile(16, 16))
     other = path.with_name("other.json")
     Ledger(other).put(OTHER, Tile(16, 16))
-    monkeypatch.setattr(ledgers, call, forbidden)
+    monkeypatch.setattr(stores, call, forbidden)
     own = Ledger(path)
     with pytest.warns(RuntimeWarning, match="cannot be written .Read-only file system.; tiles tuned here") as said:
         own.put(OTHER, Tile(32, 32))
@@ -277,7 +277,7 @@ def test_a_folder_that_is_a_file(tmp_path):
 
 def test_a_disk_that_is_full_leaves_the_file_as_it_is(path, monkeypatch):
     Ledger(path).put(KEY, Tile(16, 16))
-    monkeypatch.setattr(ledgers.os, "fsync", forbidden)
+    monkeypatch.setattr(stores.os, "fsync", forbidden)
     with pytest.warns(RuntimeWarning):
         Ledger(path).put(OTHER, Tile(32, 32))
     assert tiles(Ledger(path)) == {KEY: Tile(16, 16)} and not list(path.parent.glob("*.tmp"))
@@ -287,8 +287,23 @@ def test_a_disk_that_is_full_leaves_the_file_as_it_is(path, monkeypatch):
 def dated(own, key, tile, days):
     date = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(days=days)
     source = own.path.with_name("source.json")
-    source.write_text(ledgers._document([ledgers._entry(key, Tuned(tile, date, days))]))
+    source.write_text(TILES.document([TILES.write(key, Tuned(tile, date, days))]))
     return own.merge(source)
+
+
+def test_what_is_forgotten_is_gone_for_all(path, monkeypatch):
+    one, two = Ledger(path), Ledger(path)
+    one.put(KEY, Tile(16, 16))
+    two.put(OTHER, Tile(32, 32))
+    one.forget([OTHER, replace(KEY, sizes=(9,))])
+    assert tiles(Ledger(path)) == {KEY: Tile(16, 16)} and one.get(OTHER) is None and one.generation == 2
+    two.forget([KEY, OTHER])
+    assert tiles(Ledger(path)) == {} and two.get(OTHER) is None
+    two.put(KEY, Tile(16, 16))
+    monkeypatch.setattr(stores, "FileLock", forbidden)
+    with pytest.warns(RuntimeWarning, match="cannot be written"):
+        two.forget([KEY])
+    assert two.get(KEY) is None and tiles(Ledger(path)) == {KEY: Tile(16, 16)}
 
 
 def test_a_merge_prefers_the_newer(path):

@@ -1,0 +1,249 @@
+"""The greedy search over groups of layers: one group after the other, each choice measured end to end.
+
+Tang et al., "TorchSparse++", MICRO 2023, section 4: layers that share a kernel map form a group and run one dataflow;
+a group takes what is fastest for the whole network while the others stay as they are, so that the number of
+measurements is the sum of the groups' candidates and not their product. What is ours: every group begins with a new
+measurement of what stands, since a device's clock drifts; a choice has to be better than measurements of the same thing
+differ, and twice; and the result is held against the default in the end, so that it is never one that was measured
+slower.
+
+Values and a function `measure`: no tensors, no launches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from time import monotonic
+
+from pumice.errors import PumiceError
+
+Choice = Hashable
+"""What a group may run; None is the default, what the planner picks."""
+Assignment = Mapping[str, Choice]
+"""The choices of the groups by name; one that is not there has the default."""
+Measure = Callable[[Assignment], float]
+"""Seconds of an assignment. Raises PumiceError for one that cannot be run."""
+
+LEAST = 0.002
+"""The share by which a choice must be faster, at least."""
+MOST = 0.05
+"""The share that is asked for at most, however much measurements differ."""
+LAST = 4
+"""Measurements that the comparison with the default takes in the end."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A group and what it may run besides the default, in the order in which it is tried."""
+
+    group: str
+    candidates: tuple[Choice, ...]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a candidate gave: seconds of the network, or why it was refused. stood: what it was compared with."""
+
+    candidate: Choice
+    seconds: float = math.inf
+    stood: float = math.inf
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a search is. done, of total: measurements; left: seconds, as reckoned; best, before: seconds of the best
+    assignment so far and of the default."""
+
+    group: str
+    candidate: Choice
+    done: int
+    total: int
+    left: float
+    best: float
+    before: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search.
+
+    assignment: those choices that are not the default. before, after: seconds of the default and of the assignment.
+    tried: by group, in order; of a group that was cut short, what was tried until then. asked: the groups that were
+    asked to the end. measured: how often. ended: why it was cut short, or why the default stands in the end.
+    """
+
+    assignment: Assignment
+    before: float
+    after: float
+    tried: Mapping[str, tuple[Tried, ...]]
+    asked: tuple[str, ...]
+    measured: int
+    finished: bool = True
+    ended: str = ""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A budget in seconds; now: a clock; watch: told of every step."""
+
+    budget: float = math.inf
+    now: Callable[[], float] = monotonic
+    watch: Callable[[Step], object] = lambda step: None
+
+
+class _Enough(Exception):
+    """The budget does not reach for another measurement."""
+
+
+def measurements(questions: Sequence[Question]) -> int:
+    """How many measurements a search takes at most: linear in the candidates."""
+    return 3 + sum(len(question.candidates) + 2 for question in questions) + LAST
+
+
+def search(
+    questions: Sequence[Question], measure: Measure, clock: Clock | None = None, start: Assignment | None = None
+) -> Found:
+    """Ask each group in turn what it should run; see the head of this file. start: what stands at first.
+
+    KeyboardInterrupt and the end of the budget keep what was found. PumiceError refuses a candidate; for the default
+    it goes through, and so does all else that `measure` raises.
+    """
+    return _Search(questions, measure, clock or Clock(), dict(start or {})).run()
+
+
+@dataclass
+class _Search:
+    questions: Sequence[Question]
+    measure: Measure
+    clock: Clock
+    standing: dict[str, Choice]
+    tried: dict[str, list[Tried]] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    before: float = math.inf
+    best: float = math.inf
+    took: list[float] = field(default_factory=list)
+    apart: list[float] = field(default_factory=list)
+    asking: tuple[str, Choice] = ("", None)
+
+    def __post_init__(self) -> None:
+        self.began = self.clock.now()
+
+    def run(self) -> Found:
+        ended = ""
+        try:
+            self._begin()
+            for question in self.questions:
+                self._ask(question)
+        except _Enough:
+            ended = "the budget was spent"
+        except KeyboardInterrupt:
+            if self.before == math.inf:
+                raise
+            return self._found("it was interrupted", False)
+        try:
+            stands = self._held_against_the_default()
+        except KeyboardInterrupt:
+            return self._found("it was interrupted", False)
+        return self._found(ended or stands, not ended)
+
+    def _begin(self) -> None:
+        self.before = self.best = self._timed({})
+        self._learn(self.before, self._timed({}))
+        if self.standing:
+            self.best = self._timed(self.standing)
+
+    def _ask(self, question: Question) -> None:
+        """Take the best candidate of a group, if it is better than what stands, twice."""
+        self.asking = (question.group, None)
+        stood = self._timed(self.standing)
+        self._learn(self.best, stood)
+        self.best = stood
+        results = self.tried.setdefault(question.group, [])
+        try:
+            for candidate in question.candidates:
+                results.append(self._try(question.group, candidate, stood))
+        except (_Enough, KeyboardInterrupt):
+            # What was measured counts.
+            self._take(question.group, results, stood)
+            raise
+        winner = self._take(question.group, results, stood)
+        if winner is not None:
+            self._confirm(question.group, winner)
+        self.asked.append(question.group)
+
+    def _try(self, group: str, candidate: Choice, stood: float) -> Tried:
+        self.asking = (group, candidate)
+        try:
+            return Tried(candidate, self._timed({**self.standing, group: candidate}), stood)
+        except PumiceError as reason:
+            return Tried(candidate, stood=stood, refused=str(reason))
+
+    def _take(self, group: str, results: Sequence[Tried], stood: float) -> Tried | None:
+        winner = min(results, key=lambda tried: tried.seconds, default=None)
+        if winner is None or not self._better(winner.seconds, stood):
+            return None
+        self.standing[group], self.best = winner.candidate, winner.seconds
+        return winner
+
+    def _confirm(self, group: str, winner: Tried) -> None:
+        self.asking = (group, winner.candidate)
+        again = self._timed(self.standing)
+        self._learn(winner.seconds, again)
+        self.best = fmean((winner.seconds, again))
+        if not self._better(self.best, winner.stood):
+            del self.standing[group]
+            self.best = winner.stood
+
+    def _held_against_the_default(self) -> str:
+        """Measure both once more, in turn; why the default stands, if it does."""
+        if not self.standing:
+            return ""
+        self.asking = ("", None)
+        pairs = [(self._timed({}, True), self._timed(self.standing, True)) for _ in range(LAST // 2)]
+        # What was measured before is of another time.
+        self.before, self.best = (fmean(side) for side in zip(*pairs, strict=True))
+        if self.best < self.before:
+            return ""
+        told = f"all choices together took {1e3 * self.best:.3f} ms, the default {1e3 * self.before:.3f} ms"
+        self.standing = {}
+        return told
+
+    def _better(self, seconds: float, stood: float) -> bool:
+        """Whether the difference is larger than those between measurements of the same thing usually are."""
+        noise = 2 * median(self.apart) if self.apart else 0.0
+        return seconds < stood * (1 - min(MOST, max(LEAST, noise)))
+
+    def _learn(self, one: float, other: float) -> None:
+        """How much measurements of the same thing differ."""
+        if 0 < max(one, other) < math.inf:
+            self.apart.append(abs(one - other) / max(one, other))
+
+    def _timed(self, assignment: Assignment, last: bool = False) -> float:
+        """Measure, if the budget reaches for it and for the comparison in the end."""
+        begin = self.clock.now()
+        if self.took and not last:
+            kept = LAST * min(self.took)
+            if begin - self.began + fmean(self.took) + kept > self.clock.budget:
+                raise _Enough
+        seconds = self.measure(assignment)
+        self.took.append(self.clock.now() - begin)
+        self._tell()
+        return seconds
+
+    def _tell(self) -> None:
+        total, done, spent = measurements(self.questions), len(self.took), self.clock.now() - self.began
+        left = min(spent / done * max(0, total - done), max(0.0, self.clock.budget - spent))
+        group, candidate = self.asking
+        self.clock.watch(Step(group, candidate, done, max(total, done), left, self.best, self.before))
+
+    def _found(self, ended: str, finished: bool) -> Found:
+        tried = {group: tuple(results) for group, results in self.tried.items()}
+        # Nothing that was measured slower is given, whatever was cut short.
+        assignment, after = dict(self.standing), self.best
+        if not assignment or after >= self.before:
+            assignment, after = {}, self.before
+        return Found(assignment, self.before, after, tried, tuple(self.asked), len(self.took), finished, ended)
