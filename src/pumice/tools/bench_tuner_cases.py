@@ -115,11 +115,11 @@ class Writer:
 
     def counted(self, way: str, metric: str, value: float, unit: str, peer: Peer | None = None) -> Row:
         """A row of what was counted or worked out."""
-        return self._row(way, _exactly(value), peer or Peer(ITSELF, value), metric, unit, "count")
+        return self._row(way, exactly(value), peer or Peer(ITSELF, value), metric, unit, "count")
 
     def rated(self, way: str, metric: str, value: float, unit: str, peer: Peer) -> Row:
         """A row of what follows from times on the device; higher is better."""
-        return self._row(way, _exactly(value), peer, metric, unit, clock_of(self.setup))
+        return self._row(way, exactly(value), peer, metric, unit, clock_of(self.setup))
 
     def _row(self, way: str, times: Times, peer: Peer, metric: str, unit: str, clock: str) -> Row:
         case = self.subject.case(self.study, way)
@@ -127,7 +127,8 @@ class Writer:
         return row(Subject(self.setup.suite, case, dtype, self.setup.device, (), metric, unit), times, clock, peer)
 
 
-def _exactly(value: float) -> Times:
+def exactly(value: float) -> Times:
+    """A value that has no quantiles."""
     return Times(value, value, value)
 
 

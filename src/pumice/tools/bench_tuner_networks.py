@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -152,8 +151,3 @@ class Layers:
             fed, truth = self.truths[alike]
             self.errors[alike, flow] = error(fed.passes(flow, self.training), truth)
         return self.errors[alike, flow]
-
-
-def calls(network: Network, ways: Mapping[str, Flows]) -> dict[str, Callable[[], list[Tensor]]]:
-    """By name a pass of each way."""
-    return {name: partial(network.run, flows) for name, flows in ways.items()}

@@ -1,0 +1,107 @@
+"""The studies of the suite `tuner` that compare ways of one network: splits, sorted rows, hybrids, bindings, gains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from pumice.schedule.dataflow import DATAFLOWS
+from pumice.tools.bench_tuner_asked import Asked, answered
+from pumice.tools.bench_tuner_cases import TRAINING, Subjected, Writer, say_published, subjects
+from pumice.tools.bench_tuner_networks import Network
+from pumice.tools.bench_tuner_taken import compared, tile_facts
+from pumice.tools.ledger import Row
+from pumice.tools.network_layers import Met, layers_of
+from pumice.tools.study import Setup
+from pumice.tools.workloads import fresh
+
+NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f", "centerpoint-waymo-1f")
+"""A large and a small scan to segment, and one to detect on."""
+IMPLICIT = ("implicit-gemm-unsorted", "implicit-gemm-sorted", *(f"implicit-gemm-split{n}" for n in (2, 3, 4)))
+"""The dataflows of 0 to 4 splits."""
+WEIGHT_STATIONARY = tuple(
+    name for name, flow in DATAFLOWS.items() if flow.grouping is not None or flow.movement.startswith("on-demand")
+)
+"""Gather-scatter and fetch on demand."""
+
+SPLITS: Mapping[str, tuple[int, ...]] = MappingProxyType({"1": (1,), "1-2": (1, 2), "0-4": (0, 1, 2, 3, 4)})
+"""By way: among which numbers of splits each group of layers has the best."""
+BOUND: Mapping[str, str] = MappingProxyType(
+    {"forward-dgrad": "forward+dgrad", "dgrad-wgrad": "dgrad+wgrad", "all": "all"}
+)
+"""By way: which passes of a layer share a dataflow, as the tuner calls it."""
+GAINS: Mapping[str, str | None] = MappingProxyType(
+    {
+        "1-gather-gemm-scatter": "gather-gemm-scatter-vectorised-separate",
+        "2-grouped": "gather-gemm-scatter-vectorised-adaptive",
+        "3-fused": "gather-gemm-scatter-fused-adaptive",
+        "4-locality-aware": "gather-gemm-scatter-locality-aware-adaptive",
+        "5-fetch-on-demand": "fetch-on-demand",
+        "6-implicit-unsorted": "implicit-gemm-unsorted",
+        "7-implicit-sorted": "implicit-gemm-sorted",
+        "8-default": None,
+    }
+)
+"""The steps from the plain way on: one dataflow for all layers, at last what the planner picks."""
+
+
+def splits(setup: Setup) -> Iterator[Row]:
+    """The best of so many splits for each group of layers, end to end; and what splits cost and give."""
+    asked = {name: Asked(tuple(IMPLICIT[n] for n in among)) for name, among in SPLITS.items()}
+    for subject in subjects(setup, "splits", NETWORKS):
+        network = _begun(setup, "splits", subject)
+        write = Writer(setup, subject, "splits")
+        yield from _tuned(write, network, asked, "1")
+        yield from tile_facts(write, _met(network), {f"all-{n}": n for n in range(len(IMPLICIT))})
+
+
+def sorted_rows(setup: Setup) -> Iterator[Row]:
+    """All layers over rows in their order, and all over sorted ones."""
+    for subject in subjects(setup, "sorted", NETWORKS):
+        network = _begun(setup, "sorted", subject)
+        write = Writer(setup, subject, "sorted")
+        ways = {name: network.all_in(IMPLICIT[n]) for name, n in (("no", 0), ("yes", 1))}
+        yield from compared(write, network, ways, "no")
+        yield from tile_facts(write, _met(network), {"no": 0, "yes": 1})
+
+
+def hybrid(setup: Setup) -> Iterator[Row]:
+    """Tuned over one kind of dataflow alone, over the other, and over all."""
+    asked = {"implicit-gemm": Asked(IMPLICIT), "weight-stationary": Asked(WEIGHT_STATIONARY), "all": Asked()}
+    for subject in subjects(setup, "hybrid", NETWORKS):
+        network = _begun(setup, "hybrid", subject)
+        yield from _tuned(Writer(setup, subject, "hybrid"), network, asked, "implicit-gemm")
+
+
+def bindings(setup: Setup) -> Iterator[Row]:
+    """Training with passes of a layer bound to one dataflow, in pairs or all three."""
+    asked = {name: Asked(bind=bind) for name, bind in BOUND.items()}
+    for subject in subjects(setup, "bindings", NETWORKS[1:], TRAINING):
+        network = _begun(setup, "bindings", subject)
+        yield from _tuned(Writer(setup, subject, "bindings"), network, asked, "all")
+
+
+def gains(setup: Setup) -> Iterator[Row]:
+    """From gather, multiply, scatter to the tuned network, step by step."""
+    for subject in subjects(setup, "gains", (NETWORKS[0], NETWORKS[2])):
+        network = _begun(setup, "gains", subject)
+        ways = {name: network.all_in(flow) for name, flow in GAINS.items()}
+        ways["9-tuned"] = answered(setup, network, Asked()).flows
+        yield from compared(Writer(setup, subject, "gains"), network, ways, next(iter(GAINS)))
+
+
+def _begun(setup: Setup, study: str, subject: Subjected) -> Network:
+    say_published(setup, study)
+    return Network.of(setup, subject)
+
+
+def _met(network: Network) -> list[Met]:
+    return layers_of(network.net, fresh(network.samples[0]))
+
+
+def _tuned(write: Writer, network: Network, asked: Mapping[str, Asked], against: str) -> Iterator[Row]:
+    """What the tuner answers to each question, and what that takes."""
+    answers = {name: answered(write.setup, network, one) for name, one in asked.items()}
+    yield from compared(write, network, {name: one.flows for name, one in answers.items()}, against)
+    for name, one in answers.items():
+        yield from one.rows(write, name)
