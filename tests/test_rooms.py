@@ -40,7 +40,7 @@ ONLY_IN: dict[str, frozenset[str]] = {
     "triton": frozenset({"coords", "lower"}),
     "torch": frozenset(MAY_IMPORT) - {"errors", "env", "language", "schedule"},
     "typer": frozenset({"tools"}),
-    "rich": frozenset({"tools"}),
+    "rich": frozenset({"tools", "engine"}),
     "plotly": frozenset({"tools"}),
     "matplotlib": frozenset({"tools"}),
 }

@@ -2,9 +2,10 @@
 
 import torch
 
-from pumice import coords, errors, models, nn, ops
+from pumice import coords, engine, errors, models, nn, ops
 from pumice.coords import Geometry, KernelMap, Relation, deserialize, kernel_map, same_geometry, serialize
 from pumice.coords.geometry import _rebuild
+from pumice.engine import Tuning, tune
 from pumice.ops import (
     Sparse,
     SparseTensor,
@@ -35,6 +36,7 @@ __all__ = [
     "Relation",
     "Sparse",
     "SparseTensor",
+    "Tuning",
     "cat",
     "coalesce",
     "collate",
@@ -43,6 +45,7 @@ __all__ = [
     "deserialize",
     "devoxelize",
     "einsum",
+    "engine",
     "errors",
     "from_dense",
     "interpolate",
@@ -55,6 +58,7 @@ __all__ = [
     "serialize",
     "sparse",
     "to_dense",
+    "tune",
     "tuning",
     "union",
     "voxelize",

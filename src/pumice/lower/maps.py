@@ -109,6 +109,23 @@ def lay_out(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
         held(found, name)
 
 
+def counted(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """The pairs of each tap, and for these forms of tiles the entries (tile, tap) of each part; with one read."""
+    asked: dict[str, Sizes] = {name: FORMS[name].sizes(found) for name in names}
+    own = found.transpose() if found.flipped else found
+    settle([(own, 0, None), *(size for sizes in asked.values() for size in sizes)])
+    totals = own.storage("totals", _settled)
+    entries = {
+        name: tuple(sum(one.storage(("entries", block, how), _settled)) for one, block, how in sizes)
+        for name, sizes in asked.items()
+    }
+    return tuple(totals), entries
+
+
+def _settled(found: KernelMap) -> Sequence[int]:
+    raise AssertionError("settle() has read it")
+
+
 def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     """The tokens and the arrays of a map in one form."""
     parts = FORMS[name].arrays(found)
@@ -146,6 +163,9 @@ def _tiled(splits: int, flipped: bool) -> MapForm:
     stored = _stored(_TILES_T if flipped else _TILES, max(1, splits))
     return MapForm(stored, lambda found: _tiles(side(found), splits), lambda found: _tile_sizes(side(found), splits))
 
+
+SPLITS = tuple(_SPLITS)
+"""The forms of tiles of a map."""
 
 FORMS: Mapping[str, MapForm] = {
     "pairs": MapForm(_stored(_PAIRS), _pairs),

@@ -34,7 +34,8 @@ Entry: TypeAlias = Any
 """A value with its key as the file has them. One that cannot be read here (a newer version's) stays in the file."""
 Stamp: TypeAlias = tuple[int, int, int]
 """What tells whether a file was replaced: its inode, size and time."""
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)

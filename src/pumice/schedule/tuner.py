@@ -105,14 +105,20 @@ def measurements(questions: Sequence[Question]) -> int:
 
 
 def search(
-    questions: Sequence[Question], measure: Measure, clock: Clock | None = None, start: Assignment | None = None
+    questions: Sequence[Question],
+    measure: Measure,
+    clock: Clock | None = None,
+    start: Assignment | None = None,
+    ready: Callable[[Question], object] = lambda question: None,
 ) -> Found:
     """Ask each group in turn what it should run; see the head of this file. start: what stands at first.
+
+    ready: called before a group is asked, to compile what it may run, say.
 
     KeyboardInterrupt and the end of the budget keep what was found. PumiceError refuses a candidate; for the default
     it goes through, and so does all else that `measure` raises.
     """
-    return _Search(questions, measure, clock or Clock(), dict(start or {})).run()
+    return _Search(questions, measure, clock or Clock(), dict(start or {}), ready).run()
 
 
 @dataclass
@@ -121,6 +127,7 @@ class _Search:
     measure: Measure
     clock: Clock
     standing: dict[str, Choice]
+    ready: Callable[[Question], object]
     tried: dict[str, list[Tried]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     before: float = math.inf
@@ -159,6 +166,8 @@ class _Search:
     def _ask(self, question: Question) -> None:
         """Take the best candidate of a group, if it is better than what stands, twice."""
         self.asking = (question.group, None)
+        self._check_budget()
+        self.ready(question)
         stood = self._timed(self.standing)
         self._learn(self.best, stood)
         self.best = stood
@@ -224,15 +233,19 @@ class _Search:
 
     def _timed(self, assignment: Assignment, last: bool = False) -> float:
         """Measure, if the budget reaches for it and for the comparison in the end."""
+        if not last:
+            self._check_budget()
         begin = self.clock.now()
-        if self.took and not last:
-            kept = LAST * min(self.took)
-            if begin - self.began + fmean(self.took) + kept > self.clock.budget:
-                raise _Enough
         seconds = self.measure(assignment)
         self.took.append(self.clock.now() - begin)
         self._tell()
         return seconds
+
+    def _check_budget(self) -> None:
+        if self.took:
+            spent, kept = self.clock.now() - self.began, LAST * min(self.took)
+            if spent + fmean(self.took) + kept > self.clock.budget:
+                raise _Enough
 
     def _tell(self) -> None:
         total, done, spent = measurements(self.questions), len(self.took), self.clock.now() - self.began

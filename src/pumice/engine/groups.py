@@ -1,0 +1,236 @@
+"""Which layers of a network share a kernel map: found by running it, whatever its code is.
+
+Layers over one map, and those that read the same map the other way round (the inverse of a strided convolution), are
+one group; a layer that is called on several maps joins theirs. Only layers of pumice.nn have a dataflow to choose:
+pumice.ops.conv called directly, and pools, are not among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+
+from pumice.coords import Geometry, KernelMap
+from pumice.engine.scenes import MODES, Subject, fresh
+from pumice.lower import maps
+from pumice.nn.conv import Convolution
+from pumice.ops import SparseTensor
+from pumice.ops.conv import Target
+from pumice.schedule.predict import Side, Work
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A layer that ran: its name, itself, where and in which dtype it did, and the map that it read.
+
+    Without features: those of a whole network are not to be held.
+    """
+
+    name: str
+    layer: Convolution
+    geometry: Geometry
+    dtype: torch.dtype
+    found: KernelMap
+
+    @property
+    def map_key(self) -> int:
+        """The same for a map and its transpose."""
+        return id(self.found.table)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Layers that run one dataflow.
+
+    name: of their map: the window, strides, and the level's voxels in finest ones. layers: by name, in the order of
+    their first calls. calls: those of the first scene with any. works: for each scene, what the layers do.
+    """
+
+    name: str
+    layers: Mapping[str, Convolution]
+    calls: tuple[Call, ...]
+    works: tuple[tuple[Work, ...], ...]
+
+    @property
+    def rows(self) -> float:
+        """Outputs of the map on average, of the coarser side where it leads from one level to another."""
+        return fmean(min(works[0].side.outputs, works[0].side.inputs) for works in self.works)
+
+    @property
+    def pairs(self) -> float:
+        """Of the map, on average."""
+        return fmean(works[0].side.pairs for works in self.works)
+
+    @property
+    def workload(self) -> tuple[float, float]:
+        """Binary logarithms of the rows and of the pairs of a row."""
+        rows = max(1.0, self.rows)
+        return math.log2(rows), math.log2(max(1.0, self.pairs / rows))
+
+    def __str__(self) -> str:
+        count = len(self.layers)
+        return (
+            f"{self.name}: {count} layer{'s' * (count != 1)}, {self.rows:.0f} rows, "
+            f"{self.pairs / max(1.0, self.rows):.1f} pairs a row"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """The groups of a network, and what was found by the way and is not tuned."""
+
+    groups: tuple[Group, ...]
+    notes: tuple[str, ...]
+
+
+def observe(asked: Subject, left: Iterable[str] = ()) -> Observed:
+    """Run the network on each scene and see which layer reads which map. left: layers that are not to be tuned.
+
+    Modes, buffers and random numbers are the caller's to restore.
+    """
+    left, scenes, notes = set(left), [], []
+    for number, x in enumerate(asked.scenes):
+        x = fresh(x)
+        calls = _calls(asked, x)
+        scenes.append(calls)
+        if not number:
+            notes += _unread(x.geometry, calls)
+    notes += _idle(asked.model, scenes, left)
+    tuned = [[call for call in calls if call.name not in left] for calls in scenes]
+    return Observed(tuple(_groups(tuned, asked)), tuple(notes))
+
+
+def _calls(asked: Subject, x: SparseTensor) -> list[Call]:
+    """Every layer that runs, in order."""
+    calls: list[Call] = []
+
+    def ran(name: str, layer: Convolution, given: tuple[Any, ...], named: Mapping[str, Any], _: Any) -> None:
+        # The map that the layer read is kept by the geometry.
+        x, found = _asked(layer, *given, **named)
+        calls.append(Call(name, layer, x.geometry, x.dtype, found))
+
+    hooks = [
+        layer.register_forward_hook(partial(ran, name), with_kwargs=True)
+        for name, layer in asked.model.named_modules()
+        if isinstance(layer, Convolution)
+    ]
+    try:
+        MODES["inference"](asked, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _asked(
+    layer: Convolution, x: SparseTensor, out: Target = None, target: Target = None
+) -> tuple[SparseTensor, KernelMap]:
+    """What a layer was called with, and the map that it read."""
+    return x, layer.map_of(x, target if out is None else out)[0]
+
+
+def _groups(scenes: Sequence[Sequence[Call]], asked: Subject) -> Iterator[Group]:
+    """Layers that are joined by maps, in any scene."""
+    leaders: dict[Any, Any] = {}
+
+    def leader(one: Any) -> Any:
+        while (above := leaders.setdefault(one, one)) != one:
+            one = above
+        return one
+
+    for number, calls in enumerate(scenes):
+        for call in calls:
+            leaders[leader((number, call.map_key))] = leader(call.name)
+    members: dict[Any, dict[str, Convolution]] = {}
+    for call in (call for calls in scenes for call in calls):
+        members.setdefault(leader(call.name), {}).setdefault(call.name, call.layer)
+    names: dict[str, int] = {}
+    for layers in members.values():
+        own = [[call for call in calls if call.name in layers] for calls in scenes]
+        works = tuple(tuple(_works(calls, asked.device)) for calls in own if calls)
+        name = _name(next(calls[0] for calls in own if calls))
+        names[name] = names.get(name, 0) + 1
+        known = f"{name} ({names[name]})" if names[name] > 1 else name
+        yield Group(known, layers, tuple(next(calls for calls in own if calls)), works)
+
+
+def _works(calls: Sequence[Call], device: torch.device) -> Iterator[Work]:
+    sides: dict[tuple[int, bool], Side] = {}
+    for call in calls:
+        found, size = call.found, _size(call, device)
+        both = []
+        for one in (found, found.transpose()):
+            key = (call.map_key, one.flipped)
+            both.append(sides.get(key) or sides.setdefault(key, _side(one)))
+        yield Work(both[0], both[1], (call.layer.in_channels, call.layer.out_channels), call.layer.groups, size)
+
+
+def _side(found: KernelMap) -> Side:
+    forms = maps.SPLITS if found.device.type == "cuda" else ()
+    counts, entries = maps.counted(found, forms)
+    return Side(found.num_inputs, found.num_outputs, counts, entries, maps.block_of(found.num_outputs))
+
+
+def _size(call: Call, device: torch.device) -> int:
+    """Bytes of a value as it is multiplied."""
+    if torch.is_autocast_enabled(device.type) and call.dtype != torch.float64:
+        return torch.get_autocast_dtype(device.type).itemsize
+    return call.dtype.itemsize
+
+
+def _name(call: Call) -> str:
+    """Of a map, by its first call: the window, the stride, and the voxels of the level that it starts from."""
+    relation, level = call.found.relation, call.geometry.stride
+    if call.found.flipped:
+        level = tuple(s / f for s, f in zip(level, relation.stride, strict=True))
+    window = f"{len(relation.offsets)} offsets" if relation.custom is not None else f"k{_axes(relation.kernel)}"
+    stride = "" if set(relation.stride) == {1} else f" s{_axes(relation.stride)}"
+    spread = "" if set(relation.dilation) == {1} else f" d{_axes(relation.dilation)}"
+    return f"{window}{stride}{spread} at {_axes(level)}"
+
+
+def _axes(values: Sequence[Any]) -> str:
+    return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
+
+
+def _unread(geometry: Geometry, calls: Sequence[Call]) -> Iterator[str]:
+    """What is said of maps that were found and that no layer reads."""
+    read = {call.map_key for call in calls}
+    others = [found for found in _below(geometry, set()) if id(found.table) not in read]
+    if others:
+        told = ", ".join(sorted({f"k{_axes(found.relation.kernel)}" for found in others}))
+        yield (
+            f"{len(others)} of the maps ({told}) are read by no layer of pumice.nn's convolutions: pools, and "
+            "pumice.ops.conv called directly, are not tuned"
+        )
+
+
+def _below(geometry: Geometry, seen: set[Geometry]) -> Iterator[KernelMap]:
+    """All maps that can be reached from a geometry."""
+    seen.add(geometry)
+    for found, outputs in geometry.maps.values():
+        yield found
+        if outputs is not None and outputs not in seen:
+            yield from _below(outputs, seen)
+
+
+def _idle(model: nn.Module, scenes: Sequence[Sequence[Call]], left: set[str]) -> Iterator[str]:
+    """What is said of layers that are not tuned."""
+    ran = {call.name for calls in scenes for call in calls}
+    idle = [name for name, layer in model.named_modules() if isinstance(layer, Convolution) and name not in ran]
+    if idle:
+        yield f"{_some(idle)} did not run on these samples"
+    if left:
+        yield f"{_some(sorted(left))} keep the dataflow that was set by hand"
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{len(names)} layer{'s' * (len(names) != 1)} ({shown}{', ...' if len(names) > 3 else ''})"

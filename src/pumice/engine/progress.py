@@ -1,0 +1,55 @@
+"""Where a search is, as a bar in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pumice.errors import OptionError
+from pumice.schedule.tuner import Step
+
+Watch = Callable[[Step], object]
+
+
+def told(step: Step) -> str:
+    """A step in words: what is measured, and the best so far."""
+    what = f"{step.group}: {step.candidate}" if step.candidate is not None else step.group or "the default"
+    share = step.before / step.best if 0 < step.best < float("inf") else 1.0
+    return f"best {1e3 * step.best:.3f} ms ({share:.2f}x)  {what}"
+
+
+@contextmanager
+def watching(progress: Watch | bool | None) -> Iterator[Watch]:
+    """What is told of steps: a function of the caller's; None: a bar if standard error is a terminal; or nothing.
+
+    Raises OptionError for what is neither.
+    """
+    if callable(progress):
+        yield progress
+    elif progress or (progress is None and sys.stderr.isatty()):
+        with _bar() as watch:
+            yield watch
+    elif progress is None or progress is False:
+        yield lambda step: None
+    else:
+        raise OptionError(f"progress takes a function of a step, True, False or None, found {progress!r}")
+
+
+@contextmanager
+def _bar() -> Iterator[Watch]:
+    # Loaded here: whoever imports pumice does not wait for it.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = ("tune", BarColumn(bar_width=24), "{task.completed:.0f}/{task.total:.0f}", "{task.fields[left]}")
+    shown: Any = Progress(*columns, TextColumn("{task.description}", markup=False), console=Console(stderr=True))
+    with shown:
+        task = shown.add_task("finding groups", total=1, left="")
+
+        def watch(step: Step) -> None:
+            left = f"{step.left // 60:.0f}:{step.left % 60:02.0f} left"
+            shown.update(task, total=step.total, completed=step.done, description=told(step), left=left)
+
+        yield watch

@@ -1,0 +1,471 @@
+"""Which dataflow each group of a network's layers runs, chosen by measuring the network: `pumice.tune`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from statistics import fmean
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pumice.engine.groups import Group, Observed, observe
+from pumice.engine.kernels import Alone, alone, compile_at_once, time_tiles
+from pumice.engine.measure import Meter, Spent
+from pumice.engine.progress import Watch, watching
+from pumice.engine.result import Choice, Tiles, Trial, Tuning
+from pumice.engine.scenes import Loss, Scene, Subject, subject, undisturbed
+from pumice.errors import DeviceError, OptionError, PumiceError
+from pumice.lower.loops import EIGHT_BITS
+from pumice.nn.conv import convolutions
+from pumice.ops.conv import Flow
+from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, PLANNED, WGRAD, Dataflow, Dataflows, chosen
+from pumice.schedule.ledger import ledger
+from pumice.schedule.plans import Plan, PlanKey, Workload, plans
+from pumice.schedule.predict import Prospect, Work, promising, prospects, sensible, together
+from pumice.schedule.tuner import LEAST, Assignment, Clock, Found, Question, Step, Tried, search
+
+FACTOR = 2.5
+"""How many times what the best dataflow is reckoned to take another one may, to be tried."""
+REPEATS = 3
+_TILING = 8.0
+"""Seconds that timing the tiles of a layer is reckoned to take before one was timed."""
+
+BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
+    {
+        "forward with dgrad": ((FORWARD, DGRAD), (WGRAD,)),
+        "dgrad with wgrad": ((FORWARD,), (DGRAD, WGRAD)),
+        "all": (PASSES,),
+    }
+)
+"""Which passes of a group run one dataflow in training. With two parts there are two questions to a group, asked one
+after the other, so that the search stays linear in groups and candidates."""
+_INFERENCE = ((FORWARD,),)
+_MANY = 100
+"""Multiprocessors from which on a GPU is one of much parallelism."""
+
+
+def tune(
+    model: nn.Module,
+    samples: Sequence[Scene],
+    mode: str = "inference",
+    budget: float = 120.0,
+    *,
+    bind: str | None = None,
+    candidates: str | Sequence[str | Dataflow] | None = None,
+    loss: Loss | None = None,
+    fresh: bool = False,
+    progress: Watch | bool | None = None,
+    save: bool = True,
+) -> Tuning:
+    """Choose the dataflow of every convolution layer by what makes the whole network fastest on sample scenes.
+
+    Layers that share a kernel map form a group and run one dataflow; groups are asked one after the other, those that
+    are reckoned to take longest first, and a choice is kept where the network gets faster by more than measurements
+    differ (Tang et al., "TorchSparse++", MICRO 2023, section 4). On a GPU what counts is the time that the device is
+    busy, maps included; with budget left the tiles of the largest groups' kernels are timed, too. The result is applied
+    to the model, and kept in the user's cache folder: the same network on the same device with a like workload (rows
+    and pairs of each map within a factor of 1.4) gets it at once, and no other does. Ctrl-C keeps what was found.
+
+    Parameters
+    ----------
+    model: any torch.nn.Module with convolutions of pumice.nn, on its device and in its dtype; autocast is the caller's.
+        It is left as it was but for its layers' `dataflow`; a layer whose dataflow was set by hand keeps it.
+    samples: SparseTensors (or pairs of coordinates and features) like those that the model will meet, one or a few.
+    mode: "inference", or "training": forward and backward, with the loss below.
+    budget: seconds. What is measured already counts; compiling takes its share.
+    bind: of training: which passes of a group run one dataflow, "forward with dgrad", "dgrad with wgrad" or "all". By
+        default the second on a GPU of at least 100 multiprocessors and the first elsewhere. That passes are bound, and
+        that the device decides, is from the paper; the rule is ours.
+    candidates: dataflows to try, by name or value, or "all" that make sense on the device. By default those of them
+        that a cost model reckons within 2.5 times of the best, for each group.
+    loss: a scalar from what the model returns; by default the mean of squares of every tensor in it.
+    fresh: measure, whatever is kept. save: keep the result.
+    progress: called with every schedule.tuner.Step; None: a bar, if standard error is a terminal; False: nothing.
+
+    Returns
+    -------
+    Tuning. Print it for a table of what was chosen and why; `.remove(model)` takes it off again, as torch.compile
+    needs it, for which layers must be as the planner picks.
+
+    Raises OptionError (unknown mode, bind or candidate, no samples, budget of 0 or less, nothing to tune), DtypeError
+    (no module, no samples of the right type), DeviceError (samples that are not where the model is).
+    """
+    began = time.monotonic()
+    asked = subject(model, samples, mode, loss)
+    options = _options(asked, budget, bind, candidates)
+    with _released(asked.model) as left, watching(progress) as watch:
+        with undisturbed(asked.model, False):
+            observed = observe(asked, left)
+        run = _Run(asked, observed, options, Clock(budget - (time.monotonic() - began), watch=watch))
+        with undisturbed(asked.model, asked.training):
+            result = run.result(fresh, save, began)
+        result.apply(asked.model)
+    return result
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked, checked. flows: that may be chosen; all of them are tried where `named`. parts: passes that run
+    one dataflow; bind: their name."""
+
+    flows: tuple[Dataflow, ...]
+    named: bool
+    bind: str
+    parts: tuple[tuple[str, ...], ...]
+
+    def may(self, flow: Dataflow, passes: Sequence[str], asked: Subject) -> bool:
+        """Whether a dataflow may be chosen for these passes."""
+        ordered = torch.are_deterministic_algorithms_enabled() and asked.device.type == "cuda"
+        library = not {x.dtype for x in asked.scenes} & {*EIGHT_BITS}
+        return flow in self.flows and all(sensible(name, flow, ordered, library) for name in passes)
+
+
+def _options(asked: Subject, budget: float, bind: str | None, candidates: Any) -> Options:
+    if not isinstance(budget, int | float) or not budget > 0:
+        raise OptionError(f"budget is a number of seconds above 0, found {budget!r}")
+    if bind is not None and (bind not in BINDINGS or not asked.training):
+        raise OptionError(f"bind={bind!r} in mode {asked.mode!r}; in training there are {', '.join(BINDINGS)}")
+    kind = asked.device.type
+    flows = tuple(flow for flow in DATAFLOWS.values() if kind in flow.devices)
+    if candidates is not None and candidates != "all":
+        if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
+            raise OptionError(f"candidates takes 'all' or a list of dataflows, found {candidates!r}")
+        flows = tuple(chosen(one)[0] for one in candidates)
+    if not asked.training:
+        return Options(flows, candidates is not None, "", _INFERENCE)
+    bind = bind or binding(asked.device)
+    return Options(flows, candidates is not None, bind, BINDINGS[bind])
+
+
+def binding(device: torch.device) -> str:
+    """Which passes are bound in training on a device; the rule is ours.
+
+    Input and weight gradients read maps that are laid out after the forward pass, and share little with its kernel;
+    a device that has programs enough for each kernel gains most where the forward pass is free. On a small one the
+    forward pass and the input gradient, which are the same loop, are bound by the same things.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).multi_processor_count >= _MANY:
+        return "dgrad with wgrad"
+    return "forward with dgrad"
+
+
+@contextmanager
+def _released(model: nn.Module) -> Iterator[list[str]]:
+    """Layers that were tuned before are as the planner picks; the names of those set by hand. An exception brings all
+    back."""
+    layers = convolutions(model)
+    before = [(layer, layer.dataflow, layer.tuned) for layer in layers]
+    for layer in layers:
+        if layer.dataflow is not None and layer.dataflow == layer.tuned:
+            layer.dataflow = layer.tuned = None
+    named = ((name, module) for name, module in model.named_modules() if module in set(layers))
+    try:
+        yield [name for name, layer in named if layer.dataflow is not None]
+    except BaseException:
+        for layer, flow, tuned in before:
+            layer.dataflow, layer.tuned = flow, tuned
+        raise
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A question to a group: what these passes of its layers run. standing: seconds as the planner picks, as reckoned.
+
+    prospects: what else may be tried, the most promising first; seconds are those of all scenes.
+    """
+
+    group: Group
+    passes: tuple[str, ...]
+    standing: float
+    prospects: tuple[Prospect, ...]
+
+    @property
+    def key(self) -> str:
+        return self.group.name if self.passes == (FORWARD,) else f"{self.group.name}, {' with '.join(self.passes)}"
+
+    def predicted(self, flow: Dataflow) -> float:
+        found = (prospect.seconds for prospect in self.prospects if prospect.flow == flow)
+        return next(found, math.nan) / len(self.group.works)
+
+
+def parts_of(asked: Subject, observed: Observed, options: Options) -> list[Part]:
+    """Every question, those about what takes longest first."""
+    found = []
+    for group in observed.groups:
+        works: list[Work] = [work for scene in group.works for work in scene]
+        for passes in options.parts:
+            flows = [flow for flow in options.flows if options.may(flow, passes, asked)]
+            standing = together(PLANNED, works, passes, asked.device.type)
+            tried = prospects(flows, works, passes, asked.device.type)
+            tried = tried if options.named else promising(tried, standing, FACTOR)
+            found.append(Part(group, passes, standing, tuple(tried)))
+    return sorted(found, key=lambda part: -part.standing)
+
+
+class _Bench:
+    """Measures a network with assignments of dataflows; what it took by assignment."""
+
+    def __init__(self, asked: Subject, parts: Sequence[Part]) -> None:
+        self.asked, self.parts = asked, {part.key: part for part in parts}
+        self.meter = Meter(asked.device, REPEATS)
+        self.spent: dict[frozenset[tuple[str, Any]], list[Spent]] = {}
+
+    def __call__(self, assignment: Assignment) -> float:
+        for group, flow in self.flows(assignment).items():
+            for layer in group.layers.values():
+                layer.dataflow = layer.tuned = flow
+        found = self._measured()
+        self.spent.setdefault(frozenset(assignment.items()), []).append(found)
+        return found.total
+
+    def flows(self, assignment: Assignment) -> dict[Group, Flow]:
+        """What the layers of each group run."""
+        by_group: dict[Group, dict[str, Dataflow]] = {part.group: {} for part in self.parts.values()}
+        for key, flow in assignment.items():
+            part = self.parts[key]
+            by_group[part.group].update((name, flow) for name in part.passes)  # pyright: ignore[reportArgumentType]
+        return {group: flow_of(passes, self.asked.training) for group, passes in by_group.items()}
+
+    def last(self, assignment: Assignment) -> Spent:
+        """The mean of the last two measurements of an assignment."""
+        found = self.spent[frozenset(assignment.items())][-2:]
+        names = dict.fromkeys(name for each in found for name in each.parts)
+        parts = {name: fmean(each.parts.get(name, 0.0) for each in found) for name in names}
+        total, wall = fmean(each.total for each in found), fmean(each.wall for each in found)
+        return Spent(total, parts, wall, found[-1].clock, found[-1].note)
+
+    def _measured(self) -> Spent:
+        try:
+            return self.meter.spent(self.asked.calls())
+        except PumiceError:
+            raise
+        except torch.OutOfMemoryError as problem:
+            torch.cuda.empty_cache()
+            raise DeviceError(f"out of memory: {problem}") from problem
+        except Exception as problem:
+            if type(problem).__name__ not in ("OutOfResources", "CompilationError", "PTXASError"):
+                raise
+            raise DeviceError(f"a kernel does not fit the device: {problem}") from problem
+
+
+def flow_of(passes: Mapping[str, Dataflow], training: bool) -> Flow:
+    """What a layer has as `dataflow` where these passes were chosen, and the others are as the planner picks."""
+    if not passes:
+        return None
+    if not training:
+        return _short(passes[FORWARD])
+    three = [_short(passes.get(name, PLANNED)) for name in PASSES]
+    return three[0] if three[0] == three[1] == three[2] else Dataflows(*three)
+
+
+def _short(flow: Dataflow) -> str | Dataflow:
+    return flow.name if flow in (DATAFLOWS.get(flow.name), PLANNED) else flow
+
+
+@dataclass
+class _Run:
+    """One tuning of a network whose groups are known."""
+
+    asked: Subject
+    observed: Observed
+    options: Options
+    clock: Clock
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.observed.groups:
+            raise OptionError(f"there is nothing to tune: {'; '.join(self.observed.notes) or 'no layer ran'}")
+        self.began = self.clock.now()
+        self.workload: Workload = tuple(group.workload for group in self.observed.groups)
+        self.key = PlanKey.of(*identity(self.asked, self.observed, self.options.bind), self.workload)
+        self.parts = parts_of(self.asked, self.observed, self.options)
+        self.bench = _Bench(self.asked, self.parts)
+
+    @property
+    def left(self) -> float:
+        return self.clock.budget - (self.clock.now() - self.began)
+
+    def result(self, fresh: bool, save: bool, began: float) -> Tuning:
+        near, hints = (None, {}) if fresh else self._known()
+        if near is not None and near.finished:
+            return self._reused(near)
+        start = {} if near is None else dict(near.flows)
+        done = () if near is None else near.asked
+        found = self._search(start, done, hints)
+        tiles = tuple(self._tiles(found)) if found.finished else ()
+        if any(each.kept for each in tiles):
+            self.bench(found.assignment)
+        before, after = self.bench.last({}), self.bench.last(found.assignment)
+        choices = tuple(self._choices(found, done))
+        notes = (*self.notes, *self.observed.notes, found.ended, before.note)
+        if save:
+            self._save(found, (*done, *found.asked), before, after)
+        spent = time.monotonic() - began
+        told = str(self.key.device)
+        return Tuning(self.asked.mode, told, choices, before, after, tiles, notes, found.finished, False, spent)
+
+    # What was kept
+    def _known(self) -> tuple[Plan | None, Mapping[str, Dataflow]]:
+        """The plan that is kept for this, and what one for other scenes would try first."""
+        alike = plans().alike(self.key, self.workload)
+        if alike is None:
+            return None, {}
+        _, plan = alike
+        usable = all(
+            key in self.bench.parts and self.options.may(flow, self.bench.parts[key].passes, self.asked)
+            for key, flow in plan.flows.items()
+        )
+        near = plans().near(self.key, self.workload)
+        when = plan.date.astimezone().strftime("%Y-%m-%d %H:%M")
+        if near is not None and usable:
+            self.notes.append(f"{'as' if plan.finished else 'begun'} on {when}, for {plan.about}")
+            return plan, {}
+        why = "other scenes" if near is None else "other dataflows"
+        self.notes.append(f"tuned on {when} for {why} ({plan.about}): tuned anew")
+        return None, plan.flows
+
+    def _reused(self, plan: Plan) -> Tuning:
+        flows = self.bench.flows(plan.flows)
+        choices = tuple(
+            _choice(group, flows[group], (), "kept in the ledger", self._standing(group))
+            for group in self.observed.groups
+        )
+        before, after = (Spent(**spent) for spent in (plan.before, plan.after))
+        notes = (*self.notes, *self.observed.notes)
+        return Tuning(self.asked.mode, self.key.device, choices, before, after, (), notes, True, True)
+
+    def _save(self, found: Found, asked: tuple[str, ...], before: Spent, after: Spent) -> None:
+        flows: Any = found.assignment
+        about = f"{type(self.asked.model).__name__}, {len(self.workload)} maps, {self.observed.groups[0]}"
+        spent = [{**asdict(each), "parts": dict(each.parts)} for each in (before, after)]
+        near = plans().near(self.key, self.workload)
+        if near is not None and near[0] != self.key:
+            plans().forget([near[0]])
+        plans().keep(self.key, Plan(flows, self.workload, *spent, asked, found.finished, about))
+
+    # What is measured
+    def _search(self, start: Assignment, done: Sequence[str], hints: Mapping[str, Dataflow]) -> Found:
+        questions = []
+        for part in self.parts:
+            flows = [prospect.flow for prospect in part.prospects]
+            if (hint := hints.get(part.key)) in flows:
+                flows.sort(key=lambda flow: flow != hint)
+            if part.key not in done and flows:
+                questions.append(Question(part.key, tuple(flows)))
+        return search(questions, self.bench, self.clock, start, self._compile)
+
+    def _compile(self, question: Question) -> None:
+        part = self.bench.parts[question.group]
+        flows: Any = question.candidates
+        compile_at_once(alone(part.group, self.asked.training), part.passes, flows)
+
+    def _tiles(self, found: Found) -> Iterator[Tiles]:
+        """Time the tiles of the groups' kernels, those of the largest first, while the budget lasts."""
+        if self.asked.device.type != "cuda":
+            return
+        flows = self.bench.flows(found.assignment)
+        best, longest = found.after, _TILING
+        try:
+            for number, group in enumerate(sorted(flows, key=lambda group: -self._standing(group))):
+                self.clock.watch(Step(group.name, "tiles", number, len(flows), self.left, best, found.before))
+                known = set(ledger().known())
+                for layer in alone(group, self.asked.training):
+                    begin = self.clock.now()
+                    if self.left < 1.5 * longest:
+                        break
+                    _timed(layer, flows[group], self.asked.training)
+                    longest = max(longest if longest != _TILING else 0.0, self.clock.now() - begin)
+                new = set(ledger().known()) - known
+                if new:
+                    after = self.bench(found.assignment)
+                    kept = after <= best * (1 + LEAST)
+                    if not kept:
+                        ledger().forget(new)
+                    yield Tiles(group.name, len(new), best, after, kept)
+                    best = min(best, after)
+        except KeyboardInterrupt:
+            self.notes.append("the timing of tiles was interrupted")
+
+    # What is told
+    def _standing(self, group: Group) -> float:
+        return sum(part.standing for part in self.parts if part.group is group) / len(group.works)
+
+    def _choices(self, found: Found, done: Sequence[str]) -> Iterator[Choice]:
+        flows = self.bench.flows(found.assignment)
+        for group in self.observed.groups:
+            own = [part for part in self.parts if part.group is group]
+            trials = tuple(_trial(part, tried) for part in own for tried in found.tried.get(part.key, ()))
+            why = "; ".join(_why(part, found, part.key in done) for part in own)
+            yield _choice(group, flows[group], trials, why, self._standing(group))
+
+
+def _choice(group: Group, flow: Flow, trials: tuple[Trial, ...], why: str, standing: float) -> Choice:
+    pairs = group.pairs / max(1.0, group.rows)
+    return Choice(group.name, tuple(group.layers), group.rows, pairs, standing, flow, trials, why)
+
+
+def _trial(part: Part, tried: Tried) -> Trial:
+    flow: Any = tried.candidate
+    return Trial(str(flow), part.passes, part.predicted(flow), tried.seconds, tried.stood, tried.refused)
+
+
+def _why(part: Part, found: Found, done: bool) -> str:
+    """Why a part runs what it does."""
+    trials = sorted((_trial(part, tried) for tried in found.tried.get(part.key, ())), key=lambda trial: trial.seconds)
+    taken = found.assignment.get(part.key)
+    names = "" if part.passes == (FORWARD,) else f"{' with '.join(part.passes)}: "
+    if done:
+        return f"{names}asked before"
+    if taken is not None:
+        (own,) = (trial for trial in trials if trial.flow == str(taken))
+        return f"{names}{own}"
+    if not part.prospects:
+        return f"{names}nothing else comes near, as reckoned"
+    if not trials:
+        return f"{names}not asked"
+    return f"{names}best of {len(trials)} others: {trials[0]}"
+
+
+def _timed(layer: Alone, flow: Flow, training: bool) -> None:
+    """Time a layer's tiles; one that cannot be run by itself has none."""
+    try:
+        time_tiles(layer, flow, training)
+    except (PumiceError, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+
+
+def identity(asked: Subject, observed: Observed, bind: str) -> tuple[str, str, str, str]:
+    """What a plan is for, besides the workload: device, dtypes, mode, and a digest of the network.
+
+    The digest is of what convolution layers are and do and of how maps join them, not of weights.
+    """
+    kind = asked.device.type
+    device = (
+        torch.cuda.get_device_name(asked.device) if kind == "cuda" else f"{kind}, {torch.get_num_threads()} threads"
+    )
+    dtypes = sorted({_dtype(layer.weight.dtype) for layer in convolutions(asked.model)})
+    if torch.is_autocast_enabled(kind):
+        dtypes.append(f"autocast to {_dtype(torch.get_autocast_dtype(kind))}")
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtypes.append("tf32")
+    layers = [
+        [name, type(m).__name__, list(m.weight.shape), m.groups, m.bias is not None, str(m.relation), str(m.dataflow)]
+        for name, m in asked.model.named_modules()
+        if m in set(convolutions(asked.model))
+    ]
+    groups = [[group.name, *group.layers] for group in observed.groups]
+    digest = hashlib.sha256(json.dumps([layers, groups]).encode()).hexdigest()[:16]
+    mode = f"{asked.mode}, {bind}" if bind else asked.mode
+    return device, " ".join(dtypes), mode, digest
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
