@@ -15,6 +15,8 @@ import torch
 from pumice.errors import OptionError
 from pumice.tools.bench_tuner_dataflows import dataflows
 from pumice.tools.bench_tuner_layers import data_movement, grouping
+from pumice.tools.bench_tuner_ways import bindings, gains, hybrid, sorted_rows, splits
+from pumice.tools.bench_tuner_whole import networks, transfer
 from pumice.tools.job import pick_device
 from pumice.tools.ledger import Row, device_name
 from pumice.tools.study import Options, Say, Setup
@@ -23,6 +25,13 @@ STUDIES: Mapping[str, Callable[[Setup], Iterator[Row]]] = MappingProxyType(
     {
         "movement": data_movement,
         "grouping": grouping,
+        "splits": splits,
+        "sorted": sorted_rows,
+        "hybrid": hybrid,
+        "bindings": bindings,
+        "networks": networks,
+        "gains": gains,
+        "transfer": transfer,
         "dataflows": dataflows,
     }
 )

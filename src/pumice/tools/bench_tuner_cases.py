@@ -121,6 +121,11 @@ class Writer:
         """A row of what follows from times on the device; higher is better."""
         return self._row(way, exactly(value), peer, metric, unit, clock_of(self.setup))
 
+    def took(self, way: str, seconds: float, peer: Peer, finished: bool) -> Row:
+        """A row of how long tuning took on the wall; finished: whether every group was asked."""
+        metric = "tuning" if finished else "tuning, cut short"
+        return self._row(way, exactly(seconds), peer, metric, "s", "wall")
+
     def _row(self, way: str, times: Times, peer: Peer, metric: str, unit: str, clock: str) -> Row:
         case = self.subject.case(self.study, way)
         dtype = DTYPES[self.subject.dtype]

@@ -9,13 +9,14 @@ more than that, as its gradients do, FAIR times as far as the untuned network is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pumice.lower.triton import DEFAULT, LEDGER, tiles_from
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops.conv import Flow
 from pumice.tools.bench_tuner_cases import TRAINING, Subjected
@@ -27,71 +28,70 @@ FAIR = 3.0
 LIBRARY = "gather-gemm-scatter-fused-separate"
 """The dataflow that has none of our kernels."""
 
-Flows = Sequence[Flow]
-"""The dataflow of each convolution of a network."""
+
+@dataclass(frozen=True)
+class Ran:
+    """How a network runs: the dataflow of each of its convolutions. tiles: LEDGER for tuned ones where they are."""
+
+    flows: tuple[Flow, ...]
+    tiles: str = DEFAULT
+
+    def with_tuned_tiles(self) -> Ran:
+        return replace(self, tiles=LEDGER)
 
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A subject's network and samples on the device. seed gradients are normal numbers."""
+    """A subject's network and samples, on the device. In training results are given normal gradients."""
 
     subject: Subjected
     net: nn.Module
     samples: Sequence[Sample]
 
     @staticmethod
-    def of(setup: Setup, subject: Subjected, count: int = 1) -> Network:
-        batch = 2 if subject.mode == TRAINING else 1
-        return Network(subject, subject.net(setup), subject.samples(setup, count, batch))
+    def of(setup: Setup, subject: Subjected) -> Network:
+        return Network(subject, subject.net(setup), scans_of(setup, subject))
 
     @property
     def training(self) -> bool:
         return self.subject.mode == TRAINING
 
     @property
-    def flows(self) -> list[Flow]:
-        """Those that its layers have now."""
-        return [layer.dataflow for layer in convolutions(self.net)]
+    def names(self) -> list[str]:
+        """Of its convolutions."""
+        return [name for name, layer in self.net.named_modules() if isinstance(layer, Convolution)]
 
-    def all_in(self, flow: Flow) -> list[Flow]:
+    def all_in(self, flow: Flow) -> Ran:
         """All layers in one dataflow; None: as the planner picks."""
-        return [flow] * len(convolutions(self.net))
+        return Ran((flow,) * len(self.names))
 
-    def assign(self, flows: Flows) -> None:
-        for layer, flow in zip(convolutions(self.net), flows, strict=True):
-            layer.dataflow = flow
+    def each_in(self, flows: Mapping[str, Flow]) -> Ran:
+        """Layers by name; the others as the planner picks."""
+        return Ran(tuple(flows.get(name) for name in self.names))
+
+    def run(self, ran: Ran) -> list[Tensor]:
+        """A pass over each sample, its maps found anew: the results, and in training the gradients of all weights."""
+        with self.having(ran):
+            each = [self._trained(one) if self.training else self._inferred(one) for one in self.samples]
+        return [x for found in each for x in found]
 
     @contextmanager
-    def having(self, flows: Flows) -> Iterator[None]:
-        """Its layers in these dataflows for a while."""
-        before = self.flows
-        self.assign(flows)
+    def having(self, ran: Ran) -> Iterator[None]:
+        """Its layers run so for a while."""
+        layers = convolutions(self.net)
+        before = [layer.dataflow for layer in layers]
+        _assign(layers, ran.flows)
         try:
-            yield
+            with tiles_from(ran.tiles):
+                yield
         finally:
-            self.assign(before)
+            _assign(layers, before)
 
-    def run(self, flows: Flows | None = None) -> list[Tensor]:
-        """A pass over each sample, its maps found anew: the results, and in training the gradients of all weights."""
-        found: list[Tensor] = []
-        with nullcontext() if flows is None else self.having(flows):
-            for sample in self.samples:
-                found += self._trained(sample) if self.training else [self._inferred(sample)]
-        return found
-
-    def _inferred(self, sample: Sample) -> Tensor:
-        with torch.no_grad():
-            return self.net(fresh(sample)).feats
-
-    def _trained(self, sample: Sample) -> list[Tensor]:
-        device = sample.coords.device.type
+    def precision(self) -> AbstractContextManager[object]:
+        """The context in which it trains: half precision is autocast's."""
+        device = self.samples[0].coords.device.type
         half = self.subject.dtype in (torch.float16, torch.bfloat16)
-        with torch.autocast(device, self.subject.dtype) if half else nullcontext():
-            y = self.net(fresh(sample)).feats
-        chance = torch.Generator(y.device).manual_seed(9)
-        grad = torch.randn(y.shape, generator=chance, device=y.device).to(y.dtype)
-        grads = torch.autograd.grad(y, list(self.net.parameters()), grad)
-        return [y.detach(), torch.cat([one.flatten() for one in grads])]
+        return torch.autocast(device, self.subject.dtype) if half and self.training else nullcontext()
 
     def exact(self) -> list[Tensor]:
         """The same by library products in a wider dtype."""
@@ -103,23 +103,45 @@ class Network:
         other = Network(replace(self.subject, dtype=wide), net, samples)
         return other.run(other.all_in(LIBRARY))
 
+    def _inferred(self, sample: Sample) -> list[Tensor]:
+        with torch.no_grad():
+            return [self.net(fresh(sample)).feats]
 
-def checked(setup: Setup, network: Network, ways: Mapping[str, Flows], case: Callable[[str], str]) -> dict[str, Flows]:
+    def _trained(self, sample: Sample) -> list[Tensor]:
+        with self.precision():
+            y = self.net(fresh(sample)).feats
+        chance = torch.Generator(y.device).manual_seed(9)
+        grad = torch.randn(y.shape, generator=chance, device=y.device).to(y.dtype)
+        grads = torch.autograd.grad(y, list(self.net.parameters()), grad)
+        return [y.detach(), torch.cat([one.flatten() for one in grads])]
+
+
+def scans_of(setup: Setup, subject: Subjected) -> list[Sample]:
+    """One sample: a scan, in training two."""
+    return subject.samples(setup, 1, 2 if subject.mode == TRAINING else 1)
+
+
+def _assign(layers: Sequence[Convolution], flows: Sequence[Flow]) -> None:
+    for layer, flow in zip(layers, flows, strict=True):
+        layer.dataflow = flow
+
+
+def checked(setup: Setup, network: Network, ways: Mapping[str, Ran], case: Callable[[str], str]) -> dict[str, Ran]:
     """The ways that are right: every layer by itself, and the network. Others are failures of the run."""
     truths, layers = network.exact(), Layers(network)
     least = error(network.run(network.all_in(None)), truths)
     bound = max(TOLERANCE[network.subject.dtype], FAIR * least)
     setup.say(f"  {network.subject.name}: relative error untuned {least:.1e}, bound {bound:.1e}")
     found = {}
-    for name, flows in ways.items():
-        wrong = layers.wrong(flows)
-        distance = error(network.run(flows), truths)
+    for name, ran in ways.items():
+        wrong = layers.wrong(ran)
+        distance = error(network.run(ran), truths)
         if wrong:
             setup.failed(f"{case(name)}: {wrong}; not timed")
         elif not distance < bound:
             setup.failed(f"{case(name)}: relative error {distance:.2g}, expected below {bound:.2g}; not timed")
         else:
-            found[name] = flows
+            found[name] = ran
     return found
 
 
@@ -127,27 +149,28 @@ class Layers:
     """The layers of a network by themselves, on normal features, against float64; what is alike is checked once."""
 
     def __init__(self, network: Network) -> None:
-        self.training, self.dtype = network.training, network.subject.dtype
-        self.met = {one.name: one for one in layers_of(network.net, fresh(network.samples[0]))}
-        self.names = [name for name, layer in network.net.named_modules() if isinstance(layer, Convolution)]
+        self.training, self.dtype, self.names = network.training, network.subject.dtype, network.names
+        with network.having(network.all_in(None)):
+            self.met = {one.name: one for one in layers_of(network.net, fresh(network.samples[0]))}
         self.errors: dict[Any, float] = {}
         self.truths: dict[Any, tuple[Fed, list[Tensor]]] = {}
 
-    def wrong(self, flows: Flows) -> str:
+    def wrong(self, ran: Ran) -> str:
         """What is wrong with a layer in its dataflow; empty where nothing is."""
         bound = TOLERANCE[self.dtype]
-        for name, flow in zip(self.names, flows, strict=True):
-            distance = self._error(self.met[name], flow)
+        for name, flow in zip(self.names, ran.flows, strict=True):
+            distance = self._error(self.met[name], flow, ran.tiles)
             if not distance < bound:
                 return f"layer {name} in {flow}: relative error {distance:.2g}, expected below {bound:g}"
         return ""
 
-    def _error(self, met: Met, flow: Flow) -> float:
+    def _error(self, met: Met, flow: Flow, tiles: str) -> float:
         alike = id(met.found), met.inputs, met.outputs
         if alike not in self.truths:
             fed = Fed.normal(met, self.dtype)
             self.truths[alike] = fed, fed.exact(self.training)
-        if (alike, flow) not in self.errors:
+        if (alike, flow, tiles) not in self.errors:
             fed, truth = self.truths[alike]
-            self.errors[alike, flow] = error(fed.passes(flow, self.training), truth)
-        return self.errors[alike, flow]
+            with tiles_from(tiles):
+                self.errors[alike, flow, tiles] = error(fed.passes(flow, self.training), truth)
+        return self.errors[alike, flow, tiles]

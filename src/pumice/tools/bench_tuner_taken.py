@@ -14,7 +14,7 @@ from functools import partial
 from pumice.engine.measure import passes, profiled
 from pumice.schedule.tile import PROCESSORS
 from pumice.tools.bench_tuner_cases import Writer
-from pumice.tools.bench_tuner_networks import Flows, Network, checked
+from pumice.tools.bench_tuner_networks import Network, Ran, checked
 from pumice.tools.layer_model import walks
 from pumice.tools.ledger import Peer, Row
 from pumice.tools.network_layers import Met
@@ -23,8 +23,9 @@ from pumice.tools.timing import Times, together
 
 CONVOLUTIONS = "convolutions"
 """The metric of convolutions and of what their maps and orders take, on the device."""
-PARTS = MAP, SORT, KERNEL, OTHER = "map", "sort", "kernel", "other"
-"""Of what the device does: finding neighbours; sorting rows and laying forms out; kernels of convolutions, and products,
+MAP, SORT, KERNEL, OTHER = "map", "sort", "kernel", "other"
+PARTS: tuple[str, ...] = (MAP, SORT, KERNEL, OTHER)
+"""Of what the device does: finding neighbours; sorting rows and laying forms out; kernels of convolutions, products,
 gathers and scatters of libraries (also those of a linear head); copies and the rest."""
 CONVOLVING = (MAP, SORT, KERNEL)
 _PART_OF = {"map": MAP, "sort": SORT, "conv": KERNEL, "product": KERNEL, "movement": KERNEL}
@@ -44,16 +45,16 @@ class Taken:
     wall: Times
 
 
-def compared(write: Writer, network: Network, ways: Mapping[str, Flows], against: str) -> Iterator[Row]:
+def compared(write: Writer, network: Network, ways: Mapping[str, Ran], against: str) -> Iterator[Row]:
     """The rows of the ways that are right, each held against one of them; nothing where that one is wrong."""
     right = checked(write.setup, network, ways, partial(write.subject.case, write.study))
     if against in right:
         yield from rows_of(write, taken(write.setup, network, right), against)
 
 
-def taken(setup: Setup, network: Network, ways: Mapping[str, Flows]) -> dict[str, Taken]:
+def taken(setup: Setup, network: Network, ways: Mapping[str, Ran]) -> dict[str, Taken]:
     """What a pass takes in each way, in turn; without a GPU on the wall alone."""
-    calls = {name: partial(network.run, flows) for name, flows in ways.items()}
+    calls = {name: partial(network.run, ran) for name, ran in ways.items()}
     walls = together(list(calls.values()), setup.device, "wall", setup.seconds)
     found = {}
     for (name, call), wall in zip(calls.items(), walls, strict=True):

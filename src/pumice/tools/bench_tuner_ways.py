@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
-from pumice.schedule.dataflow import DATAFLOWS
+from pumice.lower.triton import DEFAULT
 from pumice.tools.bench_tuner_asked import Asked, answered
 from pumice.tools.bench_tuner_cases import TRAINING, Subjected, Writer, say_published, subjects
 from pumice.tools.bench_tuner_networks import Network
@@ -19,15 +20,17 @@ NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f", "centerpoint-waymo-1f")
 """A large and a small scan to segment, and one to detect on."""
 IMPLICIT = ("implicit-gemm-unsorted", "implicit-gemm-sorted", *(f"implicit-gemm-split{n}" for n in (2, 3, 4)))
 """The dataflows of 0 to 4 splits."""
-WEIGHT_STATIONARY = tuple(
-    name for name, flow in DATAFLOWS.items() if flow.grouping is not None or flow.movement.startswith("on-demand")
+WEIGHT_STATIONARY = (
+    "gather-gemm-scatter-fused-adaptive",
+    "gather-gemm-scatter-locality-aware-adaptive",
+    "fetch-on-demand",
 )
 """Gather-scatter and fetch on demand."""
 
 SPLITS: Mapping[str, tuple[int, ...]] = MappingProxyType({"1": (1,), "1-2": (1, 2), "0-4": (0, 1, 2, 3, 4)})
 """By way: among which numbers of splits each group of layers has the best."""
 BOUND: Mapping[str, str] = MappingProxyType(
-    {"forward-dgrad": "forward+dgrad", "dgrad-wgrad": "dgrad+wgrad", "all": "all"}
+    {"forward-dgrad": "forward with dgrad", "dgrad-wgrad": "dgrad with wgrad", "all": "all"}
 )
 """By way: which passes of a layer share a dataflow, as the tuner calls it."""
 GAINS: Mapping[str, str | None] = MappingProxyType(
@@ -67,7 +70,11 @@ def sorted_rows(setup: Setup) -> Iterator[Row]:
 
 def hybrid(setup: Setup) -> Iterator[Row]:
     """Tuned over one kind of dataflow alone, over the other, and over all."""
-    asked = {"implicit-gemm": Asked(IMPLICIT), "weight-stationary": Asked(WEIGHT_STATIONARY), "all": Asked()}
+    asked = {
+        "implicit-gemm": Asked(IMPLICIT),
+        "weight-stationary": Asked(WEIGHT_STATIONARY, always=True),
+        "all": Asked(),
+    }
     for subject in subjects(setup, "hybrid", NETWORKS):
         network = _begun(setup, "hybrid", subject)
         yield from _tuned(Writer(setup, subject, "hybrid"), network, asked, "implicit-gemm")
@@ -86,7 +93,10 @@ def gains(setup: Setup) -> Iterator[Row]:
     for subject in subjects(setup, "gains", (NETWORKS[0], NETWORKS[2])):
         network = _begun(setup, "gains", subject)
         ways = {name: network.all_in(flow) for name, flow in GAINS.items()}
-        ways["9-tuned"] = answered(setup, network, Asked()).flows
+        tuned = answered(setup, network, Asked(tiles=setup.thorough)).ran
+        ways["9-tuned"] = replace(tuned, tiles=DEFAULT)
+        if setup.thorough:
+            ways["10-with-tuned-tiles"] = tuned
         yield from compared(Writer(setup, subject, "gains"), network, ways, next(iter(GAINS)))
 
 
@@ -102,6 +112,6 @@ def _met(network: Network) -> list[Met]:
 def _tuned(write: Writer, network: Network, asked: Mapping[str, Asked], against: str) -> Iterator[Row]:
     """What the tuner answers to each question, and what that takes."""
     answers = {name: answered(write.setup, network, one) for name, one in asked.items()}
-    yield from compared(write, network, {name: one.flows for name, one in answers.items()}, against)
+    yield from compared(write, network, {name: one.ran for name, one in answers.items()}, against)
     for name, one in answers.items():
         yield from one.rows(write, name)

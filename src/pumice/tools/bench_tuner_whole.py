@@ -9,7 +9,7 @@ from types import MappingProxyType
 from pumice.errors import OptionError
 from pumice.tools.bench_tuner_asked import Asked, answered, differing
 from pumice.tools.bench_tuner_cases import INFERENCE, TRAINING, Subjected, Writer, clock_of, say_published, subjects
-from pumice.tools.bench_tuner_networks import Network
+from pumice.tools.bench_tuner_networks import Network, scans_of
 from pumice.tools.bench_tuner_taken import CONVOLUTIONS, compared
 from pumice.tools.ledger import Row
 from pumice.tools.study import Setup, goals_told
@@ -50,7 +50,10 @@ class Gains:
 
 
 def networks(setup: Setup) -> Iterator[Row]:
-    """Every network untuned and tuned in inference, some in training too; how long tuning took, and what it chose."""
+    """Every network untuned and tuned in inference, some in training too; how long tuning took, and what it chose.
+
+    What is tuned are dataflows; in a thorough run, which takes two minutes a network, tiles as well.
+    """
     say_published(setup, "networks")
     gains = Gains()
     for mode, names in ((INFERENCE, tuple(WORKLOADS)), (TRAINING, TRAINED)):
@@ -70,8 +73,8 @@ def _judged(setup: Setup, row: Row) -> bool:
 
 def _network(setup: Setup, subject: Subjected) -> Iterator[Row]:
     network, write = Network.of(setup, subject), Writer(setup, subject, "networks")
-    answer = answered(setup, network, Asked())
-    ways = {DEFAULT: network.all_in(None), TUNED: answer.flows}
+    answer = answered(setup, network, Asked(tiles=setup.thorough))
+    ways = {DEFAULT: network.all_in(None), TUNED: answer.ran}
     yield from compared(write, network, ways, DEFAULT)
     yield from answer.rows(write, TUNED, LONGEST.get(subject.workload.name))
 
@@ -87,14 +90,14 @@ def _transferred(setup: Setup, subject: Subjected) -> Iterator[Row]:
     name = ABROAD[subject.workload.name]
     foreign = _with_scans_of(subject, name)
     try:
-        scans = foreign.samples(setup)
+        scans = scans_of(setup, foreign)
     except OptionError as reason:
         setup.say(f"{name} is left out: {reason}")
         return
     network, write = Network.of(setup, subject), Writer(setup, subject, "transfer")
     native, abroad = answered(setup, network, Asked()), answered(setup, replace(network, samples=scans), Asked())
     way = f"from-{name}"
-    ways = {NATIVE: native.flows, way: abroad.flows, DEFAULT: network.all_in(None)}
+    ways = {NATIVE: native.ran, way: abroad.ran, DEFAULT: network.all_in(None)}
     rows = list(compared(write, network, ways, NATIVE))
     yield from rows
     groups = differing(native, abroad)
