@@ -21,7 +21,7 @@ BUDGET = 60.0
 """Seconds that the tuner has for a network."""
 THOROUGH = 120.0
 """The same in a thorough run, which has tiles timed, too: what pm.tune takes by itself."""
-_QUICK = 0.6
+_QUICK = 1.5
 PLANNED = "planned"
 """How a row calls what the planner picks."""
 
@@ -52,6 +52,9 @@ class Answer:
         """How long it took, against the longest that it may; of each group what was tried and what was chosen."""
         goal = Peer("goal", longest, "goal") if longest else Peer(ITSELF, self.seconds)
         yield write.took(way, self.seconds, goal, self.tuning.finished)
+        own = [one for one in self.tuning.choices if self.of(one) != PLANNED]
+        groups = Peer("all groups", len(self.tuning.choices))
+        yield write.counted(way, "fact:groups not as planned", len(own), "groups", groups)
         before, after = 1e3 * self.tuning.before.total, 1e3 * self.tuning.after.total
         for choice in self.tuning.choices:
             place = f"{way}/{choice.group}"

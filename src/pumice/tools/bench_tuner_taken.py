@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pumice.engine.measure import passes, profiled
+from pumice.errors import PumiceError
 from pumice.schedule.tile import PROCESSORS
 from pumice.tools.bench_tuner_cases import Writer
 from pumice.tools.bench_tuner_networks import Network, Ran, checked
@@ -59,16 +60,21 @@ def taken(setup: Setup, network: Network, ways: Mapping[str, Ran]) -> dict[str, 
     found = {}
     for (name, call), wall in zip(calls.items(), walls, strict=True):
         if setup.device.type == "cuda":
-            found[name] = _on_device(call, wall)
+            found[name] = _on_device(setup, call, wall)
         else:
             found[name] = Taken(wall, wall, {}, wall)
     return found
 
 
-def _on_device(call: Callable[[], object], wall: Times) -> Taken:
+def _on_device(setup: Setup, call: Callable[[], object], wall: Times) -> Taken:
     call()
-    events, _ = profiled([call] * _RUNS)
-    each = [_by_part(parts) for parts in passes(events, _RUNS)]
+    try:
+        events, _ = profiled([call] * _RUNS)
+        each = [_by_part(parts) for parts in passes(events, _RUNS)]
+    except PumiceError as reason:
+        setup.say(f"  no parts, and times between events around a pass: {reason}")
+        (whole,) = together([call], setup.device, "events", setup.seconds)
+        return Taken(whole, whole, {}, wall)
     parts = {name: _quantiles(one[name] for one in each) for name in PARTS}
     whole = _quantiles(sum(one.values()) for one in each)
     return Taken(whole, _quantiles(sum(one[name] for name in CONVOLVING) for one in each), parts, wall)
@@ -112,13 +118,13 @@ def _told(own: Taken, peer: Taken) -> str:
 def tile_facts(write: Writer, layers: Sequence[Met], ways: Mapping[str, int]) -> Iterator[Row]:
     """What splits cost and give, by way: products with absent pairs, and tiles to fill a device with."""
     for name, splits in ways.items():
-        redundancy, count = _tiles(layers, splits)
+        redundancy, count = tiles_of(layers, splits)
         yield write.counted(name, "fact:rows multiplied for a wanted one", redundancy, "rows")
         yield write.counted(name, "fact:tiles of a layer", count, "tiles", Peer("multiprocessors", PROCESSORS))
         write.setup.say(f"  {name}: {redundancy:.2f} rows multiplied for one that is wanted, {count:.0f} tiles a layer")
 
 
-def _tiles(layers: Sequence[Met], splits: int) -> tuple[float, float]:
+def tiles_of(layers: Sequence[Met], splits: int) -> tuple[float, float]:
     """Rows multiplied for one that is wanted, and tiles of a layer, layers weighed by their products."""
     multiplied = wanted = weighed = 0.0
     known = {id(one.found): walks(one.found, _FORMS[min(splits, one.found.volume)]) for one in layers}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+
+import torch
 
 from pumice.lower.triton import DEFAULT
 from pumice.tools.bench_tuner_asked import Asked, answered
 from pumice.tools.bench_tuner_cases import TRAINING, Subjected, Writer, say_published, subjects
 from pumice.tools.bench_tuner_networks import Network
-from pumice.tools.bench_tuner_taken import compared, tile_facts
+from pumice.tools.bench_tuner_taken import compared, tile_facts, tiles_of
 from pumice.tools.ledger import Row
 from pumice.tools.network_layers import Met, layers_of
 from pumice.tools.study import Setup
@@ -26,6 +28,8 @@ WEIGHT_STATIONARY = (
     "fetch-on-demand",
 )
 """Gather-scatter and fetch on demand."""
+_SUM = 4
+"""Bytes of a sum that is read, added to and written."""
 
 SPLITS: Mapping[str, tuple[int, ...]] = MappingProxyType({"1": (1,), "1-2": (1, 2), "0-4": (0, 1, 2, 3, 4)})
 """By way: among which numbers of splits each group of layers has the best."""
@@ -77,7 +81,9 @@ def hybrid(setup: Setup) -> Iterator[Row]:
     }
     for subject in subjects(setup, "hybrid", NETWORKS):
         network = _begun(setup, "hybrid", subject)
-        yield from _tuned(Writer(setup, subject, "hybrid"), network, asked, "implicit-gemm")
+        write = Writer(setup, subject, "hybrid")
+        yield from _tuned(write, network, asked, "implicit-gemm")
+        yield from _moved(write, _met(network))
 
 
 def bindings(setup: Setup) -> Iterator[Row]:
@@ -98,6 +104,19 @@ def gains(setup: Setup) -> Iterator[Row]:
         if setup.thorough:
             ways["10-with-tuned-tiles"] = tuned
         yield from compared(Writer(setup, subject, "gains"), network, ways, next(iter(GAINS)))
+
+
+def _moved(write: Writer, layers: Sequence[Met]) -> Iterator[Row]:
+    """Bytes between kernels and the L2 for features: rows gathered for tiles, or for pairs with sums kept in memory."""
+    size = torch.finfo(write.subject.dtype).bits // 8
+    redundancy, _ = tiles_of(layers, 1)
+    tiled = sum(
+        redundancy * one.pairs * one.inputs * size + one.found.num_outputs * one.outputs * size for one in layers
+    )
+    added = sum(one.pairs * (one.inputs * size + 2 * one.outputs * _SUM) for one in layers)
+    for way, volume in (("implicit-gemm", tiled), ("weight-stationary", added)):
+        yield write.counted(way, "fact:bytes of features", 1e-9 * volume, "GB")
+        write.setup.say(f"  {way}: {1e-9 * volume:.3g} GB of features to and from the L2")
 
 
 def _begun(setup: Setup, study: str, subject: Subjected) -> Network:
