@@ -124,7 +124,7 @@ _MARK = "spin_kernel"
 """What torch.cuda._sleep runs: it stands before each pass."""
 
 
-def passes(events: Iterable[Event], expected: int) -> list[Mapping[str, float]]:
+def passes(events: Iterable[Event], expected: int) -> Sequence[Mapping[str, float]]:
     """Seconds by part of each pass, in which a mark came first. Raises OptionError where there are not so many."""
     found: list[dict[str, float]] = []
     for event in sorted(events, key=lambda event: event.start):
@@ -210,7 +210,7 @@ def profiled(calls: Sequence[Call]) -> tuple[list[Event], list[float]]:
 
 def on_device(told: Iterable[Any]) -> list[Event]:
     """What kernels and copies a profiler told of, without the spans that users name and those that waits make."""
-    cuda = torch.autograd.DeviceType.CUDA
+    cuda = torch.autograd.DeviceType.CUDA  # pyright: ignore[reportPrivateImportUsage]
     ran = (event for event in told if event.device_type() == cuda and not event.is_user_annotation())
     found = [Event(event.name(), event.start_ns(), event.duration_ns()) for event in ran]
     return [event for event in found if not event.name.endswith((" Sync", "Wait Event"))]

@@ -24,7 +24,7 @@ from pumice.engine.result import Choice, Tiles, Trial, Tuning
 from pumice.engine.scenes import Loss, Scene, Subject, subject, undisturbed
 from pumice.errors import DeviceError, OptionError, PumiceError
 from pumice.lower.loops import EIGHT_BITS
-from pumice.nn.conv import convolutions
+from pumice.nn.conv import Convolution, convolutions
 from pumice.ops.conv import Flow
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, PLANNED, WGRAD, Dataflow, Dataflows, chosen
 from pumice.schedule.ledger import ledger
@@ -166,7 +166,7 @@ def _released(model: nn.Module) -> Iterator[list[str]]:
     for layer in layers:
         if layer.dataflow is not None and layer.dataflow == layer.tuned:
             layer.dataflow = layer.tuned = None
-    named = ((name, module) for name, module in model.named_modules() if module in set(layers))
+    named = ((name, module) for name, module in model.named_modules() if isinstance(module, Convolution))
     try:
         yield [name for name, layer in named if layer.dataflow is not None]
     except BaseException:
@@ -230,8 +230,9 @@ class _Bench:
         """What the layers of each group run."""
         by_group: dict[Group, dict[str, Dataflow]] = {part.group: {} for part in self.parts.values()}
         for key, flow in assignment.items():
+            assert isinstance(flow, Dataflow)
             part = self.parts[key]
-            by_group[part.group].update((name, flow) for name in part.passes)  # pyright: ignore[reportArgumentType]
+            by_group[part.group].update(dict.fromkeys(part.passes, flow))
         return {group: flow_of(passes, self.asked.training) for group, passes in by_group.items()}
 
     def last(self, assignment: Assignment) -> Spent:
@@ -326,7 +327,7 @@ class _Run:
         near = plans().near(self.key, self.workload)
         when = plan.date.astimezone().strftime("%Y-%m-%d %H:%M")
         if near is not None and usable:
-            self.notes.append(f"{'as' if plan.finished else 'begun'} on {when}, for {plan.about}")
+            self.notes.append(f"{'tuned' if plan.finished else 'begun'} on {when}, for {plan.about}")
             return plan, {}
         why = "other scenes" if near is None else "other dataflows"
         self.notes.append(f"tuned on {when} for {why} ({plan.about}): tuned anew")
@@ -345,11 +346,11 @@ class _Run:
     def _save(self, found: Found, asked: tuple[str, ...], before: Spent, after: Spent) -> None:
         flows: Any = found.assignment
         about = f"{type(self.asked.model).__name__}, {len(self.workload)} maps, {self.observed.groups[0]}"
-        spent = [{**asdict(each), "parts": dict(each.parts)} for each in (before, after)]
+        was, now = ({**asdict(each), "parts": dict(each.parts)} for each in (before, after))
         near = plans().near(self.key, self.workload)
         if near is not None and near[0] != self.key:
             plans().forget([near[0]])
-        plans().keep(self.key, Plan(flows, self.workload, *spent, asked, found.finished, about))
+        plans().keep(self.key, Plan(flows, self.workload, was, now, asked, found.finished, about))
 
     # What is measured
     def _search(self, start: Assignment, done: Sequence[str], hints: Mapping[str, Dataflow]) -> Found:
@@ -459,7 +460,7 @@ def identity(asked: Subject, observed: Observed, bind: str) -> tuple[str, str, s
     layers = [
         [name, type(m).__name__, list(m.weight.shape), m.groups, m.bias is not None, str(m.relation), str(m.dataflow)]
         for name, m in asked.model.named_modules()
-        if m in set(convolutions(asked.model))
+        if isinstance(m, Convolution)
     ]
     groups = [[group.name, *group.layers] for group in observed.groups]
     digest = hashlib.sha256(json.dumps([layers, groups]).encode()).hexdigest()[:16]

@@ -172,7 +172,7 @@ def _stated(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
 def _ready(asked: Pass, given: Two, finish: Finish) -> plan.Ready:
     """The call made ready; it holds the arrays of the map."""
     each = [maps.held(asked.found, form) for form in forms(asked)]
-    arrays, tokens = ([one for held in each for one in held[place]] for place in (1, 0))
+    tokens, arrays = [t for told, _ in each for t in told], [x for _, held in each for x in held]
     operands, names = [*given, *arrays], "|".join((*_OPERANDS[asked.name], *tokens))
     text, shape = statement(asked.name, asked.groups), _shape(asked, given)
     lowering = "" if asked.flow.movement == "planned" else _lowering(given[0])

@@ -82,12 +82,12 @@ class MinkUNet(nn.Module):
 
     def _users(self) -> Users:
         """The layers over each map; decoders lead back from the coarsest level."""
-        down = [convolutions(encoder.down) for encoder in self.encoders]
-        back = [convolutions(decoder.up) for decoder in reversed(self.decoders)]
-        parts = [[self.stem], *([encoder.blocks] for encoder in self.encoders)]
-        for level, decoder in zip(parts, reversed(self.decoders), strict=False):
-            level.append(decoder.blocks)
-        return Users(down, back, [[convolutions(*level)] for level in parts])
+        down = [convolutions(encoder)[:1] for encoder in self.encoders]
+        back = [convolutions(decoder)[:1] for decoder in reversed(self.decoders)]
+        same = [convolutions(self.stem), *(convolutions(encoder)[1:] for encoder in self.encoders)]
+        for level, decoder in zip(same, reversed(self.decoders), strict=False):
+            level += convolutions(decoder)[1:]
+        return Users(down, back, [[level] for level in same])
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         x.prepare(self.steps, self.windows, self.users)

@@ -113,8 +113,8 @@ def _flow(told: Any) -> Dataflow:
 def _key(entry: Entry) -> PlanKey | None:
     try:
         key = entry["key"]
-        names = (str(key[name]) for name in ("device", "dtypes", "mode", "model"))
-        return PlanKey(*names, tuple((int(a), int(b)) for a, b in key["workload"]))
+        device, dtypes, mode, model = (str(key[name]) for name in ("device", "dtypes", "mode", "model"))
+        return PlanKey(device, dtypes, mode, model, tuple((int(a), int(b)) for a, b in key["workload"]))
     except (TypeError, KeyError, ValueError):
         return None
 

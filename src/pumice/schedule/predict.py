@@ -67,7 +67,8 @@ class Work:
 
     def turned(self) -> Work:
         """What the input gradient is: the same with the roles exchanged."""
-        return Work(self.back, self.side, self.channels[::-1], self.groups, self.size)
+        inner, outer = self.channels
+        return Work(self.back, self.side, (outer, inner), self.groups, self.size)
 
 
 # What distinguishes dataflows
