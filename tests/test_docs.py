@@ -67,3 +67,15 @@ def test_the_dataflows_of_the_guide():
     space = {"x": random_tensor(20, 4, 3), "weight": torch.randn(4, 3, 3, 3, 4), "pm": pumice}
     exec(compile(block, "guide.md", "exec"), space)
     torch.testing.assert_close(space["y"].feats, conv(space["x"], space["weight"]).feats)
+
+
+def test_the_workloads_of_the_benchmarks():
+    from pumice.tools.workloads import WORKLOADS
+
+    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    for name in WORKLOADS:
+        assert f"`{name}`" in text or f"`-{name.rpartition('-')[2]}`" in text, name
+    (block,) = blocks("benchmarks.md")
+    space: dict[str, object] = {}
+    exec(compile(block, "benchmarks.md", "exec"), space)
+    assert space["logits"].feats.shape == (300, 19) and len(space["other"]) == 300

@@ -25,6 +25,7 @@ from pumice.tools import layer_suites, spconv_peer
 from pumice.tools.bench_einsum import einsum
 from pumice.tools.bench_maps import maps, picture
 from pumice.tools.bench_tuner import tuner
+from pumice.tools.bench_workloads import workloads
 from pumice.tools.ledger import Peer, Row, Subject, append, row
 from pumice.tools.study import Options, Say
 from pumice.tools.timing import Times, interleaved
@@ -94,6 +95,7 @@ SUITES: dict[str, Callable[[Say, Options], Iterator[Row]]] = {
     "einsum": einsum,
     "maps": maps,
     "tuner": tuner,
+    "workloads": workloads,
 }
 
 

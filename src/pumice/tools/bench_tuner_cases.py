@@ -6,19 +6,18 @@ A case reads workload/dtype/mode/study-way, as minkunet-kitti-1x/fp16/inference/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pumice.errors import OptionError
-from pumice.models import MinkUNet
+from pumice.tools.bench_workloads import network
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.published import PUBLISHED
 from pumice.tools.study import DTYPES, Setup
 from pumice.tools.timing import Times, captured, together
-from pumice.tools.workloads import WORKLOADS, Sample, Workload, samples, stand_in
+from pumice.tools.workloads import WORKLOADS, Sample, Workload, narrow, samples, stand_in
 
 INFERENCE, TRAINING = "inference", "training"
 _TINY = 120
@@ -37,20 +36,23 @@ class Subjected:
 
     @property
     def name(self) -> str:
-        return f"{self.workload.name}/{DTYPES[self.dtype]}/{self.mode}"
+        made = "-generated" if self.workload.generated else ""
+        return f"{self.workload.name}{made}/{DTYPES[self.dtype]}/{self.mode}"
 
     def case(self, study: str, way: str) -> str:
         return f"{self.name}/{study}-{way}"
 
     def net(self, setup: Setup) -> torch.nn.Module:
-        """The network in float32 with the same weights each time; in inference ready for it, in the dtype."""
-        torch.manual_seed(0)
-        net = self.workload.model().to(setup.device)
-        return net.train() if self.mode == TRAINING else net.eval().to(self.dtype)
+        """The network with the same weights each time, its norms used to the scan; in inference in the dtype."""
+        (sample,) = self._samples(setup, torch.float32, 1, 1)
+        net = network(self.workload, sample)
+        return net.train() if self.mode == TRAINING else net.to(self.dtype)
 
     def samples(self, setup: Setup, count: int = 1, batch: int = 1) -> list[Sample]:
         """So many samples at most; tiny ones in a quick run. OptionError where the scans are not at hand."""
-        dtype = torch.float32 if self.mode == TRAINING else self.dtype
+        return self._samples(setup, torch.float32 if self.mode == TRAINING else self.dtype, count, batch)
+
+    def _samples(self, setup: Setup, dtype: torch.dtype, count: int, batch: int) -> list[Sample]:
         return samples(self.workload, setup.device, dtype, batch, count=count, most=_TINY if setup.quick else 0)
 
 
@@ -60,7 +62,7 @@ def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFEREN
     What is left out is said.
     """
     for name in names[:1] if setup.quick else names:
-        workload = _tiny(WORKLOADS[name]) if setup.quick else WORKLOADS[name]
+        workload = narrow(stand_in(WORKLOADS[name])) if setup.quick else WORKLOADS[name]
         found = Subjected(workload, setup.half, mode)
         if not setup.wants(f"{found.name}/{study}"):
             continue
@@ -70,13 +72,6 @@ def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFEREN
             setup.say(f"{name} is left out: {reason}")
             continue
         yield found
-
-
-def _tiny(workload: Workload) -> Workload:
-    """The workload on a generated street, a MinkUNet with few channels."""
-    if workload.name.startswith("minkunet"):
-        workload = replace(workload, model=partial(MinkUNet, workload.features, 3, 0.125))
-    return stand_in(workload)
 
 
 def clock_of(setup: Setup) -> str:

@@ -110,10 +110,8 @@ def _moved(write: Writer, layers: Sequence[Met]) -> Iterator[Row]:
     """Bytes between kernels and the L2 for features: rows gathered for tiles, or for pairs with sums kept in memory."""
     size = torch.finfo(write.subject.dtype).bits // 8
     redundancy, _ = tiles_of(layers, 1)
-    tiled = sum(
-        redundancy * one.pairs * one.inputs * size + one.found.num_outputs * one.outputs * size for one in layers
-    )
-    added = sum(one.pairs * (one.inputs * size + 2 * one.outputs * _SUM) for one in layers)
+    tiled = sum(size * (redundancy * one.pairs * one.inputs + one.found.num_outputs * one.outputs) for one in layers)
+    added = sum(one.pairs * (size * one.inputs + 2 * _SUM * one.outputs) for one in layers)
     for way, volume in (("implicit-gemm", tiled), ("weight-stationary", added)):
         yield write.counted(way, "fact:bytes of features", 1e-9 * volume, "GB")
         write.setup.say(f"  {way}: {1e-9 * volume:.3g} GB of features to and from the L2")

@@ -50,16 +50,20 @@ TRAINING_STUDIES: Mapping[str, Study] = MappingProxyType(
 
 def forward(say: Say, options: Options) -> Iterator[Row]:
     """The rows of a study of the suite conv-forward. Raises PumiceError at the end if anything of ours was wrong."""
-    return _suite(say, options, FORWARD_STUDIES, "conv-forward")
+    return study_of("conv-forward", FORWARD_STUDIES, say, options)
 
 
 def training(say: Say, options: Options) -> Iterator[Row]:
     """The rows of a study of the suite conv-train."""
-    return _suite(say, options, TRAINING_STUDIES, "conv-train")
+    return study_of("conv-train", TRAINING_STUDIES, say, options)
 
 
-def _suite(say: Say, options: Options, studies: Mapping[str, Study], suite: str) -> Iterator[Row]:
-    name = options.case or "layers"
+def study_of(suite: str, studies: Mapping[str, Study], say: Say, options: Options) -> Iterator[Row]:
+    """The rows of the study that the options name, of the first one where they name none.
+
+    Raises OptionError for one that is not known, and PumiceError at the end if anything of ours was wrong.
+    """
+    name = options.case or next(iter(studies))
     if name not in studies:
         raise OptionError(f"case {name!r} of {suite} is unknown; there are {', '.join(studies)}")
     setup = Setup(pick_device(options.device), options.quick, say, options.only, options.thorough, suite)

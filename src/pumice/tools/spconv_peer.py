@@ -1,17 +1,18 @@
-"""spconv as a peer: a submanifold layer with its map at hand."""
+"""spconv as a peer: a submanifold layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pumice.tools.info import distribution
 
+Result = TypeVar("Result")
 _NAMES = ("spconv", "spconv-cu126", "spconv-cu124", "spconv-cu121", "spconv-cu120", "spconv-cu118")
 
 
@@ -26,10 +27,10 @@ def slack(device: torch.device) -> float:
     return 2000 if device.type == "cpu" else 2
 
 
-def layer(feats: Tensor, weight: Tensor, coords: Tensor) -> tuple[Any, Callable[[Tensor], Tensor]]:
+def layer(feats: Tensor, weight: Tensor, coords: Tensor, anew: bool = False) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """(module, call): spconv's 3x3x3 layer with this weight, and its result for features on coords [N, 4].
 
-    weight: [C_out, 27, C_in]. Raises ModuleNotFoundError without spconv.
+    weight: [C_out, 27, C_in]. anew: each call finds the map. Raises ModuleNotFoundError without spconv.
     """
     spconv: Any = import_module("spconv.pytorch")
     inputs, outputs = weight.shape[2], weight.shape[0]
@@ -39,30 +40,31 @@ def layer(feats: Tensor, weight: Tensor, coords: Tensor) -> tuple[Any, Callable[
     least = coords.amin(0)
     least[0] = 0
     coords = (coords - least).int()
-    shape = (coords[:, 1:].amax(0) + 1).tolist()
+    batch, *shape = (coords.amax(0) + 1).tolist()
     with torch.no_grad():
-        known = module(spconv.SparseConvTensor(feats, coords, shape, 1)).indice_dict
+        known = module(spconv.SparseConvTensor(feats, coords, shape, batch)).indice_dict
 
     def call(feats: Tensor) -> Tensor:
-        x = spconv.SparseConvTensor(feats, coords, shape, 1)
-        x.indice_dict = known
+        x = spconv.SparseConvTensor(feats, coords, shape, batch)
+        if not anew:
+            x.indice_dict = known
         return module(x).features
 
     return module, call
 
 
-def in_tf32(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The call with float32 multiplied as tf32, by kernels that were tuned for it."""
-    tuner = _tuner()
+def in_tf32(call: Callable[[], Result], tuner: Any = None) -> Callable[[], Result]:
+    """The call with float32 multiplied as tf32, by kernels that were tuned for it: by this tuner, or by a new one."""
+    chosen = tuner or new_tuner()
 
-    def run() -> Tensor:
-        with _multiplying(tuner):
+    def run() -> Result:
+        with _multiplying(chosen):
             return call()
 
     return run
 
 
-def _tuner() -> Any:
+def new_tuner() -> Any:
     """A new tuner of kernels; None in a build for CPUs.
 
     spconv's own remembers a kernel by dtype and channels: what it chose for float32 it would take for tf32, too.

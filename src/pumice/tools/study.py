@@ -221,11 +221,11 @@ def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[st
         peers = [found for found in compared if found.peer.startswith(names)]
         for dtype, clock in sorted({(found.dtype, found.clock) for found in peers}):
             chosen = [found for found in peers if (found.dtype, found.clock) == (dtype, clock)]
-            setup.say(f"{family} {dtype} {clock}: best of ours {_mean(_ratios(chosen))}")
+            setup.say(f"{family} {dtype} {clock}: best of ours {mean_told(_ratios(chosen))}")
             ways = dict.fromkeys(found.case.rpartition("/")[2] for found in chosen)
             for way in ways if len(ways) > 1 else ():
                 own = [found for found in chosen if found.case.rpartition("/")[2] == way]
-                setup.say(f"  {way}: {_mean(_ratios(own))}")
+                setup.say(f"  {way}: {mean_told(_ratios(own))}")
     _say_fastest(setup, compared)
 
 
@@ -254,7 +254,8 @@ def kept(rows: Sequence[Row], beside: Collection[str]) -> list[Row]:
     return found
 
 
-def _mean(ratios: Mapping[str, float]) -> str:
+def mean_told(ratios: Mapping[str, float]) -> str:
+    """The geometric mean of ratios by case, and the least of them."""
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
     worst = min(ratios, key=lambda name: ratios[name])
     return f"{mean:.2f}x (geometric mean of {len(ratios)}), least {ratios[worst]:.2f}x at {worst}"
@@ -350,7 +351,7 @@ def goals_told(setup: Setup, name: str, ratios: Mapping[str, float], least: floa
         setup.say(f"goal {name}, {least:.3g}x: not measured")
         return
     mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-    setup.say(f"goal {name}, {least:.3g}x: {_mean(ratios)}: {'met' if mean >= least else 'NOT met'}")
+    setup.say(f"goal {name}, {least:.3g}x: {mean_told(ratios)}: {'met' if mean >= least else 'NOT met'}")
 
 
 def untuned(call: Callable[[], Any]) -> Callable[[], Any]:
