@@ -57,11 +57,11 @@ class Subjected:
 
 
 def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE) -> Iterator[Subjected]:
-    """These workloads in half precision, as far as they are wanted and at hand; of a quick run the first on a street.
+    """These workloads in half precision, as far as they are wanted and at hand; in a quick run the last, on a street.
 
     What is left out is said.
     """
-    for name in names[:1] if setup.quick else names:
+    for name in names[-1:] if setup.quick else names:
         workload = narrow(stand_in(WORKLOADS[name])) if setup.quick else WORKLOADS[name]
         found = Subjected(workload, setup.half, mode)
         if not setup.wants(f"{found.name}/{study}"):

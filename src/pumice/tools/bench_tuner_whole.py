@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 
 from pumice.errors import OptionError
@@ -56,12 +57,12 @@ def networks(setup: Setup) -> Iterator[Row]:
     """
     say_published(setup, "networks")
     gains = Gains()
-    for mode, names in ((INFERENCE, tuple(WORKLOADS)), (TRAINING, TRAINED)):
-        for subject in subjects(setup, "networks", names, mode):
-            for row in _network(setup, subject):
-                if _judged(setup, row) and row.case.endswith(f"-{TUNED}") and mode == INFERENCE:
-                    gains.note(row)
-                yield row
+    inference = subjects(setup, "networks", tuple(WORKLOADS))
+    for subject in chain(inference, subjects(setup, "networks", TRAINED, TRAINING)):
+        for row in _network(setup, subject):
+            if _judged(setup, row) and row.case == subject.case("networks", TUNED) and subject.mode == INFERENCE:
+                gains.note(row)
+            yield row
     goals_told(setup, "tuned over untuned, convolutions and maps", gains.ratios, GAIN)
     setup.say(f"slower tuned than untuned: {', '.join(gains.slower) or 'none'}")
 
