@@ -260,6 +260,22 @@ def test_parts_of_what_a_device_does(setup, monkeypatch):
     assert not found.parts and found.device.median == 2.0 and "no parts" in said[-1]
 
 
+def test_movement_is_what_is_no_product(monkeypatch):
+    said = []
+    setup = Setup(torch.device("cuda"), True, said.append, suite="tuner")
+    names = {"spin_kernel": 1, "nvjet_hsh_128x256": 4000, "indexSelectLargeIndex": 2000, "elementwise_kernel": 1000}
+    events = [
+        Event(name, 10 * run + place, took) for run in range(5) for place, (name, took) in enumerate(names.items())
+    ]
+    monkeypatch.setattr(bench_tuner_layers, "profiled", lambda calls: (events[: 4 * len(calls)], []))
+    assert bench_tuner_layers._moved(setup, list, ()).median == pytest.approx(0.003)
+    # Where the profiler is silent, the whole less the products.
+    monkeypatch.setattr(bench_tuner_layers, "profiled", lambda calls: ([], []))
+    times = {"whole": Times(3.0, 3.0, 3.0), "products": Times(1.0, 1.0, 1.0)}
+    monkeypatch.setattr(bench_tuner_layers, "spent", lambda *_: times)
+    assert bench_tuner_layers._moved(setup, list, ()).median == 2.0 and "products alone" in said[-1]
+
+
 def test_rows_of_a_device(monkeypatch):
     monkeypatch.setattr(ledger, "device_name", lambda device: "a GPU")
     write = Writer(
