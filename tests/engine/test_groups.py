@@ -1,5 +1,7 @@
 """Groups of layers by their kernel maps, in any module."""
 
+import math
+
 import cases
 import pytest
 import torch
@@ -124,7 +126,9 @@ def test_the_numbers_of_a_group():
     assert (work.side.inputs, work.side.outputs) == (200, 200) and same.rows == 250
     (down,) = step.works[0]
     assert (down.side.inputs, down.side.outputs) == (down.back.outputs, down.back.inputs) and step.rows < 200
-    assert same.workload[0] == pytest.approx(7.9658, abs=1e-3)
+    assert same.workload == step.workload == (9, 3), "few rows are few rows"
+    big = groups(pm.nn.Conv3d(4, 4, 3), random_tensor(3000, 4)).groups[0]
+    assert big.workload == pytest.approx((11.5507, math.log2(big.pairs / 3000)), abs=1e-3) and big.pairs > 4096
     assert 1 <= same.pairs / same.rows < 27 and "1 layer, 250 rows" in str(same)
 
 

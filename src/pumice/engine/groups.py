@@ -26,6 +26,9 @@ from pumice.ops import SparseTensor
 from pumice.ops.conv import Target
 from pumice.schedule.predict import Side, Work
 
+FEW = 512
+"""Rows below which a map's size says nothing: its kernels are bound by what they wait for."""
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -71,9 +74,9 @@ class Group:
 
     @property
     def workload(self) -> tuple[float, float]:
-        """Binary logarithms of the rows and of the pairs of a row."""
-        rows = max(1.0, self.rows)
-        return math.log2(rows), math.log2(max(1.0, self.pairs / rows))
+        """Binary logarithms of the rows and of the pairs of a row; maps of few rows are all the same."""
+        rows, pairs = max(FEW, self.rows), max(8 * FEW, self.pairs)
+        return math.log2(rows), math.log2(pairs / rows)
 
     def __str__(self) -> str:
         count = len(self.layers)
