@@ -16,7 +16,9 @@ if "pumice" not in sys.modules:
 
 from filelock import FileLock
 
+from pumice.schedule.dataflow import DATAFLOWS
 from pumice.schedule.ledger import Key, Ledger
+from pumice.schedule.plans import Plan, PlanKey, Plans
 from pumice.schedule.tile import Tile
 
 
@@ -39,3 +41,14 @@ def hold(path: Path, ready) -> None:
         path.with_name(f"{path.name}.0.tmp").write_text('{"version": 2, "tiles": [\n{"key": {"dev')
         ready.set()
         time.sleep(600)
+
+
+def keep_plans(path: Path, writer: int, count: int, start) -> None:
+    """Keep `count` plans once all writers are there, as ranks do that tune at once."""
+    warnings.simplefilter("error")
+    own, flows = Plans(path), {"a": DATAFLOWS["implicit-gemm-unsorted"]}
+    start.wait()
+    for number in range(count):
+        key = PlanKey.of("some GPU", "float16", "training", f"{writer}.{number}", ((10.0, 2.0),))
+        assert own.near(key, ((10.0, 2.0),)) is None
+        own.keep(key, Plan(flows, ((10.0, 2.0),), {"total": 1.0}, {"total": 0.5}))

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from pumice.schedule.dataflow import DATAFLOWS
 from pumice.schedule.ledger import Key, Ledger
+from pumice.schedule.plans import Plan, PlanKey, Plans
 from pumice.schedule.tile import Tile
 from pumice.tools import cli
 
@@ -17,9 +19,10 @@ KEYS = (
 
 @pytest.fixture
 def own(monkeypatch, tmp_path):
-    """The user's ledger, without tiles."""
+    """The user's ledger, without tiles, and no plans."""
     found = Ledger(tmp_path / "own" / "tiles.json")
     monkeypatch.setattr(cli, "ledger", lambda: found)
+    monkeypatch.setattr(cli, "plans", lambda: Plans(found.path.with_name("plans.json")))
     monkeypatch.setattr(cli.console, "width", 400)
     monkeypatch.setenv("COLUMNS", "400")
     return found
@@ -65,6 +68,31 @@ def test_export_and_merge(pumice, filled, tmp_path, monkeypatch):
         ran = pumice("tune", "--merge", file)
         assert (ran.code, ran.out) == (0, f"took {count} that {file} has new or newer\n")
     assert Ledger(other.path).all() == filled.all()
+
+
+FLOWS = {"k3 at 1": DATAFLOWS["implicit-gemm-unsorted"]}
+PLAN_KEY = PlanKey.of("some GPU", "float16", "inference", "0123", ((14.1, 2.2),))
+PLAN = Plan(FLOWS, ((14.1, 2.2),), {"total": 2e-3}, {"total": 1.5e-3}, ("k3 at 1",), False, "MinkUNet, 9 maps")
+
+
+def test_plans_go_along(pumice, filled, tmp_path, monkeypatch):
+    own = Plans(filled.path.with_name("plans.json"))
+    own.keep(PLAN_KEY, PLAN)
+    shown = pumice("tune", "--show").out
+    assert all(
+        told in shown for told in ("MinkUNet, 9 maps (unfinished)", "2.0000", "1.5000", "k3 at 1: implicit-gemm")
+    )
+    file, other = tmp_path / "out.json", tmp_path / "other" / "tiles.json"
+    assert pumice("tune", "--export", file).out == f"wrote 2 tuned tiles and 1 tuned plan to {file}\n"
+    monkeypatch.setattr(cli, "ledger", lambda: Ledger(other))
+    monkeypatch.setattr(cli, "plans", lambda: Plans(other.with_name("plans.json")))
+    assert "took 2 tuned tiles and 1 tuned plan that" in pumice("tune", "--merge", file).out
+    assert Ledger(other).all() == filled.all() and Plans(other.with_name("plans.json")).all() == {PLAN_KEY: PLAN}
+    assert Ledger(tmp_path / "third.json").merge(file) == 2, "as before there were plans"
+    assert pumice("tune", "--clear").out.count("removed 2 tuned tiles from") == 1
+    assert "took 0 tuned tiles and 1 tuned plan" in pumice("tune", "--merge", own.path).out
+    file.write_text(file.read_text().replace('"plans": {"version": 1', '"plans": {"version": 99'))
+    assert refused(pumice("tune", "--merge", file), "ledger of plans of version 99, expected 1")
 
 
 @pytest.mark.parametrize("option", [("--show",), ("--clear",), ("--export", "out.json")])

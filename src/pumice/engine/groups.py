@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -24,6 +25,9 @@ from pumice.nn.conv import Convolution
 from pumice.ops import SparseTensor
 from pumice.ops.conv import Target
 from pumice.schedule.predict import Side, Work
+
+FEW = 512
+"""Rows below which a map's size says nothing: its kernels are bound by what they wait for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +74,9 @@ class Group:
 
     @property
     def workload(self) -> tuple[float, float]:
-        """Binary logarithms of the rows and of the pairs of a row."""
-        rows = max(1.0, self.rows)
-        return math.log2(rows), math.log2(max(1.0, self.pairs / rows))
+        """Binary logarithms of the rows and of the pairs of a row; maps of few rows are all the same."""
+        rows, pairs = max(FEW, self.rows), max(8 * FEW, self.pairs)
+        return math.log2(rows), math.log2(pairs / rows)
 
     def __str__(self) -> str:
         count = len(self.layers)
@@ -173,7 +177,7 @@ def _works(calls: Sequence[Call], device: torch.device) -> Iterator[Work]:
 
 
 def _side(found: KernelMap) -> Side:
-    forms = maps.SPLITS if found.device.type == "cuda" else ()
+    forms = maps.tile_forms(found) if found.device.type == "cuda" else ()
     counts, entries = maps.counted(found, forms)
     return Side(found.num_inputs, found.num_outputs, counts, entries, maps.block_of(found.num_outputs))
 
@@ -189,7 +193,7 @@ def _name(call: Call) -> str:
     """Of a map, by its first call: the window, the stride, and the voxels of the level that it starts from."""
     relation, level = call.found.relation, call.geometry.stride
     if call.found.flipped:
-        level = tuple(s / f for s, f in zip(level, relation.stride, strict=True))
+        level = tuple(Fraction(s) / f for s, f in zip(level, relation.stride, strict=True))
     window = f"{len(relation.offsets)} offsets" if relation.custom is not None else f"k{_axes(relation.kernel)}"
     stride = "" if set(relation.stride) == {1} else f" s{_axes(relation.stride)}"
     spread = "" if set(relation.dilation) == {1} else f" d{_axes(relation.dilation)}"

@@ -94,8 +94,9 @@ def _weight(call: Call) -> Tensor:
 def compile_at_once(layers: Sequence[Alone], passes: Sequence[str], flows: Sequence[Dataflow]) -> None:
     """Have the kernels of these dataflows compiled, several at a time; what cannot be done shows when it is measured.
 
-    Nothing happens on a CPU, where nothing is compiled.
+    Nothing happens on a CPU, where nothing is compiled, and for products of torch's libraries.
     """
+    flows = [flow for flow in flows if flow.devices == ("cuda",)]
     if not layers or layers[0].weight.device.type != "cuda":
         return
     device = layers[0].weight.device

@@ -22,12 +22,14 @@ from torch import nn
 
 from pumice import coords
 from pumice.engine.scenes import Loss, Scene, subject, undisturbed
-from pumice.errors import OptionError
+from pumice.errors import DeviceError, OptionError
 
 Call = Callable[[], object]
 KERNELS, EVENTS, WALL = "kernels", "events", "wall"
 """Clocks: what kernels took; between two events around a pass, gaps among kernels included; on the wall."""
 OTHER = "other"
+_ATTEMPTS = 3
+"""Traces that are taken until one tells of every pass."""
 
 
 @dataclass(frozen=True)
@@ -170,16 +172,23 @@ class Meter:
                 except Exception as problem:
                     # A profiler that is not there, taken by another, or silent; a fault of the calls comes again below.
                     if self.clock:
-                        raise
+                        raise DeviceError(f"the profiler failed all of a sudden: {_line(problem)}") from problem
                     self.note = f"kernels could not be timed one by one ({_line(problem)})"
             self.clock = EVENTS
             return self._by_events(calls)
 
     def _by_kernels(self, calls: Sequence[Call]) -> Spent:
-        events, walls = profiled(list(calls) * self.repeats)
-        parts = middle(passes(events, len(walls)), len(calls))
-        self.clock = KERNELS
-        return Spent(sum(parts.values()), parts, _wall(walls, len(calls)), KERNELS)
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                events, walls = profiled(list(calls) * self.repeats)
+                parts = middle(passes(events, len(walls)), len(calls))
+                self.clock = KERNELS
+                return Spent(sum(parts.values()), parts, _wall(walls, len(calls)), KERNELS)
+            except Exception:
+                # The first trace of a process may lack what ran at its beginning.
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
 
     def _by_events(self, calls: Sequence[Call]) -> Spent:
         walls, spans = [], []

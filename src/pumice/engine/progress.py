@@ -28,7 +28,7 @@ def watching(progress: Watch | bool | None) -> Iterator[Watch]:
     """
     if callable(progress):
         yield progress
-    elif progress or (progress is None and sys.stderr.isatty()):
+    elif progress is True or (progress is None and sys.stderr.isatty()):
         with _bar() as watch:
             yield watch
     elif progress is None or progress is False:

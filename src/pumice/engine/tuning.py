@@ -301,7 +301,8 @@ class _Run:
         start = {} if near is None else dict(near.flows)
         done = () if near is None else near.asked
         found = self._search(start, done, hints)
-        tiles = tuple(self._tiles(found)) if found.finished else ()
+        kernels = self.asked.device.type == "cuda"
+        tiles = tuple(self.tiles(found)) if found.finished and kernels else ()
         if any(each.kept for each in tiles):
             self.bench(found.assignment)
         before, after = self.bench.last({}), self.bench.last(found.assignment)
@@ -368,10 +369,11 @@ class _Run:
         flows: Any = question.candidates
         compile_at_once(alone(part.group, self.asked.training), part.passes, flows)
 
-    def _tiles(self, found: Found) -> Iterator[Tiles]:
-        """Time the tiles of the groups' kernels, those of the largest first, while the budget lasts."""
-        if self.asked.device.type != "cuda":
-            return
+    def tiles(self, found: Found) -> Iterator[Tiles]:
+        """Time the tiles of the groups' kernels, those of the largest first, while the budget lasts.
+
+        Tiles are timed alone, with a cold cache: where the network does not get faster by them they are forgotten.
+        """
         flows = self.bench.flows(found.assignment)
         best, longest = found.after, _TILING
         try:

@@ -122,6 +122,11 @@ def counted(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...
     return tuple(totals), entries
 
 
+def tile_forms(found: KernelMap) -> tuple[str, ...]:
+    """The forms of tiles that a map can have: those with no more parts than taps."""
+    return tuple(name for name, splits in _SPLITS.items() if splits <= max(1, found.volume))
+
+
 def _settled(found: KernelMap) -> Sequence[int]:
     raise AssertionError("settle() has read it")
 
@@ -163,9 +168,6 @@ def _tiled(splits: int, flipped: bool) -> MapForm:
     stored = _stored(_TILES_T if flipped else _TILES, max(1, splits))
     return MapForm(stored, lambda found: _tiles(side(found), splits), lambda found: _tile_sizes(side(found), splits))
 
-
-SPLITS = tuple(_SPLITS)
-"""The forms of tiles of a map."""
 
 FORMS: Mapping[str, MapForm] = {
     "pairs": MapForm(_stored(_PAIRS), _pairs),

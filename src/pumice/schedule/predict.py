@@ -112,14 +112,14 @@ def together(flow: Dataflow, works: Sequence[Work], passes: Iterable[str], devic
     return sum(seconds(flow, work, name, device) for work in works for name in passes) + sum(shared.values())
 
 
-_GATHERED = 4.45e12
-"""Bytes a second that kernels over tiles gather, through the L2."""
 _MATRIX = {1: 900e12, 2: 620e12, 4: 100e12, 8: 30e12}
 """FLOP a second of such kernels, by the bytes of a value; float32 in three products of tf32."""
 _TURN = 0.25e-6
 """Seconds of a turn of the loop, whose loads wait for an index, of 64 channels."""
-_START = 4e-6
+_START = 5e-6
 """Seconds of a kernel besides its loop."""
+_PART = 12
+"""Bytes of a result that another part of a form takes: sums are left in float32, and read again."""
 
 
 def _on_gpu(flow: Dataflow, work: Work, name: str) -> float:
@@ -131,24 +131,28 @@ def _on_gpu(flow: Dataflow, work: Work, name: str) -> float:
         return _by_table(work) if flow.form == "table" else _by_tiles(flow, work)
     if flow.movement == "on-demand":
         # Outputs are added to in memory, in float32.
-        return _by_pairs(work, 2.0) + work.side.pairs * work.channels[1] * 8 / _GATHERED
+        return _by_pairs(work, 2.0) + work.side.pairs * work.channels[1] * 8 / DEVICES["cuda"].cache
     return _by_library(flow, work, name, DEVICES["cuda"])
 
 
 def _by_tiles(flow: Dataflow, work: Work) -> float:
     parts = work.side.parts(flow.form)
-    total = sum(_tiled(entries, work, work.side.taps / len(parts), flow.piece) for entries in parts)
-    # Parts but the last leave their sums in float32, and the next reads them.
-    return total + (len(parts) - 1) * work.side.outputs * work.channels[1] * 8 / DEVICES["cuda"].memory
+    each = work.side.taps / len(parts), work.side.pairs / len(parts)
+    total = sum(_tiled(entries, work, each, flow.piece) for entries in parts)
+    return total + (len(parts) - 1) * work.side.outputs * work.channels[1] * _PART / DEVICES["cuda"].memory
 
 
 def _by_table(work: Work) -> float:
-    return _tiled(-(-work.side.outputs // work.side.block) * work.side.taps, work, work.side.taps, 0)
+    entries = -(-work.side.outputs // work.side.block) * work.side.taps
+    return _tiled(entries, work, (work.side.taps, work.side.pairs), 0)
 
 
-def _tiled(entries: int, work: Work, taps: float, piece: int) -> float:
-    rows = entries * work.side.block
-    through = max(rows * work.channels[0] * work.size / _GATHERED, 2 * rows * work.each / _MATRIX[work.size])
+def _tiled(entries: int, work: Work, each: tuple[float, float], piece: int) -> float:
+    """A kernel over entries of tiles; of the taps and pairs of its part. What is absent is multiplied, not gathered."""
+    taps, pairs = each
+    moved = (pairs * work.channels[0] + entries * work.each) * work.size
+    flops = 2 * entries * work.side.block * work.each
+    through = max(moved / DEVICES["cuda"].cache, flops / _MATRIX[work.size])
     # The longest tile alone, shared by several programs or not.
     longest = min(taps, entries) if not piece else min(taps, piece)
     chain = longest * math.ceil(work.channels[0] / work.groups / 64) * _TURN + (2e-6 if piece else 0)
@@ -158,7 +162,11 @@ def _tiled(entries: int, work: Work, taps: float, piece: int) -> float:
 def _by_pairs(work: Work, slower: float) -> float:
     """A kernel over the pairs of each tap; both sides are gathered."""
     moved = work.side.pairs * sum(work.channels) * work.size
-    return _START + slower * max(moved / _GATHERED, 2 * work.side.pairs * work.each / _MATRIX[work.size] * 1.5) + 6e-6
+    return (
+        _START
+        + slower * max(moved / DEVICES["cuda"].cache, 2 * work.side.pairs * work.each / _MATRIX[work.size] * 1.5)
+        + 6e-6
+    )
 
 
 def _by_library(flow: Dataflow, work: Work, name: str, device: Device) -> float:

@@ -17,6 +17,7 @@ from rich.text import Text
 from pumice.data import Scan, find_scans, read_scan, street_scene
 from pumice.errors import OptionError, PumiceError
 from pumice.schedule.ledger import ledger
+from pumice.schedule.plans import plans
 from pumice.tools import info as info_
 from pumice.tools import segment as segment_
 from pumice.tools import tuned as tuned_
@@ -116,18 +117,22 @@ def tune(
     export: Annotated[Path | None, typer.Option(metavar="FILE", help="write them to this file")] = None,
     merge: Annotated[Path | None, typer.Option(metavar="FILE", help="take what is new or newer from an export")] = None,
 ) -> None:
-    """The tiles of kernels that were tuned on this machine, or wherever the cache folder is shared."""
+    """What was tuned on this machine, or wherever the cache folder is shared: tiles of kernels, plans of networks."""
     if show + clear + (export is not None) + (merge is not None) > 1:
         raise OptionError("expected one of --show, --clear, --export and --merge, found several")
+    kept = tuned_.Kept(ledger(), plans())
     if show:
-        found = ledger().all()
-        console.print(tuned_.render(found) if found else tuned_.nothing(ledger()), soft_wrap=not found)
+        tables = kept.tables()
+        for table in tables:
+            console.print(table)
+        if not tables:
+            _say(kept.nothing())
     elif clear:
-        _say(tuned_.clear(ledger()))
+        _say(kept.clear())
     elif export is not None:
-        _say(tuned_.export(ledger(), export))
+        _say(kept.export(export))
     elif merge is not None:
-        _say(tuned_.merge(ledger(), merge))
+        _say(kept.merge(merge))
     else:
         typer.echo(context.get_help())
 

@@ -1,72 +1,139 @@
-"""The user's tuned tiles at the command line: as a table, to a file and back, and gone."""
+"""The user's tuned tiles and plans at the command line: as tables, to a file and back, and gone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pumice.errors import FileError
 from pumice.schedule.ledger import Key, Ledger, Tuned
+from pumice.schedule.plans import Plan, PlanKey, Plans
 
-__all__ = ["clear", "export", "merge", "nothing", "render"]
+__all__ = ["Kept"]
 
 STATEMENT = 64
 """Characters of a statement in the table."""
 
 
-def render(found: Mapping[Key, Tuned]) -> Table:
-    """The tiles as a table, by device and statement."""
-    table = Table(box=None, padding=(0, 1))
-    for name in ("device", "statement", "dtypes", "sizes from", "tile"):
-        table.add_column(name)
-    table.add_column("ms", justify="right")
-    table.add_column("tuned")
+@dataclass(frozen=True)
+class Kept:
+    """All that a user has tuned. What it does it tells in a line; each raises FileError."""
+
+    tiles: Ledger
+    plans: Plans
+
+    def tables(self) -> list[RenderableType]:
+        """The tiles and the plans, those that there are."""
+        tiles, plans = self.tiles.all(), self.plans.all()
+        found = [_tiles(tiles)] if tiles else []
+        return [*found, *([_plans(plans)] if plans else [])]
+
+    def clear(self) -> str:
+        """Remove everything."""
+        removed = [
+            f"{_count(number, name)} from {own.path}"
+            for own, name in ((self.tiles, "tile"), (self.plans, "plan"))
+            if (number := own.clear())
+        ]
+        return f"removed {' and '.join(removed)}" if removed else self.nothing()
+
+    def export(self, file: Path) -> str:
+        """Write everything to a file, if there is anything."""
+        tiles, plans = len(self.tiles.all()), len(self.plans.all())
+        if not tiles and not plans:
+            return self.nothing()
+        text = self.tiles.export()
+        if plans:
+            # Where only tiles were known, this is an export of tiles.
+            text = f'{text.rstrip()[:-1]}, "plans": {self.plans.export().rstrip()}}}\n'
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as problem:
+            raise FileError(f"{file} cannot be written ({problem.strerror or problem})") from problem
+        return f"wrote {_both(tiles, plans)} to {file}"
+
+    def merge(self, file: Path) -> str:
+        """Take what is new or newer from an export, or from a file of tiles or of plans."""
+        given = dict(_documents(file))
+        try:
+            tiles = self.tiles.merge(given["tiles"]) if "tiles" in given else 0
+            plans = self.plans.merge(given["plans"]) if "plans" in given else 0
+        except FileError as problem:
+            raise problem if str(file) in str(problem) else FileError(f"{file}: {problem}") from problem
+        return f"took {_both(tiles, plans)} that {file} has new or newer"
+
+    def nothing(self) -> str:
+        """What is said where there is none of both."""
+        makers = "pumice.tune(model, samples) makes plans; f.tune(...) and `with pm.tuning():` make tiles on a GPU"
+        return f"no tuned tiles in {self.tiles.path} and no tuned plans in {self.plans.path}: {makers}"
+
+
+def _documents(file: Path) -> Iterator[tuple[str, Path | str]]:
+    """What a file has, by kind. What is neither is given for tiles, which will say so."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        found = None
+    plans = found.get("plans") if isinstance(found, dict) else None
+    if isinstance(plans, list):
+        yield "plans", file
+        return
+    if plans is not None:
+        yield "plans", json.dumps(plans)
+    yield "tiles", file
+
+
+def _tiles(found: Mapping[Key, Tuned]) -> Table:
+    """By device and statement."""
+    table = _table("device", "statement", "dtypes", "sizes from", "tile", ">ms", "tuned")
     order = sorted(found.items(), key=lambda item: (item[0].device, item[0].statement, item[0].dtypes, item[0].sizes))
     for key, tuned in order:
-        # Text, not markup: "[m,n]" is no style.
         table.add_row(*map(Text, _cells(key, tuned)))
     return table
 
 
-def clear(own: Ledger) -> str:
-    """Remove all tiles; what was done. Raises FileError."""
-    removed = own.clear()
-    return f"removed {_count(removed)} from {own.path}" if removed else nothing(own)
+def _plans(found: Mapping[PlanKey, Plan]) -> Table:
+    """By device and network."""
+    table = _table("device", "network", "dtypes", "mode", "dataflows", ">ms before", ">ms", "tuned")
+    for key, plan in sorted(found.items(), key=lambda item: (item[0].device, item[1].about, item[0].mode)):
+        flows = ", ".join(f"{group}: {flow}" for group, flow in plan.flows.items()) or "as the planner picks"
+        before, after = (f"{1e3 * spent['total']:.4f}" for spent in (plan.before, plan.after))
+        about = plan.about + ("" if plan.finished else " (unfinished)")
+        cells = (key.device, about, key.dtypes, key.mode, flows, before, after, _date(plan))
+        table.add_row(*map(Text, cells))
+    return table
 
 
-def export(own: Ledger, file: Path) -> str:
-    """Write all tiles to a file, if there are any; what was done. Raises FileError."""
-    count = len(own.all())
-    if not count:
-        return nothing(own)
-    try:
-        file.write_text(own.export(), encoding="utf-8")
-    except OSError as problem:
-        raise FileError(f"{file} cannot be written ({problem.strerror or problem})") from problem
-    return f"wrote {_count(count)} to {file}"
-
-
-def merge(own: Ledger, file: Path) -> str:
-    """Take what is new or newer from a file; what was done. Raises FileError."""
-    return f"took {_count(own.merge(file))} that {file} has new or newer"
-
-
-def nothing(own: Ledger) -> str:
-    """What is said where there are none."""
-    return f"no tuned tiles in {own.path}: f.tune(...) and `with pm.tuning():` make some on a GPU"
+def _table(*names: str) -> Table:
+    """Text in its cells, no markup: "[m,n]" is no style. Names of numbers begin with ">"."""
+    table = Table(box=None, padding=(0, 1))
+    for name in names:
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left")
+    return table
 
 
 def _cells(key: Key, tuned: Tuned) -> tuple[str, ...]:
     dtypes = " ".join(key.dtypes) + (f" ({key.precision})" if key.precision else "")
     sizes = " ".join(str(round(2 ** (size / 2))) for size in key.sizes)
     best = "" if tuned.seconds is None else f"{1e3 * tuned.seconds:.4f}"
-    date = tuned.date.astimezone().strftime("%Y-%m-%d %H:%M")
-    return key.device, shorten(key.statement, STATEMENT, placeholder=" ..."), dtypes, sizes, str(tuned.tile), best, date
+    statement = shorten(key.statement, STATEMENT, placeholder=" ...")
+    return key.device, statement, dtypes, sizes, str(tuned.tile), best, _date(tuned)
 
 
-def _count(number: int) -> str:
-    return f"{number} tuned tile{'s' * (number != 1)}"
+def _date(tuned: Tuned | Plan) -> str:
+    return tuned.date.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def _both(tiles: int, plans: int) -> str:
+    return _count(tiles, "tile") + (f" and {_count(plans, 'plan')}" if plans else "")
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} tuned {name}{'s' * (number != 1)}"

@@ -1,0 +1,25 @@
+"""What other processes do that tune at the same time."""
+
+import warnings
+from pathlib import Path
+
+import torch
+
+import pumice as pm
+from pumice.engine import tuning
+from pumice.schedule.plans import Plans
+
+
+def tune(path: Path, mode: str, start) -> None:
+    """Tune a network once all are there; ends with an error where it was not kept."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error", RuntimeWarning)
+    own = Plans(path)
+    tuning.plans = lambda: own
+    coords = torch.nn.functional.pad(torch.cartesian_prod(*[torch.arange(4)] * 3), (1, 0)).int()
+    net = torch.nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.Conv3d(4, 4, 2, stride=2))
+    start.wait()
+    for _ in range(3):
+        pm.tune(
+            net, [(coords, torch.ones(64, 4))], mode, budget=1, candidates=["explicit-gemm"], fresh=True, progress=False
+        )
