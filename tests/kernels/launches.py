@@ -23,7 +23,7 @@ from clouds import Scene, levels, lookups
 from kernels.cross import TARGETS, Built, spilled, target_of
 from torch import Tensor
 
-from pumice.coords import Cloud, MapSchedule, Order, Relation, bricks, compact, lookup, ranking
+from pumice.coords import Cloud, MapSchedule, Order, Relation, bricks, compact, lookup, ranking, runs
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import mask_words, paired
@@ -100,6 +100,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(compact, "runs_kernels", lambda tensor: True),
         patch.object(lookup, "runs_kernels", lambda tensor: True),
         patch.object(ranking, "runs_kernels", lambda tensor: True),
+        patch.object(runs, "_fits", lambda array, count: True),
     ):
         for dim in (3, 1, 2, 4):
             _lookups(dim)
@@ -109,6 +110,9 @@ def variants() -> tuple[Variant, ...]:
             _levels(3)
         for volume in (27, 8, 125):
             _stages(volume)
+        for count in (100, 500, 2000):
+            runs.in_pieces(torch.zeros(9000, dtype=torch.int32), count, 8)
+            runs.by_length(torch.zeros(9000, dtype=torch.int32), count)
     return tuple(recorder.seen)
 
 

@@ -51,6 +51,7 @@ from pumice.coords import (
     kernel_map,
     pyramid,
     ranking,
+    runs,
 )
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.choice import STRUCTURES as NAMES
@@ -59,6 +60,7 @@ from pumice.coords.launch import Launcher
 from pumice.coords.lookup import Found, mask_words, mask_words_twin
 from pumice.coords.outputs import Fused, Listed, Staged, made_of, room_of, site_of
 from pumice.coords.ranking import Digits, ranked, ranked_twin
+from pumice.coords.runs import by_length, by_length_twin, in_pieces, in_pieces_twin
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.coords.structures import STRUCTURES, default
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
@@ -498,6 +500,8 @@ def stage_checks() -> Checks:
     for count, bits in ((1, 5), (1500, 1), (1500, 9), (1500, 10), (3000, 27), (1024, 31)):
         found[f"ranks of {count} keys of {bits} bits"] = partial(check_ranks, count, bits)
     found["ranks of very many keys"] = check_many_ranks
+    for size, count, most in ((0, 1, 4), (50, 7, 4), (900, 128, 8), (900, 130, 1), (5000, 2048, 16), (5000, 2049, 16)):
+        found[f"{count} runs of {size} entries"] = partial(check_runs, size, count, most)
     return found
 
 
@@ -588,6 +592,17 @@ def check_tiles(volume: int, count: int) -> None:
             assert int(told[0]) == OVERFLOW * (room < entries)
             if room == entries:
                 same(exact, got)
+
+
+def check_runs(size: int, count: int, most: int) -> None:
+    """Of values from -1 on, most of them few; then of one value alone; runs that are longer than a key can tell."""
+    generator = torch.Generator().manual_seed(size + count)
+    values = (torch.rand(size, generator=generator) ** 2 * (count + 3)).floor() - 1
+    for array in (values.sort()[0].int(), values.sort()[0].long(), torch.full((size,), count // 2).int()):
+        for long in (runs._LONG, 9):
+            with patch.object(runs, "_LONG", long), patch.object(runs, "_worth", lambda array: True):
+                same(in_pieces(array, count, most), in_pieces_twin(array, count, most), (size, count))
+                same(by_length(array, count), by_length_twin(array, count), (size, count))
 
 
 def words() -> tuple[Tensor, Tensor]:

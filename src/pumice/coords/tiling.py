@@ -281,3 +281,62 @@ def place_digits(
         tl.store(found + place, entry, mask=r < capacity)
         then = ((entry >> (32 + shift)) // BINS & (BINS - 1)).to(tl.int32)
         tl.atomic_add(later + place // BLOCK * BINS + then, 1, mask=r < capacity, sem="relaxed")
+
+
+@triton.jit
+def _first_not_below(array, value, size, steps):
+    """The first place of a sorted array whose entry is not below the value."""
+    low = tl.zeros_like(value)
+    high = low + size.to(tl.int32)
+    for _ in range(steps.to(tl.int32)):
+        on = low < high
+        middle = low + (high - low) // 2
+        below = tl.load(array + middle, mask=on, other=0) < value
+        low = tl.where(on & below, middle + 1, low)
+        high = tl.where(on & ~below, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["size", "steps", "count", "most", "places"])
+def order_runs(
+    array, values, starts, stops, firsts, numbers, size: "i64", steps: "i64", count: "i64", most: "i64", places: "i64",
+    LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """The runs of the values 0 to count - 1 in a sorted array of `size` entries, the longest first; one program.
+
+    PIECES: in parts of at most `most` entries, in a list of so many places. steps: bits of the size. SIDE: 2**BITS.
+    """
+    i = tl.arange(0, SIDE)
+    live = i < count
+    begin = _first_not_below(array, i, size, steps)
+    length = tl.where(live, _first_not_below(array, i + 1, size, steps) - begin, 0)
+    own = tl.sort(tl.where(live, LONG - tl.minimum(length, LONG), LONG + 1) * SIDE + i) % SIDE
+    begin, length = tl.gather(begin, own, 0), tl.gather(length, own, 0)
+    if PIECES:
+        number = tl.where(live, tl.maximum((length + most.to(tl.int32) - 1) // most.to(tl.int32), 1), 0)
+        ends = tl.cumsum(number, axis=0)
+        each = (length + number - 1) // tl.maximum(number, 1)
+        for first in range(0, places.to(tl.int32), SIDE):
+            p = first + i
+            # How many runs end before this place.
+            owner = tl.zeros_like(p)
+            for bit in tl.static_range(1, BITS + 1):
+                ahead = owner + (SIDE >> bit)
+                owner = tl.where(tl.gather(ends, ahead - 1, 0) <= p, ahead, owner)
+            filling = p >= tl.max(ends)
+            owner = tl.minimum(owner, count.to(tl.int32) - 1)
+            whole = tl.gather(number, owner, 0)
+            at = tl.where(filling, p, tl.gather(ends, owner, 0) - whole)
+            long, low = tl.gather(each, owner, 0), tl.gather(begin, owner, 0)
+            stop = low + tl.gather(length, owner, 0)
+            start = tl.minimum(low + (p - at) * long, stop)
+            on = p < places
+            tl.store(values + p, tl.gather(own, owner, 0), mask=on)
+            tl.store(starts + p, start, mask=on)
+            tl.store(stops + p, tl.where(filling, start, tl.minimum(start + long, stop)), mask=on)
+            tl.store(firsts + p, at, mask=on)
+            tl.store(numbers + p, tl.where(filling, 0, whole), mask=on)
+    else:
+        tl.store(values + i, own, mask=live)
+        tl.store(starts + i, begin, mask=live)
+        tl.store(stops + i, begin + length, mask=live)

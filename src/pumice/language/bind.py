@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from pumice.errors import ShapeError
@@ -23,13 +23,15 @@ class Bound:
     """A statement with its sizes; equal to itself alone, so that what follows from it is found by it.
 
     ranges: of every index, by name; shape: of the target; windowed: the indices whose range only windows or the text
-    tell (no axis has it as its extent).
+    tell (no axis has it as its extent). like: the bound of about the same sizes that this one was `resized` from: what
+    follows from the kind of sizes alone is found by it.
     """
 
     statement: Statement
     ranges: Mapping[str, Range]
     shape: tuple[int, ...]
     windowed: tuple[str, ...] = ()
+    like: Bound | None = None
 
     @cached_property
     def extents(self) -> Mapping[str, int]:
@@ -83,6 +85,35 @@ def bind(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None 
         _check_windows(statement, ranges, read)
     windowed = tuple(name for name in ranges if name not in bare)
     return Bound(statement, ranges, _inferred_shape(statement, ranges, written, strict), windowed)
+
+
+def resized(bound: Bound, shapes: Mapping[str, Shape], shape: tuple[int, ...]) -> Bound | None:
+    """The same statement for operands of other sizes, which agree with each other: nothing is checked.
+
+    None where windows tell a range, which may become another one.
+    """
+    like = bound.like or bound
+    places = _places(like)
+    if places is None:
+        return None
+    ranges = {name: Range(0, (shapes[operand] if operand else shape)[axis]) for name, operand, axis in places}
+    return Bound(bound.statement, {**bound.ranges, **ranges}, shape, bound.windowed, like)
+
+
+@lru_cache(maxsize=4096)
+def _places(bound: Bound) -> tuple[tuple[str, str, int], ...] | None:
+    """(index, operand, axis) where each index stands bare, "" being the target; those that the text declares stay."""
+    statement = bound.statement
+    declared = {name for name, _ in statement.ranges}
+    if set(bound.windowed) - declared:
+        return None
+    found: dict[str, tuple[str, int]] = {}
+    read = ((a.name, a.indices) for a in accesses_of(*statement.terms, *statement.target.indices))
+    for operand, expressions in (*read, ("", statement.target.indices)):
+        for axis, expression in enumerate(expressions):
+            if expression.bare is not None and expression.bare not in declared:
+                found.setdefault(expression.bare, (operand, axis))
+    return tuple((name, *place) for name, place in found.items())
 
 
 def span_of(expression: Affine, ranges: Mapping[str, Range]) -> tuple[int, int]:

@@ -106,6 +106,9 @@ def roles(statement: Statement, extents: Mapping[str, int]) -> Roles:
     reduced = tuple(name for name in everything if name not in out)
     adds = not _injective(target, extents, statement)
     found = _product(term, target, reduced, segment, extents)
+    if found is None and segment is not None:
+        # Matrix units that are mostly idle are still faster than others that gather entry by entry.
+        found = _product(term, target, reduced, segment, extents, narrow=True)
     common = {"target": target, "segment": segment, "adds": adds}
     if found is not None:
         return replace(found, **common)
@@ -252,8 +255,10 @@ def _product(
     segment: Segment | None,
     extents: Mapping[str, int],
     shallowest: int = _SMALLEST,
+    narrow: bool = False,
 ) -> Roles | None:
-    """The matrix product with the largest tile, or None; `shallowest`: the fewest points that it may sum over."""
+    """The matrix product with the largest tile, or None; `shallowest`: the fewest points that it may sum over; narrow:
+    rows or columns may be few."""
     deps = [set(indices_of(factor)) for factor in term.factors]
     if not all(isinstance(factor, Access) for factor in term.factors):
         return None
@@ -280,6 +285,8 @@ def _product(
             rows = tuple(name for name in rows if name not in both)
         sizes = [_volume(names, extents) if names else 0 for names in (rows, columns, tile)]
         least = (_SMALLEST_WITHIN,) * 3 if within else (_SMALLEST, _SMALLEST, shallowest)
+        if narrow and columns and max(sizes[:2]) >= _SMALLEST:
+            least = (1, 1, shallowest)
         if any(size < few for size, few in zip(sizes, least, strict=True)):
             continue
         score = math.prod(min(size, cap) for size, cap in zip(sizes, (128, 128, 64), strict=True))

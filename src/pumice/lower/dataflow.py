@@ -176,7 +176,9 @@ def _ready(asked: Pass, given: Two, finish: Finish) -> plan.Ready:
     operands, names = [*given, *arrays], "|".join((*_OPERANDS[asked.name], *tokens))
     text, shape = statement(asked.name, asked.groups), _shape(asked, given)
     lowering = "" if asked.flow.movement == "planned" else _lowering(given[0])
-    ready = plan.ready_for(operands, names, text, shape, lowering, finish)
+    # Of weights nothing counts rows or entries.
+    steady = (len(operands),) if asked.name == WGRAD else (1,)
+    ready = plan.alike(operands, names, text, shape, steady, lowering, finish)
     if asked.flow.piece and asked.name != WGRAD:
         ready = _in_pieces(ready, operands, asked.flow.piece)
     return plan.holding(ready, operands, (0, 1))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pumice.errors import OptionError
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, index, indices_of
 from pumice.language.roles import Roles, Within
-from pumice.lower.epilogue import ACTIVATIONS, RESIDUAL, SCALE, SHIFT
+from pumice.lower.epilogue import ACTIVATIONS, MEAN, RESIDUAL, SCALE, SHIFT, VARIANCE
 
 FLOATS = {
     "fp8": "tl.float8e4nv",
@@ -53,7 +53,7 @@ class Signature:
     pieces: whether a segment may be shared by several programs, the last of which adds up what all have found.
     hoisted: whether addresses are worked out before the loop as far as they can be.
     padded: whether arrays over the points of a segment are filled up with -1, so that nothing asks how many there are.
-    activation: what is applied last (lower.epilogue); scale, shift and residual are operands of these names.
+    activation, eps: of the epilogue (lower.epilogue), whose tensors are operands of their names.
     """
 
     dtypes: tuple[tuple[str, str], ...]
@@ -74,6 +74,7 @@ class Signature:
     hoisted: bool = True
     padded: bool = True
     activation: str = ""
+    eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -922,10 +923,16 @@ class _Emitter:
     def _finish(self) -> None:
         """The epilogue: a channel is what the result lies at behind its first axis."""
         indices = self.roles.target.indices
-        for name, joined in ((SCALE, "*"), (SHIFT, "+")):
+        steps = (
+            (MEAN, "- {}"),
+            (VARIANCE, f"* tl.rsqrt({{}} + {self.signature.eps!r})"),
+            (SCALE, "* {}"),
+            (SHIFT, "+ {}"),
+        )
+        for name, joined in steps:
             if name in self.dtypes:
-                value = self._load(Access(name, indices[1:]), "YX")
-                self.head.append(f"result = result {joined} ({value.at('YX')}).to({self.accumulator})")
+                value = f"({self._load(Access(name, indices[1:]), 'YX').at('YX')}).to({self.accumulator})"
+                self.head.append(f"result = result {joined.format(value)}")
         if RESIDUAL in self.dtypes:
             # Where nothing is written nothing is read, too.
             operand = self._operand(RESIDUAL)

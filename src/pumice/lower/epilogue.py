@@ -1,6 +1,7 @@
-"""What is done with a result before it is written: an affine map of each channel, a residual, an activation, a cast.
+"""What is done with a result before it is written: a norm by known statistics, an affine map of each channel, a
+residual, an activation, a cast.
 
-    y = activation(x * scale[n] + shift[n] + residual)
+    y = activation((x - mean[n]) / sqrt(variance[n] + eps) * scale[n] + shift[n] + residual)
 
 A kernel does it in registers, in float32, and rounds once; `applied` is the same in plain torch, of a result that is in
 float32 where no gradients are asked for, and rounded to its own dtype where they are.
@@ -43,7 +44,8 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 """By name, with torch's defaults: the slope of leaky_relu is 0.01, gelu is that of erf."""
 
 
-EPILOGUE = SCALE, SHIFT, RESIDUAL = tuple(f"*{name}" for name in ("scale", "shift", "residual"))
+TENSORS = "mean", "variance", "scale", "shift", "residual"
+EPILOGUE = MEAN, VARIANCE, SCALE, SHIFT, RESIDUAL = tuple(f"*{name}" for name in TENSORS)
 """The names under which the tensors of an epilogue stand among the operands of a statement."""
 
 
@@ -53,11 +55,12 @@ RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 @dataclass(frozen=True)
 class Finish:
-    """What a kernel has of an epilogue: the names of its tensors, the activation, the dtype of what it writes."""
+    """What a kernel has of an epilogue: the names of its tensors, the activation, the dtype of what it writes, eps."""
 
     names: tuple[str, ...] = ()
     activation: str = ""
     dtype: torch.dtype | None = None
+    eps: float = 0.0
 
 
 NOTHING = Finish()
@@ -66,10 +69,11 @@ _finish = lru_cache(maxsize=64)(Finish)
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """scale, shift: [C_out]; residual: of the result's shape; each may be missing. activation: one of ACTIVATIONS.
+    """scale, shift, mean, variance: [C_out]; residual: of the result's shape; each may be missing. activation: one of
+    ACTIVATIONS.
 
     dtype: of the result, one of RESULTS; by default what it is without an epilogue. Casts to float8_e4m3fn keep within
-    +-448, its largest value.
+    +-448, its largest value. eps: what is added to a variance.
     """
 
     scale: Tensor | None = None
@@ -77,6 +81,9 @@ class Epilogue:
     residual: Tensor | None = None
     activation: str = ""
     dtype: torch.dtype | None = None
+    mean: Tensor | None = None
+    variance: Tensor | None = None
+    eps: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in RESULTS:
@@ -88,18 +95,19 @@ class Epilogue:
     @cached_property
     def operands(self) -> dict[str, Tensor]:
         """The tensors that are there, by their names among the operands."""
-        held = zip(EPILOGUE, (self.scale, self.shift, self.residual), strict=True)
-        return {name: x for name, x in held if x is not None}
+        return {f"*{name}": x for name in TENSORS if (x := getattr(self, name)) is not None}
 
     @cached_property
     def finish(self) -> Finish:
         """What a kernel is made for."""
-        return _finish(tuple(self.operands), self.activation, self.dtype)
+        return _finish(tuple(self.operands), self.activation, self.dtype, self.eps)
 
     def with_bias(self, bias: Tensor | None) -> Epilogue:
         """The same of results to which a bias is added first."""
         if bias is None:
             return self
+        if self.mean is not None or self.variance is not None:
+            return replace(self, mean=-bias if self.mean is None else self.mean - bias)
         before = bias if self.scale is None else bias * self.scale
         return replace(self, shift=before if self.shift is None else self.shift + before)
 
@@ -107,14 +115,18 @@ class Epilogue:
         """The same of results [..., groups, channels of a group]."""
         if groups == 1:
             return self
-        parts = (None if x is None else x.unflatten(-1, (groups, -1)) for x in (self.scale, self.shift, self.residual))
-        return replace(self, **dict(zip(("scale", "shift", "residual"), parts, strict=True)))
+        held = ((name, getattr(self, name)) for name in TENSORS)
+        return replace(self, **{name: x.unflatten(-1, (groups, -1)) for name, x in held if x is not None})
 
 
 def applied(result: Tensor, epilogue: Epilogue, dtype: torch.dtype | None = None) -> Tensor:
     """The epilogue of a result [..., C_out], worked out in float32 at least; in the epilogue's dtype, or else the given
     one, or else the result's."""
     y = result.to(torch.promote_types(result.dtype, torch.float32))
+    if epilogue.mean is not None:
+        y = y - epilogue.mean
+    if epilogue.variance is not None:
+        y = y * torch.rsqrt(epilogue.variance.to(y.dtype) + epilogue.eps)
     if epilogue.scale is not None:
         y = y * epilogue.scale
     if epilogue.shift is not None:

@@ -8,7 +8,7 @@ execute(...)     the cheapest of them, run
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -29,6 +29,7 @@ from pumice.lower import triton as kernels
 from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
 from pumice.lower.remember import Bounded
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
+from pumice.schedule.tile import about
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -184,6 +185,49 @@ def ready_for(
     made = _prepared(operands, names, text, shape, lowering, torch.promote_types(dtype, torch.float32))
     kept = finish.dtype or dtype
     return _READY.keep(key, _with_finish(replace(made, kept=kept), finish, operands[0].device))
+
+
+def alike(
+    operands: Sequence[Tensor],
+    names: str,
+    text: str,
+    shape: tuple[int, ...],
+    steady: Collection[int],
+    lowering: str = "",
+    finish: Finish = NOTHING,
+) -> Ready:
+    """As ready_for, in some microseconds after others of about the same sizes: what is chosen is chosen once for all.
+
+    steady: the places of operands whose first axis does not count rows or entries; behind the last one is that of the
+    result. The others' first axes are rounded (schedule.tile.about), and what is chosen is chosen for that.
+    """
+    counted = [place for place, t in enumerate(operands) if place not in steady and t.ndim]
+    rounded = {place: about(operands[place].shape[0]) for place in counted}
+    whole = shape if len(operands) in steady else (about(shape[0]), *shape[1:])
+    facts = [
+        (t.dtype, t.device, *((rounded[place], *t.shape[1:]) if place in rounded else t.shape))
+        for place, t in enumerate(operands)
+    ]
+    key = ("alike", text, names, whole, lowering, deterministic(), finish, *facts)
+    known = _READY.get(key)
+    if known is None:
+        like = [t[: rounded[place]] if place in rounded else t for place, t in enumerate(operands)]
+        known = _READY.keep(key, ready_for(like, names, text, whole, lowering, finish))
+    found = _resized(known, operands, shape)
+    return ready_for(operands, names, text, shape, lowering, finish) if found is None else found
+
+
+def _resized(ready: Ready, operands: Sequence[Tensor], shape: tuple[int, ...]) -> Ready | None:
+    """The call made ready for operands of other sizes; None where it is more than kernels."""
+    parts = []
+    for part in ready.parts:
+        if not isinstance(part.run, kernels.Runner):
+            return None
+        run = part.run.resized({name: operands[place].shape for name, place in part.places}, shape)
+        if run is None:
+            return None
+        parts.append(Part(run, part.places))
+    return replace(ready, parts=tuple(parts), shape=shape)
 
 
 def _with_finish(ready: Ready, finish: Finish, device: torch.device) -> Ready:

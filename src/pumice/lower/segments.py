@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pumice.coords.runs import bounds_of, by_length, in_pieces
 from pumice.lower.remember import per_tensor
 
 _LONG_ARRAY = 1 << 17
@@ -50,12 +51,14 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     are so long that they would run on after all others is read from a device once for a long array, and put apart.
     Nothing else is read. The array may begin with -1.
     """
-    bounds = _bounds(array, count)
+    if not window:
+        return Segments(*by_length(array, count))
+    bounds = bounds_of(array, count)
     starts, stops = bounds[:-1], bounds[1:]
     mean = array.shape[0] // max(count, 1)
     order = _rank(stops - starts, 4 * mean + 8, window).argsort(stable=True)
     found = Segments(order.int(), starts[order], stops[order])
-    if not window or array.shape[0] < _LONG_ARRAY or not _readable(array):
+    if array.shape[0] < _LONG_ARRAY or not _readable(array):
         return found
     long = int((stops - starts > _FAR * mean + 64).sum())
     if not 0 < long < count:
@@ -70,23 +73,8 @@ def pieces(array: Tensor, count: int, most: int) -> Segments:
     The longest segments come first, the pieces of one side by side; an empty segment is one piece. The list is as long
     as it might have to be, so that nothing is read from a device.
     """
-    bounds = _bounds(array, count)
-    lengths = bounds.diff()
-    order = lengths.argsort(stable=True, descending=True)
-    lengths = lengths[order]
-    numbers = ((lengths + most - 1) // most).clamp_(min=1)
-    ends = numbers.cumsum(0, dtype=torch.int32)
-    places = torch.arange(count + array.shape[0] // most if count else 0, device=array.device, dtype=torch.int32)
-    owner = torch.searchsorted(ends, places, right=True)
-    filling = owner >= count
-    owner = owner.clamp_(max=count - 1)
-    firsts = torch.where(filling, places, (ends - numbers)[owner])
-    length = -(-lengths // numbers)[owner]
-    stops = bounds[1:][order][owner]
-    starts = torch.minimum(bounds[:-1][order][owner] + (places - firsts) * length, stops)
-    stops = torch.where(filling, starts, torch.minimum(starts + length, stops))
-    found = order.int()[owner], starts, stops
-    return Segments(*found, firsts=firsts, pieces=torch.where(filling, 0, numbers[owner]).int())
+    found = in_pieces(array, count, most)
+    return Segments(found.values, found.starts, found.stops, firsts=found.firsts, pieces=found.numbers)
 
 
 @per_tensor
@@ -96,7 +84,7 @@ def stacks(array: Tensor, count: int, height: int) -> Segments:
     The values 0 to count - 1 of a sorted array, which may begin with -1. Segments of thousands of entries would hold up
     their stack and all that wait for it: of a long array they are put apart, after one read.
     """
-    bounds = _bounds(array, count)
+    bounds = bounds_of(array, count)
     places = torch.arange(count, device=array.device, dtype=torch.int32)
     if array.shape[0] < _LONG_ARRAY or not _readable(array):
         return _longest_first(_between(places[::height], bounds))
@@ -107,12 +95,6 @@ def stacks(array: Tensor, count: int, height: int) -> Segments:
     found = _longest_first(_between(places[begins], bounds))
     alone = long[found.rows]
     return replace(found.taken(~alone), apart=found.taken(alone)) if bool(alone.any()) else found
-
-
-def _bounds(array: Tensor, count: int) -> Tensor:
-    """Where the entries of each value begin, and where the last ones end."""
-    values = torch.arange(count + 1, device=array.device, dtype=array.dtype)
-    return torch.searchsorted(array.contiguous(), values, out_int32=True)
 
 
 def _between(firsts: Tensor, bounds: Tensor) -> Segments:
@@ -133,8 +115,6 @@ def _readable(array: Tensor) -> bool:
 
 
 def _rank(lengths: Tensor, most: int, window: int) -> Tensor:
-    """The place of each segment in the order: the longest first, or the long ones and then window after window."""
-    if not window:
-        return -lengths
+    """The place of each segment in the order: the long ones, and then window after window."""
     places = torch.arange(len(lengths), device=lengths.device) // window
     return torch.where(lengths > most, -lengths, places * (most + 1) + most - lengths)

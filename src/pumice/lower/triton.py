@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from pumice.coords.launch import Compiled
 from pumice.env import settings
 from pumice.errors import OptionError
-from pumice.language.bind import Bound
+from pumice.language.bind import Bound, resized
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, packed, roles, segment_axis, stacked
 from pumice.lower.emit import (
@@ -76,7 +77,10 @@ class Launch:
 
     fixed: its arguments, None where a tensor belongs; slots: the places of those, and what belongs there.
     summed: the dtype in which pieces of segments leave their sums.
-    compiled: by device and by which tensors are aligned to 16 bytes, what Triton made of it; later launches go there.
+    variant: what Triton makes kernels of their own for: a constant that counts, and of each integer whether 16 divides
+    it, it is 1, or needs 64 bits.
+    compiled: by device, variant and which tensors are aligned to 16 bytes, what Triton made of it; later launches go
+    there, and those of other sizes.
     """
 
     source: Source
@@ -85,8 +89,9 @@ class Launch:
     programs: int
     fixed: tuple[Any, ...]
     slots: tuple[tuple[int, str, str], ...]
-    summed: torch.dtype = torch.float32
-    compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
+    summed: torch.dtype
+    variant: tuple[int, ...]
+    compiled: dict[tuple[Any, ...], Compiled]
 
     @property
     def options(self) -> dict[str, int]:
@@ -185,6 +190,19 @@ class Runner:
         self._summed = torch.promote_types(dtype, torch.float32) if adds else dtype
         self._launches: dict[Any, Launch] = {}
         self._tiles: dict[Any, Tile] = {}
+        self._kernels: dict[Any, Emitted] = {}
+
+    def resized(self, shapes: Mapping[str, Sequence[int]], shape: tuple[int, ...]) -> Runner | None:
+        """The same for operands of other sizes, and a result of that shape, with the same tiles and kernels.
+
+        None where that does not follow from this.
+        """
+        bound = resized(self.bound, shapes, shape)
+        if bound is None or self._empty or any(not len(extent) for extent in bound.ranges.values()):
+            return None
+        found = copy(self)
+        found.bound, found._launches = bound, {}
+        return found
 
     @property
     def finishes(self) -> bool:
@@ -239,14 +257,15 @@ class Runner:
         """Launch; a default tile that this device has no room for is made smaller. The key begins with the tile."""
         key = (-1 if part is None else part.rows.shape[0], *key)
         while True:
-            launch = self._launches.get(key) or self._launches.setdefault(key, self._made(operands, out, part, key[1]))
+            launch = self._launches.get(key) or self._launches.setdefault(key, self._made(operands, out, part, key[1:]))
             try:
                 return _launch(launch, operands, out, part)
             except Exception as problem:
                 smaller = launch.tile.smaller()
                 if self.tile == key[1] or smaller is None or type(problem).__name__ != "OutOfResources":
                     raise
-                self._launches[key] = self._made(operands, out, part, smaller)
+                self._kernels.pop((key[1:], *_wide(operands, out)), None)
+                self._launches[key] = self._made(operands, out, part, key[1:], smaller)
 
     def compile(self, operands: Mapping[str, Tensor]) -> None:
         """Make the kernel without running it, so that several can be made at once; what does not fit shows later."""
@@ -257,7 +276,7 @@ class Runner:
         key, tile = self._launch_key(operands), self._tile(operands)
         part = _segments(self.bound, operands, self._form, tile)
         key = (-1 if part is None else part.rows.shape[0], tile, *key)
-        launch = self._launches.setdefault(key, self._made(operands, out, part, tile))
+        launch = self._launches.setdefault(key, self._made(operands, out, part, key[1:]))
         with suppress(*_unfit()):
             launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
 
@@ -291,9 +310,22 @@ class Runner:
             tune(self.bound, operands, self.dtype, measured, precision)
         return tile_of(self.bound, operands, precision)
 
-    def _made(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, tile: Tile) -> Launch:
-        how = How(self.precision or _precision(), self.splits, self.finish)
-        return prepare(self.bound, operands, out, tile, part, how)
+    def _made(
+        self,
+        operands: Mapping[str, Tensor],
+        out: Tensor,
+        part: Segments | None,
+        key: tuple[Any, ...],
+        tile: Tile | None = None,
+    ) -> Launch:
+        """The launch of a kernel that may be there already for other sizes. The key begins with the tile."""
+        given = {**operands, "": out}
+        known = (key, *_wide(operands, out))
+        kernel = self._kernels.get(known)
+        if kernel is None:
+            how = How(self.precision or _precision(), self.splits, self.finish)
+            kernel = self._kernels[known] = emitted(self.bound, given, tile or key[0], how)
+        return kernel.sized(self.bound, given, part)
 
 
 class HeldRunner:
@@ -346,7 +378,8 @@ class Aimed:
     def of(launch: Launch, held: Mapping[str, Tensor], part: Segments | None) -> Aimed | None:
         """None where it was not yet run with all tensors aligned to 16 bytes, or cannot be."""
         device = next(iter(held.values())).device if held else None
-        compiled = launch.compiled.get((device.index or 0, *[True] * len(launch.slots))) if device else None
+        key = None if device is None else (device.index or 0, launch.variant, *[True] * len(launch.slots))
+        compiled = launch.compiled.get(key)
         if device is None or compiled is None:
             return None
         values: list[Any] = list(launch.fixed)
@@ -389,6 +422,9 @@ class Aimed:
 
 _SCRATCH = ("room", "waiting")
 """Arguments that every launch has of its own."""
+_TENSORS = ("operand", "before", "result", "segment", *_SCRATCH)
+_NUMBERS = ("extent", "size", "stride", "zero")
+"""Arguments that are tensors, and integers."""
 
 LEDGER, TIMING, DEFAULT = "ledger", "timing", "default"
 """Where tiles come from: what was tuned, else the default; what is timed now where nothing was; the default always."""
@@ -508,19 +544,28 @@ def without_fp8(device: torch.device) -> str | None:
     return None
 
 
-@lru_cache(maxsize=4096)
+Of = TypeVar("Of")
+
+
+def _per_kind(find: Callable[[Bound], Of]) -> Callable[[Bound], Of]:
+    """Remember what follows from a bound, which is the same for all that were resized from it."""
+    known = lru_cache(maxsize=4096)(find)
+    return wraps(find)(lambda bound: known(bound.like or bound))
+
+
+@_per_kind
 def _form(bound: Bound) -> Roles:
     return roles(bound.statement, bound.extents)
 
 
-@lru_cache(maxsize=4096)
+@_per_kind
 def _packed_form(bound: Bound) -> Roles | None:
     """The roles of packed tiles: how many points an entry has must be known when a kernel is compiled."""
     found = packed(_form(bound), bound.statement, bound.extents)
     return found if found and _static(bound, found).keys() >= set(found.reduced) else None
 
 
-@lru_cache(maxsize=4096)
+@_per_kind
 def _used(bound: Bound) -> tuple[str, ...]:
     """The operands that a kernel reads."""
     statement = bound.statement
@@ -536,28 +581,61 @@ def prepare(
     how: How = How(),
 ) -> Launch:
     """The kernel for these operands with this tile."""
-    form, extents = _form_in(bound, tile), bound.extents
-    signature = _signature(bound, {**operands, "": out}, form, out.dtype, tile)
-    thrice = form.within is not None and how.precision == "tf32x3" and _computes_fp32(signature)
-    signature = replace(signature, splits=how.splits > 1, thrice=thrice, activation=how.finish.activation)
-    source = _emitted(bound.statement, form, signature)
-    count = part.rows.shape[0] if part else 0
-    extents = {**extents, SPLITS: how.splits, STACKS: count}
-    if form.segment:
-        extents = {**extents, form.segment.index: count}
-    # A tile that was tuned for fewer channels still has room for one entry.
-    depth = max(tile.reduced, depth_of_entry(form, extents)) if form.packed else tile.reduced
-    constants = {"BY": tile.rows, "BX": tile.columns, "BR": depth, "PRECISION": how.precision}
-    constants["STAGES"] = tile.stages
-    tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
-    constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
     given = {**operands, "": out}
-    fixed = tuple(_fixed(a, extents, given, constants) for a in source.arguments)
-    tensors = ("operand", "before", "result", "segment", *_SCRATCH)
-    slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in tensors)
-    programs = grid(form, extents, (tile.rows, tile.columns), count, tile.lanes)
+    return emitted(bound, given, tile, how).sized(bound, given, part)
+
+
+def emitted(bound: Bound, given: Mapping[str, Tensor], tile: Tile, how: How) -> Emitted:
+    """The kernel for operands like these, the result being "", with this tile."""
+    form, out = _form_in(bound, tile), given[""]
+    signature = _signature(bound, given, form, out.dtype, tile)
+    thrice = form.within is not None and how.precision == "tf32x3" and _computes_fp32(signature)
+    finish = how.finish
+    signature = replace(signature, splits=how.splits > 1, thrice=thrice, activation=finish.activation, eps=finish.eps)
+    source = _emitted(bound.statement, form, signature)
     summed = torch.float64 if torch.float64 in {t.dtype for t in given.values()} else torch.float32
-    return Launch(source, loaded(source), tile, programs, fixed, slots, summed)
+    return Emitted(tile, how, form, source, loaded(source), summed)
+
+
+@dataclass(frozen=True, eq=False)
+class Emitted:
+    """A kernel for operands of certain dtypes and layouts, whatever rows and entries they have."""
+
+    tile: Tile
+    how: How
+    form: Roles
+    source: Source
+    kernel: Any
+    summed: torch.dtype
+    compiled: dict[tuple[Any, ...], Compiled] = field(default_factory=dict)
+
+    def sized(self, bound: Bound, given: Mapping[str, Tensor], part: Segments | None) -> Launch:
+        """It made ready for operands of these sizes."""
+        tile, form = self.tile, self.form
+        count = part.rows.shape[0] if part else 0
+        extents = {**bound.extents, SPLITS: self.how.splits, STACKS: count}
+        if form.segment:
+            extents[form.segment.index] = count
+        constants = self._constants(extents)
+        fixed = tuple(_fixed(a, extents, given, constants) for a in self.source.arguments)
+        programs = grid(form, extents, (tile.rows, tile.columns), count, tile.lanes)
+        numbers = (v for a, v in zip(self.source.arguments, fixed, strict=True) if a.kind in _NUMBERS)
+        variant = constants["BLOCKS"], *[told for v in numbers for told in (v % 16 == 0, v == 1, v >= 1 << 31)]
+        return Launch(self.source, self.kernel, tile, programs, fixed, self.slots, self.summed, variant, self.compiled)
+
+    @cached_property
+    def slots(self) -> tuple[tuple[int, str, str], ...]:
+        return tuple((n, a.kind, a.name) for n, a in enumerate(self.source.arguments) if a.kind in _TENSORS)
+
+    def _constants(self, extents: Mapping[str, int]) -> dict[str, Any]:
+        tile, form = self.tile, self.form
+        # A tile that was tuned for fewer channels still has room for one entry.
+        depth = max(tile.reduced, depth_of_entry(form, extents)) if form.packed else tile.reduced
+        constants = {"BY": tile.rows, "BX": tile.columns, "BR": depth, "PRECISION": self.how.precision}
+        constants["STAGES"] = tile.stages
+        tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
+        constants["BLOCKS"] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
+        return constants
 
 
 def _form_in(bound: Bound, tile: Tile) -> Roles:
@@ -628,12 +706,12 @@ def _values(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: S
 
 
 def _start(launch: Launch, values: list[Any], device: int) -> None:
-    """The first launch goes through Triton's own door; sizes being fixed, later ones differ in alignment alone.
+    """The first launch of a variant goes through Triton's own door.
 
     A kernel belongs to the device that it was first run on.
     """
     addresses = [(place, values[place].data_ptr()) for place, _, _ in launch.slots]
-    key = (device, *[address % 16 == 0 for _, address in addresses])
+    key = (device, launch.variant, *[address % 16 == 0 for _, address in addresses])
     compiled = launch.compiled.get(key)
     if compiled is not None:
         bare = values.copy()
@@ -730,15 +808,9 @@ def _static(bound: Bound, form: Roles) -> dict[str, int]:
 
     Not those of an index that leads every access that it is in: it counts entries or samples, and changes.
     """
-    statement, extents = bound.statement, bound.extents
-    leading: dict[str, bool] = {}
-    for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
-        for axis, expression in enumerate(access.indices):
-            for _, atom in expression.terms:
-                if isinstance(atom, Index):
-                    leading[atom.name] = leading.get(atom.name, True) and axis == 0 and len(access.indices) > 0
+    extents, leading = bound.extents, _leading(bound)
     names = (*form.reduced, *form.columns, *form.loops)
-    found = {n: extents[n] for n in names if n in extents and extents[n] <= _STATIC and not leading.get(n, False)}
+    found = {n: extents[n] for n in names if n in extents and extents[n] <= _STATIC and n not in leading}
     if form.within is None:
         return found
     # A product within the left side has few rows, and they are known.
@@ -746,17 +818,35 @@ def _static(bound: Bound, form: Roles) -> dict[str, int]:
     return found | {n: extents[n] for n in (form.within.met, *form.within.summed, *few)}
 
 
-def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Problem:
-    """What a tile is chosen for."""
+@_per_kind
+def _leading(bound: Bound) -> frozenset[str]:
+    """The indices that lead every access that they are in."""
     statement = bound.statement
-    segments = 1 if form.segment is None else max(_count(bound, operands), 1)
-    entries = 1.0 if form.segment is None else operands[form.segment.array].shape[0] / segments
+    leading: dict[str, bool] = {}
+    for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
+        for axis, expression in enumerate(access.indices):
+            for _, atom in expression.terms:
+                if isinstance(atom, Index):
+                    leading[atom.name] = leading.get(atom.name, True) and axis == 0
+    return frozenset(name for name, leads in leading.items() if leads)
+
+
+def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Problem:
+    """What a tile is chosen for: the same of all sizes that are about the same."""
+    statement = bound.statement
+    segments = 1 if form.segment is None else max(tiles.about(_count(bound, operands)), 1)
+    entries = 1.0 if form.segment is None else tiles.about(operands[form.segment.array].shape[0]) / segments
     turning = {*form.loops, *form.reduced}
     chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
     bits = _bits([operands[name] for name in _used(bound)])
     stacks = _stacks(bound, operands)
     packs, waits = _packed_form(bound), torch.version.hip is None
-    return Problem(form, bound.extents, entries, bits, chained, stacks, segments, packs, waits)
+    return Problem(form, _extents_about(bound), entries, bits, chained, stacks, segments, packs, waits)
+
+
+def _extents_about(bound: Bound) -> dict[str, int]:
+    leading = _leading(bound)
+    return {name: tiles.about(extent) if name in leading else extent for name, extent in bound.extents.items()}
 
 
 def _stacks(bound: Bound, operands: Mapping[str, Tensor]) -> bool:
@@ -769,12 +859,18 @@ def _stacks(bound: Bound, operands: Mapping[str, Tensor]) -> bool:
 def _key(bound: Bound, operands: Mapping[str, Tensor], precision: str) -> Key:
     used = [operands[name] for name in _used(bound)]
     device = torch.cuda.get_device_name(used[0].device) if used[0].is_cuda else used[0].device.type
-    extents = [*bound.extents.values()]
+    extents = [*_extents_about(bound).values()]
     if _form(bound).segment:
-        extents.append(_count(bound, operands))
+        extents.append(tiles.about(_count(bound, operands)))
     sizes = (int(2 * math.log2(max(1, extent))) for extent in extents)
     kinds = tuple(DTYPES[t.dtype] for t in used)
     return Key(device, str(bound.statement), kinds, tuple(sizes), precision if "fp32" in kinds else "")
+
+
+def _wide(operands: Mapping[str, Tensor], out: Tensor) -> tuple[Any, ...]:
+    """What a kernel depends on beside tile, dtypes and strides: which tensors need addresses of 64 bits, the result's
+    dtype."""
+    return out.dtype, *[name for name, t in (*operands.items(), ("", out)) if _reach(t) >= 1 << 31]
 
 
 def _reach(tensor: Tensor) -> int:
@@ -831,7 +927,7 @@ def _count(bound: Bound, operands: Mapping[str, Tensor]) -> int:
     return -(-int(extent) // coefficient)
 
 
-@lru_cache(maxsize=4096)
+@_per_kind
 def _counted(bound: Bound) -> tuple[str, int, int]:
     """The axis that tells how many segments there are; "" is the result."""
     return segment_axis(_form(bound))

@@ -9,7 +9,7 @@ from torch import nn
 
 from pumice.coords import Relation
 from pumice.errors import OptionError
-from pumice.nn import BatchNorm, Conv3d, ReLU, ResidualBlock
+from pumice.nn import BatchNorm, Conv3d, ReLU, ResidualBlock, Sequential
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops import SparseTensor, Users
 
@@ -23,9 +23,9 @@ def _unit(
     stride: int | tuple[int, ...] = 1,
     padding: Padding = None,
     norm: Callable[[int], nn.Module] = BatchNorm,
-) -> nn.Sequential:
+) -> Sequential:
     convolution = Conv3d(in_channels, out_channels, kernel, stride, padding, bias=False)
-    return nn.Sequential(convolution, norm(out_channels), ReLU())
+    return Sequential(convolution, norm(out_channels), ReLU())
 
 
 def resnet21d(in_channels: int) -> nn.ModuleList:
@@ -39,7 +39,7 @@ def resnet21d(in_channels: int) -> nn.ModuleList:
     for blocks, width, kernel, stride in plan:
         first = _unit(channels, width, kernel, stride, None if stride == 1 else 0)
         residual = [ResidualBlock(width, width) for _ in range(blocks - 1)]
-        stages.append(nn.Sequential(first, *residual))
+        stages.append(Sequential(first, *residual))
         channels = width
     return nn.ModuleList(stages)
 
@@ -54,10 +54,10 @@ def voxelres8x(in_channels: int) -> nn.ModuleList:
     unit = partial(_unit, norm=norm)
     return nn.ModuleList(
         [
-            nn.Sequential(unit(in_channels, 16), block(16, 16), block(16, 16)),
-            nn.Sequential(unit(16, 32, 3, 2, 1), block(32, 32), block(32, 32)),
-            nn.Sequential(unit(32, 64, 3, 2, 1), block(64, 64), block(64, 64)),
-            nn.Sequential(unit(64, 128, 3, 2, (0, 1, 1)), block(128, 128), block(128, 128)),
+            Sequential(unit(in_channels, 16), block(16, 16), block(16, 16)),
+            Sequential(unit(16, 32, 3, 2, 1), block(32, 32), block(32, 32)),
+            Sequential(unit(32, 64, 3, 2, 1), block(64, 64), block(64, 64)),
+            Sequential(unit(64, 128, 3, 2, (0, 1, 1)), block(128, 128), block(128, 128)),
             unit(128, 128, (3, 1, 1), (2, 1, 1), 0),
         ]
     )

@@ -6,16 +6,17 @@ import torch
 from torch import nn
 
 from pumice.coords import Relation
-from pumice.nn import BatchNorm, Linear, ReLU, ResidualBlock
+from pumice.nn import BatchNorm, Linear, ReLU, ResidualBlock, Sequential
 from pumice.nn.blocks import CONV, INVERSE_CONV
 from pumice.nn.conv import convolutions
+from pumice.nn.fused import chained, fuses
 from pumice.ops import SparseTensor, Users, cat
 
 WIDTHS = (32, 32, 64, 128, 256, 256, 128, 96, 96)
 
 
-def _unit(convolution: nn.Module, channels: int) -> nn.Sequential:
-    return nn.Sequential(convolution, BatchNorm(channels), ReLU())
+def _unit(convolution: nn.Module, channels: int) -> Sequential:
+    return Sequential(convolution, BatchNorm(channels), ReLU())
 
 
 class Encoder(nn.Module):
@@ -24,7 +25,7 @@ class Encoder(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, dim: int) -> None:
         super().__init__()
         self.down = _unit(CONV[dim](in_channels, in_channels, 2, stride=2, bias=False), in_channels)
-        self.blocks = nn.Sequential(
+        self.blocks = Sequential(
             ResidualBlock(in_channels, out_channels, dim=dim),
             ResidualBlock(out_channels, out_channels, dim=dim),
         )
@@ -39,14 +40,16 @@ class Decoder(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, skip_channels: int, dim: int) -> None:
         super().__init__()
         self.up = INVERSE_CONV[dim](in_channels, out_channels, 2, stride=2, bias=False)
-        self.norm = nn.Sequential(BatchNorm(out_channels), ReLU())
-        self.blocks = nn.Sequential(
+        self.norm = Sequential(BatchNorm(out_channels), ReLU())
+        self.blocks = Sequential(
             ResidualBlock(out_channels + skip_channels, out_channels, dim=dim),
             ResidualBlock(out_channels, out_channels, dim=dim),
         )
 
     def forward(self, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
-        return self.blocks(cat([self.norm(self.up(x, skip)), skip]))
+        parts = (self.up, *self.norm)
+        finer = chained(parts, x, target=skip) if fuses(x, self.norm, *parts) else self.norm(self.up(x, skip))
+        return self.blocks(cat([finer, skip]))
 
 
 class MinkUNet(nn.Module):
@@ -67,7 +70,7 @@ class MinkUNet(nn.Module):
         widths = [max(1, int(width * c)) for c in WIDTHS]
         stem, *down = widths[:5]
         conv = CONV[dim]
-        self.stem = nn.Sequential(
+        self.stem = Sequential(
             _unit(conv(in_channels, stem, 3, bias=False), stem), _unit(conv(stem, stem, 3, bias=False), stem)
         )
         self.encoders = nn.ModuleList(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from pumice.nn import conv as convs
+from pumice.nn.fused import chained, fuses
 from pumice.nn.layers import BatchNorm, Identity, Linear, ReLU
 from pumice.ops.tensor import SparseTensor
 
@@ -20,22 +21,14 @@ INVERSE_CONV = {
 
 
 class Sequential(nn.Sequential):
-    """Modules one after the other; those of torch.nn (a Linear, a ReLU) are applied to the features."""
+    """Modules one after the other; those of torch.nn (a Linear, a ReLU) are applied to the features.
 
-    def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:
-        for module in self:
-            x = _call(module, x)
-        return x
+    Without gradients, on a GPU, a batch norm in evaluation and an activation behind a convolution are part of its
+    kernel (pumice.nn.fused).
+    """
 
-
-def _call(module: nn.Module, x: SparseTensor | Tensor) -> SparseTensor | Tensor:
-    """`module` on features where it is one of torch's own, on the sparse tensor otherwise."""
-    takes_features = type(module).__module__.startswith("torch.nn.modules") and not isinstance(
-        module, nn.Sequential | nn.Identity
-    )
-    if isinstance(x, SparseTensor) and takes_features:
-        return x.replace(module(x.feats))
-    return module(x)
+    def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return chained(tuple(self), x)  # pyright: ignore[reportArgumentType]
 
 
 class ResidualBlock(nn.Module):
@@ -57,7 +50,7 @@ class ResidualBlock(nn.Module):
     ) -> None:
         super().__init__()
         conv = CONV[dim]
-        self.body = nn.Sequential(
+        self.body = Sequential(
             conv(in_channels, out_channels, kernel_size, bias=bias),
             norm(out_channels),
             ReLU(),
@@ -67,9 +60,12 @@ class ResidualBlock(nn.Module):
         self.shortcut = (
             Identity()
             if in_channels == out_channels
-            else nn.Sequential(Linear(in_channels, out_channels, bias=False), norm(out_channels))
+            else Sequential(Linear(in_channels, out_channels, bias=False), norm(out_channels))
         )
         self.act = ReLU()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
+        parts = (*self.body, self.act)
+        if fuses(x, self.body, *parts):
+            return chained(parts, x, self.shortcut(x))
         return self.act(self.body(x) + self.shortcut(x))

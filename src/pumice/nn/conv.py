@@ -12,6 +12,7 @@ from torch import nn
 
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.errors import OptionError, ShapeError
+from pumice.lower.epilogue import Epilogue
 from pumice.ops.conv import Flow, Size, Target, convolve, target_of
 from pumice.ops.tensor import SparseTensor
 from pumice.schedule.dataflow import chosen
@@ -64,8 +65,12 @@ class Convolution(nn.Module):
         relation, geometry = self.asked(target)
         return kernel_map(x.geometry, relation, geometry)
 
+    def finished(self, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
+        """The layer's result behind an epilogue (pumice.ops.conv), in one kernel where there can be one."""
+        return convolve(x, self.weight, self.bias, self.groups, self.asked(target), self.dataflow, epilogue)
+
     def _over(self, x: SparseTensor, target: Target = None) -> SparseTensor:
-        return convolve(x, self.weight, self.bias, self.groups, self.asked(target), self.dataflow)
+        return self.finished(x, None, target)
 
     def reset_parameters(self) -> None:
         """Draw weight and bias anew."""

@@ -12,7 +12,7 @@ from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import maps, plan
 from pumice.lower.dataflow import CONV, GROUPED_CONV
-from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
+from pumice.lower.epilogue import NOTHING, TENSORS, Epilogue, Finish, applied
 from pumice.lower.loops import EIGHT_BITS
 from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
@@ -56,8 +56,9 @@ def conv(
         the dense convolution; the default at larger strides if padding is given), "floor_unique" (the distinct
         floor(in / stride); the default at larger strides otherwise), or a SparseTensor or Geometry with the outputs.
     offsets: K distinct offsets of D integers in place of a kernel window: in = stride * out + dilation * offsets[k].
-    epilogue: activation(y * scale + shift + residual), cast, in place of y; in the kernel itself where no gradients are
-        asked for: a folded batch norm, a residual block, the scales of 8-bit values.
+    epilogue: activation((y - mean) / sqrt(variance + eps) * scale + shift + residual), cast, in place of y; in the
+        kernel itself where no gradients are asked for: a batch norm in evaluation, a residual block, the scales of
+        8-bit values.
     dataflow: how it is computed: a name of pumice.schedule.dataflow.DATAFLOWS, a Dataflow, or one for each pass as
         Dataflows(forward, dgrad, wgrad). None: what the planner picks.
 
@@ -90,13 +91,14 @@ def convolve(
     groups: int,
     asked: tuple[Relation, Geometry | None],
     dataflow: Flow = None,
+    epilogue: Epilogue | None = None,
 ) -> SparseTensor:
     """`conv` and its kin by a relation that is at hand, as layers have it, and the target that it names."""
     relation, target = asked
     _check_weight(x, weight, bias, groups, spatial=relation.custom is None)
     if relation.dim != x.dim:
         raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
-    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), None, dataflow)
+    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue, dataflow)
 
 
 def conv_transpose(
@@ -261,14 +263,18 @@ def _on_matrix_units(x: Tensor) -> bool:
 def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish) -> plan.Ready:
     """The call made ready, once for operands like these; it holds the arrays of the map that it reads."""
     operands, names, text, shape = _passed(given, found, rows, groups, False)
-    return plan.holding(plan.ready_for(operands, names, text, shape, "", finish), operands, (0, 1))
+    return plan.holding(plan.alike(operands, names, text, shape, _STEADY, "", finish), operands, (0, 1))
 
 
 def _held(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
 ) -> register.HeldCall:
     """The call that autograd records, with the arrays of the map that it and its gradients read."""
-    return register.HeldCall(*_passed(given, found, rows, groups, differentiable), (0, 1))
+    return register.HeldCall(*_passed(given, found, rows, groups, differentiable), (0, 1), _STEADY)
+
+
+_STEADY = (1,)
+"""Of x, w, and the arrays of a map: what is as long for every cloud."""
 
 
 def _passed(
@@ -361,7 +367,8 @@ _INT8_TERMS = 1 << 17
 
 
 def _check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.device) -> None:
-    for name, expected in (("scale", shape[1:]), ("shift", shape[1:]), ("residual", shape)):
+    for name in TENSORS:
+        expected = shape if name == "residual" else shape[1:]
         tensor = getattr(epilogue, name)
         if tensor is None:
             continue

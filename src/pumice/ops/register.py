@@ -189,14 +189,21 @@ class HeldCall:
     """A call with some operands given once and for all, differentiable in those that are left, which it takes.
 
     What is held is not written to any more, and needs no gradient; what is left has always the shapes, dtypes and
-    devices of those at `free` now. The statement sums. It is called where only torch's autograd watches.
+    devices of those at `free` now. steady: as in plan.alike, of operands; the result's rows or entries are counted.
+    The statement sums. It is called where only torch's autograd watches.
     """
 
     def __init__(
-        self, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], free: tuple[int, ...]
+        self,
+        operands: Sequence[Tensor],
+        names: str,
+        text: str,
+        shape: tuple[int, ...],
+        free: tuple[int, ...],
+        steady: tuple[int, ...],
     ) -> None:
         assert plan.statement_of(text, names).reduction == "sum"
-        self._told, self._free = (names, text, shape), free
+        self._told, self._free, self._steady = (names, text, shape), free, steady
         self._operands = [None if place in free else x for place, x in enumerate(operands)]
         # By whether algorithms are deterministic, and for gradients by which of the free operands.
         self._results: dict[bool, plan.Ready] = {}
@@ -209,7 +216,7 @@ class HeldCall:
         ready = self._results.get(plan.deterministic())
         if ready is None:
             operands, (names, text, shape) = self._together(given), self._told
-            made = plan.ready_for(operands, names, text, shape, "")
+            made = plan.alike(operands, names, text, shape, self._steady)
             ready = self._results[plan.deterministic()] = plan.holding(made, operands, self._free)
         return plan.carry_out(ready, given)
 
@@ -240,9 +247,11 @@ class HeldCall:
         everything, sources = (*call.operands, grad), (*self._free, len(call.operands))
         found = []
         for places, names, text in call.derivatives(call.tokens[place], False):
-            operands = [everything[place] for place in places]
-            left = [n for n, place in enumerate(places) if place in sources]
-            ready = plan.ready_for(operands, names, text, tuple(given[number].shape), "")
+            operands = [everything[source] for source in places]
+            left = [n for n, source in enumerate(places) if source in sources]
+            steady = [n for n, source in enumerate(places) if source in self._steady]
+            steady += [len(places)] if place in self._steady else []
+            ready = plan.alike(operands, names, text, tuple(given[number].shape), steady)
             numbers = tuple(sources.index(places[n]) for n in left)
             found.append((plan.holding(ready, operands, left), numbers))
         return found
@@ -361,16 +370,23 @@ class _Call:
         return einsum([tensors[name] for name in used], "|".join(used), str(new), shape, self.lowering)
 
     def derivatives(self, name: str, with_result: bool) -> Sequence[tuple[tuple[int, ...], str, str]]:
-        """The calls whose sum is the gradient of a dense operand, worked out once for operands of these shapes.
+        """The calls whose sum is the gradient of a dense operand, worked out once; for operands of these shapes where
+        the text has to tell them.
 
         Of each the places of its operands (the gradient and the result stand behind the call's own), names and text.
         """
-        key = None if self.shapes is None else (self.names, self.text, name, with_result, self.shapes)
-        if key is not None and (known := _DERIVATIVES.get(key)) is not None:
+        key = (self.names, self.text, name, with_result)
+        if (known := _DERIVATIVES.get(key)) is not None:
+            return known
+        sized = None if self.shapes is None else (*key, self.shapes)
+        if sized is not None and (known := _DERIVATIVES.get(sized)) is not None:
             return known
         extra = [gradient_name(self.statement), *([result_name(self.statement)] if with_result else [])]
-        found = [self._told(new, extra) for new in derivative(self.statement, name)]
-        return found if key is None else _DERIVATIVES.keep(key, found)
+        new = derivative(self.statement, name)
+        found = [self._told(each, extra) for each in new]
+        if all(map(_says_all, new)):
+            return _DERIVATIVES.keep(key, found)
+        return found if sized is None else _DERIVATIVES.keep(sized, found)
 
     def _told(self, new: Statement, extra: Sequence[str]) -> tuple[tuple[int, ...], str, str]:
         """A statement over operands of the call and some more: the places of those that it reads, names and text."""
@@ -390,12 +406,17 @@ class _Call:
 
     def _anchored(self, new: Statement) -> Statement:
         """The statement with declared ranges for indices that no axis tells any more."""
-        bare = {e.bare for access in accesses_of(new) for e in access.indices}
-        if set(indices_of(new)) - {name for name, _ in new.ranges} <= bare:
+        if _says_all(new):
             return new
         shapes: dict[str, Sequence[int]] = dict(self.given.shapes)
         shapes.update((name, self.operands[self.given.places[name, "", 0, ""]].shape) for name in self.given.dense)
         return declare(new, bind(self.statement, shapes, self.shape, strict=False).ranges)
+
+
+def _says_all(new: Statement) -> bool:
+    """Whether an axis, or the text, tells the range of every index."""
+    bare = {e.bare for access in accesses_of(new) for e in access.indices}
+    return set(indices_of(new)) - {name for name, _ in new.ranges} <= bare
 
 
 _DERIVATIVES: Bounded[Sequence[tuple[tuple[int, ...], str, str]]] = Bounded(1024)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from pumice.errors import OptionError
 from pumice.language.roles import Roles
@@ -45,10 +45,9 @@ class Tile:
     padded: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if isinstance(value, bool) or (name == "piece" and value == 0):
-                continue
-            if value < 1 or (name != "stages" and value & (value - 1)):
+        for name in ("rows", "columns", "reduced", "lanes", "warps", "stages", "piece"):
+            value = getattr(self, name)
+            if (value < 1 or (name != "stages" and value & (value - 1))) and (name != "piece" or value != 0):
                 raise OptionError(f"{name} of a tile is a power of two, at least 1; found {value}")
         if self.rows % self.lanes:
             raise OptionError(f"{self.lanes} lanes do not divide {self.rows} rows")
@@ -84,6 +83,13 @@ class Tile:
 def power_above(value: int) -> int:
     """The smallest power of two that is not below `value`."""
     return 1 << max(0, value - 1).bit_length()
+
+
+def about(count: int) -> int:
+    """A number of rows or entries, rounded down by less than an eighth: what is chosen for one is chosen for all that
+    round to it, so that scans of about the same sizes are computed alike."""
+    step = 1 << max(0, count.bit_length() - 4)
+    return count // step * step
 
 
 @dataclass(frozen=True)

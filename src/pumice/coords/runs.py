@@ -1,0 +1,123 @@
+"""Runs of equal values in a sorted array, the longest first; long ones in pieces.
+
+Both functions are a kernel where kernels run and runs are few, and plain torch elsewhere (the functions that end in
+`_twin`), the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.coords.launch import kernel, runs_kernels
+
+_SIDES = (128, 512, 2048)
+"""Runs that one program puts in order, at most: few variants, as each has a sort to compile."""
+_LONG = (1 << 20) - 2
+"""Entries from which on runs count as equally long: lengths and places of runs make one integer of 31 bits."""
+
+
+class Runs(NamedTuple):
+    """Entries starts[j] <= p < stops[j] hold the value values[j]; int32 [n] each."""
+
+    values: Tensor
+    starts: Tensor
+    stops: Tensor
+
+
+class Pieces(NamedTuple):
+    """Parts of runs, int32 [n] each. firsts: where the pieces of the same run begin; numbers: how many there are, 0 of
+    what fills up the list."""
+
+    values: Tensor
+    starts: Tensor
+    stops: Tensor
+    firsts: Tensor
+    numbers: Tensor
+
+
+def by_length(array: Tensor, count: int) -> Runs:
+    """The runs of the values 0 to count - 1, empty ones too, by falling length, equal ones by their values.
+
+    The array may begin with values below 0 and end with others.
+    """
+    if not _fits(array, count):
+        return by_length_twin(array, count)
+    found = _lists(3, count, array.device)
+    _order(array, count, (*found, array, array), (1, count), pieces=False)
+    return Runs(*found)
+
+
+def by_length_twin(array: Tensor, count: int) -> Runs:
+    """As by_length, in plain torch."""
+    bounds = bounds_of(array, count)
+    order = _falling(bounds.diff())
+    return Runs(order.int(), bounds[:-1][order], bounds[1:][order])
+
+
+def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
+    """The runs in pieces of about equal length, of at most `most` entries each.
+
+    Longer runs come first, the pieces of one side by side; an empty run is one piece. The list is as long as it might
+    have to be, so that nothing is read from a device.
+    """
+    if not _fits(array, count):
+        return in_pieces_twin(array, count, most)
+    places = count + array.shape[0] // most
+    found = _lists(5, places, array.device)
+    _order(array, count, found, (most, places), pieces=True)
+    return Pieces(*found)
+
+
+def in_pieces_twin(array: Tensor, count: int, most: int) -> Pieces:
+    """As in_pieces, in plain torch."""
+    bounds = bounds_of(array, count)
+    lengths = bounds.diff()
+    order = _falling(lengths)
+    lengths = lengths[order]
+    numbers = ((lengths + most - 1) // most).clamp_(min=1)
+    ends = numbers.cumsum(0, dtype=torch.int32)
+    places = torch.arange(count + array.shape[0] // most if count else 0, device=array.device, dtype=torch.int32)
+    owner = torch.searchsorted(ends, places, right=True)
+    filling = owner >= count
+    owner = owner.clamp_(max=count - 1)
+    firsts = torch.where(filling, places, (ends - numbers)[owner])
+    length = -(-lengths // numbers)[owner]
+    stops = bounds[1:][order][owner]
+    starts = torch.minimum(bounds[:-1][order][owner] + (places - firsts) * length, stops)
+    stops = torch.where(filling, starts, torch.minimum(starts + length, stops))
+    return Pieces(order.int()[owner], starts, stops, firsts, torch.where(filling, 0, numbers[owner]).int())
+
+
+def bounds_of(array: Tensor, count: int) -> Tensor:
+    """int32 [count + 1]: where the entries of each value begin, and where the last ones end."""
+    values = torch.arange(count + 1, device=array.device, dtype=array.dtype)
+    return torch.searchsorted(array.contiguous(), values, out_int32=True)
+
+
+def _falling(lengths: Tensor) -> Tensor:
+    return lengths.clamp(max=_LONG).argsort(stable=True, descending=True)
+
+
+def _fits(array: Tensor, count: int) -> bool:
+    return 0 < count <= _SIDES[-1] and runs_kernels(array) and _worth(array)
+
+
+def _worth(array: Tensor) -> bool:
+    """Triton's interpreter takes half a second for a sort."""
+    return array.is_cuda
+
+
+def _lists(number: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    """So many lists of so many integers, each aligned to 16 bytes, in one piece of memory."""
+    return torch.empty((number, -(-size // 4) * 4), dtype=torch.int32, device=device)[:, :size].unbind()
+
+
+def _order(array: Tensor, count: int, found: tuple[Tensor, ...], sizes: tuple[int, int], pieces: bool) -> None:
+    array = array.contiguous()
+    side = next(side for side in _SIDES if count <= side)
+    numbers = (array.shape[0], array.shape[0].bit_length(), count, *sizes)
+    constants = {"LONG": _LONG, "SIDE": side, "BITS": side.bit_length() - 1, "PIECES": pieces}
+    kernel("tiling.order_runs")(1, (array, *found), numbers, constants, warps=max(1, side // 256))

@@ -1,0 +1,96 @@
+"""Evaluation without gradients: what stands behind a convolution becomes part of its kernel (pumice.ops.Epilogue)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from pumice.nn import layers
+from pumice.nn.conv import Convolution
+from pumice.ops import Epilogue, SparseTensor
+from pumice.ops.conv import Target
+
+_ACTIVATIONS: Mapping[type[nn.Module], str] = MappingProxyType(
+    {layers.ReLU: "relu", nn.ReLU: "relu", layers.SiLU: "silu", nn.SiLU: "silu"}
+)
+"""Those without options that change what they compute."""
+
+
+def chained(
+    modules: Sequence[nn.Module], x: SparseTensor, residual: SparseTensor | None = None, target: Target = None
+) -> SparseTensor:
+    """Modules one after the other; those of torch.nn (a Linear, a ReLU) are applied to the features.
+
+    residual: what is added before the last one. target: what the first one, a convolution, is called with beside x.
+
+    Where no gradients are asked for, on a GPU, a batch norm by running statistics, the residual and an activation that
+    follow a convolution are worked out in its kernel, in float32: the same but for a rounding after each. Modules that
+    hooks listen to are called.
+    """
+    count, place = len(modules), 0
+    fused = fuses(x, *modules)
+    while place < count:
+        module, more = modules[place], () if place or target is None else (target,)
+        if fused and isinstance(module, Convolution) and type(module).__module__ == Convolution.__module__:
+            epilogue, taken = _epilogue(modules[place + 1 :], residual)
+            x = module.finished(x, epilogue, *more)
+            residual = None if epilogue is not None and epilogue.residual is not None else residual
+            place += 1 + taken
+            continue
+        if residual is not None and place == count - 1:
+            x = x + residual
+        x = module(x, *more) if more else _call(module, x)
+        place += 1
+    return x
+
+
+def fuses(x: object, *modules: nn.Module) -> bool:
+    """Whether kernels may do what these modules do, rather than that they are called."""
+    return _worth(x) and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _unheard(modules)
+
+
+def _epilogue(behind: Sequence[nn.Module], residual: SparseTensor | None) -> tuple[Epilogue | None, int]:
+    """What of the modules behind a convolution can be its epilogue, and how many that are."""
+    norm = behind[0] if behind and _known(behind[0]) else None
+    taken = 0 if norm is None else 1
+    own = residual if len(behind) == taken + 1 else None
+    activation = _ACTIVATIONS.get(type(behind[taken]), "") if len(behind) > taken else ""
+    if own is not None and not activation:
+        own = None
+    if norm is None and not activation:
+        return None, 0
+    held = {"residual": None if own is None else own.feats, "activation": activation}
+    if isinstance(norm, layers.BatchNorm):
+        held |= {"mean": norm.running_mean, "variance": norm.running_var, "eps": norm.eps}
+        held |= {"scale": norm.weight, "shift": norm.bias}
+    return Epilogue(**held), taken + bool(activation)
+
+
+def _known(module: nn.Module) -> bool:
+    """Whether it is a batch norm by statistics that are there."""
+    return type(module) is layers.BatchNorm and not module.training and module.running_mean is not None
+
+
+def _worth(x: object) -> bool:
+    """On a CPU an epilogue is torch's operators one by one, which are more than those of the modules."""
+    return isinstance(x, SparseTensor) and x.feats.is_cuda
+
+
+def _unheard(modules: Sequence[nn.Module]) -> bool:
+    every = nn.modules.module
+    if every._global_forward_hooks or every._global_forward_pre_hooks:
+        return False
+    return not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def _call(module: nn.Module, x: SparseTensor) -> SparseTensor:
+    """`module` on features where it is one of torch's own, on the sparse tensor otherwise."""
+    takes_features = type(module).__module__.startswith("torch.nn.modules") and not isinstance(
+        module, nn.Sequential | nn.Identity
+    )
+    if isinstance(x, SparseTensor) and takes_features:
+        return x.replace(module(x.feats))
+    return module(x)

@@ -1,0 +1,116 @@
+"""What stands behind a convolution in its kernel: the same results, and nothing that listens is passed by."""
+
+import pytest
+import torch
+
+import pumice as pm
+from pumice import nn
+from pumice.errors import ShapeError
+from pumice.lower import epilogue as epilogues
+from pumice.nn import fused
+from pumice.testing import random_tensor
+
+
+@pytest.fixture
+def finished(monkeypatch):
+    """As on a GPU; the epilogues of the calls."""
+    seen = []
+    monkeypatch.setattr(fused, "_worth", lambda x: isinstance(x, pm.SparseTensor))
+    whole = nn.Conv3d.finished
+    monkeypatch.setattr(
+        "pumice.nn.conv.Convolution.finished",
+        lambda self, x, epilogue, *more: seen.append(epilogue) or whole(self, x, epilogue, *more),
+    )
+    return seen
+
+
+def stirred(module):
+    """Norms whose statistics and weights are not those of a new one."""
+    torch.manual_seed(3)
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm):
+            for values in (part.running_mean, part.running_var, part.weight, part.bias):
+                if values is not None:
+                    values.data.uniform_(0.5, 2)
+    return module.eval()
+
+
+CHAINS = {
+    "norm and activation": lambda: nn.Sequential(nn.Conv3d(8, 16, 3), nn.BatchNorm(16, eps=0.3), nn.ReLU()),
+    "norm": lambda: nn.Sequential(nn.Conv3d(8, 16, 3, bias=False), nn.BatchNorm(16, affine=False)),
+    "activation": lambda: nn.Sequential(nn.Conv3d(8, 16, 3, stride=2), nn.SiLU(), nn.ReLU()),
+    "two": lambda: nn.Sequential(
+        nn.Conv3d(8, 16, 3, groups=2), nn.BatchNorm(16), torch.nn.ReLU(), nn.Conv3d(16, 8, 1), nn.BatchNorm(8)
+    ),
+    "nothing known": lambda: nn.Sequential(nn.Conv3d(8, 16, 3), nn.LayerNorm(16), nn.LeakyReLU(0.3)),
+    "no statistics": lambda: nn.Sequential(nn.Conv3d(8, 16, 3), nn.BatchNorm(16, track_running_stats=False), nn.ReLU()),
+    "residual": lambda: nn.ResidualBlock(8, 8),
+    "residual, other channels": lambda: nn.ResidualBlock(8, 16, bias=True),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_same_as_modules_one_by_one(name, finished):
+    module, x = stirred(CHAINS[name]()).double(), random_tensor(200, 8, 3, dtype=torch.float64)
+    expected = module(x)
+    assert all(epilogue is None for epilogue in finished)
+    finished.clear()
+    with torch.no_grad():
+        y = module(x)
+    torch.testing.assert_close(y.feats, expected.feats.detach(), rtol=1e-10, atol=1e-10)
+    done = sum(epilogue is not None for epilogue in finished)
+    assert done == {"nothing known": 0, "no statistics": 0, "two": 2}.get(name, 2 if "residual" in name else 1)
+    if "residual" in name:
+        assert finished[-1].residual is not None and finished[-1].activation == "relu"
+
+
+def test_networks_are_the_same(finished):
+    for net, channels in ((pm.models.MinkUNet(4, 5, 0.25), 4), (pm.models.CenterPointBackbone(5), 5)):
+        net, x = stirred(net).double(), random_tensor(300, channels, 3, dtype=torch.float64)
+        expected = net(x).feats.detach()
+        finished.clear()
+        with torch.no_grad():
+            y = net(x)
+        torch.testing.assert_close(y.feats, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
+        assert len(finished) == len([m for m in net.modules() if isinstance(m, fused.Convolution)])
+        assert all(epilogue is not None for epilogue in finished)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_hooks_hear_what_they_listen_to(where, finished):
+    module, x, heard = stirred(CHAINS["norm and activation"]()), random_tensor(50, 8, 3), []
+    module[where].register_forward_hook(lambda *given: heard.append(given))
+    with torch.no_grad():
+        module(x)
+    assert len(heard) == 1 and finished == [None]
+
+
+def test_a_hook_of_a_part_of_a_block_is_heard(finished):
+    block, x, heard = stirred(CHAINS["residual"]()), random_tensor(50, 8, 3), []
+    block.body.register_forward_hook(lambda *given: heard.append(given))
+    with torch.no_grad():
+        block(x)
+    assert len(heard) == 1
+
+
+def test_training_statistics_are_taken(finished):
+    module, x = stirred(CHAINS["norm and activation"]()).train(), random_tensor(50, 8, 3)
+    before = module[1].running_mean.clone()
+    with torch.no_grad():
+        module(x)
+    assert not torch.equal(module[1].running_mean, before) and finished == [None]
+
+
+def test_an_epilogue_with_statistics():
+    """(y - mean) / sqrt(variance + eps) * scale + shift + residual, and a bias before all of it."""
+    torch.manual_seed(1)
+    x, w, b = random_tensor(60, 4, 3, dtype=torch.float64), torch.randn(6, 3, 3, 3, 4).double(), torch.randn(6).double()
+    mean, variance, scale, shift = torch.rand(4, 6).double()
+    y = pm.ops.conv(x, w, b).feats
+    residual = torch.randn_like(y)
+    told = pm.ops.Epilogue(scale, shift, residual, "relu", mean=mean, variance=variance, eps=0.1)
+    expected = ((y - mean) / (variance + 0.1).sqrt() * scale + shift + residual).relu()
+    torch.testing.assert_close(pm.ops.conv(x, w, b, epilogue=told).feats, expected)
+    assert told.finish.eps == 0.1 and set(told.operands) == set(epilogues.EPILOGUE)
+    with pytest.raises(ShapeError, match=r"mean of the epilogue is \[6\]"):
+        pm.ops.conv(x, w, epilogue=pm.ops.Epilogue(mean=mean[:3]))
