@@ -1,5 +1,6 @@
 """Dataflows and groupings: values that print and last, and pure functions of the counts of pairs."""
 
+import itertools
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from pumice.errors import OptionError
 from pumice.schedule.dataflow import DATAFLOWS, Dataflow, Dataflows, chosen
-from pumice.schedule.grouping import GROUPINGS, Group, Grouping, padding
+from pumice.schedule.grouping import EPSILONS, GROUPINGS, SIZES, Group, Grouping, padding, spread
 
 NUMBERS = st.lists(st.integers(0, 50), min_size=1, max_size=30)
 COUNTS = NUMBERS | st.builds(lambda half, middle: [*half, *middle, *half[::-1]], NUMBERS, st.just([]) | st.just([60]))
@@ -25,29 +26,42 @@ def test_every_tap_is_in_one_group(how, counts):
 
 @given(HOW, COUNTS)
 def test_groups_keep_the_order(how, counts):
-    """Of the taps in a group, and of the groups by their first taps; the middle one, alone, is the last."""
+    """Of the taps in a group. Runs of taps go from the ends to the middle, which is last where it is alone."""
     groups = how.groups(counts)
     assert all(list(group.taps) == sorted(group.taps) for group in groups)
-    firsts = [group.taps[0] for group in groups]
-    assert firsts == sorted(firsts)
+    if how.kind == "adaptive":
+        depths = [min(tap, len(counts) - 1 - tap) for group in groups for tap in group.taps[:1]]
+        assert depths == sorted(depths)
+    else:
+        assert [group.taps[0] for group in groups] == sorted(group.taps[0] for group in groups)
 
 
 @given(COUNTS, SHARE, SIZE)
-def test_adaptive_groups_are_padded_within_epsilon(counts, epsilon, size):
-    """A batched group is below S; a run ends only where the next would be too much."""
-    for group in Grouping("adaptive", epsilon=epsilon, size=size).groups(counts):
-        if group.batched:
-            assert padding(counts, group.taps) <= epsilon
-            assert max(counts[tap] for tap in group.taps) < size
+def test_adaptive_groups_are_spread_within_epsilon(counts, epsilon, size):
+    """And padded by less; batched below S alone; the first tap of the next group would be too much."""
+    groups = Grouping("adaptive", epsilon=epsilon, size=size).groups(counts)
+    for group in groups:
+        assert 0 <= padding(counts, group.taps) <= spread(counts, group.taps) + 1e-12
+        assert spread(counts, group.taps) <= epsilon or len(group.taps) == 1
+        assert group.batched == (len(group.taps) > 1 and max(counts[tap] for tap in group.taps) < size)
+    if counts != counts[::-1]:
+        order = [tap for k in range(len(counts)) for tap in (k, len(counts) - 1 - k)][: len(counts)]
+        for group, after in itertools.pairwise(groups):
+            first = min(after.taps, key=order.index)
+            assert spread(counts, [*group.taps, first]) > epsilon
 
 
 @given(COUNTS)
 def test_the_ends_of_adaptive_are_the_others(counts):
-    """epsilon 0 groups what is as long, as symmetric does at least; S = 0 multiplies all plainly; epsilon 1 runs on."""
-    assert not any(group.batched for group in Grouping("adaptive", size=0).groups(counts))
+    """Epsilon 0 parts no twos; S = 0, which is where TorchSparse is without tuning, multiplies all plainly; epsilon 1
+    runs on."""
+    assert not any(group.batched for group in Grouping("adaptive", epsilon=0.0, size=0).groups(counts))
     whole = Grouping("adaptive", epsilon=1.0, size=1000).groups(counts)
-    middle = len(counts) % 2 and len(counts) > 1 and counts == counts[::-1]
-    assert len(whole) == 1 + bool(middle)
+    mirrored = len(counts) > 1 and counts == counts[::-1]
+    assert len(whole) == 1 + (mirrored and len(counts) % 2)
+    if mirrored:
+        met = {tap: group.taps for group in Grouping("adaptive", epsilon=0.0).groups(counts) for tap in group.taps}
+        assert all(len(counts) - 1 - tap in taps for tap, taps in met.items())
 
 
 def test_the_groups_of_a_submanifold_map():
@@ -56,16 +70,27 @@ def test_the_groups_of_a_submanifold_map():
     assert Grouping("separate").groups(counts) == tuple(Group((tap,), False) for tap in range(7))
     assert Grouping("symmetric").groups(counts) == (*(Group((k, 6 - k), True) for k in range(3)), alone)
     assert Grouping("fixed", 2).groups(counts) == (Group((0, 1, 5, 6), True), Group((2, 4), True), alone)
-    assert Grouping("adaptive", epsilon=0.2).groups(counts) == (Group((0, 1, 5, 6), True), Group((2, 4), True), alone)
-    assert Grouping("adaptive", epsilon=0.2, size=6).groups(counts)[1] == Group((2, 4), False)
-    assert padding(counts, (0, 1, 5, 6)) == pytest.approx(0.2)
+    # 1 - 3 / 5 is above 0.3, 1 - 5 / 6 is not.
+    two, four = Group((0, 6), True), Group((1, 2, 4, 5), True)
+    assert Grouping("adaptive", epsilon=0.3).groups(counts) == (two, four, alone)
+    assert Grouping("adaptive", epsilon=0.3, size=6).groups(counts) == (two, four._replace(batched=False), alone)
+    assert padding(counts, four.taps) == pytest.approx(1 / 12) and spread(counts, four.taps) == pytest.approx(1 / 6)
 
 
 def test_the_groups_of_a_strided_map():
-    counts = [10, 9, 12, 30]
+    """Taps are taken from the ends here too: 0, 3, 1, 2."""
+    counts = [10, 9, 30, 12]
     assert Grouping("symmetric").groups(counts) == tuple(Group((tap,), False) for tap in range(4))
     assert Grouping("fixed").groups(counts) == (Group((0, 1, 2, 3), True),)
-    assert Grouping("adaptive").groups(counts) == (Group((0, 1, 2), True), Group((3,), False))
+    assert Grouping("adaptive").groups(counts) == (Group((0, 1, 3), True), Group((2,), False))
+    # The middle tap of an odd kernel is an ordinary one where not every row meets itself.
+    assert Grouping("adaptive").groups([7, 8, 9]) == (Group((0, 1, 2), True),)
+
+
+def test_the_ranges_that_are_tuned():
+    assert EPSILONS == (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+    assert SIZES == (0, 5000, 7500, 10000, 12500, 15000, 17500, 20000, 22500, 25000)
+    assert Grouping("adaptive").epsilon in EPSILONS and Grouping("adaptive").size in SIZES
 
 
 @pytest.mark.parametrize("bad", [{"kind": "some"}, {"epsilon": 1.5}, {"width": 0}, {"size": -1}], ids=str)

@@ -38,7 +38,7 @@ def streets(monkeypatch):
 
 
 def convolutions(net):
-    return [m for m in net.modules() if isinstance(m, pm.nn.conv._Conv)]
+    return [m for m in net.modules() if isinstance(m, pm.nn.conv.Convolution)]
 
 
 def test_the_seven():

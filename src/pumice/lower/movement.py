@@ -7,9 +7,12 @@ explicit        im2col: columns[o, k, c] of many outputs at once, 0 where there 
 vectorised      for each group of taps: gather, multiply, add to the outputs (TorchSparse, MLSys 2022)
 fused           one gather of all pairs, tap after tap, products group by group, and one scatter
 locality-aware  the same, but each output adds up its own products, one after the other: nothing is scattered, and the
-                sums run in one order (the paper scatters in output order; that no atomics are left is ours)
+                sums run in one order
 
-Sums are in float32 at least. On a GPU products of half precision are kept in it, as in the paper.
+The last is what TorchSparse's public code (2.1) does to write. To read it also goes through the inputs, each read
+once and written to all its slots; here every slot reads its own. It adds halves up in half precision, and multiplies
+the middle tap of a submanifold map without gathering it; here sums are in float32 at least, and the middle tap is
+gathered. On a GPU products of half precision are kept in it, as there.
 """
 
 from __future__ import annotations
@@ -196,8 +199,12 @@ def _given(x: Tensor, weight: Tensor, rows: int, groups: int) -> tuple[Tensor, T
 
 
 def _all_products(x: Tensor, filters: Tensor, how: Layout) -> Tensor:
-    gathered = x.index_select(0, how.gather)
-    products = x.new_empty(len(gathered), filters.shape[1] * filters.shape[3])
+    return multiplied(x.index_select(0, how.gather), filters, how)
+
+
+def multiplied(gathered: Tensor, filters: Tensor, how: Layout) -> Tensor:
+    """The products alone of rows that were gathered: [S, G * C] and filters [K, G, C, N] give [S, G * N]."""
+    products = gathered.new_empty(len(gathered), filters.shape[1] * filters.shape[3])
     for number, block in enumerate(how.blocks):
         at = slice(block.first, block.last)
         _multiplied(gathered[at], _filters(filters, how, number), products[at])

@@ -4,16 +4,24 @@ A batched multiply of taps g takes each as long as the longest, so that of its r
 
     padding(g) = 1 - sum over k in g of n[k] / (len(g) * max over k in g of n[k])            n[k]: pairs of tap k
 
-is filled up. TorchSparse (Tang et al., MLSys 2022, algorithms 4 and 5) weighs that against the regular work of larger
-products:
+is filled up, which is at most
+
+    spread(g) = 1 - min over k in g of n[k] / max over k in g of n[k]
+
+TorchSparse (Tang et al., MLSys 2022) weighs that against the regular work of larger products:
 
     separate    every tap on its own
     symmetric   taps k and K-1-k of a submanifold map, which have as many pairs, in twos; the middle tap on its own
     fixed       runs of taps of a length settled beforehand; of a map that is not symmetric all at once
-    adaptive    runs of taps as long as padding(g) <= epsilon; batched while max n[k] < S, plain from there on
+    adaptive    runs of taps as long as spread(g) <= epsilon; batched where max n[k] < S, plain from there on
 
-Runs keep the order of the taps. Where n is the same from both ends, as that of a submanifold map, k and K-1-k go
-together and the run is over such twos; the middle tap, which meets every row with itself, is alone.
+Taps are taken in the order 0, K-1, 1, K-2, ... with the middle one last. Where n is the same from both ends, as that of
+a submanifold map, no run parts k from K-1-k, and the middle tap, which meets every row with itself, is alone.
+
+Sources: order, spread, S and the ranges of both are those of TorchSparse's public code (torchsparse 2.1, files
+backend/convolution/convolution_gather_scatter_cuda.cu and utils/tune.py), which multiplies the middle tap of a
+submanifold map without gathering it. Without tuning its epsilon and S are 0, which is separate; fixed and symmetric
+are in the paper alone, and which runs it settles was not found: width is ours.
 """
 
 from __future__ import annotations
@@ -28,6 +36,11 @@ from pumice.errors import OptionError
 
 Taps = tuple[int, ...]
 
+EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+"""The spreads that TorchSparse's tuner tries."""
+SIZES = (0, *range(5_000, 25_001, 2_500))
+"""The numbers S that it tries."""
+
 
 class Group(NamedTuple):
     """Taps in their order that are multiplied together, in one batched product or each by a plain one."""
@@ -40,15 +53,15 @@ class Group(NamedTuple):
 class Grouping:
     """How taps are grouped; kind: one of GROUPINGS.
 
-    width: of fixed: how many taps, or twos of them, a run has. epsilon, size: of adaptive: the tolerated share of
-    padding, and S, the number of pairs from which a tap fills a device by itself. The defaults are where
-    to start from; both are meant to be tuned for a layer, as in the paper.
+    width: of fixed: how many taps, or twos of them, a run has. epsilon, size: of adaptive: the tolerated spread, a
+    share of 1, and S, the number of pairs from which a tap fills a device by itself. Both are meant to be tuned for a
+    layer, as in the paper: EPSILONS and SIZES are what TorchSparse tries, and the defaults are where to start from.
     """
 
     kind: str
     width: int = 4
-    epsilon: float = 0.25
-    size: int = 1 << 17
+    epsilon: float = 0.3
+    size: int = 25_000
 
     def __post_init__(self) -> None:
         if self.kind not in GROUPINGS:
@@ -70,6 +83,12 @@ def padding(counts: Sequence[int], taps: Sequence[int]) -> float:
     """The share of rows of a batched multiply of these taps that is filled up."""
     longest = max((counts[tap] for tap in taps), default=0)
     return 1 - sum(counts[tap] for tap in taps) / (len(taps) * longest) if longest else 0.0
+
+
+def spread(counts: Sequence[int], taps: Sequence[int]) -> float:
+    """By what share the shortest of these taps is shorter than the longest; no less than their padding."""
+    longest = max((counts[tap] for tap in taps), default=0)
+    return 1 - min(counts[tap] for tap in taps) / longest if longest else 0.0
 
 
 @lru_cache(maxsize=1024)
@@ -97,20 +116,20 @@ def _fixed(how: Grouping, counts: Taps) -> Iterator[Group]:
 
 
 def _adaptive(how: Grouping, counts: Taps) -> Iterator[Group]:
-    run: list[Taps] = []
-    for unit in _units(counts):
-        if run and padding(counts, _together([*run, unit])) > how.epsilon:
-            yield _weighed(how, counts, _together(run))
+    run: list[int] = []
+    for tap in _outside_in(counts):
+        if run and spread(counts, [*run, tap]) > how.epsilon:
+            yield _weighed(how, counts, run)
             run = []
-        run.append(unit)
+        run.append(tap)
     if run:
-        yield _weighed(how, counts, _together(run))
+        yield _weighed(how, counts, run)
     for unit in _middle(counts):
         yield Group(unit, False)
 
 
-def _weighed(how: Grouping, counts: Taps, taps: Taps) -> Group:
-    return Group(taps, len(taps) > 1 and max(counts[tap] for tap in taps) < how.size)
+def _weighed(how: Grouping, counts: Taps, run: Sequence[int]) -> Group:
+    return Group(tuple(sorted(run)), len(run) > 1 and max(counts[tap] for tap in run) < how.size)
 
 
 def _mirrored(counts: Taps) -> bool:
@@ -122,6 +141,14 @@ def _units(counts: Taps) -> list[Taps]:
     if not _mirrored(counts):
         return [(tap,) for tap in range(len(counts))]
     return [(tap, len(counts) - 1 - tap) for tap in range(len(counts) // 2)]
+
+
+def _outside_in(counts: Taps) -> Iterator[int]:
+    """0, K-1, 1, K-2, ...; without the middle one of twos."""
+    for tap in range(len(counts) // 2):
+        yield from (tap, len(counts) - 1 - tap)
+    if len(counts) % 2 and not _mirrored(counts):
+        yield len(counts) // 2
 
 
 def _middle(counts: Taps) -> list[Taps]:

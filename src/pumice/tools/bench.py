@@ -24,6 +24,7 @@ from pumice.ops import SparseTensor, conv_features
 from pumice.tools import layer_suites, spconv_peer
 from pumice.tools.bench_einsum import einsum
 from pumice.tools.bench_maps import maps, picture
+from pumice.tools.bench_tuner import tuner
 from pumice.tools.bench_workloads import workloads
 from pumice.tools.ledger import Peer, Row, Subject, append, row
 from pumice.tools.study import Options, Say
@@ -93,6 +94,7 @@ SUITES: dict[str, Callable[[Say, Options], Iterator[Row]]] = {
     "cpu-conv": cpu_conv,
     "einsum": einsum,
     "maps": maps,
+    "tuner": tuner,
     "workloads": workloads,
 }
 

@@ -1,0 +1,124 @@
+"""The convolutions of a network as they are met: which map, how many channels; and each by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pumice.coords import KernelMap
+from pumice.lower import reference
+from pumice.nn.conv import Convolution
+from pumice.ops import SparseTensor, conv_features
+from pumice.ops.conv import Flow
+
+
+@dataclass(frozen=True, eq=False)
+class Met:
+    """A convolution of a network: its name in it, its map, and channels in and out."""
+
+    name: str
+    found: KernelMap
+    inputs: int
+    outputs: int
+
+    @property
+    def pairs(self) -> int:
+        return len(self.found.pairs().inputs)
+
+    @property
+    def flops(self) -> float:
+        """Of all pairs, multiply-adds as two."""
+        return 2.0 * self.pairs * self.inputs * self.outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Fed:
+    """A convolution with operands: features [N_in, C_in], weight [C_out, K, C_in], and the gradient of its result."""
+
+    met: Met
+    feats: Tensor
+    weight: Tensor
+    grad: Tensor
+
+    @staticmethod
+    def normal(met: Met, dtype: torch.dtype) -> Fed:
+        """With normal numbers, the same each time; results of about 1."""
+        found, device = met.found, met.found.device
+        chance = torch.Generator(device).manual_seed(6)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=chance, device=device)
+
+        feats, grad = drawn(found.num_inputs, met.inputs), drawn(found.num_outputs, met.outputs)
+        weight = drawn(met.outputs, found.volume, met.inputs) / math.sqrt(7 * met.inputs)
+        return Fed(met, feats.to(dtype), weight.to(dtype), grad.to(dtype))
+
+    @property
+    def found(self) -> KernelMap:
+        return self.met.found
+
+    def to(self, dtype: torch.dtype) -> Fed:
+        return Fed(self.met, self.feats.to(dtype), self.weight.to(dtype), self.grad.to(dtype))
+
+    def forward(self, flow: Flow) -> Tensor:
+        return conv_features(self.feats, self.weight, self.found, self.found.num_outputs, dataflow=flow)
+
+    def passes(self, flow: Flow, training: bool) -> list[Tensor]:
+        """The result, and in training the gradients of features and weight."""
+        if not training:
+            with torch.no_grad():
+                return [self.forward(flow)]
+        given = [x.detach().requires_grad_() for x in (self.feats, self.weight)]
+        y = conv_features(given[0], given[1], self.found, self.found.num_outputs, dataflow=flow)
+        return [y.detach(), *torch.autograd.grad(y, given, self.grad)]
+
+    def exact(self, training: bool = False) -> list[Tensor]:
+        """The same in float64, by the loop over taps."""
+        x, weight, grad = (t.double() for t in (self.feats, self.weight, self.grad))
+        y = reference.forward(x, weight, self.found.pairs(), self.found.num_outputs, 1)
+        if not training:
+            return [y]
+        back = self.found.transpose().pairs()
+        dx = reference.forward(grad, reference.transposed(weight, 1), back, self.found.num_inputs, 1)
+        return [y, dx, reference.weight_gradient(x, grad, self.found.pairs(), 1)]
+
+
+def layers_of(net: nn.Module, x: SparseTensor) -> list[Met]:
+    """The convolutions of a network in the order in which they run on this tensor; pointwise ones are left out."""
+    met: list[Met] = []
+
+    def note(name: str, module: Convolution, given: tuple[Any, ...]) -> None:
+        found, _ = module.map_of(*given)
+        met.append(Met(name, found, module.in_channels, module.out_channels))
+
+    with _watched(net, note), torch.no_grad():
+        net(x)
+    return met
+
+
+@contextmanager
+def _watched(net: nn.Module, note: Callable[[str, Convolution, tuple[Any, ...]], None]) -> Iterator[None]:
+    handles = [
+        module.register_forward_pre_hook(partial(_noted, note, name))
+        for name, module in net.named_modules()
+        if isinstance(module, Convolution)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _noted(
+    note: Callable[[str, Convolution, tuple[Any, ...]], None], name: str, module: nn.Module, given: tuple[Any, ...]
+) -> None:
+    assert isinstance(module, Convolution)
+    note(name, module, given)

@@ -1,0 +1,319 @@
+"""The suite tuner runs in tiny on the CPU: every study checks, times and tells; its numbers by hand."""
+
+import math
+
+import pytest
+import torch
+
+from pumice.engine import Choice, Spent, Trial, Tuning
+from pumice.engine.measure import Event
+from pumice.errors import OptionError, PumiceError
+from pumice.schedule.grouping import Grouping
+from pumice.schedule.tuner import Step
+from pumice.tools import (
+    ablation_tables,
+    bench,
+    bench_tuner_asked,
+    bench_tuner_layers,
+    bench_tuner_taken,
+    ledger,
+    network_layers,
+)
+from pumice.tools.bench_tuner import STUDIES
+from pumice.tools.bench_tuner_asked import Answer, Asked, answered, differing
+from pumice.tools.bench_tuner_cases import TRAINING, Subjected, Writer, subjects
+from pumice.tools.bench_tuner_networks import Network, Ran, checked
+from pumice.tools.bench_tuner_taken import CONVOLUTIONS, Taken, rows_of, tiles_of
+from pumice.tools.bench_tuner_whole import Gains, _say_apart
+from pumice.tools.network_layers import Fed, layers_of
+from pumice.tools.published import PUBLISHED
+from pumice.tools.study import Setup
+from pumice.tools.timing import Times
+from pumice.tools.workloads import WORKLOADS, fresh
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    monkeypatch.setattr(bench_tuner_asked, "_QUICK", 0.3)
+
+
+@pytest.fixture
+def setup():
+    said = []
+    made = Setup(CPU, True, said.append, suite="tuner")
+    return made, said
+
+
+def quick(study, only=""):
+    said = []
+    rows = list(bench.run("tuner", said.append, bench.Options(study, only, quick=True, device="cpu")))
+    return "\n".join(map(str, said)), rows
+
+
+def subject_of(setup, name="centerpoint-waymo-1f", mode="inference"):
+    (found,) = subjects(setup, "any", (name,), mode)
+    return found
+
+
+WAYS = {
+    "movement": {"fp32", "vectorised", "fused", "locality-aware"},
+    "grouping": {"separate", "symmetric", "fixed", "adaptive", "adaptive-tuned"},
+    "splits": {"1", "1-2", "0-4"},
+    "sorted": {"no", "yes"},
+    "hybrid": {"implicit-gemm", "weight-stationary", "all"},
+    "bindings": {"forward-dgrad", "dgrad-wgrad", "all"},
+    "networks": {"default", "tuned"},
+    "transfer": {"native", "default", "from-centerpoint-waymo-1f"},
+}
+
+
+@pytest.mark.parametrize("study", [name for name in STUDIES if name != "dataflows"])
+def test_every_study_in_tiny(study):
+    out, rows = quick(study)
+    assert rows and all(row.suite == "tuner" and row.value >= 0 and math.isfinite(row.value) for row in rows)
+    places = [ablation_tables.Place.of(row.case) for row in rows]
+    assert {place.study for place in places} == {study}
+    timed = [(place, row) for place, row in zip(places, rows, strict=True) if row.metric == "time" and not place.group]
+    ways = {place.way for place, _ in timed}
+    assert ways == WAYS.get(study, ways) and len(ways) > 1
+    # Whose peer is among them, on the clock of this machine, of generated scans.
+    assert {row.peer for _, row in timed} <= ways and {row.clock for _, row in timed} == {"wall"}
+    assert all("-generated fp32" in place.whose for place in places)
+    assert ("published: no figure" in out) == (study not in PUBLISHED) and f"{study}: " in out
+    # And they make a table.
+    assert f"| {next(iter(ways))} |" in "\n".join(ablation_tables.tables([vars(row) for row in rows], study))
+
+
+def test_dataflows_with_and_without_their_forms():
+    _, rows = quick("dataflows", "surface_300/k3/C8")
+    flows = {row.case.rpartition("/")[2] for row in rows}
+    assert {"default", "explicit-gemm", "fetch-on-demand", "implicit-gemm-split4"} <= flows and len(flows) == 23
+    assert {row.metric for row in rows} == {"time", "time with form"} and len(rows) == 2 * len(flows)
+    assert {row.peer for row in rows} == {"default"}
+
+
+def test_only_some_and_none_at_hand(monkeypatch):
+    assert quick("sorted", "minkunet")[1] == []
+    monkeypatch.setattr(bench_tuner_layers, "NETWORKS", ("minkunet-kitti-1x",))
+    said = []
+    setup = Setup(CPU, False, said.append, suite="tuner")
+    monkeypatch.setattr(Subjected, "samples", lambda *_: (_ for _ in ()).throw(OptionError("no scans here")))
+    assert not list(bench_tuner_layers.data_movement(setup)) and "left out: no scans here" in said[0]
+
+
+def test_a_study_that_is_not_known():
+    with pytest.raises(
+        OptionError, match="case 'layers' of tuner is unknown; there are movement, .*transfer, dataflows"
+    ):
+        quick("layers")
+
+
+@pytest.mark.parametrize("study", ["movement", "sorted"])
+def test_what_is_wrong_is_not_timed(study, monkeypatch):
+    right = network_layers.conv_features
+    monkeypatch.setattr(network_layers, "conv_features", lambda *a, **k: 1.01 * right(*a, **k))
+    with pytest.raises(PumiceError, match="relative error 0.01"):
+        quick(study)
+
+
+def test_a_layer_that_is_wrong_is_named(setup, monkeypatch):
+    made, _ = setup
+    network = Network.of(made, subject_of(made))
+    right = Fed.passes
+    wrong = "fetch-on-demand"
+    monkeypatch.setattr(Fed, "passes", lambda f, flow, t: [x * (1 + (flow == wrong)) for x in right(f, flow, t)])
+    ways = {"one": network.all_in("explicit-gemm"), "two": network.each_in({network.names[3]: wrong})}
+    assert list(checked(made, network, ways, str)) == ["one"]
+    assert made.failures == [
+        f"two: layer {network.names[3]} in {wrong}: relative error 1, expected below 0.0001; not timed"
+    ]
+
+
+def test_layers_of_a_network_and_what_they_multiply(setup):
+    made, _ = setup
+    subject = subject_of(made, "minkunet-kitti-1x")
+    layers = layers_of(subject.net(made), fresh(subject.samples(made)[0]))
+    assert len(layers) == 42 and len({id(one.found.table) for one in layers}) == 9
+    first = layers[0]
+    assert (first.inputs, first.flops) == (4, 2.0 * first.pairs * 4 * first.outputs)
+    # Unsorted tiles of 64: entries by hand.
+    rows = first.found.rows() >= 0
+    entries = sum(int(tile.any(0).sum()) for tile in rows.split(64))
+    assert tiles_of([first], 0) == (pytest.approx(64 * entries / first.pairs), math.ceil(len(rows) / 64))
+    assert tiles_of(layers, 1)[0] >= 1 and tiles_of(layers, 4)[1] > tiles_of(layers, 1)[1]
+
+
+def test_gradients_of_layers_and_networks(setup):
+    made, _ = setup
+    subject = subject_of(made, mode=TRAINING)
+    network = Network.of(made, subject)
+    ways = {"named": network.all_in("gather-gemm-scatter-fused-adaptive")}
+    assert list(checked(made, network, ways, str)) == ["named"] and len(network.run(ways["named"])) == 2
+    assert network.run(network.all_in(None))[1].numel() == sum(p.numel() for p in network.net.parameters())
+
+
+def test_padding_of_groups(setup):
+    made, _ = setup
+    subject = subject_of(made, "minkunet-kitti-1x")
+    (layer,) = [one for one in bench_tuner_layers.fed(made, subject)][:1]
+    counts = layer.found.pairs().sizes.tolist()
+    share, calls = bench_tuner_layers._padded([layer], [Grouping("separate")])
+    assert (share, calls) == (0.0, sum(count > 0 for count in counts))
+    share, calls = bench_tuner_layers._padded([layer], [Grouping("fixed", width=13)])
+    longest = max(counts[:13])
+    sides = sum(counts[:13]) + sum(counts[14:])
+    whole = 26 * longest + counts[13]
+    assert calls == 2 and share == pytest.approx((26 * longest - sides) / whole)
+
+
+# The tuner's answers
+
+
+def choice(group, flow, *trials):
+    return Choice(group, (f"{group}.a", f"{group}.b"), 10.0, 3.0, 1.0, flow, trials, "why")
+
+
+def tuning(*choices):
+    return Tuning("inference", "cpu", choices, Spent(2e-3), Spent(1e-3))
+
+
+SLOW, FAST = Trial("explicit-gemm", ("forward",), 1, 4e-3, 2e-3), Trial("fetch-on-demand", ("forward",), 1, 3e-3, 2e-3)
+REFUSED = Trial("implicit-gemm-table", ("forward",), 1, math.inf, 2e-3, "no room")
+
+
+def answer(found, finished=True):
+    return Answer(found, 7.5, found.flows, Ran(()))
+
+
+def test_rows_of_an_answer(setup):
+    made, _ = setup
+    found = answer(tuning(choice("k3 at 1", None, SLOW, FAST, REFUSED), choice("k3 at 2", "explicit-gemm")))
+    rows = list(
+        found.rows(Writer(made, Subjected(WORKLOADS["minkunet-kitti-1x"], torch.float32), "networks"), "tuned", 120)
+    )
+    case = "minkunet-kitti-1x/fp32/inference/networks-tuned"
+    told = [(row.case, row.metric, row.value, row.peer, row.peer_value) for row in rows]
+    assert told == [
+        (case, "tuning", 7.5, "goal", 120),
+        (case, "fact:groups not as planned", 1, "all groups", 2),
+        (f"{case}/k3 at 1", "choice:explicit-gemm", 4.0, "planned", 2.0),
+        (f"{case}/k3 at 1", "choice:fetch-on-demand", 3.0, "planned", 2.0),
+        (f"{case}/k3 at 1", "chosen:planned", 1.0, "planned", 2.0),
+        (f"{case}/k3 at 2", "chosen:explicit-gemm", 1.0, "planned", 2.0),
+    ]
+
+
+def test_answers_that_differ_and_the_best_that_was_tried():
+    here, there = choice("k3 at 1", None, SLOW, FAST, REFUSED), choice("k3 at 1", "explicit-gemm")
+    same = choice("k2 at 1", None)
+    assert differing(answer(tuning(here, same)), answer(tuning(there, same))) == [
+        "k3 at 1: planned natively, explicit-gemm from there"
+    ]
+    assert bench_tuner_asked._best_tried(tuning(here, same)) == dict.fromkeys(here.layers, "fetch-on-demand")
+
+
+def test_the_tuner_is_asked_and_leaves_nothing(setup, monkeypatch):
+    made, _ = setup
+    network = Network.of(made, subject_of(made))
+    monkeypatch.setattr(bench_tuner_asked, "_QUICK", 5.0)
+    found = answered(made, network, Asked(("explicit-gemm",), always=True))
+    tried = {trial.flow for one in found.tuning.choices for trial in one.trials}
+    assert tried == {"explicit-gemm"} and set(found.flows.values()) == {"explicit-gemm"}
+    assert found.ran.flows == network.all_in("explicit-gemm").flows
+    assert not found.tuning.reused and all(
+        layer.dataflow is None for layer in network.net.modules() if hasattr(layer, "dataflow")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        bench_tuner_asked._without_tiles(Step("k3 at 1", "tiles", 1, 2, 0, 1, 1))
+    bench_tuner_asked._without_tiles(Step("k3 at 1", "explicit-gemm", 1, 2, 0, 1, 1))
+
+
+# Times of a device that is not here
+
+
+def test_parts_of_what_a_device_does(setup, monkeypatch):
+    made, said = setup
+    names = {"probe_spin": 0, "_dot_conv": 3000, "ampere_fp16_gemm": 2000, "radixSort": 500, "Memcpy HtoD": 100}
+
+    def profiled(calls):
+        at, events = 0, []
+        for _ in calls:
+            events.append(Event("void spin_kernel(long)", at, 1))
+            for name, duration in names.items():
+                if duration:
+                    events.append(Event(name, at := at + 1, duration))
+            at += 1
+        return events, []
+
+    monkeypatch.setattr(bench_tuner_taken, "profiled", profiled)
+    wall = Times(9.0, 9.0, 9.0)
+    found = bench_tuner_taken._on_device(made, lambda: None, wall)
+    assert {name: times.median for name, times in found.parts.items()} == pytest.approx(
+        {"map": 0.0, "sort": 0.0005, "kernel": 0.005, "other": 0.0001}
+    )
+    assert found.convolutions.median == pytest.approx(0.0055) and found.device.median == pytest.approx(0.0056)
+    monkeypatch.setattr(bench_tuner_taken, "profiled", lambda calls: ([], []))
+    monkeypatch.setattr(bench_tuner_taken, "together", lambda *_: [Times(2.0, 1.0, 3.0)])
+    found = bench_tuner_taken._on_device(made, lambda: None, wall)
+    assert not found.parts and found.device.median == 2.0 and "no parts" in said[-1]
+
+
+def test_movement_is_what_is_no_product(monkeypatch):
+    said = []
+    setup = Setup(torch.device("cuda"), True, said.append, suite="tuner")
+    names = {"spin_kernel": 1, "nvjet_hsh_128x256": 4000, "indexSelectLargeIndex": 2000, "elementwise_kernel": 1000}
+    events = [
+        Event(name, 10 * run + place, took) for run in range(5) for place, (name, took) in enumerate(names.items())
+    ]
+    monkeypatch.setattr(bench_tuner_layers, "profiled", lambda calls: (events[: 4 * len(calls)], []))
+    assert bench_tuner_layers._moved(setup, list, ()).median == pytest.approx(0.003)
+    # Where the profiler is silent, the whole less the products.
+    monkeypatch.setattr(bench_tuner_layers, "profiled", lambda calls: ([], []))
+    times = {"whole": Times(3.0, 3.0, 3.0), "products": Times(1.0, 1.0, 1.0)}
+    monkeypatch.setattr(bench_tuner_layers, "spent", lambda *_: times)
+    assert bench_tuner_layers._moved(setup, list, ()).median == 2.0 and "products alone" in said[-1]
+
+
+def test_rows_of_a_device(monkeypatch):
+    monkeypatch.setattr(ledger, "device_name", lambda device: "a GPU")
+    write = Writer(
+        Setup(torch.device("cuda"), False, print, suite="tuner"),
+        Subjected(WORKLOADS["minkunet-kitti-1x"], torch.float16),
+        "sorted",
+    )
+    ways = {
+        name: Taken(
+            Times(t, t, t), Times(t / 2, t / 2, t / 2), {"map": Times(t / 4, t / 4, t / 4)}, Times(9.0, 9.0, 9.0)
+        )
+        for name, t in (("no", 4.0), ("yes", 2.0))
+    }
+    rows = list(rows_of(write, ways, "no"))
+    assert [(r.metric, r.clock, r.value, r.peer_value) for r in rows if r.case.endswith("sorted-yes")] == [
+        (CONVOLUTIONS, "gpu", 1.0, 2.0),
+        ("time", "gpu", 2.0, 4.0),
+        ("part:map", "gpu", 0.5, 1.0),
+        ("time", "wall", 9.0, 9.0),
+    ]
+    assert {r.case for r in rows if r.metric == "time"} == {
+        f"minkunet-kitti-1x/fp16/inference/sorted-{way}" for way in ("no", "yes")
+    }
+
+
+def test_goals(setup):
+    made, said = setup
+    _, (row, *_) = quick("sorted")
+    gains = Gains()
+
+    def like(value, p20, peer):
+        return type(row)(**{**vars(row), "value": value, "p20": p20, "peer_value": peer})
+
+    for one in (like(1.0, 0.9, 1.2), like(1.5, 1.3, 1.4), like(1.5, 1.45, 1.4)):
+        gains.note(one)
+    assert gains.slower == [row.case] and gains.ratios[row.case] == pytest.approx(1.4 / 1.5)
+    _say_apart(made, like(1.0, 1.0, 1.0), ["k3 at 1: x natively, y from there"])
+    _say_apart(made, like(1.2, 1.0, 1.0), ["k3 at 1: x natively, y from there"])
+    assert said[-2].endswith("1.000: met") and said[-1].endswith(
+        "groups that differ: k3 at 1: x natively, y from there"
+    )
