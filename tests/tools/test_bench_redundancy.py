@@ -7,8 +7,9 @@ import torch
 
 from pumice.coords import Order
 from pumice.testing import random_cloud
-from pumice.tools.bench_redundancy import ALL_TAPS, ANY, SPLITS, redundancies
+from pumice.tools.bench_redundancy import ALL_TAPS, SPLITS, redundancies
 from pumice.tools.layer_cells import map_of
+from pumice.tools.ledger import ANY
 
 
 def cloud(count=150, side=7):

@@ -18,13 +18,11 @@ from types import MappingProxyType
 from pumice.coords import KernelMap, Order
 from pumice.tools.layer_cells import map_of
 from pumice.tools.layer_model import Walk
-from pumice.tools.ledger import Peer, Row, Subject, row
+from pumice.tools.ledger import ANY, Peer, Row, Subject, row
 from pumice.tools.map_scenes import layer_scenes
 from pumice.tools.study import Setup
 from pumice.tools.timing import Times
 
-ANY = "any"
-"""The device of what is counted and not measured."""
 BLOCKS = (64, 128)
 """Rows of a tile."""
 ALL_TAPS = "all-taps"
