@@ -124,7 +124,7 @@ COLUMNS: Mapping[str, Callable[[Line], str]] = MappingProxyType(
         "what": lambda line: line.family.name,
         "precision": lambda line: line.precision,
         "clock": lambda line: line.clock,
-        "against": lambda line: f"{line.against} ({line.source})",
+        "against": lambda line: line.against if line.source in line.against else f"{line.against} ({line.source})",
         "cases": lambda line: str(line.mean.cells),
         "geomean": lambda line: f"{line.mean.geomean:.2f}",
         "least": lambda line: f"{line.mean.least.ratio:.2f} ({line.mean.least.place})",
