@@ -63,6 +63,8 @@ def test_networks_are_bars_by_model_and_precision():
     panel = only(chart.panels)
     assert (chart.name, panel.groups) == ("workloads-inference", ("big/generated", "small"))
     assert dict(panel.series) == {"fp16": (4.0, 1.5), "tf32": (2.0, None)}
+    # Means are of one precision.
+    assert panel.mean is None and panel.title.endswith("geometric means fp16 2.45, tf32 2.00")
 
 
 def test_widths_of_one_scene_stand_side_by_side():

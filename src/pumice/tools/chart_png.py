@@ -62,7 +62,7 @@ def _bars(axis: Axes, panel: Bars) -> None:
             axis.bar_label(bars, fmt=_short, fontsize=6.5, color=_INK, padding=1, path_effects=_halo())
     if panel.mean is not None:
         axis.axhline(panel.mean, color=_INK, linewidth=1, linestyle=(0, (5, 3)), zorder=2.5)
-        axis.axhline(1, color=_SOFT, linewidth=0.8, zorder=1.5)
+    axis.axhline(1, color=_SOFT, linewidth=0.8, zorder=1.5)
     _ticks(axis, panel.groups)
     _valued(axis, panel.axis)
     _legend(axis, panel.title, list(panel.series))

@@ -25,7 +25,10 @@ Notes: TypeAlias = "Mapping[str, tuple[str, ...]]"
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars side by side: groups along the axis, in each a bar of every series; None: no bar. mean: a line across."""
+    """Ratios as bars side by side, a line at 1: groups along the axis, in each a bar of every series; None: no bar.
+
+    mean: another line across, where the ratios have one mean.
+    """
 
     title: str
     axis: str

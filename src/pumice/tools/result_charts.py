@@ -58,7 +58,7 @@ def _alone(found: Sequence[Line], family: Family) -> bool:
 
 def _note(family: Family) -> str:
     told = "The best of our ways against the best of the rivals, in the same run unless it says recorded."
-    return f"{told} Dashed: the geometric mean." if family.rivals else told
+    return f"{told} Dashed: the geometric mean, where it is of one precision." if family.rivals else told
 
 
 def _panels(own: Sequence[Line]) -> Iterator[Bars]:
@@ -67,7 +67,7 @@ def _panels(own: Sequence[Line]) -> Iterator[Bars]:
         groups = groups or _sorted(cells)
         extra = tuple(name for name in _sorted(cells) if name not in groups)
         told = "" if source in against else f" ({source})"
-        title = f"against {against}{told}, clock {clock}: geometric mean {geomean(one.ratio for one in cells):.2f}"
+        title = f"against {against}{told}, clock {clock}: {_means(cells)}"
         yield _bars(title, [name for name in (*groups, *extra) if any(one.place.group == name for one in cells)], cells)
 
 
@@ -98,7 +98,21 @@ def _bars(title: str, groups: Sequence[str], cells: Sequence[Compared]) -> Bars:
         own = [held.get((group, name)) for group in groups]
         values[name] = tuple(None if one is None else one.ratio for one in own)
         notes[name] = tuple("" if one is None else _cell(one) for one in own)
-    return Bars(title, FASTER, tuple(groups), values, geomean(one.ratio for one in cells), notes)
+    means = list(_by_precision(cells).values())
+    return Bars(title, FASTER, tuple(groups), values, means[0] if len(means) == 1 else None, notes)
+
+
+def _by_precision(cells: Sequence[Compared]) -> dict[str, float]:
+    """The mean of each precision: several are not averaged."""
+    names = dict.fromkeys(one.place.precision for one in cells)
+    return {name: geomean(one.ratio for one in cells if one.place.precision == name) for name in names}
+
+
+def _means(cells: Sequence[Compared]) -> str:
+    found = _by_precision(cells)
+    if len(found) == 1:
+        return f"geometric mean {next(iter(found.values())):.2f}"
+    return "geometric means " + ", ".join(f"{name} {mean:.2f}" for name, mean in found.items())
 
 
 def _series(cells: Sequence[Compared], one: Compared) -> str:
