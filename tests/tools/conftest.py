@@ -9,7 +9,7 @@ import pytest
 from cases import one_thread  # noqa: F401
 
 from pumice.data import street_scene
-from pumice.tools import cli, evaluate, report
+from pumice.tools import cli, evaluate, page
 
 
 @functools.lru_cache
@@ -72,7 +72,7 @@ def quick(monkeypatch):
     """Three timed inferences instead of twenty, and reports without the 5 MB of plotly."""
     timed = functools.partial(evaluate.time_inference, runs=2)
     monkeypatch.setattr(evaluate, "time_inference", timed)
-    monkeypatch.setattr(report, "_plotly_source", lambda: "/* plotly */")
+    monkeypatch.setattr(page, "plotly_source", lambda: "/* plotly */")
 
 
 def with_labels(scan, labels):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pumice.errors import FileError, OptionError, ShapeError
+from pumice.tools import page as page_
 from pumice.tools import report as module
 from pumice.tools.figures import static_picture
 from pumice.tools.packing import code_type, packed_view
@@ -51,7 +52,7 @@ def full_report(text="a name"):
 @pytest.fixture
 def page(tmp_path, monkeypatch):
     """Writes a report without the 5 MB of plotly and gives back its text."""
-    monkeypatch.setattr(module, "_plotly_source", lambda: PLOTLY)
+    monkeypatch.setattr(page_, "plotly_source", lambda: PLOTLY)
     return lambda report: write_report(tmp_path / "sub" / "r.html", report).read_text(encoding="utf-8")
 
 

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from pumice.data import Scan, find_scans, read_scan, street_scene
 from pumice.errors import OptionError, PumiceError
@@ -25,7 +26,18 @@ from pumice.tools.job import Job, common_labels, hold_out, labelled, pick_device
 from pumice.tools.segment import Result
 from pumice.tools.train import Recipe, Step
 
+
+class _Bench(TyperGroup):
+    """Commands of `pumice bench`; what is none of them is a suite, or an option of `run`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = args and (args[0] in self.commands or args[0] == "--help")
+        return super().parse_args(ctx, args if known else ["run", *args])
+
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+bench_app = typer.Typer(cls=_Bench, add_completion=False, help="Measure Pumice against its peers, and report results.")
+app.add_typer(bench_app, name="bench")
 console = Console(highlight=False)
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")]
@@ -137,7 +149,7 @@ def tune(
         typer.echo(context.get_help())
 
 
-@app.command()
+@bench_app.command("run")
 def bench(
     suite: Annotated[str, typer.Argument(help="which suite; without one they are listed")] = "",
     case: Annotated[
@@ -151,10 +163,28 @@ def bench(
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="ledger to append the rows to (one JSON object a line)")] = None,
 ) -> None:
-    """Measure Pumice against its peers in the same run; exit code 1 where a result of Pumice was wrong."""
+    """Measure Pumice against its peers in the same run; exit code 1 where a result of Pumice was wrong.
+
+    `pumice bench SUITE` is short for `pumice bench run SUITE`.
+    """
     from pumice.tools import bench as bench_
 
     bench_.record(bench_.run(suite, _say, bench_.Options(case, only, quick, device, thorough)), out, _say)
+
+
+@bench_app.command("report")
+def bench_report(
+    ledger_: Annotated[Path, typer.Option("--ledger", help="rows, one JSON object a line")] = Path(
+        "bench/results.jsonl"
+    ),
+    out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("bench/report"),
+    device: Annotated[str, typer.Option(help="rows of devices whose name has this part")] = "",
+    commit: Annotated[list[str] | None, typer.Option(help="rows of commits that begin so; may be repeated")] = None,
+) -> None:
+    """The ledger of results as one HTML page and PNGs; nothing is measured."""
+    from pumice.tools import bench_report as report_
+
+    _say(report_.told(report_.write(ledger_, out, report_.Choice(device, tuple(commit or ())))))
 
 
 def _say(text: str) -> None:

@@ -16,6 +16,7 @@ from pumice.tools.bench_gradients import gradients
 from pumice.tools.bench_host import first_call, host
 from pumice.tools.bench_layers import layers
 from pumice.tools.bench_precisions import dtypes
+from pumice.tools.bench_redundancy import redundancy
 from pumice.tools.bench_roofline import roofline, utilisation
 from pumice.tools.bench_tiles import default_tile
 from pumice.tools.job import pick_device
@@ -34,6 +35,7 @@ FORWARD_STUDIES: Mapping[str, Study] = MappingProxyType(
         "roofline": roofline,
         "utilisation": utilisation,
         "ablation": ablation,
+        "redundancy": redundancy,
         "default-tile": partial(default_tile, passed=FORWARD),
         "host": host,
         "first-call": first_call,

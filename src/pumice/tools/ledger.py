@@ -16,6 +16,9 @@ import torch
 from pumice.tools.info import distribution
 from pumice.tools.timing import Times
 
+ANY = "any"
+"""The device of what is counted and the same everywhere."""
+
 
 @dataclass(frozen=True)
 class Row:

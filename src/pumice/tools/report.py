@@ -4,20 +4,18 @@ What comes in is numbers and text (no torch); what goes out is one file, plotly 
 itself every network request. Its parts are report.html, report.css and report.js beside this file.
 """
 
-import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pumice.errors import FileError, OptionError, ShapeError
+from pumice.errors import OptionError, ShapeError
 from pumice.tools.packing import code_type, packed_view
+from pumice.tools.page import MISSING, Page, card, digits, finite, large, panel, plural, write_page
 
 __all__ = [
     "ClassStyle",
@@ -36,7 +34,6 @@ MAX_POINTS_PER_VIEW = 80_000
 # 8 bytes a point: with plotly's 5 MB the file stays below 12 MB however many scans are shown.
 MAX_POINTS_IN_ALL = 600_000
 MAX_STEPS = 4_000
-MISSING = "–"
 SPLITS = ("train", "held out", "")
 PALETTE = (
     "#4e9af1", "#f5b861", "#5fd38d", "#e06c9f", "#9d7bf0", "#45d0d6", "#f0803c", "#b7d968",
@@ -181,24 +178,8 @@ def write_report(path: str | Path, report: Report) -> Path:
     A view of more than 80 000 points (fewer where there are more than seven views) is thinned by a seeded
     choice, and the page says so. Missing folders are made. Raises FileError where the file cannot be written.
     """
-    path = Path(path)
-    page = _fill(
-        _asset("report.html"),
-        {
-            "title": escape(report.title),
-            "css": _asset("report.css"),
-            "body": "\n".join(part for part in (make(report) for make in SECTIONS) if part),
-            "plotly": _plotly_source(),
-            "data": _json(_payload(report)),
-            "script": _asset("report.js"),
-        },
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"{path}: expected a file that can be written, found: {error.strerror}") from error
-    return path
+    body = "\n".join(part for part in (make(report) for make in SECTIONS) if part)
+    return write_page(path, Page(report.title, body, _payload(report), ("report.css",), "report.js"))
 
 
 # The data of the page
@@ -219,15 +200,15 @@ def _payload(report: Report) -> dict[str, Any]:
         ],
         "history": {
             "step": [int(step.step) for step in steps],
-            "loss": [_finite(step.loss) for step in steps],
-            "accuracy": [_finite(step.accuracy) for step in steps],
-            "rate": [_finite(step.voxels_per_second) for step in steps],
+            "loss": [finite(step.loss) for step in steps],
+            "accuracy": [finite(step.accuracy) for step in steps],
+            "rate": [finite(step.voxels_per_second) for step in steps],
         },
         "layers": [
             {
                 "name": layer.name,
-                "ms": _finite(layer.ms),
-                "share": _finite(layer.share),
+                "ms": finite(layer.ms),
+                "share": finite(layer.share),
                 "voxels": int(layer.voxels),
                 "channels": str(layer.channels),
             }
@@ -243,17 +224,6 @@ def _thinned_steps(history: Sequence[TrainStep]) -> list[TrainStep]:
     return [history[i] for i in np.linspace(0, len(history) - 1, MAX_STEPS).round().astype(int)]
 
 
-def _finite(value: float | None) -> float | None:
-    """JSON knows no NaN."""
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _json(payload: Mapping[str, Any]) -> str:
-    """JSON that may stand inside a script element: no text in it can close the element."""
-    text = json.dumps(payload, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
 # The sections of the page; each gives "" where there is nothing to show
 def _header(report: Report) -> str:
     subtitle = report.subtitle or _default_subtitle(report)
@@ -262,7 +232,7 @@ def _header(report: Report) -> str:
 
 
 def _default_subtitle(report: Report) -> str:
-    scans = _plural(len(report.views), "scan")
+    scans = plural(len(report.views), "scan")
     facts = report.facts
     if facts is None:
         return scans
@@ -271,7 +241,7 @@ def _default_subtitle(report: Report) -> str:
 
 
 def _cards(report: Report) -> str:
-    cards = [card for make in (_score_cards, _time_cards, _train_cards) for card in make(report)]
+    cards = [one for make in (_score_cards, _time_cards, _train_cards) for one in make(report)]
     return f'<section class="cards">{"".join(cards)}</section>' if cards else ""
 
 
@@ -279,11 +249,11 @@ def _score_cards(report: Report) -> list[str]:
     scores = report.metrics
     if scores is None:
         return []
-    present = sum(_finite(value) is not None for value in scores.iou)
+    present = sum(finite(value) is not None for value in scores.iou)
     classes = f"over {present} of {len(scores.iou)} classes"
     return [
-        _card("Point accuracy", _percent(scores.point_accuracy), "%", scores.where, main=True),
-        _card("Mean IoU", _percent(scores.miou), "%", classes, main=True),
+        card("Point accuracy", _percent(scores.point_accuracy), "%", scores.where, main=True),
+        card("Mean IoU", _percent(scores.miou), "%", classes, main=True),
     ]
 
 
@@ -293,12 +263,12 @@ def _time_cards(report: Report) -> list[str]:
         return []
     maps = "maps included" if timing.maps_included else "maps not included"
     runs = f" · {timing.runs} runs" if timing.runs else ""
-    spread = f"p20 {_digits(timing.p20_ms)} · p80 {_digits(timing.p80_ms)} · {maps}{runs}"
+    spread = f"p20 {digits(timing.p20_ms)} · p80 {digits(timing.p80_ms)} · {maps}{runs}"
     rate = timing.voxels / timing.median_ms * 1e3 if timing.median_ms > 0 else 0.0
-    on = f"{_large(rate)} voxels/s · {timing.dtype} · {timing.device}"
+    on = f"{large(rate)} voxels/s · {timing.dtype} · {timing.device}"
     return [
-        _card("Inference, median", _digits(timing.median_ms), "ms", spread),
-        _card("Voxels", f"{timing.voxels:,}", "", on),
+        card("Inference, median", digits(timing.median_ms), "ms", spread),
+        card("Voxels", f"{timing.voxels:,}", "", on),
     ]
 
 
@@ -306,20 +276,12 @@ def _train_cards(report: Report) -> list[str]:
     if not report.history:
         return []
     last = report.history[-1]
-    rates = [_finite(step.voxels_per_second) for step in report.history]
+    rates = [finite(step.voxels_per_second) for step in report.history]
     known = [rate for rate in rates if rate is not None]
-    speed = f"{_large(float(np.median(known)))} voxels/s" if known else ""
-    loss = MISSING if _finite(last.loss) is None else _digits(last.loss)
-    steps = _plural(len(report.history), "step")
-    return [_card("Training loss", loss, "", " · ".join(part for part in (steps, speed) if part))]
-
-
-def _card(key: str, value: str, unit: str, detail: str, main: bool = False) -> str:
-    small = f"<small>{escape(unit)}</small>" if unit and value != MISSING else ""
-    return (
-        f'<div class="card{" main" if main else ""}"><div class="key">{escape(key)}</div>'
-        f'<div class="value">{escape(value)}{small}</div><div class="detail">{escape(detail)}</div></div>'
-    )
+    speed = f"{large(float(np.median(known)))} voxels/s" if known else ""
+    loss = MISSING if finite(last.loss) is None else digits(last.loss)
+    steps = plural(len(report.history), "step")
+    return [card("Training loss", loss, "", " · ".join(part for part in (steps, speed) if part))]
 
 
 def _cloud(report: Report) -> str:
@@ -336,7 +298,7 @@ def _cloud(report: Report) -> str:
 
 
 def _curves(report: Report) -> str:
-    panels = [panel for panel in (_history(report), _scores(report)) if panel]
+    panels = [one for one in (_history(report), _scores(report)) if one]
     return f'<div class="pair">{"".join(panels)}</div>' if panels else ""
 
 
@@ -344,7 +306,7 @@ def _history(report: Report) -> str:
     if not report.history:
         return ""
     note = "smoothed; the raw values are drawn faintly" if len(report.history) > 40 else "each step"
-    return _panel("Training", f"loss and accuracy, {note}", '<div class="chart" id="history"></div>')
+    return panel("Training", f"loss and accuracy, {note}", '<div class="chart" id="history"></div>')
 
 
 def _scores(report: Report) -> str:
@@ -352,9 +314,9 @@ def _scores(report: Report) -> str:
     if scores is None or not report.classes:
         return ""
     rows = zip(report.classes, scores.iou, scores.counts, strict=True)
-    bars = "".join(_bar(style, _finite(iou), int(count)) for style, iou, count in rows)
+    bars = "".join(_bar(style, finite(iou), int(count)) for style, iou, count in rows)
     note = "intersection over union, and the number of labelled points"
-    return _panel("IoU per class", note, f'<div class="inside"><div class="bars">{bars}</div></div>')
+    return panel("IoU per class", note, f'<div class="inside"><div class="bars">{bars}</div></div>')
 
 
 def _bar(style: ClassStyle, iou: float | None, count: int) -> str:
@@ -374,10 +336,10 @@ def _layers(report: Report) -> str:
         return ""
     longest = sorted((layer.share for layer in report.layers), reverse=True)[:5]
     whole = sum(layer.ms for layer in report.layers)
-    note = f"{_plural(len(report.layers), 'layer')}, {_digits(whole)} ms in all"
+    note = f"{plural(len(report.layers), 'layer')}, {digits(whole)} ms in all"
     if len(report.layers) > 5:
         note += f"; the five longest take {100 * sum(longest):.0f} %"
-    return _panel("Time per layer", note, '<div class="chart" id="layers"></div>')
+    return panel("Time per layer", note, '<div class="chart" id="layers"></div>')
 
 
 def _facts(report: Report) -> str:
@@ -390,16 +352,11 @@ def _facts(report: Report) -> str:
     if facts.commands:
         lines = escape("\n".join(facts.commands))
         cells += f"<tr><th>Command</th><td><pre>{lines}</pre></td></tr>"
-    return _panel("This run", "", f'<div class="inside"><table>{cells}</table></div>')
+    return panel("This run", "", f'<div class="inside"><table>{cells}</table></div>')
 
 
 def _footer(report: Report) -> str:
     return "<footer>One file, nothing is loaded from anywhere. Drawn with plotly.js.</footer>"
-
-
-def _panel(title: str, note: str, inside: str) -> str:
-    line = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<section class="panel"><header><h2>{escape(title)}</h2>{line}</header>{inside}</section>'
 
 
 SECTIONS: tuple[Callable[[Report], str], ...] = (_header, _cards, _cloud, _curves, _layers, _facts, _footer)
@@ -407,26 +364,7 @@ SECTIONS: tuple[Callable[[Report], str], ...] = (_header, _cards, _cloud, _curve
 
 # Text
 def _percent(share: float) -> str:
-    return MISSING if _finite(share) is None else f"{100 * share:.1f}"
-
-
-def _digits(value: float) -> str:
-    """Three significant digits, no exponent."""
-    if not math.isfinite(value):
-        return MISSING
-    places = 2 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{min(5, max(0, places))}f}"
-
-
-def _large(value: float) -> str:
-    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{_digits(value / factor)} {suffix}"
-    return f"{value:.0f}"
-
-
-def _plural(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    return MISSING if finite(share) is None else f"{100 * share:.1f}"
 
 
 def _size(size: float | Sequence[float] | None) -> str:
@@ -434,18 +372,3 @@ def _size(size: float | Sequence[float] | None) -> str:
         return ""
     sizes = np.atleast_1d(np.asarray(size, dtype=float)).tolist()
     return " × ".join(f"{value:g}" for value in sizes) + " m"
-
-
-def _fill(template: str, values: Mapping[str, str]) -> str:
-    """Replaces every {{name}} in one pass, so that nothing inside a value is looked at again."""
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match.group(1)], template)
-
-
-def _asset(name: str) -> str:
-    return resources.files("pumice.tools").joinpath(name).read_text(encoding="utf-8")
-
-
-def _plotly_source() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()
