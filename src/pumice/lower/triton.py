@@ -453,10 +453,11 @@ class Aimed:
     @staticmethod
     def of(launch: Launch, held: Mapping[str, Tensor], part: Segments | None) -> Aimed | None:
         """None where it was not yet run with all tensors aligned to 16 bytes, or cannot be."""
-        device = next(iter(held.values())).device if held else None
-        key = None if device is None else (device.index or 0, launch.variant, *[True] * len(launch.slots))
-        compiled = launch.compiled.get(key)
-        if device is None or compiled is None:
+        if not held:
+            return None
+        device = next(iter(held.values())).device
+        compiled = launch.compiled.get((device.index or 0, launch.variant, *[True] * len(launch.slots)))
+        if compiled is None:
             return None
         values: list[Any] = list(launch.fixed)
         slots: list[tuple[int, str]] = []
