@@ -106,7 +106,7 @@ def roles(statement: Statement, extents: Mapping[str, int]) -> Roles:
     reduced = tuple(name for name in everything if name not in out)
     adds = not _injective(target, extents, statement)
     found = _product(term, target, reduced, segment, extents)
-    if found is None and segment is not None:
+    if found is None and (segment is not None or adds):
         # Matrix units that are mostly idle are still faster than others that gather entry by entry.
         found = _product(term, target, reduced, segment, extents, narrow=True)
     common = {"target": target, "segment": segment, "adds": adds}

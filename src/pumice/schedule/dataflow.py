@@ -11,7 +11,7 @@ spconv 2 and FlexGEMM offer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -149,7 +149,8 @@ _LIST = (
     _implicit("unsorted", "unsorted", f"{_TSPP}, sec. 4 (0 splits)", 0),
     _implicit("sorted", "compacted", f"{_TSPP}, sec. 4 (1 split)"),
     *(_implicit(f"split{n}", f"split{n}", f"{_TSPP}, sec. 4 ({n} splits)", n) for n in (2, 3, 4)),
-    _implicit("table", "table", f"{_TSPP}; FlexGEMM, implicit GEMM", 0),
+    # Of few outputs the loop over all taps is shared by programs that add.
+    replace(_implicit("table", "table", f"{_TSPP}; FlexGEMM, implicit GEMM", 0), repeats=()),
     _implicit("split-k", "compacted", "FlexGEMM, masked implicit GEMM with split-K; stream-K: PPoPP 2023", 1, 8),
 )
 
