@@ -50,4 +50,7 @@ def test_without_users_all_is_laid_out_both_ways(monkeypatch):
     wanted = prepare._wanted(*maps_of(random_tensor(60, 4, 3)), None)
     lay_out(wanted, False)
     assert [found.flipped for found, _ in wanted] == [False, False, False, True]
-    assert all(laid(found) == {"compacted"} for found, _ in wanted)
+    forms = [laid(found) for found, _ in wanted]
+    assert forms == [{"unsorted"}, {"compacted"}, {"compacted"}, {"unsorted"}], "few taps of few rows are not sorted"
+    monkeypatch.setattr(maps, "_SORTED", 1)
+    assert [maps.names_of(found, True) for found, _ in wanted] == [("compacted", "compacted_t", "grouped")] * 4

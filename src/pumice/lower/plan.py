@@ -211,17 +211,18 @@ def held_for(operands: Sequence[Tensor], ask: Ask) -> Ready:
 
     First axes that count are rounded (schedule.tile.about): what is chosen is chosen for that, once for all.
     """
-    about_ = [t.shape if n in ask.steady else (about(t.shape[0]), *t.shape[1:]) for n, t in enumerate(operands)]
-    whole = ask.shape if len(operands) in ask.steady else (about(ask.shape[0]), *ask.shape[1:])
-    facts = [(t.dtype, t.device, shape) for t, shape in zip(operands, about_, strict=True)]
-    key = ("held", ask.text, ask.names, whole, ask.lowering, deterministic(), ask.finish, ask.piece, *facts)
+    steady, count = ask.steady, len(operands)
+    about_ = [t.shape if n in steady else (about(t.shape[0]), *t.shape[1:]) for n, t in enumerate(operands)]
+    whole = ask.shape if count in steady else (about(ask.shape[0]), *ask.shape[1:])
+    told = (ask.text, ask.names, whole, ask.lowering, ask.finish, ask.piece, deterministic())
+    key = ("held", *told, *about_, *[t.dtype for t in operands], *[t.device for t in operands])
     known = _READY.get(key)
     if known is None:
         like = [t if t.shape == shape else t[: shape[0]] for t, shape in zip(operands, about_, strict=True)]
         known = _READY.keep(key, _in_pieces(_ready_for(like, ask, whole), like, ask.piece))
     if not all(isinstance(part.run, kernels.Runner) and part.run.resizable for part in known.parts):
         return holding(_in_pieces(_ready_for(operands, ask, ask.shape), operands, ask.piece), operands, ask.free)
-    return holding(replace(known, shape=ask.shape), operands, ask.free, resized=True)
+    return holding(known, operands, ask.free, ask.shape)
 
 
 def _ready_for(operands: Sequence[Tensor], ask: Ask, shape: tuple[int, ...]) -> Ready:
@@ -253,24 +254,27 @@ def _with_finish(ready: Ready, finish: Finish, device: torch.device) -> Ready:
     return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), dtype=ready.kept, finishes=True)
 
 
-def holding(ready: Ready, operands: Sequence[Tensor], free: Sequence[int], resized: bool = False) -> Ready:
+def holding(
+    ready: Ready, operands: Sequence[Tensor], free: Sequence[int], shape: tuple[int, ...] | None = None
+) -> Ready:
     """The same with its operands given once and for all but those at `free`, which it takes in this order.
 
-    They are not written to any more; the target's old values are not among them. resized: the operands are of other
-    sizes than those that the call, which is kernels alone, was made ready for.
+    They are not written to any more; the target's old values are not among them. shape: of the result, where the
+    operands are of other sizes than those that the call, which is kernels alone, was made ready for.
     """
     order = {place: number for number, place in enumerate(free)}
     parts = []
     for part in ready.parts:
         held = {name: operands[place] for name, place in part.places if place not in order}
         left = tuple((name, order[place]) for name, place in part.places if place in order)
-        if resized:
+        if shape is None:
+            parts.append(Part(_given(part.run, held), left))
+        else:
             assert isinstance(part.run, kernels.Runner)
             shapes = {name: operands[place].shape for name, place in part.places}
-            parts.append(Part(kernels.HeldRunner(part.run, held, (shapes, ready.shape)), left))
-        else:
-            parts.append(Part(_given(part.run, held), left))
-    return replace(ready, parts=tuple(parts), old=None if ready.old is None else order[ready.old])
+            parts.append(Part(kernels.HeldRunner(part.run, held, (shapes, shape)), left))
+    old = None if ready.old is None else order[ready.old]
+    return Ready(tuple(parts), shape or ready.shape, ready.dtype, old, ready.kept, ready.finishes)
 
 
 Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
