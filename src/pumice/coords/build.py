@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import lru_cache
 
 import torch
 
@@ -161,18 +162,24 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
     """The forward map from `target` to `geometry`, transposed. It is kept by `target`, the one that lives longer."""
     if target is None:
         raise GeometryError("policy 'cached_inverse' needs the target coordinates that the inputs were made from")
+    for forward in _forwards(relation):
+        kept = target.maps.get((forward, None))
+        if kept is not None and kept[1] is geometry:
+            return kept[0].transpose(), target
     _checked_target(geometry, target)
     if geometry.site.stride != target.site.scaled([Fraction(s) for s in relation.stride]).stride:
         raise GeometryError(
             f"x has stride {geometry.stride}; a convolution of stride {relation.stride} from the target's stride "
             f"{target.stride} does not lead there"
         )
-    for policy in FORWARD:
-        kept = target.maps.get((replace(relation, policy=policy), None))
-        if kept is not None and kept[1] is geometry:
-            return kept[0].transpose(), target
     forward, _ = kernel_map(target, replace(relation, policy="given"), geometry)
     return forward.transpose(), target
+
+
+@lru_cache(maxsize=256)
+def _forwards(relation: Relation) -> tuple[Relation, ...]:
+    """The relations whose maps the way back may be that of."""
+    return tuple(replace(relation, policy=policy) for policy in FORWARD)
 
 
 def _checked_target(geometry: Geometry, target: Geometry | None) -> Geometry:
