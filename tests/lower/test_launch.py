@@ -536,3 +536,44 @@ def test_an_epilogue_asks_for_no_other_tile(as_on_gpu):
         pm.ops.conv_features(*given, found, 100, epilogue=pm.ops.Epilogue(scale=torch.ones(16)))
     depths = [k.doors[0][1][[a.variable for a in k.source.arguments].index("BR")] for k in as_on_gpu.values()]
     assert depths == [128, 128, 64, 64]
+
+
+def a_map(seed, voxels):
+    from pumice.coords import Relation, kernel_map
+
+    chosen = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:voxels]
+    coords = torch.stack([torch.zeros_like(chosen), chosen // 100, chosen // 10 % 10, chosen % 10], 1).int()
+    return kernel_map(pm.SparseTensor(torch.zeros(voxels, 1), coords).geometry, Relation.of(3, 3))[0]
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_a_new_map_of_about_the_same_sizes_is_not_planned_for(as_on_gpu, monkeypatch, differentiable):
+    """What is chosen for one is cast for the others, with their sizes and arrays, whatever came first."""
+    planned, emitted, cast = [], [], []
+    prepared, made = plan._prepared, kernels.emitted
+    monkeypatch.setattr(plan, "_prepared", lambda *given: planned.append(1) or prepared(*given))
+    monkeypatch.setattr(kernels, "emitted", lambda *given: emitted.append(1) or made(*given))
+    sized = kernels.Emitted.sized
+    monkeypatch.setattr(kernels.Emitted, "sized", lambda *given: cast.append(1) or sized(*given))
+    weight = torch.zeros(16, 27, 16, dtype=torch.float16, requires_grad=differentiable)
+    for place, voxels in enumerate((912, 916, 920, 926)):
+        before = len(planned), len(emitted), len(cast)
+        x = torch.zeros(voxels, 16, dtype=torch.float16, requires_grad=differentiable)
+        with torch.set_grad_enabled(differentiable):
+            y = pm.ops.conv_features(x, weight, a_map(voxels, voxels), voxels)
+        assert y.shape == (voxels, 16)
+        if differentiable:
+            gradients = torch.autograd.grad(y.sum(), (x, weight))
+            assert [g.shape for g in gradients] == [x.shape, weight.shape]
+        assert len(cast) > before[2]
+        assert ((len(planned), len(emitted)) == before[:2]) == (place > 0), voxels
+
+
+def test_maps_of_other_sizes_are_planned_for(as_on_gpu, monkeypatch):
+    planned, prepared = [], plan._prepared
+    monkeypatch.setattr(plan, "_prepared", lambda *given: planned.append(1) or prepared(*given))
+    weight = torch.zeros(16, 27, 16, dtype=torch.float16)
+    for voxels in (200, 900):
+        before = len(planned)
+        pm.ops.conv_features(torch.zeros(voxels, 16, dtype=torch.float16), weight, a_map(1, voxels), voxels)
+        assert len(planned) > before

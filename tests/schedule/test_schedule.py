@@ -207,3 +207,12 @@ def test_seconds():
     assert seconds(Work(memory=4.3e12, launches=0), gpu) == pytest.approx(1)
     both = Work(1, 2, 3, 4) + Work(10, 20, 30, 40, True)
     assert both == Work(11, 22, 33, 44, True)
+
+
+def test_sizes_that_are_about_the_same():
+    from pumice.schedule.tile import about
+
+    assert [about(n) for n in range(17)] == [*range(17)]
+    for n in (17, 100, 1000, 17_856, 173_011, 10**9):
+        assert about(n) <= n < about(n) * 9 / 8 and about(about(n)) == about(n)
+    assert len({about(n) for n in range(1 << 12, 1 << 13)}) == 8

@@ -93,6 +93,19 @@ def test_a_hook_of_a_part_of_a_block_is_heard(finished):
     assert len(heard) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes_under_autocast_are_those_of_modules_one_by_one(dtype, finished):
+    """A sum of two dtypes has the wider one's."""
+    block, x = stirred(CHAINS["residual"]()), random_tensor(60, 8, 3).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = block(x)
+        with torch.no_grad():
+            y = block(x)
+    assert y.dtype == expected.dtype == dtype
+    assert (finished[-1].residual is not None) == (dtype == torch.bfloat16)
+    torch.testing.assert_close(y.feats.float(), expected.feats.float(), rtol=0.05, atol=0.3)
+
+
 def test_training_statistics_are_taken(finished):
     module, x = stirred(CHAINS["norm and activation"]()).train(), random_tensor(50, 8, 3)
     before = module[1].running_mean.clone()

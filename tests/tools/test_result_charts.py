@@ -149,6 +149,14 @@ def test_parts_of_a_study_are_none_of_a_pass():
     assert list(parts([network("net/fp16/inference/movement-fused", "part:movement", 1.0, 2.0)])) == []
 
 
+def test_passes_that_a_study_asks_for_are_not_added_up():
+    asked = [network(f"net/fp16/inference/{way}", "part:map", 7.0, 8.0) for way in ("splits-1", "networks-default")]
+    assert list(parts(asked)) == []
+    (chart,) = parts([*asked, network("net/fp16/inference/networks-tuned", "part:map", 1.0, 2.0)])
+    (whole,) = chart.panels
+    assert dict(zip(whole.bars, whole.parts["map"], strict=True)) == {"net default": 2.0, "net tuned": 1.0}
+
+
 def test_choices_are_tiles_by_group_and_model():
     rows = [
         network("a/fp16/inference/g0", "choice:fast", 1.0, 2.0),

@@ -35,7 +35,9 @@ def chained(
     while place < count:
         module, more = modules[place], () if place or target is None else (target,)
         if fused and isinstance(module, Convolution) and type(module).__module__ == Convolution.__module__:
-            epilogue, taken = _epilogue(modules[place + 1 :], residual)
+            # What a residual is added to apart stands before the last module.
+            apart = residual is not None and not _alike(x, residual)
+            epilogue, taken = _epilogue(modules[place + 1 : count - apart], None if apart else residual)
             x = module.finished(x, epilogue, *more)
             residual = None if epilogue is not None and epilogue.residual is not None else residual
             place += 1 + taken
@@ -67,6 +69,13 @@ def _epilogue(behind: Sequence[nn.Module], residual: SparseTensor | None) -> tup
         held |= {"mean": norm.running_mean, "variance": norm.running_var, "eps": norm.eps}
         held |= {"scale": norm.weight, "shift": norm.bias}
     return Epilogue(**held), taken + bool(activation)
+
+
+def _alike(x: SparseTensor, residual: SparseTensor) -> bool:
+    """Whether a residual has the dtype of a convolution's result: a sum of two dtypes would have the wider one's."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return residual.dtype == dtype
 
 
 def _known(module: nn.Module) -> bool:

@@ -32,6 +32,8 @@ PARTS = ("map", "sort", "kernel", "other")
 WHOLE = "not split up"
 """A pass whose parts are not known."""
 _SUITES = ("workloads", "tuner")
+_STUDIES = tuple(f"{name}-" for name in ("splits", "sorted", "hybrid", "bindings", "networks", "gains", "transfer"))
+"""Of the suite tuner: what names of their ways begin with."""
 _TUNED, _SPCONV = "tuned", "spconv"
 
 
@@ -68,7 +70,7 @@ Held = dict[Network, list[Row]]
 
 def parts(rows: Sequence[Row]) -> Iterator[Chart]:
     """For each mode and precision: whole passes by their parts, default, tuned and spconv's; then layer by layer."""
-    own = [row for row in rows if row.metric.startswith("part:") and _part(row) in PARTS]
+    own = [row for row in rows if row.metric.startswith("part:") and _part(row) in PARTS and not _asked_apart(row)]
     for suffix, of_device in _by_device(own):
         held = _newest(of_device)
         for precision, mode in dict.fromkeys((network.precision, network.mode) for network in held):
@@ -76,8 +78,17 @@ def parts(rows: Sequence[Row]) -> Iterator[Chart]:
             used = [row for times in found.values() for row in times]
             title = f"Where a pass spends its time: {precision}, {mode}"
             note = "Milliseconds of finding maps, ordering rows, multiplying, and the rest; below, layer by layer."
-            panels = (_totals(found, rows), *(_layers(network, times) for network, times in found.items()))
+            layered = {network: times for network, times in found.items() if len({row.case for row in times}) > 1}
+            panels = (_totals(found, rows), *(_layers(network, times) for network, times in layered.items()))
             yield Chart(f"parts-{precision}-{mode}{suffix}", title, note, told(used), panels)
+
+
+def _asked_apart(row: Row) -> bool:
+    """Whether it is a whole pass in a way that a study asks for; the study `networks` has the tuned one beside the
+    default."""
+    network = Network.of(row)
+    rest = network.rest if network else ""
+    return rest != "networks-tuned" and rest.startswith(_STUDIES)
 
 
 def _part(row: Row) -> str:
