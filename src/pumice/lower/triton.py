@@ -256,7 +256,7 @@ class Runner:
         if tile is None or (part is not None and part.apart is not None):
             return None
         launch = self._launches.get((-1 if part is None else part.rows.shape[0], tile, *key))
-        return None if launch is None else Mould(launch.emitted, tile, self._form)
+        return None if launch is None else Mould(launch.emitted, self._form)
 
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """All of the result; segments far longer than the others by programs of their own."""
@@ -417,7 +417,6 @@ class Mould:
     """A kernel for calls that differ in their sizes and in what they hold."""
 
     emitted: Emitted
-    tile: Tile
     form: Roles
 
     def cast(
@@ -429,7 +428,7 @@ class Mould:
             array = held.get(self.form.segment.array)
             if array is None or _captured(array.device):
                 return None
-            part = _segments_of(array, -(-shapes[name][axis] // coefficient), self.form, self.tile)
+            part = _segments_of(array, -(-shapes[name][axis] // coefficient), self.form, self.emitted.tile)
         return Aimed.of(self.emitted.sized(extents, shapes, part), held, part)
 
 
@@ -669,10 +668,7 @@ def emitted(bound: Bound, given: Mapping[str, Tensor], tile: Tile, how: How) -> 
     finish = how.finish
     signature = replace(signature, splits=how.splits > 1, thrice=thrice, activation=finish.activation, eps=finish.eps)
     source = _emitted(bound.statement, form, signature)
-    summed = torch.float64 if torch.float64 in {t.dtype for t in given.values()} else torch.float32
-    found = Emitted(tile, how, form, source, summed)
-    found.settle(bound.extents, given)
-    return found
+    return Emitted(tile, how, form, source, bound.extents, given)
 
 
 class Emitted:
@@ -683,38 +679,32 @@ class Emitted:
     it; later launches go there, and those of other sizes.
     """
 
-    def __init__(self, tile: Tile, how: How, form: Roles, source: Source, summed: torch.dtype) -> None:
-        self.tile, self.how, self.form, self.source, self.summed = tile, how, form, source, summed
+    def __init__(
+        self, tile: Tile, how: How, form: Roles, source: Source, extents: Mapping[str, int], given: Mapping[str, Tensor]
+    ) -> None:
+        self.tile, self.how, self.form, self.source = tile, how, form, source
         self.kernel = loaded(source)
+        self.summed = torch.float64 if torch.float64 in {t.dtype for t in given.values()} else torch.float32
         self.slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in _TENSORS)
         self.compiled: dict[tuple[Any, ...], Compiled] = {}
-        self._steady: list[Any] | None = None
-        counts = ((n, a) for n, a in enumerate(source.arguments) if a.kind in ("extent", "size"))
-        self._counting = [(n, "" if a.kind == "extent" else a.name, a.name, a.axis) for n, a in counts]
-        self._sized = [a.kind == "size" for a in source.arguments if a.kind in ("extent", "size")]
+        # What counts, and the rest, which is the same whatever sizes operands have.
+        self._counting = [(n, a) for n, a in enumerate(source.arguments) if a.kind in ("extent", "size")]
         self._blocks = [n for n, a in enumerate(source.arguments) if a.variable == "BLOCKS"]
-
-    def settle(self, extents: Mapping[str, int], given: Mapping[str, Tensor]) -> None:
-        """Once: the arguments that are the same whatever sizes operands have."""
-        if self._steady is None:
-            constants = self._constants(extents)
-            constants["BLOCKS"] = 0
-            counted = {**dict.fromkeys(extents, 0), SPLITS: 0, STACKS: 0}
-            if self.form.segment:
-                counted[self.form.segment.index] = 0
-            self._steady = [_fixed(a, counted, given, constants) for a in self.source.arguments]
+        constants = self._constants(extents)
+        counted = {n for n, _ in self._counting} | {*self._blocks}
+        self._steady = [None if n in counted else _fixed(a, given, constants) for n, a in enumerate(source.arguments)]
 
     def sized(self, extents: Mapping[str, int], shapes: Mapping[str, Sequence[int]], part: Segments | None) -> Launch:
-        """It made ready for operands of these sizes, the result being "", behind `settle`."""
+        """It made ready for operands of these sizes, the result being ""."""
         tile, form = self.tile, self.form
         count = part.rows.shape[0] if part else 0
         extents = {**extents, SPLITS: self.how.splits, STACKS: count}
         if form.segment:
             extents[form.segment.index] = count
-        assert self._steady is not None
         fixed, told = self._steady.copy(), []
-        for sized, (place, operand, name, axis) in zip(self._sized, self._counting, strict=True):
-            fixed[place] = value = shapes[operand][axis] if sized else extents[name]
+        for place, counts in self._counting:
+            value = extents[counts.name] if counts.kind == "extent" else shapes[counts.name][counts.axis]
+            fixed[place] = value
             told += (value % 16 == 0, value == 1, value >= _FAR)
         if self._blocks:
             tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
@@ -823,15 +813,9 @@ def _start(launch: Launch, values: list[Any], device: int) -> None:
         launch.compiled[key] = Compiled(made)
 
 
-def _fixed(
-    argument: Argument, extents: Mapping[str, int], given: Mapping[str, Tensor], constants: Mapping[str, Any]
-) -> Any:
-    """The value of an argument that is no tensor."""
+def _fixed(argument: Argument, given: Mapping[str, Tensor], constants: Mapping[str, Any]) -> Any:
+    """The value of an argument that is no tensor and counts nothing."""
     match argument.kind:
-        case "extent":
-            return extents[argument.name]
-        case "size":
-            return given[argument.name].shape[argument.axis]
         case "stride":
             return given[argument.name].stride(argument.axis)
         case "zero":
