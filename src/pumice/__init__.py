@@ -5,7 +5,7 @@ import torch
 from pumice import coords, engine, errors, models, nn, ops
 from pumice.coords import Geometry, KernelMap, Relation, deserialize, kernel_map, same_geometry, serialize
 from pumice.coords.geometry import _rebuild
-from pumice.engine import Tuning, tune
+from pumice.engine import Captured, Tuning, capture, tune
 from pumice.ops import (
     Sparse,
     SparseTensor,
@@ -31,12 +31,14 @@ __version__ = "0.1.0"
 torch.serialization.add_safe_globals([SparseTensor, _rebuild])
 
 __all__ = [
+    "Captured",
     "Geometry",
     "KernelMap",
     "Relation",
     "Sparse",
     "SparseTensor",
     "Tuning",
+    "capture",
     "cat",
     "coalesce",
     "collate",

@@ -16,8 +16,9 @@ from pumice.coords.codes import morton_argsort
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.lookup import Lookup, find
+from pumice.coords.rooms import Buffered
 from pumice.coords.structures import explain, lookup_of
-from pumice.errors import CoordinateError, DtypeError, ShapeError
+from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
 
 Stride = tuple["int | Fraction", ...]
 
@@ -81,6 +82,14 @@ class Geometry:
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
         self._settled = True
+        self._buffered: Buffered | None = None
+
+    @staticmethod
+    def in_buffer(cloud: Cloud, site: Site, buffered: Buffered) -> Geometry:
+        """The living rows of a cloud. Its length is the buffer's; what goes wrong shows in the cloud's status alone."""
+        geometry = Geometry(cloud.coords, site)
+        geometry._cloud, geometry._buffered = cloud, buffered
+        return geometry
 
     @staticmethod
     def checked(
@@ -149,6 +158,18 @@ class Geometry:
     def inverse(self) -> Tensor | None:
         """int64 [P]: the row of each point that was voxelised, -1 for a point outside; None if there were none."""
         return self._inverse
+
+    @property
+    def buffered(self) -> Buffered | None:
+        """What is settled of the sizes, where the coordinates lie in a buffer (a captured network); else None."""
+        return self._buffered
+
+    def known(self, what: str) -> None:
+        """Raise GeometryError where the number of voxels is the device's alone, for what has to know it."""
+        if self._buffered is not None:
+            raise GeometryError(
+                f"{what}: within a captured network nobody but the device knows how many voxels there are"
+            )
 
     @property
     def dim(self) -> int:

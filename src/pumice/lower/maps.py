@@ -21,6 +21,7 @@ from torch import Tensor
 from pumice.coords import KernelMap, Order, settle
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored
+from pumice.lower.remember import OWN
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
@@ -145,6 +146,9 @@ def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     """The tokens and the arrays of a map in one form."""
     parts = FORMS[name].arrays(found)
     held = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
+    if found.between is not None:
+        for _, x in held:
+            OWN.add(x)
     return tuple(token for token, _ in held), [x for _, x in held]
 
 

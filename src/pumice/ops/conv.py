@@ -263,7 +263,9 @@ def _on_matrix_units(x: Tensor) -> bool:
 def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish) -> plan.Ready:
     """The call made ready, once for operands like these; it holds the arrays of the map that it reads."""
     operands, names, text, shape = _passed(given, found, rows, groups, False)
-    return plan.held_for(operands, plan.Ask(names, text, shape, _STEADY, (0, 1), finish=finish))
+    # Entries that fill up a buffer are for kernels alone to pass over.
+    lowering = "triton" if found.between is not None and operands[0].is_cuda else ""
+    return plan.held_for(operands, plan.Ask(names, text, shape, _STEADY, (0, 1), lowering, finish))
 
 
 def _held(

@@ -26,7 +26,10 @@ def to_dense(
     Returns [batch_size, C, *spatial_shape]. Raises CoordinateError when a voxel lies outside.
     """
     shape = spatial_shape if spatial_shape is not None else x.spatial_shape
-    box = Bounds.of(x.coords)
+    buffered = x.geometry.buffered is not None
+    if shape is None:
+        x.geometry.known("to_dense without a spatial_shape")
+    box = x.geometry.bounds if buffered else Bounds.of(x.coords)
     if shape is None:
         origin = box.low if origin is None else origin
         shape = tuple(max(0, h - o + 1) for h, o in zip(box.high, origin, strict=True))
@@ -34,11 +37,14 @@ def to_dense(
     if len(shape) != x.dim or len(origin) != x.dim:
         raise ShapeError(f"spatial_shape {shape} and origin {origin} have one entry per axis, x has {x.dim} axes")
     top = tuple(o + s - 1 for o, s in zip(origin, shape, strict=True))
-    if len(x) and any(a < o or h > t for a, o, h, t in zip(box.low, origin, box.high, top, strict=True)):
+    if len(x.feats) and any(a < o or h > t for a, o, h, t in zip(box.low, origin, box.high, top, strict=True)):
         raise CoordinateError(f"voxels reach {box.low} to {box.high}, the dense tensor holds {origin} to {top}")
     cells = x.batch_size * math.prod(shape)
-    index = KeySpace(Bounds(origin, top, x.batch_size)).keys(x.coords) if len(x) else x.coords[:, 0].long()
-    flat = x.feats.new_zeros(cells, x.channels).index_copy(0, index, x.feats)
+    index = KeySpace(Bounds(origin, top, x.batch_size)).keys(x.coords) if len(x.feats) else x.coords[:, 0].long()
+    if buffered:
+        # Rows that do not live go to a cell past the last.
+        index = torch.where(x.geometry.cloud.live(), index, cells)
+    flat = x.feats.new_zeros(cells + buffered, x.channels).index_copy(0, index, x.feats)[:cells]
     return flat.view(x.batch_size, *shape, x.channels).movedim(-1, 1)
 
 
@@ -87,6 +93,8 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
         raise GeometryError(f"x has stride {x.stride}, y has stride {y.stride}")
     if x.geometry is y.geometry:
         return x + y
+    for each in (x, y):
+        each.geometry.known("union of two geometries")
     left, right = numbers(x), numbers(y)
     coords = torch.cat([x.coords, y.coords])
     site = _joint_site([x, y], max(x.batch_size, y.batch_size))
@@ -105,6 +113,8 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
     Rows keep their order, so that the result's feats are the tensors' feats end to end; `inverse` likewise.
     """
     first = _first(tensors, "collate")
+    for each in tensors:
+        each.geometry.known("collate")
     shift, coords, inverses, rows = 0, [], [], 0
     for t in tensors:
         if t.dim != first.dim or t.stride != first.stride or t.device != first.device:
@@ -130,6 +140,7 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 def split(x: SparseTensor) -> list[SparseTensor]:
     """One tensor per batch item, each with batch index 0, rows in the order they had."""
+    x.geometry.known("split")
     pieces = []
     for item in range(x.batch_size):
         rows = (x.coords[:, 0] == item).nonzero()[:, 0]
@@ -144,9 +155,10 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
     if mask.dtype != torch.bool:
         raise DtypeError(f"mask is torch.bool, found {mask.dtype}")
     if mask.shape != x.feats.shape[:1]:
-        raise ShapeError(f"mask is [N] = [{len(x)}], found shape {list(mask.shape)}")
+        raise ShapeError(f"mask is [N] = [{len(x.feats)}], found shape {list(mask.shape)}")
     if mask.device != x.device:
         raise DeviceError(f"mask is on {mask.device}, x is on {x.device}")
+    x.geometry.known("prune")
     rows = mask.nonzero()[:, 0]
     rows = rows[morton_argsort(x.coords[rows], x.geometry.bounds)]
     return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site))
