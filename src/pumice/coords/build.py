@@ -126,8 +126,8 @@ def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometr
     site = site_of(geometry.site, relation)
     if isinstance(made, Listed) and geometry.coords.is_cuda:
         raise GeometryError(
-            f"no kernel makes coordinates in the box {site.bounds.low} to {site.bounds.high}, and plain torch waits for "
-            "the device: a captured network needs a smaller box"
+            f"no kernel makes coordinates in the box {site.bounds.low} to {site.bounds.high}, and plain torch waits "
+            "for the device: a captured network needs a smaller box"
         )
     path = (*buffered.path, relation)
     most = room_of(len(geometry), relation, site)

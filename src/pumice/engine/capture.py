@@ -1,4 +1,4 @@
-"""A whole network with its kernel maps as one CUDA graph for each capacity: coordinates and features in, results out."""
+"""A network with its kernel maps as one CUDA graph for each capacity: coordinates and features in, results out."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from pumice.engine.static import (
     Program,
     Reading,
     Results,
+    Rows,
     Settled,
     Shares,
 )
@@ -70,8 +71,8 @@ def capture(
         y = fast(x)
 
     The network's own forward pass runs on buffers: rows past the scene's voxels do not live, and meet nothing. What it
-    costs then depends on the scene's voxels and little on the capacity. Nothing waits for the device but one transfer of
-    a few numbers behind the graph. On a CPU the same calls run one by one, without a graph, which is for tests.
+    costs then depends on the scene's voxels and little on the capacity. Nothing waits for the device but one transfer
+    of a few numbers behind the graph. On a CPU the same calls run one by one, without a graph, which is for tests.
 
     Parameters
     ----------
@@ -325,7 +326,7 @@ class Captured:
     @staticmethod
     def _cut(leaf: Any, kind: Any, given: Given, batch: int) -> Any:
         """A copy of a result's rows that live."""
-        if isinstance(leaf, SparseTensor):
+        if isinstance(leaf, Rows):
             return SparseTensor(leaf.feats[: given.counts[kind]].clone(), given.level(kind))
         if not isinstance(leaf, Tensor):
             return leaf
@@ -377,9 +378,9 @@ class Captured:
             got = self._cut(leaf, kind, given, x.batch_size)
             if told := differ(got, want):
                 raise CaptureError(
-                    f"result {number} of the captured network is not that of its forward pass on the example: {told}. What "
-                    "reduces over all rows of feats, or asks for their number, sees those of the buffer: use layers of "
-                    "pumice.nn and operators of pumice.ops"
+                    f"result {number} of the captured network is not that of its forward pass on the example: {told}. "
+                    "What reduces over all rows of feats, or asks for their number, sees those of the buffer: use layers "
+                    "of pumice.nn and operators of pumice.ops"
                 )
         self._reading = self._reading or reading
 
@@ -447,9 +448,9 @@ def _site(site: Site, batch: int, box: Box | None) -> Site:
 def _short(given: Given) -> str:
     """What there was no room for."""
     named = [
-        f"{needed} voxels at stride {given.levels[path].stride}, where there is room for {len(given.levels[path])}"
+        f"{needed} voxels at stride {given.levels[path].stride}, where there is room for {given.levels[path].capacity}"
         for path, needed in given.counts.items()
-        if needed > len(given.levels[path])
+        if needed > given.levels[path].capacity
     ]
     needs = "; ".join(named) or "more entries of its maps than there is room for"
     return f"that needs {needs} (level_capacity, margin)"

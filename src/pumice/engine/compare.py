@@ -19,8 +19,8 @@ _LIMITS: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
         torch.bfloat16: (1e-1, 1.0),
     }
 )
-"""The largest rms error and the largest error of an entry, both over the rms of what is wanted: of whole networks, whose
-roundings add up. A row that is wrong has an error of about 1."""
+"""The largest rms error and the largest error of an entry, both over the rms of what is wanted: of whole networks,
+whose roundings add up. A row that is wrong has an error of about 1."""
 _LABELS = 0.01
 """Of integers, which stand for classes, the share that may differ."""
 

@@ -120,15 +120,35 @@ class Inputs:
 
 
 @dataclass(frozen=True, eq=False)
-class Results:
-    """What a run gave. leaves: tensors, sparse ones among them, of the network's result, which `spec` puts together.
+class Level:
+    """Coordinates in their buffer, int32 [capacity, 1+D], without the maps between them."""
 
-    levels: of each path the coordinates. words: the status, then of each level how many voxels it has or would have.
+    coords: Tensor
+    stride: Stride
+
+    @property
+    def capacity(self) -> int:
+        return self.coords.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A sparse tensor among results: features [capacity, C] on the coordinates of a level."""
+
+    feats: Tensor
+    path: Path
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """What a run gave. leaves: tensors and Rows of the network's result, which `spec` puts together.
+
+    words: the status, then of each level how many voxels it has or, with room for all, would have.
     """
 
     leaves: list[Any]
     spec: Any
-    levels: Mapping[Path, Geometry]
+    levels: Mapping[Path, Level]
     words: Tensor
 
 
@@ -165,19 +185,25 @@ class Program:
         geometry = Geometry.in_buffer(cloud, self.site, Buffered(rooms, (), poison))
         # It tells duplicates and coordinates outside the box, also where nothing asks for neighbours.
         geometry.lookup()
-        y = self.eager(SparseTensor(inputs.feats, geometry))
-        leaves, spec = pytree.tree_flatten(y)
-        levels = dict(_levels(geometry))
-        for leaf in leaves:
-            if isinstance(leaf, SparseTensor) and leaf.geometry not in levels.values():
-                raise CaptureError("the network gives coordinates that it did not make from those of its input")
-        counts = [c.count if c.needed is None else c.needed for c in (g.cloud for g in levels.values())]
-        return Results(leaves, spec, levels, torch.cat([cloud.status, *counts]))
+        leaves, spec = pytree.tree_flatten(self.eager(SparseTensor(inputs.feats, geometry)))
+        found = dict(_levels(geometry))
+        counts = [c.count if c.needed is None else c.needed for c in (g.cloud for g in found.values())]
+        # Of the maps nothing is kept: their memory is another graph's.
+        levels = {path: Level(g.coords, g.stride) for path, g in found.items()}
+        return Results([_bare(leaf) for leaf in leaves], spec, levels, torch.cat([cloud.status, *counts]))
 
     def eager(self, x: SparseTensor) -> Any:
         """The forward pass as it is."""
         with torch.no_grad(), self.autocast.again():
             return self.model(x)
+
+
+def _bare(leaf: Any) -> Any:
+    if not isinstance(leaf, SparseTensor):
+        return leaf
+    if leaf.geometry.buffered is None:
+        raise CaptureError("the network gives coordinates that it did not make from those of its input")
+    return Rows(leaf.feats, leaf.geometry.buffered.path)
 
 
 def _levels(geometry: Geometry) -> Iterator[tuple[Path, Geometry]]:
@@ -215,20 +241,19 @@ class Reading:
 
 
 def _kind(held: Any, wanted: Any, results: Results, counts: Mapping[Path, int], batch: tuple[int, int]) -> Kind:
-    if isinstance(held, SparseTensor):
-        assert held.geometry.buffered is not None
-        return held.geometry.buffered.path
+    if isinstance(held, Rows):
+        return held.path
     if not isinstance(held, Tensor):
         return "whole"
     if held.ndim:
         for path, level in results.levels.items():
-            if held.shape[0] == len(level) and wanted.shape[0] == counts[path]:
+            if held.shape[0] == level.capacity and wanted.shape[0] == counts[path]:
                 return path
         if held.shape[1:] == wanted.shape[1:] and (held.shape[0], wanted.shape[0]) == batch:
             return "items"
     if held.shape != wanted.shape:
         raise CaptureError(
-            f"the network gives {list(wanted.shape)} for the example and {list(held.shape)} in buffers: its sizes depend "
+            f"the network gives {list(wanted.shape)} for the example and {list(held.shape)} in buffers: sizes depend "
             "on the number of voxels in a way that is not known"
         )
     return "whole"
@@ -240,7 +265,7 @@ class Given:
 
     geometry: Geometry
     counts: Mapping[Path, int]
-    levels: Mapping[Path, Geometry]
+    levels: Mapping[Path, Level]
     made: dict[Path, Geometry] = field(default_factory=dict)
 
     def level(self, path: Path) -> Geometry:

@@ -137,8 +137,9 @@ class SparseTensor:
                 total *= max(extent, 1)
             cells = f", spatial_shape={self.spatial_shape}, {100 * self._feats.shape[0] / total:.3g} % full"
         grad = ", requires_grad=True" if self.requires_grad else ""
+        rows = self._feats.shape[0]
         return (
-            f"SparseTensor({self._feats.shape[0]} voxels x {self.channels} channels, D={self.dim}, stride={self.stride}, "
+            f"SparseTensor({rows} voxels x {self.channels} channels, D={self.dim}, stride={self.stride}, "
             f"batch_size={self.batch_size}{cells}, dtype={self.dtype}, device={str(self.device)!r}{grad})"
         )
 
@@ -287,7 +288,8 @@ def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
         return other
     if other.geometry is not x.geometry:
         raise GeometryError(
-            f"'{sign}' needs one geometry; the tensors have {len(x.feats)} and {len(other.feats)} voxels of two geometries"
+            f"'{sign}' needs one geometry; the tensors have {len(x.feats)} and {len(other.feats)} voxels of two "
+            "geometries"
         )
     if other.channels != x.channels:
         raise ShapeError(f"'{sign}' needs as many channels on both sides, found {x.channels} and {other.channels}")
@@ -295,7 +297,7 @@ def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
 
 
 def living(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:
-    """Features [N, ...] of x for what reduces over all rows: in a captured network those that do not live are filled."""
+    """Features [N, ...] of x for what reduces over all rows: in a captured network those that do not live filled."""
     if x.geometry.buffered is None:
         return feats
     return torch.where(x.geometry.cloud.live().view(-1, *(1,) * (feats.ndim - 1)), feats, filler)
