@@ -84,7 +84,8 @@ def capture(
         default what the example needs, times `margin`, as is the room of what kernels read of the maps. A scene that
         needs more runs eagerly.
     batch: items of a batch, at most; by default the example's.
-    dtype: what parameters (those of batch norms apart) and features are cast to, in a copy of the model: see refresh().
+    dtype: what parameters and features are cast to, in a copy of the model: see refresh(). Beside a half precision
+        batch norms stay as they are.
     buckets: the factor between capacities, or the capacities themselves. Each is captured when a scene first needs it,
         or by `ready()`.
     box: the least and the greatest coordinates; a scene outside runs eagerly. By default the example's spatial_shape,
@@ -399,12 +400,12 @@ class Captured:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy with parameters and buffers in another dtype, but for those of batch norms: their statistics are wide."""
+    """A copy with parameters and buffers in another dtype; those of batch norms stay wide beside a half precision."""
     if not dtype.is_floating_point or dtype.itemsize == 1:
         raise DtypeError(f"a network is cast to a wider float, found {dtype}")
     found = copy.deepcopy(model)
     for module in found.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, _BatchNorm) and dtype.itemsize < 4:
             continue
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
