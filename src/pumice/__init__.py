@@ -5,7 +5,7 @@ import torch
 from pumice import coords, engine, errors, models, nn, ops
 from pumice.coords import Geometry, KernelMap, Relation, deserialize, kernel_map, same_geometry, serialize
 from pumice.coords.geometry import _rebuild
-from pumice.engine import Captured, Tuning, capture, tune
+from pumice.engine import Captured, CapturedPoints, Tuning, capture, capture_points, tune
 from pumice.ops import (
     Sparse,
     SparseTensor,
@@ -32,6 +32,7 @@ torch.serialization.add_safe_globals([SparseTensor, _rebuild])
 
 __all__ = [
     "Captured",
+    "CapturedPoints",
     "Geometry",
     "KernelMap",
     "Relation",
@@ -39,6 +40,7 @@ __all__ = [
     "SparseTensor",
     "Tuning",
     "capture",
+    "capture_points",
     "cat",
     "coalesce",
     "collate",

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pumice.coords import Cloud, Geometry, Relation, Site
-from pumice.coords.cloud import clear
+from pumice.coords import Geometry, Relation, Site
 from pumice.coords.outputs import site_of
 from pumice.coords.rooms import Buffered, Rooms
+from pumice.engine.entry import Buffers, Entered, per_point
 from pumice.errors import CaptureError
 from pumice.ops import SparseTensor
 
@@ -77,7 +77,11 @@ def _share(shares: Shares, stride: Stride) -> float | None:
 class Settled:
     """Rooms that were planned."""
 
-    rooms: Mapping[Hashable, int]
+    rooms: Mapping[Any, int]
+
+    def levels(self) -> Iterator[tuple[Any, int]]:
+        """The places of levels, with their rooms."""
+        return ((place, room) for place, room in self.rooms.items() if place[0] == "rows")
 
     def room(self, place: Hashable, needed: Tensor, most: int) -> int:
         """See Rooms."""
@@ -88,35 +92,6 @@ class Settled:
                 f"on the scene ({place})"
             )
         return found
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """Buffers: coords int32 [capacity, 1+D], feats [capacity, C], count int32 [1], how many rows live."""
-
-    coords: Tensor
-    feats: Tensor
-    count: Tensor
-
-    @staticmethod
-    def empty(capacity: int, dim: int, channels: int, like: Tensor) -> Inputs:
-        coords = torch.full((capacity, 1 + dim), -1, dtype=torch.int32, device=like.device)
-        feats = torch.zeros(capacity, channels, dtype=like.dtype, device=like.device)
-        return Inputs(coords, feats, torch.zeros(1, dtype=torch.int32, device=like.device))
-
-    @property
-    def capacity(self) -> int:
-        return self.coords.shape[0]
-
-    def first(self, capacity: int) -> Inputs:
-        """The first rows as buffers of a smaller capacity."""
-        return Inputs(self.coords[:capacity], self.feats[:capacity], self.count)
-
-    def fill(self, feats: Tensor, coords: Tensor) -> None:
-        count = coords.shape[0]
-        self.coords[:count].copy_(coords)
-        self.feats[:count].copy_(feats)
-        self.count.fill_(count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +115,15 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
+class PerPoint:
+    """A tensor among results with a row for each point that entered."""
+
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Results:
-    """What a run gave. leaves: tensors and Rows of the network's result, which `spec` puts together.
+    """What a run gave. leaves: tensors, Rows and PerPoints of the network's result, which `spec` puts together.
 
     words: the status, then of each level how many voxels it has or, with room for all, would have.
     """
@@ -179,18 +161,19 @@ class Program:
     site: Site
     autocast: Autocast
 
-    def run(self, inputs: Inputs, rooms: Rooms, poison: bool = False) -> Results:
+    def run(self, buffers: Buffers, rooms: Rooms, poison: bool = False) -> Results:
         """One pass. poison: features of rows that do not live are NaN, wherever a tensor is made."""
-        cloud = Cloud(inputs.coords, inputs.count, self.site.bounds, clear(inputs.coords.device))
-        geometry = Geometry.in_buffer(cloud, self.site, Buffered(rooms, (), poison))
-        # It tells duplicates and coordinates outside the box, also where nothing asks for neighbours.
-        geometry.lookup()
-        leaves, spec = pytree.tree_flatten(self.eager(SparseTensor(inputs.feats, geometry)))
+        with torch.no_grad():
+            entered = buffers.enter(self.site, Buffered(rooms, (), poison))
+        geometry = entered.x.geometry
+        cloud = geometry.cloud
+        leaves, spec = pytree.tree_flatten(self.eager(entered.x))
         found = dict(_levels(geometry))
         counts = [c.count if c.needed is None else c.needed for c in (g.cloud for g in found.values())]
         # Of the maps nothing is kept: their memory is another graph's.
         levels = {path: Level(g.coords, g.stride) for path, g in found.items()}
-        return Results([_bare(leaf) for leaf in leaves], spec, levels, torch.cat([cloud.status, *counts]))
+        leaves = [_of_points(_bare(leaf), entered) for leaf in leaves]
+        return Results(leaves, spec, levels, torch.cat([cloud.status, *counts]))
 
     def eager(self, x: SparseTensor) -> Any:
         """The forward pass as it is."""
@@ -204,6 +187,17 @@ def _bare(leaf: Any) -> Any:
     if leaf.geometry.buffered is None:
         raise CaptureError("the network gives coordinates that it did not make from those of its input")
     return Rows(leaf.feats, leaf.geometry.buffered.path)
+
+
+def _of_points(leaf: Any, entered: Entered) -> Any:
+    """What has a row for each of the first voxels has one for each point, where points entered."""
+    if entered.inverse is None:
+        return leaf
+    if isinstance(leaf, Rows):
+        return leaf if leaf.path else PerPoint(per_point(leaf.feats, entered.inverse))
+    if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == len(entered.x.geometry):
+        return PerPoint(per_point(leaf, entered.inverse))
+    return leaf
 
 
 def _levels(geometry: Geometry) -> Iterator[tuple[Path, Geometry]]:
@@ -221,7 +215,8 @@ def _levels(geometry: Geometry) -> Iterator[tuple[Path, Geometry]]:
 
 
 Kind = Path | str
-"""What the first axis of a result counts: the voxels of a level, "items" of the batch, or ("whole") something else."""
+"""What the first axis of a result counts: the voxels of a level, the "points" that entered, "items" of the batch, or
+("whole") something else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,8 +227,8 @@ class Reading:
 
     @staticmethod
     def of(results: Results, words: Sequence[int], wanted: Sequence[Any], batch: tuple[int, int]) -> Reading:
-        """What the leaves are, by what the eager network gives for the same scene; batch: items of the program's and
-        of the scene. Raises CaptureError where they cannot be the same."""
+        """What the leaves are, by what the eager network gives for the same scene's voxels; batch: items of the
+        program's and of the scene. Raises CaptureError where they cannot be the same."""
         counts = dict(zip(results.levels, words[1:], strict=True))
         if len(wanted) != len(results.leaves):
             raise CaptureError(f"the network gives {len(wanted)} results, and {len(results.leaves)} in buffers")
@@ -243,6 +238,8 @@ class Reading:
 def _kind(held: Any, wanted: Any, results: Results, counts: Mapping[Path, int], batch: tuple[int, int]) -> Kind:
     if isinstance(held, Rows):
         return held.path
+    if isinstance(held, PerPoint):
+        return "points"
     if not isinstance(held, Tensor):
         return "whole"
     if held.ndim:
@@ -261,20 +258,36 @@ def _kind(held: Any, wanted: Any, results: Results, counts: Mapping[Path, int], 
 
 @dataclass(eq=False)
 class Given:
-    """The scene that results are given back for: its coordinates, and counts by path as the device told them."""
+    """The scene that results are given back for: its own coordinates if it has any, how many items it has and, where
+    points entered, how many those are; counts by path as the device told them. site: of the first coordinates."""
 
-    geometry: Geometry
+    own: Geometry | None
+    site: Site
+    items: int
+    points: int
     counts: Mapping[Path, int]
     levels: Mapping[Path, Level]
     made: dict[Path, Geometry] = field(default_factory=dict)
 
     def level(self, path: Path) -> Geometry:
         """The coordinates of a level: the scene's own, or a copy of those in the buffer."""
-        if not path:
-            return self.geometry
+        if not path and self.own is not None:
+            return self.own
         if path not in self.made:
-            site = self.geometry.site
+            site = self.site
             for relation in path:
                 site = site_of(site, relation)
             self.made[path] = Geometry(self.levels[path].coords[: self.counts[path]].clone(), site)
         return self.made[path]
+
+    def cut(self, leaf: Any, kind: Kind) -> Any:
+        """A copy of a result's rows that are the scene's."""
+        if isinstance(leaf, Rows):
+            return SparseTensor(leaf.feats[: self.counts[leaf.path]].clone(), self.level(leaf.path))
+        if isinstance(leaf, PerPoint):
+            return leaf.values[: self.points].clone()
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if isinstance(kind, tuple):
+            return leaf[: self.counts[kind]].clone()
+        return leaf[: self.items].clone() if kind == "items" else leaf.clone()
