@@ -156,6 +156,3 @@ def test_options_of_points():
         pm.capture_points(net, points[:0], feats[:0])
     with pytest.raises(CaptureError, match="no room"):
         pm.capture_points(net, points, feats, size=0.2, level_capacity=0.01, max_points=1000)
-    assert not isinstance(
-        pm.capture_points(strange(Layers()), points, torch.randn(100, 4))(points, torch.ones(100, 4)), list
-    )

@@ -317,6 +317,10 @@ def _over_map(
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
     feats, weight, bias = _autocast(x.feats, weight, bias)
+    if feats.dtype != x.dtype and x.geometry.buffered is not None:
+        # Behind the cast nobody watches: what is made ready is a kernel's alone.
+        with register.as_given((feats,)):
+            return _over_map(x.replace(feats), weight, bias, groups, mapped, epilogue, dataflow)
     if feats.dtype != weight.dtype:
         how = "quantize both" if {feats.dtype, weight.dtype} & {*EIGHT_BITS} else "convert one, or use torch.autocast"
         raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; {how}")
