@@ -317,7 +317,7 @@ def _over_map(
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
     feats, weight, bias = _autocast(x.feats, weight, bias)
-    if feats.dtype != x.dtype and x.geometry.buffered is not None:
+    if x.geometry.buffered is not None and torch.is_autocast_enabled(x.device.type):
         # Behind the cast nobody watches: what is made ready is a kernel's alone.
         with register.as_given((feats,)):
             return _over_map(x.replace(feats), weight, bias, groups, mapped, epilogue, dataflow)
