@@ -162,7 +162,6 @@ class VoxelScene:
     def tensor(self) -> SparseTensor:
         feats = self.feats.to(self.like.dtype)
         if self.own is not None:
-            self.own.settle()
             return SparseTensor(feats, self.own)
         return SparseTensor(feats, self.coords, self.like.stride, self.like.spatial_shape)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,7 +154,7 @@ class Engine:
         status = words[0]
         bounded = self.program.site.spatial_shape is not None
         if status & DUPLICATE or (status & RANGE and bounded):
-            scene.tensor()
+            scene.tensor().geometry.settle()
             raise CoordinateError("coordinates are duplicates, or outside the box that was given for them")
         if status & RANGE:
             return "box", f"outside {self._box}"
@@ -249,16 +249,33 @@ class Engine:
                 )
 
     def _record(self, bucket: Bucket) -> None:
-        """Capture the graph, behind a pass that compiles what it starts."""
+        """Capture the graph, behind a pass that compiles what it starts and one in which nothing may wait: a capture
+        that fails is not to be mended."""
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             self.program.run(bucket.buffers, bucket.rooms)
+            with _no_wait():
+                self.program.run(bucket.buffers, bucket.rooms)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             bucket.results = self.program.run(bucket.buffers, bucket.rooms)
         bucket.graph = graph
+
+
+@contextmanager
+def _no_wait() -> Iterator[None]:
+    """An error where anything of torch waits for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # It is a prototype, says torch.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _by_point(leaf: Any, x: SparseTensor) -> Tensor:
