@@ -392,6 +392,8 @@ def test_calls(unet):
         fast(x.feats, x.coords[:20])
     with pytest.raises(DtypeError, match="int32"):
         fast(x.feats, x.coords.long())
+    with pytest.raises(DtypeError, match="float64"):
+        fast(x.feats.double(), x.coords)
     with pytest.raises(DtypeError, match="floating"):
         fast(x.feats.int(), x.coords)
     with pytest.raises(DeviceError, match="meta"):

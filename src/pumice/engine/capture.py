@@ -233,6 +233,8 @@ class Captured(_Base):
         else:
             raise DtypeError(f"a captured network takes a SparseTensor, or feats and coords, found {type(x).__name__}")
         _check_arrays(feats, coords, example)
+        if self._source is None and feats.dtype != example.dtype:
+            raise DtypeError(f"feats are {feats.dtype}, the example's {example.dtype}; dtype= would cast them")
         with self._lock:
             return self._engine.run(VoxelScene(feats, coords, own, example))
 

@@ -68,12 +68,16 @@ def _capacities(most: int, what: str, buckets: float | Sequence[int]) -> tuple[i
 
 @dataclass(eq=False)
 class Bucket:
-    """A capacity, made ready. graph: None where there are none, on a CPU. results: those that the graph writes."""
+    """A capacity, made ready. graph: None where there are none, on a CPU. results: those that the graph writes.
+
+    read: the parameters and buffers that it reads, held so that their memory stays theirs.
+    """
 
     buffers: Buffers
     rooms: Settled
     graph: torch.cuda.CUDAGraph | None = None
     results: Results | None = None
+    read: Sequence[Tensor] = ()
 
     def run(self, program: Program) -> Results:
         """The results for what is in the buffers; the next call overwrites them."""
@@ -109,6 +113,7 @@ class Engine:
         self._reading: Reading | None = None
         self.device = buffers.device
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._told = set[str]()
         self.fallbacks: Counter[str] = Counter()
         self.replays = 0
@@ -251,7 +256,8 @@ class Engine:
     def _record(self, bucket: Bucket) -> None:
         """Capture the graph, behind a pass that compiles what it starts and one in which nothing may wait: a capture
         that fails is not to be mended."""
-        side = torch.cuda.Stream(self.device)
+        side = self._side
+        assert side is not None
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             self.program.run(bucket.buffers, bucket.rooms)
@@ -261,7 +267,8 @@ class Engine:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             bucket.results = self.program.run(bucket.buffers, bucket.rooms)
-        bucket.graph = graph
+        model = self.program.model
+        bucket.graph, bucket.read = graph, [t.detach() for t in (*model.parameters(), *model.buffers())]
 
 
 @contextmanager
