@@ -14,7 +14,7 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud
 from pumice.coords.geometry import Geometry
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.launch import runs_kernels
+from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found
 from pumice.coords.outputs import Listed, Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
@@ -53,7 +53,7 @@ def kernel_map(
                 "a kernel map is missing while torch.compile traces; call pumice.prepare(model, x) first"
             )
         # A map found in inference serves training afterwards.
-        with torch.inference_mode(False):
+        with lasting():
             kept = _build(geometry, relation, target, schedule)
         if geometry.unsettled is not None:
             kept = replace(kept[0], inputs=weakref.ref(geometry)), kept[1]
@@ -149,7 +149,7 @@ def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ..
     for place, step in enumerate(steps):
         missing = (step, None) not in levels[-1].maps and not torch.compiler.is_compiling()
         if missing and geometry.buffered is None and runs_kernels(geometry.coords):
-            with torch.inference_mode(False):
+            with lasting():
                 _pyramid(levels[-1], steps[place:])
         levels.append(kernel_map(levels[-1], step)[1])
     return tuple(levels)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from pumice.coords.cloud import Cloud, read
 from pumice.coords.codes import morton_argsort
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
+from pumice.coords.launch import lasting
 from pumice.coords.lookup import Lookup, find
 from pumice.coords.rooms import Buffered
 from pumice.coords.structures import explain, lookup_of
@@ -59,8 +61,7 @@ class Site:
 
     def scaled(self, factor: Sequence[Fraction | int], **changes: Any) -> Site:
         """The site of a level whose voxels are `factor` times as large."""
-        stride = tuple(_tidy(Fraction(s) * f) for s, f in zip(self.stride, factor, strict=True))
-        return replace(self, stride=stride, **changes)
+        return replace(self, stride=_scaled(self.stride, tuple(factor)), **changes)
 
 
 class Geometry:
@@ -208,7 +209,7 @@ class Geometry:
         """The coordinates as kernels take them."""
         if self._cloud is None:
             # What is made in inference serves training afterwards.
-            with torch.inference_mode(False):
+            with lasting():
                 self._cloud = Cloud.of(self._coords, self.bounds)
         return self._cloud
 
@@ -219,7 +220,7 @@ class Geometry:
         OptionError where it cannot be had.
         """
         if self._lookup is None or schedule not in (None, self._schedule):
-            with torch.inference_mode(False):
+            with lasting():
                 self._lookup, self._schedule = lookup_of(self.cloud, schedule), schedule
         return self._lookup
 
@@ -267,6 +268,11 @@ def same_geometry(a: Any, b: Any, check: bool = False) -> bool:
         return one is two
     alike = one.stride == two.stride and one.coords.shape == two.coords.shape and one.device == two.device
     return alike and bool(torch.equal(one.coords, two.coords))
+
+
+@lru_cache(maxsize=256)
+def _scaled(stride: Stride, factor: Stride) -> Stride:
+    return tuple(_tidy(Fraction(s) * f) for s, f in zip(stride, factor, strict=True))
 
 
 def _tidy(value: Fraction) -> int | Fraction:

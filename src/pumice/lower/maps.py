@@ -90,9 +90,13 @@ def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], lis
 
     While torch.compile traces, what is not there yet stays unmade: the pairs alone serve too.
     """
-    names = names_of(found, differentiable)
     if torch.compiler.is_compiling():
-        names = tuple(name for name in names if found.has(("form", name))) or ("pairs",)
+        names = tuple(name for name in names_of(found, differentiable) if found.has(("form", name)))
+        return _together(found, names or ("pairs",))
+    return found.storage(("passed", differentiable), lambda m: _together(m, names_of(m, differentiable)))
+
+
+def _together(found: KernelMap, names: Iterable[str]) -> tuple[tuple[str, ...], list[Tensor]]:
     each = [held(found, name) for name in names]
     return tuple(t for tokens, _ in each for t in tokens), [x for _, arrays in each for x in arrays]
 
