@@ -268,12 +268,29 @@ def test_movement_is_what_is_no_product(monkeypatch):
         Event(name, 10 * run + place, took) for run in range(5) for place, (name, took) in enumerate(names.items())
     ]
     monkeypatch.setattr(bench_tuner_layers, "profiled", lambda calls: (events[: 4 * len(calls)], []))
-    assert bench_tuner_layers._moved(setup, list, ()).median == pytest.approx(0.003)
+    assert bench_tuner_layers._moved(setup, [], ()).median == pytest.approx(0.003)
     # Where the profiler is silent, the whole less the products.
     monkeypatch.setattr(bench_tuner_layers, "profiled", lambda calls: ([], []))
     times = {"whole": Times(3.0, 3.0, 3.0), "products": Times(1.0, 1.0, 1.0)}
-    monkeypatch.setattr(bench_tuner_layers, "spent", lambda *_: times)
-    assert bench_tuner_layers._moved(setup, list, ()).median == 2.0 and "products alone" in said[-1]
+    monkeypatch.setattr(bench_tuner_layers, "spent_in_pieces", lambda *_: times)
+    assert bench_tuner_layers._moved(setup, [], ()).median == 2.0 and "products alone" in said[-1]
+
+
+@pytest.mark.parametrize("study", ["movement", "grouping"])
+def test_layers_are_timed_one_by_one_and_never_captured(study, monkeypatch):
+    """As on a GPU, where the whole of a network's products is more than a stream holds."""
+    kinds, counts = set(), []
+
+    def in_pieces(calls, device, clock, seconds):
+        kinds.update(type(piece()) for call in calls for piece in call)
+        counts.append({len(call) for call in calls})
+        return [Times(2.0, 1.0, 3.0)] * len(calls)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", None)
+    monkeypatch.setattr("pumice.tools.bench_tuner_cases.in_pieces", in_pieces)
+    _, rows = quick(study)
+    # Of MinkUNet's 42 convolutions.
+    assert kinds == {torch.Tensor} and counts[0] == {42} and {r.value for r in rows if r.metric == "time"} == {2.0}
 
 
 def test_rows_of_a_device(monkeypatch):

@@ -56,6 +56,29 @@ def test_on_a_gpu_the_host_is_ahead_before_the_first_mark(stream):
     assert stream.count("mark") == 14
 
 
+def test_pieces_are_added_up_run_by_run(monkeypatch):
+    order = []
+    spent = [[1.0, 2.0, 3.0], [10.0, 30.0, 50.0], [5.0, 5.0, 7.0]]
+
+    def on_gpu(calls, device, seconds, ahead, cold):
+        assert (len(calls), seconds, ahead, cold) == (3, 0.5, True, True)
+        return spent
+
+    monkeypatch.setattr(timing, "_on_gpu", on_gpu)
+    pieces = [lambda name=name: order.append(name) for name in "abc"]
+    first, second = timing.in_pieces([pieces[:2], pieces[2:]], CPU, "gpu", 0.5)
+    assert order == list("abcabc") and (first.median, second.median) == (32.0, 5.0)
+    assert first == timing.Times.of([11.0, 32.0, 53.0])
+
+
+def test_every_piece_has_its_own_nap(stream):
+    (times,) = timing.in_pieces([[lambda: stream.append("one"), lambda: stream.append("two")]], CPU, "gpu", 0)
+    assert times.median == 2.0
+    marks = [at for at, what in enumerate(stream) if what == "mark"]
+    assert len(marks) == 2 * 2 * 7 and all(isinstance(stream[at - 1], int) for at in marks[::2])
+    assert [stream[at + 1] for at in marks[:4:2]] == ["one", "two"]
+
+
 def test_a_warm_call_follows_another_and_events_wait_each_time(stream):
     timing.together([lambda: stream.append("call")], CPU, "gpu", 0, cold=False)
     first = stream.index("mark")

@@ -16,7 +16,7 @@ from pumice.tools.bench_workloads import network
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.published import PUBLISHED
 from pumice.tools.study import DTYPES, Setup
-from pumice.tools.timing import Times, captured, together
+from pumice.tools.timing import Times, in_pieces, together
 from pumice.tools.workloads import WORKLOADS, Sample, Workload, narrow, samples, stand_in
 
 INFERENCE, TRAINING = "inference", "training"
@@ -79,20 +79,15 @@ def clock_of(setup: Setup) -> str:
     return "gpu" if setup.device.type == "cuda" else "wall"
 
 
-def paced(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as a CUDA graph, so that no launch is waited for; without a GPU, or where that fails, as it is."""
-    if setup.device.type != "cuda":
-        return call
-    try:
-        return captured(call, setup.device)
-    except RuntimeError as reason:
-        setup.say(f"  not captured, launches count: {str(reason).splitlines()[0]}")
-        return call
-
-
 def spent(setup: Setup, calls: Mapping[str, Callable[[], Any]], seconds: float = 0.0) -> dict[str, Times]:
     """The times of calls in turn, by name, on the clock of the device."""
     found = together(list(calls.values()), setup.device, clock_of(setup), seconds or setup.seconds)
+    return dict(zip(calls, found, strict=True))
+
+
+def spent_in_pieces(setup: Setup, calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, Times]:
+    """The same of calls that are made of pieces: the sum of what the pieces of a call take."""
+    found = in_pieces(list(calls.values()), setup.device, clock_of(setup), setup.seconds)
     return dict(zip(calls, found, strict=True))
 
 

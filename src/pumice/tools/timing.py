@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -58,6 +59,23 @@ def together(calls: Sequence[Call], device: torch.device, clock: str, seconds: f
     if clock == "wall":
         return [Times.of(spent) for spent in _on_wall(calls, device, seconds)]
     return [Times.of(spent) for spent in _on_gpu(calls, device, seconds, clock == "gpu", cold)]
+
+
+def in_pieces(calls: Sequence[Sequence[Call]], device: torch.device, clock: str, seconds: float) -> list[Times]:
+    """Time calls that are made of pieces, piece by piece, all in turn, and add up the pieces of each run.
+
+    A stream holds about a thousand kernels; a call of more cannot be queued whole while the device sleeps, its pieces
+    can. Runs and seconds are those of `together`, for all pieces.
+    """
+    pieces = [piece for call in calls for piece in call]
+    for _ in range(2):
+        for piece in pieces:
+            piece()
+    spent = (
+        _on_wall(pieces, device, seconds) if clock == "wall" else _on_gpu(pieces, device, seconds, clock == "gpu", True)
+    )
+    each = iter(spent)
+    return [Times.of([sum(run) for run in zip(*islice(each, len(call)), strict=True)]) for call in calls]
 
 
 def captured(call: Callable[[], Result], device: torch.device) -> Callable[[], Result]:
