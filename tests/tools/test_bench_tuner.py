@@ -1,6 +1,7 @@
 """The suite tuner runs in tiny on the CPU: every study checks, times and tells; its numbers by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 from pumice.engine import Choice, Spent, Trial, Tuning
 from pumice.engine.measure import Event
 from pumice.errors import OptionError, PumiceError
+from pumice.nn import fused
+from pumice.schedule.dataflow import DATAFLOWS, PASSES, PLANNED, Dataflows
 from pumice.schedule.grouping import Grouping
 from pumice.schedule.tuner import Step
 from pumice.tools import (
@@ -15,12 +18,14 @@ from pumice.tools import (
     bench,
     bench_tuner_asked,
     bench_tuner_layers,
+    bench_tuner_networks,
     bench_tuner_taken,
     ledger,
     network_layers,
 )
+from pumice.tools import study as study_
 from pumice.tools.bench_tuner import STUDIES
-from pumice.tools.bench_tuner_asked import Answer, Asked, answered, differing
+from pumice.tools.bench_tuner_asked import Answer, Asked, answered, budget, differing
 from pumice.tools.bench_tuner_cases import TRAINING, Subjected, Writer, subjects
 from pumice.tools.bench_tuner_networks import Network, Ran, checked
 from pumice.tools.bench_tuner_taken import CONVOLUTIONS, Taken, rows_of, tiles_of
@@ -154,6 +159,38 @@ def test_gradients_of_layers_and_networks(setup):
     assert network.run(network.all_in(None))[1].numel() == sum(p.numel() for p in network.net.parameters())
 
 
+def test_kernels_of_all_ways_are_compiled_first(setup, monkeypatch):
+    made, _ = setup
+    network = Network.of(made, subject_of(made, mode=TRAINING))
+    first, *others = network.names
+    flows = Dataflows("fetch-on-demand", dgrad="planned", wgrad="explicit-gemm")
+    ways = [network.all_in(None), network.each_in({first: flows})]
+    want = {(name, PLANNED): {first, *others} for name in PASSES}
+    want |= {("forward", DATAFLOWS["fetch-on-demand"]): {first}, ("wgrad", DATAFLOWS["explicit-gemm"]): {first}}
+    assert bench_tuner_networks.used(network, ways) == want
+    seen = []
+    monkeypatch.setattr(bench_tuner_networks, "compile_at_once", lambda *told: seen.append(told))
+    before = {name: x.clone() for name, x in network.net.state_dict().items()}
+    bench_tuner_networks.compiled(network, ways)
+    assert all(torch.equal(x, before[name]) for name, x in network.net.state_dict().items())
+    assert {(names, flow) for _, names, flow in seen} == {((name,), (flow,)) for name, flow in want}
+    # Layers that are alike once; what is compiled can be run.
+    counts = {(name, flow): len(layers) for layers, (name,), (flow,) in seen}
+    assert counts["forward", DATAFLOWS["fetch-on-demand"]] == 1 < counts["forward", PLANNED] < len(network.names)
+    for layers, (name,), (flow,) in seen:
+        layers[0].one_pass(name, flow)
+
+
+def test_in_evaluation_layers_are_compiled_with_and_without_what_follows(setup, monkeypatch):
+    made, _ = setup
+    network, seen = Network.of(made, subject_of(made)), []
+    monkeypatch.setattr(bench_tuner_networks, "compile_at_once", lambda *told: seen.append(told))
+    monkeypatch.setattr(fused, "_worth", lambda x: True)
+    bench_tuner_networks.compiled(network, [network.all_in(None)])
+    (((layers, names, flows)),) = seen
+    assert (names, flows) == (("forward",), (PLANNED,)) and {one.then is None for one in layers} == {True, False}
+
+
 def test_padding_of_groups(setup):
     made, _ = setup
     subject = subject_of(made, "minkunet-kitti-1x")
@@ -166,6 +203,51 @@ def test_padding_of_groups(setup):
     sides = sum(counts[:13]) + sum(counts[14:])
     whole = 26 * longest + counts[13]
     assert calls == 2 and share == pytest.approx((26 * longest - sides) / whole)
+
+
+# Limits of time
+
+
+@pytest.mark.parametrize("study", ["splits", "bindings"])
+def test_a_study_with_a_limit_asks_less_and_says_so(study, monkeypatch):
+    monkeypatch.setattr(bench_tuner_asked, "_LEAST", 1e-3)
+    said = []
+    options = bench.Options(study, "", quick=True, device="cpu", limit=0.01)
+    rows = list(bench.run("tuner", said.append, options))
+    cut = [row for row in rows if row.metric == "tuning, cut short"]
+    asked = [row for row in rows if row.metric == "fact:groups asked"]
+    assert len(cut) == len(asked) > 0 and all(row.value < row.peer_value for row in asked)
+    assert {row.peer for row in asked} == {"all groups"}
+    # What was tuned is checked and timed all the same.
+    assert len([row for row in rows if row.metric == "time"]) > 1
+
+
+def test_the_first_question_has_most_of_what_is_left(monkeypatch):
+    monkeypatch.setattr(study_.time, "perf_counter", lambda: 100.0)
+    setup = Setup(CPU, False, print, until=190.0)
+    assert setup.left == 90.0 and [budget(setup, n) for n in (3, 2, 1)] == [30.0, 40.0, 60.0]
+    assert budget(setup, kept=89.0) == 3.0, "the least"
+    assert budget(Setup(CPU, False, print), 3) == math.inf
+
+
+def test_a_network_is_begun_only_where_there_is_time_for_it(setup, monkeypatch):
+    made, said = setup
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Subjected, "samples", lambda *_: [])
+    names = tuple(WORKLOADS)[:4]
+    for until, count in ((math.inf, 4), (65.0, 2), (59.0, 1), (10.0, 1)):
+        now[0], found = 0.0, 0
+        for _ in subjects(replace(made, quick=False, until=until), "any", names):
+            now[0] += 30.0
+            found += 1
+        assert found == count, until
+    assert f"{names[3]} is left out: 5 s are left, and one took 30" in said
+
+
+def test_a_limit_below_nothing():
+    with pytest.raises(OptionError, match="seconds of a study are 0 or more, found -1"):
+        bench.Options(limit=-1)
 
 
 # The tuner's answers

@@ -5,6 +5,7 @@ A case reads workload/dtype/mode/study-way, as minkunet-kitti-1x/fp16/inference/
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,8 +60,9 @@ class Subjected:
 def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE) -> Iterator[Subjected]:
     """These workloads in half precision, as far as they are wanted and at hand; in a quick run the last, on a street.
 
-    What is left out is said.
+    What is left out is said; a network is, too, for which the study has less time left than its longest one took.
     """
+    longest = 0.0
     for name in names[-1:] if setup.quick else names:
         workload = narrow(stand_in(WORKLOADS[name])) if setup.quick else WORKLOADS[name]
         found = Subjected(workload, setup.half, mode)
@@ -71,7 +73,12 @@ def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFEREN
         except OptionError as reason:
             setup.say(f"{name} is left out: {reason}")
             continue
+        if longest and setup.left < longest:
+            setup.say(f"{name} is left out: {max(0.0, setup.left):.0f} s are left, and one took {longest:.0f}")
+            continue
+        begin = time.perf_counter()
         yield found
+        longest = max(longest, time.perf_counter() - begin)
 
 
 def clock_of(setup: Setup) -> str:

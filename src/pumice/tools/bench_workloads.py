@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pumice.errors import OptionError
+from pumice.nn.conv import convolutions
 from pumice.tools import spconv_nets, spconv_peer
 from pumice.tools.bench_shells import shells
 from pumice.tools.layer_suites import Study, study_of
@@ -175,7 +176,8 @@ STUDIES: Mapping[str, Study] = MappingProxyType(
 def network(workload: Workload, sample: Sample) -> nn.Module:
     """The network with the same weights each time, its norms' statistics those of this sample, in evaluation.
 
-    With the statistics that norms begin with, the features of a deep network would all but vanish.
+    With the statistics that norms begin with, the features of a deep network would all but vanish. They are found by
+    library products, so that no kernel is compiled for them.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -184,8 +186,12 @@ def network(workload: Workload, sample: Sample) -> nn.Module:
     usual = [norm.momentum for norm in norms]
     for norm in norms:
         norm.momentum = 1.0
+    for layer in convolutions(net):
+        layer.dataflow = EXACT
     with torch.no_grad():
         net(fresh(sample))
+    for layer in convolutions(net):
+        layer.dataflow = None
     for norm, momentum in zip(norms, usual, strict=True):
         norm.momentum = momentum
     return net.eval()
@@ -240,9 +246,8 @@ def _mode(setup: Setup, workload: Workload, mode: Mode, net: nn.Module) -> Itera
 def _truths(net: nn.Module, sample: Sample, mode: Mode) -> list[Any]:
     """The result in float64, by coordinates, and in training all gradients."""
     exact = copy.deepcopy(net).double()
-    for module in exact.modules():
-        if hasattr(module, "dataflow"):
-            module.dataflow = EXACT  # type: ignore[assignment]
+    for layer in convolutions(exact):
+        layer.dataflow = EXACT
     side = Side.ours(exact, replace(sample, feats=sample.feats.double()))
     y = _call(side, replace(mode, dtype=torch.float64, tf32=False))()
     return [side.result(y), side.gradients(y)] if mode.training else [side.result(y)]
