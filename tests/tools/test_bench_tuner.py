@@ -1,5 +1,6 @@
 """The suite tuner runs in tiny on the CPU: every study checks, times and tells; its numbers by hand."""
 
+import importlib
 import math
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ from pumice.tools.timing import Times
 from pumice.tools.workloads import WORKLOADS, fresh
 
 CPU = torch.device("cpu")
+measuring = importlib.import_module("pumice.engine.measure")
 
 
 @pytest.fixture(autouse=True)
@@ -299,7 +301,7 @@ def test_answers_that_differ_and_the_best_that_was_tried():
 def test_the_tuner_is_asked_and_leaves_nothing(setup, monkeypatch):
     made, _ = setup
     network = Network.of(made, subject_of(made))
-    monkeypatch.setattr(bench_tuner_asked, "_QUICK", 5.0)
+    monkeypatch.setattr(bench_tuner_asked, "_QUICK", 30.0)
     found = answered(made, network, Asked(("explicit-gemm",), always=True))
     tried = {trial.flow for one in found.tuning.choices for trial in one.trials}
     assert tried == {"explicit-gemm"} and set(found.flows.values()) == {"explicit-gemm"}
@@ -329,14 +331,14 @@ def test_parts_of_what_a_device_does(setup, monkeypatch):
             at += 1
         return events, []
 
-    monkeypatch.setattr(bench_tuner_taken, "profiled", profiled)
+    monkeypatch.setattr(measuring, "profiled", profiled)
     wall = Times(9.0, 9.0, 9.0)
     found = bench_tuner_taken._on_device(made, lambda: None, wall)
     assert {name: times.median for name, times in found.parts.items()} == pytest.approx(
         {"map": 0.0, "sort": 0.0005, "kernel": 0.005, "other": 0.0001}
     )
     assert found.convolutions.median == pytest.approx(0.0055) and found.device.median == pytest.approx(0.0056)
-    monkeypatch.setattr(bench_tuner_taken, "profiled", lambda calls: ([], []))
+    monkeypatch.setattr(measuring, "profiled", lambda calls: ([], []))
     monkeypatch.setattr(bench_tuner_taken, "together", lambda *_: [Times(2.0, 1.0, 3.0)])
     found = bench_tuner_taken._on_device(made, lambda: None, wall)
     assert not found.parts and found.device.median == 2.0 and "no parts" in said[-1]
@@ -349,10 +351,10 @@ def test_movement_is_what_is_no_product(monkeypatch):
     events = [
         Event(name, 10 * run + place, took) for run in range(5) for place, (name, took) in enumerate(names.items())
     ]
-    monkeypatch.setattr(bench_tuner_layers, "profiled", lambda calls: (events[: 4 * len(calls)], []))
+    monkeypatch.setattr(measuring, "profiled", lambda calls: (events[: 4 * len(calls)], []))
     assert bench_tuner_layers._moved(setup, [], ()).median == pytest.approx(0.003)
     # Where the profiler is silent, the whole less the products.
-    monkeypatch.setattr(bench_tuner_layers, "profiled", lambda calls: ([], []))
+    monkeypatch.setattr(measuring, "profiled", lambda calls: ([], []))
     times = {"whole": Times(3.0, 3.0, 3.0), "products": Times(1.0, 1.0, 1.0)}
     monkeypatch.setattr(bench_tuner_layers, "spent_in_pieces", lambda *_: times)
     assert bench_tuner_layers._moved(setup, [], ()).median == 2.0 and "products alone" in said[-1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pumice.errors import OptionError, PumiceError
-from pumice.tools import bench, bench_shells, bench_workloads, cli, device_time, spconv_nets, whole_calls
+from pumice.tools import bench, bench_shells, bench_workloads, cli, spconv_nets, timing, whole_calls
 from pumice.tools.bench_workloads import GOALS, ON_CPU, ON_GPU, RECORDED, Found, Side
 from pumice.tools.ledger import Subject
 from pumice.tools.study import Ready, Setup
@@ -222,13 +222,6 @@ def test_studies_that_are_known():
 # the clocks
 
 
-def test_work_is_summed_between_marks():
-    work = [(30, 4, "b"), (0, 9, "before"), (10, 1, "void spin_kernel(long)"), (20, 3, "a"), (50, 5, "a"),
-            (40, 1, "void spin_kernel(long)")]  # fmt: skip
-    assert device_time.between_marks(work) == [7, 5]
-    assert device_time.between_marks([]) == []
-
-
 def test_a_clock_that_is_not_there_is_left_out(monkeypatch):
     def missing(setup, calls):
         raise PumiceError("no profiler")
@@ -260,5 +253,5 @@ def test_device_time_leaves_waits_out():
         (a @ a).sum().item()
 
     call()
-    spent = device_time.device_time(call, runs=5)
+    spent = timing.busy(call, runs=5)
     assert 0 < spent.p20 <= spent.median <= spent.p80 < 50

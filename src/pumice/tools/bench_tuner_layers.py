@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from pumice.engine.measure import passes, profiled
+from pumice.engine.measure import by_part
 from pumice.errors import PumiceError
 from pumice.lower import movement, reference
 from pumice.ops import Dataflow
@@ -120,8 +120,8 @@ def _moved(setup: Setup, run: Run, layers: Sequence[Fed]) -> Times:
     """What is not products: on a GPU by its kernels, elsewhere the whole less the products alone."""
     if setup.device.type == "cuda":
         try:
-            events, _ = profiled([partial(results, run)] * _RUNS)
-            return Times.of([1e3 * (sum(p.values()) - p.get("product", 0.0)) for p in passes(events, _RUNS)])
+            each, _ = by_part([partial(results, run)] * _RUNS)
+            return Times.of([1e3 * (sum(parts.values()) - parts.get("product", 0.0)) for parts in each])
         except PumiceError as reason:
             setup.say(f"  movement is the whole less the products alone: {reason}")
     alone = products(layers, [Grouping("separate")] * len(layers))

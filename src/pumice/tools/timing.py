@@ -1,7 +1,8 @@
 """Clocks: how long calls take on the wall and on the GPU, several calls in turn, with quantiles.
 
 wall   from an idle device to an idle device: host time counts in full
-gpu    between two events on the stream, the host far ahead: what the device alone needs
+gpu    between two events on the stream, the host far ahead: what the device alone needs; `busy` is for calls that wait
+       for the device in their middle: what it did for them, summed
 events between two events on the stream, the host ahead by the flush alone: how many peers time themselves
 
 On a GPU the L2 is flushed before every call, as in triton.testing.do_bench. A CPU has the wall clock only.
@@ -17,6 +18,8 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+
+from pumice.engine.measure import by_part
 
 Call = Callable[[], object]
 Result = TypeVar("Result")
@@ -76,6 +79,16 @@ def in_pieces(calls: Sequence[Sequence[Call]], device: torch.device, clock: str,
     )
     each = iter(spent)
     return [Times.of([sum(run) for run in zip(*islice(each, len(call)), strict=True)]) for call in calls]
+
+
+def busy(call: Call, runs: int = 7) -> Times:
+    """How long the current device works on a call, whatever the host does meanwhile: its kernels, copies and fills.
+
+    Between two events around a call that waits for the host in its middle that wait would lie, too. The call has run
+    before: what compiles at first counts. Raises as pumice.engine.measure.by_part.
+    """
+    found, _ = by_part([call] * runs)
+    return Times.of([1e3 * sum(parts.values()) for parts in found])
 
 
 def captured(call: Callable[[], Result], device: torch.device) -> Callable[[], Result]:
