@@ -33,6 +33,8 @@ SUITES: Mapping[str, str] = MappingProxyType(
 
 SAME_RUN, RECORDED, BOUND = "same run", "recorded", "bound"
 """Where a peer's value comes from."""
+VARIED = "time over varied scans"
+"""The metric of a network that met several scans in turn; of one scan again and again it is "time"."""
 DEFAULT = "default"
 """The way that takes nothing tuned, and the peer of what was."""
 
@@ -117,6 +119,7 @@ def _kinds(name: str) -> str:
 
 FAMILIES: tuple[Family, ...] = (
     *(Family("workloads", mode, _mode(mode), _SPCONV) for mode in MODES),
+    Family("workloads", "inference, varied scans", rf"{_NETWORK}/inference/over-.+", _SPCONV, (), VARIED),
     *(Family("tuner", mode, _mode(mode), {**_SPCONV, "its default": Rivals((DEFAULT,))}) for mode in MODES),
     Family("tuner", "dataflows", rf"dataflows/{_LAYER}/(?P<way>.+)", {"its default": Rivals((DEFAULT,))}),
     Family("engine", "networks", r"(?P<group>.+)", _ANY),
