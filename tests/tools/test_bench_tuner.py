@@ -20,6 +20,7 @@ from pumice.tools import (
     bench_tuner_asked,
     bench_tuner_layers,
     bench_tuner_networks,
+    bench_tuner_parts,
     bench_tuner_taken,
     ledger,
     network_layers,
@@ -31,6 +32,7 @@ from pumice.tools.bench_tuner_cases import TRAINING, Subjected, Writer, subjects
 from pumice.tools.bench_tuner_networks import Network, Ran, checked
 from pumice.tools.bench_tuner_taken import CONVOLUTIONS, Taken, rows_of, tiles_of
 from pumice.tools.bench_tuner_whole import Gains, _say_apart
+from pumice.tools.network_charts import parts
 from pumice.tools.network_layers import Fed, layers_of
 from pumice.tools.published import PUBLISHED
 from pumice.tools.study import Setup
@@ -76,7 +78,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("study", [name for name in STUDIES if name != "dataflows"])
+@pytest.mark.parametrize("study", [name for name in STUDIES if name not in ("dataflows", "layers")])
 def test_every_study_in_tiny(study):
     out, rows = quick(study)
     assert rows and all(row.suite == "tuner" and row.value >= 0 and math.isfinite(row.value) for row in rows)
@@ -99,6 +101,56 @@ def test_dataflows_with_and_without_their_forms():
     assert {"default", "explicit-gemm", "fetch-on-demand", "implicit-gemm-split4"} <= flows and len(flows) == 23
     assert {row.metric for row in rows} == {"time", "time with form"} and len(rows) == 2 * len(flows)
     assert {row.peer for row in rows} == {"default"}
+
+
+def test_layers_one_by_one():
+    said, rows = quick("layers")
+    places = [ablation_tables.Place.of(row.case) for row in rows]
+    assert {(place.study, place.way) for place in places} == {("layers", "default")}
+    layers = [place.group for place in places if place.group[:2] not in ("00", "99")]
+    # CenterPoint's backbone: 21 convolutions, in their order, each with its map and channels.
+    assert layers == sorted(layers) and len(layers) == len(set(layers)) == 21
+    assert layers[0] == "01 k3 at 1, 6-16" and layers[-1] == "21 k3x1x1 s2x1x1 at 8, 128-128"
+    assert {row.metric for row in rows} == {"part:kernel", "part:other"} and all(row.value > 0 for row in rows)
+    (chart,) = parts([replace(row, device="a GPU") for row in rows])
+    whole, by_layer = chart.panels
+    assert whole.bars == ("centerpoint-waymo-3f-generated default",) and len(by_layer.bars) == 23
+
+
+def test_marks_tell_layers_apart(setup, monkeypatch):
+    """As on a GPU: every mark runs a kernel, and the trace is split by them."""
+    made, _ = setup
+    network, trace = Network.of(made, subject_of(made)), []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: trace.append("spin_kernel"))
+    real = bench_tuner_parts.Convolution.finished
+    monkeypatch.setattr(
+        bench_tuner_parts.Convolution,
+        "finished",
+        lambda *given: trace.extend(["neighbours", "_dot_x"]) or real(*given),
+    )
+
+    def profiled(calls):
+        trace.clear()
+        for call in calls:
+            trace.append("spin_kernel")
+            call()
+            trace.append("relu")
+        lost = 1 if not tries else 0
+        tries.append(lost)
+        return [Event(name, 10 * at, 2_000_000) for at, name in enumerate(trace[: len(trace) - 40 * lost])], []
+
+    tries = []
+    monkeypatch.setattr(bench_tuner_parts, "profiled", profiled)
+    found = bench_tuner_parts.layered(replace(made, device=torch.device("cuda")), network)
+    assert tries == [1, 0], "a trace that lacks marks is taken again"
+    labels = sorted(found)
+    assert len(labels) == 22 and labels[-1] == bench_tuner_parts.BETWEEN
+    for label in labels[:-1]:
+        assert {part: times.median for part, times in found[label].items()} == pytest.approx(
+            {"map": 2.0, "kernel": 2.0}
+        )
+    assert {part: times.median for part, times in found[labels[-1]].items()} == pytest.approx({"other": 2.0})
+    assert all("finished" not in vars(layer) for layer in network.net.modules())
 
 
 def test_only_some_and_none_at_hand(monkeypatch):

@@ -128,6 +128,14 @@ _MARK = "spin_kernel"
 
 def passes(events: Iterable[Event], expected: int) -> Sequence[Mapping[str, float]]:
     """Seconds by part of each pass, in which a mark came first. Raises OptionError where there are not so many."""
+    found = segments(events)
+    if len(found) != expected or not all(found):
+        raise OptionError(f"the profiler told of {len([each for each in found if each])} passes, expected {expected}")
+    return found
+
+
+def segments(events: Iterable[Event]) -> list[dict[str, float]]:
+    """Seconds by part of what ran between each mark and the next one."""
     found: list[dict[str, float]] = []
     for event in sorted(events, key=lambda event: event.start):
         if _MARK in event.name:
@@ -135,8 +143,6 @@ def passes(events: Iterable[Event], expected: int) -> Sequence[Mapping[str, floa
         elif found:
             part = part_of(event.name)
             found[-1][part] = found[-1].get(part, 0.0) + 1e-9 * event.duration
-    if len(found) != expected or not all(found):
-        raise OptionError(f"the profiler told of {len([each for each in found if each])} passes, expected {expected}")
     return found
 
 

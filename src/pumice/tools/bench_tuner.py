@@ -16,6 +16,7 @@ import torch
 from pumice.errors import OptionError
 from pumice.tools.bench_tuner_dataflows import dataflows
 from pumice.tools.bench_tuner_layers import data_movement, grouping
+from pumice.tools.bench_tuner_parts import layers
 from pumice.tools.bench_tuner_ways import bindings, gains, hybrid, sorted_rows, splits
 from pumice.tools.bench_tuner_whole import networks, transfer
 from pumice.tools.job import pick_device
@@ -31,6 +32,7 @@ STUDIES: Mapping[str, Callable[[Setup], Iterator[Row]]] = MappingProxyType(
         "hybrid": hybrid,
         "bindings": bindings,
         "networks": networks,
+        "layers": layers,
         "gains": gains,
         "transfer": transfer,
         "dataflows": dataflows,

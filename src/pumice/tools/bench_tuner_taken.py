@@ -70,7 +70,7 @@ def _on_device(setup: Setup, call: Callable[[], object], wall: Times) -> Taken:
     call()
     try:
         told, _ = by_part([call] * _RUNS)
-        each = [_by_part(parts) for parts in told]
+        each = [by_our_parts(parts) for parts in told]
     except PumiceError as reason:
         setup.say(f"  no parts, and times between events around a pass: {reason}")
         (whole,) = together([call], setup.device, "events", setup.seconds)
@@ -80,7 +80,7 @@ def _on_device(setup: Setup, call: Callable[[], object], wall: Times) -> Taken:
     return Taken(whole, _quantiles(sum(one[name] for name in CONVOLVING) for one in each), parts, wall)
 
 
-def _by_part(told: Mapping[str, float]) -> dict[str, float]:
+def by_our_parts(told: Mapping[str, float]) -> dict[str, float]:
     """Milliseconds by our parts, of seconds by those that the profiler's kernels are sorted into."""
     found = dict.fromkeys(PARTS, 0.0)
     for name, seconds in told.items():

@@ -21,6 +21,8 @@ _ROOM = 140
 """Letters that the names below an axis may have in all."""
 _BESIDE = 95
 """The same where the legend is beside the panel."""
+_COLUMNS = 5
+"""Columns of a table of tiles that a panel has room for at least."""
 _FEW = 44
 """Bars of a panel that have room for their numbers."""
 
@@ -131,7 +133,8 @@ def _heat(axis: Axes, panel: Heat) -> None:
         x, y = panel.columns.index(column), panel.rows.index(row)
         axis.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=found[tile.kind], linewidth=0))
         axis.text(x, y, tile.text, ha="center", va="center", fontsize=7.5, color=readable(found[tile.kind]))
-    axis.set_xlim(-0.5, len(panel.columns) - 0.5)
+    # A single column is no wall.
+    axis.set_xlim(-0.5, max(len(panel.columns), _COLUMNS) - 0.5)
     axis.set_ylim(len(panel.rows) - 0.5, -0.5)
     axis.set_yticks(range(len(panel.rows)), panel.rows)
     _ticks(axis, panel.columns, _BESIDE)

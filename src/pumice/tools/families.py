@@ -101,6 +101,7 @@ LIBRARIES = (
 )
 """Beginnings of the names of other libraries: a peer of the same run may also be a way of our own."""
 _SPCONV = {"spconv": Rivals(("spconv",))}
+_DEFAULT = {"its default": Rivals((DEFAULT,))}
 _LAYERS = {**_SPCONV, "the best recorded": Rivals(("best recorded",), RECORDED)}
 _ANY = {"the best peer": Rivals(LIBRARIES)}
 _LAYER = r"(?P<group>[^/]+)/k3/(?P<series>C[\d-]+)"
@@ -120,8 +121,12 @@ def _kinds(name: str) -> str:
 FAMILIES: tuple[Family, ...] = (
     *(Family("workloads", mode, _mode(mode), _SPCONV) for mode in MODES),
     Family("workloads", "inference, varied scans", rf"{_NETWORK}/inference/over-.+", _SPCONV, (), VARIED),
-    *(Family("tuner", mode, _mode(mode), {**_SPCONV, "its default": Rivals((DEFAULT,))}) for mode in MODES),
-    Family("tuner", "dataflows", rf"dataflows/{_LAYER}/(?P<way>.+)", {"its default": Rivals((DEFAULT,))}),
+    *(Family("tuner", mode, _mode(mode), {**_SPCONV, **_DEFAULT}) for mode in MODES),
+    *(
+        Family("tuner", f"tuned {mode}", rf"{_NETWORK}/{mode}/networks-tuned", _DEFAULT, (), "convolutions")
+        for mode in MODES
+    ),
+    Family("tuner", "dataflows", rf"dataflows/{_LAYER}/(?P<way>.+)", _DEFAULT),
     Family("engine", "networks", r"(?P<group>.+)", _ANY),
     Family("conv-forward", "layers", rf"{_LAYER}/fwd/(?P<way>default|tuned)", _LAYERS, ("bound",)),
     Family(
