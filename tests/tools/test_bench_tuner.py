@@ -164,9 +164,9 @@ def test_only_some_and_none_at_hand(monkeypatch):
 
 def test_a_study_that_is_not_known():
     with pytest.raises(
-        OptionError, match="case 'layers' of tuner is unknown; there are movement, .*transfer, dataflows"
+        OptionError, match="case 'shells' of tuner is unknown; there are movement, .*transfer, dataflows"
     ):
-        quick("layers")
+        quick("shells")
 
 
 @pytest.mark.parametrize("study", ["movement", "sorted"])

@@ -136,7 +136,7 @@ def _by_profiler(network: Network) -> tuple[list[str], list[Spans]]:
         for left in reversed(range(_ATTEMPTS)):
             marks.names.clear()
             events, _ = profiled([run] * _RUNS)
-            spans = [by_our_parts(parts) for parts in segments(events)]
+            spans: Spans = [by_our_parts(parts) for parts in segments(events)]
             each = 1 + len(marks.names) // _RUNS
             if len(spans) == each * _RUNS:
                 names = [BEFORE, *marks.names[: each - 1]]

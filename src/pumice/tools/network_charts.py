@@ -222,7 +222,8 @@ def _by_way(rows: Sequence[Row]) -> dict[tuple[Network, str], list[Row]]:
     for way in ways:
         for network, own in _newest(row for row in rows if _asked(row) == way).items():
             found[network, way.partition("-")[2]] = own
-    return dict(sorted(found.items(), key=lambda item: item[0][0].model))
+    models = [network.model for network, _ in found]
+    return dict(sorted(found.items(), key=lambda item: models.index(item[0][0].model)))
 
 
 Groups = dict[str, Tile | None]
