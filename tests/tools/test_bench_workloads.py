@@ -165,6 +165,9 @@ def test_what_is_varied_is_a_family_of_its_own():
     same, other = Row("workloads", case, "time", **sample), Row("workloads", f"{case}/over-2-scans", VARIED, **sample)
     families = [[family.name for family in FAMILIES if family.place(row)] for row in (same, other)]
     assert families == [["inference"], ["inference, varied scans"]]
+    made = FAMILIES[[family.name for family in FAMILIES].index("inference, varied scans")]
+    place = made.place(replace(other, case=f"{case}/generated/tuned/over-2-scans-5-turned"))
+    assert (place.group, place.way) == (f"{ONE}-generated", "tuned")
 
 
 def test_a_network_is_the_same_each_time():

@@ -200,6 +200,15 @@ def test_ways_of_a_study_are_columns_and_passes_are_told_with_their_group():
     }
 
 
+def test_generated_scans_count_and_are_called_so():
+    """In the suite workloads the mark stands behind the mode, in the tuner's behind the model."""
+    rows = [timed(f"net/fp16/inference{mark}", 3.0, 9.0, suite="workloads") for mark in ("", "/generated")]
+    rows.append(network("net-generated/fp16/inference/networks-tuned", "part:kernel", 1.0, 2.0))
+    bars = only(only(speedups(rows[:2])).panels)
+    assert sorted(bars.groups) == ["net", "net-generated"]
+    assert only(only(parts(rows)).panels).bars[-1] == "net-generated spconv"
+
+
 def test_layers_of_a_study_are_not_added_to_whole_passes():
     rows = [network("net/fp16/inference/networks-tuned", "part:kernel", 1.0, 2.0)]
     rows += [

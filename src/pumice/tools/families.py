@@ -41,6 +41,8 @@ DEFAULT = "default"
 PRECISIONS = ("fp16", "bf16", "tf32", "fp32", "fp64", "tf32x3", "bf16x3", "ieee", "int8", "fp8")
 MODES = ("inference", "training")
 _NETWORK = rf"(?P<group>.+?)/(?P<precision>{'|'.join(PRECISIONS)})"
+_MARKS = r"(?P<generated>/generated)?(?:/(?P<way>default|tuned))?"
+"""Behind a mode: of scans that were made from a seed, and by which tiles."""
 NETWORK = rf"{_NETWORK}/(?P<mode>{'|'.join(MODES)})(?:/(?P<rest>.+))?"
 """A case of a network: MODEL/PRECISION/MODE, and what may come after it. A model's name may have slashes."""
 
@@ -92,7 +94,9 @@ class Family:
         if found is None:
             return None
         parts = found.groupdict(default="")
-        return Place(parts["group"], parts.get("series", ""), parts.get("precision") or row.dtype, parts.get("way", ""))
+        # As studies of the tuner call it.
+        group = parts["group"] + "-generated" * bool(parts.get("generated"))
+        return Place(group, parts.get("series", ""), parts.get("precision") or row.dtype, parts.get("way", ""))
 
 
 LIBRARIES = (
@@ -111,7 +115,7 @@ _PRODUCT = r"tensor-product/(?P<group>l\d+/C\d+)/(?P<series>[^/]+)"
 
 def _mode(mode: str) -> str:
     """Networks in one mode, as a whole."""
-    return rf"{_NETWORK}/{mode}(?:/(?P<way>default|tuned))?"
+    return rf"{_NETWORK}/{mode}{_MARKS}"
 
 
 def _kinds(name: str) -> str:
@@ -120,7 +124,7 @@ def _kinds(name: str) -> str:
 
 FAMILIES: tuple[Family, ...] = (
     *(Family("workloads", mode, _mode(mode), _SPCONV) for mode in MODES),
-    Family("workloads", "inference, varied scans", rf"{_NETWORK}/inference/over-.+", _SPCONV, (), VARIED),
+    Family("workloads", "inference, varied scans", rf"{_mode('inference')}/over-.+", _SPCONV, (), VARIED),
     *(Family("tuner", mode, _mode(mode), {**_SPCONV, **_DEFAULT}) for mode in MODES),
     *(
         Family("tuner", f"tuned {mode}", rf"{_NETWORK}/{mode}/networks-tuned", _DEFAULT, (), "convolutions")

@@ -10,12 +10,13 @@ Rows of networks, of the suites `workloads` and `tuner`; times in ms:
     choice:DATAFLOW    MODEL/PRECISION/MODE/GROUP    a candidate of a group          default: the default's time
     chosen:DATAFLOW    MODEL/PRECISION/MODE/GROUP    the candidate that was taken    default: the default's time
 
-PART is map, sort, kernel or other. PRECISION is one of families.PRECISIONS, MODE inference or training. MODEL may have
-slashes (centerpoint-waymo-3f/generated). LAYER is a layer or a level. Where nothing was tuned, a part's peer is another
-than default, and its value counts as the default's. A row of the same part whose peer is spconv has spconv's time of
-it. GROUP is a group of layers that share a kernel map, with the passes that a candidate is for behind a comma; in
-studies of the tuner it stands behind the study and its way, STUDY-WAY/GROUP: a study has a picture of its own, and each
-of its ways a column. Of each network the newest run counts as a whole: its date and commit.
+PART is map, sort, kernel or other. PRECISION is one of families.PRECISIONS, MODE inference or training, behind which
+"generated" may stand: it then belongs to MODEL (centerpoint-waymo-3f-generated). MODEL may have slashes. LAYER is a
+layer or a level. Where nothing was tuned, a part's peer is another than default, and its value counts as the default's.
+A row of the same part whose peer is spconv has spconv's time of it. GROUP is a group of layers that share a kernel map,
+with the passes that a candidate is for behind a comma; in studies of the tuner it stands behind the study and its way,
+STUDY-WAY/GROUP: a study has a picture of its own, and each of its ways a column. Of each network the newest run counts
+as a whole: its date and commit.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _SUITES = ("workloads", "tuner")
 _STUDIES = tuple(f"{name}-" for name in ("splits", "sorted", "hybrid", "bindings", "networks", "gains", "transfer"))
 """Of the suite tuner: what names of their ways begin with."""
 _BY_LAYER = "layers-default/"
+_GENERATED = "generated"
 _TUNED, _SPCONV = "tuned", "spconv"
 
 
@@ -54,7 +56,13 @@ class Network:
     def of(row: Row) -> Network | None:
         """None for a row that is of no network."""
         found = re.fullmatch(NETWORK, row.case) if row.suite in _SUITES else None
-        return None if found is None else Network(*(text or "" for text in found.groups()))
+        if found is None:
+            return None
+        model, precision, mode, rest = (text or "" for text in found.groups())
+        if rest.partition("/")[0] == _GENERATED:
+            # As studies of the tuner call it.
+            return Network(f"{model}-{_GENERATED}", precision, mode, rest.partition("/")[2])
+        return Network(model, precision, mode, rest)
 
     @property
     def title(self) -> str:
