@@ -206,7 +206,8 @@ def gray_keys(
         return gray_keys_twin(masks, count, groups, totals, how)
     keys = torch.empty(rows, dtype=torch.int32, device=masks.device)
     digits, counts = tally or (Digits(0, 0, 1), keys)
-    constants = {"G": groups.shape[0], "WORDS": masks.shape[1], "SIDE": max(32, 1 << (groups.shape[0] - 1).bit_length())}
+    number = groups.shape[0]
+    constants = {"G": number, "WORDS": masks.shape[1], "SIDE": max(32, 1 << (number - 1).bit_length())}
     constants |= {"ROWS": _KEYS, "BLOCK": digits.block, "BINS": 0 if tally is None else 1 << digits.width}
     tensors = (masks, count, groups, totals, keys, counts)
     kernel("tiling.gray_keys")(-(-rows // _KEYS), tensors, (_step(rows), width, _shift(how), rows), constants)
