@@ -201,6 +201,20 @@ def test_more_items_than_expected_run_eagerly():
     net = strange(Layers())
     fast = captured(net, scene(60, batch=2))
     falls_back(fast, net, scene(60, 1, batch=3), "batch", "3 items")
+    x = scene(60, 2)
+    x = pm.SparseTensor(x.feats, x.coords, batch_size=4)
+    agrees(fast(x), eager(net, x))
+    assert fast.fallbacks == {"batch": 3}
+
+
+def test_in_inference_mode():
+    net = strange(Layers())
+    x = scene(60)
+    with torch.inference_mode():
+        fast = captured(net, x, buckets=[80])
+        agrees(fast(x), eager(net, x))
+    agrees(fast(x), eager(net, x))
+    agrees(fast(scene(100, 1)), eager(net, scene(100, 1)))
 
 
 @pytest.mark.parametrize("share", [0.1, {2: 0.1}, {(2, 2, 2): 0.1}])

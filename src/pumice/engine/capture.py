@@ -59,7 +59,7 @@ def capture(
     buckets: the factor between capacities, or the capacities themselves. Each is captured when a scene first needs it,
         or by `ready()`.
     box: the least and the greatest coordinates; a scene outside runs eagerly. By default the example's spatial_shape,
-        which later scenes then share, or its own box, half as long again along each axis.
+        which later scenes then share, or its own box, half as long again along each axis and up to a power of two.
 
     Raises
     ------
@@ -289,10 +289,16 @@ def _site(site: Site, batch: int, box: Box | None) -> Site:
         if len(low) != len(bounds.low) or len(high) != len(low) or any(a > b for a, b in zip(low, high, strict=True)):
             raise OptionError(f"box takes the least and the greatest coordinate of each axis, found {box!r}")
     else:
-        room = [extent // 4 + 8 for extent in bounds.extents]
-        low = tuple(max(-(2**31), a - r) for a, r in zip(bounds.low, room, strict=True))
-        high = tuple(min(INT32_MAX, b + r) for b, r in zip(bounds.high, room, strict=True))
+        ends = [_roomier(a, b) for a, b in zip(bounds.low, bounds.high, strict=True)]
+        low, high = tuple(a for a, _ in ends), tuple(b for _, b in ends)
     return Site(site.stride, site.spatial_shape, batch, Bounds(low, high, batch), site.frame)
+
+
+def _roomier(low: int, high: int) -> tuple[int, int]:
+    """An axis half as long again, and then to the next power of two: what finds neighbours grows by these anyway."""
+    extent = high - low + 1
+    room = (1 << (extent + 2 * (extent // 4 + 8) - 1).bit_length()) - extent
+    return max(-(2**31), low - room // 2), min(INT32_MAX, high + room - room // 2)
 
 
 def _check_model(model: nn.Module) -> None:

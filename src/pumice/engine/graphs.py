@@ -145,10 +145,11 @@ class Engine:
         if scene.count > most:
             what = self.limits.what
             return what, f"of {scene.count} {what}, and the largest capacity is max_{what}={most}"
+        items = max(scene.batch or 0, 0 if bounds is None else bounds.batch)
+        if items > box.batch:
+            return "batch", f"of {items} items, and batch={box.batch}"
         if bounds is None or not scene.count:
             return None
-        if bounds.batch > box.batch:
-            return "batch", f"of {bounds.batch} items, and batch={box.batch}"
         inside = all(a <= b for a, b in zip(box.low, bounds.low, strict=True))
         if inside and all(a >= b for a, b in zip(box.high, bounds.high, strict=True)):
             return None
@@ -210,7 +211,8 @@ class Engine:
             raise ShapeError(f"{count} {what}, and the largest capacity is max_{what}={most}")
         bucket = self.buckets.get(capacity)
         if bucket is None:
-            with _on(self.device):
+            # What is made in inference serves afterwards.
+            with _on(self.device), torch.inference_mode(False):
                 bucket = self.buckets[capacity] = self._made(capacity)
         return bucket
 
