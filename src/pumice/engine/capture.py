@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pumice.coords import Bounds, Site, check_points, frame_of
 from pumice.coords.keys import INT32_MAX
+from pumice.coords.launch import lasting
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
 from pumice.engine.graphs import Engine, Limits, Margins
 from pumice.engine.static import Autocast, Program, Shares
@@ -76,8 +77,9 @@ def capture(
     x = example if dtype is None else example.to(dtype)
     program = Program(own, _site(example.geometry.site, limits.batch, box), Autocast.now(x.device.type))
     scene = VoxelScene(x.feats, x.coords, x.geometry, x)
-    engine = Engine(program, Voxels.of(limits.capacities[-1], x), scene, limits, margins)
-    return Captured(engine, None if own is model else model)
+    with lasting():
+        buffers = Voxels.of(limits.capacities[-1], x)
+    return Captured(Engine(program, buffers, scene, limits, margins), None if own is model else model)
 
 
 def capture_points(
@@ -124,9 +126,9 @@ def capture_points(
     # It raises what is wrong with the example.
     x = scene.tensor()
     program = Program(own, _site(x.geometry.site, limits.batch, box), Autocast.now(points.device.type))
-    buffers = Points.of(limits.capacities[-1], scene, program.site.bounds)
-    engine = Engine(program, buffers, scene, limits, margins)
-    return CapturedPoints(engine, None if own is model else model)
+    with lasting():
+        buffers = Points.of(limits.capacities[-1], scene, program.site.bounds)
+    return CapturedPoints(Engine(program, buffers, scene, limits, margins), None if own is model else model)
 
 
 def _options_of_points(

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pumice.coords.cloud import DUPLICATE, RANGE
+from pumice.coords.launch import lasting
 from pumice.engine.compare import differ
 from pumice.engine.entry import Buffers, Scene, per_point
 from pumice.engine.static import Given, Planner, Program, Reading, Results, Settled, Shares
@@ -212,7 +213,7 @@ class Engine:
         bucket = self.buckets.get(capacity)
         if bucket is None:
             # What is made in inference serves afterwards.
-            with _on(self.device), torch.inference_mode(False):
+            with _on(self.device), lasting():
                 bucket = self.buckets[capacity] = self._made(capacity)
         return bucket
 

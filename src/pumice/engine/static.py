@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, Relation, Site
+from pumice.coords.launch import lasting
 from pumice.coords.outputs import site_of
 from pumice.coords.rooms import Buffered, Rooms
 from pumice.engine.entry import Buffers, Entered, per_point
@@ -163,7 +164,7 @@ class Program:
 
     def run(self, buffers: Buffers, rooms: Rooms, poison: bool = False) -> Results:
         """One pass. poison: features of rows that do not live are NaN, wherever a tensor is made."""
-        with torch.no_grad():
+        with torch.no_grad(), lasting():
             entered = buffers.enter(self.site, Buffered(rooms, (), poison))
         geometry = entered.x.geometry
         cloud = geometry.cloud
