@@ -227,7 +227,7 @@ class Engine:
             self._check(bucket, scene)
             if self._pool is not None:
                 self._record(bucket)
-        except PumiceError:
+        except (PumiceError, torch.OutOfMemoryError):
             raise
         except RuntimeError as problem:
             raise CaptureError(
