@@ -27,6 +27,11 @@ def cloud(count, seed=0, batch=None, extent=3.0):
     return points, feats, items
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 class Heads(nn.Module):
     """Logits of voxels, their labels, a coarser level, and a mean of each item."""
 
@@ -67,6 +72,30 @@ def test_points_in_and_points_out(grid):
         x, want = eager(net, *scan, options, 2)
         agrees(fast(*scan), want, x)
     assert fast.prepared == (100, 320) and not fast.fallbacks and fast.replays == 6
+
+
+def test_a_network_that_goes_back_to_points_itself():
+    class Back(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.head = pm.models.MinkUNet(2, 4, 0.125), nn.Linear(4, 3)
+
+        def forward(self, x):
+            y = self.net(x)
+            return self.head(pm.devoxelize(y)), y
+
+    net = strange(Back())
+    points, feats, _ = cloud(200)
+    fast = pm.capture_points(net, points, feats, size=0.5, max_points=210)
+    for count in (200, 210, 0, 13, 211):
+        scan = cloud(count, count)
+        x, (heads, y) = eager(net, *scan, {"size": 0.5})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got = fast(*scan)
+        assert_close(got[0], heads)
+        assert_close(got[1], pm.devoxelize(y))
+    assert fast.replays == 4
 
 
 def test_points_are_their_own_features():

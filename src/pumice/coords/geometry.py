@@ -18,6 +18,7 @@ from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.launch import lasting
 from pumice.coords.lookup import Lookup, find
+from pumice.coords.relation import Relation
 from pumice.coords.rooms import Buffered
 from pumice.coords.structures import explain, lookup_of
 from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
@@ -231,6 +232,12 @@ class Geometry:
     def find(self, coords: Tensor) -> Tensor:
         """The row of each of `coords` int [M, 1+D], -1 where it is not present; int64 [M]."""
         return find(self.lookup(), coords, self.bounds).long()
+
+    def enter(self, cells: Cloud) -> Tensor:
+        """The row of each of `cells` that lives, -1 of others; int64 [P]. It is the `inverse` of coordinates in a
+        buffer that were made of these."""
+        self._inverse = self.lookup().neighbours(cells, Relation.of(self.dim, 1)).rows[:, 0].long()
+        return self._inverse
 
     @property
     def unsettled(self) -> Tensor | None:

@@ -243,7 +243,7 @@ class Points:
         place: Hashable = ("rows", buffered.path, site.stride)
         room = buffered.rooms.room(place, made.count, room_of(self.capacity, relation, site))
         geometry = Geometry.in_buffer(made.cloud(room, alone=True), site, buffered)
-        rows = geometry.lookup().neighbours(cells, Relation.of(cells.dim, 1)).rows[:, 0].long()
+        rows = geometry.enter(cells)
         return Entered(SparseTensor(self._means(rows, room), geometry), rows)
 
     def _cells(self, site: Site) -> Cloud:

@@ -185,9 +185,9 @@ class Engine:
     def _with_points(self, leaves: Sequence[Any], x: SparseTensor) -> list[Any]:
         """Results of an eager pass with rows of points where those of a graph have them."""
         kinds = () if self._reading is None else self._reading.kinds
-        if "points" not in kinds:
+        if "taken" not in kinds:
             return list(leaves)
-        return [_by_point(leaf, x) if k == "points" else leaf for leaf, k in zip(leaves, kinds, strict=True)]
+        return [_by_point(leaf, x) if k == "taken" else leaf for leaf, k in zip(leaves, kinds, strict=True)]
 
     def _given_back(self, scene: Scene, results: Results, words: Sequence[int]) -> Any:
         assert self._reading is not None

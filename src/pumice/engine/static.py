@@ -117,9 +117,11 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class PerPoint:
-    """A tensor among results with a row for each point that entered."""
+    """A tensor among results with a row for each point that entered; taken: whether the network has one for each of
+    their voxels."""
 
     values: Tensor
+    taken: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,10 +197,12 @@ def _of_points(leaf: Any, entered: Entered) -> Any:
     if entered.inverse is None:
         return leaf
     if isinstance(leaf, Rows):
-        return leaf if leaf.path else PerPoint(per_point(leaf.feats, entered.inverse))
-    if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == len(entered.x.geometry):
-        return PerPoint(per_point(leaf, entered.inverse))
-    return leaf
+        return leaf if leaf.path else PerPoint(per_point(leaf.feats, entered.inverse), True)
+    if not isinstance(leaf, Tensor) or not leaf.ndim:
+        return leaf
+    if leaf.shape[0] == len(entered.inverse):
+        return PerPoint(leaf, False)
+    return PerPoint(per_point(leaf, entered.inverse), True) if leaf.shape[0] == len(entered.x.geometry) else leaf
 
 
 def _levels(geometry: Geometry) -> Iterator[tuple[Path, Geometry]]:
@@ -216,8 +220,8 @@ def _levels(geometry: Geometry) -> Iterator[tuple[Path, Geometry]]:
 
 
 Kind = Path | str
-"""What the first axis of a result counts: the voxels of a level, the "points" that entered, "items" of the batch, or
-("whole") something else."""
+"""What the first axis of a result counts: the voxels of a level, the "points" that entered ("taken" of the result for
+their voxels), "items" of the batch, or ("whole") something else."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +244,7 @@ def _kind(held: Any, wanted: Any, results: Results, counts: Mapping[Path, int], 
     if isinstance(held, Rows):
         return held.path
     if isinstance(held, PerPoint):
-        return "points"
+        return "taken" if held.taken else "points"
     if not isinstance(held, Tensor):
         return "whole"
     if held.ndim:
