@@ -63,7 +63,7 @@ def agrees(got, want):
         elif isinstance(b, torch.Tensor | pm.SparseTensor):
             values = b.feats if isinstance(b, pm.SparseTensor) else b
             # A norm of one voxel is 0 but for rounding.
-            scale = float(values.square().mean().sqrt().clamp(min=0.05)) if values.numel() else None
+            scale = float(values.detach().square().mean().sqrt().clamp(min=0.05)) if values.numel() else None
             assert_close(a, b, scale=scale)
         else:
             assert a == b
