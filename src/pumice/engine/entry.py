@@ -59,6 +59,11 @@ class Scene(Protocol):
         ...
 
     @property
+    def whole(self) -> bool:
+        """Whether it has as many of the first voxels as it counts."""
+        ...
+
+    @property
     def batch(self) -> int | None:
         """Items that results are given for; None: as many as the program has."""
         ...
@@ -144,6 +149,10 @@ class VoxelScene:
     @property
     def count(self) -> int:
         return self.coords.shape[0]
+
+    @property
+    def whole(self) -> bool:
+        return True
 
     @property
     def batch(self) -> int | None:
@@ -287,6 +296,10 @@ class PointScene:
     @property
     def count(self) -> int:
         return self.points.shape[0]
+
+    @property
+    def whole(self) -> bool:
+        return False
 
     @property
     def batch(self) -> None:

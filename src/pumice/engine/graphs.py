@@ -134,11 +134,13 @@ class Engine:
             bucket = self.bucket(scene.count)
             scene.fill(bucket.buffers)
             results = bucket.run(self.program)
+            # Copies are queued before the device is waited for, where their sizes are known.
+            found = self._given_back(scene, results, ()) if self._known(scene) else None
             words = results.words.tolist()
             if words[0]:
                 return self._eagerly(scene, *self._refused(scene, results, words))
             self.replays += 1
-            return self._given_back(scene, results, words)
+            return self._given_back(scene, results, words) if found is None else found
 
     def _unfit(self, scene: Scene) -> tuple[str, str] | None:
         """Why a scene is not for a graph, as far as the host knows: a word and what it says."""
@@ -189,6 +191,11 @@ class Engine:
             return list(leaves)
         return [_by_point(leaf, x) if k == "taken" else leaf for leaf, k in zip(leaves, kinds, strict=True)]
 
+    def _known(self, scene: Scene) -> bool:
+        """Whether the sizes of all results are known before the device tells them."""
+        assert self._reading is not None
+        return not any(isinstance(kind, tuple) and (kind or not scene.whole) for kind in self._reading.kinds)
+
     def _given_back(self, scene: Scene, results: Results, words: Sequence[int]) -> Any:
         assert self._reading is not None
         given = self._given(scene, results, words)
@@ -199,7 +206,7 @@ class Engine:
         site = self.program.site
         own = scene.geometry(site)
         items = site.batch_size if scene.batch is None else scene.batch
-        counts = dict(zip(results.levels, words[1:], strict=True))
+        counts = dict(zip(results.levels, words[1:], strict=True)) if words else {(): scene.count}
         return Given(own, site if own is None else own.site, items, scene.count, counts, results.levels)
 
     # Making ready
