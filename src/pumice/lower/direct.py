@@ -98,26 +98,29 @@ class Template:
         return _direct(self.mould.cast_at(self.runner.bound, given, every), self.runner, shape, self.free)
 
 
-def of_ready(
-    ready: Ready, held: Held, tensors: Mapping[str, Tensor], order: Mapping[str, int]
-) -> tuple[Direct, Template] | None:
-    """What a call that was carried out leaves: of one kernel, which holds all but these tensors.
+def of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Direct | None:
+    """What a call that was carried out leaves where it is one kernel, which holds all but these tensors.
 
     order: the places of the tensors, by their names, among those of later calls.
     """
-    if len(ready.parts) != 1 or not isinstance(run := ready.parts[0].run, kernels.HeldRunner):
+    run = _alone(ready)
+    made = None if run is None else run.made(tensors)
+    return None if run is None or made is None else _direct(made[0], run.like, ready.shape, order)
+
+
+def template_of(ready: Ready, held: Held, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Template | None:
+    """The same for other maps; held: the arrays of the call's own."""
+    run, places = _alone(ready), {id(x): n for n, x in enumerate(held.arrays)}
+    made = None if run is None or held.far else run.made(tensors)
+    if run is None or made is None or not all(id(x) in places for x in run.held.values()):
         return None
-    if run.like.dtype != ready.dtype or held.far:
-        return None
-    made = run.made(tensors)
-    if made is None:
-        return None
-    aimed, mould = made
-    direct = _direct(aimed, run.like, ready.shape, order)
-    places = {id(x): n for n, x in enumerate(held.arrays)}
-    if direct is None or not all(id(x) in places for x in run.held.values()):
-        return None
-    return direct, Template(mould, run.like, tuple((name, places[id(x)]) for name, x in run.held.items()), order)
+    return Template(made[1], run.like, tuple((name, places[id(x)]) for name, x in run.held.items()), order)
+
+
+def _alone(ready: Ready) -> kernels.HeldRunner | None:
+    """The one kernel that a call is."""
+    run = ready.parts[0].run if len(ready.parts) == 1 else None
+    return run if isinstance(run, kernels.HeldRunner) and run.like.dtype == ready.dtype else None
 
 
 def _direct(

@@ -248,10 +248,11 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
     held, places = _held_arrays(found), dict(ready.parts[0].places)
     order = {**places, **{name: n for n, name in enumerate(finish.names, 2)}}
     given = {name: (x, flat, *tensors[2:])[n] for name, n in order.items()}
-    left = direct.of_ready(ready, held, given, order)
-    if left is not None:
-        found.storage(key, lambda _: left[0])
-        direct.TEMPLATES.keep(_kind_of_call(tensors, held, found, finish), left[1])
+    call, template = direct.of_ready(ready, given, order), direct.template_of(ready, held, given, order)
+    if call is not None:
+        found.storage(key, lambda _: call)
+    if template is not None:
+        direct.TEMPLATES.keep(_kind_of_call(tensors, held, found, finish), template)
 
 
 def _kind_of_call(tensors: Sequence[Tensor], held: direct.Held, found: KernelMap, finish: Finish) -> Hashable:
