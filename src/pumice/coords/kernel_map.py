@@ -159,6 +159,10 @@ class KernelMap:
         """Whether storage `name` was made for this direction of the map."""
         return (name, self.flipped) in self._storages
 
+    def kept(self, name: Hashable) -> Any:
+        """What was made under that name, or None."""
+        return self._storages.get((name, self.flipped))
+
     def storage(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
         key = (name, self.flipped)
