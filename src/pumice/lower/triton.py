@@ -40,7 +40,7 @@ from pumice.lower.emit import (
 )
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
 from pumice.lower.loops import EIGHT_BITS
-from pumice.lower.remember import Bounded
+from pumice.lower.remember import OWN, Bounded
 from pumice.lower.scratch import Scratch, scratch
 from pumice.lower.segments import Segments, pieces, segments, stacks
 from pumice.schedule import tile as tiles
@@ -465,7 +465,8 @@ class Mould:
         if self.form.segment is not None and self.counted is not None:
             name, axis, coefficient = self.counted
             array = held.get(self.form.segment.array)
-            if array is None or _captured(array.device):
+            # Passes of a program that is to be captured all go one way: the one before compiles what it starts.
+            if array is None or array in OWN or _captured(array.device):
                 return None
             part = _segments_of(array, -(-shapes[name][axis] // coefficient), self.form, self.emitted.tile)
         return Aimed.of(self.emitted.sized(extents, shapes, part), held, part)
