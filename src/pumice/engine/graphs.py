@@ -234,7 +234,7 @@ class Engine:
             self._check(bucket, scene)
             if self._pool is not None:
                 self._record(bucket)
-        except (PumiceError, torch.OutOfMemoryError):
+        except (PumiceError, torch.cuda.OutOfMemoryError):
             raise
         except RuntimeError as problem:
             raise CaptureError(
