@@ -5,7 +5,7 @@ import torch
 from pumice import coords, engine, errors, models, nn, ops
 from pumice.coords import Geometry, KernelMap, Relation, deserialize, kernel_map, same_geometry, serialize
 from pumice.coords.geometry import _rebuild
-from pumice.engine import Captured, CapturedPoints, Tuning, capture, capture_points, tune
+from pumice.engine import Captured, CapturedPoints, CapturedStep, PerItem, Tuning, capture, capture_points, capture_step, tune
 from pumice.ops import (
     Sparse,
     SparseTensor,
@@ -33,14 +33,17 @@ torch.serialization.add_safe_globals([SparseTensor, _rebuild])
 __all__ = [
     "Captured",
     "CapturedPoints",
+    "CapturedStep",
     "Geometry",
     "KernelMap",
+    "PerItem",
     "Relation",
     "Sparse",
     "SparseTensor",
     "Tuning",
     "capture",
     "capture_points",
+    "capture_step",
     "cat",
     "coalesce",
     "collate",

@@ -85,6 +85,7 @@ class Geometry:
         self._schedule: MapSchedule | None = None
         self._settled = True
         self._buffered: Buffered | None = None
+        self._alive: Tensor | None = None
 
     @staticmethod
     def in_buffer(cloud: Cloud, site: Site, buffered: Buffered) -> Geometry:
@@ -165,6 +166,19 @@ class Geometry:
     def buffered(self) -> Buffered | None:
         """What is settled of the sizes, where the coordinates lie in a buffer (a captured network); else None."""
         return self._buffered
+
+    @property
+    def trains(self) -> bool:
+        """Whether the coordinates lie in a buffer, and gradients are asked for."""
+        return self._buffered is not None and self._buffered.trains
+
+    @property
+    def alive(self) -> Tensor:
+        """bool [N, 1]: which rows live; all but in a captured network."""
+        if self._alive is None:
+            with lasting():
+                self._alive = self.cloud.live()[:, None]
+        return self._alive
 
     def known(self, what: str) -> None:
         """Raise GeometryError where the number of voxels is the device's alone, for what has to know it."""

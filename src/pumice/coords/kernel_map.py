@@ -298,12 +298,19 @@ def _in_room(found: KernelMap, between: Between, block: int, how: Order) -> Comp
     return compact.filled(found.rows(), tiling, room, between.status)
 
 
+def _groups_in_room(found: KernelMap, between: Between, group: int) -> int:
+    """How many groups of pairs there is room for."""
+    needed = ((found.tally()[:, -1:] + group - 1) // group).sum(0, dtype=torch.int32)
+    most = found.volume * -(-found.num_outputs // group)
+    return between.rooms.room(("groups", between.place, group), needed, most)
+
+
 def _grouped(found: KernelMap, group: int) -> Grouped:
     """Of a map that is not flipped."""
     if found.between is None:
         groups, status = sum(-(-total // group) for total in _totals(found)), None
     else:
-        groups, status = found.volume * -(-found.num_outputs // group), found.between.status
+        groups, status = _groups_in_room(found, found.between, group), found.between.status
     ends = found.tally()
     inputs, outputs = compact.listed(found.rows(), found.living(), ends, groups * group, group, status)
     taps = compact.group_taps(ends[:, -1], groups, group)

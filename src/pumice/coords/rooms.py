@@ -25,12 +25,13 @@ class Buffered:
 
     rooms: how large the buffers of other levels are. path: the relations that lead here from the first coordinates.
     poison: whether features of rows that do not live become NaN wherever a tensor is made, so that what reads them
-    shows.
+    shows. trains: whether gradients are asked for, which rows that do not live must not add to.
     """
 
     rooms: Rooms
     path: tuple[Relation, ...] = ()
     poison: bool = False
+    trains: bool = False
 
 
 @dataclass(frozen=True, eq=False)

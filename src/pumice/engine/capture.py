@@ -70,12 +70,12 @@ def capture(
     as many rows as their values say, such as prune()).
     """
     _check_model(model)
-    _check_example(example)
+    check_example(example)
     limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, batch), buckets)
     margins = Margins(margin, level_capacity)
     own = model if dtype is None else cast(model, dtype)
     x = example if dtype is None else example.to(dtype)
-    program = Program(own, _site(example.geometry.site, limits.batch, box), Autocast.now(x.device.type))
+    program = Program(own, site_within(example.geometry.site, limits.batch, box), Autocast.now(x.device.type))
     scene = VoxelScene(x.feats, x.coords, x.geometry, x)
     with lasting():
         buffers = Voxels.of(limits.capacities[-1], x)
@@ -125,7 +125,7 @@ def capture_points(
     scene = PointScene(points, feats, batch, Grid(frame, shape, limits.batch, dtype))
     # It raises what is wrong with the example.
     x = scene.tensor()
-    program = Program(own, _site(x.geometry.site, limits.batch, box), Autocast.now(points.device.type))
+    program = Program(own, site_within(x.geometry.site, limits.batch, box), Autocast.now(points.device.type))
     with lasting():
         buffers = Points.of(limits.capacities[-1], scene, program.site.bounds)
     return CapturedPoints(Engine(program, buffers, scene, limits, margins), None if own is model else model)
@@ -196,15 +196,7 @@ class _Base:
 
     def explain(self) -> str:
         """The capacities, and those of the levels of each that is captured."""
-        how = "CUDA graphs" if self._engine.graphs else "no graphs: there is no GPU"
-        what = self._engine.limits.what
-        lines = [f"{len(self.capacities)} capacities up to {self.capacities[-1]} {what}, {how}"]
-        for capacity in self.capacities:
-            bucket = self._engine.buckets.get(capacity)
-            levels = [] if bucket is None else [f"{n} at stride {place[2]}" for place, n in bucket.rooms.levels()]
-            lines.append(f"  {capacity}: {'not yet captured' if bucket is None else ', '.join(levels) or 'one level'}")
-        lines.append(f"{self.replays} scenes so far, and eagerly {dict(self.fallbacks) or 'none'}")
-        return "\n".join(lines)
+        return self._engine.explain()
 
     def __repr__(self) -> str:
         kept = ", ".join(map(str, self.prepared))
@@ -228,7 +220,7 @@ class Captured(_Base):
         example: SparseTensor = self._engine.example.like  # pyright: ignore[reportAttributeAccessIssue]
         own = None
         if isinstance(x, SparseTensor):
-            _check_scene(x, example)
+            check_scene(x, example)
             feats, coords, own = x.feats, x.coords, x.geometry
         elif isinstance(x, Tensor) and isinstance(coords, Tensor):
             feats = x
@@ -279,7 +271,7 @@ def _held(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _site(site: Site, batch: int, box: Box | None) -> Site:
+def site_within(site: Site, batch: int, box: Box | None) -> Site:
     """Of the first coordinates: a box that all scenes are expected in."""
     bounds = site.bounds
     if site.spatial_shape is not None:
@@ -311,7 +303,7 @@ def _check_model(model: nn.Module) -> None:
         raise OptionError(f"capture is of a model in evaluation, call model.eval(); in training are {training[:3]}")
 
 
-def _check_example(example: SparseTensor) -> None:
+def check_example(example: SparseTensor) -> None:
     if not isinstance(example, SparseTensor):
         raise DtypeError(f"the example is a SparseTensor, found {type(example).__name__}")
     example.geometry.known("a capture within a capture")
@@ -319,7 +311,7 @@ def _check_example(example: SparseTensor) -> None:
         raise ShapeError("the example has no voxels: it says nothing of how large inner levels are")
 
 
-def _check_scene(x: SparseTensor, example: SparseTensor) -> None:
+def check_scene(x: SparseTensor, example: SparseTensor) -> None:
     _check_arrays(x.feats, x.coords, example)
     for name in ("stride", "spatial_shape"):
         if getattr(x, name) != getattr(example, name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +36,32 @@ def differ(got: Any, want: Any) -> str | None:
     if isinstance(want, Tensor):
         return _values(got, want) if isinstance(got, Tensor) else "no tensor"
     return None if got == want else f"{got!r} where there should be {want!r}"
+
+
+def loss_differs(got: Tensor, want: Tensor, kind: torch.dtype) -> str | None:
+    """How two losses differ by more than rounding, of what was computed in dtype `kind`; or None."""
+    limit = _LIMITS[kind][0] / 2
+    if bool((got - want).abs() <= limit * want.abs().clamp(min=1e-3)) or bool(got.isnan() & want.isnan()):
+        return None
+    return f"the loss is {float(got):.6g} where it should be {float(want):.6g}"
+
+
+def gradients_differ(grads: Sequence[tuple[str, Tensor, Tensor]], kind: torch.dtype) -> str | None:
+    """The same of gradients: (name, as it is, as it should be).
+
+    What is lost in rounding is a share of what was summed up: a gradient that is 0 but for rounding (of a bias before a
+    norm) is measured by the others.
+    """
+    if not grads:
+        return None
+    limit = 4 * _LIMITS[kind][0]
+    squares = torch.stack([want.double().square().mean() for *_, want in grads])
+    scales = squares.sqrt().clamp(min=0.02 * float(squares.mean().sqrt()) + torch.finfo(kind).tiny)
+    errors = torch.stack([(got.double() - want.double()).square().mean().sqrt() for _, got, want in grads]) / scales
+    worst = int(torch.where(errors.isfinite(), errors, torch.inf).argmax())
+    if float(errors[worst]) <= limit:
+        return None
+    return f"the gradient of {grads[worst][0]} has an rms error of {float(errors[worst]):.3g}, of {limit:.3g} ({kind})"
 
 
 def _values(got: Tensor, want: Tensor) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from pumice.coords.cloud import DUPLICATE, RANGE
 from pumice.coords.launch import lasting
 from pumice.engine.compare import differ
 from pumice.engine.entry import Buffers, Scene, per_point
-from pumice.engine.static import Given, Planner, Program, Reading, Results, Settled, Shares
+from pumice.engine.static import Given, Level, Path, Planner, Program, Reading, Results, Settled, Shares
 from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceError, ShapeError
 from pumice.ops import SparseTensor
 
@@ -67,6 +67,16 @@ def _capacities(most: int, what: str, buckets: float | Sequence[int]) -> tuple[i
     return tuple(reversed(found))
 
 
+class Ran(Protocol):
+    """What a pass tells of the levels that it went through; words: as those of Results."""
+
+    @property
+    def levels(self) -> Mapping[Path, Level]: ...
+
+    @property
+    def words(self) -> Tensor: ...
+
+
 @dataclass(eq=False)
 class Bucket:
     """A capacity, made ready. graph: None where there are none, on a CPU. results: those that the graph writes.
@@ -77,10 +87,10 @@ class Bucket:
     buffers: Buffers
     rooms: Settled
     graph: torch.cuda.CUDAGraph | None = None
-    results: Results | None = None
+    results: Any = None
     read: Sequence[Tensor] = ()
 
-    def run(self, program: Program) -> Results:
+    def run(self, program: Any) -> Any:
         """The results for what is in the buffers; the next call overwrites them."""
         if self.graph is None or self.results is None:
             return program.run(self.buffers, self.rooms)
@@ -130,7 +140,7 @@ class Engine:
             raise OptionError("the model is in training; call model.eval(): what was captured is its evaluation")
         if (problem := self._unfit(scene)) is not None:
             return self._eagerly(scene, *problem)
-        with _on(self.device):
+        with on(self.device):
             bucket = self.bucket(scene.count)
             scene.fill(bucket.buffers)
             results = bucket.run(self.program)
@@ -158,7 +168,7 @@ class Engine:
             return None
         return "box", f"from {bounds.low} to {bounds.high}, outside {self._box}"
 
-    def _refused(self, scene: Scene, results: Results, words: Sequence[int]) -> tuple[str, str]:
+    def _refused(self, scene: Scene, results: Ran, words: Sequence[int]) -> tuple[str, str]:
         """Why a graph has not done a scene, which is to run eagerly. Raises what is an error there, too."""
         status = words[0]
         bounded = self.program.site.spatial_shape is not None
@@ -167,7 +177,7 @@ class Engine:
             raise CoordinateError("coordinates are duplicates, or outside the box that was given for them")
         if status & RANGE:
             return "box", f"outside {self._box}"
-        return "room", _short(results, words)
+        return "room", short(results, words)
 
     @property
     def _box(self) -> str:
@@ -175,14 +185,18 @@ class Engine:
         return f"the box {box.low} to {box.high} with {box.batch} items"
 
     def _eagerly(self, scene: Scene, why: str, told: str) -> Any:
+        self._tell(why, told)
+        x = scene.tensor()
+        leaves, spec = pytree.tree_flatten(self.program.eager(x))
+        return pytree.tree_unflatten(self._with_points(leaves, x), spec)
+
+    def _tell(self, why: str, told: str) -> None:
+        """Count a scene that runs eagerly, and say why, once."""
         self.fallbacks[why] += 1
         if why not in self._told:
             self._told.add(why)
             message = f"a scene {told}: it runs eagerly, as all such will; this is said once"
-            warnings.warn(message, RuntimeWarning, stacklevel=5)
-        x = scene.tensor()
-        leaves, spec = pytree.tree_flatten(self.program.eager(x))
-        return pytree.tree_unflatten(self._with_points(leaves, x), spec)
+            warnings.warn(message, RuntimeWarning, stacklevel=6)
 
     def _with_points(self, leaves: Sequence[Any], x: SparseTensor) -> list[Any]:
         """Results of an eager pass with rows of points where those of a graph have them."""
@@ -209,6 +223,18 @@ class Engine:
         counts = dict(zip(results.levels, words[1:], strict=True)) if words else {(): scene.count}
         return Given(own, site if own is None else own.site, items, scene.count, counts, results.levels)
 
+    def explain(self) -> str:
+        """The capacities, and those of the levels of each that is captured."""
+        how = "CUDA graphs" if self.graphs else "no graphs: there is no GPU"
+        what, capacities = self.limits.what, self.limits.capacities
+        lines = [f"{len(capacities)} capacities up to {capacities[-1]} {what}, {how}"]
+        for capacity in capacities:
+            bucket = self.buckets.get(capacity)
+            levels = [] if bucket is None else [f"{n} at stride {place[2]}" for place, n in bucket.rooms.levels()]
+            lines.append(f"  {capacity}: {'not yet captured' if bucket is None else ', '.join(levels) or 'one level'}")
+        lines.append(f"{self.replays} scenes so far, and eagerly {dict(self.fallbacks) or 'none'}")
+        return "\n".join(lines)
+
     # Making ready
 
     def bucket(self, count: int) -> Bucket:
@@ -220,7 +246,7 @@ class Engine:
         bucket = self.buckets.get(capacity)
         if bucket is None:
             # What is made in inference serves afterwards.
-            with _on(self.device), lasting():
+            with on(self.device), lasting():
                 bucket = self.buckets[capacity] = self._made(capacity)
         return bucket
 
@@ -229,8 +255,7 @@ class Engine:
         scene.fill(buffers)
         planner = Planner(capacity, scene.count, self._margins.margin, self._margins.shares)
         try:
-            self.program.run(buffers, planner)
-            bucket = Bucket(buffers, Settled(planner.rooms))
+            bucket = self._planned(buffers, planner)
             self._check(bucket, scene)
             if self._pool is not None:
                 self._record(bucket)
@@ -242,6 +267,11 @@ class Engine:
             ) from problem
         return bucket
 
+    def _planned(self, buffers: Buffers, planner: Planner) -> Bucket:
+        """A bucket with the rooms that a first pass asks for."""
+        self.program.run(buffers, planner)
+        return Bucket(buffers, Settled(planner.rooms))
+
     def _check(self, bucket: Bucket, scene: Scene) -> None:
         """Compare with the eager network, with NaN wherever no voxel lives; tell what results are."""
         x = scene.tensor()
@@ -250,7 +280,7 @@ class Engine:
         results = self.program.run(bucket.buffers, bucket.rooms, poison=True)
         words = results.words.tolist()
         if words[0]:
-            raise CaptureError(f"the example itself has no room: it is a scene {_short(results, words)}")
+            raise CaptureError(f"the example itself has no room: it is a scene {short(results, words)}")
         reading = Reading.of(results, words, wanted, (self.limits.batch, x.batch_size))
         self._reading = self._reading or reading
         given = replace(self._given(scene, results, words), items=x.batch_size)
@@ -299,7 +329,7 @@ def _by_point(leaf: Any, x: SparseTensor) -> Tensor:
     return per_point(leaf.feats if isinstance(leaf, SparseTensor) else leaf, x.inverse)
 
 
-def _short(results: Results, words: Sequence[int]) -> str:
+def short(results: Ran, words: Sequence[int]) -> str:
     """What there was no room for."""
     named = [
         f"{needed} voxels at stride {level.stride}, where there is room for {level.capacity}"
@@ -310,7 +340,7 @@ def _short(results: Results, words: Sequence[int]) -> str:
     return f"that needs {needs} (level_capacity, margin)"
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return nullcontext()
     return torch.cuda.device(device)

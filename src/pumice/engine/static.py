@@ -8,7 +8,7 @@ on a GPU they can be recorded once as a CUDA graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,14 +169,12 @@ class Program:
         with torch.no_grad(), lasting():
             entered = buffers.enter(self.site, Buffered(rooms, (), poison))
         geometry = entered.x.geometry
-        cloud = geometry.cloud
         leaves, spec = pytree.tree_flatten(self.eager(entered.x))
-        found = dict(_levels(geometry))
-        counts = [c.count if c.needed is None else c.needed for c in (g.cloud for g in found.values())]
+        found = dict(levels_of(geometry))
         # Of the maps nothing is kept: their memory is another graph's.
         levels = {path: Level(g.coords, g.stride) for path, g in found.items()}
         leaves = [_of_points(_bare(leaf), entered) for leaf in leaves]
-        return Results(leaves, spec, levels, torch.cat([cloud.status, *counts]))
+        return Results(leaves, spec, levels, words_of(geometry, found.values()))
 
     def eager(self, x: SparseTensor) -> Any:
         """The forward pass as it is."""
@@ -205,7 +203,13 @@ def _of_points(leaf: Any, entered: Entered) -> Any:
     return PerPoint(per_point(leaf, entered.inverse), True) if leaf.shape[0] == len(entered.x.geometry) else leaf
 
 
-def _levels(geometry: Geometry) -> Iterator[tuple[Path, Geometry]]:
+def words_of(geometry: Geometry, levels: Iterable[Geometry]) -> Tensor:
+    """The status of the first coordinates, then of each level how many voxels it has or, with room for all, would."""
+    clouds = [level.cloud for level in levels]
+    return torch.cat([geometry.cloud.status, *[c.count if c.needed is None else c.needed for c in clouds]])
+
+
+def levels_of(geometry: Geometry) -> Iterator[tuple[Path, Geometry]]:
     """All coordinates that were made of these, with their paths."""
     assert geometry.buffered is not None
     yield geometry.buffered.path, geometry
@@ -216,7 +220,7 @@ def _levels(geometry: Geometry) -> Iterator[tuple[Path, Geometry]]:
         seen.add(id(other))
         # A map may also lead to coordinates that were there before.
         if len(other.buffered.path) > len(geometry.buffered.path):
-            yield from _levels(other)
+            yield from levels_of(other)
 
 
 Kind = Path | str

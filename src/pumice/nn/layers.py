@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pumice.errors import ShapeError
+from pumice.lower import norm
 from pumice.ops import pool
 from pumice.ops.conv import Size
-from pumice.ops.tensor import SparseTensor, living
+from pumice.ops.tensor import SparseTensor, living, on_rows, rows_of
 
 
 class _Featurewise(nn.Module):
@@ -20,6 +21,16 @@ class _Featurewise(nn.Module):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return x.replace(super().forward(x.feats))
+
+
+class _Entrywise(_Featurewise):
+    """One without parameters, to which each row matters alone."""
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        if not x.geometry.trains:
+            return super().forward(x)
+        # What torch's module makes of the features: those of rows that do not live may be anything.
+        return on_rows(super(_Featurewise, self).forward(rows_of(x)), x.geometry)
 
 
 class BatchNorm(_Featurewise, nn.BatchNorm1d):
@@ -30,6 +41,8 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
     """
 
     def forward(self, x: SparseTensor) -> SparseTensor:
+        if x.geometry.trains and (self.training or self.running_mean is None):
+            return self._over_living(x)
         if self.running_mean is None:
             x.geometry.known("a BatchNorm without running statistics takes those of all voxels")
         if not self.training or len(x) > 1:
@@ -37,6 +50,34 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         mean = self.running_mean if self.running_mean is not None else x.feats.new_zeros(self.num_features)
         var = self.running_var if self.running_var is not None else x.feats.new_ones(self.num_features)
         return x.replace(functional.batch_norm(x.feats, mean, var, self.weight, self.bias, False, 0.0, self.eps))
+
+    def _over_living(self, x: SparseTensor) -> SparseTensor:
+        """In training, where the device alone knows how many voxels there are."""
+        feats, rows = rows_of(x), norm.Rows(x.geometry.cloud.count, x.geometry.alive)
+        mean, var = self.running_mean, self.running_var
+        if mean is None or var is None:
+            wide = torch.promote_types(feats.dtype, torch.float32)
+            known = feats.new_zeros(self.num_features, dtype=wide), feats.new_ones(self.num_features, dtype=wide)
+        else:
+            known = mean, var
+        y, *found = norm.batch_norm(feats, rows, (self.weight, self.bias), known, self.eps)
+        if self.training and mean is not None and var is not None:
+            self._follow(mean, var, found, rows.count)
+        return on_rows(y, x.geometry)
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, var: Tensor, found: Sequence[Tensor], count: Tensor) -> None:
+        """Running statistics follow those of at least two voxels."""
+        several = count > 1
+        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(several[0])
+            if self.momentum is None:
+                factor = 1.0 / self.num_batches_tracked.clamp(min=1)
+        unbiased = found[1] * (count / (count - 1).clamp(min=1))
+        share = several * factor
+        mean.add_(share * (found[0] - mean))
+        var.add_(share * (unbiased - var))
 
 
 class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
@@ -123,39 +164,39 @@ def _normalize(x: SparseTensor, groups: int, eps: float) -> Tensor:
     return (centred * torch.rsqrt(mean(centred * centred) + eps)).flatten(1)
 
 
-class ReLU(_Featurewise, nn.ReLU):
+class ReLU(_Entrywise, nn.ReLU):
     """max(x, 0)."""
 
 
-class LeakyReLU(_Featurewise, nn.LeakyReLU):
+class LeakyReLU(_Entrywise, nn.LeakyReLU):
     """max(x, 0) + negative_slope * min(x, 0)."""
 
 
-class GELU(_Featurewise, nn.GELU):
+class GELU(_Entrywise, nn.GELU):
     """x * Phi(x)."""
 
 
-class SiLU(_Featurewise, nn.SiLU):
+class SiLU(_Entrywise, nn.SiLU):
     """x * sigmoid(x)."""
 
 
-class ELU(_Featurewise, nn.ELU):
+class ELU(_Entrywise, nn.ELU):
     """x above 0, alpha * (exp(x) - 1) below."""
 
 
-class Sigmoid(_Featurewise, nn.Sigmoid):
+class Sigmoid(_Entrywise, nn.Sigmoid):
     """1 / (1 + exp(-x))."""
 
 
-class Tanh(_Featurewise, nn.Tanh):
+class Tanh(_Entrywise, nn.Tanh):
     """tanh(x)."""
 
 
-class Softplus(_Featurewise, nn.Softplus):
+class Softplus(_Entrywise, nn.Softplus):
     """log(1 + exp(beta * x)) / beta."""
 
 
-class Dropout(_Featurewise, nn.Dropout):
+class Dropout(_Entrywise, nn.Dropout):
     """Each entry to 0 with probability p in training."""
 
 

@@ -17,7 +17,7 @@ from pumice.lower.epilogue import NOTHING, TENSORS, Epilogue, Finish, applied
 from pumice.lower.loops import EIGHT_BITS
 from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
-from pumice.ops.tensor import SparseTensor
+from pumice.ops.tensor import SparseTensor, on_rows, rows_of
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
 from pumice.schedule.tile import about
 
@@ -352,9 +352,7 @@ def _on_matrix_units(x: Tensor) -> bool:
 def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish) -> plan.Ready:
     """The call made ready, once for operands like these; it holds the arrays of the map that it reads."""
     operands, names, text, shape = _passed(given, found, rows, groups, False)
-    # Entries that fill up a buffer are for kernels alone to pass over.
-    lowering = "triton" if found.between is not None and operands[0].is_cuda else ""
-    ask = plan.Ask(names, text, shape, _STEADY, (0, 1), lowering, finish)
+    ask = plan.Ask(names, text, shape, _STEADY, (0, 1), _lowering(found, operands), finish)
     return plan.held_for(operands, ask, _kinds(found, False))
 
 
@@ -363,7 +361,13 @@ def _held(
 ) -> register.HeldCall:
     """The call that autograd records, with the arrays of the map that it and its gradients read."""
     kinds = _kinds(found, differentiable)
-    return register.HeldCall(*_passed(given, found, rows, groups, differentiable), (0, 1), _STEADY, kinds)
+    operands, names, text, shape = _passed(given, found, rows, groups, differentiable)
+    return register.HeldCall(operands, names, text, shape, (0, 1), _STEADY, kinds, _lowering(found, operands))
+
+
+def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
+    """Entries that fill up a buffer are for kernels alone to pass over."""
+    return "triton" if found.between is not None and operands[0].is_cuda else ""
 
 
 def _kinds(found: KernelMap, differentiable: bool) -> Sequence[plan.Kind | None]:
@@ -413,11 +417,15 @@ def _over_map(
     rows = outputs.coords.shape[0]
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
-    feats, weight, bias = _autocast(x.feats, weight, bias)
+    feats, weight, bias = _autocast(rows_of(x), weight, bias)
     if x.geometry.buffered is not None and torch.is_autocast_enabled(x.device.type):
         # Behind the cast nobody watches: what is made ready is a kernel's alone.
         with register.as_given((feats,)):
-            return _over_map(x.replace(feats), weight, bias, groups, mapped, epilogue, dataflow)
+            return _over_map(on_rows(feats, x.geometry), weight, bias, groups, mapped, epilogue, dataflow)
+    if x.geometry.trains and epilogue is not None:
+        # Its gradients sum over rows.
+        y = _over_map(x, weight, bias, groups, mapped, None, dataflow)
+        return SparseTensor(applied(y.feats, epilogue), outputs)
     if feats.dtype != weight.dtype:
         how = "quantize both" if {feats.dtype, weight.dtype} & {*EIGHT_BITS} else "convert one, or use torch.autocast"
         raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; {how}")
@@ -434,7 +442,7 @@ def _over_map(
     else:
         flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
         y = _in_full(feats, flat, found, rows, groups, epilogue, dataflow)
-    return SparseTensor(y if apart is None else y + apart, outputs)
+    return on_rows(y, outputs) if apart is None else SparseTensor(y + apart, outputs)
 
 
 def _check_bias(bias: Tensor, weight: Tensor) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
+from pumice.errors import ShapeError
 from pumice.ops.conv import Size, Target, conv_features, target_of
 from pumice.ops.reduce import maximum, maximum_by_tap
 from pumice.ops.tensor import SparseTensor, living, numbers
@@ -87,6 +88,32 @@ def global_avg_pool(x: SparseTensor) -> Tensor:
     counts = x.item_counts.clamp(min=1)
     sums = global_sum_pool(wide)
     return (sums / counts[:, None]).to(x.dtype)
+
+
+def row_sum(x: SparseTensor, values: Tensor) -> Tensor:
+    """[...]: the sum of values [N, ...] over the voxels of x: in a captured network over living rows alone."""
+    _check_rows(x, values)
+    return living(x, values).sum(0)
+
+
+def row_mean(x: SparseTensor, values: Tensor) -> Tensor:
+    """[...]: the mean of values [N, ...] over the voxels of x: in a captured network over living rows alone.
+
+    Of none NaN, as torch's. A loss of each voxel's becomes that of all by it:
+
+        row_mean(y, functional.mse_loss(y.feats, wanted, reduction="none").mean(1))
+
+    Raises ShapeError where values have not a row for each of x's.
+    """
+    _check_rows(x, values)
+    if x.geometry.buffered is None:
+        return values.mean(0)
+    return living(x, values).sum(0) / x.geometry.cloud.count[0]
+
+
+def _check_rows(x: SparseTensor, values: Tensor) -> None:
+    if not values.ndim or len(values) != len(x.feats):
+        raise ShapeError(f"values have a row for each of {len(x.feats)} voxels, found shape {list(values.shape)}")
 
 
 def _window(

@@ -190,7 +190,7 @@ class HeldCall:
 
     What is held is not written to any more, and needs no gradient; what is left has always the shapes, dtypes and
     devices of those at `free` now. steady: as in plan.Ask, of operands; the result's rows or entries are counted.
-    kinds: as in plan.held_for.
+    kinds: as in plan.held_for. lowering: of the call and its gradients, where it is not the cheapest's.
     The statement sums. It is called where only torch's autograd watches.
     """
 
@@ -203,10 +203,11 @@ class HeldCall:
         free: tuple[int, ...],
         steady: tuple[int, ...],
         kinds: Sequence[plan.Kind | None] = (),
+        lowering: str = "",
     ) -> None:
         assert plan.statement_of(text, names).reduction == "sum"
         self._told, self._free, self._steady = (names, text, shape), free, steady
-        self._kinds = kinds or (None,) * len(operands)
+        self._kinds, self._lowering = kinds or (None,) * len(operands), lowering
         self._operands = [None if place in free else x for place, x in enumerate(operands)]
         # By whether algorithms are deterministic, and for gradients by which of the free operands.
         self._results: dict[bool, plan.Ready] = {}
@@ -225,7 +226,7 @@ class HeldCall:
         ready = self._results.get(plan.deterministic())
         if ready is None:
             operands, (names, text, shape) = self._together(given), self._told
-            ask = plan.Ask(names, text, shape, self._steady, self._free)
+            ask = plan.Ask(names, text, shape, self._steady, self._free, self._lowering)
             ready = self._results[plan.deterministic()] = plan.held_for(operands, ask, self._kinds)
         y = plan.carry_out(ready, given)
         self._leave(key, ready, given, range(len(given)))
@@ -277,7 +278,7 @@ class HeldCall:
             left = [n for n, source in enumerate(places) if source in sources]
             steady = [n for n, source in enumerate(places) if source in self._steady]
             steady += [len(places)] if place in self._steady else []
-            ask = plan.Ask(names, text, tuple(given[number].shape), tuple(steady), tuple(left))
+            ask = plan.Ask(names, text, tuple(given[number].shape), tuple(steady), tuple(left), self._lowering)
             numbers = tuple(sources.index(places[n]) for n in left)
             found.append((plan.held_for(operands, ask, [kinds[source] for source in places]), numbers))
         return found

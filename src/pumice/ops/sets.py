@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pumice.coords import Bounds, Geometry, KeySpace, Site, morton_argsort, morton_unique
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
-from pumice.ops.tensor import SparseTensor, numbers
+from pumice.ops.tensor import SparseTensor, numbers, on_rows, rows_of
 
 
 def to_dense(
@@ -77,7 +77,7 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     for other in tensors[1:]:
         if other.geometry is not first.geometry:
             raise GeometryError(f"cat needs one geometry; found {len(first)} and {len(other)} voxels of two geometries")
-    return first.replace(torch.cat([t.feats for t in tensors], dim=1))
+    return on_rows(torch.cat([rows_of(t) for t in tensors], dim=1), first.geometry)
 
 
 def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:

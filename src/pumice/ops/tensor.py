@@ -50,14 +50,21 @@ class SparseTensor:
             _check_pair(feats, coords)
             coords = Geometry.checked(coords, stride, spatial_shape, batch_size)
         _check_feats(feats, coords)
-        if coords.buffered is not None and coords.buffered.poison and feats.dtype not in EIGHT_BITS:
-            feats = torch.where(coords.cloud.live()[:, None], feats, torch.nan)
+        self._open = False
+        if coords.buffered is not None and feats.dtype not in EIGHT_BITS:
+            if coords.buffered.trains:
+                # Neither the features of rows that do not live nor their gradients count, whoever reads them.
+                feats = torch.where(coords.alive, feats, 0.0)
+            elif coords.buffered.poison:
+                feats = torch.where(coords.alive, feats, torch.nan)
         self._feats = feats
         self._geometry = coords
 
     @property
     def feats(self) -> Tensor:
         """[N, C] features."""
+        if self._open:
+            self._feats, self._open = torch.where(self._geometry.alive, self._feats, 0.0), False
         return self._feats
 
     @property
@@ -83,6 +90,11 @@ class SparseTensor:
         counts, items = self.items.new_zeros(self.batch_size), self.items
         ones = torch.ones_like(items) if self._geometry.buffered is None else self._geometry.cloud.live().long()
         return counts.index_add(0, items, ones)
+
+    @property
+    def living(self) -> Tensor:
+        """bool [N]: which rows are voxels: all, but in a captured network, whose buffers have rows to spare."""
+        return self._geometry.alive[:, 0]
 
     @property
     def stride(self) -> tuple[Any, ...]:
@@ -242,6 +254,9 @@ class SparseTensor:
             from pumice.ops.sets import union
 
             return union(self, other)
+        if self._geometry.trains and isinstance(other, SparseTensor):
+            _operand(self, other, "+")
+            return on_rows(rows_of(self) + rows_of(other), self._geometry)
         return self.replace(numbers(self) + _operand(self, other, "+"))
 
     __radd__ = __add__
@@ -294,6 +309,44 @@ def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
     if other.channels != x.channels:
         raise ShapeError(f"'{sign}' needs as many channels on both sides, found {x.channels} and {other.channels}")
     return other.feats
+
+
+def rows_of(x: SparseTensor) -> Tensor:
+    """The features of x for what reads living rows alone, and hands no gradient of others on to what sums them.
+
+    While a captured step trains, those of rows that do not live, and their gradients, may be anything.
+    """
+    return x._feats
+
+
+def on_rows(feats: Tensor, geometry: Geometry) -> SparseTensor:
+    """The tensor of features that come from `rows_of` row by row, or of living rows alone.
+
+    Nothing in the way of their gradients may sum over rows: while a captured step trains, gradients of rows that do not
+    live may be anything. What does takes `x.feats`, and is made by `x.replace`.
+    """
+    if not geometry.trains:
+        return SparseTensor(feats, geometry)
+    _check_feats(feats, geometry)
+    found = SparseTensor.__new__(SparseTensor)
+    if geometry.buffered is not None and geometry.buffered.poison:
+        feats = _Poisoned.apply(feats, geometry.alive)
+    found._feats, found._geometry, found._open = feats, geometry, True
+    return found
+
+
+class _Poisoned(torch.autograd.Function):
+    """NaN in rows that do not live, in features and in gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, feats: Tensor, alive: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(alive)
+        return torch.where(alive, feats, torch.nan)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (alive,) = ctx.saved_tensors
+        return torch.where(alive, grad, torch.nan), None
 
 
 def living(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:

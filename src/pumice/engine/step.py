@@ -1,0 +1,359 @@
+"""A training step with its kernel maps as CUDA graphs: coordinates, features and targets in, parameters updated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from pumice.coords.launch import lasting
+from pumice.engine.capture import Box, check_example, check_scene, site_within
+from pumice.engine.compare import differ, gradients_differ, loss_differs
+from pumice.engine.entry import VoxelScene
+from pumice.engine.graphs import Bucket, Engine, Limits, Margins, on
+from pumice.engine.static import Autocast, Planner, Shares
+from pumice.engine.train import Done, Example, Gradients, Loss, Options, PerItem, StepProgram, Target, Targets, values_of
+from pumice.engine.update import Update, capturable
+from pumice.errors import CaptureError, DeviceError, DtypeError, OptionError, ShapeError
+from pumice.ops import SparseTensor
+
+
+def capture_step(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Optimizer,
+    example: SparseTensor,
+    *targets: Target,
+    max_voxels: int | None = None,
+    level_capacity: Shares = None,
+    buckets: float | Sequence[int] = 1.5,
+    margin: float = 1.5,
+    box: Box | None = None,
+    scaler: GradScaler | None = None,
+    clip: float | None = None,
+    ignored: int = -100,
+) -> CapturedStep:
+    """A step of training, its kernel maps included, as CUDA graphs: forward, loss and gradients as one for each of a
+    few capacities, and the optimizer's update as another.
+
+        step = pm.capture_step(net, lambda y, labels: F.cross_entropy(y.feats, labels), optimizer, x, labels)
+        for x, labels in loader:
+            value = step(x, labels)
+
+    A step does what these lines do, within rounding:
+
+        optimizer.zero_grad(); value = loss(model(x), labels); value.backward(); optimizer.step()
+
+    under the autocast that is on now. Between the two graphs a few numbers are read: a scene that had no room, or is
+    not for a graph, changes nothing before it runs eagerly. Rows past the scene's voxels do not live: their features
+    and gradients are 0 wherever a loss or a module reads them, BatchNorm and the other norms and pools of pumice.nn
+    count living ones alone, and targets are `ignored` there (of floats 0, of bools False). So cross_entropy with
+    ignore_index is right as it is; a mean over all rows is not: see pumice.ops.row_mean and SparseTensor.living. The
+    capture compares loss and gradients of the example with eager ones, with NaN in rows that do not live.
+
+    Parameters
+    ----------
+    model: a module that takes one SparseTensor, in training or with parts in evaluation. Capturing leaves its
+        parameters, buffers and random states as they are.
+    loss: of what the model gives and the targets; a scalar. A function, or a module with buffers of its own.
+    optimizer: its update is a graph where it can be (capturable=True, or SGD), from its third step on, as long as its
+        numbers stay: a learning rate that changes each step is best a tensor. Any other updates eagerly.
+    example: a typical scene. Its number of batch items is that of all; others run eagerly.
+    targets: tensors with a row for each voxel of the example, scalars, or PerItem(tensor) with a row for each batch
+        item.
+    max_voxels, level_capacity, buckets, margin, box: as in `capture`.
+    scaler: of a loss in half precision, as torch.amp.GradScaler does: a step with infinite gradients updates nothing
+        but the scale.
+    clip: the largest norm of all gradients together, as torch.nn.utils.clip_grad_norm_.
+    ignored: what targets of integers are in rows that do not live.
+
+    Gradients are not accumulated over steps: each is one update.
+
+    Raises
+    ------
+    OptionError (SyncBatchNorm, DistributedDataParallel, options that are not known, a loss that is no scalar),
+    DtypeError, ShapeError and DeviceError (what does not fit), CaptureError (a loss or gradients that are not those of
+    the eager step on the example, a model that asks the host for sizes), GeometryError (operations whose results have
+    as many rows as their values say).
+    """
+    _check(model, loss, optimizer, targets)
+    check_example(example)
+    _check_targets(example, targets)
+    limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, None), buckets)
+    margins = Margins(margin, level_capacity)
+    scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    program = StepProgram(
+        model,
+        loss,
+        site_within(example.geometry.site, limits.batch, box),
+        Autocast.now(example.device.type),
+        _parameters(model, loss, optimizer),
+        Options(scaler, clip, ignored),
+        Gradients(),
+    )
+    first = Example(VoxelScene(example.feats.detach(), example.coords, example.geometry, example), targets)
+    with lasting():
+        buffers = Targets.of(limits.capacities[-1], example, targets, ignored)
+        program.backup.extend(t.clone() for t in program.state())
+    steps = _Steps(program, buffers, first, limits, margins)
+    return CapturedStep(steps, Update(optimizer, example.device))
+
+
+def _parameters(model: nn.Module, loss: Loss, optimizer: Optimizer) -> tuple[Tensor, ...]:
+    own = loss.parameters() if isinstance(loss, nn.Module) else ()
+    updated = (p for group in optimizer.param_groups for p in group["params"])
+    return tuple(dict.fromkeys((*model.parameters(), *own, *updated)))
+
+
+class CapturedStep:
+    """A captured step of training: see `capture_step`. Not for two streams at once."""
+
+    def __init__(self, steps: _Steps, update: Update) -> None:
+        self._engine, self._update, self._lock = steps, update, Lock()
+        steps.prepared(steps.example.count)
+
+    def __call__(self, x: SparseTensor, *targets: Target) -> Tensor:
+        """One step; the loss before the update, a scalar without gradients. Gradients stay in the parameters' `grad`,
+        unscaled and clipped, until the next step.
+
+        Raises CoordinateError (duplicates, a scene outside the example's spatial_shape), ShapeError, DtypeError,
+        DeviceError, GeometryError and OptionError for what does not fit the example; nothing is updated then.
+        """
+        like: Example = self._engine.example  # pyright: ignore[reportAssignmentType]
+        if not isinstance(x, SparseTensor):
+            raise DtypeError(f"a captured step takes a SparseTensor and targets, found {type(x).__name__}")
+        check_scene(x, like.scene.like)
+        if x.dtype != like.scene.like.dtype:
+            raise DtypeError(f"feats are {x.dtype}, the example's {like.scene.like.dtype}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise OptionError("x requires gradients, which a captured step does not give: capture the whole network")
+        _check_targets(x, targets)
+        scene = Example(VoxelScene(x.feats.detach(), x.coords, x.geometry, like.scene.like), targets)
+        scene.check(like)
+        with self._lock:
+            return self._engine.step(scene, self._update)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """All capacities, rising."""
+        return self._engine.limits.capacities
+
+    @property
+    def prepared(self) -> tuple[int, ...]:
+        """Those that are captured."""
+        return tuple(sorted(self._engine.buckets))
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """How many steps ran eagerly, by reason: "voxels", "box", "batch" (not the example's items), "room"."""
+        return self._engine.fallbacks
+
+    @property
+    def replays(self) -> int:
+        """How many did not."""
+        return self._engine.replays
+
+    @property
+    def skipped(self) -> int:
+        """How many updated nothing but the scale: gradients were not finite."""
+        return self._engine.skipped
+
+    def ready(self, *counts: int) -> CapturedStep:
+        """Capture now what scenes of these sizes need; all capacities without any. Returns itself."""
+        with self._lock:
+            for count in counts or self.capacities:
+                self._engine.prepared(count)
+        return self
+
+    def explain(self) -> str:
+        """The capacities, those of the levels of each that is captured, and how updates are done."""
+        lines = [self._engine.explain()]
+        optimizer = type(self._update.optimizer).__name__
+        if self._update.captured:
+            lines.append(f"{optimizer}: a graph, {self._update.replays} replays")
+        elif self._engine.graphs:
+            why = "a graph from its third step on" if capturable(self._update.optimizer) else "eagerly: not capturable"
+            lines.append(f"{optimizer}: {why}")
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        name, kept = type(self._engine.program.model).__name__, ", ".join(map(str, self.prepared))
+        return f"CapturedStep({name}, capacities={self.capacities}, captured: {kept})"
+
+
+_SCALE = 1024.0
+"""The scale under which the gradients of a half precision are compared, instead of the scaler's."""
+
+
+class _Steps(Engine):
+    """The engine of a step."""
+
+    program: StepProgram  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self, program: StepProgram, buffers: Targets, example: Example, limits: Limits, margins: Margins
+    ) -> None:
+        super().__init__(program, buffers, example, limits, margins)
+        self._facts: tuple[Any, ...] = ()
+        self.skipped = 0
+
+    def step(self, scene: Example, update: Update) -> Tensor:
+        """The loss of a scene, after the update."""
+        with on(self.device):
+            if (problem := self._unfit(scene)) is not None:
+                self._tell(*problem)
+                return self._own(scene, update)
+            bucket = self.prepared(scene.count)
+            scene.fill(bucket.buffers)
+            done: Done = bucket.run(self.program)
+            # While the device is busy.
+            self.program.gradients.give(self.program.parameters)
+            facts, value = update.facts(), done.loss.clone()
+            words = done.words.tolist()
+            if words[0]:
+                self._restore()
+                self._tell(*self._refused(scene, done, words))
+                return self._own(scene, update)
+            self.replays += 1
+            infinite = self.program.options.scaler is not None and words[-1]
+            self._finish(bool(infinite), update, facts)
+            return value
+
+    def _restore(self) -> None:
+        """Take back what a pass did to buffers."""
+        if self.program.backup:
+            with torch.no_grad():
+                torch._foreach_copy_(self.program.state(), self.program.backup)
+
+    def _own(self, scene: Example, update: Update) -> Tensor:
+        """The eager step."""
+        value = self.program.learn(scene.tensor(), [values_of(t) for t in scene.targets])
+        self.program.gradients.give(self.program.parameters)
+        found = self.program.gradients.infinite
+        infinite = self.program.options.scaler is not None and found is not None and bool(found)
+        self._finish(infinite, update, update.facts())
+        return value
+
+    def _finish(self, infinite: bool, update: Update, facts: tuple[Any, ...]) -> None:
+        if infinite:
+            self.skipped += 1
+        else:
+            update(facts)
+        scaler, found = self.program.options.scaler, self.program.gradients.infinite
+        if scaler is not None and found is not None:
+            told = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+            torch._amp_update_scale_(scaler._scale, scaler._growth_tracker, found, *told)
+
+    def _unfit(self, scene: Example) -> tuple[str, str] | None:
+        box = self.program.site.bounds
+        if scene.batch != box.batch:
+            return "batch", f"of {scene.batch} items, and the example had {box.batch}"
+        return super()._unfit(scene)
+
+    # Making ready
+
+    def prepared(self, count: int) -> Bucket:
+        """The bucket for so many voxels; all anew where a module's mode or a parameter's memory is another."""
+        facts = self.program.facts()
+        if facts != self._facts:
+            self.buckets.clear()
+            self._facts = facts
+        return self.bucket(count)
+
+    def _made(self, capacity: int) -> Bucket:
+        with self.program.unchanged():
+            return super()._made(capacity)
+
+    def _planned(self, buffers: Targets, planner: Planner) -> Bucket:
+        # The scale of a half precision's gradients is made before a graph reads it.
+        if (scaler := self.program.options.scaler) is not None:
+            scaler.scale(torch.ones((), device=self.device))
+        return super()._planned(buffers, planner)
+
+    def _check(self, bucket: Bucket, scene: Example) -> None:
+        """Compare with the eager step, with NaN in rows that do not live, some of which there are."""
+        few = scene.sample(max(1, bucket.buffers.capacity * 7 // 8))
+        words: Sequence[int] = ()
+        for sample in dict.fromkeys((few, scene)):
+            sample.fill(bucket.buffers)
+            words = self._compared(bucket, sample)
+            if not words[0]:
+                return
+        raise CaptureError(f"the example itself has no room (status {words[0]}): level_capacity, margin")
+
+    def _compared(self, bucket: Bucket, scene: Example) -> Sequence[int]:
+        gradients, scale = self.program.gradients, 1.0 if self.program.options.scaler is None else _SCALE
+        with self.program.without_dropout(), self.program.unchanged():
+            loss = self.program.learn(scene.tensor(), [values_of(t) for t in scene.targets], scale)
+            wanted = {p: g.clone() for p, g in gradients.held.items()}
+            state = [t.clone() for t in self.program.state()]
+        with self.program.without_dropout(), self.program.unchanged():
+            bucket.buffers.poison(scene.count)
+            done = self.program.run(bucket.buffers, bucket.rooms, poison=True, scale=scale)
+            words = done.words.tolist()
+            if words[0]:
+                return words
+            told = self._differ(done.loss, loss, wanted) or _state_differs(self.program, state)
+        if told:
+            raise CaptureError(
+                f"the captured step is not the eager one on the example: {told}. What reduces over all rows, or asks "
+                "for their number, sees those of the buffer: use layers of pumice.nn, operators of pumice.ops "
+                "(row_mean, row_sum), SparseTensor.living, or a loss that ignores an index"
+            )
+        return words
+
+    def _differ(self, got: Tensor, want: Tensor, wanted: Mapping[Tensor, Tensor]) -> str | None:
+        """How loss and gradients differ from those that they should be."""
+        autocast, held = self.program.autocast, self.program.gradients.held
+        kind = autocast.dtype if autocast.enabled else want.dtype
+        if told := loss_differs(got, want, kind):
+            return told
+        names = {p: name for name, p in self.program.model.named_parameters()}
+        grads = [(names.get(p, "of a parameter"), held[p], wanted[p]) for p in wanted]
+        return gradients_differ(grads, kind)
+
+
+def _state_differs(program: StepProgram, wanted: Sequence[Tensor]) -> str | None:
+    """How buffers differ after a pass from what they should be."""
+    for got, want in zip(program.state(), wanted, strict=True):
+        # Statistics of what was computed in a half precision are as exact as that.
+        half = program.autocast.enabled and got.is_floating_point()
+        if told := differ(*((t.to(program.autocast.dtype) if half else t) for t in (got, want))):
+            return f"a buffer of {list(want.shape)}: {told}"
+    return None
+
+
+def _check(model: nn.Module, loss: Loss, optimizer: Optimizer, targets: Sequence[Target]) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"capture_step takes a torch.nn.Module, found {type(model).__name__}")
+    if not callable(loss):
+        raise OptionError(f"the loss is a function of the model's result and targets, found {type(loss).__name__}")
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
+        kind = type(optimizer).__name__
+        raise OptionError(f"the optimizer is a torch.optim.Optimizer whose step needs no closure, found {kind}")
+    for name, module in model.named_modules():
+        if isinstance(module, DataParallel | DistributedDataParallel | nn.SyncBatchNorm):
+            raise OptionError(f"a captured step is of one process alone: {name or 'it'} is a {type(module).__name__}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise OptionError("no parameter of the model requires gradients")
+
+
+def _check_targets(x: SparseTensor, targets: Sequence[Target]) -> None:
+    for number, target in enumerate(targets):
+        values = values_of(target)
+        if not isinstance(values, Tensor):
+            raise DtypeError(f"targets are tensors, or PerItem(tensor), found {type(target).__name__}")
+        if values.device != x.device:
+            raise DeviceError(f"target {number} is on {values.device}, x on {x.device}")
+        if values.requires_grad:
+            raise OptionError(f"target {number} requires gradients, which a captured step does not give")
+        rows = x.batch_size if isinstance(target, PerItem) else len(x)
+        if (values.ndim or isinstance(target, PerItem)) and values.shape[:1] != (rows,):
+            kind = "batch items" if isinstance(target, PerItem) else "voxels (PerItem: batch items)"
+            raise ShapeError(f"target {number} has a row for each of {rows} {kind}, found shape {list(values.shape)}")
