@@ -5,6 +5,7 @@ As kernels.interpret: a line of JSON tells how each check of the group ended.
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -21,13 +22,15 @@ import pumice as pm
 from pumice.coords import Geometry, Relation, kernel_map
 from pumice.coords.launch import Launcher
 from pumice.coords.rooms import Buffered
-from pumice.engine.capture import _site
+from pumice.engine.capture import site_within
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
 from pumice.engine.static import Planner, Settled
 from pumice.lower import maps
 from pumice.lower.remember import OWN
 from pumice.lower.segments import pieces, segments
 from pumice.testing import assert_close, random_cloud
+
+conv = sys.modules["pumice.ops.conv"]
 
 Checks = Mapping[str, Callable[[], None]]
 STEPS = (Relation.of(3, 2, stride=2), Relation.of(3, 3, stride=2, padding=1), Relation.of_transposed(3, 2, stride=2))
@@ -96,6 +99,55 @@ def check_entries() -> None:
     assert fast.fallbacks == {"room": 1} and "entries" in str(caught[0].message), fast.fallbacks
 
 
+class Trained(nn.Module):
+    """Down, across and back, with norms that take statistics, a bias and a pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = pm.nn.Sequential(pm.nn.Conv3d(4, 8, 3, bias=False), pm.nn.BatchNorm(8), pm.nn.ReLU())
+        self.down = pm.nn.Sequential(pm.nn.Conv3d(8, 8, 2, stride=2), pm.nn.BatchNorm(8))
+        self.up = pm.nn.InverseConv3d(8, 8, 2, stride=2, bias=False)
+        self.head = pm.nn.Linear(16, 3)
+
+    def forward(self, x: pm.SparseTensor) -> pm.SparseTensor:
+        x = self.stem(x)
+        return self.head(pm.cat([x, self.up(self.down(x), x)]))
+
+
+def loss(y: pm.SparseTensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(y.feats, labels)
+
+
+def check_step() -> None:
+    """Gradients by the kernels that a GPU has, over buffers, are those of plain torch."""
+    torch.manual_seed(0)
+    net = Trained()
+    plain = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (net, plain)]
+
+    def labels(x: pm.SparseTensor) -> torch.Tensor:
+        return (x.feats[:, 0] > 0).long()
+
+    x = scene(60, 0)
+    with (
+        patch.object(maps, "group_of", lambda outputs: 16),
+        patch.object(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]}),
+        patch.object(conv, "_lowering", lambda found, operands: "triton" if found.between is not None else ""),
+    ):
+        step = pm.capture_step(net, loss, optimizers[0], x, labels(x), max_voxels=70, buckets=[70], margin=3.0)
+        scenes = [scene(count, count) for count in (70, 33, 0, 60)]
+        values = [step(x, labels(x)) for x in scenes]
+    assert step.replays == 4 and not step.fallbacks
+    for x, value in zip(scenes, values, strict=True):
+        optimizers[1].zero_grad()
+        want = loss(plain(x), labels(x))
+        want.backward()
+        optimizers[1].step()
+        assert_close(value, want.detach(), scale=1.0)
+    for got, want in zip(net.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert_close(got, want, dtype=torch.float16, scale=1.0)
+
+
 def map_checks() -> Checks:
     return {"maps in buffers": check_maps, "nothing waits": check_waits, "points": check_points}
 
@@ -118,7 +170,7 @@ def levels(geometry: Geometry) -> list[Any]:
 
 
 def built(buffers: Voxels, rooms: Any, x: pm.SparseTensor) -> Geometry:
-    return buffers.enter(_site(x.geometry.site, 1, None), Buffered(rooms)).x.geometry
+    return buffers.enter(site_within(x.geometry.site, 1, None), Buffered(rooms)).x.geometry
 
 
 def planned(x: pm.SparseTensor, capacity: int) -> tuple[Voxels, Settled]:
@@ -188,7 +240,7 @@ def pointed() -> tuple[Points, Any]:
     frame = pm.voxelize(cloud, size=0.9).geometry.frame
     assert frame is not None
     like = PointScene(cloud, None, None, Grid(frame, None, 1))
-    site = _site(like.tensor().geometry.site, 1, None)
+    site = site_within(like.tensor().geometry.site, 1, None)
     points = Points.of(120, like, site.bounds)
     like.fill(points)
     planner = Planner(120, 90, 2.0, None)
@@ -212,7 +264,7 @@ def check_points() -> None:
         assert_close(found.x.feats[:voxels], want.feats)
 
 
-GROUPS: Mapping[str, Callable[[], Checks]] = {"programs": lambda: {**map_checks(), **flow_checks()}}
+GROUPS: Mapping[str, Callable[[], Checks]] = {"programs": lambda: {**map_checks(), **flow_checks(), "a step of training": check_step}}
 """The checks, by name, of each group; a group is one process."""
 
 

@@ -72,11 +72,11 @@ class _BatchNorm(torch.autograd.Function):
         return dx, dweight, sums.to(bias.dtype) if ctx.needs_input_grad[2] else None, None, None, None
 
 
-_ROWS = 32
+_ROWS = 64
 """Rows that a program looks at in one turn."""
 _CHANNELS = 64
 """Channels of a program, at most."""
-_PARTS = 256
+_PARTS = 512
 """Into how many parts rows are shared for sums, at most."""
 
 
@@ -132,7 +132,7 @@ def gradient(grad: Tensor, x: Tensor, rows: Rows, told: tuple[Tensor, Tensor, Te
     mean, scale, weight, sums, products = told
     if not _by_kernels(x):
         # Fewer than two rows were normalised by what does not depend on them.
-        share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1), 0).to(mean.dtype)
+        share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(mean.dtype), 0)
         found = grad - share * (sums + (x - mean) * scale * products)
         return (found * scale if weight is None else found * scale * weight).to(x.dtype)
     dx = torch.empty_like(x)

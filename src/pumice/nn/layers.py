@@ -74,8 +74,8 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
             self.num_batches_tracked.add_(several[0])
             if self.momentum is None:
                 factor = 1.0 / self.num_batches_tracked.clamp(min=1)
-        unbiased = found[1] * (count / (count - 1).clamp(min=1))
-        share = several * factor
+        unbiased = found[1] * count / (count - 1).clamp(min=1)
+        share = several.to(found[0].dtype) * factor
         mean.add_(share * (found[0] - mean))
         var.add_(share * (unbiased - var))
 

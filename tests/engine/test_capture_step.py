@@ -1,0 +1,581 @@
+"""Captured steps of training do what eager ones do: losses, gradients, statistics, updates, and nothing where they must
+not.
+
+On a CPU the static program runs call by call; tests/gpu/test_capture_step.py has the graphs.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import Dense, Layers, Levels
+from torch import nn
+from torch.nn import functional
+
+import pumice as pm
+from pumice.errors import (
+    CaptureError,
+    CoordinateError,
+    DeviceError,
+    DtypeError,
+    GeometryError,
+    OptionError,
+    ShapeError,
+)
+from pumice.ops import row_mean, row_sum
+from pumice.testing import random_cloud
+
+SHAPE = (12, 11, 10)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def scene(count, seed=0, batch=2, extent=8, shape=None, dtype=torch.float64):
+    """Features and labels, of which some are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    coords = torch.zeros(0, 4, dtype=torch.int32)
+    if count:
+        coords = random_cloud(count, 3, extent=extent, batch_size=min(batch, count), seed=seed)
+    x = pm.SparseTensor(torch.randn(count, 4, generator=generator).to(dtype), coords, 1, shape, batch)
+    labels = torch.randint(0, 3, (count,), generator=generator)
+    return x, torch.where(torch.rand(count, generator=generator) < 0.2, -100, labels)
+
+
+def by_class(y, labels):
+    return functional.cross_entropy(y.feats, labels)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3),
+}
+
+
+class Pair:
+    """A network that is trained by captured steps, and a copy that takes the same ones eagerly."""
+
+    def __init__(self, net, loss, example, optimizer="momentum", **options):
+        self.net, self.loss, self.other = net, loss, copy.deepcopy(net)
+        self.optimizer = OPTIMIZERS[optimizer](net.parameters())
+        self.others = OPTIMIZERS[optimizer](self.other.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.step = pm.capture_step(net, loss, self.optimizer, *example, **options)
+
+    def follow(self):
+        """The copy is what the network is."""
+        self.other.load_state_dict(self.net.state_dict())
+        self.others.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+    def eager(self, x, *targets):
+        self.others.zero_grad()
+        plain = [t.values if isinstance(t, pm.PerItem) else t for t in targets]
+        value = self.loss(self.other(x), *plain)
+        value.backward()
+        self.others.step()
+        return value.detach()
+
+    def both(self, *given, limit=1e-9):
+        """One step of both; they stay the same."""
+        self.follow()
+        want, got = self.eager(*given), self.step(*given)
+        assert not got.requires_grad
+        close(got, want, limit)
+        for (name, a), b in zip(self.net.named_parameters(), self.other.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None), name
+            if a.grad is not None:
+                close(a.grad, b.grad, limit, name)
+        for (name, a), b in zip(self.net.state_dict().items(), self.other.state_dict().values(), strict=True):
+            close(a, b, limit, name)
+        mine, theirs = (o.state_dict()["state"] for o in (self.optimizer, self.others))
+        assert mine.keys() == theirs.keys()
+        for key, state in theirs.items():
+            for name, value in state.items():
+                close(mine[key][name], value, limit, name)
+        return got
+
+
+def close(got, want, limit, told=""):
+    if want is None or not isinstance(want, torch.Tensor):
+        assert got == want
+        return
+    assert got.shape == want.shape and got.dtype == want.dtype, told
+    if not want.numel():
+        return
+    error = torch.where(got.isnan() & want.isnan(), 0.0, (got.double() - want.double()).abs()).max()
+    assert float(error) <= limit * float(want.double().nan_to_num().abs().max().clamp(min=1)), (told, float(error))
+
+
+def unet():
+    return pm.models.MinkUNet(4, 3, 0.125).double()
+
+
+class Many(nn.Module):
+    """What Layers and Levels give, as one tensor for each voxel, and one for each item."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return self.part(x)
+
+
+def of_layers(found, labels, items):
+    coarse, same = found["coarse"], found["same"]
+    first = functional.cross_entropy(same.feats[:, :3], labels)
+    pools = sum(((p.sum(1) - items) ** 2).mean() for p in found["items"])
+    return first + row_mean(coarse, coarse.feats.square().sum(1)) + 0.1 * pools
+
+
+def of_levels(found, labels):
+    return sum(row_mean(y, y.feats.square().mean(1)) for y in found) + functional.cross_entropy(
+        found[0].feats[:, :3], labels
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_steps_of_a_unet(optimizer):
+    """Scenes below, at and above the edges of capacities, one after the other; none with a voxel or two."""
+    pair = Pair(unet(), by_class, scene(150), optimizer, max_voxels=160, buckets=[60], margin=4.0)
+    for seed, count in enumerate((150, 60, 61, 40, 160)):
+        pair.both(*scene(count, seed), limit=1e-8)
+    assert pair.step.prepared == pair.step.capacities == (60, 160)
+    assert pair.step.replays == 5 and not pair.step.fallbacks
+
+
+def test_many_steps_stay_together():
+    """Nothing drifts: twenty steps without looking."""
+    pair = Pair(unet(), by_class, scene(150), max_voxels=200, margin=4.0)
+    values = []
+    for seed in range(20):
+        x, labels = scene(150 + seed % 3, 5 + seed % 3)
+        want, got = pair.eager(x, labels), pair.step(x, labels)
+        close(got, want, 1e-4)
+        values.append(float(got))
+    assert sum(values[-3:]) < 0.7 * sum(values[:3])
+
+
+def test_norms_pools_and_groups():
+    net = Layers().double()
+    items = pm.PerItem(torch.randn(2, dtype=torch.float64))
+    x, labels = scene(90)
+    pair = Pair(net, of_layers, (x, labels, items), max_voxels=120, margin=4.0)
+    for seed, count in enumerate((90, 120, 31)):
+        pair.both(*scene(count, seed), pm.PerItem(torch.randn(2, dtype=torch.float64)))
+    assert pair.step.replays == 3
+
+
+def test_all_relations():
+    x, labels = scene(90, shape=SHAPE)
+    pair = Pair(Levels().double(), of_levels, (x, labels), max_voxels=120, margin=4.0)
+    for seed, count in enumerate((90, 120, 31)):
+        pair.both(*scene(count, seed, shape=SHAPE))
+    assert pair.step.replays == 3
+
+
+def test_a_dense_head():
+    def loss(y, wanted):
+        return functional.mse_loss(y, wanted.expand_as(y))
+
+    pair = Pair(Dense().double(), loss, (scene(60, shape=SHAPE)[0], torch.tensor(0.3, dtype=torch.float64)))
+    for seed, count in enumerate((60, 100)):
+        pair.both(scene(count, seed, shape=SHAPE)[0], torch.tensor(0.1 * seed, dtype=torch.float64))
+    assert pair.step.replays == 2
+
+
+NETS = {
+    "bias before a norm": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 3, 3), pm.nn.BatchNorm(3)),
+    "norm without parameters": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 3, 3), pm.nn.BatchNorm(3, affine=False)),
+    "norm without statistics": lambda: pm.nn.Sequential(
+        pm.nn.Conv3d(4, 3, 3), pm.nn.BatchNorm(3, track_running_stats=False)
+    ),
+    "norm of all so far": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 3, 3), pm.nn.BatchNorm(3, momentum=None)),
+    "frozen norm": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 3, 3), pm.nn.BatchNorm(3).eval()),
+    "torch modules": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 6, 3), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3)),
+    "activations": lambda: pm.nn.Sequential(
+        pm.nn.Conv3d(4, 6, 3, bias=False), pm.nn.SiLU(), pm.nn.LayerNorm(6), pm.nn.Softplus(), pm.nn.Linear(6, 3)
+    ),
+    "depthwise": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 4, 3, groups=4), pm.nn.Conv3d(4, 3, 3, bias=False)),
+    "pooled maximum": lambda: pm.nn.Sequential(
+        pm.nn.Conv3d(4, 3, 3), pm.nn.ReLU(), pm.nn.MaxPool3d(3, stride=1), pm.nn.ReLU()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_layers(name):
+    net = NETS[name]().double()
+    for module in net.modules():
+        if isinstance(module, pm.nn.BatchNorm) and module.affine:
+            nn.init.normal_(module.weight)
+    modes = [m.training for m in net.modules()]
+    pair = Pair(net, by_class, scene(50), max_voxels=80, buckets=[50])
+    for seed, count in enumerate((50, 80, 0, 1, 2, 49)):
+        pair.both(*scene(count, seed), limit=1e-7 if count == 2 else 1e-9)
+    assert pair.step.replays == 6 and [m.training for m in net.modules()] == modes
+
+
+def test_half_a_network_and_a_loss_with_parameters():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+        def forward(self, y, wanted):
+            return row_mean(y, (y.feats - wanted).square().mean(1)) * torch.exp(-self.log) + self.log
+
+    net = nn.Sequential(pm.nn.Conv3d(4, 5, 3), pm.nn.BatchNorm(5), pm.nn.Conv3d(5, 2, 3)).double()
+    net[0].requires_grad_(False)
+    net.unused = nn.Linear(2, 2).double()
+    both = [(net, loss := Weighted()), copy.deepcopy((net, loss))]
+    optimizers = [torch.optim.SGD([*n.parameters(), *f.parameters()], lr=0.1, momentum=0.5) for n, f in both]
+
+    def given(count, seed):
+        x, _ = scene(count, seed)
+        return x, torch.sin(x.feats[:, :2])
+
+    step = pm.capture_step(net, loss, optimizers[0], *given(60, 0), max_voxels=90)
+    for seed, count in enumerate((60, 90, 17)):
+        x, wanted = given(count, seed)
+        other, plain = both[1]
+        optimizers[1].zero_grad()
+        value = plain(other(x), wanted)
+        value.backward()
+        optimizers[1].step()
+        close(step(x, wanted), value.detach(), 1e-9)
+        for a, b in zip((*net.parameters(), loss.log), (*other.parameters(), plain.log), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            close(a, b, 1e-9)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.manual_seed(0)
+    net = pm.nn.Sequential(
+        pm.nn.Conv3d(4, 4, 3), pm.nn.BatchNorm(4), pm.nn.ReLU(), pm.nn.Conv3d(4, 4, 2, stride=2), pm.nn.BatchNorm(4)
+    ).double()
+
+    def loss(y, factor):
+        return row_sum(y, torch.tanh(y.feats).sum(1)) * factor
+
+    one = torch.tensor(0.01, dtype=torch.float64)
+    return Pair(net, loss, (scene(100, extent=16)[0], one), max_voxels=120, buckets=[50], margin=4.0), one
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 120), st.integers(7, 18), st.integers(0, 10**6))
+def test_random_geometries(trained, count, extent, seed):
+    pair, one = trained
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pair.both(scene(count, seed, extent=extent)[0], one, limit=1e-6)
+
+
+# Precisions
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_that_of_the_capture(dtype):
+    net = pm.models.MinkUNet(4, 3, 0.25)
+    example = scene(200, dtype=torch.float32, extent=10)
+    with torch.autocast("cpu", dtype):
+        pair = Pair(net, by_class, example, max_voxels=260, margin=3.0)
+    for seed, count in enumerate((200, 260)):
+        x, labels = scene(count, seed, dtype=torch.float32, extent=10)
+        pair.follow()
+        pair.others.zero_grad()
+        with torch.autocast("cpu", dtype):
+            want = by_class(pair.other(x), labels)
+        want.backward()
+        got = pair.step(x, labels)
+        close(got, want.detach(), 0.02)
+        flat = [torch.cat([p.grad.flatten() for p in n.parameters()]) for n in (net, pair.other)]
+        assert flat[0].dtype == torch.float32
+        assert float((flat[0] - flat[1]).norm() / flat[1].norm()) < (0.3 if dtype == torch.bfloat16 else 0.05)
+
+
+def test_a_scaler_skips_what_is_infinite_and_scales_the_rest():
+    net = nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.BatchNorm(4), pm.nn.Conv3d(4, 1, 3))
+    other = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (net, other)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+
+    def loss(y, factor):
+        return row_mean(y, torch.sin(y.feats).sum(1)) * factor
+
+    x, _ = scene(50, dtype=torch.float32)
+    step = pm.capture_step(net, loss, optimizers[0], x, torch.tensor(1.0), scaler=scalers[0])
+    for seed, factor in enumerate((1.0, 1e37, 1e37, 1.0, 1.0, 1.0, 2.0)):
+        x, _ = scene(50, seed, dtype=torch.float32)
+        optimizers[1].zero_grad()
+        value = loss(other(x), torch.tensor(factor))
+        scalers[1].scale(value).backward()
+        scalers[1].step(optimizers[1])
+        scalers[1].update()
+        close(step(x, torch.tensor(factor)), value.detach(), 1e-5)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
+            close(a, b, 1e-5)
+    assert step.skipped == 2 and step.replays == 7
+
+
+def test_the_norm_of_gradients_is_clipped():
+    pair = Pair(unet(), by_class, scene(100), "sgd", max_voxels=120, clip=0.01, margin=4.0)
+    pair.follow()
+    x, labels = scene(90, 3)
+    by_class(pair.other(x), labels).backward()
+    before = nn.utils.clip_grad_norm_(pair.other.parameters(), 0.01)
+    pair.others.step()
+    pair.step(x, labels)
+    assert before > 0.1
+    for a, b in zip(pair.net.parameters(), pair.other.parameters(), strict=True):
+        close(a.grad, b.grad, 1e-9)
+        close(a, b, 1e-9)
+
+
+def test_a_schedule():
+    pair = Pair(unet(), by_class, scene(100), max_voxels=120, margin=4.0)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (pair.optimizer, pair.others)]
+    for seed in range(3):
+        x, labels = scene(100, seed)
+        close(pair.step(x, labels), pair.eager(x, labels), 1e-8)
+        for schedule in schedules:
+            schedule.step()
+    for a, b in zip(pair.net.parameters(), pair.other.parameters(), strict=True):
+        close(a, b, 1e-6)
+
+
+# Capturing changes nothing
+
+
+def test_capturing_leaves_everything_as_it_is():
+    net = pm.nn.Sequential(pm.nn.Conv3d(4, 3, 3), pm.nn.BatchNorm(3), pm.nn.Dropout(0.5))
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    optimizer = torch.optim.AdamW(net.parameters())
+    before, random = copy.deepcopy(net.state_dict()), torch.get_rng_state()
+    x, labels = scene(50, dtype=torch.float32)
+    pm.capture_step(net, by_class, optimizer, x, labels, buckets=[60]).ready()
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), before.values(), strict=True))
+    assert torch.equal(torch.get_rng_state(), random) and not optimizer.state
+    assert torch.equal(net[0].weight.grad, torch.ones_like(net[0].weight)) and net[2].training
+
+
+def test_dropout_is_drawn_anew():
+    net = pm.nn.Sequential(pm.nn.Conv3d(4, 3, 3), pm.nn.Dropout(0.5))
+    x, labels = scene(50, dtype=torch.float32)
+    step = pm.capture_step(net, by_class, torch.optim.SGD(net.parameters(), lr=0.0), x, labels)
+    values = {float(step(x, labels)) for _ in range(5)}
+    assert len(values) == 5
+
+
+# Scenes that do not fit
+
+
+def falls_back(pair, given, why, match):
+    before = pair.step.fallbacks[why]
+    with pytest.warns(RuntimeWarning, match=match):
+        pair.both(*given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.both(*given)
+    assert pair.step.fallbacks[why] == before + 2
+
+
+def small():
+    return pm.nn.Sequential(
+        pm.nn.Conv3d(4, 4, 3), pm.nn.BatchNorm(4), pm.nn.Conv3d(4, 4, 2, stride=2), pm.nn.BatchNorm(4)
+    ).double()
+
+
+def squared(y):
+    return row_mean(y, (y.feats + 1).square().sum(1) / 8)
+
+
+def test_what_has_no_graph_runs_eagerly():
+    pair = Pair(small(), squared, scene(60)[:1], max_voxels=100)
+    pair.both(scene(100, 1)[0])
+    falls_back(pair, scene(101, 2)[:1], "voxels", "101 voxels")
+    falls_back(pair, scene(50, 3, batch=1)[:1], "batch", "1 items")
+    x, _ = scene(60, 4)
+    far = pm.SparseTensor(x.feats, x.coords + torch.tensor([0, 90, 0, 0], dtype=torch.int32), batch_size=2)
+    falls_back(pair, (far,), "box", "outside")
+    pair.both(scene(100, 1)[0])
+    assert pair.step.replays == 2
+
+
+def test_an_inner_level_without_room_updates_once():
+    """Statistics of the pass that had no room are taken back before the scene runs eagerly."""
+    block = torch.cartesian_prod(torch.arange(1), *[torch.arange(8)] * 3).int()
+    feats = torch.randn(512, 4, dtype=torch.float64)
+    example = pm.SparseTensor(feats, block)
+    pair = Pair(small(), squared, (example,), max_voxels=640, buckets=[640], box=((0, 0, 0), (64, 64, 64)))
+    pair.both(example)
+    sparse = pm.SparseTensor(feats, block * torch.tensor([1, 4, 4, 4], dtype=torch.int32))
+    falls_back(pair, (sparse,), "room", "512 voxels at stride .2, 2, 2., where there is room for")
+    pair.both(example)
+    assert pair.step.replays == 2
+
+
+def test_an_error_changes_nothing():
+    pair = Pair(small(), squared, scene(60, shape=SHAPE)[:1], max_voxels=100)
+    pair.both(scene(60, 1, shape=SHAPE)[0])
+    before = copy.deepcopy(pair.net.state_dict())
+    x, _ = scene(60, 1, shape=SHAPE)
+    double = pm.SparseTensor(x.feats, x.coords, 1, SHAPE, 2)
+    # Coordinates that were written to after they had been checked.
+    double.coords[5] = double.coords[6]
+    with pytest.raises(CoordinateError):
+        pair.step(double)
+    assert all(torch.equal(a, b) for a, b in zip(pair.net.state_dict().values(), before.values(), strict=True))
+    pair.both(scene(60, 1, shape=SHAPE)[0])
+
+
+def test_a_network_that_is_changed_is_captured_anew():
+    pair = Pair(small(), squared, scene(60)[:1], max_voxels=100)
+    pair.both(scene(70)[0])
+    for net in (pair.net, pair.other):
+        net[1].eval()
+        net[0].weight.requires_grad_(False)
+        net[2].weight = nn.Parameter(net[2].weight.detach() * 2)
+    pair.optimizer, pair.others = (OPTIMIZERS["sgd"](n.parameters()) for n in (pair.net, pair.other))
+    # The parameters that are updated are those of the first optimizer.
+    with pytest.raises(OptionError, match="capture_step"):
+        pair.step(scene(70)[0])
+    pair = Pair(pair.net, squared, scene(60)[:1], "sgd", max_voxels=100)
+    pair.both(scene(70)[0])
+    for net in (pair.net, pair.other):
+        net.train()
+    pair.both(scene(70, 1)[0])
+
+
+# At the door
+
+
+class Asks(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.conv = what, pm.nn.Conv3d(4, 4, 3)
+
+    def forward(self, x):
+        return self.what(self.conv(x))
+
+
+def mean_of(y):
+    return y.feats.mean()
+
+
+class Replaces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        return x
+
+
+WRONG = {
+    "len": (lambda x: x if len(x) > 5 else x * 2, squared, GeometryError, "len"),
+    "prune": (lambda x: x.prune(x.feats[:, 0] > 0), squared, GeometryError, "prune"),
+    "a mean over rows as the loss": (lambda x: x, mean_of, CaptureError, "the loss is"),
+    "centred": (lambda x: x.map(lambda f: f - f.mean(0)), squared, CaptureError, "row_mean"),
+    "torch's norm": (lambda x: x.map(nn.BatchNorm1d(4)), squared, CaptureError, "row_mean"),
+    "no scalar": (lambda x: x, lambda y: y.feats.sum(1), OptionError, "scalar"),
+    "no tensor": (lambda x: x, lambda y: y, OptionError, "scalar.*SparseTensor"),
+    "nothing to learn": (lambda x: x.detach(), mean_of, OptionError, "parameters"),
+    "a new buffer": (Replaces(), squared, CaptureError, "buffers"),
+    "torch's dropout": (lambda x: x.map(lambda f: functional.dropout(f, 0.5)), squared, CaptureError, ""),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_captured_is_refused(name):
+    what, loss, error, match = WRONG[name]
+    net = Asks(what)
+    with pytest.raises(error, match=match):
+        pm.capture_step(net, loss, torch.optim.SGD(net.parameters()), scene(40, dtype=torch.float32)[0], buckets=[40])
+
+
+def test_the_whole_example_may_fill_its_capacity():
+    """Rows that do not live are there for the comparison all the same."""
+    net = Asks(lambda x: x)
+    x = scene(40, dtype=torch.float32)[0]
+    with pytest.raises(CaptureError):
+        pm.capture_step(net, mean_of, torch.optim.SGD(net.parameters()), x, max_voxels=40)
+
+
+def test_arguments():
+    x, labels = scene(30)
+    net = unet()
+    sgd = torch.optim.SGD(net.parameters())
+    with pytest.raises(OptionError, match="Module"):
+        pm.capture_step(lambda x: x, by_class, sgd, x, labels)
+    with pytest.raises(OptionError, match="optimizer"):
+        pm.capture_step(net, by_class, torch.optim.LBFGS(net.parameters()), x, labels)
+    with pytest.raises(OptionError, match="loss"):
+        pm.capture_step(net, None, sgd, x, labels)
+    with pytest.raises(OptionError, match="one process"):
+        pm.capture_step(nn.Sequential(pm.nn.SyncBatchNorm(4), net), by_class, sgd, x, labels)
+    with pytest.raises(OptionError, match="clip"):
+        pm.capture_step(net, by_class, sgd, x, labels, clip=0.0)
+    with pytest.raises(OptionError, match="margin"):
+        pm.capture_step(net, by_class, sgd, x, labels, margin=0.5)
+    with pytest.raises(DtypeError, match="SparseTensor"):
+        pm.capture_step(net, by_class, sgd, x.feats, labels)
+    with pytest.raises(ShapeError, match="no voxels"):
+        pm.capture_step(net, by_class, sgd, *scene(0))
+    with pytest.raises(ShapeError, match="target 0"):
+        pm.capture_step(net, by_class, sgd, x, labels[:5])
+    with pytest.raises(ShapeError, match="batch items"):
+        pm.capture_step(net, by_class, sgd, x, pm.PerItem(labels))
+    with pytest.raises(DtypeError, match="tensors"):
+        pm.capture_step(net, by_class, sgd, x, 5)
+    with pytest.raises(DeviceError, match="meta"):
+        pm.capture_step(net, by_class, sgd, x, labels.to("meta"))
+    with pytest.raises(OptionError, match="requires gradients"):
+        pm.capture_step(net, by_class, sgd, x, torch.ones(30, requires_grad=True))
+    net.requires_grad_(False)
+    with pytest.raises(OptionError, match="requires gradients"):
+        pm.capture_step(net, by_class, sgd, x, labels)
+
+
+def test_calls():
+    x, labels = scene(30)
+    pair = Pair(small(), lambda y, t: squared(y), (x, labels))
+    step = pair.step
+    with pytest.raises(DtypeError, match="SparseTensor"):
+        step(x.feats, labels)
+    with pytest.raises(ShapeError, match=r"\[N, 4\]"):
+        step(x.replace(x.feats[:, :3]), labels)
+    with pytest.raises(DtypeError, match="float32"):
+        step(x.float(), labels)
+    with pytest.raises(ShapeError, match="targets"):
+        step(x)
+    with pytest.raises(ShapeError, match="target 0"):
+        step(x, labels[:7])
+    with pytest.raises(ShapeError, match="int32"):
+        step(x, labels.int())
+    with pytest.raises(ShapeError, match="target 0"):
+        step(x, pm.PerItem(labels[:2]))
+    with pytest.raises(OptionError, match="gradients"):
+        step(x.replace(x.feats.clone().requires_grad_()), labels)
+    told = step.explain()
+    assert "capacities" in told and "no graphs" in told and "Sequential" in repr(step)
+
+
+def test_means_and_sums_over_voxels():
+    x, _ = scene(20)
+    values = torch.randn(20, 3, dtype=torch.float64)
+    assert torch.equal(row_mean(x, values), values.mean(0)) and torch.equal(row_sum(x, values), values.sum(0))
+    assert bool(x.living.all()) and x.living.shape == (20,)
+    with pytest.raises(ShapeError, match="20 voxels"):
+        row_mean(x, values[:5])
