@@ -38,30 +38,36 @@ def differ(got: Any, want: Any) -> str | None:
     return None if got == want else f"{got!r} where there should be {want!r}"
 
 
-def loss_differs(got: Tensor, want: Tensor, kind: torch.dtype) -> str | None:
-    """How two losses differ by more than rounding, of what was computed in dtype `kind`; or None."""
-    limit = _LIMITS[kind][0] / 2
-    if bool((got - want).abs() <= limit * want.abs().clamp(min=1e-3)) or bool(got.isnan() & want.isnan()):
-        return None
-    return f"the loss is {float(got):.6g} where it should be {float(want):.6g}"
+_AMPLIFIED = 16
+"""How much more than a rounding of the input all roundings on the way are reckoned to change."""
 
 
-def gradients_differ(grads: Sequence[tuple[str, Tensor, Tensor]], kind: torch.dtype) -> str | None:
-    """The same of gradients: (name, as it is, as it should be).
+def steps_differ(
+    names: Sequence[str], steps: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], kind: torch.dtype
+) -> str | None:
+    """How what a step gave (loss, gradients, statistics; of these names) differs by more than rounding; or None.
 
-    What is lost in rounding is a share of what was summed up: a gradient that is 0 but for rounding (of a bias before a
-    norm) is measured by the others.
+    steps: as it is, as it should be, and as it would be with an input that was rounded to `kind` once more: norms of
+    few voxels and sums that cancel make much of that. A gradient that is 0 but for rounding (of a bias before a norm)
+    is measured by the others.
     """
-    if not grads:
+    limit = 2 * _LIMITS[kind][0]
+    sizes = torch.stack([_rms(want) for want in steps[1]])
+    usual = 0.02 * float(sizes.nan_to_num().square().mean().sqrt())
+    noise = torch.stack([_rms(a.double() - b.double()) for a, b in zip(steps[2], steps[1], strict=True)])
+    errors = torch.stack([_rms(a.double() - b.double()) for a, b in zip(steps[0], steps[1], strict=True)])
+    most = limit * sizes.clamp(min=usual + torch.finfo(kind).tiny) + _AMPLIFIED * noise
+    # What is not finite is no rounding, unless it should not be finite.
+    wrong = ~(errors <= most) & sizes.isfinite()
+    if not bool(wrong.any()):
         return None
-    limit = 4 * _LIMITS[kind][0]
-    squares = torch.stack([want.double().square().mean() for *_, want in grads])
-    scales = squares.sqrt().clamp(min=0.02 * float(squares.mean().sqrt()) + torch.finfo(kind).tiny)
-    errors = torch.stack([(got.double() - want.double()).square().mean().sqrt() for _, got, want in grads]) / scales
-    worst = int(torch.where(errors.isfinite(), errors, torch.inf).argmax())
-    if float(errors[worst]) <= limit:
-        return None
-    return f"the gradient of {grads[worst][0]} has an rms error of {float(errors[worst]):.3g}, of {limit:.3g} ({kind})"
+    first = int(wrong.int().argmax())
+    told = f"rms error {float(errors[first]):.3g} of {float(sizes[first]):.3g}, at most {float(most[first]):.3g}"
+    return f"{names[first]}: {told} ({kind})"
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.double().square().mean().sqrt() if values.numel() else values.new_zeros((), dtype=torch.float64)
 
 
 def _values(got: Tensor, want: Tensor) -> str | None:

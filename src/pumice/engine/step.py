@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
@@ -14,11 +14,23 @@ from torch.optim import LBFGS, Optimizer
 
 from pumice.coords.launch import lasting
 from pumice.engine.capture import Box, check_example, check_scene, site_within
-from pumice.engine.compare import differ, gradients_differ, loss_differs
+from pumice.engine.compare import steps_differ
 from pumice.engine.entry import VoxelScene
 from pumice.engine.graphs import Bucket, Engine, Limits, Margins, on
 from pumice.engine.static import Autocast, Planner, Shares
-from pumice.engine.train import Done, Example, Gradients, Loss, Options, PerItem, StepProgram, Target, Targets, values_of
+from pumice.engine.train import (
+    Done,
+    Example,
+    Gradients,
+    Loss,
+    Options,
+    PerItem,
+    StepProgram,
+    Target,
+    Targets,
+    copy_all,
+    values_of,
+)
 from pumice.engine.update import Update, capturable
 from pumice.errors import CaptureError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.ops import SparseTensor
@@ -200,7 +212,7 @@ class _Steps(Engine):
         self, program: StepProgram, buffers: Targets, example: Example, limits: Limits, margins: Margins
     ) -> None:
         super().__init__(program, buffers, example, limits, margins)
-        self._facts: tuple[Any, ...] = ()
+        self._facts: tuple[Any, ...] | None = None
         self.skipped = 0
 
     def step(self, scene: Example, update: Update) -> Tensor:
@@ -229,7 +241,7 @@ class _Steps(Engine):
         """Take back what a pass did to buffers."""
         if self.program.backup:
             with torch.no_grad():
-                torch._foreach_copy_(self.program.state(), self.program.backup)
+                copy_all(self.program.state(), self.program.backup)
 
     def _own(self, scene: Example, update: Update) -> Tensor:
         """The eager step."""
@@ -260,10 +272,10 @@ class _Steps(Engine):
 
     def prepared(self, count: int) -> Bucket:
         """The bucket for so many voxels; all anew where a module's mode or a parameter's memory is another."""
-        facts = self.program.facts()
-        if facts != self._facts:
+        if self.program.facts() != self._facts:
             self.buckets.clear()
-            self._facts = facts
+            self.program.relist()
+            self._facts = self.program.facts()
         return self.bucket(count)
 
     def _made(self, capacity: int) -> Bucket:
@@ -288,45 +300,45 @@ class _Steps(Engine):
         raise CaptureError(f"the example itself has no room (status {words[0]}): level_capacity, margin")
 
     def _compared(self, bucket: Bucket, scene: Example) -> Sequence[int]:
-        gradients, scale = self.program.gradients, 1.0 if self.program.options.scaler is None else _SCALE
-        with self.program.without_dropout(), self.program.unchanged():
-            loss = self.program.learn(scene.tensor(), [values_of(t) for t in scene.targets], scale)
-            wanted = {p: g.clone() for p, g in gradients.held.items()}
-            state = [t.clone() for t in self.program.state()]
-        with self.program.without_dropout(), self.program.unchanged():
-            bucket.buffers.poison(scene.count)
-            done = self.program.run(bucket.buffers, bucket.rooms, poison=True, scale=scale)
-            words = done.words.tolist()
-            if words[0]:
-                return words
-            told = self._differ(done.loss, loss, wanted) or _state_differs(self.program, state)
-        if told:
+        """The words of a pass, whose results are those of the eager step unless it had no room."""
+        program, x, targets = self.program, scene.tensor(), [values_of(t) for t in scene.targets]
+        scale = 1.0 if program.options.scaler is None else _SCALE
+        kind = program.autocast.dtype if program.autocast.enabled else x.dtype
+        noise = torch.rand(x.feats.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(0)) - 0.5
+        other = x.replace(x.feats * (1 + 2 * torch.finfo(kind).eps * noise.to(x.dtype)))
+        want, rounded = (self._found(lambda x=x: program.learn(x, targets, scale)) for x in (x, other))
+        bucket.buffers.poison(scene.count)
+        words: list[Sequence[int]] = []
+
+        def run() -> Tensor:
+            done = program.run(bucket.buffers, bucket.rooms, poison=True, scale=scale)
+            words.append(done.words.tolist())
+            return done.loss
+
+        got = self._found(run)
+        if not words[0][0] and (told := steps_differ(list(want), _alike(got, want, rounded), kind)):
             raise CaptureError(
-                f"the captured step is not the eager one on the example: {told}. What reduces over all rows, or asks "
-                "for their number, sees those of the buffer: use layers of pumice.nn, operators of pumice.ops "
+                f"the captured step is not the eager one on the example, in {told}. What reduces over all rows, or "
+                "asks for their number, sees those of the buffer: use layers of pumice.nn, operators of pumice.ops "
                 "(row_mean, row_sum), SparseTensor.living, or a loss that ignores an index"
             )
-        return words
+        return words[0]
 
-    def _differ(self, got: Tensor, want: Tensor, wanted: Mapping[Tensor, Tensor]) -> str | None:
-        """How loss and gradients differ from those that they should be."""
-        autocast, held = self.program.autocast, self.program.gradients.held
-        kind = autocast.dtype if autocast.enabled else want.dtype
-        if told := loss_differs(got, want, kind):
-            return told
-        names = {p: name for name, p in self.program.model.named_parameters()}
-        grads = [(names.get(p, "of a parameter"), held[p], wanted[p]) for p in wanted]
-        return gradients_differ(grads, kind)
+    def _found(self, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+        """What a pass gives, by name, without dropout; nothing else changes."""
+        program = self.program
+        with program.without_dropout(), program.unchanged():
+            found = {"the loss": run()}
+            names = {p: name for name, p in program.model.named_parameters()}
+            held = program.gradients.held.items()
+            found |= {f"the gradient of {names.get(p, f'parameter {n}')}": g.clone() for n, (p, g) in enumerate(held)}
+            found |= {f"buffer {n} of {list(t.shape)}": t.clone() for n, t in enumerate(program.state())}
+        return found
 
 
-def _state_differs(program: StepProgram, wanted: Sequence[Tensor]) -> str | None:
-    """How buffers differ after a pass from what they should be."""
-    for got, want in zip(program.state(), wanted, strict=True):
-        # Statistics of what was computed in a half precision are as exact as that.
-        half = program.autocast.enabled and got.is_floating_point()
-        if told := differ(*((t.to(program.autocast.dtype) if half else t) for t in (got, want))):
-            return f"a buffer of {list(want.shape)}: {told}"
-    return None
+def _alike(*found: Mapping[str, Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    first, second, third = ([each[name] for name in found[0]] for each in found)
+    return first, second, third
 
 
 def _check(model: nn.Module, loss: Loss, optimizer: Optimizer, targets: Sequence[Target]) -> None:

@@ -171,6 +171,20 @@ class Done:
     words: Tensor
 
 
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors to others, in few kernels: many at once are copied so where dtypes and layouts are alike."""
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.stride() != source.stride() or target.dtype != source.dtype:
+            target.copy_(source)
+            continue
+        mine, theirs = alike.setdefault(target.dtype, ([], []))
+        mine.append(target)
+        theirs.append(source)
+    for mine, theirs in alike.values():
+        torch._foreach_copy_(mine, theirs)
+
+
 @dataclass(eq=False)
 class Gradients:
     """The gradients' memory, by parameter; infinite: float32 [1], whether one was not finite under a scaler."""
@@ -188,7 +202,7 @@ class Gradients:
         if absent:
             torch._foreach_zero_(absent)
         if found:
-            torch._foreach_copy_([self.held[p] for p in found], list(found.values()))
+            copy_all([self.held[p] for p in found], list(found.values()))
 
     def give(self, parameters: Sequence[Tensor]) -> None:
         """Make them the gradients of the parameters."""
@@ -208,12 +222,14 @@ class StepProgram:
     options: Options
     gradients: Gradients
     backup: list[Tensor] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
 
     def run(self, buffers: Targets, rooms: Rooms, poison: bool = False, scale: float | None = None) -> Done:
         """One pass; gradients go to their memory. poison: as of a Program. scale: instead of the scaler's."""
         with lasting(), torch.enable_grad():
             if self.backup:
-                torch._foreach_copy_(self.backup, self.state())
+                with torch.no_grad():
+                    copy_all(self.backup, self.state())
             entered = buffers.enter(self.site, Buffered(rooms, (), poison, True))
             geometry = entered.x.geometry
             loss = self.learn(entered.x, buffers.told(geometry.alive), scale)
@@ -273,11 +289,21 @@ class StepProgram:
         return [*self.model.buffers(), *own]
 
     def facts(self) -> tuple[Any, ...]:
-        """What a graph of a pass depends on, but for values of tensors."""
+        """What a graph of a pass depends on, but for values of tensors: modes, modules, and where tensors lie."""
+        found: list[Any] = []
+        for module in self.modules:
+            found += (module.training, *map(id, module._modules.values()))
+            for held in (module._parameters, module._buffers):
+                found += [(id(t), t.data_ptr(), t.requires_grad) for t in held.values() if t is not None]
+        return tuple(found)
+
+    def relist(self) -> None:
+        """Look at all modules anew. Raises OptionError for parameters that were not there."""
         parts = [self.model, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
-        modes = [m.training for part in parts for m in part.modules()]
-        tensors = [(id(t), t.data_ptr(), t.requires_grad) for t in (*self.parameters, *self.state())]
-        return *modes, *tensors
+        self.modules[:] = dict.fromkeys(m for part in parts for m in part.modules())
+        known = {id(p) for p in self.parameters}
+        if any(id(p) not in known for part in parts for p in part.parameters()):
+            raise OptionError("parameters are new, which the step does not update: call capture_step again")
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

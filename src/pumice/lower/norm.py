@@ -18,58 +18,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pumice.coords import Cloud
 from pumice.coords.launch import Launcher, runs_kernels
+
+Affine = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """count int32 [1] on the device: how many rows live; alive bool [N, 1]: which."""
+class Statistics:
+    """running: mean and variance [C], by which fewer than two rows are normalised (without them: by 0 and 1).
 
-    count: Tensor
-    alive: Tensor
-
-
-def batch_norm(
-    x: Tensor, rows: Rows, affine: tuple[Tensor | None, Tensor | None], known: tuple[Tensor, Tensor], eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(y in the dtype of x, mean [C], variance [C]) of the living rows of x [N, C]; differentiable in x and affine.
-
-    affine: weight and bias [C]. known: mean and variance by which fewer than two rows are normalised; they are then
-    what is returned.
+    follows: whether they follow those of at least two rows, by `momentum` or (None) as the mean of all so far; then
+    tracked, int64 [], counts how often they did.
     """
-    found = _BatchNorm.apply(x, *affine, rows, known, eps)
-    return found[0], found[1], found[2]
+
+    running: tuple[Tensor, Tensor] | None
+    eps: float
+    follows: bool = False
+    momentum: float | None = None
+    tracked: Tensor | None = None
+
+
+def batch_norm(x: Tensor, rows: Cloud, affine: Affine, statistics: Statistics) -> Tensor:
+    """y in the dtype of x [N, C], of whose rows those live that do in the cloud; differentiable in x and affine.
+
+    affine: weight and bias [C]. Running statistics are written where they follow.
+    """
+    return _BatchNorm.apply(x, *affine, rows, statistics)
 
 
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rows: Rows,
-        known: tuple[Tensor, Tensor],
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Cloud, statistics: Statistics
+    ) -> Tensor:
         x = x.contiguous()
-        mean, variance = statistics(x, rows, known)
-        scale = (variance + eps).rsqrt()
-        y = normalised(x, rows, (mean, scale, weight, bias))
+        mean, scale = moments(x, rows, statistics)
         ctx.rows = rows
         ctx.save_for_backward(x, weight, bias, mean, scale)
-        ctx.mark_non_differentiable(mean, variance)
-        return y, mean, variance
+        return normalised(x, rows, (mean, scale, weight, bias))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, bias, mean, scale = ctx.saved_tensors
         grad = grad.contiguous()
         sums, products = sums_of(grad, x, ctx.rows, (mean, scale))
         dx = gradient(grad, x, ctx.rows, (mean, scale, weight, sums, products)) if ctx.needs_input_grad[0] else None
         dweight = products.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweight, sums.to(bias.dtype) if ctx.needs_input_grad[2] else None, None, None, None
+        return dx, dweight, sums.to(bias.dtype) if ctx.needs_input_grad[2] else None, None, None
 
 
 _ROWS = 64
@@ -80,28 +77,48 @@ _PARTS = 512
 """Into how many parts rows are shared for sums, at most."""
 
 
-def statistics(x: Tensor, rows: Rows, known: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of the living rows, in at least float32; fewer than two have those that are known."""
+def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> tuple[Tensor, Tensor]:
+    """Mean and 1 / sqrt(variance + eps) of the living rows, in at least float32; running statistics follow."""
     if not _by_kernels(x):
-        return statistics_twin(x, rows, known)
-    parts, mean, variance = _parts(x), _empty(x), _empty(x)
+        return moments_twin(x, rows, statistics)
+    parts, mean, scale = _parts(x), _empty(x), _empty(x)
     halves = torch.empty(2, parts, x.shape[1], dtype=torch.float32, device=x.device)
     _kernel("moments")(parts * _sides(x), (x, rows.count, halves), (parts,), _shape(x))
-    told = (rows.count, halves, known[0], known[1], mean, variance)
-    _kernel("joined_moments")(-(-x.shape[1] // _LANES), told, (parts,), _joining(x) | {"ROWS": _ROWS})
-    return mean, variance
+    follows, tracked = statistics.follows, statistics.tracked
+    if follows and statistics.momentum is None and tracked is not None:
+        # All programs read what one would write.
+        tracked.add_((rows.count > 1)[0])
+    known = (mean, mean) if statistics.running is None else statistics.running
+    told = (rows.count, halves, *known, mean if tracked is None else tracked, mean, scale)
+    constants = _joining(x) | {"ROWS": _ROWS, "EPS": statistics.eps, "KNOWN": statistics.running is not None}
+    constants |= {"FOLLOWS": follows, "TRACKED": tracked is not None}
+    constants |= {"MOMENTUM": -1.0 if statistics.momentum is None else statistics.momentum}
+    _kernel("joined_moments")(-(-x.shape[1] // _LANES), told, (parts,), constants)
+    return mean, scale
 
 
-def statistics_twin(x: Tensor, rows: Rows, known: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """As statistics, in plain torch."""
-    count, several = rows.count.clamp(min=1), rows.count > 1
-    wide = torch.where(rows.alive, x.to(torch.promote_types(x.dtype, torch.float32)), 0)
+def moments_twin(x: Tensor, rows: Cloud, statistics: Statistics) -> tuple[Tensor, Tensor]:
+    """As moments, in plain torch."""
+    count, several, alive = rows.count.clamp(min=1), rows.count > 1, rows.live()[:, None]
+    wide = torch.where(alive, x.to(torch.promote_types(x.dtype, torch.float32)), 0)
     mean = wide.sum(0) / count
-    variance = torch.where(rows.alive, wide - mean, 0).square().sum(0) / count
-    return torch.where(several, mean, known[0]), torch.where(several, variance, known[1])
+    variance = torch.where(alive, wide - mean, 0).square().sum(0) / count
+    known = statistics.running or (torch.zeros_like(mean), torch.ones_like(mean))
+    if statistics.follows and statistics.running is not None:
+        factor: float | Tensor = statistics.momentum or 0.0
+        if statistics.tracked is not None:
+            statistics.tracked.add_(several[0])
+            if statistics.momentum is None:
+                factor = 1.0 / statistics.tracked.clamp(min=1).to(mean.dtype)
+        share = several.to(mean.dtype) * factor
+        unbiased = variance * count / (count - 1).clamp(min=1)
+        for own, found in zip(known, (mean, unbiased), strict=True):
+            own.add_(share * (found - own))
+    mean = torch.where(several, mean, known[0])
+    return mean, (torch.where(several, variance, known[1]) + statistics.eps).rsqrt()
 
 
-def normalised(x: Tensor, rows: Rows, told: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> Tensor:
+def normalised(x: Tensor, rows: Cloud, told: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> Tensor:
     """(x - mean) * scale * weight + bias in living rows; told: these four."""
     mean, scale, weight, bias = told
     if not _by_kernels(x):
@@ -115,11 +132,12 @@ def normalised(x: Tensor, rows: Rows, told: tuple[Tensor, Tensor, Tensor | None,
     return y
 
 
-def sums_of(grad: Tensor, x: Tensor, rows: Rows, told: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def sums_of(grad: Tensor, x: Tensor, rows: Cloud, told: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The sums over living rows of grad and of grad * (x - mean) * scale, [C] each; told: mean and scale."""
     if not _by_kernels(x):
-        wide = torch.where(rows.alive, grad.to(told[0].dtype), 0)
-        return wide.sum(0), torch.where(rows.alive, wide * (x - told[0]) * told[1], 0).sum(0)
+        alive = rows.live()[:, None]
+        wide = torch.where(alive, grad.to(told[0].dtype), 0)
+        return wide.sum(0), torch.where(alive, wide * (x - told[0]) * told[1], 0).sum(0)
     parts, sums, products = _parts(x), _empty(x), _empty(x)
     halves = torch.empty(2, parts, x.shape[1], dtype=torch.float32, device=x.device)
     _kernel("products")(parts * _sides(x), (grad, x, rows.count, *told, halves), (parts,), _shape(x))
@@ -127,7 +145,7 @@ def sums_of(grad: Tensor, x: Tensor, rows: Rows, told: tuple[Tensor, Tensor]) ->
     return sums, products
 
 
-def gradient(grad: Tensor, x: Tensor, rows: Rows, told: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]) -> Tensor:
+def gradient(grad: Tensor, x: Tensor, rows: Cloud, told: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]) -> Tensor:
     """The gradient of x in living rows; told: mean, scale, weight, and what sums_of gives."""
     mean, scale, weight, sums, products = told
     if not _by_kernels(x):

@@ -42,10 +42,11 @@ def moments(x, count, halves, parts: "i64", C: tl.constexpr, ROWS: tl.constexpr,
 
 @triton.jit(do_not_specialize=["parts"])
 def joined_moments(
-    count, halves, known_mean, known_variance, mean, variance, parts: "i64", C: tl.constexpr, MOST: tl.constexpr,
-    LANES: tl.constexpr, ROWS: tl.constexpr
+    count, halves, known_mean, known_variance, tracked, mean, scale, parts: "i64", C: tl.constexpr, MOST: tl.constexpr,
+    LANES: tl.constexpr, ROWS: tl.constexpr, EPS: tl.constexpr, KNOWN: tl.constexpr, FOLLOWS: tl.constexpr,
+    TRACKED: tl.constexpr, MOMENTUM: tl.constexpr
 ):  # fmt: skip
-    """Mean and variance of all rows."""
+    """Mean and 1 / sqrt(variance + eps) of all rows; those that are known follow, by 1 / tracked where MOMENTUM < 0."""
     c = tl.program_id(0) * LANES + tl.arange(0, LANES)[None, :]
     p = tl.arange(0, MOST)[:, None]
     there = (p < parts) & (c < C)
@@ -53,19 +54,37 @@ def joined_moments(
     # How many rows a part has: whole blocks, and what is left of the last one.
     blocks, left = rows // ROWS, rows % ROWS
     step = parts.to(tl.int32)
-    number = (blocks // step + (p < blocks % step)) * ROWS + tl.where(p == blocks % step, left, 0)
+    number = (blocks // step + (p < blocks % step).to(tl.int32)) * ROWS + tl.where(p == blocks % step, left, 0)
     number = tl.where(p < parts, number, 0).to(tl.float32)
     own = tl.load(halves + p * C + c, mask=there, other=0)
     total = tl.maximum(rows, 1).to(tl.float32)
-    whole = tl.sum(own * (number / total), axis=0)[None, :]
-    apart = own - whole
+    centre = tl.sum(own * (number / total), axis=0)[None, :]
+    apart = own - centre
     spread = tl.load(halves + (parts + p) * C + c, mask=there, other=0) + number * apart * apart
-    found = tl.sum(tl.where(there, spread, 0.0), axis=0)[None, :] / total
-    if rows < 2:
-        whole = tl.load(known_mean + c, mask=c < C, other=0).to(tl.float32)
-        found = tl.load(known_variance + c, mask=c < C, other=0).to(tl.float32)
-    tl.store(mean + c, whole, mask=c < C)
-    tl.store(variance + c, found, mask=c < C)
+    variance = tl.sum(tl.where(there, spread, 0.0), axis=0)[None, :] / total
+    old_mean = tl.zeros([1, LANES], tl.float32)
+    old_variance = tl.full([1, LANES], 1.0, tl.float32)
+    if KNOWN:
+        old_mean = tl.load(known_mean + c, mask=c < C, other=0).to(tl.float32)
+        old_variance = tl.load(known_variance + c, mask=c < C, other=0).to(tl.float32)
+        if FOLLOWS:
+            if rows > 1:
+                if MOMENTUM >= 0:
+                    share = tl.full([1, 1], MOMENTUM, tl.float32)
+                    if TRACKED:
+                        if tl.program_id(0) == 0:
+                            tl.store(tracked, tl.load(tracked) + 1)
+                elif TRACKED:
+                    share = tl.full([1, 1], 1.0, tl.float32) / tl.load(tracked).to(tl.float32)
+                else:
+                    share = tl.zeros([1, 1], tl.float32)
+                unbiased = variance * (total / (total - 1))
+                tl.store(known_mean + c, old_mean + share * (centre - old_mean), mask=c < C)
+                tl.store(known_variance + c, old_variance + share * (unbiased - old_variance), mask=c < C)
+    centre = tl.where(rows > 1, centre, old_mean)
+    variance = tl.where(rows > 1, variance, old_variance)
+    tl.store(mean + c, centre, mask=c < C)
+    tl.store(scale + c, 1.0 / tl.sqrt(variance + EPS), mask=c < C)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -53,31 +53,11 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
 
     def _over_living(self, x: SparseTensor) -> SparseTensor:
         """In training, where the device alone knows how many voxels there are."""
-        feats, rows = rows_of(x), norm.Rows(x.geometry.cloud.count, x.geometry.alive)
         mean, var = self.running_mean, self.running_var
-        if mean is None or var is None:
-            wide = torch.promote_types(feats.dtype, torch.float32)
-            known = feats.new_zeros(self.num_features, dtype=wide), feats.new_ones(self.num_features, dtype=wide)
-        else:
-            known = mean, var
-        y, *found = norm.batch_norm(feats, rows, (self.weight, self.bias), known, self.eps)
-        if self.training and mean is not None and var is not None:
-            self._follow(mean, var, found, rows.count)
+        running = None if mean is None or var is None else (mean, var)
+        told = norm.Statistics(running, self.eps, self.training, self.momentum, self.num_batches_tracked)
+        y = norm.batch_norm(rows_of(x), x.geometry.cloud, (self.weight, self.bias), told)
         return on_rows(y, x.geometry)
-
-    @torch.no_grad()
-    def _follow(self, mean: Tensor, var: Tensor, found: Sequence[Tensor], count: Tensor) -> None:
-        """Running statistics follow those of at least two voxels."""
-        several = count > 1
-        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(several[0])
-            if self.momentum is None:
-                factor = 1.0 / self.num_batches_tracked.clamp(min=1)
-        unbiased = found[1] * count / (count - 1).clamp(min=1)
-        share = several.to(found[0].dtype) * factor
-        mean.add_(share * (found[0] - mean))
-        var.add_(share * (unbiased - var))
 
 
 class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
