@@ -5,7 +5,17 @@ import torch
 from pumice import coords, engine, errors, models, nn, ops
 from pumice.coords import Geometry, KernelMap, Relation, deserialize, kernel_map, same_geometry, serialize
 from pumice.coords.geometry import _rebuild
-from pumice.engine import Captured, CapturedPoints, CapturedStep, PerItem, Tuning, capture, capture_points, capture_step, tune
+from pumice.engine import (
+    Captured,
+    CapturedPoints,
+    CapturedStep,
+    PerItem,
+    Tuning,
+    capture,
+    capture_points,
+    capture_step,
+    tune,
+)
 from pumice.ops import (
     Sparse,
     SparseTensor,

@@ -264,7 +264,9 @@ def check_points() -> None:
         assert_close(found.x.feats[:voxels], want.feats)
 
 
-GROUPS: Mapping[str, Callable[[], Checks]] = {"programs": lambda: {**map_checks(), **flow_checks(), "a step of training": check_step}}
+GROUPS: Mapping[str, Callable[[], Checks]] = {
+    "programs": lambda: {**map_checks(), **flow_checks(), "a step of training": check_step}
+}
 """The checks, by name, of each group; a group is one process."""
 
 

@@ -111,13 +111,13 @@ class Margins:
 
 
 class Engine:
-    """A program for scenes of one kind: its capacities, the graphs of those that were met, and the way around them.
+    """A program (static.Program, or one that is run as it is) for scenes of one kind: its capacities, the graphs of those that were met, and the way around them.
 
     fallbacks: how many scenes ran eagerly, by reason ("voxels", "points", "box", "batch", "room"). replays: how many
     did not.
     """
 
-    def __init__(self, program: Program, buffers: Buffers, example: Scene, limits: Limits, margins: Margins) -> None:
+    def __init__(self, program: Any, buffers: Buffers, example: Scene, limits: Limits, margins: Margins) -> None:
         self.program, self.example, self.limits = program, example, limits
         self._buffers, self._margins = buffers, margins
         self.buckets: dict[int, Bucket] = {}

@@ -112,7 +112,6 @@ def capture_step(
     first = Example(VoxelScene(example.feats.detach(), example.coords, example.geometry, example), targets)
     with lasting():
         buffers = Targets.of(limits.capacities[-1], example, targets, ignored)
-        program.backup.extend(t.clone() for t in program.state())
     steps = _Steps(program, buffers, first, limits, margins)
     return CapturedStep(steps, Update(optimizer, example.device))
 
@@ -222,7 +221,7 @@ class _Steps(Engine):
                 self._tell(*problem)
                 return self._own(scene, update)
             bucket = self.prepared(scene.count)
-            scene.fill(bucket.buffers)
+            scene.fill(bucket.buffers)  # pyright: ignore[reportArgumentType]
             done: Done = bucket.run(self.program)
             # While the device is busy.
             self.program.gradients.give(self.program.parameters)
@@ -257,10 +256,7 @@ class _Steps(Engine):
             self.skipped += 1
         else:
             update(facts)
-        scaler, found = self.program.options.scaler, self.program.gradients.infinite
-        if scaler is not None and found is not None:
-            told = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
-            torch._amp_update_scale_(scaler._scale, scaler._growth_tracker, found, *told)
+        self.program.rescale()
 
     def _unfit(self, scene: Example) -> tuple[str, str] | None:
         box = self.program.site.bounds
@@ -291,13 +287,11 @@ class _Steps(Engine):
     def _check(self, bucket: Bucket, scene: Example) -> None:
         """Compare with the eager step, with NaN in rows that do not live, some of which there are."""
         few = scene.sample(max(1, bucket.buffers.capacity * 7 // 8))
-        words: Sequence[int] = ()
         for sample in dict.fromkeys((few, scene)):
-            sample.fill(bucket.buffers)
-            words = self._compared(bucket, sample)
-            if not words[0]:
+            sample.fill(bucket.buffers)  # pyright: ignore[reportArgumentType]
+            if not self._compared(bucket, sample)[0]:
                 return
-        raise CaptureError(f"the example itself has no room (status {words[0]}): level_capacity, margin")
+        raise CaptureError("the example itself has no room: see level_capacity and margin")
 
     def _compared(self, bucket: Bucket, scene: Example) -> Sequence[int]:
         """The words of a pass, whose results are those of the eager step unless it had no room."""
@@ -311,7 +305,7 @@ class _Steps(Engine):
         words: list[Sequence[int]] = []
 
         def run() -> Tensor:
-            done = program.run(bucket.buffers, bucket.rooms, poison=True, scale=scale)
+            done = program.run(bucket.buffers, bucket.rooms, poison=True, scale=scale)  # pyright: ignore[reportArgumentType]
             words.append(done.words.tolist())
             return done.loss
 
@@ -329,7 +323,7 @@ class _Steps(Engine):
         program = self.program
         with program.without_dropout(), program.unchanged():
             found = {"the loss": run()}
-            names = {p: name for name, p in program.model.named_parameters()}
+            names: dict[Tensor, str] = {p: name for name, p in program.model.named_parameters()}
             held = program.gradients.held.items()
             found |= {f"the gradient of {names.get(p, f'parameter {n}')}": g.clone() for n, (p, g) in enumerate(held)}
             found |= {f"buffer {n} of {list(t.shape)}": t.clone() for n, t in enumerate(program.state())}

@@ -182,7 +182,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         mine.append(target)
         theirs.append(source)
     for mine, theirs in alike.values():
-        torch._foreach_copy_(mine, theirs)
+        torch._foreach_copy_(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(eq=False)
@@ -200,7 +200,7 @@ class Gradients:
                 self.held[parameter] = torch.zeros_like(parameter, dtype=grad.dtype)
         absent = [held for parameter, held in self.held.items() if parameter not in found]
         if absent:
-            torch._foreach_zero_(absent)
+            torch._foreach_zero_(absent)  # pyright: ignore[reportPrivateImportUsage]
         if found:
             copy_all([self.held[p] for p in found], list(found.values()))
 
@@ -246,7 +246,9 @@ class StepProgram:
             scaler = self.options.scaler
             scaled = scaler.scale(loss) if scaler is not None and scale is None else loss * (scale or 1.0)
             wanted = [p for p in self.parameters if p.requires_grad]
-            grads = torch.autograd.grad(scaled, wanted, allow_unused=True)
+            # Gradients are in the dtypes of what they are of, whatever is cast outside.
+            with torch.autocast(loss.device.type, enabled=False):
+                grads = torch.autograd.grad(scaled, wanted, allow_unused=True)
             with torch.no_grad():
                 self._keep({p: g for p, g in zip(wanted, grads, strict=True) if g is not None}, scale)
         return loss.detach()
@@ -264,13 +266,13 @@ class StepProgram:
         grads = list(self.gradients.held.values())
         scaler = self.options.scaler
         if scale is not None:
-            torch._foreach_div_(grads, scale)
+            torch._foreach_div_(grads, scale)  # pyright: ignore[reportPrivateImportUsage]
             return
         if scaler is not None:
             self._unscale(grads, scaler)
         if self.options.clip is not None:
             total = get_total_norm(grads)
-            torch._foreach_mul_(grads, (self.options.clip / (total + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_(grads, (self.options.clip / (total + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
 
     def _unscale(self, grads: Sequence[Tensor], scaler: GradScaler) -> None:
         """Divide gradients by the scale, and tell whether one is not finite."""
@@ -281,7 +283,16 @@ class StepProgram:
         scale = scaler._scale
         assert scale is not None
         inverse = scale.double().reciprocal().float()
-        torch._amp_foreach_non_finite_check_and_unscale_(list(grads), held.infinite, inverse)
+        torch._amp_foreach_non_finite_check_and_unscale_(list(grads), held.infinite, inverse)  # pyright: ignore[reportPrivateImportUsage]
+
+    def rescale(self) -> None:
+        """Let the scaler's scale follow what the last step found."""
+        scaler, found = self.options.scaler, self.gradients.infinite
+        if scaler is None or found is None or scaler._scale is None or scaler._growth_tracker is None:
+            return
+        told = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        update = torch._amp_update_scale_  # pyright: ignore[reportPrivateImportUsage]
+        update(scaler._scale, scaler._growth_tracker, found, *told)
 
     def state(self) -> list[Tensor]:
         """The buffers of the model and the loss, which a pass may write to."""
@@ -298,12 +309,14 @@ class StepProgram:
         return tuple(found)
 
     def relist(self) -> None:
-        """Look at all modules anew. Raises OptionError for parameters that were not there."""
+        """Look at all modules anew, and leave no gradients. Raises OptionError for parameters that were not there."""
         parts = [self.model, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
         self.modules[:] = dict.fromkeys(m for part in parts for m in part.modules())
         known = {id(p) for p in self.parameters}
         if any(id(p) not in known for part in parts for p in part.parameters()):
             raise OptionError("parameters are new, which the step does not update: call capture_step again")
+        self.backup[:] = [t.clone() for t in self.state()]
+        self.gradients.held.clear()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

@@ -145,7 +145,9 @@ def sums_of(grad: Tensor, x: Tensor, rows: Cloud, told: tuple[Tensor, Tensor]) -
     return sums, products
 
 
-def gradient(grad: Tensor, x: Tensor, rows: Cloud, told: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]) -> Tensor:
+def gradient(
+    grad: Tensor, x: Tensor, rows: Cloud, told: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
+) -> Tensor:
     """The gradient of x in living rows; told: mean, scale, weight, and what sums_of gives."""
     mean, scale, weight, sums, products = told
     if not _by_kernels(x):

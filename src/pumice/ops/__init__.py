@@ -5,7 +5,16 @@ from pumice.lower.triton import tuning
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
 from pumice.ops.einsum import compile_einsum, einsum
 from pumice.ops.points import coalesce, devoxelize, interpolate, voxelize
-from pumice.ops.pool import avg_pool, global_avg_pool, global_max_pool, global_sum_pool, max_pool, row_mean, row_sum, sum_pool
+from pumice.ops.pool import (
+    avg_pool,
+    global_avg_pool,
+    global_max_pool,
+    global_sum_pool,
+    max_pool,
+    row_mean,
+    row_sum,
+    sum_pool,
+)
 from pumice.ops.prepare import Users, prepare
 from pumice.ops.quantize import quantize
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
