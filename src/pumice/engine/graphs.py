@@ -18,7 +18,7 @@ from pumice.coords.cloud import DUPLICATE, RANGE
 from pumice.coords.launch import lasting
 from pumice.engine.compare import differ
 from pumice.engine.entry import Buffers, Scene, per_point
-from pumice.engine.static import Given, Level, Path, Planner, Program, Reading, Results, Settled, Shares
+from pumice.engine.static import Given, Level, Path, Planner, Reading, Results, Settled, Shares
 from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceError, ShapeError
 from pumice.ops import SparseTensor
 
@@ -111,7 +111,8 @@ class Margins:
 
 
 class Engine:
-    """A program (static.Program, or one that is run as it is) for scenes of one kind: its capacities, the graphs of those that were met, and the way around them.
+    """A program (static.Program, or one that is run as it is) for scenes of one kind: its capacities, the graphs of
+    those that were met, and the way around them.
 
     fallbacks: how many scenes ran eagerly, by reason ("voxels", "points", "box", "batch", "room"). replays: how many
     did not.

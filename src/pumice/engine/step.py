@@ -220,12 +220,16 @@ class _Steps(Engine):
             if (problem := self._unfit(scene)) is not None:
                 self._tell(*problem)
                 return self._own(scene, update)
-            bucket = self.prepared(scene.count)
+            # Graphs are looked after while the device is busy: what they read is held, whatever was changed.
+            bucket = self.bucket(scene.count) if self.graphs else self.prepared(scene.count)
             scene.fill(bucket.buffers)  # pyright: ignore[reportArgumentType]
             done: Done = bucket.run(self.program)
-            # While the device is busy.
             self.program.gradients.give(self.program.parameters)
             facts, value = update.facts(), done.loss.clone()
+            if self._changed():
+                self._restore()
+                self.prepared(scene.count)
+                return self.step(scene, update)
             words = done.words.tolist()
             if words[0]:
                 self._restore()
@@ -238,12 +242,12 @@ class _Steps(Engine):
 
     def _restore(self) -> None:
         """Take back what a pass did to buffers."""
-        if self.program.backup:
-            with torch.no_grad():
-                copy_all(self.program.state(), self.program.backup)
+        with torch.no_grad():
+            copy_all(self.program.kept, self.program.backup)
 
     def _own(self, scene: Example, update: Update) -> Tensor:
         """The eager step."""
+        self._renew()
         value = self.program.learn(scene.tensor(), [values_of(t) for t in scene.targets])
         self.program.gradients.give(self.program.parameters)
         found = self.program.gradients.infinite
@@ -268,11 +272,18 @@ class _Steps(Engine):
 
     def prepared(self, count: int) -> Bucket:
         """The bucket for so many voxels; all anew where a module's mode or a parameter's memory is another."""
-        if self.program.facts() != self._facts:
-            self.buckets.clear()
-            self.program.relist()
-            self._facts = self.program.facts()
+        self._renew()
         return self.bucket(count)
+
+    def _changed(self) -> bool:
+        return self.program.facts() != self._facts
+
+    def _renew(self) -> None:
+        """Drop graphs that are not of the model as it is now."""
+        if self._changed():
+            self.program.relist()
+            self.buckets.clear()
+            self._facts = self.program.facts()
 
     def _made(self, capacity: int) -> Bucket:
         with self.program.unchanged():

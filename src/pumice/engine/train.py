@@ -212,7 +212,10 @@ class Gradients:
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """Forward, loss and gradients over buffers. site: as a Program's."""
+    """Forward, loss and gradients over buffers. site: as a Program's.
+
+    kept: the buffers of modules, and backup: what they were before the last pass. modules: those of model and loss.
+    """
 
     model: nn.Module
     loss: Loss
@@ -221,15 +224,15 @@ class StepProgram:
     parameters: tuple[Tensor, ...]
     options: Options
     gradients: Gradients
+    kept: list[Tensor] = field(default_factory=list)
     backup: list[Tensor] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
 
     def run(self, buffers: Targets, rooms: Rooms, poison: bool = False, scale: float | None = None) -> Done:
         """One pass; gradients go to their memory. poison: as of a Program. scale: instead of the scaler's."""
         with lasting(), torch.enable_grad():
-            if self.backup:
-                with torch.no_grad():
-                    copy_all(self.backup, self.state())
+            with torch.no_grad():
+                copy_all(self.backup, self.kept)
             entered = buffers.enter(self.site, Buffered(rooms, (), poison, True))
             geometry = entered.x.geometry
             loss = self.learn(entered.x, buffers.told(geometry.alive), scale)
@@ -315,7 +318,8 @@ class StepProgram:
         known = {id(p) for p in self.parameters}
         if any(id(p) not in known for part in parts for p in part.parameters()):
             raise OptionError("parameters are new, which the step does not update: call capture_step again")
-        self.backup[:] = [t.clone() for t in self.state()]
+        self.kept[:] = self.state()
+        self.backup[:] = [t.clone() for t in self.kept]
         self.gradients.held.clear()
 
     @contextmanager
