@@ -19,13 +19,14 @@ from kernels.maps import DeviceOnly, fenced
 from torch import nn
 
 import pumice as pm
-from pumice.coords import Geometry, Relation, kernel_map
+from pumice.coords import Bounds, Cloud, Geometry, Relation, kernel_map
+from pumice.coords.cloud import clear
 from pumice.coords.launch import Launcher
 from pumice.coords.rooms import Buffered
 from pumice.engine.capture import site_within
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
 from pumice.engine.static import Planner, Settled
-from pumice.lower import maps
+from pumice.lower import maps, norm
 from pumice.lower.remember import OWN
 from pumice.lower.segments import pieces, segments
 from pumice.testing import assert_close, random_cloud
@@ -34,6 +35,7 @@ conv = sys.modules["pumice.ops.conv"]
 
 Checks = Mapping[str, Callable[[], None]]
 STEPS = (Relation.of(3, 2, stride=2), Relation.of(3, 3, stride=2, padding=1), Relation.of_transposed(3, 2, stride=2))
+BOUNDS = Bounds((0, 0, 0), (9, 9, 9), 1)
 FORMS = ("compacted", "unsorted", "split2", "table", "grouped", "compacted_t")
 
 
@@ -116,6 +118,33 @@ class Trained(nn.Module):
 
 def loss(y: pm.SparseTensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(y.feats, labels)
+
+
+def check_norms() -> None:
+    """Kernels of norms against plain torch: of no row, of one, of whole blocks and parts of them."""
+    cases = ((0, 40), (1, 40), (2, 40), (64, 64), (333, 500), (700, 4000))
+    for (count, rows), channels, momentum in zip(
+        cases, (5, 70, 16, 3, 96, 17), (0.1, 0.1, None, 0.1, None, 0.3), strict=True
+    ):
+        x, grad = 3 * torch.randn(rows, channels) + 20, torch.randn(rows, channels)
+        x[count:], grad[count:] = torch.nan, torch.nan
+        cloud = Cloud(
+            torch.zeros(rows, 4, dtype=torch.int32), torch.tensor([count], dtype=torch.int32), BOUNDS, clear(x.device)
+        )
+        found = []
+        for kernels in (True, False):
+            torch.manual_seed(0)
+            running, tracked = (torch.randn(channels), torch.rand(channels) + 0.5), torch.tensor(3)
+            affine = torch.randn(channels, requires_grad=True), torch.randn(channels, requires_grad=True)
+            given = x.clone().requires_grad_()
+            told = norm.Statistics(running, 1e-5, True, momentum, tracked)
+            with patch.object(norm, "_by_kernels", lambda x, kernels=kernels: kernels):
+                y = norm.batch_norm(given, cloud, affine, told)
+                y.backward(grad)
+            assert given.grad is not None and int(tracked) == 3 + (count > 1)
+            found.append((y.detach()[:count], given.grad[:count], *running, *(a.grad for a in affine)))
+        for got, want in zip(*found, strict=True):
+            assert_close(got, want, scale=1.0 + float(want.abs().max()) if want.numel() else None)
 
 
 def check_step() -> None:
@@ -265,7 +294,7 @@ def check_points() -> None:
 
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {
-    "programs": lambda: {**map_checks(), **flow_checks(), "a step of training": check_step}
+    "programs": lambda: {**map_checks(), **flow_checks(), "norms": check_norms, "a step of training": check_step}
 }
 """The checks, by name, of each group; a group is one process."""
 

@@ -1,4 +1,4 @@
-"""Compile kernels of coordinates for GPUs that are not there: `python -m kernels.launches JOBS FIRST`.
+"""Compile kernels of coordinates and of norms for GPUs that are not there: `python -m kernels.launches JOBS FIRST`.
 
 What is compiled are the variants that typical maps launch, written down by a launcher that starts nothing. Jobs and
 their results are those of kernels.cross.
@@ -7,6 +7,7 @@ their results are those of kernels.cross.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import re
@@ -28,9 +29,17 @@ from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import mask_words, paired
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
+from pumice.lower import norm
 from pumice.schedule.tile import Tile
 
-_TYPES = {torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8"}
+_TYPES = {
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.int8: "*i8",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+}
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(compact, "runs_kernels", lambda tensor: True),
         patch.object(lookup, "runs_kernels", lambda tensor: True),
         patch.object(ranking, "runs_kernels", lambda tensor: True),
+        patch.object(norm, "runs_kernels", lambda tensor: True),
         patch.object(runs, "_fits", lambda array, count: True),
     ):
         for dim in (3, 1, 2, 4):
@@ -113,7 +123,23 @@ def variants() -> tuple[Variant, ...]:
         for count in (100, 500, 2000):
             runs.in_pieces(torch.zeros(9000, dtype=torch.int32), count, 8)
             runs.by_length(torch.zeros(9000, dtype=torch.int32), count)
+        for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
+            _norms(torch.zeros(40_000, channels, dtype=dtype))
     return tuple(recorder.seen)
+
+
+def _norms(x: Tensor) -> None:
+    """Norms of the living rows of a buffer, and their gradients."""
+    like, channels = _cloud(3), x.shape[1]
+    cloud = Cloud(
+        torch.zeros(len(x), 4, dtype=torch.int32), torch.tensor([1], dtype=torch.int32), like.bounds, like.status
+    )
+    running, tracked = (torch.zeros(channels), torch.ones(channels)), torch.tensor(0)
+    affine = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
+    told = [norm.Statistics(running, 1e-5, True, momentum, tracked) for momentum in (0.1, None)]
+    for statistics in (*told, norm.Statistics(None, 1e-5)):
+        norm.batch_norm(x.requires_grad_(), cloud, affine, statistics).sum().backward()
+    norm.batch_norm(x.requires_grad_(), cloud, (None, None), told[0]).sum().backward()
 
 
 def _cloud(dim: int) -> Cloud:
@@ -202,9 +228,9 @@ def _compiled(job: Launch) -> tuple[Any, str]:
     """As a launch has it: tensors, integers of 64 bits that nothing is known of, constants."""
     from triton.compiler import ASTSource, compile
 
-    from pumice.coords.launch import kernel
-
-    fn, v = kernel(job.variant.kernel).kernel, job.variant
+    file, _, name = job.variant.kernel.partition(".")
+    room = "lower" if file == "norm_kernels" else "coords"
+    fn, v = getattr(importlib.import_module(f"pumice.{room}.{file}"), name), job.variant
     names = [p.name for p in fn.params]
     kinds = [*(t.rstrip("!") for t in v.tensors), *("i64",) * v.numbers, *("constexpr",) * len(v.constants)]
     assert len(kinds) == len(names), f"{v.kernel} takes {names}"

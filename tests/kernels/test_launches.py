@@ -1,4 +1,4 @@
-"""Kernels of coordinates compile for every target as they are launched, and to what they are fast with."""
+"""Kernels of coordinates and of norms compile for every target as they are launched, and to what they are fast with."""
 
 import importlib
 import importlib.util
@@ -54,6 +54,7 @@ def test_every_kernel_is_in_the_table():
     from triton import JITFunction
 
     files = {name: importlib.import_module(f"pumice.coords.{name}") for name in ("probes", "tiling")}
+    files["norm_kernels"] = importlib.import_module("pumice.lower.norm_kernels")
     kernels = {
         f"{file}.{name}"
         for file, module in files.items()

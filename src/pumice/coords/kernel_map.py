@@ -299,10 +299,9 @@ def _in_room(found: KernelMap, between: Between, block: int, how: Order) -> Comp
 
 
 def _groups_in_room(found: KernelMap, between: Between, group: int) -> int:
-    """How many groups of pairs there is room for."""
-    needed = ((found.tally()[:, -1:] + group - 1) // group).sum(0, dtype=torch.int32)
-    most = found.volume * -(-found.num_outputs // group)
-    return between.rooms.room(("groups", between.place, group), needed, most)
+    """How many groups of pairs there is room for: one of each tap may not be full."""
+    pairs = between.rooms.room(("pairs", between.place, group), found.tally()[:, -1], found.volume * found.num_outputs)
+    return min(pairs // group + found.volume, found.volume * -(-found.num_outputs // group))
 
 
 def _grouped(found: KernelMap, group: int) -> Grouped:
