@@ -71,11 +71,21 @@ def test_the_tuning_of_the_guide(tmp_path, monkeypatch, capsys):
 
 
 def test_the_captured_network_of_the_guide(capsys):
-    (block,) = (block for block in blocks("guide.md") if "pm.capture" in block)
+    (block,) = (block for block in blocks("guide.md") if "pm.capture(" in block)
     space = {"net": pumice.nn.Conv3d(4, 4, 3).eval(), "x": random_tensor(50, 4), "pm": pumice}
     exec(compile(block, "guide.md", "exec"), space)
     torch.testing.assert_close(space["y"].feats, space["net"](space["x"]).feats.detach())
     assert "up to 200 voxels" in capsys.readouterr().out
+
+
+def test_the_captured_step_of_the_guide():
+    (block,) = (block for block in blocks("guide.md") if "pm.capture_step(" in block)
+    x, labels = random_tensor(60, 4, 3), torch.randint(0, 3, (60,))
+    net = pumice.nn.Sequential(pumice.nn.Conv3d(4, 8, 3), pumice.nn.BatchNorm(8), pumice.nn.Conv3d(8, 3, 3))
+    space = {"net": net, "x": x, "labels": labels, "loader": [(x, labels)] * 3, "torch": torch, "pm": pumice}
+    block = block.replace("cuda", "cpu").replace(", capturable=True", "")
+    exec(compile(block, "guide.md", "exec"), {**space, "F": torch.nn.functional}, space)
+    assert space["step"].replays == 3 and float(space["value"]) > 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_dataflows_of_the_guide():
