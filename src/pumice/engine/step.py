@@ -74,7 +74,7 @@ def capture_step(
     model: a module that takes one SparseTensor, in training or with parts in evaluation. Capturing leaves its
         parameters, buffers and random states as they are.
     loss: of what the model gives and the targets; a scalar. A function, or a module with buffers of its own.
-    optimizer: its update is a graph where it can be (capturable=True, or SGD), from its third step on, as long as its
+    optimizer: its update is a graph where it can be (capturable=True, or SGD), from its second step on, as long as its
         numbers stay: a learning rate that changes each step is best a tensor. Any other updates eagerly.
     example: a typical scene. Its number of batch items is that of all; others run eagerly.
     targets: tensors with a row for each voxel of the example, scalars, or PerItem(tensor) with a row for each batch
@@ -189,7 +189,7 @@ class CapturedStep:
         if self._update.captured:
             lines.append(f"{optimizer}: a graph, {self._update.replays} replays")
         elif self._engine.graphs:
-            why = "a graph from its third step on" if capturable(self._update.optimizer) else "eagerly: not capturable"
+            why = "a graph from its second step on" if capturable(self._update.optimizer) else "eagerly: not capturable"
             lines.append(f"{optimizer}: {why}")
         return "\n".join(lines)
 
