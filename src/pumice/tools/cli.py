@@ -153,7 +153,10 @@ def tune(
 def bench(
     suite: Annotated[str, typer.Argument(help="which suite; without one they are listed")] = "",
     case: Annotated[
-        str, typer.Option(help="one study of the suite: of einsum, maps, tuner, conv-forward, conv-train or workloads")
+        str,
+        typer.Option(
+            help="one study of the suite: of einsum, engine, maps, tuner, conv-forward, conv-train or workloads"
+        ),
     ] = "",
     only: Annotated[str, typer.Option(help="of its cases, those whose name has this part")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: to see that all of it runs")] = False,
@@ -162,8 +165,11 @@ def bench(
     ] = False,
     device: Device = "auto",
     limit: Annotated[
-        float, typer.Option(help="of tuner: seconds that a study may take; it then asks less and says so")
+        float, typer.Option(help="of tuner and engine: seconds that a study may take; it then asks less and says so")
     ] = 0.0,
+    count: Annotated[
+        int, typer.Option(help="of engine: scans or geometries of a study [default: 10,000 and 1,000]")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(help="ledger to append the rows to (one JSON object a line)")] = None,
 ) -> None:
     """Measure Pumice against its peers in the same run; exit code 1 where a result of Pumice was wrong.
@@ -172,7 +178,7 @@ def bench(
     """
     from pumice.tools import bench as bench_
 
-    bench_.record(bench_.run(suite, _say, bench_.Options(case, only, quick, device, thorough, limit)), out, _say)
+    bench_.record(bench_.run(suite, _say, bench_.Options(case, only, quick, device, thorough, limit, count)), out, _say)
 
 
 @bench_app.command("report")
