@@ -80,9 +80,8 @@ def _ways(setup: Setup, net: nn.Module, sample: Sample) -> Iterator[Way]:
             setup.say(f"  captured in {time.perf_counter() - begin:.1f} s")
         return made[0]
 
-    yield Way(
-        EAGER, lambda: by_choice(setup, torch.no_grad()(lambda: net(ours.tensor()))), view=ours.result, slack=SLACK
-    )
+    eager = torch.no_grad()(lambda: net(ours.tensor()))
+    yield Way(EAGER, lambda: by_choice(setup, eager), view=ours.result, slack=SLACK)
     yield Way(CAPTURED, lambda: partial(fast(), sample.feats, sample.coords), view=ours.result, slack=SLACK)
     yield Way(f"{CAPTURED}-tensor", lambda: _of_tensor(fast(), sample), view=ours.result, slack=SLACK)
     yield _spconv(setup, net, sample)

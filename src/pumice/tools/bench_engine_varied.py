@@ -95,9 +95,8 @@ def varied(setup: Setup) -> Iterator[Row]:
     if not setup.wants(name):
         return
     scans = source(setup.device, *SIZES[setup.quick], generated=setup.quick)
-    setup.say(
-        f"{name}: {len(scans.clouds)} clouds of {', '.join(sorted({c.name.split('/')[0] for c in scans.clouds}))}"
-    )
+    folders = sorted({cloud.name.partition("/")[0] for cloud in scans.clouds})
+    setup.say(f"{name}: {len(scans.clouds)} clouds of {', '.join(folders)}")
     with quietly():
         net, fast = _captured(setup, scans)
         with _frozen():

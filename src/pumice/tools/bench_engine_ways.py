@@ -21,7 +21,7 @@ OURS_EAGER = "our eager pass"
 
 @dataclass(frozen=True)
 class Timed:
-    """The ways of one scene that were right, ours first, and what is known of the scene. mode: inference or training."""
+    """The ways of one scene that were right, and what is known of the scene. mode: inference or training."""
 
     setup: Setup
     scene: str

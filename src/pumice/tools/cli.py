@@ -154,9 +154,7 @@ def bench(
     suite: Annotated[str, typer.Argument(help="which suite; without one they are listed")] = "",
     case: Annotated[
         str,
-        typer.Option(
-            help="one study of the suite: of einsum, engine, maps, tuner, conv-forward, conv-train or workloads"
-        ),
+        typer.Option(help="one study of a suite: einsum, engine, maps, tuner, conv-forward, conv-train or workloads"),
     ] = "",
     only: Annotated[str, typer.Option(help="of its cases, those whose name has this part")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: to see that all of it runs")] = False,

@@ -1,4 +1,4 @@
-"""The scenes with which captured networks are held to their goals: their voxels, the network, and what is known of them.
+"""The scenes on which captured networks are held to their goals: their voxels, the network, what is known of them.
 
 The network is MinkUNet (SparseResUNet42), all channels, 4 features a voxel, 19 classes.
 """

@@ -43,8 +43,8 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, tor
 class Options:
     """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where.
 
-    thorough: peers and sizes that take minutes to tune, too. limit: of the suites tuner and engine: seconds that a study
-    may take; 0: as long as it does. count: of the suite engine: scans or geometries of a study; 0: as many as it says.
+    thorough: peers and sizes that take minutes to tune, too. limit: of the suites tuner and engine: seconds that a
+    study may take; 0: as long as it does. count: of the suite engine: scans or geometries of a study; 0: its own.
     """
 
     case: str = ""
