@@ -174,13 +174,12 @@ def quantiles(spent: Sequence[float]) -> dict[str, float]:
 
 
 def _parts(seen: Seen) -> Iterator[tuple[int, str, list[float]]]:
-    """(capacity, "all" or "later", milliseconds), by capacity."""
+    """(capacity, "all" or "later", milliseconds), by capacity; later: without the scan that waited, the first one."""
     for capacity in sorted(seen.spent):
         spent = seen.spent[capacity]
         yield capacity, "all", spent
-        if capacity in seen.loading and len(spent) > 1:
-            # The first scan of a capacity is the one that waited.
-            yield capacity, "later", spent[1:]
+        if later := spent[capacity in seen.loading :]:
+            yield capacity, "later", later
 
 
 def _tell(setup: Setup, name: str, seen: Seen, fast: Captured) -> None:
