@@ -1,4 +1,4 @@
-"""The command line: pumice segment, demo, info, tune, bench."""
+"""The command line: pumice segment, demo, info, tune, profile, bench."""
 
 from __future__ import annotations
 
@@ -147,6 +147,28 @@ def tune(
         _say(kept.merge(merge))
     else:
         typer.echo(context.get_help())
+
+
+@app.command()
+def profile(
+    model: Annotated[str, typer.Argument(help="minkunet, minkunet-0.5 (its width), centerpoint, or module:factory")],
+    scan: Annotated[str, typer.Argument(help="a scan, a scene of PUMICE_DATA, shell_64 (its size), or street")],
+    voxel: Annotated[float, typer.Option(help="edge of a voxel in metres, of a scan")] = 0.1,
+    passes: Annotated[int, typer.Option(help="passes that are timed, and as many that are traced")] = 20,
+    device: Device = "auto",
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 [default: fp16 on a GPU]")] = "",
+    out: Annotated[Path, typer.Option(help="folder for profile.html and profile.png")] = Path("pumice-runs/profile"),
+) -> None:
+    """Where the host's time goes in an eager pass: by part, by function, by layer, and as a flame picture."""
+    from pumice.tools import host_page, host_profile
+
+    asked = host_profile.Asked(model, scan, pick_device(device), precision, voxel, passes)
+    found = host_profile.profile(asked)
+    page, picture = host_page.write(found, out)
+    _say(host_page.summary(found))
+    for table in host_page.tables(found):
+        console.print(table)
+    _say(f"page    {page}\npicture {picture}")
 
 
 @bench_app.command("run")
