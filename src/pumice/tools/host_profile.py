@@ -78,6 +78,7 @@ class Profiled:
     shares: Shares
     busy: float | None
     why: str = ""
+    device: str = ""
 
     @property
     def title(self) -> str:
@@ -86,7 +87,7 @@ class Profiled:
     @property
     def where(self) -> str:
         kind = next(name for name, dtype in DTYPES.items() if dtype == self.asked.dtype)
-        return f"{self.voxels:,} voxels, {self.layers} convolutions, {kind}, {device_name(self.asked.device)}"
+        return f"{self.voxels:,} voxels, {self.layers} convolutions, {kind}, {self.device}"
 
     @property
     def hidden(self) -> float:
@@ -107,7 +108,8 @@ def profile(asked: Asked) -> Profiled:
     on_gpu = asked.device.type == "cuda"
     found = traced(call, net, asked.passes, torch.cuda.synchronize if on_gpu else _no_wait)
     spent, why = _busy(call) if on_gpu else (None, "on a CPU the arithmetic is the host's")
-    return Profiled(asked, len(convolutions(net)), len(coords), found, shares(found), spent, why)
+    counts = len(convolutions(net)), len(coords)
+    return Profiled(asked, *counts, found, shares(found), spent, why, device_name(asked.device))
 
 
 def _pass(net: nn.Module, feats: Tensor, coords: Tensor) -> Any:

@@ -217,6 +217,9 @@ def _mended(root: Node, most: float) -> None:
     root.children = {key: node for key, node in root.children.items() if node.file != __file__}
     nodes = list(root.walk())
     for node in nodes:
+        # Code objects cannot be kept in a file.
+        node.children = dict(enumerate(node.children.values()))
+    for node in nodes:
         node.own = max(0.0, node.own)
     for _ in range(_SETTLED):
         excess = sum(node.own for node in nodes) - most
