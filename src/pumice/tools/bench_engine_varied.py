@@ -27,7 +27,7 @@ from pumice.tools.engine_scenes import net_for
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.study import DTYPES, Setup, quietly
 from pumice.tools.timing import Times
-from pumice.tools.varied_scans import BOX, Varied, source
+from pumice.tools.varied_scans import BOX, Varied, hungry, source
 from pumice.tools.workloads import Sample
 
 COUNT, TINY = 10_000, 30
@@ -38,6 +38,8 @@ FEW: tuple[int, ...] = (100, 200)
 GOAL = 1.5
 """How many times p50 p99.9 may be, within a capacity."""
 QUANTILES: Mapping[str, float] = MappingProxyType({"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0})
+_ASKED = 64
+"""Scans that the example is chosen from."""
 _CHECKED = 20
 """Scans that are compared with the eager pass, behind all that is timed."""
 _EVERY = 50
@@ -107,12 +109,12 @@ def varied(setup: Setup) -> Iterator[Row]:
 
 
 def _captured(setup: Setup, scans: Varied) -> tuple[nn.Module, Captured]:
-    most = scans.high
-    feats, coords, _ = max((scans.scan(number) for number in range(12)), key=lambda scan: len(scan[1]))
+    feats, coords, cloud = hungry(scans, _ASKED)
+    setup.say(f"  example: {len(coords)} voxels of {cloud}")
     net = net_for(setup, Sample(coords, feats, None, 1, "scans")).to(setup.half)
-    buckets = [*FEW, most] if setup.quick else 1.5
+    buckets = [*FEW, scans.high] if setup.quick else 1.5
     example = SparseTensor(feats.to(setup.half), coords)
-    return net, capture(net, example, max_voxels=most, buckets=buckets, box=BOX)
+    return net, capture(net, example, max_voxels=scans.high, buckets=buckets, box=BOX)
 
 
 def _seen(setup: Setup, scans: Varied, fast: Captured, count: int) -> Seen:

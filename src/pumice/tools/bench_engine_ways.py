@@ -44,6 +44,9 @@ class Timed:
             except PumiceError as reason:
                 self.setup.say(f"{self.case('')[:-1]} {clock} is left out: {reason}")
                 continue
+            except RuntimeError as reason:  # what runs once may still run out of memory among the others
+                self.setup.failed(f"{self.case('')[:-1]} {clock}: while timed: {str(reason).splitlines()[0]}")
+                continue
             self._tell(clock, times)
             for way in self.ours:
                 yield from self._rows(way, clock, times)

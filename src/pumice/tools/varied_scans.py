@@ -19,14 +19,17 @@ from pumice.data import Scan, read_scan, street_scene
 from pumice.env import settings
 from pumice.ops import SparseTensor, voxelize
 
-VOXEL, RANGE, HEIGHT = 0.1, 80.0, 12.0
+VOXEL, RANGE, HEIGHT = 0.1, 100.0, 12.0
 """Metres: the edge of a voxel, and how far points may be from the sensor along the ground and up or down."""
-BOX = ((-1200, -1200, -128), (1199, 1199, 127))
+BOX = ((-1024, -1024, -128), (1023, 1023, 127))
 """Coordinates of all scans, however they are turned."""
 _MERGED = (1, 2, 3, 5, 10)
 """How many sweeps are laid one over the other."""
 _THINNED = 0.3
 """The share of points that is left out at most."""
+_APART = 1_000_000
+"""The number of the first scan that only an example is chosen from."""
+_PLACES = torch.tensor([1 << 26, 1 << 13, 1])
 _CUT = 4
 """Times the voxels that are wanted that a cloud has at most."""
 
@@ -70,6 +73,20 @@ class Varied:
         return found[int(which * len(found)) % len(found)]
 
 
+def hungry(scans: Varied, count: int) -> tuple[Tensor, Tensor, str]:
+    """Of so many scans, none of which comes later, the one with the most voxels at coarser strides for its own: room
+    that is made for it holds the others, dense ones and sparse ones."""
+    found = (scans.scan(_APART + number) for number in range(count))
+    return max(found, key=lambda scan: _spread(scan[1]))
+
+
+def _spread(coords: Tensor) -> float:
+    """Voxels at strides 2 to 16 over those at stride 1."""
+    cells = coords[:, 1:].long() + 4096
+    counts = (len(((cells >> level) << level).mul(_PLACES.to(cells.device)).sum(1).unique()) for level in range(1, 5))
+    return sum(counts) / max(1, len(coords))
+
+
 def _turned(points: Tensor, angle: float) -> Tensor:
     """About the vertical axis."""
     cos, sin = math.cos(angle), math.sin(angle)
@@ -94,7 +111,7 @@ def source(device: torch.device, low: int, high: int, generated: bool = False) -
 
 
 def _cloud(scan: Scan, device: torch.device) -> Cloud:
-    near = (np.abs(scan.xyz[:, :2]) < RANGE).all(1) & (np.abs(scan.xyz[:, 2]) < HEIGHT)
+    near = (np.hypot(scan.xyz[:, 0], scan.xyz[:, 1]) < RANGE) & (np.abs(scan.xyz[:, 2]) < HEIGHT)
     own = scan.select(near)
     points = torch.from_numpy(np.concatenate([own.xyz, own.feats[:, :1]], axis=1)).to(device)
     return Cloud(scan.name, points, len(voxelize(points[:, :3].contiguous(), size=VOXEL)))
