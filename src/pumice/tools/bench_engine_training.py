@@ -1,18 +1,20 @@
 """The study `training` of the suite `engine`: whole steps of MinkUNet on batches of two scenes.
 
 A step: new tensor, forward in mixed precision (autocast, float16), a loss over all voxels, backward, SGD. Maps are
-found in it. Results and gradients of the first step are held against a float32 run by plain gathers and products. The
-rate of learning is so small that what is timed stays what was checked.
+found in it. Results and gradients of the first step are held against a run by plain gathers and products, in float32
+on a GPU, whose memory has no room for wider ones, and in float64 elsewhere; of a captured step, which gives no results,
+its loss in their place. The rate of learning is so small that what is timed stays what was checked.
 
     eager      the step as it is written
-    captured   the same step as one CUDA graph, where pumice has `capture_step`
+    captured   the same step as CUDA graphs, where pumice has `capture_step`
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +40,7 @@ _ON_CPU = (1.0, 100.0)
 _SECONDS = 6.0
 
 Step = Callable[[], Any]
-"""It gives what the network gave, and leaves gradients in its parameters."""
+"""It gives what the network gave, or the loss of a captured step, and leaves gradients in its parameters."""
 
 
 def training(setup: Setup) -> Iterator[Row]:
@@ -65,17 +67,28 @@ def _scene(setup: Setup, sample: Sample) -> Iterator[Row]:
         yield from Timed(setup, sample.name, "training", ways, TRAINING.get(sample.name)).rows(_SECONDS * setup.seconds)
 
 
-def _truths(net: nn.Module, sample: Sample) -> tuple[Any, Tensor]:
-    """(feats, coords) by coordinates, and all gradients."""
-    wide = copy.deepcopy(net)
+def _truths(net: nn.Module, sample: Sample) -> dict[str, Any]:
+    """What views give of an exact step."""
+    dtype = torch.float32 if sample.coords.is_cuda else torch.float64
+    wide = copy.deepcopy(net).to(dtype)
     for layer in convolutions(wide):
         layer.dataflow = EXACT
-    side = Side.ours(wide, sample)
+    side = Side.ours(wide, replace(sample, feats=sample.feats.to(dtype)))
     y = step_of(side, None, mixed=False)()
-    return side.result(y), side.gradients(y)
+    return {"result": side.result(y), "loss": _loss(y.feats).detach(), "gradients": side.gradients(y)}
 
 
-def _checked(setup: Setup, way: str, sample: Sample, net: nn.Module, truths: tuple[Any, Tensor]) -> Ready | None:
+VIEWS: Mapping[str, Callable[[Side, Any], Any]] = MappingProxyType(
+    {
+        "result": lambda side, y: side.result(y),
+        "loss": lambda side, value: value,
+        "gradients": lambda side, y: side.gradients(y),
+    }
+)
+"""What is compared, of a side and what its step gives. result: (feats, coords) by coordinates."""
+
+
+def _checked(setup: Setup, way: str, sample: Sample, net: nn.Module, truths: Mapping[str, Any]) -> Ready | None:
     sides: list[Side] = []
 
     def make() -> Step:
@@ -83,15 +96,18 @@ def _checked(setup: Setup, way: str, sample: Sample, net: nn.Module, truths: tup
         sides.append(made)
         return step
 
-    package, slack = "", 1.0
+    package, lent = "", 1.0
     if way == SPCONV:
-        package, slack = spconv_peer.package(), spconv_peer.slack(setup.device)
-    views = (lambda y: sides[0].result(y), lambda y: sides[0].gradients(y))
+        package, lent = spconv_peer.package(), spconv_peer.slack(setup.device)
     slacks = _SLACKS if setup.device.type == "cuda" else _ON_CPU
     case = case_of(setup, sample.name, "training")
+    names = ("loss" if way == CAPTURED else "result", "gradients")
     cases = [
-        (Case(case, setup.half, truth), Way("", make, view=view, slack=slack * own))
-        for truth, view, own in zip(truths, views, slacks, strict=True)
+        (
+            Case(case, setup.half, truths[name]),
+            Way("", make, view=lambda y, name=name: VIEWS[name](sides[0], y), slack=slack * lent),
+        )
+        for name, slack in zip(names, slacks, strict=True)
     ]
     return checked(setup, Way(way, make, package), cases, ours=not package)
 
@@ -108,9 +124,18 @@ def _spconv(setup: Setup, net: nn.Module, sample: Sample) -> tuple[Side, Step]:
 
 def _captured(setup: Setup, net: nn.Module, sample: Sample) -> tuple[Side, Step]:
     make: Any = pumice.capture_step  # pyright: ignore[reportAttributeAccessIssue]
-    side = Side.ours(net, sample)
-    fast = make(net, side.tensor(), _sgd(net), _loss, max_voxels=len(sample))
-    return side, partial(fast, sample.feats, sample.coords)
+    side, device = Side.ours(net, sample), setup.device.type
+    begin = time.perf_counter()
+    with torch.autocast(device, torch.float16, enabled=device == "cuda"):
+        fast = by_choice(setup, lambda: make(net, _mean_loss, _sgd(net), side.tensor(), max_voxels=len(sample)))()
+    setup.say(f"  captured in {time.perf_counter() - begin:.1f} s")
+    return side, lambda: fast(side.tensor())
+
+
+def _mean_loss(y: Any) -> Tensor:
+    """The loss over the voxels that there are."""
+    mean: Any = pumice.ops.row_mean  # pyright: ignore[reportAttributeAccessIssue]
+    return LOSS * mean(y, y.feats.float().logsumexp(1))
 
 
 WAYS: Mapping[str, Callable[[Setup, nn.Module, Sample], tuple[Side, Step]]] = MappingProxyType(
@@ -124,7 +149,8 @@ def _sgd(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def _loss(feats: Tensor) -> Tensor:
-    return LOSS * feats.float().logsumexp(1).mean()
+    wide = feats if feats.dtype == torch.float64 else feats.float()
+    return LOSS * wide.logsumexp(1).mean()
 
 
 def step_of(side: Side, optimizer: torch.optim.Optimizer | None, mixed: bool) -> Step:

@@ -21,7 +21,7 @@ from pumice.tools.map_scenes import named, surface
 from pumice.tools.study import Setup
 from pumice.tools.workloads import Grid, Sample, Workload
 
-TINY = 150
+TINY = 300
 """Voxels of the scene of a quick run."""
 GOAL, BEST = "goal", "best recorded"
 
