@@ -1,5 +1,6 @@
 """The suite `engine` in tiny on the CPU: what is captured is checked, timed and told; scans and geometries by hand."""
 
+import importlib
 import json
 import math
 from dataclasses import replace
@@ -87,6 +88,14 @@ def test_a_captured_network_that_is_wrong_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(bench_engine_inference, "capture", off)
     with pytest.raises(PumiceError, match="fp32/inference: captured: relative error 1"):
+        quick("inference")
+
+
+@pytest.mark.filterwarnings("ignore:a scene somewhere else")
+def test_calls_that_ran_eagerly_are_not_called_captured(monkeypatch):
+    engine = importlib.import_module("pumice.engine.graphs").Engine
+    monkeypatch.setattr(engine, "_unfit", lambda self, scene: ("box", "somewhere else"))
+    with pytest.raises(PumiceError, match=r"captured calls ran eagerly: \{'box': "):
         quick("inference")
 
 

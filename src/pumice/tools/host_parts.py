@@ -30,7 +30,6 @@ _BY_NAME: Mapping[str, str] = MappingProxyType(
 """Functions of C."""
 _BY_FILE: Mapping[str, str] = MappingProxyType(
     {
-        "torch/cuda/": WAITING,
         "pumice/coords/launch.py": STARTING,
         "pumice/lower/triton.py": STARTING,
         "pumice/lower/direct.py": STARTING,
