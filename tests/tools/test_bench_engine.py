@@ -11,12 +11,12 @@ import torch
 
 import pumice as pm
 from pumice.data import Scan
+from pumice.engine import Captured
 from pumice.errors import OptionError, PumiceError
 from pumice.testing import random_tensor
 from pumice.tools import (
     bench,
     bench_engine_equal,
-    bench_engine_inference,
     bench_engine_training,
     cli,
     varied_scans,
@@ -80,13 +80,8 @@ def test_inference_in_tiny():
 
 
 def test_a_captured_network_that_is_wrong_is_not_timed(monkeypatch):
-    real = bench_engine_inference.capture
-
-    def off(net, x, **options):
-        fast = real(net, x, **options)
-        return lambda *given: fast(*given).replace(2 * fast(*given).feats)
-
-    monkeypatch.setattr(bench_engine_inference, "capture", off)
+    real = Captured.__call__
+    monkeypatch.setattr(Captured, "__call__", lambda self, *given: (y := real(self, *given)).replace(2 * y.feats))
     with pytest.raises(PumiceError, match="fp32/inference: captured: relative error 1"):
         quick("inference")
 
