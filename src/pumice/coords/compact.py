@@ -20,6 +20,7 @@ from pumice.coords.launch import kernel, runs_kernels, sent
 from pumice.coords.lookup import WORD, lanes_of
 from pumice.coords.ranking import Digits, ranked, ranked_twin
 from pumice.coords.relation import Relation
+from pumice.coords.runs import ENDS
 
 _ROWS = 128
 """Rows of one program, and of one block of a tally."""
@@ -267,6 +268,7 @@ def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None
     inputs = torch.empty(room, block, dtype=torch.int32, device=device)
     # Where there are just so many, nothing is told.
     found, told = Compacted(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
+    ENDS.tell(tile, tiling.ends)
     if not runs_kernels(rows):
         return filled_twin(rows, tiling, found, told)
     lanes = lanes_of(rows.shape[1])
