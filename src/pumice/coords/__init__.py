@@ -1,5 +1,6 @@
 """Who meets whom: integers in, integers out."""
 
+from pumice.coords import operators  # noqa: F401  (registers them)
 from pumice.coords.build import kernel_map, pyramid
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud

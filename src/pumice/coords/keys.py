@@ -60,6 +60,10 @@ class Bounds:
         return self
 
 
+UNKNOWN = Bounds((), (), -1)
+"""Of coordinates that were made while torch.compile traced: nobody has looked."""
+
+
 @dataclass(frozen=True)
 class KeySpace:
     """Row-major numbering of a box: key = ((b * E0 + x - low0) * E1 + y - low1) * ... , in int64.

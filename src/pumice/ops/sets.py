@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pumice.coords import Bounds, Geometry, KeySpace, Site, morton_argsort, morton_unique
+from pumice.coords import Bounds, Geometry, KeySpace, Site, morton_argsort, morton_unique, same_geometry
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.tensor import SparseTensor, numbers
 
@@ -69,7 +69,7 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """
     first = _first(tensors, "cat")
     for other in tensors[1:]:
-        if other.geometry is not first.geometry:
+        if not same_geometry(first, other):
             raise GeometryError(f"cat needs one geometry; found {len(first)} and {len(other)} voxels of two geometries")
     return first.replace(torch.cat([t.feats for t in tensors], dim=1))
 
@@ -85,7 +85,7 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
         raise DeviceError(f"x is on {x.device}, y is on {y.device}")
     if x.stride != y.stride:
         raise GeometryError(f"x has stride {x.stride}, y has stride {y.stride}")
-    if x.geometry is y.geometry:
+    if same_geometry(x, y):
         return x + y
     left, right = numbers(x), numbers(y)
     coords = torch.cat([x.coords, y.coords])

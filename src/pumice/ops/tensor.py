@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pumice.coords import Geometry, Relation
+from pumice.coords import Geometry, Relation, same_geometry
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
 from pumice.lower.loops import EIGHT_BITS
 
@@ -231,7 +231,7 @@ class SparseTensor:
 
     def __add__(self, other: Any) -> SparseTensor:
         """Sum: of rows on one geometry; over the union of the coordinates on two; with a scalar or [N, C] or [C]."""
-        if isinstance(other, SparseTensor) and other.geometry is not self._geometry:
+        if isinstance(other, SparseTensor) and not same_geometry(self, other):
             from pumice.ops.sets import union
 
             return union(self, other)
@@ -279,7 +279,7 @@ class SparseTensor:
 def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
     if not isinstance(other, SparseTensor):
         return other
-    if other.geometry is not x.geometry:
+    if not same_geometry(x, other):
         raise GeometryError(
             f"'{sign}' needs one geometry; the tensors have {len(x)} and {len(other)} voxels of two geometries"
         )

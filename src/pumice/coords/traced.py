@@ -1,0 +1,146 @@
+"""Geometries and kernel maps while torch.compile or torch.export traces: tensors without values and sizes without numbers.
+
+What needs the values (boxes, new coordinates, neighbours, lists of pairs) is an operator of coords.operators, which the
+compiled code calls; what is made here are the objects around its results. Geometries that a trace makes keep their maps
+as others do. One that the compiled function was given is left alone: in its place stands a `local` one of the same
+coordinates, and `alike` tells that the two are one.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pumice.coords.geometry import Geometry, Site, Stride, Trail
+from pumice.coords.kernel_map import KernelMap
+from pumice.coords.keys import UNKNOWN
+from pumice.coords.outputs import level_key
+from pumice.coords.relation import Relation
+
+
+def checked(coords: Tensor, site: Site, batch_size: int | None) -> Geometry:
+    """A geometry of coordinates that were made in the traced function; they are checked when it runs."""
+    found = Geometry(coords, site)
+    shape = None if site.spatial_shape is None else list(site.spatial_shape)
+    box = torch.ops.pumice.box(coords, shape, -1 if batch_size is None else batch_size, False)
+    found.trail = Trail(box=box)
+    return found
+
+
+def local(geometry: Geometry) -> Geometry:
+    """The geometry that keeps maps in its place: itself, if it was made while tracing."""
+    if geometry.trail is not None:
+        return geometry
+    # Its bounds are not looked at: compiled code would be bound to their numbers.
+    found = Geometry(geometry.coords, unplaced(geometry.known, geometry.known.stride), geometry.inverse)
+    found.trail = Trail(geometry)
+    return found
+
+
+def kernel_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:
+    """As build.kernel_map, of a map that is not there yet."""
+    here = local(geometry)
+    key = (relation, None if target is geometry else target)
+    root = _same_root(geometry)
+    kept = None if root is None else root.maps.get(key)
+    if kept is None:
+        kept = here.maps[key] = _found(here, relation, target)
+    found, outputs = kept
+    return found, here if outputs is None else outputs
+
+
+def stride_of(stride: Stride, relation: Relation) -> Stride:
+    """The stride of a relation's outputs, for inputs of this one."""
+    finer = relation.policy == "transposed_support"
+    return tuple(_scaled(s, f, finer) for s, f in zip(stride, relation.stride, strict=True))
+
+
+def unplaced(site: Site, stride: Stride, shape: tuple[int, ...] | None = None) -> Site:
+    """What is known of coordinates without a look at them. shape: by default the site's own."""
+    return Site(stride, site.spatial_shape if shape is None else shape, site.batch_size, UNKNOWN, site.frame)
+
+
+def told(relation: Relation) -> tuple[Any, ...]:
+    """A relation as operators take it; see operators.RELATION."""
+    custom = None if relation.custom is None else [o for offset in relation.custom for o in offset]
+    extra = None if relation.output_padding is None else list(relation.output_padding)
+    four = (relation.kernel, relation.stride, relation.padding, relation.dilation)
+    return (*[list(values) for values in four], relation.policy, custom, extra, relation.bounded)
+
+
+def _found(here: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry | None]:
+    if relation.policy == "same":
+        return _meeting(here, here, relation), None
+    if relation.policy == "given":
+        assert target is not None
+        return _meeting(here, target, relation), None if target is here else target
+    key = level_key(relation)
+    outputs = _level_of(here, key)
+    if outputs is not None:
+        return _meeting(here, outputs, relation), outputs
+    outputs, table = _made(here, relation)
+    if key:
+        here.levels[key] = outputs
+    numbers = here.coords.shape[0], outputs.coords.shape[0]
+    if relation.policy == "transposed_support":
+        return KernelMap(relation, table, numbers[1], numbers[0]).transpose(), outputs
+    return KernelMap(relation, table, *numbers), outputs
+
+
+def _level_of(here: Geometry, key: Any) -> Geometry | None:
+    if not key:
+        return None
+    kept, root = here.levels.get(key), _same_root(here)
+    return root.levels.get(key) if kept is None and root is not None else kept
+
+
+def _same_root(geometry: Geometry) -> Geometry | None:
+    """What was given to the compiled function, for a geometry that stands in its place."""
+    trail = geometry.trail
+    return None if trail is None or trail.steps else trail.root
+
+
+def _meeting(inputs: Geometry, outputs: Geometry, relation: Relation) -> KernelMap:
+    """The map between coordinates that are both there."""
+    table = torch.ops.pumice.meet(inputs.coords, _box(inputs), outputs.coords, _box(outputs), *told(relation))
+    return KernelMap(relation, table, inputs.coords.shape[0], outputs.coords.shape[0])
+
+
+def _made(here: Geometry, relation: Relation) -> tuple[Geometry, Tensor]:
+    """The outputs that a relation makes, and the table of the map as it is found."""
+    shape = here.known.spatial_shape
+    bound = None if shape is None else list(shape)
+    coords, box, table = torch.ops.pumice.level(here.coords, _box(here), bound, *told(relation))
+    kept = None if shape is None or not relation.bounded else relation.output_shape(shape)
+    site = here.known
+    site = Site(stride_of(site.stride, relation), kept, site.batch_size, UNKNOWN, site.frame)
+    outputs = Geometry(coords, site)
+    outputs.trail = Trail(here.start, (*here.steps, relation), box)
+    return outputs, table
+
+
+def _box(geometry: Geometry) -> Tensor:
+    """int64 [1 + 2D] on the CPU: see operators.box."""
+    trail = geometry.trail
+    if trail is not None and trail.box is not None:
+        return trail.box
+    known = geometry.known if trail is None or trail.root is None else trail.root.known
+    shape = None if known.spatial_shape is None else list(known.spatial_shape)
+    settled = geometry.settled if trail is None or trail.root is None else trail.root.settled
+    box = torch.ops.pumice.box(geometry.coords, shape, known.batch_size, settled)
+    if trail is not None:
+        trail.box = box
+    return box
+
+
+def _scaled(stride: int | Fraction, factor: int, finer: bool) -> int | Fraction:
+    if isinstance(stride, int):
+        if not finer:
+            return stride * factor
+        if stride % factor == 0:
+            return stride // factor
+    share = Fraction(stride) / factor if finer else Fraction(stride) * factor
+    return share.numerator if share.denominator == 1 else share
