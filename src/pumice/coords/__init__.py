@@ -15,6 +15,7 @@ from pumice.coords.merge import merged
 from pumice.coords.outputs import made_of
 from pumice.coords.relation import POLICIES, Relation, as_axes
 from pumice.coords.structures import lookup_of
+from pumice.coords.traced import local
 from pumice.coords.voxel import ROUNDINGS, check_points, frame_of, quantize
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "deserialize",
     "frame_of",
     "kernel_map",
+    "local",
     "lookup_of",
     "made_of",
     "mask_words",

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pumice.coords import KernelMap, Relation, kernel_map, pyramid
+from pumice.coords import KernelMap, Relation, kernel_map, local, pyramid
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import lay_out
 from pumice.ops.tensor import SparseTensor
@@ -37,7 +37,7 @@ class Users:
 
 def prepare_levels(
     x: SparseTensor, steps: Sequence[Relation], same: Sequence[Sequence[Relation]], users: Users | None
-) -> None:
+) -> SparseTensor:
     """See SparseTensor.prepare."""
     if not all(isinstance(step, Relation) for step in _listed(steps)):
         raise OptionError(f"steps takes a list of Relations, found {steps!r}")
@@ -48,13 +48,14 @@ def prepare_levels(
     if users is not None and not isinstance(users, Users):
         raise OptionError(f"users takes a pumice.ops.Users, found {type(users).__name__}")
     if torch.compiler.is_compiling():
-        return
+        return SparseTensor(x.feats, local(x.geometry))
     levels = pyramid(x.geometry, steps)
     down = [kernel_map(level, step)[0] for level, step in zip(levels, steps, strict=False)]
     kept = [[kernel_map(level, one)[0] for one in windows] for level, windows in zip(levels, same, strict=False)]
     wanted = _wanted(down, kept, users)
     if x.geometry.device.type == "cuda":
         lay_out(wanted, torch.is_grad_enabled())
+    return x
 
 
 def _wanted(

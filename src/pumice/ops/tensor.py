@@ -212,7 +212,8 @@ class SparseTensor:
         GPU the numbers of voxels of all levels are read in one transfer, and the sizes of what convolutions read of
         all maps in another; layers that use these maps then wait for nothing. users: the layers over the maps
         (pumice.ops.Users), so that each is laid out for the dataflows of its layers; without, as for layers of no
-        named dataflow, and also the other way round, for those that lead back over a step. Returns itself.
+        named dataflow, and also the other way round, for those that lead back over a step. Returns the tensor to go on
+        with: itself.
 
         Example: the nine maps of a MinkUNet
 
@@ -220,12 +221,12 @@ class SparseTensor:
 
         Raises what kernel_map raises, GeometryError for a step that makes no coordinates, OptionError for what is no
         Relation, and ShapeError for windows of more levels than there are and for users of other maps than these.
-        While torch.compile traces it does nothing.
+        While torch.compile traces, maps are found where they are needed, and the tensor that is returned keeps them:
+        it stands in the place of this one, whose geometry compiled code leaves as it is.
         """
         from pumice.ops.prepare import prepare_levels
 
-        prepare_levels(self, steps, same, users)
-        return self
+        return prepare_levels(self, steps, same, users)
 
     # arithmetic
 
