@@ -85,7 +85,7 @@ def _box_of(bounds: Bounds) -> Tensor:
     return torch.tensor((bounds.batch, *bounds.low, *bounds.high), dtype=torch.int64)
 
 
-def _own(result: Tensor, *given: Tensor) -> Tensor:
+def own(result: Tensor, *given: Tensor) -> Tensor:
     """The result, in memory of its own."""
     shared = any(result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in given)
     return result.clone() if shared else result.contiguous()
@@ -106,7 +106,7 @@ def _box_fake(coords: Tensor, shape: list[int] | None, batch_size: int, settled:
 
 def _level(coords: Tensor, box: Tensor, shape: list[int] | None, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     found, outputs = kernel_map(_geometry(coords, box, shape), relation_of(*fields))
-    return _own(outputs.coords, coords), _box_of(outputs.bounds), _own(found.table, coords)
+    return own(outputs.coords, coords), _box_of(outputs.bounds), own(found.table, coords)
 
 
 def _level_fake(coords: Tensor, box: Tensor, shape: list[int] | None, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +118,7 @@ def _level_fake(coords: Tensor, box: Tensor, shape: list[int] | None, *fields: A
 def _meet(inputs: Tensor, box: Tensor, outputs: Tensor, outputs_box: Tensor, *fields: Any) -> Tensor:
     relation, geometry = relation_of(*fields), _geometry(inputs, box)
     target = geometry if outputs is inputs else _geometry(outputs, outputs_box)
-    return _own(geometry.lookup().neighbours(target.cloud, relation).rows, inputs, outputs)
+    return own(geometry.lookup().neighbours(target.cloud, relation).rows, inputs, outputs)
 
 
 def _meet_fake(inputs: Tensor, box: Tensor, outputs: Tensor, outputs_box: Tensor, *fields: Any) -> Tensor:

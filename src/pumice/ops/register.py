@@ -21,7 +21,7 @@ from pumice.language.bind import bind
 from pumice.language.derive import count, declare, derivative, gradient_name, result_name
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.rewrite import VALUES
-from pumice.lower import plan
+from pumice.lower import layouts, plan  # noqa: F401  (layouts registers its operator)
 from pumice.lower.remember import Bounded
 
 _LIBRARY = torch.library.Library("pumice", "DEF")
