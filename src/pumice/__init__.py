@@ -5,7 +5,7 @@ import torch
 from pumice import coords, engine, errors, models, nn, ops
 from pumice.coords import Geometry, KernelMap, Relation, deserialize, kernel_map, same_geometry, serialize
 from pumice.coords.geometry import _rebuild
-from pumice.engine import Tuning, tune
+from pumice.engine import Exportable, Tuning, exportable, tune
 from pumice.ops import (
     Sparse,
     SparseTensor,
@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 torch.serialization.add_safe_globals([SparseTensor, _rebuild])
 
 __all__ = [
+    "Exportable",
     "Geometry",
     "KernelMap",
     "Relation",
@@ -47,6 +48,7 @@ __all__ = [
     "einsum",
     "engine",
     "errors",
+    "exportable",
     "from_dense",
     "interpolate",
     "kernel_map",

@@ -14,7 +14,7 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, read
 from pumice.coords.codes import morton_argsort
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.keys import INT32_MAX, UNKNOWN, Bounds
+from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.lookup import Lookup, find
 from pumice.coords.structures import explain, lookup_of
 from pumice.errors import CoordinateError, DtypeError, ShapeError
@@ -122,7 +122,7 @@ class Geometry:
         if torch.compiler.is_compiling():
             from pumice.coords.traced import checked
 
-            return checked(coords, Site(strides, shape, -1 if batch_size is None else batch_size, UNKNOWN), batch_size)
+            return checked(coords, strides, shape, batch_size)
         bounds = bounds_of(coords, shape, batch_size)
         site = Site(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
         geometry = Geometry(coords, site)

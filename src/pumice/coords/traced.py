@@ -21,11 +21,11 @@ from pumice.coords.outputs import level_key
 from pumice.coords.relation import Relation
 
 
-def checked(coords: Tensor, site: Site, batch_size: int | None) -> Geometry:
+def checked(coords: Tensor, stride: Stride, shape: tuple[int, ...] | None, batch_size: int | None) -> Geometry:
     """A geometry of coordinates that were made in the traced function; they are checked when it runs."""
-    found = Geometry(coords, site)
-    shape = None if site.spatial_shape is None else list(site.spatial_shape)
-    box = torch.ops.pumice.box(coords, shape, -1 if batch_size is None else batch_size, False)
+    items = -1 if batch_size is None else batch_size
+    found = Geometry(coords, Site(stride, shape, items, UNKNOWN))
+    box = torch.ops.pumice.box(coords, None if shape is None else list(shape), items, False)
     found.trail = Trail(box=box)
     return found
 
@@ -34,8 +34,7 @@ def local(geometry: Geometry) -> Geometry:
     """The geometry that keeps maps in its place: itself, if it was made while tracing."""
     if geometry.trail is not None:
         return geometry
-    # Its bounds are not looked at: compiled code would be bound to their numbers.
-    found = Geometry(geometry.coords, unplaced(geometry.known, geometry.known.stride), geometry.inverse)
+    found = Geometry(geometry.coords, _unplaced(geometry.known), geometry.inverse)
     found.trail = Trail(geometry)
     return found
 
@@ -52,15 +51,27 @@ def kernel_map(geometry: Geometry, relation: Relation, target: Geometry | None) 
     return found, here if outputs is None else outputs
 
 
+def subset(geometry: Geometry, mask: Tensor) -> tuple[Geometry, Tensor]:
+    """The coordinates where `mask` is true, in (batch, Morton) order, and which rows they are."""
+    rows = torch.ops.pumice.kept(geometry.coords, mask)
+    return _apart(geometry.coords[rows], _unplaced(geometry.known)), rows
+
+
+def union(one: Geometry, two: Geometry) -> tuple[Geometry, tuple[Tensor, Tensor]]:
+    """The coordinates of both, in (batch, Morton) order, and the place of each row of both among them."""
+    coords, *places = torch.ops.pumice.united(one.coords, two.coords)
+    first, second = one.known, two.known
+    items = max(one.batch_size, two.batch_size) if first.batch_size >= 0 <= second.batch_size else -1
+    pair = first.spatial_shape, second.spatial_shape
+    shape = None if pair[0] is None or pair[1] is None else tuple(map(max, pair[0], pair[1]))
+    frame = first.frame if first.frame == second.frame else None
+    return _apart(coords, Site(first.stride, shape, items, UNKNOWN, frame)), (places[0], places[1])
+
+
 def stride_of(stride: Stride, relation: Relation) -> Stride:
     """The stride of a relation's outputs, for inputs of this one."""
     finer = relation.policy == "transposed_support"
     return tuple(_scaled(s, f, finer) for s, f in zip(stride, relation.stride, strict=True))
-
-
-def unplaced(site: Site, stride: Stride, shape: tuple[int, ...] | None = None) -> Site:
-    """What is known of coordinates without a look at them. shape: by default the site's own."""
-    return Site(stride, site.spatial_shape if shape is None else shape, site.batch_size, UNKNOWN, site.frame)
 
 
 def told(relation: Relation) -> tuple[Any, ...]:
@@ -69,6 +80,18 @@ def told(relation: Relation) -> tuple[Any, ...]:
     extra = None if relation.output_padding is None else list(relation.output_padding)
     four = (relation.kernel, relation.stride, relation.padding, relation.dilation)
     return (*[list(values) for values in four], relation.policy, custom, extra, relation.bounded)
+
+
+def _unplaced(site: Site) -> Site:
+    """A site without its bounds: compiled code would be bound to their numbers if it looked at them."""
+    return Site(site.stride, site.spatial_shape, site.batch_size, UNKNOWN, site.frame)
+
+
+def _apart(coords: Tensor, site: Site) -> Geometry:
+    """A geometry that a trace makes, of no other one's steps."""
+    found = Geometry(coords, site)
+    found.trail = Trail()
+    return found
 
 
 def _found(here: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry | None]:

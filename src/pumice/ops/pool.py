@@ -63,7 +63,7 @@ def avg_pool(
 
 def global_max_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the maximum over each batch item's voxels; 0 for an empty item."""
-    rows = torch.arange(len(x), device=x.device)
+    rows = torch.arange(x.feats.shape[0], device=x.device)
     return maximum(numbers(x), rows, x.items, x.batch_size)
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Bounds, Geometry, KeySpace, Site, morton_argsort, morton_unique, same_geometry
+from pumice.coords.traced import subset as traced_subset
+from pumice.coords.traced import union as traced_union
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.tensor import SparseTensor, numbers
 
@@ -88,15 +90,22 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
     if same_geometry(x, y):
         return x + y
     left, right = numbers(x), numbers(y)
-    coords = torch.cat([x.coords, y.coords])
-    site = _joint_site([x, y], max(x.batch_size, y.batch_size))
-    distinct, place = morton_unique(coords, site.bounds)
+    geometry, places = _united(x, y)
     dtype = torch.promote_types(x.dtype, y.dtype)
-    feats = left.new_zeros((len(distinct), x.channels), dtype=dtype)
+    feats = left.new_zeros((geometry.coords.shape[0], x.channels), dtype=dtype)
     # Added one after the other: rows are distinct within each, so that the order of addition is fixed.
-    feats = feats.index_add(0, place[: len(x)], left.to(dtype))
-    feats = feats.index_add(0, place[len(x) :], right.to(dtype))
-    return SparseTensor(feats, Geometry(distinct, site))
+    feats = feats.index_add(0, places[0], left.to(dtype))
+    feats = feats.index_add(0, places[1], right.to(dtype))
+    return SparseTensor(feats, geometry)
+
+
+def _united(x: SparseTensor, y: SparseTensor) -> tuple[Geometry, tuple[Tensor, Tensor]]:
+    """The union of the coordinates, and the place in it of each row of both."""
+    if torch.compiler.is_compiling():
+        return traced_union(x.geometry, y.geometry)
+    site = _joint_site([x, y], max(x.batch_size, y.batch_size))
+    distinct, place = morton_unique(torch.cat([x.coords, y.coords]), site.bounds)
+    return Geometry(distinct, site), (place[: len(x)], place[len(x) :])
 
 
 def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
@@ -147,6 +156,9 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
         raise ShapeError(f"mask is [N] = [{len(x)}], found shape {list(mask.shape)}")
     if mask.device != x.device:
         raise DeviceError(f"mask is on {mask.device}, x is on {x.device}")
+    if torch.compiler.is_compiling():
+        geometry, rows = traced_subset(x.geometry, mask)
+        return SparseTensor(x.feats[rows], geometry)
     rows = mask.nonzero()[:, 0]
     rows = rows[morton_argsort(x.coords[rows], x.geometry.bounds)]
     return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site))
