@@ -85,10 +85,15 @@ def _box_of(bounds: Bounds) -> Tensor:
     return torch.tensor((bounds.batch, *bounds.low, *bounds.high), dtype=torch.int64)
 
 
-def own(result: Tensor, *given: Tensor) -> Tensor:
-    """The result, in memory of its own."""
-    shared = any(result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for x in given)
-    return result.clone() if shared else result.contiguous()
+def own(results: Sequence[Tensor], *given: Tensor) -> list[Tensor]:
+    """The results as compilers take them: contiguous, each at the beginning of memory that nothing else has."""
+    taken = {x.untyped_storage().data_ptr() for x in given}
+    found = []
+    for x in results:
+        alone = x.untyped_storage().data_ptr() not in taken and not x.storage_offset()
+        found.append(x.contiguous() if alone else x.clone(memory_format=torch.contiguous_format))
+        taken.add(found[-1].untyped_storage().data_ptr())
+    return found
 
 
 def _box(coords: Tensor, shape: list[int] | None, batch_size: int, settled: bool) -> Tensor:
@@ -106,7 +111,8 @@ def _box_fake(coords: Tensor, shape: list[int] | None, batch_size: int, settled:
 
 def _level(coords: Tensor, box: Tensor, shape: list[int] | None, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     found, outputs = kernel_map(_geometry(coords, box, shape), relation_of(*fields))
-    return own(outputs.coords, coords), _box_of(outputs.bounds), own(found.table, coords)
+    made, table = own([outputs.coords, found.table], coords)
+    return made, _box_of(outputs.bounds), table
 
 
 def _level_fake(coords: Tensor, box: Tensor, shape: list[int] | None, *fields: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,20 +124,19 @@ def _level_fake(coords: Tensor, box: Tensor, shape: list[int] | None, *fields: A
 def _meet(inputs: Tensor, box: Tensor, outputs: Tensor, outputs_box: Tensor, *fields: Any) -> Tensor:
     relation, geometry = relation_of(*fields), _geometry(inputs, box)
     target = geometry if outputs is inputs else _geometry(outputs, outputs_box)
-    return own(geometry.lookup().neighbours(target.cloud, relation).rows, inputs, outputs)
+    return own([geometry.lookup().neighbours(target.cloud, relation).rows], inputs, outputs)[0]
 
 
 def _meet_fake(inputs: Tensor, box: Tensor, outputs: Tensor, outputs_box: Tensor, *fields: Any) -> Tensor:
     return inputs.new_empty(outputs.shape[0], volume_of(*fields))
 
 
-def _pairs(table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _pairs(table: Tensor) -> tuple[Tensor, ...]:
     found = KernelMap(Relation.of(1, 1), table, 0, table.shape[0])
-    inputs, outputs, sizes = found.pairs()
-    return inputs, outputs, sizes, found.taps()
+    return tuple(own([*found.pairs(), found.taps()], table))
 
 
-def _pairs_fake(table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _pairs_fake(table: Tensor) -> tuple[Tensor, ...]:
     count = dynamic()
     inputs, outputs, taps = (table.new_empty(count, dtype=torch.int64) for _ in range(3))
     return inputs, outputs, torch.empty(table.shape[1], dtype=torch.int64), taps
@@ -140,20 +145,20 @@ def _pairs_fake(table: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _kept(coords: Tensor, mask: Tensor) -> Tensor:
     rows = mask.nonzero()[:, 0]
     there = coords[rows]
-    return rows[morton_argsort(there, Bounds.of(there))]
+    return own([rows[morton_argsort(there, Bounds.of(there))]], mask)[0]
 
 
 def _kept_fake(coords: Tensor, mask: Tensor) -> Tensor:
     return coords.new_empty(dynamic(), dtype=torch.int64)
 
 
-def _united(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _united(one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
     both = torch.cat([one, two])
     distinct, place = morton_unique(both, Bounds.of(both))
-    return distinct, place[: len(one)].clone(), place[len(one) :].clone()
+    return tuple(own([distinct, place[: len(one)], place[len(one) :]]))
 
 
-def _united_fake(one: Tensor, two: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _united_fake(one: Tensor, two: Tensor) -> tuple[Tensor, ...]:
     first, second = (x.new_empty(x.shape[0], dtype=torch.int64) for x in (one, two))
     return one.new_empty(dynamic(), one.shape[1]), first, second
 

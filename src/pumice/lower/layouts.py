@@ -19,10 +19,7 @@ def _form(table: Tensor, inputs: int, flipped: bool, *told: Any) -> list[Tensor]
     *fields, name = told
     found = KernelMap(relation_of(*fields), table, inputs, table.shape[0])
     found = found.transpose() if flipped else found
-    given = [table]
-    for array in maps.read(found, maps.as_it_suits(found, name))[1]:
-        given.append(own(array, *given))
-    return given[1:]
+    return own(maps.read(found, maps.as_it_suits(found, name))[1], table)
 
 
 def _form_fake(table: Tensor, inputs: int, flipped: bool, *told: Any) -> list[Tensor]:
