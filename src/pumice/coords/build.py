@@ -33,8 +33,8 @@ def kernel_map(
     `target` names the outputs for the policies `given` and `cached_inverse`, and only for those. `schedule` says how
     neighbours are found; by default the cost model does. It changes no result, and nothing of a map already found.
 
-    While torch.compile or torch.export traces, a map that is missing is found when the traced code runs
-    (coords.traced), and `geometry` is left as it is: what is returned in its place keeps the map.
+    While torch.compile or torch.export traces, a map will be found when the traced code runs (coords.traced), unless
+    `geometry` was prepared for that; it is left as it is, and what is returned in its place keeps the map.
 
     Raises OptionError for an unknown policy and for what is no schedule, ShapeError and DeviceError for a target that
     does not fit, GeometryError for what is no Geometry.
@@ -45,12 +45,12 @@ def kernel_map(
         raise OptionError(f"schedule takes a MapSchedule, found {schedule!r}")
     if relation.policy == "cached_inverse":
         return _inverse_map(geometry, relation, target)
+    if torch.compiler.is_compiling():
+        return traced.kernel_map(geometry, *_checked(geometry, relation, target))
     # A geometry as its own target is not named in the key: a reference to itself would keep its memory alive.
     key = (relation, None if target is geometry else target)
     kept = geometry.maps.get(key)
     if kept is None:
-        if torch.compiler.is_compiling():
-            return traced.kernel_map(geometry, *_checked(geometry, relation, target))
         # A map found in inference serves training afterwards.
         with torch.inference_mode(False):
             kept = _build(geometry, relation, target, schedule)
@@ -170,8 +170,9 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
     """The forward map from `target` to `geometry`, transposed. It is kept by `target`, the one that lives longer."""
     if target is None:
         raise GeometryError("policy 'cached_inverse' needs the target coordinates that the inputs were made from")
-    for forward in _ways(relation) if torch.compiler.is_compiling() else _forwards(relation):
-        kept = target.maps.get((forward, None))
+    tracing = torch.compiler.is_compiling()
+    for forward in _ways(relation) if tracing else _forwards(relation):
+        kept = traced.known(target, forward) if tracing else target.maps.get((forward, None))
         if kept is not None and kept[1] is not None and alike(kept[1], geometry):
             return kept[0].transpose(), target
     _checked_target(geometry, target)

@@ -65,13 +65,16 @@ class Site:
 @dataclass(eq=False)
 class Trail:
     """Where a geometry comes from that was made while torch.compile or torch.export traced: the steps that lead to it
-    from the geometry `root`, which was given to the traced function (None: from coordinates that were made in it).
+    from the geometry `root`, which was there before (None: from coordinates that were made in the traced function).
 
-    box: int64 [1 + 2D] on the CPU, see coords.operators; None until it is asked for.
+    trace: which trace it was. given: what was given to the traced function, if it stands in the place of that. box:
+    int64 [1 + 2D] on the CPU, see coords.operators; None until it is asked for.
     """
 
+    trace: str
     root: Geometry | None = None
     steps: tuple[Any, ...] = ()
+    given: Geometry | None = None
     box: Tensor | None = None
 
 
@@ -94,7 +97,8 @@ class Geometry:
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
         self._settled = True
-        # Of those that a trace made; see coords.traced.
+        # See coords.traced: whether compiled code relies on the maps; and of those that a trace made their origin.
+        self.prepared = False
         self.trail: Trail | None = None
 
     @staticmethod
@@ -372,6 +376,7 @@ def _move(
         inverse = inverse.to(device, non_blocking=non_blocking)
     coords = geometry.coords.to(device, non_blocking=non_blocking)
     moved = done[geometry] = Geometry(coords, geometry.site, inverse)
+    moved.prepared = geometry.prepared
     for (relation, target), (kernel_map, outputs) in geometry.maps.items():
         key = (relation, None if target is None else _move(target, device, non_blocking, done))
         far = None if outputs is None else _move(outputs, device, non_blocking, done)

@@ -26,29 +26,52 @@ def checked(coords: Tensor, stride: Stride, shape: tuple[int, ...] | None, batch
     items = -1 if batch_size is None else batch_size
     found = Geometry(coords, Site(stride, shape, items, UNKNOWN))
     box = torch.ops.pumice.box(coords, None if shape is None else list(shape), items, False)
-    found.trail = Trail(box=box)
+    found.trail = Trail(_trace(), box=box)
     return found
 
 
 def local(geometry: Geometry) -> Geometry:
-    """The geometry that keeps maps in its place: itself, if it was made while tracing."""
-    if geometry.trail is not None:
+    """The geometry that keeps maps in its place: itself, if this trace made it."""
+    if is_local(geometry):
         return geometry
     found = Geometry(geometry.coords, _unplaced(geometry.known), geometry.inverse)
-    found.trail = Trail(geometry)
+    found.trail = Trail(_trace(), geometry.start, geometry.steps, geometry)
     return found
 
 
+def is_local(geometry: Geometry) -> bool:
+    """Whether this trace made it."""
+    return geometry.trail is not None and geometry.trail.trace == _trace()
+
+
+@torch.compiler.assume_constant_result
+def _trace() -> str:
+    """What tells a trace from others."""
+    return str(id(torch._guards.TracingContext.try_get()))
+
+
 def kernel_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:
-    """As build.kernel_map, of a map that is not there yet."""
-    here = local(geometry)
-    key = (relation, None if target is geometry else target)
-    root = _same_root(geometry)
-    kept = None if root is None else root.maps.get(key)
+    """As build.kernel_map, while tracing."""
+    target = None if target is geometry else target
+    kept = known(geometry, relation, target)
     if kept is None:
-        kept = here.maps[key] = _found(here, relation, target)
+        geometry = local(geometry)
+        kept = geometry.maps[relation, target] = _found(geometry, relation, target)
     found, outputs = kept
-    return found, here if outputs is None else outputs
+    return found, geometry if outputs is None else outputs
+
+
+def known(
+    geometry: Geometry, relation: Relation, target: Geometry | None = None
+) -> tuple[KernelMap, Geometry | None] | None:
+    """A map that is there, with its outputs (None: the geometry's own).
+
+    Those of a geometry that the traced function was given count where it was prepared: compiled code is bound to what
+    it looked at, and what others had found by the way is of another number every time.
+    """
+    kept = geometry.maps.get((relation, target)) if is_local(geometry) else None
+    given = _given(geometry)
+    return given.maps.get((relation, target)) if kept is None and given is not None else kept
 
 
 def subset(geometry: Geometry, mask: Tensor) -> tuple[Geometry, Tensor]:
@@ -90,7 +113,7 @@ def _unplaced(site: Site) -> Site:
 def _apart(coords: Tensor, site: Site) -> Geometry:
     """A geometry that a trace makes, of no other one's steps."""
     found = Geometry(coords, site)
-    found.trail = Trail()
+    found.trail = Trail(_trace())
     return found
 
 
@@ -98,8 +121,7 @@ def _found(here: Geometry, relation: Relation, target: Geometry | None) -> tuple
     if relation.policy == "same":
         return _meeting(here, here, relation), None
     if relation.policy == "given":
-        assert target is not None
-        return _meeting(here, target, relation), None if target is here else target
+        return _meeting(here, here if target is None else target, relation), target
     key = level_key(relation)
     outputs = _level_of(here, key)
     if outputs is not None:
@@ -116,14 +138,16 @@ def _found(here: Geometry, relation: Relation, target: Geometry | None) -> tuple
 def _level_of(here: Geometry, key: Any) -> Geometry | None:
     if not key:
         return None
-    kept, root = here.levels.get(key), _same_root(here)
-    return root.levels.get(key) if kept is None and root is not None else kept
+    kept, given = here.levels.get(key), _given(here)
+    return given.levels.get(key) if kept is None and given is not None else kept
 
 
-def _same_root(geometry: Geometry) -> Geometry | None:
-    """What was given to the compiled function, for a geometry that stands in its place."""
-    trail = geometry.trail
-    return None if trail is None or trail.steps else trail.root
+def _given(geometry: Geometry) -> Geometry | None:
+    """What was given to the traced function, if it was prepared: the geometry, or the one in whose place it stands."""
+    given = geometry
+    if geometry.trail is not None and is_local(geometry):
+        given = geometry.trail.given
+    return given if given is not None and given.prepared else None
 
 
 def _meeting(inputs: Geometry, outputs: Geometry, relation: Relation) -> KernelMap:
@@ -141,19 +165,18 @@ def _made(here: Geometry, relation: Relation) -> tuple[Geometry, Tensor]:
     site = here.known
     site = Site(stride_of(site.stride, relation), kept, site.batch_size, UNKNOWN, site.frame)
     outputs = Geometry(coords, site)
-    outputs.trail = Trail(here.start, (*here.steps, relation), box)
+    outputs.trail = Trail(_trace(), here.start, (*here.steps, relation), box=box)
     return outputs, table
 
 
 def _box(geometry: Geometry) -> Tensor:
-    """int64 [1 + 2D] on the CPU: see operators.box."""
-    trail = geometry.trail
+    """int64 [1 + 2D] on the CPU: see coords.operators."""
+    trail = geometry.trail if is_local(geometry) else None
     if trail is not None and trail.box is not None:
         return trail.box
-    known = geometry.known if trail is None or trail.root is None else trail.root.known
-    shape = None if known.spatial_shape is None else list(known.spatial_shape)
-    settled = geometry.settled if trail is None or trail.root is None else trail.root.settled
-    box = torch.ops.pumice.box(geometry.coords, shape, known.batch_size, settled)
+    given = geometry if trail is None or trail.given is None else trail.given
+    shape = None if given.known.spatial_shape is None else list(given.known.spatial_shape)
+    box = torch.ops.pumice.box(given.coords, shape, given.known.batch_size, given.settled)
     if trail is not None:
         trail.box = box
     return box

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pumice.coords import KernelMap, Relation, kernel_map, local, pyramid
+from pumice.coords import Geometry, KernelMap, Relation, kernel_map, local, pyramid
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import lay_out
 from pumice.ops.tensor import SparseTensor
@@ -86,8 +86,9 @@ def _listed(values: Any) -> Sequence[Any]:
 def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:
     """Find every kernel map that `model` will ask for on x's coordinates, without any arithmetic; returns x.
 
-    The model runs once on features without values (torch's meta device), so that afterwards torch.compile can trace
-    it and a later pass does not wait for maps. The maps are kept by x's geometry.
+    The model runs once on features without values (torch's meta device), so that a later pass does not wait for maps.
+    The maps are kept by x's geometry, and compiled code relies on them from then on: for coordinates that come again
+    and again. For others it finds maps by itself, and is not bound to the sizes of these.
 
     Raises OptionError for a model that has no module form.
     """
@@ -99,4 +100,13 @@ def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:
     }
     with torch.no_grad():
         torch.func.functional_call(model, shadow, (x.replace(torch.empty_like(x.feats, device="meta")),))
+    _mark(x.geometry)
     return x
+
+
+def _mark(geometry: Geometry) -> None:
+    """Compiled code is to rely on the maps of these coordinates, and of those that they lead to."""
+    if not geometry.prepared:
+        geometry.prepared = True
+        for _, outputs in geometry.maps.values():
+            _mark(geometry if outputs is None else outputs)
