@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -45,8 +45,15 @@ def register(schema: str, run: Any, fake: Any) -> None:
     """Define an operator of the namespace `pumice` with its implementation and its shapes."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=TAGS)
+
+    @wraps(run)
+    def found(*given: Any) -> Any:
+        # What is found in inference serves training afterwards.
+        with torch.inference_mode(False):
+            return run(*given)
+
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, run, key)
+        LIBRARY.impl(name, found, key)
     torch.library.register_fake(f"pumice::{name}", fake, lib=LIBRARY)
 
 
@@ -171,8 +178,10 @@ def _items_fake(coords: Tensor) -> Tensor:
     return coords.new_empty(dynamic(), dtype=torch.int64)
 
 
-register("box(Tensor coords, int[]? shape, int batch_size, bool settled) -> Tensor", _box, _box_fake)
-register(f"level(Tensor coords, Tensor box, int[]? shape, {RELATION}) -> (Tensor, Tensor, Tensor)", _level, _level_fake)
+register("box(Tensor coords, SymInt[]? shape, SymInt batch_size, bool settled) -> Tensor", _box, _box_fake)
+register(
+    f"level(Tensor coords, Tensor box, SymInt[]? shape, {RELATION}) -> (Tensor, Tensor, Tensor)", _level, _level_fake
+)
 register(
     f"meet(Tensor inputs, Tensor box, Tensor outputs, Tensor outputs_box, {RELATION}) -> Tensor", _meet, _meet_fake
 )

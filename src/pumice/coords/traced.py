@@ -176,7 +176,9 @@ def _box(geometry: Geometry) -> Tensor:
         return trail.box
     given = geometry if trail is None or trail.given is None else trail.given
     shape = None if given.known.spatial_shape is None else list(given.known.spatial_shape)
-    box = torch.ops.pumice.box(given.coords, shape, given.known.batch_size, given.settled)
+    # Compiled code is bound to what it looks at.
+    items = -1 if given.settled and shape is None else given.known.batch_size
+    box = torch.ops.pumice.box(given.coords, shape, items, given.settled)
     if trail is not None:
         trail.box = box
     return box
