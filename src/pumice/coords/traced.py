@@ -8,6 +8,7 @@ coordinates, and `alike` tells that the two are one.
 
 from __future__ import annotations
 
+import operator
 from fractions import Fraction
 from typing import Any
 
@@ -190,5 +191,7 @@ def _scaled(stride: int | Fraction, factor: int, finer: bool) -> int | Fraction:
             return stride * factor
         if stride % factor == 0:
             return stride // factor
+        # Compiled for this stride: fractions are no symbols.
+        stride = operator.index(stride)
     share = Fraction(stride) / factor if finer else Fraction(stride) * factor
     return share.numerator if share.denominator == 1 else share
