@@ -61,9 +61,7 @@ def kernel_map(
     return found, geometry if outputs is None else outputs
 
 
-def _checked(
-    geometry: Geometry, relation: Relation, target: Geometry | None
-) -> tuple[Relation, Geometry | None]:
+def _checked(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[Relation, Geometry | None]:
     """The relation and the target of a map, if there can be one."""
     if relation.policy not in POLICIES:
         raise OptionError(f"out={relation.policy!r} is no output policy; there are {', '.join(POLICIES)}")

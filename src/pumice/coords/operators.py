@@ -64,10 +64,10 @@ def dynamic() -> torch.SymInt:
 
 @lru_cache(maxsize=1024)
 def _relation(fields: tuple[Any, ...]) -> Relation:
-    *four, policy, custom, extra, bounded = fields
-    dim = len(four[1])
+    kernel, stride, padding, dilation, policy, custom, extra, bounded = fields
+    dim = len(stride)
     taps = None if custom is None else tuple(custom[at : at + dim] for at in range(0, len(custom), dim))
-    return Relation(*four, policy, taps, extra, bounded)
+    return Relation(kernel, stride, padding, dilation, policy, taps, extra, bounded)
 
 
 def relation_of(*fields: Any) -> Relation:

@@ -1,4 +1,4 @@
-"""Geometries and kernel maps while torch.compile or torch.export traces: tensors without values and sizes without numbers.
+"""Geometries and kernel maps while torch.compile or torch.export traces: tensors without values, sizes without numbers.
 
 What needs the values (boxes, new coordinates, neighbours, lists of pairs) is an operator of coords.operators, which the
 compiled code calls; what is made here are the objects around its results. Geometries that a trace makes keep their maps
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from pumice.coords.geometry import Geometry, Site, Stride, Trail
 from pumice.coords.kernel_map import KernelMap
@@ -45,10 +46,13 @@ def is_local(geometry: Geometry) -> bool:
     return geometry.trail is not None and geometry.trail.trace == _trace()
 
 
-@torch.compiler.assume_constant_result
 def _trace() -> str:
     """What tells a trace from others."""
-    return str(id(torch._guards.TracingContext.try_get()))
+    return str(id(TracingContext.try_get()))
+
+
+# As torch.compiler.assume_constant_result does, which would import all of torch's compiler now.
+_trace._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def kernel_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:

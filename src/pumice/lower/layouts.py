@@ -1,4 +1,4 @@
-"""The operator that lays out a kernel map which traced code found: form(table, inputs, flipped, RELATION, name) -> arrays.
+"""The operator that lays out a map which traced code found: form(table, inputs, flipped, RELATION, name) -> arrays.
 
 The arrays are those of the form of that name, part after part; how many entries they have, and how wide tiles are, is
 the data's. As the operators of pumice.coords it depends on its arguments alone.
