@@ -45,11 +45,14 @@ def kernel_map(
         raise OptionError(f"schedule takes a MapSchedule, found {schedule!r}")
     if relation.policy == "cached_inverse":
         return _inverse_map(geometry, relation, target)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        # To look at the maps would bind compiled code to them.
         return traced.kernel_map(geometry, *_checked(geometry, relation, target))
     # A geometry as its own target is not named in the key: a reference to itself would keep its memory alive.
     key = (relation, None if target is geometry else target)
     kept = geometry.maps.get(key)
+    if kept is None and torch.compiler.is_compiling():
+        return traced.kernel_map(geometry, *_checked(geometry, relation, target))
     if kept is None:
         # A map found in inference serves training afterwards.
         with torch.inference_mode(False):
@@ -168,7 +171,7 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
     """The forward map from `target` to `geometry`, transposed. It is kept by `target`, the one that lives longer."""
     if target is None:
         raise GeometryError("policy 'cached_inverse' needs the target coordinates that the inputs were made from")
-    tracing = torch.compiler.is_compiling()
+    tracing = torch.compiler.is_dynamo_compiling()
     for forward in _ways(relation) if tracing else _forwards(relation):
         kept = traced.known(target, forward) if tracing else target.maps.get((forward, None))
         if kept is not None and kept[1] is not None and alike(kept[1], geometry):
