@@ -8,7 +8,7 @@ from pumice.errors import OptionError
 from pumice.language.parse import parse
 from pumice.language.roles import packed, roles
 from pumice.schedule.cost import DEVICES, Work, seconds
-from pumice.schedule.tile import Problem, Tile, candidates, default, power_above, splits
+from pumice.schedule.tile import Problem, Tile, candidates, default, power_above, resident, splits
 
 MATMUL = parse("C[m,n] = A[m,k] * B[k,n]")
 SPMM = parse("C[R[p],n] = V[p] * B[K[p],n] ; R:sorted")
@@ -216,3 +216,20 @@ def test_sizes_that_are_about_the_same():
     for n in (17, 100, 1000, 17_856, 173_011, 10**9):
         assert about(n) <= n < about(n) * 9 / 8 and about(about(n)) == about(n)
     assert len({about(n) for n in range(1 << 12, 1 << 13)}) == 8
+
+
+def test_programs_at_once_are_those_that_fit():
+    # 74 KB of shared memory each, as compiled: three.
+    assert resident(Tile(128, 64, 64, warps=4, stages=3, ahead=True), 16) == 3
+    assert resident(Tile(128, 64, 64, warps=4, stages=5), 16) == 3
+    assert resident(Tile(128, 128, 64, warps=8, stages=3, ahead=True), 16) == 2
+    assert resident(Tile(128, 256, 64, warps=8, stages=3, ahead=True), 16) == 1
+    # By registers, and by warps.
+    assert resident(Tile(128, 128, 16, warps=4, stages=2), 16) == 2
+    assert resident(Tile(16, 16, 16, warps=8, stages=2), 8) == 4
+
+
+def test_a_tile_of_few_programs_has_the_stages_with_which_more_of_them_fit():
+    """396 programs run at once with three stages, and 264 with four; of 1,324 that are four rounds, and six."""
+    assert str(default(convolution(128, 15, 331, columns=256))) == "64x128x64 w4 s3 ahead"
+    assert str(default(convolution(128, 15, 130, columns=256))).startswith("64x128x64 w4 s4 ahead")

@@ -1,6 +1,8 @@
 """The suite tuner runs in tiny on the CPU: every study checks, times and tells; its numbers by hand."""
 
+import importlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ import torch
 from pumice.engine import Choice, Spent, Trial, Tuning
 from pumice.engine.measure import Event
 from pumice.errors import OptionError, PumiceError
+from pumice.nn import fused
+from pumice.schedule.dataflow import DATAFLOWS, PASSES, PLANNED, Dataflows
 from pumice.schedule.grouping import Grouping
 from pumice.schedule.tuner import Step
 from pumice.tools import (
@@ -15,16 +19,20 @@ from pumice.tools import (
     bench,
     bench_tuner_asked,
     bench_tuner_layers,
+    bench_tuner_networks,
+    bench_tuner_parts,
     bench_tuner_taken,
     ledger,
     network_layers,
 )
+from pumice.tools import study as study_
 from pumice.tools.bench_tuner import STUDIES
-from pumice.tools.bench_tuner_asked import Answer, Asked, answered, differing
+from pumice.tools.bench_tuner_asked import Answer, Asked, answered, budget, differing
 from pumice.tools.bench_tuner_cases import TRAINING, Subjected, Writer, subjects
 from pumice.tools.bench_tuner_networks import Network, Ran, checked
 from pumice.tools.bench_tuner_taken import CONVOLUTIONS, Taken, rows_of, tiles_of
 from pumice.tools.bench_tuner_whole import Gains, _say_apart
+from pumice.tools.network_charts import parts
 from pumice.tools.network_layers import Fed, layers_of
 from pumice.tools.published import PUBLISHED
 from pumice.tools.study import Setup
@@ -32,6 +40,7 @@ from pumice.tools.timing import Times
 from pumice.tools.workloads import WORKLOADS, fresh
 
 CPU = torch.device("cpu")
+measuring = importlib.import_module("pumice.engine.measure")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +78,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("study", [name for name in STUDIES if name != "dataflows"])
+@pytest.mark.parametrize("study", [name for name in STUDIES if name not in ("dataflows", "layers")])
 def test_every_study_in_tiny(study):
     out, rows = quick(study)
     assert rows and all(row.suite == "tuner" and row.value >= 0 and math.isfinite(row.value) for row in rows)
@@ -94,6 +103,56 @@ def test_dataflows_with_and_without_their_forms():
     assert {row.peer for row in rows} == {"default"}
 
 
+def test_layers_one_by_one():
+    said, rows = quick("layers")
+    places = [ablation_tables.Place.of(row.case) for row in rows]
+    assert {(place.study, place.way) for place in places} == {("layers", "default")}
+    layers = [place.group for place in places if place.group[:2] not in ("00", "99")]
+    # CenterPoint's backbone: 21 convolutions, in their order, each with its map and channels.
+    assert layers == sorted(layers) and len(layers) == len(set(layers)) == 21
+    assert layers[0] == "01 k3 at 1, 6-16" and layers[-1] == "21 k3x1x1 s2x1x1 at 8, 128-128"
+    assert {row.metric for row in rows} == {"part:kernel", "part:other"} and all(row.value > 0 for row in rows)
+    (chart,) = parts([replace(row, device="a GPU") for row in rows])
+    whole, by_layer = chart.panels
+    assert whole.bars == ("centerpoint-waymo-3f-generated default",) and len(by_layer.bars) == 23
+
+
+def test_marks_tell_layers_apart(setup, monkeypatch):
+    """As on a GPU: every mark runs a kernel, and the trace is split by them."""
+    made, _ = setup
+    network, trace = Network.of(made, subject_of(made)), []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: trace.append("spin_kernel"))
+    real = bench_tuner_parts.Convolution.finished
+    monkeypatch.setattr(
+        bench_tuner_parts.Convolution,
+        "finished",
+        lambda *given: trace.extend(["neighbours", "_dot_x"]) or real(*given),
+    )
+
+    def profiled(calls):
+        trace.clear()
+        for call in calls:
+            trace.append("spin_kernel")
+            call()
+            trace.append("relu")
+        lost = 1 if not tries else 0
+        tries.append(lost)
+        return [Event(name, 10 * at, 2_000_000) for at, name in enumerate(trace[: len(trace) - 40 * lost])], []
+
+    tries = []
+    monkeypatch.setattr(bench_tuner_parts, "profiled", profiled)
+    found = bench_tuner_parts.layered(replace(made, device=torch.device("cuda")), network)
+    assert tries == [1, 0], "a trace that lacks marks is taken again"
+    labels = sorted(found)
+    assert len(labels) == 22 and labels[-1] == bench_tuner_parts.BETWEEN
+    for label in labels[:-1]:
+        assert {part: times.median for part, times in found[label].items()} == pytest.approx(
+            {"map": 2.0, "kernel": 2.0}
+        )
+    assert {part: times.median for part, times in found[labels[-1]].items()} == pytest.approx({"other": 2.0})
+    assert all("finished" not in vars(layer) for layer in network.net.modules())
+
+
 def test_only_some_and_none_at_hand(monkeypatch):
     assert quick("sorted", "minkunet")[1] == []
     monkeypatch.setattr(bench_tuner_layers, "NETWORKS", ("minkunet-kitti-1x",))
@@ -105,9 +164,9 @@ def test_only_some_and_none_at_hand(monkeypatch):
 
 def test_a_study_that_is_not_known():
     with pytest.raises(
-        OptionError, match="case 'layers' of tuner is unknown; there are movement, .*transfer, dataflows"
+        OptionError, match="case 'shells' of tuner is unknown; there are movement, .*transfer, dataflows"
     ):
-        quick("layers")
+        quick("shells")
 
 
 @pytest.mark.parametrize("study", ["movement", "sorted"])
@@ -154,6 +213,38 @@ def test_gradients_of_layers_and_networks(setup):
     assert network.run(network.all_in(None))[1].numel() == sum(p.numel() for p in network.net.parameters())
 
 
+def test_kernels_of_all_ways_are_compiled_first(setup, monkeypatch):
+    made, _ = setup
+    network = Network.of(made, subject_of(made, mode=TRAINING))
+    first, *others = network.names
+    flows = Dataflows("fetch-on-demand", dgrad="planned", wgrad="explicit-gemm")
+    ways = [network.all_in(None), network.each_in({first: flows})]
+    want = {(name, PLANNED): {first, *others} for name in PASSES}
+    want |= {("forward", DATAFLOWS["fetch-on-demand"]): {first}, ("wgrad", DATAFLOWS["explicit-gemm"]): {first}}
+    assert bench_tuner_networks.used(network, ways) == want
+    seen = []
+    monkeypatch.setattr(bench_tuner_networks, "compile_at_once", lambda *told: seen.append(told))
+    before = {name: x.clone() for name, x in network.net.state_dict().items()}
+    bench_tuner_networks.compiled(network, ways)
+    assert all(torch.equal(x, before[name]) for name, x in network.net.state_dict().items())
+    assert {(names, flow) for _, names, flow in seen} == {((name,), (flow,)) for name, flow in want}
+    # Layers that are alike once; what is compiled can be run.
+    counts = {(name, flow): len(layers) for layers, (name,), (flow,) in seen}
+    assert counts["forward", DATAFLOWS["fetch-on-demand"]] == 1 < counts["forward", PLANNED] < len(network.names)
+    for layers, (name,), (flow,) in seen:
+        layers[0].one_pass(name, flow)
+
+
+def test_in_evaluation_layers_are_compiled_with_and_without_what_follows(setup, monkeypatch):
+    made, _ = setup
+    network, seen = Network.of(made, subject_of(made)), []
+    monkeypatch.setattr(bench_tuner_networks, "compile_at_once", lambda *told: seen.append(told))
+    monkeypatch.setattr(fused, "_worth", lambda x: True)
+    bench_tuner_networks.compiled(network, [network.all_in(None)])
+    (((layers, names, flows)),) = seen
+    assert (names, flows) == (("forward",), (PLANNED,)) and {one.then is None for one in layers} == {True, False}
+
+
 def test_padding_of_groups(setup):
     made, _ = setup
     subject = subject_of(made, "minkunet-kitti-1x")
@@ -166,6 +257,51 @@ def test_padding_of_groups(setup):
     sides = sum(counts[:13]) + sum(counts[14:])
     whole = 26 * longest + counts[13]
     assert calls == 2 and share == pytest.approx((26 * longest - sides) / whole)
+
+
+# Limits of time
+
+
+@pytest.mark.parametrize("study", ["splits", "bindings"])
+def test_a_study_with_a_limit_asks_less_and_says_so(study, monkeypatch):
+    monkeypatch.setattr(bench_tuner_asked, "_LEAST", 1e-3)
+    said = []
+    options = bench.Options(study, "", quick=True, device="cpu", limit=0.01)
+    rows = list(bench.run("tuner", said.append, options))
+    cut = [row for row in rows if row.metric == "tuning, cut short"]
+    asked = [row for row in rows if row.metric == "fact:groups asked"]
+    assert len(cut) == len(asked) > 0 and all(row.value < row.peer_value for row in asked)
+    assert {row.peer for row in asked} == {"all groups"}
+    # What was tuned is checked and timed all the same.
+    assert len([row for row in rows if row.metric == "time"]) > 1
+
+
+def test_the_first_question_has_most_of_what_is_left(monkeypatch):
+    monkeypatch.setattr(study_.time, "perf_counter", lambda: 100.0)
+    setup = Setup(CPU, False, print, until=190.0)
+    assert setup.left == 90.0 and [budget(setup, n) for n in (3, 2, 1)] == [30.0, 40.0, 60.0]
+    assert budget(setup, kept=89.0) == 3.0, "the least"
+    assert budget(Setup(CPU, False, print), 3) == math.inf
+
+
+def test_a_network_is_begun_only_where_there_is_time_for_it(setup, monkeypatch):
+    made, said = setup
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Subjected, "samples", lambda *_: [])
+    names = tuple(WORKLOADS)[:4]
+    for until, count in ((math.inf, 4), (65.0, 2), (59.0, 1), (10.0, 1)):
+        now[0], found = 0.0, 0
+        for _ in subjects(replace(made, quick=False, until=until), "any", names):
+            now[0] += 30.0
+            found += 1
+        assert found == count, until
+    assert f"{names[3]} is left out: 5 s are left, and one took 30" in said
+
+
+def test_a_limit_below_nothing():
+    with pytest.raises(OptionError, match="seconds of a study are 0 or more, found -1"):
+        bench.Options(limit=-1)
 
 
 # The tuner's answers
@@ -217,7 +353,7 @@ def test_answers_that_differ_and_the_best_that_was_tried():
 def test_the_tuner_is_asked_and_leaves_nothing(setup, monkeypatch):
     made, _ = setup
     network = Network.of(made, subject_of(made))
-    monkeypatch.setattr(bench_tuner_asked, "_QUICK", 5.0)
+    monkeypatch.setattr(bench_tuner_asked, "_QUICK", 30.0)
     found = answered(made, network, Asked(("explicit-gemm",), always=True))
     tried = {trial.flow for one in found.tuning.choices for trial in one.trials}
     assert tried == {"explicit-gemm"} and set(found.flows.values()) == {"explicit-gemm"}
@@ -247,14 +383,14 @@ def test_parts_of_what_a_device_does(setup, monkeypatch):
             at += 1
         return events, []
 
-    monkeypatch.setattr(bench_tuner_taken, "profiled", profiled)
+    monkeypatch.setattr(measuring, "profiled", profiled)
     wall = Times(9.0, 9.0, 9.0)
     found = bench_tuner_taken._on_device(made, lambda: None, wall)
     assert {name: times.median for name, times in found.parts.items()} == pytest.approx(
         {"map": 0.0, "sort": 0.0005, "kernel": 0.005, "other": 0.0001}
     )
     assert found.convolutions.median == pytest.approx(0.0055) and found.device.median == pytest.approx(0.0056)
-    monkeypatch.setattr(bench_tuner_taken, "profiled", lambda calls: ([], []))
+    monkeypatch.setattr(measuring, "profiled", lambda calls: ([], []))
     monkeypatch.setattr(bench_tuner_taken, "together", lambda *_: [Times(2.0, 1.0, 3.0)])
     found = bench_tuner_taken._on_device(made, lambda: None, wall)
     assert not found.parts and found.device.median == 2.0 and "no parts" in said[-1]
@@ -267,13 +403,30 @@ def test_movement_is_what_is_no_product(monkeypatch):
     events = [
         Event(name, 10 * run + place, took) for run in range(5) for place, (name, took) in enumerate(names.items())
     ]
-    monkeypatch.setattr(bench_tuner_layers, "profiled", lambda calls: (events[: 4 * len(calls)], []))
-    assert bench_tuner_layers._moved(setup, list, ()).median == pytest.approx(0.003)
+    monkeypatch.setattr(measuring, "profiled", lambda calls: (events[: 4 * len(calls)], []))
+    assert bench_tuner_layers._moved(setup, [], ()).median == pytest.approx(0.003)
     # Where the profiler is silent, the whole less the products.
-    monkeypatch.setattr(bench_tuner_layers, "profiled", lambda calls: ([], []))
+    monkeypatch.setattr(measuring, "profiled", lambda calls: ([], []))
     times = {"whole": Times(3.0, 3.0, 3.0), "products": Times(1.0, 1.0, 1.0)}
-    monkeypatch.setattr(bench_tuner_layers, "spent", lambda *_: times)
-    assert bench_tuner_layers._moved(setup, list, ()).median == 2.0 and "products alone" in said[-1]
+    monkeypatch.setattr(bench_tuner_layers, "spent_in_pieces", lambda *_: times)
+    assert bench_tuner_layers._moved(setup, [], ()).median == 2.0 and "products alone" in said[-1]
+
+
+@pytest.mark.parametrize("study", ["movement", "grouping"])
+def test_layers_are_timed_one_by_one_and_never_captured(study, monkeypatch):
+    """As on a GPU, where the whole of a network's products is more than a stream holds."""
+    kinds, counts = set(), []
+
+    def in_pieces(calls, device, clock, seconds):
+        kinds.update(type(piece()) for call in calls for piece in call)
+        counts.append({len(call) for call in calls})
+        return [Times(2.0, 1.0, 3.0)] * len(calls)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", None)
+    monkeypatch.setattr("pumice.tools.bench_tuner_cases.in_pieces", in_pieces)
+    _, rows = quick(study)
+    # Of MinkUNet's 42 convolutions.
+    assert kinds == {torch.Tensor} and counts[0] == {42} and {r.value for r in rows if r.metric == "time"} == {2.0}
 
 
 def test_rows_of_a_device(monkeypatch):

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from pumice.errors import OptionError, PumiceError
-from pumice.tools import bench, bench_shells, bench_workloads, cli, device_time, spconv_nets, whole_calls
+from pumice.tools import bench, bench_shells, bench_workloads, cli, spconv_nets, timing, whole_calls
 from pumice.tools.bench_workloads import GOALS, ON_CPU, ON_GPU, RECORDED, Found, Side
-from pumice.tools.ledger import Subject
+from pumice.tools.families import FAMILIES, VARIED
+from pumice.tools.ledger import Row, Subject
 from pumice.tools.study import Ready, Setup
 from pumice.tools.workloads import SPCONV_NET, WORKLOADS, samples, stand_in
 
@@ -51,8 +52,9 @@ def test_all_seven_networks(suite):
     for name, workload in WORKLOADS.items():
         for mode in ("inference", "training"):
             lines = [line for line in out.splitlines() if line.startswith(f"tiny/{name}/fp32/{mode}")]
-            assert len(lines) == 1 and "pumice " in lines[0] and "error" in lines[0], out
-            assert "/generated" in lines[0] or not workload.generated
+            assert len(lines) == 1 + (mode == "inference") and all("pumice " in line for line in lines), out
+            assert all("error" in line and ("/generated" in line or not workload.generated) for line in lines)
+            assert ["/over-" in line for line in lines] == [False, True][: len(lines)]
 
 
 @pytest.mark.parametrize("name", [ONE, "centerpoint-waymo-3f"])
@@ -118,7 +120,8 @@ def test_gradients_are_checked(monkeypatch):
 def test_modes_and_goals():
     names = {mode.name for mode in ON_GPU}
     assert names == {"fp16/inference", "tf32/inference", "fp32/inference", "fp16/training"}
-    assert {mode for mode, _ in GOALS} <= names
+    assert {mode.partition(",")[0] for mode, _ in GOALS} <= names
+    assert [mode.name for mode in (*ON_GPU, *ON_CPU) if mode.varied] == ["fp16/inference", "fp32/inference"]
     assert [mode.batch for mode in (*ON_GPU, *ON_CPU) if mode.training] == [2, 2]
     assert all(len(mode.slack) == 1 + mode.training for mode in (*ON_GPU, *ON_CPU))
     assert all(case.rpartition("/")[0].rpartition("/")[0] in WORKLOADS for case in RECORDED)
@@ -132,6 +135,39 @@ def test_what_is_reached_is_told():
         "goal fp16/inference over spconv, wall, 2x: 3.00x (geometric mean of 2), least 1.00x at a: met",
         "fp16/inference over spconv, gpu: 2.00x (geometric mean of 1), least 2.00x at a",
     ]
+
+
+def test_scans_take_turns_and_each_is_checked(monkeypatch):
+    """The calls of both clocks meet the same scans in their order; one wrong result is enough."""
+    monkeypatch.setattr(bench_workloads, "_at_hand", lambda setup, workload: stand_in(workload))
+    met, said = [], []
+    right = bench_workloads.fresh
+    monkeypatch.setattr(bench_workloads, "fresh", lambda sample: met.append(sample.name) or right(sample))
+    options = bench.Options("networks", f"{ONE}/fp32/inference", True, "cpu")
+    rows = list(bench.run("workloads", said.append, options))
+    (told,) = (line for line in said if "over-2-scans-5-turned wall" in line)
+    assert f"tiny/{ONE}/fp32/inference/generated/over-2-scans-5-turned wall: pumice" in told
+    assert all(row.metric == VARIED for row in rows if "/over-" in row.case)
+    assert len(set(met[-7:])) == 7 and met[-7:] == met[-14:-7]
+
+    truths = bench_workloads._truths
+    monkeypatch.setattr(bench_workloads, "_truths", lambda net, one, how: [
+        (feats * (2 if "turned 2" in one.name else 1), coords) for feats, coords in truths(net, one, how)
+    ])  # fmt: skip
+    with pytest.raises(PumiceError, match=r"over-2-scans-5-turned: pumice: relative error 0\.5"):
+        list(bench.run("workloads", print, options))
+
+
+def test_what_is_varied_is_a_family_of_its_own():
+    sample = dict(value=1.0, unit="ms", p20=1.0, p80=1.0, dtype="fp16", clock="wall", peer="spconv", peer_value=2.0,
+                  peer_source="same run", device="a GPU", versions={}, commit="x", date="2026-01-01")  # fmt: skip
+    case = f"{ONE}/fp16/inference"
+    same, other = Row("workloads", case, "time", **sample), Row("workloads", f"{case}/over-2-scans", VARIED, **sample)
+    families = [[family.name for family in FAMILIES if family.place(row)] for row in (same, other)]
+    assert families == [["inference"], ["inference, varied scans"]]
+    made = FAMILIES[[family.name for family in FAMILIES].index("inference, varied scans")]
+    place = made.place(replace(other, case=f"{case}/generated/tuned/over-2-scans-5-turned"))
+    assert (place.group, place.way) == (f"{ONE}-generated", "tuned")
 
 
 def test_a_network_is_the_same_each_time():
@@ -222,13 +258,6 @@ def test_studies_that_are_known():
 # the clocks
 
 
-def test_work_is_summed_between_marks():
-    work = [(30, 4, "b"), (0, 9, "before"), (10, 1, "void spin_kernel(long)"), (20, 3, "a"), (50, 5, "a"),
-            (40, 1, "void spin_kernel(long)")]  # fmt: skip
-    assert device_time.between_marks(work) == [7, 5]
-    assert device_time.between_marks([]) == []
-
-
 def test_a_clock_that_is_not_there_is_left_out(monkeypatch):
     def missing(setup, calls):
         raise PumiceError("no profiler")
@@ -260,5 +289,5 @@ def test_device_time_leaves_waits_out():
         (a @ a).sum().item()
 
     call()
-    spent = device_time.device_time(call, runs=5)
+    spent = timing.busy(call, runs=5)
     assert 0 < spent.p20 <= spent.median <= spent.p80 < 50

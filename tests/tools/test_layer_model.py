@@ -13,7 +13,7 @@ from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import Tile
 from pumice.tools.bench_conv import Layer
 from pumice.tools.layer_cells import map_of
-from pumice.tools.layer_model import LATENCY, Needs, Step, Walk, bounds, in_turn, least, needs, resident, walks, why
+from pumice.tools.layer_model import LATENCY, Needs, Step, Walk, bounds, in_turn, least, needs, walks, why
 
 TILE = Tile(64, 16, 16, warps=4, stages=3, ahead=True)
 
@@ -124,14 +124,6 @@ def test_why_names_what_the_bound_leaves_out():
     assert list(left.values()) == pytest.approx([1.0, 1.0, 0.75, 0])
     assert left["the launch and the longest program"] == 0.75
     assert why(Needs(chain=2.0, cache=gpu.cache), 0.0)["the launch and the longest program"] == 0
-
-
-def test_programs_at_once_are_those_that_fit():
-    # 74 KB of shared memory each, as compiled: three.
-    assert resident(Tile(128, 64, 64, warps=4, stages=3, ahead=True), 2) == 3
-    assert resident(Tile(128, 64, 64, warps=4, stages=5), 2) == 3
-    assert resident(Tile(128, 128, 64, warps=8, stages=3, ahead=True), 2) == 2
-    assert resident(Tile(128, 256, 64, warps=8, stages=3, ahead=True), 2) == 1
 
 
 def test_the_step_of_a_form_has_the_layers_sizes():

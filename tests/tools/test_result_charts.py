@@ -168,13 +168,59 @@ def test_choices_are_tiles_by_group_and_model():
     ]
     plain, study = choices(rows)
     panel = only(plain.panels)
-    assert (plain.name, study.name) == ("choices", "choices-splits-1-2")
+    assert (plain.name, study.name) == ("choices", "choices-splits")
     assert (panel.title, panel.rows, panel.columns) == ("fp16, inference", ("g0", "g1", "g2"), ("a", "b"))
     assert dict(panel.tiles) == {
         ("g0", "a"): Tile("fast", "2.00x", "fast 1 ms\nslow 3 ms"),
         ("g1", "b"): Tile("slow", "1.00x", ""),
     }
     assert only(study.panels).tiles["g0", "b"].text == "1.50x"
+
+
+def test_ways_of_a_study_are_columns_and_passes_are_told_with_their_group():
+    def asked(way, group, metric, value, peer_value):
+        return network(f"a/fp16/training/bindings-{way}/{group}", metric, value, peer_value, peer="planned")
+
+    rows = [
+        asked("all", "k3 at 1", "chosen:planned", 1.0, 4.0),
+        asked("all", "k3 at 1, forward with dgrad with wgrad", "choice:slow", 5.0, 4.0),
+        asked("dgrad-wgrad", "k3 at 1", "chosen:fast / planned / planned", 1.0, 4.0),
+        asked("dgrad-wgrad", "k3 at 1", "choice:fast", 3.0, 4.0),
+        asked("dgrad-wgrad", "k3 at 1, dgrad with wgrad", "choice:slow", 5.0, 4.0),
+        asked("dgrad-wgrad", "k2 at 1", "choice:fast", 2.0, 4.0),
+        asked("dgrad-wgrad", "k2 at 1", "chosen:fast", 1.0, 4.0),
+    ]
+    panel = only(only(choices(rows)).panels)
+    assert (panel.rows, panel.columns) == (("k3 at 1", "k2 at 1"), ("a: all", "a: dgrad-wgrad"))
+    assert dict(panel.tiles) == {
+        # The whole network's gain is none of a group.
+        ("k3 at 1", "a: all"): Tile("planned", "", "slow (forward with dgrad with wgrad) 5 ms"),
+        ("k3 at 1", "a: dgrad-wgrad"): Tile("fast / planned / planned", "", "fast 3 ms\nslow (dgrad with wgrad) 5 ms"),
+        ("k2 at 1", "a: dgrad-wgrad"): Tile("fast", "2.00x", "fast 2 ms"),
+    }
+
+
+def test_generated_scans_count_and_are_called_so():
+    """In the suite workloads the mark stands behind the mode, in the tuner's behind the model."""
+    rows = [timed(f"net/fp16/inference{mark}", 3.0, 9.0, suite="workloads") for mark in ("", "/generated")]
+    rows.append(network("net-generated/fp16/inference/networks-tuned", "part:kernel", 1.0, 2.0))
+    bars = only(only(speedups(rows[:2])).panels)
+    assert sorted(bars.groups) == ["net", "net-generated"]
+    assert only(only(parts(rows)).panels).bars[-1] == "net-generated spconv"
+
+
+def test_layers_of_a_study_are_not_added_to_whole_passes():
+    rows = [network("net/fp16/inference/networks-tuned", "part:kernel", 1.0, 2.0)]
+    rows += [
+        network(
+            f"net/fp16/inference/layers-default/{layer}", "part:kernel", value, value, peer="itself", commit="other"
+        )
+        for layer, value in (("01 k3 at 1, 4-32", 0.5), ("02 k3 at 1, 32-32", 0.75))
+    ]
+    whole, layers = only(parts(rows)).panels
+    assert dict(zip(whole.bars, whole.parts["kernel"], strict=True)) == {"net default": 2.0, "net tuned": 1.0}
+    assert (layers.bars, layers.parts["kernel"]) == (("01 k3 at 1, 4-32", "02 k3 at 1, 32-32"), (0.5, 0.75))
+    assert layers.title == "net, default, layer by layer"
 
 
 def test_a_dataflow_has_one_colour_in_all_panels_of_a_chart():

@@ -1,6 +1,7 @@
 """`pumice tune`: the tuned tiles shown, removed, carried away and brought in."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -44,12 +45,37 @@ def refused(ran, *parts):
 def test_show(pumice, filled):
     ran = pumice("tune", "--show")
     assert ran.code == 0, ran.err
-    head, first, second = ran.out.splitlines()
-    assert head.split() == ["device", "statement", "dtypes", "sizes", "from", "tile", "ms", "tuned"]
-    date = filled.all()[KEYS[0]].date.astimezone().strftime("%Y-%m-%d %H:%M")
-    expected = ["some GPU", KEYS[0].statement, "fp32 fp32 (tf32x3)", "512 128 64", "64x32x16", "packed", "0.1234", date]
-    assert [part for part in expected if part not in first] == []
+    title, head, first, sizes, second, _ = (line.strip() for line in ran.out.splitlines())
+    assert title == "tiles of some GPU"
+    assert head.split() == ["statement,", "dtypes,", "sizes", "from", "tile", "ms", "tuned"]
+    date = filled.all()[KEYS[0]].date.astimezone().strftime("%Y-%m-%d")
+    assert [part for part in (KEYS[0].statement, "64x32x16", "packed", "0.1234", date) if part not in first] == []
+    assert sizes == "fp32 fp32 (tf32x3), from 512 128 64"
     assert "O[o,n] = map" in second and " ... " in second and LONG not in second
+
+
+def test_show_in_80_columns(pumice, filled, monkeypatch):
+    """Numbers and dates stay in one piece, and text is folded in its own column."""
+    monkeypatch.setattr(cli.console, "width", 80)
+    filled.put(replace(KEYS[1], sizes=(36, 14, 14, 10)), Tile(128, 256, 64, warps=8, stages=4, ahead=True), 12.3456)
+    own = Plans(filled.path.with_name("plans.json"))
+    about = "MinkUNet, 9 maps, k3 at 1: 12 layers, 109467 rows, 9.9 pairs a row"
+    flows = {f"k3x1x1 s2x1x1 at {n}": DATAFLOWS["gather-gemm-scatter-locality-aware-adaptive"] for n in (1, 2, 4, 8)}
+    own.keep(
+        replace(PLAN_KEY, dtypes="float32 autocast to float16", mode="training, dgrad with wgrad"),
+        replace(PLAN, about=about, flows=flows, before={"total": 0.0123456}),
+    )
+    lines = pumice("tune", "--show").out.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 30, lines
+    shown = "\n".join(lines)
+    dates = [line for line in lines if line.rstrip().endswith(PLAN.date.astimezone().strftime("%Y-%m-%d"))]
+    assert len(dates) == 4, "one for each tile and plan"
+    for told in ("12345.6000", "12.3456", "128x256x64 w8 s4 ahead", "0.1234", "plans of some GPU", "tiles of some GPU"):
+        assert told in shown
+    # Nothing is lost by folding.
+    joined = "".join(shown.split())
+    for text in ("9.9 pairs a row (unfinished)", *(f"{group}: {flow}" for group, flow in flows.items())):
+        assert "".join(text.split()) in joined
 
 
 def test_clear(pumice, filled):

@@ -8,7 +8,7 @@ import pumice as pm
 from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.tools import workloads
-from pumice.tools.workloads import WORKLOADS, fresh, samples, stand_in
+from pumice.tools.workloads import WORKLOADS, Sample, fresh, samples, stand_in, varied
 
 # The voxels of every scan at hand, as the notes of the real scans have them, or as many as the cap leaves.
 VOXELS = {
@@ -148,3 +148,39 @@ def test_without_scans_the_variable_is_named(monkeypatch, tmp_path):
     finally:
         settings.cache_clear()
         workloads._read.cache_clear()
+
+
+# Varied scans
+
+
+def grid(shape, coords):
+    coords = torch.tensor(coords, dtype=torch.int32)
+    return Sample(torch.nn.functional.pad(coords, (1, 0)), torch.arange(len(coords)).float()[:, None], shape, 1, "one")
+
+
+@pytest.mark.parametrize("shape", [None, (4, 30, 30), (4, 30, 20)])
+def test_varied_scans_are_the_same_surface_elsewhere(shape):
+    chance = torch.Generator().manual_seed(1)
+    extent = shape or (30, 30, 4)
+    cells = torch.cartesian_prod(*map(torch.arange, extent))
+    kept = cells[torch.rand(len(cells), generator=chance).argsort()[:400].sort().values]
+    one = grid(shape, kept.tolist())
+    given = varied([one, one], 7)
+    assert len(given) == 7 and given[0] is one and len({x.name for x in given[2:]}) == 5
+    sizes = [len(x) for x in given[2:]]
+    assert sizes == [396, 392, 388, 384, 380]
+    for x in given[2:]:
+        assert x.spatial_shape == shape and bool((x.coords >= 0).all())
+        assert bool((x.coords[:, 1:] < torch.tensor(extent)).all()) and len(x.coords.unique(dim=0)) == len(x)
+        assert torch.equal(x.coords, x.coords[workloads._by_coordinates(x.coords, 0)])
+        # Distances are kept: a turn, no mirror image and no mixing up of axes or features.
+        rows = x.feats[:, 0].long()
+        before, after = (torch.cdist(c, c) for c in (one.coords[rows, 1:].double(), x.coords[:, 1:].double()))
+        assert torch.allclose(before, after)
+        up = 1 if shape is not None else 3
+        assert torch.equal(one.coords[rows, up], x.coords[:, up]) and not torch.equal(one.coords[rows], x.coords)
+
+
+def test_more_real_scans_than_asked():
+    ones = [grid(None, [[i, 0, 0]]) for i in range(4)]
+    assert varied(ones, 3) == ones[:3] and varied(ones, 4) == ones

@@ -14,7 +14,7 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud
 from pumice.coords.geometry import Geometry, alike
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.launch import runs_kernels
+from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found
 from pumice.coords.outputs import Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
@@ -55,7 +55,7 @@ def kernel_map(
         return traced.kernel_map(geometry, *_checked(geometry, relation, target))
     if kept is None:
         # A map found in inference serves training afterwards.
-        with torch.inference_mode(False):
+        with lasting():
             kept = _build(geometry, relation, target, schedule)
         if geometry.unsettled is not None:
             kept = replace(kept[0], inputs=weakref.ref(geometry)), kept[1]
@@ -129,7 +129,7 @@ def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ..
     for place, step in enumerate(steps):
         missing = (step, None) not in levels[-1].maps and not torch.compiler.is_compiling()
         if missing and runs_kernels(geometry.coords):
-            with torch.inference_mode(False):
+            with lasting():
                 _pyramid(levels[-1], steps[place:])
         levels.append(kernel_map(levels[-1], step)[1])
     return tuple(levels)

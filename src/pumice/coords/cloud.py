@@ -76,7 +76,7 @@ def read(tensors: Sequence[Tensor]) -> list[list[int]]:
     """The values of small integer tensors of one device, in one transfer: the one place where counts are waited for."""
     if not tensors:
         return []
-    flat = torch.cat([t.reshape(-1).long() for t in tensors]).tolist()
+    flat = torch.cat([t.reshape(-1) for t in tensors]).tolist()
     found, start = [], 0
     for tensor in tensors:
         found.append(flat[start : start + tensor.numel()])

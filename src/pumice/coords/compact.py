@@ -139,16 +139,16 @@ def totals_of(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | None
     """int32 [G]: how many rows of a sample, every step-th one, have any tap of a group. blank: [G] of 0, if at hand."""
     if not runs_kernels(masks):
         return totals_of_twin(masks, count, groups)
-    totals = torch.zeros(len(groups), dtype=torch.int32, device=masks.device) if blank is None else blank
-    constants = {"G": len(groups), "WORDS": masks.shape[1], "ROWS": _COUNTED}
-    step, tensors = _step(len(masks)), (masks, count, groups, totals)
-    kernel("tiling.count_groups")(-(-len(masks) // (step * _COUNTED)), tensors, (step, len(masks)), constants)
+    totals = torch.zeros(groups.shape[0], dtype=torch.int32, device=masks.device) if blank is None else blank
+    constants = {"G": groups.shape[0], "WORDS": masks.shape[1], "ROWS": _COUNTED}
+    step, tensors = _step(masks.shape[0]), (masks, count, groups, totals)
+    kernel("tiling.count_groups")(-(-masks.shape[0] // (step * _COUNTED)), tensors, (step, masks.shape[0]), constants)
     return totals
 
 
 def totals_of_twin(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
     """As totals_of, in plain torch."""
-    step = _step(len(masks))
+    step = _step(masks.shape[0])
     return (_met(masks[::step], groups) & _live(masks, count)[::step, None]).sum(0, dtype=torch.int32)
 
 
@@ -168,7 +168,7 @@ def tally(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     """int32 [K, ceil(N / 128)]: rows that have tap k, up to and with each block of rows; the last column has totals."""
     if not runs_kernels(masks):
         return tally_twin(masks, count, volume)
-    blocks, lanes = max(1, -(-len(masks) // _ROWS)), lanes_of(volume)
+    blocks, lanes = max(1, -(-masks.shape[0] // _ROWS)), lanes_of(volume)
     sums = torch.empty(volume, blocks, dtype=torch.int32, device=masks.device)
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes}
     kernel("tiling.tally")(blocks, (masks, count, sums), (blocks,), constants)
@@ -177,9 +177,9 @@ def tally(masks: Tensor, count: Tensor, volume: int) -> Tensor:
 
 def tally_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     """As tally, in plain torch."""
-    blocks = max(1, -(-len(masks) // _ROWS))
+    blocks = max(1, -(-masks.shape[0] // _ROWS))
     bits = torch.zeros(blocks * _ROWS, volume, dtype=torch.int32, device=masks.device)
-    bits[: len(masks)] = _bits(masks, volume) * _live(masks, count)[:, None]
+    bits[: masks.shape[0]] = _bits(masks, volume) * _live(masks, count)[:, None]
     return bits.view(blocks, _ROWS, volume).sum(1).t().cumsum(1, dtype=torch.int32).contiguous()
 
 
@@ -189,10 +189,10 @@ def ordered(masks: Tensor, count: Tensor, groups: Tensor, how: Order) -> Tensor:
     They fall by the rank, in Gray code, of which of the chosen groups they meet. Planes of a window among the groups
     make a tenth less entries of LiDAR scans than taps alone do, and as many of shells (measured on five scenes).
     """
-    digits = Digits.of(masks, _width(groups, how, len(masks)) + _block_bits(how, len(masks)))
+    digits = Digits.of(masks, _width(groups, how, masks.shape[0]) + _block_bits(how, masks.shape[0]))
     if digits is None:
         return ranked_twin(gray_keys(masks, count, groups, totals_of(masks, count, groups), how))
-    counts, blank = digits.counts(masks, len(groups))
+    counts, blank = digits.counts(masks, groups.shape[0])
     totals = totals_of(masks, count, groups, blank)
     return ranked(gray_keys(masks, count, groups, totals, how, (digits, counts)), digits, counts)
 
@@ -201,12 +201,13 @@ def gray_keys(
     masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor, how: Order, tally: tuple[Digits, Tensor] | None = None
 ) -> Tensor:
     """int32 [N]: what rows are sorted by; totals: as totals_of gives them. tally: digits and where to count them."""
-    width, rows = _width(groups, how, len(masks)), len(masks)
+    width, rows = _width(groups, how, masks.shape[0]), masks.shape[0]
     if not runs_kernels(masks):
         return gray_keys_twin(masks, count, groups, totals, how)
     keys = torch.empty(rows, dtype=torch.int32, device=masks.device)
     digits, counts = tally or (Digits(0, 0, 1), keys)
-    constants = {"G": len(groups), "WORDS": masks.shape[1], "SIDE": max(32, 1 << (len(groups) - 1).bit_length())}
+    number = groups.shape[0]
+    constants = {"G": number, "WORDS": masks.shape[1], "SIDE": max(32, 1 << (number - 1).bit_length())}
     constants |= {"ROWS": _KEYS, "BLOCK": digits.block, "BINS": 0 if tally is None else 1 << digits.width}
     tensors = (masks, count, groups, totals, keys, counts)
     kernel("tiling.gray_keys")(-(-rows // _KEYS), tensors, (_step(rows), width, _shift(how), rows), constants)
@@ -215,12 +216,12 @@ def gray_keys(
 
 def gray_keys_twin(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor, how: Order) -> Tensor:
     """As gray_keys, in plain torch."""
-    width, step = _width(groups, how, len(masks)), _step(len(masks))
+    width, step = _width(groups, how, masks.shape[0]), _step(masks.shape[0])
     met = _met(masks, groups[chosen(groups, totals, (count + step - 1) // step, width)])
     rank = (met.long() << torch.arange(width, device=masks.device)).sum(1)
     for shift in (1, 2, 4, 8, 16):
         rank = rank ^ (rank >> shift)
-    block = torch.arange(len(masks), device=masks.device) >> _shift(how)
+    block = torch.arange(masks.shape[0], device=masks.device) >> _shift(how)
     keys = (1 << width) - 1 - rank | block << width
     return torch.where(_live(masks, count), keys, INT32_MAX).int()
 
@@ -230,13 +231,13 @@ def tiled(masks: Tensor, count: Tensor, order: Tensor | None, how: Order, shape:
     if not runs_kernels(masks):
         return tiled_twin(masks, count, order, how, shape)
     block, volume = shape
-    tiles, device = -(-len(masks) // block), masks.device
+    tiles, device = -(-masks.shape[0] // block), masks.device
     slots = torch.empty(tiles, block, dtype=torch.int32, device=device)
     active = torch.empty(tiles, volume, dtype=torch.int8, device=device)
     ends = torch.empty(tiles, dtype=torch.int32, device=device)
     constants = {"K": volume, "BLOCK": block, "SORTED": order is not None}
     tensors = (masks, count, masks if order is None else order, slots, active, ends)
-    kernel("tiling.tile_taps")(tiles, tensors, (how.first, how.last, len(masks)), constants)
+    kernel("tiling.tile_taps")(tiles, tensors, (how.first, how.last, masks.shape[0]), constants)
     if tiles:
         kernel("tiling.add_up")(1, (ends,), (tiles,), {"BLOCK": _SUMMED})
     return Tiling(slots, active, ends)
@@ -245,11 +246,11 @@ def tiled(masks: Tensor, count: Tensor, order: Tensor | None, how: Order, shape:
 def tiled_twin(masks: Tensor, count: Tensor, order: Tensor | None, how: Order, shape: tuple[int, int]) -> Tiling:
     """As tiled, in plain torch."""
     block, volume = shape
-    tiles, device = -(-len(masks) // block), masks.device
+    tiles, device = -(-masks.shape[0] // block), masks.device
     slots = torch.full((tiles * block,), -1, dtype=torch.int32, device=device)
-    own = torch.arange(len(masks), device=device) if order is None else order
-    slots[: len(masks)] = torch.where(_live(masks, count), own, -1).int()
-    bits = _bits(masks, volume)[slots.long().clamp(min=0)] if len(masks) else slots.new_zeros(0, volume)
+    own = torch.arange(masks.shape[0], device=device) if order is None else order
+    slots[: masks.shape[0]] = torch.where(_live(masks, count), own, -1).int()
+    bits = _bits(masks, volume)[slots.long().clamp(min=0)] if masks.shape[0] else slots.new_zeros(0, volume)
     bits = bits * (slots >= 0)[:, None]
     bits[:, : how.first], bits[:, how.last :] = 0, 0
     active = bits.view(tiles, block, volume).sum(1) > 0
@@ -264,7 +265,8 @@ def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None
     device = rows.device
     tap, tile = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
     inputs = torch.empty(room, block, dtype=torch.int32, device=device)
-    found, told = Compacted(tiling.slots, tile, tap, inputs), clear(device) if status is None else status
+    # Where there are just so many, nothing is told.
+    found, told = Compacted(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
     if not runs_kernels(rows):
         return filled_twin(rows, tiling, found, told)
     lanes = lanes_of(rows.shape[1])
@@ -303,7 +305,7 @@ def listed(
     volume = rows.shape[1]
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
     tensors = (rows, count, ends, inputs, outputs, told)
-    kernel("tiling.list_pairs")(-(-len(rows) // _ROWS), tensors, (group, room, ends.shape[1]), constants)
+    kernel("tiling.list_pairs")(-(-rows.shape[0] // _ROWS), tensors, (group, room, ends.shape[1]), constants)
     return inputs, outputs
 
 
@@ -338,7 +340,7 @@ def exchanged(rows: Tensor, count: Tensor, inputs: int) -> Tensor:
     if not runs_kernels(rows):
         return exchanged_twin(rows, count, turned)
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
-    kernel("tiling.exchange")(-(-len(rows) // _ROWS), (rows, count, turned), (), constants)
+    kernel("tiling.exchange")(-(-rows.shape[0] // _ROWS), (rows, count, turned), (), constants)
     return turned
 
 
@@ -359,7 +361,7 @@ def _live(rows: Tensor, count: Tensor) -> Tensor:
 
 def _met(masks: Tensor, groups: Tensor) -> Tensor:
     """bool [N, G]: whether a row has any tap of a group."""
-    met = masks.new_zeros(len(masks), len(groups), dtype=torch.bool)
+    met = masks.new_zeros(masks.shape[0], groups.shape[0], dtype=torch.bool)
     for word in range(masks.shape[1]):
         met |= (masks[:, word, None] & groups[:, word]) != 0
     return met
@@ -386,7 +388,7 @@ def _width(groups: Tensor, how: Order, rows: int) -> int:
     What rows past the count have above these bits is not needed: they come last of those that are equal.
     """
     most = _BITS if how.last - how.first <= WORD else WORD
-    return min(most, len(groups), WORD - _block_bits(how, rows))
+    return min(most, groups.shape[0], WORD - _block_bits(how, rows))
 
 
 def _block_bits(how: Order, rows: int) -> int:

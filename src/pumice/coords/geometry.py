@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from pumice.coords.cloud import Cloud, read
 from pumice.coords.codes import morton_argsort
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
+from pumice.coords.launch import lasting
 from pumice.coords.lookup import Lookup, find
 from pumice.coords.structures import explain, lookup_of
 from pumice.errors import CoordinateError, DtypeError, ShapeError
@@ -58,8 +60,7 @@ class Site:
 
     def scaled(self, factor: Sequence[Fraction | int], **changes: Any) -> Site:
         """The site of a level whose voxels are `factor` times as large."""
-        stride = tuple(_tidy(Fraction(s) * f) for s, f in zip(self.stride, factor, strict=True))
-        return replace(self, stride=stride, **changes)
+        return replace(self, stride=_scaled(self.stride, tuple(factor)), **changes)
 
 
 @dataclass(eq=False)
@@ -234,7 +235,7 @@ class Geometry:
         """The coordinates as kernels take them."""
         if self._cloud is None:
             # What is made in inference serves training afterwards.
-            with torch.inference_mode(False):
+            with lasting():
                 self._cloud = Cloud.of(self._coords, self.bounds)
         return self._cloud
 
@@ -245,7 +246,7 @@ class Geometry:
         OptionError where it cannot be had.
         """
         if self._lookup is None or schedule not in (None, self._schedule):
-            with torch.inference_mode(False):
+            with lasting():
                 self._lookup, self._schedule = lookup_of(self.cloud, schedule), schedule
         return self._lookup
 
@@ -305,6 +306,11 @@ def alike(one: Geometry, two: Geometry) -> bool:
     if same and torch.compiler.is_compiling():
         torch._check(one.coords.shape[0] == two.coords.shape[0])
     return same
+
+
+@lru_cache(maxsize=256)
+def _scaled(stride: Stride, factor: Stride) -> Stride:
+    return tuple(_tidy(Fraction(s) * f) for s, f in zip(stride, factor, strict=True))
 
 
 def _tidy(value: Fraction) -> int | Fraction:

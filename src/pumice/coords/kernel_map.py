@@ -13,6 +13,7 @@ from torch import Tensor
 from pumice.coords import compact
 from pumice.coords.cloud import read
 from pumice.coords.compact import Compacted, Grouped, Order, Tiling
+from pumice.coords.launch import lasting
 from pumice.coords.lookup import Found, mask_words
 from pumice.coords.relation import Relation
 from pumice.errors import OptionError, ShapeError
@@ -161,7 +162,7 @@ class KernelMap:
             found = self._storages[key] = build(self)
         elif found is _MISSING:
             # A map found in inference serves training afterwards.
-            with torch.inference_mode(False):
+            with lasting():
                 found = self._storages[key] = build(self)
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,12 +37,12 @@ class Bounds:
             raise CoordinateError(f"batch indices start at 0, found {low[0]}")
         return Bounds(tuple(low[1:]), tuple(high[1:]), high[0] + 1)
 
-    @property
+    @cached_property
     def extents(self) -> tuple[int, ...]:
         """How many cells the box has along each axis."""
         return tuple(h - a + 1 for a, h in zip(self.low, self.high, strict=True))
 
-    @property
+    @cached_property
     def cells(self) -> int:
         """How many cells the box has, of all batch items together."""
         return max(self.batch, 1) * math.prod(self.extents)

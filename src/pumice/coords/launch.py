@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +32,11 @@ def runs_kernels(tensor: Tensor) -> bool:
 def without_kernels(tensor: Tensor) -> str | None:
     """Why no kernel runs where this tensor lies, or None."""
     return None if runs_kernels(tensor) else "kernels do not run here"
+
+
+def lasting() -> AbstractContextManager[object]:
+    """Within it, what is made in inference serves training afterwards."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -93,22 +99,34 @@ class Launcher:
         """Run `programs` programs, on the tensors' device and its current stream."""
         if programs == 0:
             return
-        device = tensors[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        # -1 on a CPU.
+        device = tensors[0].get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self._start(programs, tensors, numbers, constants or {}, warps)
-        self._start(programs, tensors, numbers, constants or {}, warps)
+                return self._start(programs, tensors, numbers, constants or {}, (device, warps))
+        self._start(programs, tensors, numbers, constants or {}, (device, warps))
 
     def _start(
-        self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[int], constants: Mapping[str, Any], warps: int
+        self,
+        programs: int,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[int],
+        constants: Mapping[str, Any],
+        where: tuple[int, int],
     ) -> None:
-        device, addresses = tensors[0].device.index or 0, [t.data_ptr() for t in tensors]
-        known = constants.values()
-        key = (device, warps, *[a % 16 == 0 for a in addresses], *[t.dtype for t in tensors], *known)
+        """where: the device, and how many warps."""
+        addresses, known, bits = [], constants.values(), 0
+        for tensor in tensors:
+            address = tensor.data_ptr()
+            addresses.append(address)
+            bits |= address
+        # Triton makes another variant where a tensor is not aligned.
+        odd = [a % 16 for a in addresses] if bits % 16 else ()
+        key = (where, *odd, *[t.dtype for t in tensors], *known)
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled(programs, (*addresses, *numbers, *known), device)
+            compiled(programs, (*addresses, *numbers, *known), where[0])
             return
-        made = self.kernel[(programs,)](*tensors, *numbers, *known, num_warps=warps)
+        made = self.kernel[(programs,)](*tensors, *numbers, *known, num_warps=where[1])
         if made is not None:
             self._compiled[key] = Compiled(made)

@@ -28,6 +28,7 @@ from pumice.coords.codes import morton_argsort, morton_unique
 from pumice.coords.geometry import Geometry, Site, bounds_of
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import Bounds
+from pumice.coords.launch import lasting
 from pumice.coords.relation import Relation
 
 RELATION = (
@@ -49,7 +50,7 @@ def register(schema: str, run: Any, fake: Any) -> None:
     @wraps(run)
     def found(*given: Any) -> Any:
         # What is found in inference serves training afterwards.
-        with torch.inference_mode(False):
+        with lasting():
             return run(*given)
 
     for key in ("CPU", "CUDA"):

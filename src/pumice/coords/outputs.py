@@ -83,8 +83,7 @@ def _box(bounds: Bounds, relation: Relation, shape: tuple[int, ...] | None) -> B
     axis_box = _AXIS_BOXES[relation.policy]
     low, high = [], []
     for axis, stride in enumerate(relation.stride):
-        steps = [offset[axis] for offset in relation.offsets] or [0]
-        first, last = axis_box((bounds.low[axis], bounds.high[axis], min(steps), max(steps), stride))
+        first, last = axis_box((bounds.low[axis], bounds.high[axis], *relation.spans[axis], stride))
         if shape is not None:
             # Outside the extent nothing is kept.
             first, last = max(first, 0), min(last, shape[axis] - 1)

@@ -35,14 +35,14 @@ class Digits(NamedTuple):
     def of(keys: Tensor, bits: int) -> Digits | None:
         """For keys of so many bits; None where they are left to torch."""
         turns = max(1, -(-bits // _DIGIT))
-        few = 0 < turns * len(keys) <= _MOST
+        few = 0 < turns * keys.shape[0] <= _MOST
         return Digits(turns, -(-bits // turns), _BLOCK) if few and bits > 0 and runs_kernels(keys) else None
 
     def counts(self, keys: Tensor, more: int = 0) -> tuple[Tensor, Tensor]:
         """int32 [turns, blocks + 1, 2**width] and [more], all 0: how many rows of each block have each digit goes in
         the first.
         """
-        shape = (self.turns, -(-len(keys) // self.block) + 1, 1 << self.width)
+        shape = (self.turns, -(-keys.shape[0] // self.block) + 1, 1 << self.width)
         sizes = (math.prod(shape), more)
         counts, rest = torch.zeros(sum(sizes), dtype=torch.int32, device=keys.device).split(sizes)
         return counts.view(shape), rest
@@ -58,12 +58,12 @@ def ranked(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
     starts = counts.unbind()
     for turn in range(digits.turns):
         last = turn + 1 == digits.turns
-        found = torch.empty(len(keys), dtype=torch.int32 if last else torch.int64, device=keys.device)
+        found = torch.empty(keys.shape[0], dtype=torch.int32 if last else torch.int64, device=keys.device)
         added = {"BINS": bins, "COLUMNS": columns, "ROWS": _ADDED}
         kernel("tiling.scan_digits")(bins // columns, (starts[turn],), (blocks,), added)
         tensors = (keys, starts[turn], starts[turn if last else turn + 1], found)
         constants = {"BINS": bins, "BLOCK": digits.block, "FIRST": turn == 0, "LAST": last}
-        kernel("tiling.place_digits")(blocks, tensors, (turn * digits.width, len(keys), blocks), constants, _WARPS)
+        kernel("tiling.place_digits")(blocks, tensors, (turn * digits.width, keys.shape[0], blocks), constants, _WARPS)
         keys = found
     return keys
 

@@ -63,6 +63,15 @@ class Relation:
     output_padding: tuple[int, ...] | None = None
     bounded: bool = True
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Of integers alone: it is kept by copies in other processes, too.
+        numbers = (self.kernel, self.stride, self.padding, self.dilation)
+        return hash((*numbers, self.custom or (), self.output_padding or (), self.bounded))
+
     @property
     def dim(self) -> int:
         return len(self.stride)
@@ -80,6 +89,12 @@ class Relation:
     def reach(self) -> int:
         """The greatest offset along any axis, without its sign."""
         return max((abs(o) for offset in self.offsets for o in offset), default=0)
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The least and the greatest offset along each axis."""
+        axes = zip(*self.offsets, strict=True) if self.offsets else [(0,)] * self.dim
+        return tuple((min(axis), max(axis)) for axis in axes)
 
     @cached_property
     def planes(self) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -102,10 +102,16 @@ def _random(x: Tensor) -> Tensor:
     return x.normal_() if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else x.zero_()
 
 
-def compile_at_once(layers: Sequence[Alone], passes: Sequence[str], flows: Sequence[Dataflow]) -> None:
+def compile_at_once(
+    layers: Sequence[Alone],
+    passes: Sequence[str],
+    flows: Sequence[Dataflow],
+    enough: Callable[[], bool] = lambda: False,
+) -> None:
     """Have the kernels of these dataflows compiled, several at a time; what cannot be done shows when it is measured.
 
-    Nothing happens on a CPU, where nothing is compiled, and for products of torch's libraries.
+    Nothing happens on a CPU, where nothing is compiled, and for products of torch's libraries. enough: asked before
+    each kernel, whether none is begun any more.
     """
     flows = [flow for flow in flows if flow == PLANNED or flow.devices == ("cuda",)]
     if not layers or layers[0].weight.device.type != "cuda":
@@ -115,6 +121,8 @@ def compile_at_once(layers: Sequence[Alone], passes: Sequence[str], flows: Seque
 
     def one(task: tuple[Dataflow, Alone, str]) -> None:
         flow, layer, name = task
+        if enough():
+            return
         # Each thread has a device, a stream and modes of its own. What fails here fails again where it is counted.
         with torch.no_grad(), torch.cuda.stream(stream), suppress(Exception):
             layer.one_pass(name, flow)

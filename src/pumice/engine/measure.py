@@ -128,6 +128,14 @@ _MARK = "spin_kernel"
 
 def passes(events: Iterable[Event], expected: int) -> Sequence[Mapping[str, float]]:
     """Seconds by part of each pass, in which a mark came first. Raises OptionError where there are not so many."""
+    found = segments(events)
+    if len(found) != expected or not all(found):
+        raise OptionError(f"the profiler told of {len([each for each in found if each])} passes, expected {expected}")
+    return found
+
+
+def segments(events: Iterable[Event]) -> list[dict[str, float]]:
+    """Seconds by part of what ran between each mark and the next one."""
     found: list[dict[str, float]] = []
     for event in sorted(events, key=lambda event: event.start):
         if _MARK in event.name:
@@ -135,8 +143,6 @@ def passes(events: Iterable[Event], expected: int) -> Sequence[Mapping[str, floa
         elif found:
             part = part_of(event.name)
             found[-1][part] = found[-1].get(part, 0.0) + 1e-9 * event.duration
-    if len(found) != expected or not all(found):
-        raise OptionError(f"the profiler told of {len([each for each in found if each])} passes, expected {expected}")
     return found
 
 
@@ -180,17 +186,10 @@ class Meter:
         return self._by_events(calls)
 
     def _by_kernels(self, calls: Sequence[Call]) -> Spent:
-        for left in reversed(range(_ATTEMPTS)):
-            try:
-                events, walls = profiled(list(calls) * self.repeats)
-                parts = middle(passes(events, len(walls)), len(calls))
-                self.clock = KERNELS
-                return Spent(sum(parts.values()), parts, _wall(walls, len(calls)), KERNELS)
-            except Exception:
-                # The first trace of a process may lack what ran at its beginning.
-                if not left:
-                    raise
-        raise AssertionError("unreachable")
+        each, walls = by_part(list(calls) * self.repeats)
+        parts = middle(each, len(calls))
+        self.clock = KERNELS
+        return Spent(sum(parts.values()), parts, _wall(walls, len(calls)), KERNELS)
 
     def _by_events(self, calls: Sequence[Call]) -> Spent:
         walls, spans = [], []
@@ -204,6 +203,23 @@ class Meter:
             walls.append(time.perf_counter() - begin)
             spans.append(1e-3 * first.elapsed_time(last))
         return Spent(_wall(spans, len(calls)), {}, _wall(walls, len(calls)), EVENTS, self.note)
+
+
+def by_part(calls: Sequence[Call]) -> tuple[Sequence[Mapping[str, float]], list[float]]:
+    """Seconds of each call by part, of what the current device did for it, and on the wall; each has run before.
+
+    Work on several streams counts as often as there is some. Raises OptionError where the profiler does not tell of
+    every call, and what it raises itself where it is not there, or taken by another.
+    """
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            events, walls = profiled(calls)
+            return passes(events, len(calls)), walls
+        except Exception:
+            # The first trace of a process may lack what ran at its beginning.
+            if not left:
+                raise
+    raise AssertionError("unreachable")
 
 
 def profiled(calls: Sequence[Call]) -> tuple[list[Event], list[float]]:

@@ -16,6 +16,9 @@ from pumice.errors import OptionError
 from pumice.nn.conv import Convolution
 from pumice.ops.conv import Flow
 
+NOT_ASKED = "not asked"
+"""Why a group runs what it does that the budget did not reach for."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -59,6 +62,11 @@ class Choice:
     flow: Flow
     trials: tuple[Trial, ...]
     why: str
+
+    @property
+    def asked(self) -> bool:
+        """Whether the budget reached for all that there was to ask it."""
+        return NOT_ASKED not in self.why
 
 
 @dataclass(frozen=True)

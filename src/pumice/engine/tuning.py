@@ -20,7 +20,7 @@ from pumice.engine.groups import Group, Observed, observe
 from pumice.engine.kernels import Alone, alone, compile_at_once, compile_first, time_tiles
 from pumice.engine.measure import Meter, Spent
 from pumice.engine.progress import Watch, watching
-from pumice.engine.result import Choice, Tiles, Trial, Tuning
+from pumice.engine.result import NOT_ASKED, Choice, Tiles, Trial, Tuning
 from pumice.engine.scenes import Loss, Scene, Subject, subject, undisturbed
 from pumice.errors import DeviceError, OptionError, PumiceError
 from pumice.lower.loops import EIGHT_BITS
@@ -376,7 +376,9 @@ class _Run:
     def _compile(self, question: Question) -> None:
         part = self.bench.parts[question.group]
         flows: Any = question.candidates
-        compile_at_once(alone(part.group.calls, self.asked.training), part.passes, flows)
+        layers = alone(part.group.calls, self.asked.training)
+        # A large group's kernels may take longer than the budget has left.
+        compile_at_once(layers, part.passes, flows, lambda: self.left <= 0)
 
     def tiles(self, found: Found) -> Iterator[Tiles]:
         """Time the tiles of the groups' kernels, those of the largest first, while the budget lasts.
@@ -454,7 +456,7 @@ def _why(part: Part, found: Found, done: bool) -> str:
     if not part.prospects:
         return f"{names}nothing else comes near, as reckoned"
     if not trials:
-        return f"{names}not asked"
+        return f"{names}{NOT_ASKED}"
     return f"{names}best of {len(trials)} others: {trials[0]}"
 
 

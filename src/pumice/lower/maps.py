@@ -98,9 +98,11 @@ def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], lis
     if torch.compiler.is_compiling():
         liked = _liked(found, differentiable)
         there = (name for each in liked for name in (each, _AS_THEY_ARE.get(each, each)))
-        names = tuple(name for name in there if found.has(("form", name))) or liked
-    else:
-        names = names_of(found, differentiable)
+        return _together(found, tuple(name for name in there if found.has(("form", name))) or liked)
+    return found.storage(("passed", differentiable), lambda m: _together(m, names_of(m, differentiable)))
+
+
+def _together(found: KernelMap, names: Iterable[str]) -> tuple[tuple[str, ...], list[Tensor]]:
     each = [held(found, name) for name in names]
     return tuple(t for tokens, _ in each for t in tokens), [x for _, arrays in each for x in arrays]
 

@@ -206,23 +206,75 @@ class Ask:
     piece: int = 0
 
 
-def held_for(operands: Sequence[Tensor], ask: Ask) -> Ready:
+Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
+"""What counts of an operand of a call: its shape, where its first axis counts rounded, its dtype and device."""
+
+
+def kind_of(operand: Tensor, steady: bool = False) -> Kind:
+    """steady: whether its first axis does not count rows or entries."""
+    shape = operand.shape
+    return shape if steady else (about(shape[0]), *shape[1:]), operand.dtype, operand.device
+
+
+def held_for(operands: Sequence[Tensor], ask: Ask, kinds: Sequence[Kind | None] = ()) -> Ready:
     """A call made ready and `holding`, in some microseconds after others of about the same sizes.
 
-    First axes that count are rounded (schedule.tile.about): what is chosen is chosen for that, once for all.
+    First axes that count are rounded (schedule.tile.about): what is chosen is chosen for that, once for all. kinds:
+    those of the operands that are known already.
     """
     steady, count = ask.steady, len(operands)
-    about_ = [t.shape if n in steady else (about(t.shape[0]), *t.shape[1:]) for n, t in enumerate(operands)]
+    given = kinds or (None,) * count
+    kinds = [k or kind_of(t, n in steady) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
     whole = ask.shape if count in steady else (about(ask.shape[0]), *ask.shape[1:])
-    told = (ask.text, ask.names, whole, ask.lowering, ask.finish, ask.piece, deterministic())
-    key = ("held", *told, *about_, *[t.dtype for t in operands], *[t.device for t in operands])
-    known = _READY.get(key)
+    key = (ask.text, ask.names, whole, ask.lowering, ask.finish, ask.piece, deterministic(), *kinds)
+    known = _SERIES.get(key)
     if known is None:
-        like = [t if t.shape == shape else t[: shape[0]] for t, shape in zip(operands, about_, strict=True)]
-        known = _READY.keep(key, _in_pieces(_ready_for(like, ask, whole), like, ask.piece))
-    if not all(isinstance(part.run, kernels.Runner) and part.run.resizable for part in known.parts):
+        like = [t if t.shape == shape else t[: shape[0]] for t, (shape, *_) in zip(operands, kinds, strict=True)]
+        known = _SERIES.keep(key, _series(_in_pieces(_ready_for(like, ask, whole), like, ask.piece), ask))
+    if known.sized is None:
         return holding(_in_pieces(_ready_for(operands, ask, ask.shape), operands, ask.piece), operands, ask.free)
-    return holding(known, operands, ask.free, ask.shape)
+    return replace(known.ready, parts=tuple(part.at(operands, ask.shape) for part in known.sized), shape=ask.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Sized:
+    """A part that is one kernel, for calls that differ in sizes and in what they hold.
+
+    held: the places of the operands that are held, by name; left: which of the others, in their order, it takes.
+    """
+
+    run: kernels.Runner
+    held: tuple[tuple[str, int], ...]
+    left: tuple[tuple[str, int], ...]
+    places: tuple[tuple[str, int], ...]
+
+    def at(self, operands: Sequence[Tensor], shape: tuple[int, ...]) -> Part:
+        shapes = {name: operands[place].shape for name, place in self.places}
+        return Part(
+            kernels.HeldRunner(self.run, {name: operands[place] for name, place in self.held}, (shapes, shape)),
+            self.left,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """A call made ready for all of about the same sizes; sized: its parts, None where each is made ready by itself."""
+
+    ready: Ready
+    sized: tuple[Sized, ...] | None
+
+
+def _series(ready: Ready, ask: Ask) -> Series:
+    order = {place: number for number, place in enumerate(ask.free)}
+    parts = []
+    for part in ready.parts:
+        if not isinstance(run := part.run, kernels.Runner) or not run.resizable:
+            return Series(ready, None)
+        held = tuple((name, place) for name, place in part.places if place not in order)
+        left = tuple((name, order[place]) for name, place in part.places if place in order)
+        parts.append(Sized(run, held, left, part.places))
+    old = None if ready.old is None else order[ready.old]
+    return Series(replace(ready, old=old), tuple(parts))
 
 
 def _ready_for(operands: Sequence[Tensor], ask: Ask, shape: tuple[int, ...]) -> Ready:
@@ -254,27 +306,19 @@ def _with_finish(ready: Ready, finish: Finish, device: torch.device) -> Ready:
     return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), dtype=ready.kept, finishes=True)
 
 
-def holding(
-    ready: Ready, operands: Sequence[Tensor], free: Sequence[int], shape: tuple[int, ...] | None = None
-) -> Ready:
+def holding(ready: Ready, operands: Sequence[Tensor], free: Sequence[int]) -> Ready:
     """The same with its operands given once and for all but those at `free`, which it takes in this order.
 
-    They are not written to any more; the target's old values are not among them. shape: of the result, where the
-    operands are of other sizes than those that the call, which is kernels alone, was made ready for.
+    They are not written to any more; the target's old values are not among them.
     """
     order = {place: number for number, place in enumerate(free)}
     parts = []
     for part in ready.parts:
         held = {name: operands[place] for name, place in part.places if place not in order}
         left = tuple((name, order[place]) for name, place in part.places if place in order)
-        if shape is None:
-            parts.append(Part(_given(part.run, held), left))
-        else:
-            assert isinstance(part.run, kernels.Runner)
-            shapes = {name: operands[place].shape for name, place in part.places}
-            parts.append(Part(kernels.HeldRunner(part.run, held, (shapes, shape)), left))
+        parts.append(Part(_given(part.run, held), left))
     old = None if ready.old is None else order[ready.old]
-    return Ready(tuple(parts), shape or ready.shape, ready.dtype, old, ready.kept, ready.finishes)
+    return replace(ready, parts=tuple(parts), old=old)
 
 
 Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
@@ -560,4 +604,5 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
 """The ways of computing a step, by name."""
 
 _READY: Bounded[Ready] = Bounded(4096)
+_SERIES: Bounded[Series] = Bounded(4096)
 _CHOSEN: Bounded[Option] = Bounded(4096)

@@ -10,6 +10,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from pumice.coords.launch import lasting
+
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 _MOST = 16
@@ -55,7 +57,7 @@ def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Co
         if asked in results:
             return results[asked]
         # What was found in inference serves training afterwards.
-        with torch.inference_mode(False), torch.no_grad():
+        with lasting(), torch.no_grad():
             found = find(tensor, *args, **kwargs)
         # What is found while a CUDA graph is captured is not computed until the graph runs.
         if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -8,6 +8,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from pumice.coords.launch import lasting
 from pumice.lower.remember import Bounded
 
 _SPARE = 1 << 20
@@ -76,12 +77,12 @@ class _Spare:
 
 def _zeros(count: int, device: torch.device) -> Tensor:
     # What was made in inference serves training afterwards.
-    with torch.inference_mode(False):
+    with lasting():
         return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _room(size: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
+    with lasting():
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 

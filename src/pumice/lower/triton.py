@@ -256,7 +256,8 @@ class Runner:
         if tile is None or (part is not None and part.apart is not None):
             return None
         launch = self._launches.get((-1 if part is None else part.rows.shape[0], tile, *key))
-        return None if launch is None else Mould(launch.emitted, self._form)
+        counted = None if self._form.segment is None else _counted(self.bound)
+        return None if launch is None else Mould(launch.emitted, self._form, counted)
 
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """All of the result; segments far longer than the others by programs of their own."""
@@ -358,11 +359,16 @@ class HeldRunner:
         held: Mapping[str, Tensor],
         at: tuple[Mapping[str, Sequence[int]], tuple[int, ...]] | None = None,
     ) -> None:
-        self._like, self._held, self._at = runner, dict(held), at
+        self._like, self._held, self._at = runner, held, at
         self._shape = runner.bound.shape if at is None else at[1]
-        self._in_fp32 = any(x.dtype == torch.float32 for x in held.values())
-        self._strides = [x.stride() for x in held.values()]
-        self._aimed: Bounded[Aimed] = Bounded(64)
+        self._in_fp32, self._far, strides = False, math.prod(self._shape) >= _FAR, []
+        for x in held.values():
+            stride = x.stride()
+            strides.append(stride)
+            self._in_fp32 |= x.dtype == torch.float32
+            self._far |= bool(stride) and x.shape[0] * stride[0] >= _FAR
+        self._strides = tuple(strides)
+        self._aimed: dict[Any, Aimed] = {}
 
     @cached_property
     def _runner(self) -> Runner:
@@ -372,10 +378,13 @@ class HeldRunner:
         """The result; operands: those that are not held."""
         if before is not None:
             return self._runner({**self._held, **operands}, before)
-        like, free = self._like, operands.values()
-        asked = self._in_fp32 or any(x.dtype == torch.float32 for x in free)
+        like, kinds, asked = self._like, [], self._in_fp32
+        for x in operands.values():
+            kind = x.dtype
+            asked |= kind is torch.float32
+            kinds += (x.stride(), kind)
         precision = like.precision or (_precision() if asked else "")
-        key = (ledger().generation, tile_source(), precision, *[(x.stride(), x.dtype) for x in free])
+        key = (ledger().generation, tile_source(), precision, *kinds)
         aimed = self._aimed.get(key)
         if aimed is None:
             aimed = self._cast(key, operands)
@@ -386,45 +395,53 @@ class HeldRunner:
         together = {**self._held, **operands}
         found = self._runner(together)
         if aimed is None and (mould := self._runner.mould(together)) is not None:
-            like.moulds.keep((key, *self._strides), mould)
+            like.moulds.keep((key, self._strides), mould)
             self._cast(key, operands)
         return found
 
     def _cast(self, key: tuple[Any, ...], operands: Mapping[str, Tensor]) -> Aimed | None:
         """The kernel of calls like this one, which was made for another: with this one's sizes and addresses."""
-        mould = self._like.moulds.get((key, *self._strides))
-        given = {**self._held, **operands}
-        if mould is None or math.prod(self._shape) >= _FAR or any(map(_is_far, given.values())):
+        mould = self._like.moulds.get((key, self._strides))
+        if mould is None or self._far or any(x.ndim and x.shape[0] * x.stride(0) >= _FAR for x in operands.values()):
             return None
         bound, extents = self._like.bound, self._like.bound.extents
-        shapes = {name: x.shape for name, x in given.items()} | {"": self._shape}
+        shapes: dict[str, Sequence[int]] = {"": self._shape}
+        for given in (self._held, operands):
+            for name, x in given.items():
+                shapes[name] = x.shape
         if self._at is not None:
             extents = {**extents, **extents_at(bound, shapes, self._shape)}
         aimed = mould.cast(extents, self._held, shapes)
-        return None if aimed is None else self._aimed.keep(key, aimed)
+        if aimed is not None:
+            if len(self._aimed) >= _AIMED:
+                self._aimed.clear()
+            self._aimed[key] = aimed
+        return aimed
 
 
 _FAR = 1 << 31
-
-
-def _is_far(x: Tensor) -> bool:
-    """Whether addresses of it, whose rows lead, need 64 bits."""
-    return x.ndim > 0 and x.shape[0] * x.stride(0) >= _FAR
+"""Distances of rows, which lead, from which on addresses need 64 bits."""
+_AIMED = 64
+"""Kernels that a runner keeps: for tensors laid out in other ways, and what was tuned meanwhile."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mould:
-    """A kernel for calls that differ in their sizes and in what they hold."""
+    """A kernel for calls that differ in their sizes and in what they hold.
+
+    counted: the axis that tells how many segments there are (language.roles.segment_axis), where there are any.
+    """
 
     emitted: Emitted
     form: Roles
+    counted: tuple[str, int, int] | None
 
     def cast(
         self, extents: Mapping[str, int], held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
     ) -> Aimed | None:
         part = None
-        if self.form.segment is not None:
-            name, axis, coefficient = segment_axis(self.form)
+        if self.form.segment is not None and self.counted is not None:
+            name, axis, coefficient = self.counted
             array = held.get(self.form.segment.array)
             if array is None or _captured(array.device):
                 return None

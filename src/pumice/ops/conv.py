@@ -263,14 +263,21 @@ def _on_matrix_units(x: Tensor) -> bool:
 def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish) -> plan.Ready:
     """The call made ready, once for operands like these; it holds the arrays of the map that it reads."""
     operands, names, text, shape = _passed(given, found, rows, groups, False)
-    return plan.held_for(operands, plan.Ask(names, text, shape, _STEADY, (0, 1), finish=finish))
+    return plan.held_for(operands, plan.Ask(names, text, shape, _STEADY, (0, 1), finish=finish), _kinds(found, False))
 
 
 def _held(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
 ) -> register.HeldCall:
     """The call that autograd records, with the arrays of the map that it and its gradients read."""
-    return register.HeldCall(*_passed(given, found, rows, groups, differentiable), (0, 1), _STEADY)
+    kinds = _kinds(found, differentiable)
+    return register.HeldCall(*_passed(given, found, rows, groups, differentiable), (0, 1), _STEADY, kinds)
+
+
+def _kinds(found: KernelMap, differentiable: bool) -> Sequence[plan.Kind | None]:
+    """Those of the operands: of x and w not known, the map's once for all its calls."""
+    name = ("kinds", differentiable)
+    return found.storage(name, lambda m: (None, None, *map(plan.kind_of, maps.passed(m, differentiable)[1])))
 
 
 _STEADY = (1,)

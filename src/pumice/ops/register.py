@@ -219,6 +219,7 @@ class HeldCall:
 
     What is held is not written to any more, and needs no gradient; what is left has always the shapes, dtypes and
     devices of those at `free` now. steady: as in plan.Ask, of operands; the result's rows or entries are counted.
+    kinds: as in plan.held_for.
     The statement sums. It is called where only torch's autograd watches.
     """
 
@@ -230,9 +231,11 @@ class HeldCall:
         shape: tuple[int, ...],
         free: tuple[int, ...],
         steady: tuple[int, ...],
+        kinds: Sequence[plan.Kind | None] = (),
     ) -> None:
         assert plan.statement_of(text, names).reduction == "sum"
         self._told, self._free, self._steady = (names, text, shape), free, steady
+        self._kinds = kinds or (None,) * len(operands)
         self._operands = [None if place in free else x for place, x in enumerate(operands)]
         # By whether algorithms are deterministic, and for gradients by which of the free operands.
         self._results: dict[bool, plan.Ready] = {}
@@ -246,7 +249,7 @@ class HeldCall:
         if ready is None:
             operands, (names, text, shape) = self._together(given), self._told
             ask = plan.Ask(names, text, shape, self._steady, self._free)
-            ready = self._results[plan.deterministic()] = plan.held_for(operands, ask)
+            ready = self._results[plan.deterministic()] = plan.held_for(operands, ask, self._kinds)
         return plan.carry_out(ready, given)
 
     def gradients(self, given: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -274,6 +277,7 @@ class HeldCall:
         """The statements whose sum is a gradient, made ready."""
         call, place = self._call(given, grad), self._free[number]
         everything, sources = (*call.operands, grad), (*self._free, len(call.operands))
+        kinds = (*self._kinds, None)
         found = []
         for places, names, text in call.derivatives(call.tokens[place], False):
             operands = [everything[source] for source in places]
@@ -282,7 +286,7 @@ class HeldCall:
             steady += [len(places)] if place in self._steady else []
             ask = plan.Ask(names, text, tuple(given[number].shape), tuple(steady), tuple(left))
             numbers = tuple(sources.index(places[n]) for n in left)
-            found.append((plan.held_for(operands, ask), numbers))
+            found.append((plan.held_for(operands, ask, [kinds[source] for source in places]), numbers))
         return found
 
     def _call(self, given: Sequence[Tensor], grad: Tensor) -> _Call:

@@ -364,15 +364,26 @@ def _rounds(problem: Problem, tile: Tile, programs: int) -> int:
 
 def _at_once(problem: Problem, tile: Tile) -> int:
     """Programs of a matrix product that a device holds."""
-    bytes_of_turn = (tile.rows + tile.columns) * tile.reduced * problem.bits // 8
-    return PROCESSORS * max(1, min(6, _SHARED_MEMORY // (tile.stages * bytes_of_turn)))
+    return PROCESSORS * resident(tile, problem.bits)
+
+
+_SHARED, _REGISTERS, _WARPS = 227 << 10, 64 << 10, 64
+"""Of a multiprocessor: bytes of shared memory for programs, registers, warps at once."""
+_USED = 56
+"""Registers of a thread besides its results."""
+
+
+def resident(tile: Tile, bits: int) -> int:
+    """Programs of a matrix product that a multiprocessor holds at once; bits: of the values."""
+    # Where a load waits for another, half of the stages hold values.
+    buffers = tile.stages if tile.ahead else (tile.stages + 1) // 2
+    shared = buffers * (tile.rows + tile.columns) * tile.reduced * bits // 8
+    registers = tile.rows * tile.columns + 32 * tile.warps * _USED
+    return max(1, min(_SHARED // max(1, shared), _REGISTERS // registers, _WARPS // tile.warps))
 
 
 _LONGEST = 27
 """Entries of the longest segment that is to be expected: the taps of 3 x 3 x 3."""
-
-_SHARED_MEMORY = 200 << 10
-"""Of a processor, for all programs on it."""
 
 _MANY_SEGMENTS = 2048
 """From so many on segments are not shared: the others keep a GPU busy while the longest one runs on."""

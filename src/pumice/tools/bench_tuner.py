@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from pumice.errors import OptionError
 from pumice.tools.bench_tuner_dataflows import dataflows
 from pumice.tools.bench_tuner_layers import data_movement, grouping
+from pumice.tools.bench_tuner_parts import layers
 from pumice.tools.bench_tuner_ways import bindings, gains, hybrid, sorted_rows, splits
 from pumice.tools.bench_tuner_whole import networks, transfer
 from pumice.tools.job import pick_device
@@ -30,6 +32,7 @@ STUDIES: Mapping[str, Callable[[Setup], Iterator[Row]]] = MappingProxyType(
         "hybrid": hybrid,
         "bindings": bindings,
         "networks": networks,
+        "layers": layers,
         "gains": gains,
         "transfer": transfer,
         "dataflows": dataflows,
@@ -38,13 +41,17 @@ STUDIES: Mapping[str, Callable[[Setup], Iterator[Row]]] = MappingProxyType(
 
 
 def tuner(say: Say, options: Options) -> Iterator[Row]:
-    """The rows of one study, or of all. Raises PumiceError at the end if anything of ours was wrong."""
+    """The rows of one study, or of all. Raises PumiceError at the end if anything of ours was wrong.
+
+    With a limit of seconds a study begins no network for which it has less left than its longest one took, and the
+    tuner has what is left for it (bench_tuner_asked.budgets); what it could not ask the rows say.
+    """
     if options.case and options.case not in STUDIES:
         raise OptionError(f"case {options.case!r} of tuner is unknown; there are {', '.join(STUDIES)}")
     setup = Setup(pick_device(options.device), options.quick, say, options.only, options.thorough, "tuner")
     say(f"{device_name(setup.device)}, torch {torch.__version__}; milliseconds, median (20 %, 80 %; relative error)")
     for name in [options.case] if options.case else list(STUDIES):
         begin = time.perf_counter()
-        yield from STUDIES[name](setup)
+        yield from STUDIES[name](replace(setup, until=begin + options.limit) if options.limit else setup)
         say(f"{name}: {time.perf_counter() - begin:.0f} s")
     setup.settle()

@@ -22,6 +22,10 @@ BUDGET = 60.0
 THOROUGH = 120.0
 """The same in a thorough run, which has tiles timed, too: what pm.tune takes by itself."""
 _QUICK = 1.5
+_LEAST = 3.0
+COMPARED = 30.0
+"""Seconds of a study with a limit that are kept for checking and timing what was tuned: on an H200, kernels compiled
+anew."""
 PLANNED = "planned"
 """How a row calls what the planner picks."""
 
@@ -54,6 +58,9 @@ class Answer:
         yield write.took(way, self.seconds, goal, self.tuning.finished)
         own = [one for one in self.tuning.choices if self.of(one) != PLANNED]
         groups = Peer("all groups", len(self.tuning.choices))
+        if not self.tuning.finished:
+            reached = sum(one.asked for one in self.tuning.choices)
+            yield write.counted(way, "fact:groups asked", reached, "groups", groups)
         yield write.counted(way, "fact:groups not as planned", len(own), "groups", groups)
         before, after = 1e3 * self.tuning.before.total, 1e3 * self.tuning.after.total
         for choice in self.tuning.choices:
@@ -70,15 +77,18 @@ class Answer:
         return PLANNED if flow is None else str(flow)
 
 
-def answered(setup: Setup, network: Network, asked: Asked) -> Answer:
-    """Ask the tuner; nothing that was kept is taken, and nothing is kept but tiles. The network is left untuned."""
+def answered(setup: Setup, network: Network, asked: Asked, within: float = math.inf) -> Answer:
+    """Ask the tuner; nothing that was kept is taken, and nothing is kept but tiles. The network is left untuned.
+
+    within: seconds that it has at most.
+    """
     begin = time.perf_counter()
     with tiles_from(LEDGER if asked.tiles else DEFAULT), network.precision():
         tuning = tune(
             network.net,
             [fresh(sample) for sample in network.samples],
             network.subject.mode,
-            _budget(setup),
+            min(within, _budget(setup)),
             bind=asked.bind,
             candidates=asked.candidates or None,
             fresh=True,
@@ -98,6 +108,14 @@ def differing(here: Answer, there: Answer) -> list[str]:
     others = {choice.group: there.of(choice) for choice in there.tuning.choices}
     both = [(own.group, here.of(own), others.get(own.group, "")) for own in here.tuning.choices]
     return [f"{group}: {own} natively, {other} from there" for group, own, other in both if other not in ("", own)]
+
+
+def budget(setup: Setup, asks: int = 1, kept: float = COMPARED) -> float:
+    """Seconds for the first of so many questions in a study with a limit; kept: what is left for all else.
+
+    The first has most: it compiles what the others find.
+    """
+    return max(_LEAST, (setup.left - kept) * 2 / (asks + 1))
 
 
 def _budget(setup: Setup) -> float:

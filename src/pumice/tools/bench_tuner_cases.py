@@ -5,6 +5,7 @@ A case reads workload/dtype/mode/study-way, as minkunet-kitti-1x/fp16/inference/
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from pumice.tools.bench_workloads import network
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.published import PUBLISHED
 from pumice.tools.study import DTYPES, Setup
-from pumice.tools.timing import Times, captured, together
+from pumice.tools.timing import Times, in_pieces, together
 from pumice.tools.workloads import WORKLOADS, Sample, Workload, narrow, samples, stand_in
 
 INFERENCE, TRAINING = "inference", "training"
@@ -59,8 +60,9 @@ class Subjected:
 def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE) -> Iterator[Subjected]:
     """These workloads in half precision, as far as they are wanted and at hand; in a quick run the last, on a street.
 
-    What is left out is said.
+    What is left out is said; a network is, too, for which the study has less time left than its longest one took.
     """
+    longest = 0.0
     for name in names[-1:] if setup.quick else names:
         workload = narrow(stand_in(WORKLOADS[name])) if setup.quick else WORKLOADS[name]
         found = Subjected(workload, setup.half, mode)
@@ -71,7 +73,12 @@ def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFEREN
         except OptionError as reason:
             setup.say(f"{name} is left out: {reason}")
             continue
+        if longest and setup.left < longest:
+            setup.say(f"{name} is left out: {max(0.0, setup.left):.0f} s are left, and one took {longest:.0f}")
+            continue
+        begin = time.perf_counter()
         yield found
+        longest = max(longest, time.perf_counter() - begin)
 
 
 def clock_of(setup: Setup) -> str:
@@ -79,20 +86,15 @@ def clock_of(setup: Setup) -> str:
     return "gpu" if setup.device.type == "cuda" else "wall"
 
 
-def paced(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as a CUDA graph, so that no launch is waited for; without a GPU, or where that fails, as it is."""
-    if setup.device.type != "cuda":
-        return call
-    try:
-        return captured(call, setup.device)
-    except RuntimeError as reason:
-        setup.say(f"  not captured, launches count: {str(reason).splitlines()[0]}")
-        return call
-
-
 def spent(setup: Setup, calls: Mapping[str, Callable[[], Any]], seconds: float = 0.0) -> dict[str, Times]:
     """The times of calls in turn, by name, on the clock of the device."""
     found = together(list(calls.values()), setup.device, clock_of(setup), seconds or setup.seconds)
+    return dict(zip(calls, found, strict=True))
+
+
+def spent_in_pieces(setup: Setup, calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, Times]:
+    """The same of calls that are made of pieces: the sum of what the pieces of a call take."""
+    found = in_pieces(list(calls.values()), setup.device, clock_of(setup), setup.seconds)
     return dict(zip(calls, found, strict=True))
 
 

@@ -16,11 +16,10 @@ from pumice.ops import conv_features
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.tools.bench_conv import exact
 from pumice.tools.bench_tuner_cases import clock_of, say_published, spent
-from pumice.tools.device_time import device_time
 from pumice.tools.layer_cells import Cell, Choice, Trained, cells, layer_of
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.study import DTYPES, Case, Setup, Way, ready
-from pumice.tools.timing import Times, together
+from pumice.tools.timing import Times, busy, together
 
 DEFAULT = "default"
 """The dataflow that the planner picks."""
@@ -77,7 +76,7 @@ def _spent_anew(setup: Setup, call: Callable[[], Tensor]) -> Times:
     if setup.device.type == "cuda":
         call()
         try:
-            return device_time(call)
+            return busy(call)
         except PumiceError as reason:
             setup.say(f"  between events: {reason}")
             clock = "events"

@@ -1,8 +1,10 @@
 """The studies `movement` and `grouping` of the suite `tuner`: where the convolutions of a network spend their time when
 they are gathered, multiplied and scattered.
 
-All convolutions of a network run one after the other on normal features, over the maps of a real scan. On a GPU they
-are one CUDA graph: what launches cost the host is not in the times.
+All convolutions of a network run one after the other on normal features, over the maps of a real scan. On a GPU each
+layer is queued while the device sleeps, with a cold cache, and the times of the layers are added up: what launches cost
+the host is not in them. Nothing is captured: a graph of all layers holds thousands of products of torch's libraries and
+gigabytes of results, and the process did not survive several of them.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from pumice.engine.measure import passes, profiled
+from pumice.engine.measure import by_part
 from pumice.errors import PumiceError
 from pumice.lower import movement, reference
 from pumice.ops import Dataflow
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.schedule.grouping import EPSILONS, SIZES, Grouping, padding
-from pumice.tools.bench_tuner_cases import Subjected, Writer, exactly, paced, say_published, spent, subjects
+from pumice.tools.bench_tuner_cases import Subjected, Writer, exactly, say_published, spent, spent_in_pieces, subjects
 from pumice.tools.ledger import Peer, Row
 from pumice.tools.network_layers import Fed, Met, layers_of
 from pumice.tools.study import Case, Setup, Way, ready
@@ -43,18 +45,25 @@ def fed(setup: Setup, subject: Subjected) -> list[Fed]:
     return [Fed.normal(one, subject.dtype) for one in met]
 
 
-Run = Callable[[], list[Tensor]]
+Run = Sequence[Callable[[], Tensor]]
+"""A call for each layer."""
 
 
-def in_turn(layers: Sequence[Fed], flow: str | Dataflow) -> Run:
-    """All layers in a dataflow, one after the other, in inference."""
-    return torch.no_grad()(lambda: [one.forward(flow) for one in layers])
+def in_turn(layers: Sequence[Fed], flows: Sequence[str | Dataflow]) -> Run:
+    """All layers, each in its dataflow, in inference."""
+    return [torch.no_grad()(partial(one.forward, flow)) for one, flow in zip(layers, flows, strict=True)]
+
+
+def results(run: Run) -> list[Tensor]:
+    """Of all layers, one after the other."""
+    return [layer() for layer in run]
 
 
 def checked(setup: Setup, case: str, dtype: torch.dtype, truths: Sequence[Tensor], runs: Mapping[str, Run]) -> bool:
     """Whether all of these are right by the tolerance of the dtype; what is not is a failure of the run."""
     known = Case(case, dtype, truths)
-    return all(ready(setup, known, Way(name, lambda run=run: run), ours=True) for name, run in runs.items())
+    ways = [Way(name, lambda run=run: partial(results, run)) for name, run in runs.items()]
+    return all(ready(setup, known, way, ours=True) for way in ways)
 
 
 def products(layers: Sequence[Fed], groupings: Sequence[Grouping]) -> Run:
@@ -63,8 +72,9 @@ def products(layers: Sequence[Fed], groupings: Sequence[Grouping]) -> Run:
     for one, grouping in zip(layers, groupings, strict=True):
         how = movement.layout(one.found, grouping)
         filters = reference.grouped(one.weight.contiguous(), 1)
-        made.append((one.feats.index_select(0, how.gather), filters, how))
-    return torch.no_grad()(lambda: [movement.multiplied(*each) for each in made])
+        gathered = one.feats.index_select(0, how.gather)
+        made.append(torch.no_grad()(partial(movement.multiplied, gathered, filters, how)))
+    return made
 
 
 # Movement
@@ -94,12 +104,14 @@ def _movements(setup: Setup, subject: Subjected) -> Iterator[Row]:
     full = [one.to(torch.float32) for one in half]
     sides = {True: half, False: full}
     names = {name: f"gather-gemm-scatter-{kind}-separate" for name, (_, kind) in MOVEMENTS.items()}
-    runs = {name: in_turn(sides[narrow], DATAFLOWS[names[name]]) for name, (narrow, _) in MOVEMENTS.items()}
+    runs = {
+        name: in_turn(sides[narrow], [DATAFLOWS[names[name]]] * len(half)) for name, (narrow, _) in MOVEMENTS.items()
+    }
     truths = [one.exact()[0] for one in half]
     if not checked(setup, subject.case("movement", "all"), subject.dtype, truths, runs):
         return
     del truths
-    times = spent(setup, {name: paced(setup, run) for name, run in runs.items()})
+    times = spent_in_pieces(setup, runs)
     moved = {name: _moved(setup, run, sides[MOVEMENTS[name][0]]) for name, run in runs.items()}
     yield from _movement_rows(setup, subject, half, times, moved)
 
@@ -108,12 +120,12 @@ def _moved(setup: Setup, run: Run, layers: Sequence[Fed]) -> Times:
     """What is not products: on a GPU by its kernels, elsewhere the whole less the products alone."""
     if setup.device.type == "cuda":
         try:
-            events, _ = profiled([run] * _RUNS)
-            return Times.of([1e3 * (sum(p.values()) - p.get("product", 0.0)) for p in passes(events, _RUNS)])
+            each, _ = by_part([partial(results, run)] * _RUNS)
+            return Times.of([1e3 * (sum(parts.values()) - parts.get("product", 0.0)) for parts in each])
         except PumiceError as reason:
             setup.say(f"  movement is the whole less the products alone: {reason}")
     alone = products(layers, [Grouping("separate")] * len(layers))
-    times = spent(setup, {"whole": run, "products": alone})
+    times = spent_in_pieces(setup, {"whole": run, "products": alone})
     return exactly(max(0.0, times["whole"].median - times["products"].median))
 
 
@@ -175,14 +187,13 @@ def _groupings(setup: Setup, subject: Subjected) -> Iterator[Row]:
     if not checked(setup, subject.case("grouping", "all"), subject.dtype, truths, runs):
         return
     del truths
-    calls = {name: paced(setup, products(layers, how)) for name, how in chosen.items()}
-    times = spent(setup, calls)
+    times = spent_in_pieces(setup, {name: products(layers, how) for name, how in chosen.items()})
     yield from _grouping_rows(setup, subject, layers, chosen, times)
 
 
 def _grouped(layers: Sequence[Fed], how: Sequence[Grouping]) -> Run:
-    flows = [replace(DATAFLOWS["gather-gemm-scatter-fused-separate"], name="grouped", grouping=each) for each in how]
-    return torch.no_grad()(lambda: [one.forward(flow) for one, flow in zip(layers, flows, strict=True)])
+    plain = DATAFLOWS["gather-gemm-scatter-fused-separate"]
+    return in_turn(layers, [replace(plain, name="grouped", grouping=each) for each in how])
 
 
 def _tuned(setup: Setup, layers: Sequence[Fed]) -> list[Grouping]:
@@ -202,8 +213,8 @@ def _best(setup: Setup, one: Fed) -> Grouping:
     counts = one.found.pairs().sizes.tolist()
     candidates = (Grouping("adaptive", epsilon=epsilon, size=size) for epsilon, size in product(EPSILONS, SIZES))
     distinct = {how.groups(counts): how for how in candidates}
-    calls = {groups: products([one], [how]) for groups, how in distinct.items()}
-    times = spent(setup, {str(groups): call for groups, call in calls.items()}, seconds=1e-3)
+    calls = {str(groups): products([one], [how])[0] for groups, how in distinct.items()}
+    times = spent(setup, calls, seconds=1e-3)
     return distinct[min(distinct, key=lambda groups: times[str(groups)].median)]
 
 

@@ -8,7 +8,7 @@ more than that, as its gradients do, FAIR times as far as the untuned network is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pumice.engine.groups import seeing
+from pumice.engine.kernels import alone, compile_at_once
+from pumice.engine.scenes import undisturbed
 from pumice.lower.triton import DEFAULT, LEDGER, tiles_from
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops.conv import Flow
+from pumice.schedule.dataflow import PASSES, PLANNED, Dataflow, chosen
 from pumice.tools.bench_tuner_cases import TRAINING, Subjected
 from pumice.tools.network_layers import Fed, Met, layers_of
 from pumice.tools.study import TOLERANCE, Setup, error
@@ -116,6 +120,29 @@ class Network:
         return [y.detach(), torch.cat([one.flatten() for one in grads])]
 
 
+def compiled(network: Network, ways: Iterable[Ran]) -> None:
+    """Have the kernels compiled that passes and checks of these ways start, several at a time, where any are."""
+    with network.precision(), torch.no_grad():
+        with undisturbed(network.net, network.training), seeing(network.net, arithmetic=False) as calls:
+            network.net(fresh(network.samples[0]))
+        for (name, flow), users in used(network, ways).items():
+            layers = alone([call for call in calls if call.name in users], network.training)
+            # Checks run layers without what follows them in the network.
+            bare = {(id(x.found.table), x.found.flipped, x.weight.shape): replace(x, then=None) for x in layers}
+            compile_at_once([*bare.values(), *(x for x in layers if x.then is not None)], (name,), (flow,))
+
+
+def used(network: Network, ways: Iterable[Ran]) -> dict[tuple[str, Dataflow], set[str]]:
+    """By pass and dataflow the layers that run it, in any way."""
+    found: dict[tuple[str, Dataflow], set[str]] = {}
+    for ran in ways:
+        for layer, asked in zip(network.names, ran.flows, strict=True):
+            flows = dict(zip(PASSES, chosen(asked or PLANNED), strict=True))
+            for name in PASSES if network.training else PASSES[:1]:
+                found.setdefault((name, flows[name]), set()).add(layer)
+    return found
+
+
 def scans_of(setup: Setup, subject: Subjected) -> list[Sample]:
     """One sample: a scan, in training two."""
     return subject.samples(setup, 1, 2 if subject.mode == TRAINING else 1)
@@ -128,6 +155,7 @@ def _assign(layers: Sequence[Convolution], flows: Sequence[Flow]) -> None:
 
 def checked(setup: Setup, network: Network, ways: Mapping[str, Ran], case: Callable[[str], str]) -> dict[str, Ran]:
     """The ways that are right: every layer by itself, and the network. Others are failures of the run."""
+    compiled(network, ways.values())
     truths, layers = network.exact(), Layers(network)
     least = error(network.run(network.all_in(None)), truths)
     bound = max(TOLERANCE[network.subject.dtype], FAIR * least)

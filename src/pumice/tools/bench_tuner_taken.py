@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from pumice.engine.measure import passes, profiled
+from pumice.engine.measure import by_part
 from pumice.errors import PumiceError
 from pumice.schedule.tile import PROCESSORS
 from pumice.tools.bench_tuner_cases import Writer
@@ -69,8 +69,8 @@ def taken(setup: Setup, network: Network, ways: Mapping[str, Ran]) -> dict[str, 
 def _on_device(setup: Setup, call: Callable[[], object], wall: Times) -> Taken:
     call()
     try:
-        events, _ = profiled([call] * _RUNS)
-        each = [_by_part(parts) for parts in passes(events, _RUNS)]
+        told, _ = by_part([call] * _RUNS)
+        each = [by_our_parts(parts) for parts in told]
     except PumiceError as reason:
         setup.say(f"  no parts, and times between events around a pass: {reason}")
         (whole,) = together([call], setup.device, "events", setup.seconds)
@@ -80,7 +80,7 @@ def _on_device(setup: Setup, call: Callable[[], object], wall: Times) -> Taken:
     return Taken(whole, _quantiles(sum(one[name] for name in CONVOLVING) for one in each), parts, wall)
 
 
-def _by_part(told: Mapping[str, float]) -> dict[str, float]:
+def by_our_parts(told: Mapping[str, float]) -> dict[str, float]:
     """Milliseconds by our parts, of seconds by those that the profiler's kernels are sorted into."""
     found = dict.fromkeys(PARTS, 0.0)
     for name, seconds in told.items():

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 
 from pumice.lower.triton import DEFAULT
-from pumice.tools.bench_tuner_asked import Asked, answered
+from pumice.tools.bench_tuner_asked import Asked, answered, budget
 from pumice.tools.bench_tuner_cases import TRAINING, Subjected, Writer, say_published, subjects
 from pumice.tools.bench_tuner_networks import Network
 from pumice.tools.bench_tuner_taken import compared, tile_facts, tiles_of
@@ -50,6 +50,10 @@ GAINS: Mapping[str, str | None] = MappingProxyType(
     }
 )
 """The steps from the plain way on: one dataflow for all layers, at last what the planner picks."""
+
+
+_GAINED = 50.0
+"""Seconds of a limit that are kept for the ways of `gains`, each with kernels of its own."""
 
 
 def splits(setup: Setup) -> Iterator[Row]:
@@ -99,11 +103,13 @@ def gains(setup: Setup) -> Iterator[Row]:
     for subject in subjects(setup, "gains", (NETWORKS[0], NETWORKS[2])):
         network = _begun(setup, "gains", subject)
         ways = {name: network.all_in(flow) for name, flow in GAINS.items()}
-        tuned = answered(setup, network, Asked(tiles=setup.thorough)).ran
-        ways["9-tuned"] = replace(tuned, tiles=DEFAULT)
+        answer = answered(setup, network, Asked(tiles=setup.thorough), budget(setup, kept=_GAINED))
+        ways["9-tuned"] = replace(answer.ran, tiles=DEFAULT)
         if setup.thorough:
-            ways["10-with-tuned-tiles"] = tuned
-        yield from compared(Writer(setup, subject, "gains"), network, ways, next(iter(GAINS)))
+            ways["10-with-tuned-tiles"] = answer.ran
+        write = Writer(setup, subject, "gains")
+        yield from compared(write, network, ways, next(iter(GAINS)))
+        yield from answer.rows(write, "9-tuned")
 
 
 def _moved(write: Writer, layers: Sequence[Met]) -> Iterator[Row]:
@@ -128,7 +134,9 @@ def _met(network: Network) -> list[Met]:
 
 def _tuned(write: Writer, network: Network, asked: Mapping[str, Asked], against: str) -> Iterator[Row]:
     """What the tuner answers to each question, and what that takes."""
-    answers = {name: answered(write.setup, network, one) for name, one in asked.items()}
+    answers = {}
+    for number, (name, one) in enumerate(asked.items()):
+        answers[name] = answered(write.setup, network, one, budget(write.setup, len(asked) - number))
     yield from compared(write, network, {name: one.ran for name, one in answers.items()}, against)
     for name, one in answers.items():
         yield from one.rows(write, name)

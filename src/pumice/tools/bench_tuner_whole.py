@@ -8,7 +8,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from pumice.errors import OptionError
-from pumice.tools.bench_tuner_asked import Asked, answered, differing
+from pumice.tools.bench_tuner_asked import Asked, answered, budget, differing
 from pumice.tools.bench_tuner_cases import INFERENCE, TRAINING, Subjected, Writer, clock_of, say_published, subjects
 from pumice.tools.bench_tuner_networks import Network, scans_of
 from pumice.tools.bench_tuner_taken import CONVOLUTIONS, compared
@@ -74,7 +74,7 @@ def _judged(setup: Setup, row: Row) -> bool:
 
 def _network(setup: Setup, subject: Subjected) -> Iterator[Row]:
     network, write = Network.of(setup, subject), Writer(setup, subject, "networks")
-    answer = answered(setup, network, Asked(tiles=setup.thorough))
+    answer = answered(setup, network, Asked(tiles=setup.thorough), budget(setup))
     ways = {DEFAULT: network.all_in(None), TUNED: answer.ran}
     yield from compared(write, network, ways, DEFAULT)
     yield from answer.rows(write, TUNED, LONGEST.get(subject.workload.name))
@@ -96,7 +96,8 @@ def _transferred(setup: Setup, subject: Subjected) -> Iterator[Row]:
         setup.say(f"{name} is left out: {reason}")
         return
     network, write = Network.of(setup, subject), Writer(setup, subject, "transfer")
-    native, abroad = answered(setup, network, Asked()), answered(setup, replace(network, samples=scans), Asked())
+    native = answered(setup, network, Asked(), budget(setup, 2))
+    abroad = answered(setup, replace(network, samples=scans), Asked(), budget(setup))
     way = f"from-{name}"
     ways = {NATIVE: native.ran, way: abroad.ran, DEFAULT: network.all_in(None)}
     rows = list(compared(write, network, ways, NATIVE))

@@ -21,8 +21,12 @@ _ROOM = 140
 """Letters that the names below an axis may have in all."""
 _BESIDE = 95
 """The same where the legend is beside the panel."""
+_COLUMNS = 5
+"""Columns of a table of tiles that a panel has room for at least."""
 _FEW = 44
 """Bars of a panel that have room for their numbers."""
+_FEW_WHOLE = 24
+"""The same of stacked bars, whose numbers are longer."""
 
 
 def draw(folder: Path, chart: Chart) -> Path:
@@ -51,7 +55,7 @@ def draw(folder: Path, chart: Chart) -> Path:
 
 def _bars(axis: Axes, panel: Bars) -> None:
     # Few bars are not to be planks.
-    width = min(0.82 / max(1, len(panel.series)), 0.1 * len(panel.groups))
+    width = min(0.82 / max(1, len(panel.series)), 0.1 * max(2, len(panel.groups)))
     found = colours(list(panel.series))
     small = len(panel.groups) * len(panel.series) <= _FEW
     for place, (name, values) in enumerate(panel.series.items()):
@@ -63,6 +67,8 @@ def _bars(axis: Axes, panel: Bars) -> None:
     if panel.mean is not None:
         axis.axhline(panel.mean, color=_INK, linewidth=1, linestyle=(0, (5, 3)), zorder=2.5)
     axis.axhline(1, color=_SOFT, linewidth=0.8, zorder=1.5)
+    if len(panel.groups) == 1:
+        axis.set_xlim(-1, 1)
     _ticks(axis, panel.groups)
     _valued(axis, panel.axis)
     _legend(axis, panel.title, list(panel.series))
@@ -74,7 +80,7 @@ def _stacks(axis: Axes, panel: Stacks) -> None:
         held = [value or 0.0 for value in values]
         axis.bar(range(len(below)), held, bottom=below, width=0.72, color=found[name], label=name, zorder=2)
         below = [low + value for low, value in zip(below, held, strict=True)]
-    if len(below) <= _FEW:
+    if len(below) <= _FEW_WHOLE:
         for place, whole in enumerate(below):
             axis.annotate(f"{whole:.3g}", (place, whole), (0, 2), "data", "offset points", fontsize=7, ha="center")
     _ticks(axis, panel.bars)
@@ -131,10 +137,12 @@ def _heat(axis: Axes, panel: Heat) -> None:
         x, y = panel.columns.index(column), panel.rows.index(row)
         axis.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=found[tile.kind], linewidth=0))
         axis.text(x, y, tile.text, ha="center", va="center", fontsize=7.5, color=readable(found[tile.kind]))
-    axis.set_xlim(-0.5, len(panel.columns) - 0.5)
+    # A single column is no wall.
+    width = max(len(panel.columns), _COLUMNS)
+    axis.set_xlim(-0.5, width - 0.5)
     axis.set_ylim(len(panel.rows) - 0.5, -0.5)
     axis.set_yticks(range(len(panel.rows)), panel.rows)
-    _ticks(axis, panel.columns, _BESIDE)
+    _ticks(axis, panel.columns, _BESIDE * len(panel.columns) // width)
     patches = [Patch(color=found[kind], label=kind) for kind in panel.used]
     place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
     axis.legend(handles=patches, fontsize=7.5, frameon=False, labelcolor=_INK, **place)

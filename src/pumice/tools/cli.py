@@ -161,6 +161,9 @@ def bench(
         bool, typer.Option("--thorough", help="peers and sizes that take minutes to tune, too")
     ] = False,
     device: Device = "auto",
+    limit: Annotated[
+        float, typer.Option(help="of tuner: seconds that a study may take; it then asks less and says so")
+    ] = 0.0,
     out: Annotated[Path | None, typer.Option(help="ledger to append the rows to (one JSON object a line)")] = None,
 ) -> None:
     """Measure Pumice against its peers in the same run; exit code 1 where a result of Pumice was wrong.
@@ -169,7 +172,7 @@ def bench(
     """
     from pumice.tools import bench as bench_
 
-    bench_.record(bench_.run(suite, _say, bench_.Options(case, only, quick, device, thorough)), out, _say)
+    bench_.record(bench_.run(suite, _say, bench_.Options(case, only, quick, device, thorough, limit)), out, _say)
 
 
 @bench_app.command("report")

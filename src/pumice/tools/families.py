@@ -33,12 +33,16 @@ SUITES: Mapping[str, str] = MappingProxyType(
 
 SAME_RUN, RECORDED, BOUND = "same run", "recorded", "bound"
 """Where a peer's value comes from."""
+VARIED = "time over varied scans"
+"""The metric of a network that met several scans in turn; of one scan again and again it is "time"."""
 DEFAULT = "default"
 """The way that takes nothing tuned, and the peer of what was."""
 
 PRECISIONS = ("fp16", "bf16", "tf32", "fp32", "fp64", "tf32x3", "bf16x3", "ieee", "int8", "fp8")
 MODES = ("inference", "training")
 _NETWORK = rf"(?P<group>.+?)/(?P<precision>{'|'.join(PRECISIONS)})"
+_MARKS = r"(?P<generated>/generated)?(?:/(?P<way>default|tuned))?"
+"""Behind a mode: of scans that were made from a seed, and by which tiles."""
 NETWORK = rf"{_NETWORK}/(?P<mode>{'|'.join(MODES)})(?:/(?P<rest>.+))?"
 """A case of a network: MODEL/PRECISION/MODE, and what may come after it. A model's name may have slashes."""
 
@@ -90,7 +94,9 @@ class Family:
         if found is None:
             return None
         parts = found.groupdict(default="")
-        return Place(parts["group"], parts.get("series", ""), parts.get("precision") or row.dtype, parts.get("way", ""))
+        # As studies of the tuner call it.
+        group = parts["group"] + "-generated" * bool(parts.get("generated"))
+        return Place(group, parts.get("series", ""), parts.get("precision") or row.dtype, parts.get("way", ""))
 
 
 LIBRARIES = (
@@ -99,6 +105,7 @@ LIBRARIES = (
 )
 """Beginnings of the names of other libraries: a peer of the same run may also be a way of our own."""
 _SPCONV = {"spconv": Rivals(("spconv",))}
+_DEFAULT = {"its default": Rivals((DEFAULT,))}
 _LAYERS = {**_SPCONV, "the best recorded": Rivals(("best recorded",), RECORDED)}
 _ANY = {"the best peer": Rivals(LIBRARIES)}
 _LAYER = r"(?P<group>[^/]+)/k3/(?P<series>C[\d-]+)"
@@ -108,7 +115,7 @@ _PRODUCT = r"tensor-product/(?P<group>l\d+/C\d+)/(?P<series>[^/]+)"
 
 def _mode(mode: str) -> str:
     """Networks in one mode, as a whole."""
-    return rf"{_NETWORK}/{mode}(?:/(?P<way>default|tuned))?"
+    return rf"{_NETWORK}/{mode}{_MARKS}"
 
 
 def _kinds(name: str) -> str:
@@ -117,8 +124,13 @@ def _kinds(name: str) -> str:
 
 FAMILIES: tuple[Family, ...] = (
     *(Family("workloads", mode, _mode(mode), _SPCONV) for mode in MODES),
-    *(Family("tuner", mode, _mode(mode), {**_SPCONV, "its default": Rivals((DEFAULT,))}) for mode in MODES),
-    Family("tuner", "dataflows", rf"dataflows/{_LAYER}/(?P<way>.+)", {"its default": Rivals((DEFAULT,))}),
+    Family("workloads", "inference, varied scans", rf"{_mode('inference')}/over-.+", _SPCONV, (), VARIED),
+    *(Family("tuner", mode, _mode(mode), {**_SPCONV, **_DEFAULT}) for mode in MODES),
+    *(
+        Family("tuner", f"tuned {mode}", rf"{_NETWORK}/{mode}/networks-tuned", _DEFAULT, (), "convolutions")
+        for mode in MODES
+    ),
+    Family("tuner", "dataflows", rf"dataflows/{_LAYER}/(?P<way>.+)", _DEFAULT),
     Family("engine", "networks", r"(?P<group>.+)", _ANY),
     Family("conv-forward", "layers", rf"{_LAYER}/fwd/(?P<way>default|tuned)", _LAYERS, ("bound",)),
     Family(

@@ -25,17 +25,13 @@ from pumice.lower import maps, plan
 from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.triton import DEFAULT, runner, tile_of, tiles_from
 from pumice.schedule.cost import DEVICES
-from pumice.schedule.tile import PROCESSORS, Tile, power_above
+from pumice.schedule.tile import PROCESSORS, Tile, power_above, resident
 from pumice.tools.bench_conv import Layer
 
 LATENCY = 0.6e-6
 """Seconds from asking for a row in memory until it is there."""
-_SHARED, _REGISTERS, _WARPS = 227 << 10, 64 << 10, 64
-"""Of a multiprocessor: bytes of shared memory for programs, registers, warps at once."""
 _L2 = 50e6
 """Bytes of the L2 that features have."""
-_USED = 56
-"""Registers of a thread besides its results."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,7 @@ def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
             cache=gathered + weights + out + walk.indices * across * turns,
             chain=LATENCY * (1 + longest * turns / max(1, tile.stages - 1) * (1 if tile.ahead else 2)),
             programs=programs,
-            waves=programs / (PROCESSORS * resident(tile, size)),
+            waves=programs / (PROCESSORS * resident(tile, 8 * size)),
             missed=gathered * max(0.0, 1 - _L2 / max(1, layer.feats.numel() * size)),
         )
     return total
@@ -182,15 +178,6 @@ def _columns(layer: Layer, tile: Tile) -> tuple[int, int]:
     if tile.reduced > 1:
         return layer.groups * -(-width // tile.columns), each
     return -(-outputs // tile.columns), each * max(1, min(layer.groups, tile.columns // width))
-
-
-def resident(tile: Tile, size: int) -> int:
-    """Programs of a multiprocessor at once."""
-    # Where a load waits for another, half of the stages hold values.
-    buffers = tile.stages if tile.ahead else (tile.stages + 1) // 2
-    shared = buffers * (tile.rows + tile.columns) * tile.reduced * size
-    registers = tile.rows * tile.columns + 32 * tile.warps * _USED
-    return max(1, min(_SHARED // shared, _REGISTERS // registers, _WARPS // tile.warps))
 
 
 def bounds(needed: Needs, floor: float = 0.0) -> Mapping[str, float]:

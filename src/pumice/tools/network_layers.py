@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pumice.coords import KernelMap
+from pumice.engine.groups import seeing
+from pumice.engine.scenes import undisturbed
 from pumice.lower import reference
-from pumice.nn.conv import Convolution
 from pumice.ops import SparseTensor, conv_features
 from pumice.ops.conv import Flow
 
@@ -91,34 +88,10 @@ class Fed:
 
 
 def layers_of(net: nn.Module, x: SparseTensor) -> list[Met]:
-    """The convolutions of a network in the order in which they run on this tensor; pointwise ones are left out."""
-    met: list[Met] = []
+    """The convolutions of a network in the order in which they run on this tensor; pointwise ones are left out.
 
-    def note(name: str, module: Convolution, given: tuple[Any, ...]) -> None:
-        found, _ = module.map_of(*given)
-        met.append(Met(name, found, module.in_channels, module.out_channels))
-
-    with _watched(net, note), torch.no_grad():
+    None of their kernels is started, and the network is left as it was.
+    """
+    with undisturbed(net, net.training), seeing(net, arithmetic=False) as calls, torch.no_grad():
         net(x)
-    return met
-
-
-@contextmanager
-def _watched(net: nn.Module, note: Callable[[str, Convolution, tuple[Any, ...]], None]) -> Iterator[None]:
-    handles = [
-        module.register_forward_pre_hook(partial(_noted, note, name))
-        for name, module in net.named_modules()
-        if isinstance(module, Convolution)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _noted(
-    note: Callable[[str, Convolution, tuple[Any, ...]], None], name: str, module: nn.Module, given: tuple[Any, ...]
-) -> None:
-    assert isinstance(module, Convolution)
-    note(name, module, given)
+    return [Met(one.name, one.found, one.layer.in_channels, one.layer.out_channels) for one in calls]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.errors import PumiceError
+from pumice.errors import OptionError, PumiceError
 from pumice.lower import plan
 from pumice.lower.graph import Prepared, prepare
 from pumice.lower.triton import DEFAULT, tiles_from, tuning
@@ -43,7 +43,8 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, tor
 class Options:
     """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where.
 
-    thorough: peers and sizes that take minutes to tune, too.
+    thorough: peers and sizes that take minutes to tune, too. limit: of the suite tuner: seconds that a study may take;
+    0: as long as it does.
     """
 
     case: str = ""
@@ -51,6 +52,11 @@ class Options:
     quick: bool = False
     device: str = "auto"
     thorough: bool = False
+    limit: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.limit >= 0:
+            raise OptionError(f"the seconds of a study are 0 or more, found {self.limit}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,8 @@ class Setup:
     """Where a study runs.
 
     quick: tiny sizes, few repeats. only: a part of the names of the cases that are wanted.
-    failures: what was wrong, absent: peers that are not installed; added to as they are found.
+    failures: what was wrong, absent: peers that are not installed; added to as they are found. until: when the study is
+    to have ended, by time.perf_counter.
     """
 
     device: torch.device
@@ -69,6 +76,12 @@ class Setup:
     suite: str = "einsum"
     failures: list[str] = field(default_factory=list)
     absent: set[str] = field(default_factory=set)
+    until: float = math.inf
+
+    @property
+    def left(self) -> float:
+        """Seconds that the study still has."""
+        return self.until - time.perf_counter()
 
     @property
     def seconds(self) -> float:

@@ -1,7 +1,8 @@
 """Clocks: how long calls take on the wall and on the GPU, several calls in turn, with quantiles.
 
 wall   from an idle device to an idle device: host time counts in full
-gpu    between two events on the stream, the host far ahead: what the device alone needs
+gpu    between two events on the stream, the host far ahead: what the device alone needs; `busy` is for calls that wait
+       for the device in their middle: what it did for them, summed
 events between two events on the stream, the host ahead by the flush alone: how many peers time themselves
 
 On a GPU the L2 is flushed before every call, as in triton.testing.do_bench. A CPU has the wall clock only.
@@ -12,10 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
 import torch
+
+from pumice.engine.measure import by_part
 
 Call = Callable[[], object]
 Result = TypeVar("Result")
@@ -58,6 +62,33 @@ def together(calls: Sequence[Call], device: torch.device, clock: str, seconds: f
     if clock == "wall":
         return [Times.of(spent) for spent in _on_wall(calls, device, seconds)]
     return [Times.of(spent) for spent in _on_gpu(calls, device, seconds, clock == "gpu", cold)]
+
+
+def in_pieces(calls: Sequence[Sequence[Call]], device: torch.device, clock: str, seconds: float) -> list[Times]:
+    """Time calls that are made of pieces, piece by piece, all in turn, and add up the pieces of each run.
+
+    A stream holds about a thousand kernels; a call of more cannot be queued whole while the device sleeps, its pieces
+    can. Runs and seconds are those of `together`, for all pieces.
+    """
+    pieces = [piece for call in calls for piece in call]
+    for _ in range(2):
+        for piece in pieces:
+            piece()
+    spent = (
+        _on_wall(pieces, device, seconds) if clock == "wall" else _on_gpu(pieces, device, seconds, clock == "gpu", True)
+    )
+    each = iter(spent)
+    return [Times.of([sum(run) for run in zip(*islice(each, len(call)), strict=True)]) for call in calls]
+
+
+def busy(call: Call, runs: int = 7) -> Times:
+    """How long the current device works on a call, whatever the host does meanwhile: its kernels, copies and fills.
+
+    Between two events around a call that waits for the host in its middle that wait would lie, too. The call has run
+    before: what compiles at first counts. Raises as pumice.engine.measure.by_part.
+    """
+    found, _ = by_part([call] * runs)
+    return Times.of([1e3 * sum(parts.values()) for parts in found])
 
 
 def captured(call: Callable[[], Result], device: torch.device) -> Callable[[], Result]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -30,10 +31,10 @@ class Kept:
     plans: Plans
 
     def tables(self) -> list[RenderableType]:
-        """The tiles and the plans, those that there are."""
+        """The tiles and the plans, those that there are, each device by itself."""
         tiles, plans = self.tiles.all(), self.plans.all()
-        found = [_tiles(tiles)] if tiles else []
-        return [*found, *([_plans(plans)] if plans else [])]
+        found = [_tiles(tiles, device) for device in sorted({key.device for key in tiles})]
+        return [*found, *(_plans(plans, device) for device in sorted({key.device for key in plans}))]
 
     def clear(self) -> str:
         """Remove everything."""
@@ -90,33 +91,44 @@ def _documents(file: Path) -> Iterator[tuple[str, Path | str]]:
     yield "tiles", file
 
 
-def _tiles(found: Mapping[Key, Tuned]) -> Table:
-    """By device and statement."""
-    table = _table("device", "statement", "dtypes", "sizes from", "tile", ">ms", "tuned")
-    order = sorted(found.items(), key=lambda item: (item[0].device, item[0].statement, item[0].dtypes, item[0].sizes))
-    for key, tuned in order:
-        table.add_row(*map(Text, _cells(key, tuned)))
+def _tiles(found: Mapping[Key, Tuned], device: str) -> Table:
+    """Of a device, by statement."""
+    table = _table(f"tiles of {device}", "statement, dtypes, sizes from", "tile", ">ms", "tuned")
+    own = [(key, tuned) for key, tuned in found.items() if key.device == device]
+    for key, tuned in sorted(own, key=lambda item: (item[0].statement, item[0].dtypes, item[0].sizes)):
+        statement, below, *cells = _cells(key, tuned)
+        table.add_row(_told(statement, below), *map(Text, cells))
     return table
 
 
-def _plans(found: Mapping[PlanKey, Plan]) -> Table:
-    """By device and network."""
-    table = _table("device", "network", "dtypes", "mode", "dataflows", ">ms before", ">ms", "tuned")
-    for key, plan in sorted(found.items(), key=lambda item: (item[0].device, item[1].about, item[0].mode)):
-        flows = ", ".join(f"{group}: {flow}" for group, flow in plan.flows.items()) or "as the planner picks"
-        before, after = (f"{1e3 * spent['total']:.4f}" for spent in (plan.before, plan.after))
+def _plans(found: Mapping[PlanKey, Plan], device: str) -> Table:
+    """Of a device, by network: below its name what each group of layers runs."""
+    table = _table(f"plans of {device}", "network, dtypes, mode, dataflows", ">ms before", ">ms", "tuned")
+    own = [(key, plan) for key, plan in found.items() if key.device == device]
+    for key, plan in sorted(own, key=lambda item: (item[1].about, item[0].mode)):
+        flows = [f"{group}: {flow}" for group, flow in plan.flows.items()] or ["as the planner picks"]
         about = plan.about + ("" if plan.finished else " (unfinished)")
-        cells = (key.device, about, key.dtypes, key.mode, flows, before, after, _date(plan))
-        table.add_row(*map(Text, cells))
+        before, after = (f"{1e3 * spent['total']:.4f}" for spent in (plan.before, plan.after))
+        told = _told(about, f"{key.dtypes}, {key.mode}", *flows)
+        table.add_row(told, *map(Text, (before, after, _date(plan))))
     return table
 
 
-def _table(*names: str) -> Table:
-    """Text in its cells, no markup: "[m,n]" is no style. Names of numbers begin with ">"."""
-    table = Table(box=None, padding=(0, 1))
+def _table(title: str, first: str, *names: str) -> Table:
+    """Text in its cells, no markup: "[m,n]" is no style. Names of numbers begin with ">".
+
+    What is long is all in the first column, which is folded where the terminal is narrow.
+    """
+    table = Table(box=None, padding=(0, 1), title=Text(title), title_justify="left", title_style="bold")
+    table.add_column(first, overflow="fold", min_width=28)
     for name in names:
-        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left")
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=name != "tile")
     return table
+
+
+def _told(head: str, *below: str) -> Group:
+    """Text with lines below it, pushed in."""
+    return Group(Text(head), *(Padding(Text(line), (0, 0, 0, 2)) for line in below))
 
 
 def _cells(key: Key, tuned: Tuned) -> tuple[str, ...]:
@@ -124,11 +136,11 @@ def _cells(key: Key, tuned: Tuned) -> tuple[str, ...]:
     sizes = " ".join(str(round(2 ** (size / 2))) for size in key.sizes)
     best = "" if tuned.seconds is None else f"{1e3 * tuned.seconds:.4f}"
     statement = shorten(key.statement, STATEMENT, placeholder=" ...")
-    return key.device, statement, dtypes, sizes, str(tuned.tile), best, _date(tuned)
+    return statement, f"{dtypes}, from {sizes}", str(tuned.tile), best, _date(tuned)
 
 
 def _date(tuned: Tuned | Plan) -> str:
-    return tuned.date.astimezone().strftime("%Y-%m-%d %H:%M")
+    return tuned.date.astimezone().strftime("%Y-%m-%d")
 
 
 def _both(tiles: int, plans: int) -> str:

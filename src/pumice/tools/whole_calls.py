@@ -15,10 +15,9 @@ from typing import TypeVar
 import torch
 
 from pumice.errors import PumiceError
-from pumice.tools.device_time import device_time
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.study import Case, Ready, Setup, Way, ready
-from pumice.tools.timing import Times, clocks, together
+from pumice.tools.timing import Times, busy, clocks, together
 
 Result = TypeVar("Result")
 Clock = Callable[[Setup, Sequence[Ready]], list[Times]]
@@ -91,7 +90,7 @@ def _on_wall(setup: Setup, calls: Sequence[Ready]) -> list[Times]:
 
 
 def _on_device(setup: Setup, calls: Sequence[Ready]) -> list[Times]:
-    return [device_time(one.call) for one in calls]
+    return [busy(one.call) for one in calls]
 
 
 CLOCKS: Mapping[str, Clock] = MappingProxyType({"wall": _on_wall, "gpu": _on_device})

@@ -144,6 +144,35 @@ def samples(
     return [replace(one, coords=one.coords.to(device), feats=one.feats.to(device, dtype)) for one in made]
 
 
+def varied(real: Sequence[Sample], count: int) -> list[Sample]:
+    """So many different samples: the real ones, and then copies of them that no network has met.
+
+    A copy is turned about the vertical axis by a quarter, two, three, ... (by a half where the grid is longer than
+    wide), and of its voxels 1 %, 2 %, 3 %, ... are left out at random, so that no number of voxels comes again.
+    """
+    chance = torch.Generator().manual_seed(0)
+    copies = range(max(0, count - len(real)))
+    made = (_turned(real[i % len(real)], i // len(real) + 1, 0.01 * (i + 1), chance) for i in copies)
+    return [*real[:count], *made]
+
+
+def _turned(sample: Sample, quarters: int, left_out: float, chance: torch.Generator) -> Sample:
+    kept = torch.rand(len(sample), generator=chance).argsort()[max(1, round(len(sample) * left_out)) :]
+    kept = kept.sort().values.to(sample.coords.device)
+    coords, shape = sample.coords[kept].clone(), sample.spatial_shape
+    # Of grids with an extent the vertical axis is the first, of others the last, and the least corner is 0.
+    axes = [1, 2] if shape is None else [2, 3]
+    extent = coords.amax(0) + 1 if shape is None else coords.new_tensor([1, *shape])
+    square = shape is None or shape[-1] == shape[-2]
+    for _ in range(quarters % 4 if square else 2):
+        place, extent = coords[:, axes], extent.clone()
+        extent[axes] = extent[axes[::-1]]
+        coords[:, axes] = torch.stack([extent[axes[0]] - 1 - place[:, 1], place[:, 0]], dim=1)
+    order = _by_coordinates(coords, 0)
+    name = f"{sample.name}, turned {quarters} times, {left_out:.0%} left out"
+    return replace(sample, coords=coords[order].contiguous(), feats=sample.feats[kept][order], name=name)
+
+
 def fresh(sample: Sample) -> SparseTensor:
     """The sample as a tensor whose geometry is new: every kernel map has yet to be found."""
     return SparseTensor(sample.feats, sample.coords, spatial_shape=sample.spatial_shape, batch_size=sample.batch)
