@@ -303,6 +303,19 @@ def test_our_networks_give_the_geometry_they_were_given():
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("capture", [False, True])
+def test_without_fullgraph(capture):
+    """torch breaks graphs at sizes that the data tells, unless it is told to capture them."""
+    torch._dynamo.reset()
+    model, counter = nn.Sequential(conv(3), conv(2, stride=2)), CompileCounterWithBackend("eager")
+    fast = torch.compile(model, backend=counter, dynamic=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=capture), torch.no_grad():
+        for seed in range(2):
+            x = cloud(seed, 20 + seed)
+            assert_same(fast(x), model(x))
+    assert (counter.frame_count == 1) == capture
+
+
 def test_mistakes_are_told():
     with pytest.raises(Exception, match="weight takes 4 channels .* x has 3"):
         compiled(conv(3))[0](cloud(0, channels=3))

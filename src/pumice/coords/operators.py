@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from pumice.coords.build import kernel_map
 from pumice.coords.codes import morton_argsort, morton_unique
@@ -47,6 +48,8 @@ def register(schema: str, run: Any, fake: Any) -> None:
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=TAGS)
 
+    # Where a graph breaks at an operator, what it does is not for torch to trace: that calls the operator again.
+    @_disable_dynamo
     @wraps(run)
     def found(*given: Any) -> Any:
         # What is found in inference serves training afterwards.
