@@ -64,6 +64,7 @@ NETWORKS: dict[str, Callable[[], torch.nn.Module]] = {
     "transposed": lambda: nn.Sequential(conv(3, stride=2), nn.ConvTranspose3d(4, 4, 3, stride=2)),
     "generative": lambda: nn.Sequential(nn.GenerativeConvTranspose3d(4, 4, 2, stride=2), conv(2, stride=2)),
     "groups, offsets": lambda: nn.Sequential(conv(3, groups=2), conv(None, offsets=[(0, 0, 0), (0, -2, 1)])),
+    "dense": lambda: Applied(lambda x, a: a(x).to_dense((5, 6, 7)).square(), conv(2, stride=2)),
     "pools": lambda: nn.Sequential(nn.MaxPool3d(2), nn.AvgPool3d(3, stride=1), nn.SumPool3d(2)),
     "norms": lambda: nn.Sequential(conv(2, stride=2), nn.GroupNorm(2, 4), nn.InstanceNorm(4), nn.LayerNorm(4)),
     "all of an item": lambda: nn.Sequential(conv(2, stride=2), nn.GlobalAvgPool()),
@@ -324,6 +325,17 @@ def test_mistakes_are_told():
         compiled(wrong)[0](cloud(0))
 
 
+def test_dense_grids_need_an_extent():
+    model = Applied(lambda x, a: a(x).to_dense(), conv(3))
+    fast, _ = compiled(model)
+    with pytest.raises(Exception, match="to_dense takes a spatial_shape while torch.compile traces"):
+        fast(cloud(0))
+    x = cloud(0, spatial_shape=(10, 11, 12))
+    assert_same(fast(x), model(x))
+    with pytest.raises(pm.errors.CoordinateError, match="the dense tensor holds"):
+        compiled(Applied(lambda x, a: a(x).to_dense((2, 2, 2)), conv(3)))[0](cloud(0))
+
+
 def test_coordinates_made_inside_are_checked_when_it_runs():
     doubled = Applied(lambda x, a: a(pm.SparseTensor(x.feats, x.coords * 0)), conv(3))
     with pytest.raises(pm.errors.CoordinateError, match="39 of 40 coordinates are duplicates"):
@@ -334,7 +346,10 @@ def test_the_operators_pass_opcheck():
     """Schemas, fake kernels, no shared memory, under functionalization and with symbols for sizes."""
     model = nn.Sequential(conv(3), nn.ConvTranspose3d(4, 4, 2, stride=2), nn.GlobalMaxPool())
     calls, x = Calls(), cloud(0)
-    inside = Applied(lambda x, a: a(pm.SparseTensor(x.feats, x.coords) + x.prune(x.feats[:, 0] > 0)), model)
+    inside = Applied(
+        lambda x, a: a(pm.SparseTensor(x.feats, x.coords) + x.prune(x.feats[:, 0] > 0)) + x.to_dense((10,) * 3).sum(),
+        model,
+    )
     with torch.no_grad():
         compiled(inside, calls.while_running)[0](x)
     table = torch.ops.pumice.meet(*calls.arguments("meet")[0])
@@ -342,7 +357,7 @@ def test_the_operators_pass_opcheck():
     told = (len(x), False, *calls.arguments("meet")[0][4:])
     asked += [(torch.ops.pumice.form.default, (table, *told, name)) for name in ("compacted", "split2_t", "grouped")]
     names = {func._schema.name.removeprefix("pumice::") for func, _ in asked}
-    assert names == {"box", "meet", "level", "pairs", "kept", "united", "items", "form"}
+    assert names == {"box", "meet", "level", "pairs", "kept", "united", "items", "form", "places"}
     for func, args in asked:
         torch.library.opcheck(func, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 

@@ -7,6 +7,7 @@
     kept(coords, mask) -> rows                                      the rows that stay, in (batch, Morton) order
     united(coords, coords) -> coords, places, places                a union, and where the rows of both are in it
     items(coords) -> int64 [batch items]                            how many rows each has
+    places(coords, shape, origin, items) -> places                  where each is in dense grids
 
 Each depends on its arguments alone and hands out memory of its own. Sizes that depend on the data are unbacked symbols
 for whoever traces. A box is int64 [1 + 2D] on the CPU, so that nothing waits for it twice: the number of batch items,
@@ -28,7 +29,7 @@ from pumice.coords.build import kernel_map
 from pumice.coords.codes import morton_argsort, morton_unique
 from pumice.coords.geometry import Geometry, Site, bounds_of
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.keys import Bounds
+from pumice.coords.keys import Bounds, places_in
 from pumice.coords.launch import lasting
 from pumice.coords.relation import Relation
 
@@ -182,6 +183,14 @@ def _items_fake(coords: Tensor) -> Tensor:
     return coords.new_empty(dynamic(), dtype=torch.int64)
 
 
+def _places(coords: Tensor, shape: list[int], origin: list[int], items: int) -> Tensor:
+    return places_in(coords, shape, origin, items)
+
+
+def _places_fake(coords: Tensor, shape: list[int], origin: list[int], items: int) -> Tensor:
+    return coords.new_empty(coords.shape[0], dtype=torch.int64)
+
+
 register("box(Tensor coords, SymInt[]? shape, SymInt batch_size, bool settled) -> Tensor", _box, _box_fake)
 register(
     f"level(Tensor coords, Tensor box, SymInt[]? shape, {RELATION}) -> (Tensor, Tensor, Tensor)", _level, _level_fake
@@ -193,3 +202,4 @@ register("pairs(Tensor table) -> (Tensor, Tensor, Tensor, Tensor)", _pairs, _pai
 register("kept(Tensor coords, Tensor mask) -> Tensor", _kept, _kept_fake)
 register("united(Tensor one, Tensor two) -> (Tensor, Tensor, Tensor)", _united, _united_fake)
 register("items(Tensor coords) -> Tensor", _items, _items_fake)
+register("places(Tensor coords, SymInt[] shape, SymInt[] origin, SymInt items) -> Tensor", _places, _places_fake)

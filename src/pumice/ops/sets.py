@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pumice.coords import Bounds, Geometry, KeySpace, Site, morton_argsort, morton_unique, same_geometry
+from pumice.coords import Bounds, Geometry, Site, morton_argsort, morton_unique, same_geometry
+from pumice.coords.keys import places_in
 from pumice.coords.traced import subset as traced_subset
 from pumice.coords.traced import union as traced_union
-from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
+from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.tensor import SparseTensor, numbers
 
 
@@ -28,20 +29,25 @@ def to_dense(
     Returns [batch_size, C, *spatial_shape]. Raises CoordinateError when a voxel lies outside.
     """
     shape = spatial_shape if spatial_shape is not None else x.spatial_shape
-    box = Bounds.of(x.coords)
+    if shape is None and torch.compiler.is_compiling():
+        raise OptionError(
+            "to_dense takes a spatial_shape while torch.compile traces: the box is not known yet; found None"
+        )
+    box = None
     if shape is None:
+        box = Bounds.of(x.coords)
         origin = box.low if origin is None else origin
         shape = tuple(max(0, h - o + 1) for h, o in zip(box.high, origin, strict=True))
     shape, origin = tuple(shape), tuple(origin) if origin is not None else (0,) * x.dim
     if len(shape) != x.dim or len(origin) != x.dim:
         raise ShapeError(f"spatial_shape {shape} and origin {origin} have one entry per axis, x has {x.dim} axes")
-    top = tuple(o + s - 1 for o, s in zip(origin, shape, strict=True))
-    if len(x) and any(a < o or h > t for a, o, h, t in zip(box.low, origin, box.high, top, strict=True)):
-        raise CoordinateError(f"voxels reach {box.low} to {box.high}, the dense tensor holds {origin} to {top}")
-    cells = x.batch_size * math.prod(shape)
-    index = KeySpace(Bounds(origin, top, x.batch_size)).keys(x.coords) if len(x) else x.coords[:, 0].long()
-    flat = x.feats.new_zeros(cells, x.channels).index_copy(0, index, x.feats)
-    return flat.view(x.batch_size, *shape, x.channels).movedim(-1, 1)
+    items = x.batch_size
+    if torch.compiler.is_compiling():
+        index = torch.ops.pumice.places(x.coords, list(shape), list(origin), items)
+    else:
+        index = places_in(x.coords, shape, origin, items, box)
+    flat = x.feats.new_zeros(items * math.prod(shape), x.channels).index_copy(0, index, x.feats)
+    return flat.view(items, *shape, x.channels).movedim(-1, 1)
 
 
 def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
