@@ -210,7 +210,8 @@ class NoWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         assert name not in WAITS, f"{func} waits for the device"
-        masked = name.startswith("index") and any(i.dtype == torch.bool for i in args[1] if i is not None)
+        places = args[1] if name.startswith("index") and isinstance(args[1], list | tuple) else ()
+        masked = any(i.dtype == torch.bool for i in places if i is not None)
         assert not masked, f"{func} by a mask waits for the device"
         return func(*args, **(kwargs or {}))
 

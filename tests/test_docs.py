@@ -70,6 +70,14 @@ def test_the_tuning_of_the_guide(tmp_path, monkeypatch, capsys):
     assert "inference on cpu" in said and "k2 s2 at 1" in said and len(plans.all()) == 1
 
 
+def test_the_captured_network_of_the_guide(capsys):
+    (block,) = (block for block in blocks("guide.md") if "pm.capture" in block)
+    space = {"net": pumice.nn.Conv3d(4, 4, 3).eval(), "x": random_tensor(50, 4), "pm": pumice}
+    exec(compile(block, "guide.md", "exec"), space)
+    torch.testing.assert_close(space["y"].feats, space["net"](space["x"]).feats.detach())
+    assert "up to 200 voxels" in capsys.readouterr().out
+
+
 def test_the_dataflows_of_the_guide():
     text = (DOCS / "guide.md").read_text(encoding="utf-8")
     for name in DATAFLOWS:

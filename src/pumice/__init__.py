@@ -5,7 +5,16 @@ import torch
 from pumice import coords, engine, errors, models, nn, ops
 from pumice.coords import Geometry, KernelMap, Relation, deserialize, kernel_map, same_geometry, serialize
 from pumice.coords.geometry import _rebuild
-from pumice.engine import Exportable, Tuning, exportable, tune
+from pumice.engine import (
+    Captured,
+    CapturedPoints,
+    Exportable,
+    Tuning,
+    capture,
+    capture_points,
+    exportable,
+    tune,
+)
 from pumice.ops import (
     Sparse,
     SparseTensor,
@@ -31,6 +40,8 @@ __version__ = "0.1.0"
 torch.serialization.add_safe_globals([SparseTensor, _rebuild])
 
 __all__ = [
+    "Captured",
+    "CapturedPoints",
     "Exportable",
     "Geometry",
     "KernelMap",
@@ -38,6 +49,8 @@ __all__ = [
     "Sparse",
     "SparseTensor",
     "Tuning",
+    "capture",
+    "capture_points",
     "cat",
     "coalesce",
     "collate",

@@ -1,6 +1,7 @@
 """Every error the library raises on purpose. Each is also the builtin kind a caller would expect to catch."""
 
 __all__ = [
+    "CaptureError",
     "CoordinateError",
     "DeviceError",
     "DtypeError",
@@ -39,6 +40,10 @@ class GeometryError(PumiceError, ValueError):
 
 class OptionError(PumiceError, ValueError):
     """An argument value that is not known; the message lists the known ones."""
+
+
+class CaptureError(PumiceError, RuntimeError):
+    """A network that cannot be captured, or whose captured results are not those of its forward pass."""
 
 
 class FileError(PumiceError, ValueError):

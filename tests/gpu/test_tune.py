@@ -142,8 +142,8 @@ def test_only_what_is_read_is_laid_out(name):
     net, x = pm.models.MinkUNet(width=0.5).half().cuda().eval(), scene()
     for layer in convolutions(net):
         layer.dataflow = name
-    x.prepare(net.steps, net.windows, net.users)
     with torch.no_grad():
+        x.prepare(net.steps, net.windows, net.users)
         net.stem(x)
     (found,) = (found for (relation, _), (found, _) in x.geometry.maps.items() if relation.policy == "same")
     form = pm.ops.DATAFLOWS[name].form

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.errors import OptionError
-from pumice.lower import plan
+from pumice.errors import OptionError, ShapeError
+from pumice.lower import direct, plan
 from pumice.lower import triton as kernels
 from pumice.lower.scratch import Scratch
 from pumice.schedule.ledger import Ledger
@@ -77,6 +77,7 @@ def forget():
     """Nothing that was made ready is kept."""
     for held in (kernels._RUNNERS, plan._READY, plan._SERIES, plan._CHOSEN):
         held.clear()
+    direct.TEMPLATES.clear()
     einsum = import_module("pumice.ops.einsum")
     einsum._kept.cache_clear()
     einsum._seen_by.cache_clear()
@@ -222,7 +223,7 @@ def test_precision_is_part_of_what_was_tuned(made):
 def test_a_newer_setting_of_precision_is_read(made, monkeypatch):
     for setting, expected in {"tf32": "tf32", "ieee": "tf32x3", "none": "tf32x3"}.items():
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
-        assert kernels._precision() == expected
+        assert kernels.float32_precision() == expected
 
 
 # operands that are held
@@ -268,7 +269,7 @@ def test_what_is_held_keeps_its_memory(made):
     torch.ones(64, 32, dtype=torch.float16)
     run({"A": a})
     (kernel,) = made.values()
-    assert addresses(kernel)[-1]["B"] == there and run._held["B"].data_ptr() == there
+    assert addresses(kernel)[-1]["B"] == there and run.held["B"].data_ptr() == there
 
 
 @pytest.mark.parametrize("which", ["held", "free"])
@@ -327,7 +328,7 @@ def test_what_was_tuned_counts_for_what_is_held(made):
     run({"A": a})
     runner = run._runner
     tile = Tile(64, 32, 32, stages=4)
-    kernels.ledger().put(kernels._key(runner.bound, {"A": a, "B": b}, kernels._precision()), tile)
+    kernels.ledger().put(kernels._key(runner.bound, {"A": a, "B": b}, kernels.float32_precision()), tile)
     run({"A": a})
     run({"A": a})
     stages = [door[3] for kernel in made.values() for door in kernel.doors]
@@ -357,7 +358,7 @@ def test_precision_counts_for_what_is_held(made, monkeypatch):
     a, b = operands(dtype=torch.float32)
     run = held(b)
     for precision in ("tf32", "tf32x3", "tf32"):
-        monkeypatch.setattr(kernels, "_precision", lambda precision=precision: precision)
+        monkeypatch.setattr(kernels, "float32_precision", lambda precision=precision: precision)
         run({"A": a})
     doors = [door for kernel in made.values() for door in kernel.doors]
     assert len(doors) == 2 and len(run._aimed) == 2
@@ -577,3 +578,98 @@ def test_maps_of_other_sizes_are_planned_for(as_on_gpu, monkeypatch):
         before = len(planned)
         pm.ops.conv_features(torch.zeros(voxels, 16, dtype=torch.float16), weight, a_map(1, voxels), voxels)
         assert len(planned) > before
+
+
+@pytest.fixture
+def straight(as_on_gpu, monkeypatch):
+    """Convolutions go straight to their kernels."""
+    monkeypatch.setattr(import_module("pumice.ops.conv"), "_starts_kernels", lambda x: True)
+    return as_on_gpu
+
+
+def voxels(count, seed, channels=16, dtype=torch.float16):
+    """Features and the map of so many voxels of a small grid."""
+    from pumice.coords import Relation, kernel_map
+
+    places = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:count]
+    coords = torch.stack([torch.zeros_like(places), places // 100, places // 10 % 10, places % 10], 1).int()
+    found, _ = kernel_map(pm.SparseTensor(torch.zeros(count, 1), coords).geometry, Relation.of(3, 3))
+    return torch.zeros(count, channels, dtype=dtype), found
+
+
+def finish(count, channels=16):
+    """An epilogue with all that a residual block's end has."""
+    vectors = torch.rand(4, channels)
+    return pm.ops.Epilogue(*vectors[:2], torch.zeros(count, channels).half(), "relu", None, *vectors[2:], 1e-5)
+
+
+def launches(kernels_):
+    return [(grid, values) for kernel in kernels_.values() for grid, values in kernel.direct]
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["bare", "epilogue"])
+def test_another_map_gets_a_launch_with_its_own_arrays(straight, monkeypatch, ended):
+    weight = torch.zeros(16, 27, 16, dtype=torch.float16)
+    clouds = [voxels(count, 0) for count in (400, 399, 397, 395)]
+    ends = [finish(len(x)) if ended else None for x, _ in clouds]
+    # Triton makes a variant where 16 divides a size, and another where it does not.
+    for (x, found), end in zip(clouds[:2] * 2, ends[:2] * 2, strict=True):
+        pm.ops.conv_features(x, weight, found, len(x), epilogue=end)
+    # From now on nothing is looked up.
+    monkeypatch.setattr(import_module("pumice.ops.conv"), "_in_full", None)
+    for (x, found), end in zip(clouds, ends, strict=True):
+        y = pm.ops.conv_features(x, weight, found, len(x), epilogue=end)
+        assert y.shape == (len(x), 16) and y.dtype == torch.float16
+        rows, _, taps, met = found.compacted(64)
+        own = {t.data_ptr() for t in (x, weight, rows, taps, met, *(end.operands.values() if end else ()), y)}
+        assert any(own <= set(values) for _, values in launches(straight))
+
+
+def test_a_straight_call_is_the_one_with_every_check(straight, monkeypatch):
+    """Grid and all arguments but the result are those of a call that looks everything up."""
+    conv, weight = import_module("pumice.ops.conv"), torch.zeros(16, 27, 16, dtype=torch.float16)
+    clouds = [voxels(count, 0) for count in (400, 399, 397)]
+
+    def starts():
+        kept = [pm.ops.conv_features(x, weight, found, len(x)) for x, found in clouds for _ in range(2)]
+        results = {t.data_ptr() for t in kept}
+        return [(g, tuple("result" if v in results else v for v in values)) for g, values in launches(straight)][-2:]
+
+    starts()
+    straight_ = starts()
+    monkeypatch.setattr(conv, "_starts_kernels", lambda x: False)
+    assert starts() == straight_
+
+
+def test_a_straight_call_is_checked_all_the_same(straight):
+    weight, (x, found), (y, other) = torch.zeros(16, 27, 16).half(), voxels(100, 0), voxels(101, 1)
+    for _ in range(2):
+        pm.ops.conv_features(x, weight, found, 100)
+    with pytest.raises(ShapeError, match="x is \\[101, C_in\\]"):
+        pm.ops.conv_features(x, weight, other, 101)
+    with pytest.raises(ShapeError, match="rows are the 101 outputs"):
+        pm.ops.conv_features(y, weight, other, 100)
+    pm.ops.conv_features(x, weight, found, 100, epilogue=finish(100))
+    with pytest.raises(ShapeError, match="residual of the epilogue is \\[101, 16\\]"):
+        pm.ops.conv_features(y, weight, other, 101, epilogue=finish(100))
+    with pytest.raises(ShapeError, match="weight is"):
+        pm.ops.conv_features(y, weight[:, :26], other, 101)
+
+
+def test_a_straight_call_sees_what_was_set_meanwhile(straight, monkeypatch):
+    """Precision, layouts and alignment count, and what was tuned."""
+    (x, found), weight = voxels(100, 0, dtype=torch.float32), torch.zeros(16, 27, 16)
+
+    def sources():
+        before = {k: len(k.direct) + len(k.doors) for k in straight.values()}
+        pm.ops.conv_features(x, weight, found, 100)
+        return [k for k in straight.values() if len(k.direct) + len(k.doors) != before.get(k)]
+
+    (first,) = [k for _ in range(3) for k in sources()][-1:]
+    monkeypatch.setattr(kernels, "float32_precision", lambda: "tf32")
+    sources()
+    assert any("tf32" in values for kernel in straight.values() for _, values, *_ in kernel.doors)
+    doors = sum(len(kernel.doors) for kernel in straight.values())
+    x = torch.zeros(100 * 16 + 1)[1:].view(100, 16)
+    sources()
+    assert sum(len(kernel.doors) for kernel in straight.values()) == doors + 1

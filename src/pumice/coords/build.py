@@ -16,8 +16,9 @@ from pumice.coords.geometry import Geometry, alike
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found
-from pumice.coords.outputs import Outputs, counted, level_key, made_of, room_of, site_of
+from pumice.coords.outputs import Listed, Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
+from pumice.coords.rooms import Between
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 
 _GROWTH = 16
@@ -81,7 +82,7 @@ def _build(
     relation, target = _checked(geometry, relation, target)
     if relation.policy in ("same", "given"):
         outputs = geometry if target is None else target
-        found = KernelMap.of_found(relation, _search(geometry, outputs, relation, schedule), len(geometry))
+        found = _map_of(relation, _search(geometry, outputs, relation, schedule), geometry, outputs)
         return found, None if outputs is geometry else outputs
     return _level(geometry, relation, schedule)
 
@@ -93,7 +94,8 @@ def _level(geometry: Geometry, relation: Relation, schedule: MapSchedule | None)
     if outputs is not None:
         return _to_known(geometry, relation, outputs, None, schedule), outputs
     made = made_of(geometry.cloud, geometry.site, relation, schedule)
-    outputs = made.geometry(*counted(geometry, [made.count]))
+    buffered = geometry.buffered is not None
+    outputs = _buffer_of(made, geometry, relation) if buffered else made.geometry(*counted(geometry, [made.count]))
     if key:
         geometry.levels[key] = outputs
     return _to_known(geometry, relation, outputs, made, schedule), outputs
@@ -110,9 +112,36 @@ def _to_known(
             table = table[: len(geometry)].clone()
         found = None if table is None else Found(table, None)
         found = found or _search(outputs, geometry, relation, schedule)
-        return KernelMap.of_found(relation, found, len(outputs)).transpose()
+        return _map_of(relation, found, outputs, geometry).transpose()
     found = _search(geometry, outputs, relation, schedule) if table is None else Found(table, None)
-    return KernelMap.of_found(relation, found, len(geometry))
+    return _map_of(relation, found, geometry, outputs)
+
+
+def _map_of(relation: Relation, found: Found, inputs: Geometry, outputs: Geometry) -> KernelMap:
+    made = KernelMap.of_found(relation, found, len(inputs))
+    here, there = inputs.buffered, outputs.buffered
+    if here is None and there is None:
+        return made
+    if here is None or there is None:
+        raise GeometryError("a captured network has no maps between its own coordinates and those from elsewhere")
+    status, place = inputs.cloud.status, (here.path, there.path, relation)
+    return replace(made, between=Between(inputs.cloud.count, outputs.cloud.count, status, here.rooms, place))
+
+
+def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometry:
+    """The outputs of coordinates in a buffer, in a buffer as large as was settled."""
+    buffered = geometry.buffered
+    assert buffered is not None
+    site = site_of(geometry.site, relation)
+    if isinstance(made, Listed) and geometry.coords.is_cuda:
+        raise GeometryError(
+            f"no kernel makes coordinates in the box {site.bounds.low} to {site.bounds.high}, and plain torch waits "
+            "for the device: a captured network needs a smaller box"
+        )
+    path = (*buffered.path, relation)
+    most = room_of(len(geometry), relation, site)
+    room = buffered.rooms.room(("rows", path, site.stride), made.count, most)
+    return Geometry.in_buffer(made.cloud(room), site, replace(buffered, path=path))
 
 
 def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ...]:
@@ -128,7 +157,7 @@ def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ..
     levels = [geometry]
     for place, step in enumerate(steps):
         missing = (step, None) not in levels[-1].maps and not torch.compiler.is_compiling()
-        if missing and runs_kernels(geometry.coords):
+        if missing and geometry.buffered is None and runs_kernels(geometry.coords):
             with lasting():
                 _pyramid(levels[-1], steps[place:])
         levels.append(kernel_map(levels[-1], step)[1])

@@ -57,6 +57,12 @@ class Cloud:
         """bool [capacity]: which rows live."""
         return torch.arange(self.capacity, device=self.device) < self.count
 
+    def inside(self) -> Tensor:
+        """bool [capacity]: which rows lie in the box."""
+        low = torch.tensor((0, *self.bounds.low), dtype=torch.int64, device=self.device)
+        high = torch.tensor((self.bounds.batch - 1, *self.bounds.high), dtype=torch.int64, device=self.device)
+        return ((self.coords >= low) & (self.coords <= high)).all(1)
+
     def read(self) -> int:
         """How many rows live: waits for the device. Raises CoordinateError for what went wrong on the way to them."""
         words = [self.count, self.status, self.count if self.needed is None else self.needed]

@@ -44,7 +44,7 @@ class Compacted(NamedTuple):
     tiles int32 [E]: the tile of each (tile, tap) entry, not falling; taps int32 [E]: its tap.
     inputs int32 [E, B]: the input that output rows[tiles[e], b] meets through taps[e], -1 where none.
 
-    Where there is room for more entries than there are, the last ones belong to the last tile and meet nothing.
+    Where there is room for more entries than there are, the last ones belong to no tile: theirs is T.
     """
 
     rows: Tensor
@@ -280,7 +280,7 @@ def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None
 def filled_twin(rows: Tensor, tiling: Tiling, found: Compacted, status: Tensor) -> Compacted:
     """As filled, in plain torch, into these tensors."""
     status.bitwise_or_(OVERFLOW * (tiling.entries > len(found.taps)).any().int())
-    found.tiles.fill_(max(len(tiling.slots) - 1, 0))
+    found.tiles.fill_(len(tiling.slots))
     found.taps.zero_()
     found.inputs.fill_(-1)
     tile, tap = (part[: len(found.tiles)] for part in tiling.active.nonzero().unbind(1))

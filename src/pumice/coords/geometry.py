@@ -18,8 +18,10 @@ from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.launch import lasting
 from pumice.coords.lookup import Lookup, find
+from pumice.coords.relation import Relation
+from pumice.coords.rooms import Buffered
 from pumice.coords.structures import explain, lookup_of
-from pumice.errors import CoordinateError, DtypeError, ShapeError
+from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
 
 Stride = tuple["int | Fraction", ...]
 
@@ -101,6 +103,14 @@ class Geometry:
         # See coords.traced: whether compiled code relies on the maps; and of those that a trace made their origin.
         self.prepared = False
         self.trail: Trail | None = None
+        self._buffered: Buffered | None = None
+
+    @staticmethod
+    def in_buffer(cloud: Cloud, site: Site, buffered: Buffered) -> Geometry:
+        """The living rows of a cloud. Its length is the buffer's; what goes wrong shows in the cloud's status alone."""
+        geometry = Geometry(cloud.coords, site)
+        geometry._cloud, geometry._buffered = cloud, buffered
+        return geometry
 
     @staticmethod
     def checked(
@@ -161,7 +171,7 @@ class Geometry:
         return self._site
 
     @property
-    def known(self) -> Site:
+    def outline(self) -> Site:
         """The site as far as it is known without a look at the coordinates, whose bounds it may not tell."""
         return self._site
 
@@ -197,6 +207,18 @@ class Geometry:
     def inverse(self) -> Tensor | None:
         """int64 [P]: the row of each point that was voxelised, -1 for a point outside; None if there were none."""
         return self._inverse
+
+    @property
+    def buffered(self) -> Buffered | None:
+        """What is settled of the sizes, where the coordinates lie in a buffer (a captured network); else None."""
+        return self._buffered
+
+    def known(self, what: str) -> None:
+        """Raise GeometryError where the number of voxels is the device's alone, for what has to know it."""
+        if self._buffered is not None:
+            raise GeometryError(
+                f"{what}: within a captured network nobody but the device knows how many voxels there are"
+            )
 
     @property
     def dim(self) -> int:
@@ -257,6 +279,12 @@ class Geometry:
     def find(self, coords: Tensor) -> Tensor:
         """The row of each of `coords` int [M, 1+D], -1 where it is not present; int64 [M]."""
         return find(self.lookup(), coords, self.bounds).long()
+
+    def enter(self, cells: Cloud) -> Tensor:
+        """The row of each of `cells` that lives, -1 of others; int64 [P]. It is the `inverse` of coordinates in a
+        buffer that were made of these."""
+        self._inverse = self.lookup().neighbours(cells, Relation.of(self.dim, 1)).rows[:, 0].long()
+        return self._inverse
 
     @property
     def unsettled(self) -> Tensor | None:

@@ -13,9 +13,10 @@ from torch import Tensor
 from pumice.coords import compact
 from pumice.coords.cloud import read
 from pumice.coords.compact import Compacted, Grouped, Order, Tiling
-from pumice.coords.launch import lasting
+from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found, mask_words
 from pumice.coords.relation import Relation
+from pumice.coords.rooms import Between
 from pumice.errors import OptionError, ShapeError
 
 _MISSING = object()
@@ -61,7 +62,8 @@ class KernelMap:
     them; `settle` reads those of many maps in one transfer.
 
     table int32 [num_outputs, K] is `rows()` of the map as it was found; flipped: whether this is its transpose.
-    inputs: whose coordinates may still have to be checked when a size is read.
+    inputs: whose coordinates may still have to be checked when a size is read. between: of a map between buffers, whose
+    storages have room that was settled before, and of which nothing is read.
     """
 
     relation: Relation
@@ -70,6 +72,7 @@ class KernelMap:
     num_outputs: int
     flipped: bool = False
     inputs: weakref.ref[Checked] | None = field(default=None, repr=False)
+    between: Between | None = field(default=None, repr=False)
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -148,11 +151,17 @@ class KernelMap:
 
     def living(self) -> Tensor:
         """int32 [1] on the device: the number of outputs."""
+        if self.between is not None:
+            return self.between.inputs if self.flipped else self.between.outputs
         return self.storage("living", lambda m: torch.full((1,), m.num_outputs, dtype=torch.int32, device=m.device))
 
     def has(self, name: Hashable) -> bool:
         """Whether storage `name` was made for this direction of the map."""
         return (name, self.flipped) in self._storages
+
+    def kept(self, name: Hashable) -> Any:
+        """What was made under that name, or None."""
+        return self._storages.get((name, self.flipped))
 
     def storage(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
@@ -193,6 +202,8 @@ class KernelMap:
         return self.transpose() if self.flipped else self
 
     def __repr__(self) -> str:
+        if self.between is not None:
+            return f"KernelMap({self.num_inputs} -> {self.num_outputs} rows of buffers, K={self.volume})"
         total = sum(_totals(self._found))
         mean = total / max(self.num_outputs, 1)
         return (
@@ -204,10 +215,12 @@ class KernelMap:
 def settle(wanted: Iterable[tuple[KernelMap, int, Order | None]]) -> None:
     """Read in one transfer what storages of these maps need: the entries of tiles of so many outputs in an order.
 
-    Without an order: the number of pairs of each tap.
+    Without an order: the number of pairs of each tap. Of maps between buffers nothing is read.
     """
     asked = []
     for found, block, how in wanted:
+        if found.between is not None:
+            continue
         name, size = _totals_of(found) if how is None else _entries_of(found, block, how)
         if not found.has(name):
             asked.append((found, name, size))
@@ -257,6 +270,8 @@ def _pairs(found: KernelMap) -> Pairs:
         met = found.table.t()
         hits = met >= 0
         return Pairs(met[hits].long(), hits.nonzero()[:, 1], hits.sum(1))
+    if found.between is not None:
+        raise OptionError("a list of a map's pairs has a length that only the device knows: not in a captured network")
     totals = _totals(found)
     inputs, outputs = compact.listed(found.rows(), found.living(), found.tally(), sum(totals))
     return Pairs(inputs.long(), outputs.long(), torch.tensor(totals))
@@ -274,16 +289,32 @@ def _tiling(found: KernelMap, block: int, how: Order) -> Tiling:
 
 
 def _compacted(found: KernelMap, block: int, how: Order) -> Compacted:
+    if found.between is not None:
+        return _in_room(found, found.between, block, how)
     settle([(found, block, how)])
     # Without tiles there is no number.
     room = sum(found._storages[("entries", block, how), found.flipped])
     return compact.filled(found.rows(), found.tiling(block, how), room)
 
 
+def _in_room(found: KernelMap, between: Between, block: int, how: Order) -> Compacted:
+    """The entries of a map between buffers, in the room that there is for them."""
+    tiling = found.tiling(block, how)
+    most = len(tiling.slots) * (how.last - how.first)
+    room = between.rooms.room(("entries", between.place, found.flipped, block, how), tiling.entries, most)
+    if not runs_kernels(found.table):
+        # Plain torch takes just as much as there is.
+        room = min(room, int(tiling.entries))
+    return compact.filled(found.rows(), tiling, room, between.status)
+
+
 def _grouped(found: KernelMap, group: int) -> Grouped:
     """Of a map that is not flipped."""
-    groups = sum(-(-total // group) for total in _totals(found))
+    if found.between is None:
+        groups, status = sum(-(-total // group) for total in _totals(found)), None
+    else:
+        groups, status = found.volume * -(-found.num_outputs // group), found.between.status
     ends = found.tally()
-    inputs, outputs = compact.listed(found.rows(), found.living(), ends, groups * group, group)
+    inputs, outputs = compact.listed(found.rows(), found.living(), ends, groups * group, group, status)
     taps = compact.group_taps(ends[:, -1], groups, group)
     return Grouped(taps, inputs.view(groups, group), outputs.view(groups, group))

@@ -186,7 +186,8 @@ class Listed:
     """In plain torch, with the host: the twin of the others, for any box."""
 
     def __init__(self, inputs: Cloud, relation: Relation, site: Site) -> None:
-        coords = inputs.coords if inputs.exact else inputs.coords[inputs.live()]
+        # What lies outside the box is not there, as in the other ways.
+        coords = inputs.coords if inputs.exact else inputs.coords[inputs.live() & inputs.inside()]
         self._coords = _TWINS[relation.policy](coords, inputs.bounds, relation, site)
         self._site, self._inputs = site, inputs
         if len(self._coords) > INT32_MAX:

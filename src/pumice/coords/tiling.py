@@ -154,7 +154,7 @@ def fill_tiles(
     """The entries of tile t, one for each of its taps, from ends[t - 1] on: its tap, t, and the inputs of its rows.
 
     capacity: entries that there is room for; that there are more is reported. The programs past the tiles fill up what
-    room is left, LANES entries each: of the last tile, meeting nothing. BLOCK slots by LANES taps at a time.
+    room is left, LANES entries each: of no tile, meeting nothing. BLOCK slots by LANES taps at a time.
     """
     t = tl.program_id(0)
     b = tl.arange(0, BLOCK)[:, None]
@@ -180,7 +180,7 @@ def fill_tiles(
         e = ((t - tiles_most).to(tl.int64) * LANES + lane)[None, :]
         on = (e >= total) & (e < capacity)
         tl.store(taps + e, tl.zeros_like(e).to(tl.int32), mask=on)
-        tl.store(tiles + e, (tl.zeros_like(e) + tl.maximum(tiles_most - 1, 0)).to(tl.int32), mask=on)
+        tl.store(tiles + e, (tl.zeros_like(e) + tiles_most).to(tl.int32), mask=on)
         tl.store(inputs + e * BLOCK + b, (tl.zeros_like(e) - 1 + tl.zeros_like(b)).to(tl.int32), mask=on & (b >= 0))
 
 

@@ -36,7 +36,7 @@ def local(geometry: Geometry) -> Geometry:
     """The geometry that keeps maps in its place: itself, if this trace made it."""
     if is_local(geometry):
         return geometry
-    found = Geometry(geometry.coords, _unplaced(geometry.known), geometry.inverse)
+    found = Geometry(geometry.coords, _unplaced(geometry.outline), geometry.inverse)
     found.trail = Trail(_trace(), geometry.start, geometry.steps, geometry)
     return found
 
@@ -82,13 +82,13 @@ def known(
 def subset(geometry: Geometry, mask: Tensor) -> tuple[Geometry, Tensor]:
     """The coordinates where `mask` is true, in (batch, Morton) order, and which rows they are."""
     rows = torch.ops.pumice.kept(geometry.coords, mask)
-    return _apart(geometry.coords[rows], _unplaced(geometry.known)), rows
+    return _apart(geometry.coords[rows], _unplaced(geometry.outline)), rows
 
 
 def union(one: Geometry, two: Geometry) -> tuple[Geometry, tuple[Tensor, Tensor]]:
     """The coordinates of both, in (batch, Morton) order, and the place of each row of both among them."""
     coords, *places = torch.ops.pumice.united(one.coords, two.coords)
-    first, second = one.known, two.known
+    first, second = one.outline, two.outline
     items = max(one.batch_size, two.batch_size) if first.batch_size >= 0 <= second.batch_size else -1
     pair = first.spatial_shape, second.spatial_shape
     shape = None if pair[0] is None or pair[1] is None else tuple(map(max, pair[0], pair[1]))
@@ -163,11 +163,11 @@ def _meeting(inputs: Geometry, outputs: Geometry, relation: Relation) -> KernelM
 
 def _made(here: Geometry, relation: Relation) -> tuple[Geometry, Tensor]:
     """The outputs that a relation makes, and the table of the map as it is found."""
-    shape = here.known.spatial_shape
+    shape = here.outline.spatial_shape
     bound = None if shape is None else list(shape)
     coords, box, table = torch.ops.pumice.level(here.coords, _box(here), bound, *told(relation))
     kept = None if shape is None or not relation.bounded else relation.output_shape(shape)
-    site = here.known
+    site = here.outline
     site = Site(stride_of(site.stride, relation), kept, site.batch_size, UNKNOWN, site.frame)
     outputs = Geometry(coords, site)
     outputs.trail = Trail(_trace(), here.start, (*here.steps, relation), box=box)
@@ -180,9 +180,9 @@ def _box(geometry: Geometry) -> Tensor:
     if trail is not None and trail.box is not None:
         return trail.box
     given = geometry if trail is None or trail.given is None else trail.given
-    shape = None if given.known.spatial_shape is None else list(given.known.spatial_shape)
+    shape = None if given.outline.spatial_shape is None else list(given.outline.spatial_shape)
     # Compiled code is bound to what it looks at.
-    items = -1 if given.settled and shape is None else given.known.batch_size
+    items = -1 if given.settled and shape is None else given.outline.batch_size
     box = torch.ops.pumice.box(given.coords, shape, items, given.settled)
     if trail is not None:
         trail.box = box

@@ -212,6 +212,8 @@ def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     Places count pairs by output, and those of one output by tap; -1 fills up.
     """
+    if found.between is not None:
+        raise OptionError("dataflow fetch-on-demand-deterministic waits for a map's sizes: not in a captured network")
     taps, inputs, outputs = found.grouped(maps.group_of(found.num_outputs))
     flat = outputs.flatten()
     filled = int((flat < 0).sum())

@@ -22,6 +22,7 @@ from pumice.coords import KernelMap, Order, settle
 from pumice.coords.traced import told
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored
+from pumice.lower.remember import OWN
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
@@ -164,6 +165,9 @@ def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     form = FORMS[name]
     parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
     held = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
+    if found.between is not None:
+        for _, x in held:
+            OWN.add(x)
     return tuple(token for token, _ in held), [x for _, x in held]
 
 

@@ -36,6 +36,25 @@ class Bounded(Generic[Found]):
         return value
 
 
+class Own:
+    """Tensors of a program that runs again and again, as a captured graph does: what they hold is written by the
+    program, so that what it finds of them lasts as long, and nothing waits for it."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        key = id(tensor)
+        self._held[key] = weakref.ref(tensor, lambda _: self._held.pop(key, None))
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        held = self._held.get(id(tensor))
+        return held is not None and held() is tensor
+
+
+OWN = Own()
+
+
 def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:
     """Remember find(tensor, *args) for each living tensor and hashable args; forgotten when the tensor is written to.
 
@@ -60,7 +79,7 @@ def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Co
         with lasting(), torch.no_grad():
             found = find(tensor, *args, **kwargs)
         # What is found while a CUDA graph is captured is not computed until the graph runs.
-        if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if tensor in OWN or not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(results) >= _MOST:
                 results.clear()
             results[asked] = found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.runs import bounds_of, by_length, in_pieces
-from pumice.lower.remember import per_tensor
+from pumice.lower.remember import OWN, per_tensor
 
 _LONG_ARRAY = 1 << 17
 """Entries from which on the longest segments are looked at: below, the read would take longer than what it saves."""
@@ -109,9 +109,9 @@ def _longest_first(found: Segments) -> Segments:
 
 def _readable(array: Tensor) -> bool:
     """Whether its values are there and may be waited for."""
-    return (
-        type(array) is Tensor and not array.is_meta and not (array.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
+    if type(array) is not Tensor or array.is_meta or array in OWN:
+        return False
+    return not (array.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _rank(lengths: Tensor, most: int, window: int) -> Tensor:

@@ -40,7 +40,7 @@ from pumice.lower.emit import (
 )
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
 from pumice.lower.loops import EIGHT_BITS
-from pumice.lower.remember import Bounded
+from pumice.lower.remember import OWN, Bounded
 from pumice.lower.scratch import Scratch, scratch
 from pumice.lower.segments import Segments, pieces, segments, stacks
 from pumice.schedule import tile as tiles
@@ -311,7 +311,7 @@ class Runner:
 
     def _launch_key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """What a launch depends on; what was tuned meanwhile counts from the next call on."""
-        precision = self.precision or _precision()
+        precision = self.precision or float32_precision()
         used = [operands[name] for name in self._used]
         before = operands.get(BEFORE)
         kind = None if before is None else before.dtype
@@ -321,7 +321,7 @@ class Runner:
         """The tile that was asked for, the tuned one, or the default; tuned now where that is wanted."""
         if self.tile is not None:
             return self.tile
-        precision = self.precision or _precision()
+        precision = self.precision or float32_precision()
         on_gpu = operands[self._used[0]].is_cuda
         if tile_source() == TIMING and on_gpu and not ledger().look(_key(self.bound, operands, precision)):
             tune(self.bound, operands, self.dtype, measured, precision)
@@ -340,7 +340,7 @@ class Runner:
         known = (key, *_wide(operands, out))
         kernel = self._kernels.get(known)
         if kernel is None:
-            how = How(self.precision or _precision(), self.splits, self.finish)
+            how = How(self.precision or float32_precision(), self.splits, self.finish)
             kernel = self._kernels[known] = emitted(self.bound, given, tile or key[0], how)
         return kernel.sized(self.bound.extents, {name: x.shape for name, x in given.items()}, part)
 
@@ -359,59 +359,70 @@ class HeldRunner:
         held: Mapping[str, Tensor],
         at: tuple[Mapping[str, Sequence[int]], tuple[int, ...]] | None = None,
     ) -> None:
-        self._like, self._held, self._at = runner, held, at
+        self.like, self.held, self._at = runner, held, at
         self._shape = runner.bound.shape if at is None else at[1]
         self._in_fp32, self._far, strides = False, math.prod(self._shape) >= _FAR, []
         for x in held.values():
             stride = x.stride()
             strides.append(stride)
             self._in_fp32 |= x.dtype == torch.float32
-            self._far |= bool(stride) and x.shape[0] * stride[0] >= _FAR
+            self._far |= is_far(x)
         self._strides = tuple(strides)
         self._aimed: dict[Any, Aimed] = {}
 
     @cached_property
     def _runner(self) -> Runner:
-        return self._like if self._at is None else self._like.resized(*self._at)
+        return self.like if self._at is None else self.like.resized(*self._at)
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
         """The result; operands: those that are not held."""
         if before is not None:
-            return self._runner({**self._held, **operands}, before)
-        like, kinds, asked = self._like, [], self._in_fp32
-        for x in operands.values():
-            kind = x.dtype
-            asked |= kind is torch.float32
-            kinds += (x.stride(), kind)
-        precision = like.precision or (_precision() if asked else "")
-        key = (ledger().generation, tile_source(), precision, *kinds)
+            return self._runner({**self.held, **operands}, before)
+        like, key = self.like, self._key(operands)
         aimed = self._aimed.get(key)
         if aimed is None:
             aimed = self._cast(key, operands)
         if aimed is not None:
             out = like.fresh(aimed.device, self._shape)
-            if aimed.start(operands, out):
+            if aimed.start([operands[name] for name in aimed.names], out):
                 return out if out.dtype == like.dtype else out.to(like.dtype)
-        together = {**self._held, **operands}
+        together = {**self.held, **operands}
         found = self._runner(together)
         if aimed is None and (mould := self._runner.mould(together)) is not None:
             like.moulds.keep((key, self._strides), mould)
             self._cast(key, operands)
         return found
 
+    def made(self, operands: Mapping[str, Tensor]) -> tuple[Aimed, Mould] | None:
+        """The kernel of calls like this one, and that of calls of other sizes; None before it was called."""
+        key = self._key(operands)
+        aimed, mould = self._aimed.get(key), self.like.moulds.get((key, self._strides))
+        return None if aimed is None or mould is None else (aimed, mould)
+
+    def _key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
+        """What a launch depends on beside what is held."""
+        kinds, asked = [], self._in_fp32
+        for x in operands.values():
+            kind = x.dtype
+            asked |= kind is torch.float32
+            kinds += (x.stride(), kind)
+        precision = self.like.precision or (float32_precision() if asked else "")
+        return (ledger().generation, tile_source(), precision, *kinds)
+
     def _cast(self, key: tuple[Any, ...], operands: Mapping[str, Tensor]) -> Aimed | None:
         """The kernel of calls like this one, which was made for another: with this one's sizes and addresses."""
-        mould = self._like.moulds.get((key, self._strides))
-        if mould is None or self._far or any(x.ndim and x.shape[0] * x.stride(0) >= _FAR for x in operands.values()):
+        mould = self.like.moulds.get((key, self._strides))
+        if mould is None or self._far or any(map(is_far, operands.values())):
             return None
-        bound, extents = self._like.bound, self._like.bound.extents
         shapes: dict[str, Sequence[int]] = {"": self._shape}
-        for given in (self._held, operands):
+        for given in (self.held, operands):
             for name, x in given.items():
                 shapes[name] = x.shape
-        if self._at is not None:
-            extents = {**extents, **extents_at(bound, shapes, self._shape)}
-        aimed = mould.cast(extents, self._held, shapes)
+        bound = self.like.bound
+        if self._at is None:
+            aimed = mould.cast(bound.extents, self.held, shapes)
+        else:
+            aimed = mould.cast_at(bound, self.held, shapes)
         if aimed is not None:
             if len(self._aimed) >= _AIMED:
                 self._aimed.clear()
@@ -421,6 +432,13 @@ class HeldRunner:
 
 _FAR = 1 << 31
 """Distances of rows, which lead, from which on addresses need 64 bits."""
+
+
+def is_far(x: Tensor) -> bool:
+    """Whether addresses of it, whose rows lead, need 64 bits."""
+    return x.ndim > 0 and x.shape[0] * x.stride(0) >= _FAR
+
+
 _AIMED = 64
 """Kernels that a runner keeps: for tensors laid out in other ways, and what was tuned meanwhile."""
 
@@ -436,6 +454,10 @@ class Mould:
     form: Roles
     counted: tuple[str, int, int] | None
 
+    def cast_at(self, bound: Bound, held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> Aimed | None:
+        """`cast` for other sizes than those of the bound: shapes of all operands by name, and of the result, ""."""
+        return self.cast({**bound.extents, **extents_at(bound, shapes, shapes[""])}, held, shapes)
+
     def cast(
         self, extents: Mapping[str, int], held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
     ) -> Aimed | None:
@@ -443,7 +465,8 @@ class Mould:
         if self.form.segment is not None and self.counted is not None:
             name, axis, coefficient = self.counted
             array = held.get(self.form.segment.array)
-            if array is None or _captured(array.device):
+            # Passes of a program that is to be captured all go one way: the one before compiles what it starts.
+            if array is None or array in OWN or _captured(array.device):
                 return None
             part = _segments_of(array, -(-shapes[name][axis] // coefficient), self.form, self.emitted.tile)
         return Aimed.of(self.emitted.sized(extents, shapes, part), held, part)
@@ -451,7 +474,7 @@ class Mould:
 
 @dataclass(frozen=True, eq=False)
 class Aimed:
-    """A compiled kernel with the addresses of what stays. slots: the places of the other operands, by name.
+    """A compiled kernel with the addresses of what stays. slots: the places of the other operands, which are `names`.
 
     part: the segments whose addresses are among them; the operands that are held the runner keeps.
     scratch: the places of counters and of room, where it takes them.
@@ -460,7 +483,8 @@ class Aimed:
     compiled: Compiled
     launch: Launch
     values: list[Any]
-    slots: tuple[tuple[int, str], ...]
+    slots: tuple[int, ...]
+    names: tuple[str, ...]
     result: int
     device: torch.device
     part: Segments | None
@@ -491,17 +515,21 @@ class Aimed:
             else:
                 slots.append((place, name))
         own = (scratch["waiting"], scratch["room"]) if scratch else None
-        return Aimed(compiled, launch, values, tuple(slots), result, device, part, own)
+        places, names = tuple(place for place, _ in slots), tuple(name for _, name in slots)
+        return Aimed(compiled, launch, values, places, names, result, device, part, own)
 
-    def start(self, operands: Mapping[str, Tensor], out: Tensor) -> bool:
-        """Whether the kernel was started: not where a tensor is not aligned, or on another device than the current."""
+    def start(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
+        """Whether the kernel was started: not where a tensor is not aligned, or on another device than the current.
+
+        tensors: those of `names`.
+        """
         index = self.device.index or 0
         if self.device.type == "cuda" and index != torch._C._cuda_getDevice():
             return False
         values = self.values.copy()
         values[self.result] = bits = out.data_ptr()
-        for place, name in self.slots:
-            values[place] = address = operands[name].data_ptr()
+        for place, tensor in zip(self.slots, tensors, strict=True):
+            values[place] = address = tensor.data_ptr()
             bits |= address
         if bits % 16:
             return False
@@ -562,7 +590,7 @@ def tune(
     A tile that does not fit the device is left out.
     """
     times: dict[Tile, float] = {}
-    precision = precision or _precision()
+    precision = precision or float32_precision()
     candidates = tiles.candidates(_problem(bound, operands, _form(bound)))
     attempts = {tile: Runner(bound, dtype, tile, precision) for tile in candidates}
     device = operands[_used(bound)[0]].device
@@ -612,7 +640,7 @@ def _is_unfit(problem: Exception) -> bool:
 
 def tile_of(bound: Bound, operands: Mapping[str, Tensor], precision: str = "") -> Tile:
     """The tile that `run` takes: the tuned one, or the default."""
-    found = None if tile_source() == DEFAULT else ledger().get(_key(bound, operands, precision or _precision()))
+    found = None if tile_source() == DEFAULT else ledger().get(_key(bound, operands, precision or float32_precision()))
     return found or tiles.default(_problem(bound, operands, _form(bound)))
 
 
@@ -1048,7 +1076,7 @@ def _is_value(kind: torch.dtype) -> bool:
     return kind.is_floating_point or kind in EIGHT_BITS
 
 
-def _precision() -> str:
+def float32_precision() -> str:
     """How float32 is multiplied: as torch is told to, by its older setting or its newer one.
 
     "highest" (or "ieee") is three products of tf32 on NVIDIA (relative error 1e-6), which run on tensor cores; AMD has

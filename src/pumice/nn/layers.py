@@ -12,7 +12,7 @@ from torch.nn import functional
 from pumice.errors import ShapeError
 from pumice.ops import pool
 from pumice.ops.conv import Size
-from pumice.ops.tensor import SparseTensor
+from pumice.ops.tensor import SparseTensor, living
 
 
 class _Featurewise(nn.Module):
@@ -33,7 +33,9 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         if torch.compiler.is_compiling():
             # Whether there are two, or any, is not known before the traced code runs; torch's own asks.
             return x.replace(_traced_norm(self, x.feats))
-        if len(x) > 1 or not self.training:
+        if self.running_mean is None:
+            x.geometry.known("a BatchNorm without running statistics takes those of all voxels")
+        if not self.training or len(x) > 1:
             return super().forward(x)
         mean = self.running_mean if self.running_mean is not None else x.feats.new_zeros(self.num_features)
         var = self.running_var if self.running_var is not None else x.feats.new_ones(self.num_features)
@@ -154,7 +156,7 @@ def _normalize(x: SparseTensor, groups: int, eps: float) -> Tensor:
     counts = x.item_counts.clamp(min=1) * feats.shape[2]
 
     def mean(values: Tensor) -> Tensor:
-        sums = values.new_zeros((x.batch_size, groups)).index_add(0, item, values.sum(dim=2))
+        sums = values.new_zeros((x.batch_size, groups)).index_add(0, item, living(x, values.sum(dim=2)))
         return (sums / counts[:, None])[item][:, :, None]
 
     centred = feats - mean(feats)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
-from pumice.lower import maps, plan
+from pumice.lower import direct, maps, plan
+from pumice.lower import triton as kernels
 from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.epilogue import NOTHING, TENSORS, Epilogue, Finish, applied
 from pumice.lower.loops import EIGHT_BITS
@@ -18,6 +19,7 @@ from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
 from pumice.ops.tensor import SparseTensor
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
+from pumice.schedule.tile import about
 
 Size = int | Sequence[int]
 Target = str | SparseTensor | Geometry | None
@@ -191,8 +193,95 @@ def conv_features(
 
     Raises ShapeError, DtypeError, DeviceError, OptionError for what does not fit.
     """
-    weight, groups = joined(x, weight, groups)
+    if dataflow is None and groups == 1 and weight.ndim == 3:
+        return _features(x, weight, found, rows, epilogue)
+    return _in_full(x, weight, found, rows, groups, epilogue, dataflow)
+
+
+def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None) -> Tensor:
+    """conv_features of one group as the planner picks; the window of the weight may have any number of axes.
+
+    A call without gradients goes straight to its kernel where one like it was carried out before.
+    """
+    tensors = (x, weight) if epilogue is None else (x, weight, *epilogue.operands.values())
+    finish = NOTHING if epilogue is None else epilogue.finish
+    plain = _starts_kernels(x) and register.plain(tensors)
+    if plain:
+        key = direct.told(tensors, "direct", rows, finish)
+        call = found.kept(key) or _over_another_map(key, tensors, found, rows, finish)
+        if call is not None and (y := call(tensors)) is not None:
+            return y
+    flat = weight if weight.ndim == 3 else weight.reshape(weight.shape[0], -1, weight.shape[-1])
+    y = _in_full(x, flat, found, rows, 1, epilogue)
+    if plain:
+        _leave(key, tensors, flat, found, finish)
+    return y
+
+
+def _starts_kernels(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _over_another_map(
+    key: Hashable, tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Finish
+) -> direct.Direct | None:
+    """The call of which one like it was carried out over a map of about the same sizes."""
+    held, (x, weight) = _held_arrays(found), tensors[:2]
+    template = direct.TEMPLATES.get(_kind_of_call(tensors, held, found, finish))
+    fits = x.ndim == 2 and x.shape[0] == found.num_inputs and rows == found.num_outputs
+    if template is None or not fits or held.far or any(map(kernels.is_far, tensors)):
+        return None
+    shape = (rows, weight.shape[0])
+    if any(name == "*residual" and t.shape != shape for name, t in zip(finish.names, tensors[2:], strict=True)):
+        return None
+    flat = (weight.shape[0], found.volume, weight.shape[-1])
+    call = template.at(held, [x.shape, flat, *[t.shape for t in tensors[2:]]], shape)
+    return None if call is None else found.storage(key, lambda _: call)
+
+
+def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: Finish) -> None:
+    """Keep what a call that was carried out leaves for others."""
+    x = tensors[0]
+    ready = found.kept(_call(x, flat, found.num_outputs, 1, finish))
+    if ready is None or len(ready.parts) != 1 or (finish != NOTHING and not ready.finishes):
+        return
+    held, places = _held_arrays(found), dict(ready.parts[0].places)
+    order = {**places, **{name: n for n, name in enumerate(finish.names, 2)}}
+    given = {name: (x, flat, *tensors[2:])[n] for name, n in order.items()}
+    call, template = direct.of_ready(ready, given, order), direct.template_of(ready, held, given, order)
+    if call is not None:
+        found.storage(key, lambda _: call)
+    if template is not None:
+        direct.TEMPLATES.keep(_kind_of_call(tensors, held, found, finish), template)
+
+
+def _kind_of_call(tensors: Sequence[Tensor], held: direct.Held, found: KernelMap, finish: Finish) -> Hashable:
+    counting = (True, False, *[name == "*residual" for name in finish.names])
+    sizes = about(found.num_outputs), about(found.num_inputs), found.volume
+    return direct.like(tensors, counting, finish, held.kind, sizes)
+
+
+def _held_arrays(found: KernelMap) -> direct.Held:
+    return found.storage("held", lambda m: direct.Held.of(*maps.passed(m, False), _kinds(m, False)[2:]))
+
+
+def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: Finish) -> Hashable:
+    """What a call over a map is kept under."""
     facts = rows, groups, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
+    return "call", plan.deterministic(), finish, facts
+
+
+def _in_full(
+    x: Tensor,
+    weight: Tensor,
+    found: KernelMap,
+    rows: int,
+    groups: int,
+    epilogue: Epilogue | None = None,
+    dataflow: Flow = None,
+) -> Tensor:
+    """conv_features with every check."""
+    weight, groups = joined(x, weight, groups)
     if epilogue is not None:
         _check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
     if dataflow is not None:
@@ -201,16 +290,16 @@ def conv_features(
         return by_dataflow((x, weight), found, groups, chosen(dataflow), epilogue)
     more = () if epilogue is None else epilogue.operands.values()
     if register.plain((x, weight, *more)):
-        finish = None if epilogue is None else epilogue.finish
-        key = ("call", plan.deterministic(), finish, *facts)
-        ready = found.storage(key, lambda m: _ready((x, weight), m, rows, groups, finish or NOTHING))
+        finish = NOTHING if epilogue is None else epilogue.finish
+        key = _call(x, weight, rows, groups, finish)
+        ready = found.storage(key, lambda m: _ready((x, weight), m, rows, groups, finish))
         y = plan.carry_out(ready, _grouped(x, weight, groups), None if epilogue is None else epilogue.split(groups))
         return y if groups == 1 else y.flatten(1)
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if differentiable and x.dtype in EIGHT_BITS:
         raise DtypeError(f"{x.dtype} is for inference: there are no gradients; train in wider floats, then quantize")
     if register.recorded((x, weight)):
-        key = ("recorded", differentiable, *facts)
+        key = ("recorded", differentiable, _call(x, weight, rows, groups, NOTHING))
         call = found.storage(key, lambda m: _held((x, weight), m, rows, groups, differentiable))
         y = call(*_grouped(x, weight, groups))
     else:
@@ -263,7 +352,10 @@ def _on_matrix_units(x: Tensor) -> bool:
 def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish) -> plan.Ready:
     """The call made ready, once for operands like these; it holds the arrays of the map that it reads."""
     operands, names, text, shape = _passed(given, found, rows, groups, False)
-    return plan.held_for(operands, plan.Ask(names, text, shape, _STEADY, (0, 1), finish=finish), _kinds(found, False))
+    # Entries that fill up a buffer are for kernels alone to pass over.
+    lowering = "triton" if found.between is not None and operands[0].is_cuda else ""
+    ask = plan.Ask(names, text, shape, _STEADY, (0, 1), lowering, finish)
+    return plan.held_for(operands, ask, _kinds(found, False))
 
 
 def _held(
@@ -322,18 +414,27 @@ def _over_map(
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
     feats, weight, bias = _autocast(x.feats, weight, bias)
+    if x.geometry.buffered is not None and torch.is_autocast_enabled(x.device.type):
+        # Behind the cast nobody watches: what is made ready is a kernel's alone.
+        with register.as_given((feats,)):
+            return _over_map(x.replace(feats), weight, bias, groups, mapped, epilogue, dataflow)
     if feats.dtype != weight.dtype:
         how = "quantize both" if {feats.dtype, weight.dtype} & {*EIGHT_BITS} else "convert one, or use torch.autocast"
         raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; {how}")
     if bias is not None:
         _check_bias(bias, weight)
-    flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+    apart = None
     if epilogue is None and bias is not None and not register.plain((feats, weight, bias)):
         # Gradients of a sum cost less than those of an epilogue.
-        return SparseTensor(conv_features(feats, flat, found, rows, groups, None, dataflow) + bias, outputs)
+        apart, bias = bias, None
     if bias is not None:
         epilogue = (epilogue or Epilogue()).with_bias(bias)
-    return SparseTensor(conv_features(feats, flat, found, rows, groups, epilogue, dataflow), outputs)
+    if groups == 1 and dataflow is None:
+        y = _features(feats, weight, found, rows, epilogue)
+    else:
+        flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
+        y = _in_full(feats, flat, found, rows, groups, epilogue, dataflow)
+    return SparseTensor(y if apart is None else y + apart, outputs)
 
 
 def _check_bias(bias: Tensor, weight: Tensor) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.ops.conv import Size, Target, conv_features, target_of
-from pumice.ops.reduce import maximum
-from pumice.ops.tensor import SparseTensor, numbers
+from pumice.ops.reduce import maximum, maximum_by_tap
+from pumice.ops.tensor import SparseTensor, living, numbers
 
 
 def max_pool(
@@ -26,6 +26,8 @@ def max_pool(
     stride defaults to kernel_size.
     """
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
+    if found.between is not None:
+        return SparseTensor(maximum_by_tap(numbers(x), found.rows()), outputs)
     pairs = found.pairs()
     return SparseTensor(maximum(numbers(x), pairs.inputs, pairs.outputs, outputs.coords.shape[0]), outputs)
 
@@ -63,8 +65,12 @@ def avg_pool(
 
 def global_max_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the maximum over each batch item's voxels; 0 for an empty item."""
-    rows = torch.arange(x.feats.shape[0], device=x.device)
-    return maximum(numbers(x), rows, x.items, x.batch_size)
+    feats, items, batch = numbers(x), x.items, x.batch_size
+    if x.geometry.buffered is not None:
+        # Rows that do not live are of an item of their own.
+        items = torch.where(x.geometry.cloud.live(), items, batch)
+        return maximum(feats, torch.arange(feats.shape[0], device=x.device), items, batch + 1)[:batch]
+    return maximum(feats, torch.arange(feats.shape[0], device=x.device), items, batch)
 
 
 def global_sum_pool(x: SparseTensor) -> Tensor:
@@ -72,7 +78,7 @@ def global_sum_pool(x: SparseTensor) -> Tensor:
     feats = numbers(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
     sums = feats.new_zeros((x.batch_size, x.channels), dtype=dtype)
-    return sums.index_add(0, x.items, feats.to(dtype)).to(x.dtype)
+    return sums.index_add(0, x.items, living(x, feats.to(dtype))).to(x.dtype)
 
 
 def global_avg_pool(x: SparseTensor) -> Tensor:

@@ -25,6 +25,17 @@ def maximum(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
     return torch.where(found, pick(x, (source, channels)), 0)
 
 
+def maximum_by_tap(x: Tensor, rows: Tensor) -> Tensor:
+    """out[o, c] = the maximum of x[rows[o, k], c] over the taps k that meet something; 0 where none does. No gradient.
+
+    Of a table whose pairs are not to be counted. A NaN is handed on.
+    """
+    top = x.new_full((rows.shape[0], x.shape[1]), -torch.inf)
+    for met in rows.unbind(1):
+        top = torch.maximum(top, torch.where((met >= 0)[:, None], x[met.clamp(min=0)], -torch.inf))
+    return torch.where((rows >= 0).any(1)[:, None], top, 0)
+
+
 def _first_maximum(values: Tensor, outputs: Tensor, rows: int) -> Tensor:
     """[rows, C]: the place in the list of the first maximum per output and channel; the list's length where none."""
     places, channels = values.shape

@@ -29,11 +29,14 @@ def to_dense(
     Returns [batch_size, C, *spatial_shape]. Raises CoordinateError when a voxel lies outside.
     """
     shape = spatial_shape if spatial_shape is not None else x.spatial_shape
+    buffered = x.geometry.buffered is not None
     if shape is None and torch.compiler.is_compiling():
         raise OptionError(
             "to_dense takes a spatial_shape while torch.compile traces: the box is not known yet; found None"
         )
-    box = None
+    if shape is None:
+        x.geometry.known("to_dense without a spatial_shape")
+    box = x.geometry.bounds if buffered else None
     if shape is None:
         box = Bounds.of(x.coords)
         origin = box.low if origin is None else origin
@@ -42,11 +45,15 @@ def to_dense(
     if len(shape) != x.dim or len(origin) != x.dim:
         raise ShapeError(f"spatial_shape {shape} and origin {origin} have one entry per axis, x has {x.dim} axes")
     items = x.batch_size
+    cells = items * math.prod(shape)
     if torch.compiler.is_compiling():
         index = torch.ops.pumice.places(x.coords, list(shape), list(origin), items)
     else:
         index = places_in(x.coords, shape, origin, items, box)
-    flat = x.feats.new_zeros(items * math.prod(shape), x.channels).index_copy(0, index, x.feats)
+    if buffered:
+        # Rows that do not live go to a cell past the last.
+        index = torch.where(x.geometry.cloud.live(), index, cells)
+    flat = x.feats.new_zeros(cells + buffered, x.channels).index_copy(0, index, x.feats)[:cells]
     return flat.view(items, *shape, x.channels).movedim(-1, 1)
 
 
@@ -95,6 +102,8 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
         raise GeometryError(f"x has stride {x.stride}, y has stride {y.stride}")
     if same_geometry(x, y):
         return x + y
+    for each in (x, y):
+        each.geometry.known("union of two geometries")
     left, right = numbers(x), numbers(y)
     geometry, places = _united(x, y)
     dtype = torch.promote_types(x.dtype, y.dtype)
@@ -120,6 +129,8 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
     Rows keep their order, so that the result's feats are the tensors' feats end to end; `inverse` likewise.
     """
     first = _first(tensors, "collate")
+    for each in tensors:
+        each.geometry.known("collate")
     shift, coords, inverses, rows = 0, [], [], 0
     for t in tensors:
         if t.dim != first.dim or t.stride != first.stride or t.device != first.device:
@@ -145,6 +156,7 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 def split(x: SparseTensor) -> list[SparseTensor]:
     """One tensor per batch item, each with batch index 0, rows in the order they had."""
+    x.geometry.known("split")
     pieces = []
     for item in range(x.batch_size):
         rows = (x.coords[:, 0] == item).nonzero()[:, 0]
@@ -159,9 +171,10 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
     if mask.dtype != torch.bool:
         raise DtypeError(f"mask is torch.bool, found {mask.dtype}")
     if mask.shape != x.feats.shape[:1]:
-        raise ShapeError(f"mask is [N] = [{len(x)}], found shape {list(mask.shape)}")
+        raise ShapeError(f"mask is [N] = [{len(x.feats)}], found shape {list(mask.shape)}")
     if mask.device != x.device:
         raise DeviceError(f"mask is on {mask.device}, x is on {x.device}")
+    x.geometry.known("prune")
     if torch.compiler.is_compiling():
         geometry, rows = traced_subset(x.geometry, mask)
         return SparseTensor(x.feats[rows], geometry)

@@ -50,6 +50,8 @@ class SparseTensor:
             _check_pair(feats, coords)
             coords = Geometry.checked(coords, stride, spatial_shape, batch_size)
         _check_feats(feats, coords)
+        if coords.buffered is not None and coords.buffered.poison and feats.dtype not in EIGHT_BITS:
+            feats = torch.where(coords.cloud.live()[:, None], feats, torch.nan)
         self._feats = feats
         self._geometry = coords
 
@@ -70,14 +72,17 @@ class SparseTensor:
 
     @property
     def items(self) -> Tensor:
-        """int64 [N]: the batch item of each voxel, on the features' device."""
-        return self.coords[:, 0].to(self.device, torch.int64)
+        """int64 [N]: the batch item of each voxel, on the features' device (in a captured network 0 of rows that do not
+        live)."""
+        found = self.coords[:, 0].to(self.device, torch.int64)
+        return found if self._geometry.buffered is None else torch.where(self._geometry.cloud.live(), found, 0)
 
     @property
     def item_counts(self) -> Tensor:
         """int64 [B]: how many voxels each batch item has."""
-        counts = self.items.new_zeros(self.batch_size)
-        return counts.index_add(0, self.items, torch.ones_like(self.items))
+        counts, items = self.items.new_zeros(self.batch_size), self.items
+        ones = torch.ones_like(items) if self._geometry.buffered is None else self._geometry.cloud.live().long()
+        return counts.index_add(0, items, ones)
 
     @property
     def stride(self) -> tuple[Any, ...]:
@@ -121,6 +126,7 @@ class SparseTensor:
         return self._feats.requires_grad
 
     def __len__(self) -> int:
+        self._geometry.known("len(x)")
         return self._feats.shape[0]
 
     def __repr__(self) -> str:
@@ -129,10 +135,11 @@ class SparseTensor:
             total = max(self.batch_size, 1)
             for extent in self.spatial_shape:
                 total *= max(extent, 1)
-            cells = f", spatial_shape={self.spatial_shape}, {100 * len(self) / total:.3g} % full"
+            cells = f", spatial_shape={self.spatial_shape}, {100 * self._feats.shape[0] / total:.3g} % full"
         grad = ", requires_grad=True" if self.requires_grad else ""
+        rows = self._feats.shape[0]
         return (
-            f"SparseTensor({len(self)} voxels x {self.channels} channels, D={self.dim}, stride={self.stride}, "
+            f"SparseTensor({rows} voxels x {self.channels} channels, D={self.dim}, stride={self.stride}, "
             f"batch_size={self.batch_size}{cells}, dtype={self.dtype}, device={str(self.device)!r}{grad})"
         )
 
@@ -282,11 +289,19 @@ def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
         return other
     if not same_geometry(x, other):
         raise GeometryError(
-            f"'{sign}' needs one geometry; the tensors have {len(x)} and {len(other)} voxels of two geometries"
+            f"'{sign}' needs one geometry; the tensors have {len(x.feats)} and {len(other.feats)} voxels of two "
+            "geometries"
         )
     if other.channels != x.channels:
         raise ShapeError(f"'{sign}' needs as many channels on both sides, found {x.channels} and {other.channels}")
     return other.feats
+
+
+def living(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:
+    """Features [N, ...] of x for what reduces over all rows: in a captured network those that do not live filled."""
+    if x.geometry.buffered is None:
+        return feats
+    return torch.where(x.geometry.cloud.live().view(-1, *(1,) * (feats.ndim - 1)), feats, filler)
 
 
 def numbers(x: SparseTensor) -> Tensor:

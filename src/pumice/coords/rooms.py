@@ -1,0 +1,45 @@
+"""Sizes settled before the coordinates are known: geometries and maps in buffers, of which nothing is read."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from pumice.coords.relation import Relation
+
+
+class Rooms(Protocol):
+    """How much room is taken for what only the device counts."""
+
+    def room(self, place: Hashable, needed: Tensor, most: int) -> int:
+        """Room at a place of the program: at most `most` is ever needed; needed: int32 [1] on the device, now."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Buffered:
+    """Of a geometry: its coordinates lie in a buffer of which the first rows live, and so do those made of it.
+
+    rooms: how large the buffers of other levels are. path: the relations that lead here from the first coordinates.
+    poison: whether features of rows that do not live become NaN wherever a tensor is made, so that what reads them
+    shows.
+    """
+
+    rooms: Rooms
+    path: tuple[Relation, ...] = ()
+    poison: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Between:
+    """Of a map: it lies between buffers. inputs, outputs: rows of it as it was found that live, int32 [1] each on the
+    device; status: what is told that there was no room; place: names it among the maps of a program."""
+
+    inputs: Tensor
+    outputs: Tensor
+    status: Tensor
+    rooms: Rooms
+    place: Hashable

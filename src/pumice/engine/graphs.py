@@ -1,0 +1,316 @@
+"""Graphs of a static program, one for each of a few capacities, and the way around them for scenes that do not fit."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pumice.coords.cloud import DUPLICATE, RANGE
+from pumice.coords.launch import lasting
+from pumice.engine.compare import differ
+from pumice.engine.entry import Buffers, Scene, per_point
+from pumice.engine.static import Given, Planner, Program, Reading, Results, Settled, Shares
+from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceError, ShapeError
+from pumice.ops import SparseTensor
+
+_SMALLEST = 1024
+"""No capacity is smaller, but for the largest."""
+_STEP = 128
+"""Capacities are multiples of it, but for the largest."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """capacities: rising, of what ("voxels", "points"). batch: items, at most."""
+
+    what: str
+    capacities: tuple[int, ...]
+    batch: int
+
+    @staticmethod
+    def of(
+        what: str, counts: tuple[int, int | None], items: tuple[int, int | None], buckets: float | Sequence[int]
+    ) -> Limits:
+        """counts, items: what the example has, and what is asked for."""
+        most = 2 * counts[0] if counts[1] is None else counts[1]
+        if most < counts[0]:
+            raise ShapeError(f"max_{what}={most}, and the example has {counts[0]} {what}")
+        batch = max(items[0], 1) if items[1] is None else items[1]
+        if batch < items[0]:
+            raise OptionError(f"the batch is of {batch} items, and the example has {items[0]}")
+        return Limits(what, _capacities(most, what, buckets), batch)
+
+    def capacity(self, count: int) -> int | None:
+        """The smallest that holds so many."""
+        return next((capacity for capacity in self.capacities if capacity >= count), None)
+
+
+def _capacities(most: int, what: str, buckets: float | Sequence[int]) -> tuple[int, ...]:
+    if isinstance(buckets, Sequence):
+        if not buckets or any(not isinstance(b, int) or not 1 <= b <= most for b in buckets):
+            raise OptionError(f"buckets takes capacities from 1 to max_{what}={most}, found {buckets!r}")
+        return tuple(sorted({*buckets, most}))
+    if not 1 < buckets < math.inf:
+        raise OptionError(f"buckets takes a factor above 1, or capacities, found {buckets!r}")
+    found = [most]
+    while (smaller := -(-int(found[-1] / buckets) // _STEP) * _STEP) >= _SMALLEST and smaller < found[-1]:
+        found.append(smaller)
+    return tuple(reversed(found))
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A capacity, made ready. graph: None where there are none, on a CPU. results: those that the graph writes.
+
+    read: the parameters and buffers that it reads, held so that their memory stays theirs.
+    """
+
+    buffers: Buffers
+    rooms: Settled
+    graph: torch.cuda.CUDAGraph | None = None
+    results: Results | None = None
+    read: Sequence[Tensor] = ()
+
+    def run(self, program: Program) -> Results:
+        """The results for what is in the buffers; the next call overwrites them."""
+        if self.graph is None or self.results is None:
+            return program.run(self.buffers, self.rooms)
+        self.graph.replay()
+        return self.results
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Of what an example needs: `margin` times it; shares: room of inner levels that was given."""
+
+    margin: float
+    shares: Shares
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.margin < math.inf:
+            raise OptionError(f"margin is at least 1, found {self.margin}")
+
+
+class Engine:
+    """A program for scenes of one kind: its capacities, the graphs of those that were met, and the way around them.
+
+    fallbacks: how many scenes ran eagerly, by reason ("voxels", "points", "box", "batch", "room"). replays: how many
+    did not.
+    """
+
+    def __init__(self, program: Program, buffers: Buffers, example: Scene, limits: Limits, margins: Margins) -> None:
+        self.program, self.example, self.limits = program, example, limits
+        self._buffers, self._margins = buffers, margins
+        self.buckets: dict[int, Bucket] = {}
+        self._reading: Reading | None = None
+        self.device = buffers.device
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._told = set[str]()
+        self.fallbacks: Counter[str] = Counter()
+        self.replays = 0
+
+    @property
+    def graphs(self) -> bool:
+        """Whether there are graphs."""
+        return self._pool is not None
+
+    def run(self, scene: Scene) -> Any:
+        """The results of a scene, as new tensors."""
+        if self.program.model.training:
+            raise OptionError("the model is in training; call model.eval(): what was captured is its evaluation")
+        if (problem := self._unfit(scene)) is not None:
+            return self._eagerly(scene, *problem)
+        with _on(self.device):
+            bucket = self.bucket(scene.count)
+            scene.fill(bucket.buffers)
+            results = bucket.run(self.program)
+            # Copies are queued before the device is waited for, where their sizes are known.
+            found = self._given_back(scene, results, ()) if self._known(scene) else None
+            words = results.words.tolist()
+            if words[0]:
+                return self._eagerly(scene, *self._refused(scene, results, words))
+            self.replays += 1
+            return self._given_back(scene, results, words) if found is None else found
+
+    def _unfit(self, scene: Scene) -> tuple[str, str] | None:
+        """Why a scene is not for a graph, as far as the host knows: a word and what it says."""
+        most, box, bounds = self.limits.capacities[-1], self.program.site.bounds, scene.bounds
+        if scene.count > most:
+            what = self.limits.what
+            return what, f"of {scene.count} {what}, and the largest capacity is max_{what}={most}"
+        items = max(scene.batch or 0, 0 if bounds is None else bounds.batch)
+        if items > box.batch:
+            return "batch", f"of {items} items, and batch={box.batch}"
+        if bounds is None or not scene.count:
+            return None
+        inside = all(a <= b for a, b in zip(box.low, bounds.low, strict=True))
+        if inside and all(a >= b for a, b in zip(box.high, bounds.high, strict=True)):
+            return None
+        return "box", f"from {bounds.low} to {bounds.high}, outside {self._box}"
+
+    def _refused(self, scene: Scene, results: Results, words: Sequence[int]) -> tuple[str, str]:
+        """Why a graph has not done a scene, which is to run eagerly. Raises what is an error there, too."""
+        status = words[0]
+        bounded = self.program.site.spatial_shape is not None
+        if status & DUPLICATE or (status & RANGE and bounded):
+            scene.tensor().geometry.settle()
+            raise CoordinateError("coordinates are duplicates, or outside the box that was given for them")
+        if status & RANGE:
+            return "box", f"outside {self._box}"
+        return "room", _short(results, words)
+
+    @property
+    def _box(self) -> str:
+        box = self.program.site.bounds
+        return f"the box {box.low} to {box.high} with {box.batch} items"
+
+    def _eagerly(self, scene: Scene, why: str, told: str) -> Any:
+        self.fallbacks[why] += 1
+        if why not in self._told:
+            self._told.add(why)
+            message = f"a scene {told}: it runs eagerly, as all such will; this is said once"
+            warnings.warn(message, RuntimeWarning, stacklevel=5)
+        x = scene.tensor()
+        leaves, spec = pytree.tree_flatten(self.program.eager(x))
+        return pytree.tree_unflatten(self._with_points(leaves, x), spec)
+
+    def _with_points(self, leaves: Sequence[Any], x: SparseTensor) -> list[Any]:
+        """Results of an eager pass with rows of points where those of a graph have them."""
+        kinds = () if self._reading is None else self._reading.kinds
+        if "taken" not in kinds:
+            return list(leaves)
+        return [_by_point(leaf, x) if k == "taken" else leaf for leaf, k in zip(leaves, kinds, strict=True)]
+
+    def _known(self, scene: Scene) -> bool:
+        """Whether the sizes of all results are known before the device tells them."""
+        assert self._reading is not None
+        return not any(isinstance(kind, tuple) and (kind or not scene.whole) for kind in self._reading.kinds)
+
+    def _given_back(self, scene: Scene, results: Results, words: Sequence[int]) -> Any:
+        assert self._reading is not None
+        given = self._given(scene, results, words)
+        leaves = [given.cut(leaf, kind) for leaf, kind in zip(results.leaves, self._reading.kinds, strict=True)]
+        return pytree.tree_unflatten(leaves, results.spec)
+
+    def _given(self, scene: Scene, results: Results, words: Sequence[int]) -> Given:
+        site = self.program.site
+        own = scene.geometry(site)
+        items = site.batch_size if scene.batch is None else scene.batch
+        counts = dict(zip(results.levels, words[1:], strict=True)) if words else {(): scene.count}
+        return Given(own, site if own is None else own.site, items, scene.count, counts, results.levels)
+
+    # Making ready
+
+    def bucket(self, count: int) -> Bucket:
+        """The bucket for so many voxels or points, planned, checked and captured where it is new."""
+        capacity = self.limits.capacity(count)
+        if capacity is None:
+            most, what = self.limits.capacities[-1], self.limits.what
+            raise ShapeError(f"{count} {what}, and the largest capacity is max_{what}={most}")
+        bucket = self.buckets.get(capacity)
+        if bucket is None:
+            # What is made in inference serves afterwards.
+            with _on(self.device), lasting():
+                bucket = self.buckets[capacity] = self._made(capacity)
+        return bucket
+
+    def _made(self, capacity: int) -> Bucket:
+        buffers, scene = self._buffers.first(capacity), self.example.sample(capacity)
+        scene.fill(buffers)
+        planner = Planner(capacity, scene.count, self._margins.margin, self._margins.shares)
+        try:
+            self.program.run(buffers, planner)
+            bucket = Bucket(buffers, Settled(planner.rooms))
+            self._check(bucket, scene)
+            if self._pool is not None:
+                self._record(bucket)
+        except (PumiceError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as problem:
+            raise CaptureError(
+                f"the network cannot be captured for {capacity} {self.limits.what}: {problem}"
+            ) from problem
+        return bucket
+
+    def _check(self, bucket: Bucket, scene: Scene) -> None:
+        """Compare with the eager network, with NaN wherever no voxel lives; tell what results are."""
+        x = scene.tensor()
+        wanted = pytree.tree_leaves(self.program.eager(x))
+        bucket.buffers.poison(scene.count)
+        results = self.program.run(bucket.buffers, bucket.rooms, poison=True)
+        words = results.words.tolist()
+        if words[0]:
+            raise CaptureError(f"the example itself has no room: it is a scene {_short(results, words)}")
+        reading = Reading.of(results, words, wanted, (self.limits.batch, x.batch_size))
+        self._reading = self._reading or reading
+        given = replace(self._given(scene, results, words), items=x.batch_size)
+        both = zip(results.leaves, reading.kinds, self._with_points(wanted, x), strict=True)
+        for number, (leaf, kind, want) in enumerate(both):
+            if told := differ(given.cut(leaf, kind), want):
+                raise CaptureError(
+                    f"result {number} of the captured network is not that of its forward pass on the example: {told}. "
+                    "What reduces over all rows of feats, or asks for their number, sees those of the buffer: use "
+                    "layers of pumice.nn and operators of pumice.ops"
+                )
+
+    def _record(self, bucket: Bucket) -> None:
+        """Capture the graph, behind a pass that compiles what it starts and one in which nothing may wait: a capture
+        that fails is not to be mended."""
+        side = self._side
+        assert side is not None
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            self.program.run(bucket.buffers, bucket.rooms)
+            with _no_wait():
+                self.program.run(bucket.buffers, bucket.rooms)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            bucket.results = self.program.run(bucket.buffers, bucket.rooms)
+        model = self.program.model
+        bucket.graph, bucket.read = graph, [t.detach() for t in (*model.parameters(), *model.buffers())]
+
+
+@contextmanager
+def _no_wait() -> Iterator[None]:
+    """An error where anything of torch waits for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        # It is a prototype, says torch.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _by_point(leaf: Any, x: SparseTensor) -> Tensor:
+    return per_point(leaf.feats if isinstance(leaf, SparseTensor) else leaf, x.inverse)
+
+
+def _short(results: Results, words: Sequence[int]) -> str:
+    """What there was no room for."""
+    named = [
+        f"{needed} voxels at stride {level.stride}, where there is room for {level.capacity}"
+        for level, needed in zip(results.levels.values(), words[1:], strict=True)
+        if needed > level.capacity
+    ]
+    needs = "; ".join(named) or "more entries of its maps than there is room for"
+    return f"that needs {needs} (level_capacity, margin)"
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
+    return torch.cuda.device(device)

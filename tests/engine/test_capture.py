@@ -1,0 +1,479 @@
+"""Captured networks give what their forward passes give, for every scene that they take and for those that they do not.
+
+On a CPU the static program runs call by call; tests/gpu/test_capture.py has the graphs.
+"""
+
+import gc
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import Dense, Layers, Levels, strange
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import pumice as pm
+from pumice.errors import (
+    CaptureError,
+    CoordinateError,
+    DeviceError,
+    DtypeError,
+    GeometryError,
+    OptionError,
+    ShapeError,
+)
+from pumice.testing import assert_close, random_cloud
+
+SHAPE = (12, 11, 10)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def scene(count, seed=0, batch=1, extent=8, shape=None, dtype=torch.float32):
+    """Random features on a random cloud; with a shape in a grid of it."""
+    if not count:
+        coords = torch.zeros(0, 4, dtype=torch.int32)
+    else:
+        coords = random_cloud(count, 3, extent=extent, batch_size=batch, seed=seed)
+    feats = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return pm.SparseTensor(feats, coords, spatial_shape=shape, batch_size=batch if shape else None)
+
+
+def eager(net, x):
+    with torch.no_grad():
+        return net(x)
+
+
+def agrees(got, want):
+    """Leaf by leaf: the same coordinates, and values within rounding."""
+    got, want = pytree.tree_leaves(got), pytree.tree_leaves(want)
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        if isinstance(b, pm.SparseTensor):
+            assert torch.equal(a.coords, b.coords) and a.stride == b.stride and a.batch_size == b.batch_size
+            assert a.geometry.site == b.geometry.site
+        if isinstance(b, torch.Tensor) and not b.is_floating_point():
+            assert torch.equal(a, b)
+        elif isinstance(b, torch.Tensor | pm.SparseTensor):
+            values = b.feats if isinstance(b, pm.SparseTensor) else b
+            # A norm of one voxel is 0 but for rounding.
+            scale = float(values.detach().square().mean().sqrt().clamp(min=0.05)) if values.numel() else None
+            assert_close(a, b, scale=scale)
+        else:
+            assert a == b
+
+
+def captured(net, x, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return pm.capture(net, x, **options)
+
+
+NETS = {
+    "minkunet": lambda: pm.models.MinkUNet(4, 5, 0.25),
+    "levels": Levels,
+    "layers": Layers,
+    "torch modules": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 6, 3), nn.BatchNorm1d(6), nn.GELU(), nn.Linear(6, 2)),
+    "pointwise": lambda: pm.nn.Linear(4, 3),
+}
+BOUNDED = {
+    "centerpoint": lambda: pm.models.CenterPointBackbone(4),
+    "dense": Dense,
+    "levels": Levels,
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_scenes_of_all_sizes(name):
+    """Empty, at the edges of capacities and past them, in several batch items."""
+    net = strange(NETS[name]())
+    fast = captured(net, scene(150, batch=2), max_voxels=160, buckets=[40, 90], batch=3, margin=4.0)
+    for seed, count in enumerate((0, 1, 2, 39, 40, 41, 89, 90, 91, 160)):
+        for batch in (1, 2, 3)[: max(1, count)]:
+            x = scene(count, seed + 10 * batch, batch)
+            agrees(fast(x), eager(net, x))
+    assert fast.prepared == fast.capacities == (40, 90, 160)
+    assert not fast.fallbacks and fast.replays == 25
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_scenes_in_a_grid(name):
+    net = strange(BOUNDED[name]())
+    fast = captured(net, scene(150, batch=2, shape=SHAPE), max_voxels=200, buckets=[60], margin=4.0)
+    for seed, count in enumerate((0, 5, 60, 61, 199, 200)):
+        x = scene(count, seed, 2, shape=SHAPE)
+        got, want = fast(x), eager(net, x)
+        agrees(got, want)
+    assert not fast.fallbacks and fast.replays == 6
+
+
+@pytest.fixture(scope="module")
+def unet():
+    net = strange(pm.models.MinkUNet(4, 3, 0.125))
+    return net, captured(net, scene(100, batch=2, extent=16), max_voxels=120, buckets=[50], margin=3.0)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 120), st.integers(1, 2), st.integers(7, 18), st.integers(0, 10**6))
+def test_random_geometries(unet, count, batch, extent, seed):
+    net, fast = unet
+    x = scene(count, seed, batch if count else 1, extent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        agrees(fast(x), eager(net, x))
+
+
+def test_what_comes_back_is_the_callers(unet):
+    """On x's own geometry, in new memory, and without a grip on what comes later."""
+    net, fast = unet
+    x, other = scene(80, 1), scene(70, 2)
+    y = fast(x)
+    kept = y.feats.clone()
+    fast(other)
+    assert torch.equal(y.feats, kept)
+    assert y.geometry is x.geometry and not y.requires_grad
+    assert y.feats.untyped_storage().nbytes() == y.feats.numel() * 4
+    z = fast(x.feats, x.coords)
+    assert torch.equal(z.feats, y.feats) and torch.equal(z.coords, x.coords)
+    # What is captured serves as x does elsewhere.
+    assert z.batch_size == 2
+    assert_close(net(z.replace(x.feats)).feats, net(x).feats)
+
+
+def test_levels_that_come_back_know_where_they_lie():
+    net = strange(Levels())
+    x = scene(90)
+    fast = captured(net, x)
+    back, dilated, odd, finer, generative = fast(x)
+    assert [t.stride[0] for t in (back, dilated, odd, finer, generative)] == [1, 2, 2, 1, 1]
+    inverse = pm.nn.InverseConv3d(8, 3, 3, stride=2, padding=1).eval()
+    agrees(inverse(odd, x), inverse(eager(net, x)[2], x))
+
+
+def test_one_geometry_stays_one():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.conv = pm.nn.Conv3d(4, 4, 2, stride=2), pm.nn.Conv3d(4, 2, 3)
+
+        def forward(self, x):
+            y = self.down(x)
+            return y, self.conv(y)
+
+    net = strange(Two())
+    x = scene(60)
+    a, b = captured(net, x)(x)
+    assert a.geometry is b.geometry
+
+
+# Scenes that do not fit
+
+
+def falls_back(fast, net, x, why, match):
+    before = fast.fallbacks[why]
+    with pytest.warns(RuntimeWarning, match=match):
+        agrees(fast(x), eager(net, x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agrees(fast(x), eager(net, x))
+    assert fast.fallbacks[why] == before + 2
+
+
+def test_a_larger_scene_runs_eagerly_and_says_so_once():
+    net = strange(pm.models.MinkUNet(4, 3, 0.125))
+    fast = captured(net, scene(60), max_voxels=100)
+    agrees(fast(scene(100, 5)), eager(net, scene(100, 5)))
+    assert fast.replays == 1
+    falls_back(fast, net, scene(101, 6), "voxels", "101 voxels, .* max_voxels=100")
+
+
+def test_a_scene_outside_the_box_runs_eagerly():
+    net = strange(pm.models.MinkUNet(4, 3, 0.125))
+    fast = captured(net, scene(60), box=((-2, -2, -2), (9, 9, 9)))
+    x = scene(60, 1)
+    moved = pm.SparseTensor(x.feats, x.coords + torch.tensor([0, 0, 3, 0], dtype=torch.int32))
+    falls_back(fast, net, moved, "box", "outside the box")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agrees(fast(moved.feats, moved.coords).feats, eager(net, moved).feats)
+    assert fast.fallbacks == {"box": 3}
+
+
+def test_more_items_than_expected_run_eagerly():
+    net = strange(Layers())
+    fast = captured(net, scene(60, batch=2))
+    falls_back(fast, net, scene(60, 1, batch=3), "batch", "3 items")
+    x = scene(60, 2)
+    x = pm.SparseTensor(x.feats, x.coords, batch_size=4)
+    agrees(fast(x), eager(net, x))
+    assert fast.fallbacks == {"batch": 3}
+
+
+def test_in_inference_mode():
+    net = strange(Layers())
+    x = scene(60)
+    with torch.inference_mode():
+        fast = captured(net, x, buckets=[80])
+        agrees(fast(x), eager(net, x))
+    agrees(fast(x), eager(net, x))
+    agrees(fast(scene(100, 1)), eager(net, scene(100, 1)))
+
+
+@pytest.mark.parametrize("share", [0.1, {2: 0.1}, {(2, 2, 2): 0.1}])
+def test_an_inner_level_without_room_runs_eagerly(share):
+    """64 voxels far from each other make 64 voxels of the next level, where an example of one block makes 8."""
+    net = strange(pm.models.MinkUNet(4, 3, 0.125))
+    block = torch.cartesian_prod(torch.arange(1), *[torch.arange(8)] * 3).int()
+    example = pm.SparseTensor(torch.randn(512, 4), block)
+    fast = captured(net, example, max_voxels=640, buckets=[640], level_capacity=share, box=((0, 0, 0), (64, 64, 64)))
+    sparse = pm.SparseTensor(torch.randn(512, 4), block * torch.tensor([1, 4, 4, 4], dtype=torch.int32))
+    agrees(fast(example), eager(net, example))
+    assert fast.replays == 1
+    falls_back(fast, net, sparse, "room", "512 voxels at stride .2, 2, 2., where there is room for")
+
+
+def test_an_example_without_room_is_refused():
+    net = strange(pm.models.MinkUNet(4, 3, 0.125))
+    with pytest.raises(CaptureError, match="no room.*stride"):
+        pm.capture(net, scene(300, extent=16), level_capacity=0.01)
+
+
+def test_duplicates_raise_as_they_do_eagerly(unet):
+    _, fast = unet
+    x = scene(50, 3)
+    coords = torch.cat([x.coords, x.coords[7:8]])
+    feats = torch.randn(51, 4)
+    with pytest.raises(CoordinateError) as want:
+        pm.SparseTensor(feats, coords)
+    with pytest.raises(CoordinateError) as got:
+        fast(feats, coords)
+    assert str(got.value) == str(want.value) and "duplicates" in str(got.value)
+    agrees(fast(x), fast(x))
+
+
+def test_a_scene_outside_its_grid_raises():
+    net = strange(Dense())
+    fast = captured(net, scene(60, shape=SHAPE))
+    x = scene(40, 2, shape=SHAPE)
+    coords = x.coords.clone()
+    coords[11, 2] = SHAPE[1]
+    with pytest.raises(CoordinateError, match="spatial_shape"):
+        fast(x.feats, coords)
+    agrees(fast(x.feats, x.coords), eager(net, x))
+
+
+# Parameters
+
+
+def test_parameters_are_read_where_they_lie():
+    net = strange(pm.models.MinkUNet(4, 3, 0.125))
+    x = scene(60)
+    fast = captured(net, x)
+    before = fast(x).feats
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(1.5)
+    agrees(fast(x), eager(net, x))
+    assert not torch.allclose(fast(x).feats, before)
+    net.load_state_dict(strange(pm.models.MinkUNet(4, 3, 0.125), 3).state_dict())
+    agrees(fast(x), eager(net, x))
+    net.head = pm.nn.Linear(12, 3).eval()
+    fast.refresh()
+    agrees(fast(x), eager(net, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_another_dtype_is_a_copys(dtype):
+    net = strange(pm.models.MinkUNet(4, 3, 0.125))
+    x = scene(60)
+    fast = captured(net, x, dtype=dtype)
+    y = fast(x)
+    assert y.dtype == dtype and all(p.dtype == torch.float32 for p in net.parameters())
+    scale = float(eager(net, x).feats.square().mean().sqrt())
+    assert_close(y.feats, eager(net, x).feats.to(dtype), dtype=torch.bfloat16, scale=8 * scale)
+    with torch.no_grad():
+        net.head.weight.add_(1)
+    assert torch.equal(fast(x).feats, y.feats)
+    fast.refresh()
+    assert not torch.allclose(fast(x).feats, y.feats)
+    assert_close(fast(x).feats, eager(net, x).feats.to(dtype), dtype=torch.bfloat16, scale=64 * scale)
+
+
+def test_autocast_is_that_of_the_capture():
+    net, x = strange(pm.models.MinkUNet(4, 3, 0.125)), scene(60)
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = captured(net, x)
+        want = eager(net, x)
+    assert want.dtype == torch.bfloat16
+    agrees(fast(x), want)
+    with torch.autocast("cpu", torch.float16):
+        agrees(fast(x), want)
+
+
+# At the door
+
+
+class Asks(nn.Module):
+    """Does what a captured network cannot."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.conv = what, pm.nn.Conv3d(4, 4, 3)
+
+    def forward(self, x):
+        return self.what(self.conv(x))
+
+
+WRONG = {
+    "len": (lambda x: x if len(x) > 5 else x * 2, GeometryError, "len"),
+    "truth": (lambda x: x * 2 if x else x, GeometryError, "len"),
+    "prune": (lambda x: x.prune(x.feats[:, 0] > 0), GeometryError, "prune"),
+    "split": (lambda x: x.split(), GeometryError, "split"),
+    "collate": (lambda x: pm.collate([x, x]), GeometryError, "collate"),
+    "dense without a grid": (lambda x: x.to_dense(), GeometryError, "spatial_shape"),
+    "union": (lambda x: pm.union(x, pm.nn.Conv3d(4, 4, 1, out="support")(x)), GeometryError, "union"),
+    "elsewhere": (lambda x: pm.nn.Conv3d(4, 4, 3)(x, out=scene(9)), GeometryError, "elsewhere"),
+    "mean of all rows": (lambda x: x.feats.mean(0), CaptureError, "not that of its forward pass"),
+    "centred": (lambda x: x.map(lambda f: f - f.mean(0)), CaptureError, "not that of its forward pass"),
+    "maximum": (lambda x: x.map(lambda f: f / f.abs().max()), CaptureError, "not that of its forward pass"),
+    "own coordinates": (lambda x: pm.SparseTensor(torch.ones(3, 2), random_cloud(3)), CaptureError, "coordinates"),
+    "rows": (lambda x: x.feats.new_zeros(2 * x.feats.shape[0]), CaptureError, "sizes"),
+    "batch statistics": (pm.nn.BatchNorm(4, track_running_stats=False).eval(), GeometryError, "statistics"),
+    "torch's statistics": (
+        lambda x: x.map(nn.BatchNorm1d(4, track_running_stats=False).eval()),
+        CaptureError,
+        "not that",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_captured_is_refused(name):
+    what, error, match = WRONG[name]
+    with pytest.raises(error, match=match):
+        pm.capture(Asks(what).eval(), scene(40))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"max_voxels": 39}, ShapeError, "39.*40"),
+        ({"batch": 0}, OptionError, "batch"),
+        ({"buckets": 1.0}, OptionError, "buckets"),
+        ({"buckets": [50]}, None, ""),
+        ({"buckets": [100]}, OptionError, "buckets"),
+        ({"margin": 0.5}, OptionError, "margin"),
+        ({"box": ((0, 0), (9, 9))}, OptionError, "box"),
+        ({"box": ((9, 9, 9), (0, 0, 0))}, OptionError, "box"),
+        ({"dtype": torch.int8}, DtypeError, "cast"),
+        ({"dtype": torch.float8_e4m3fn}, DtypeError, "cast"),
+        ({"capacity": 5}, TypeError, "capacity"),
+    ],
+    ids=str,
+)
+def test_options(options, error, match):
+    net = strange(pm.nn.Sequential(pm.nn.Conv3d(4, 4, 3)))
+    if error is None:
+        pm.capture(net, scene(40), **options)
+        return
+    with pytest.raises(error, match=match):
+        pm.capture(net, scene(40), **options)
+
+
+def test_models_and_examples():
+    x, net = scene(30), pm.nn.Conv3d(4, 4, 3)
+    with pytest.raises(OptionError, match="eval"):
+        pm.capture(net, x)
+    with pytest.raises(OptionError, match="eval.*0"):
+        pm.capture(nn.Sequential(net).eval().train(), x)
+    net.eval()
+    with pytest.raises(OptionError, match="Module"):
+        pm.capture(lambda x: x, x)
+    with pytest.raises(DtypeError, match="SparseTensor"):
+        pm.capture(net, x.feats)
+    with pytest.raises(ShapeError, match="no voxels"):
+        pm.capture(net, scene(0))
+    with pytest.raises(OptionError, match="spatial_shape"):
+        pm.capture(net, scene(30, shape=SHAPE), box=((0, 0, 0), (3, 3, 3)))
+
+
+def test_calls(unet):
+    net, fast = unet
+    x = scene(30)
+    with pytest.raises(DtypeError, match="SparseTensor"):
+        fast(x.feats)
+    with pytest.raises(ShapeError, match=r"\[N, 4\]"):
+        fast(x.replace(x.feats[:, :3]))
+    with pytest.raises(ShapeError, match=r"\[30, 4\]"):
+        fast(x.feats, x.coords[:20])
+    with pytest.raises(DtypeError, match="int32"):
+        fast(x.feats, x.coords.long())
+    with pytest.raises(DtypeError, match="float64"):
+        fast(x.feats.double(), x.coords)
+    with pytest.raises(DtypeError, match="floating"):
+        fast(x.feats.int(), x.coords)
+    with pytest.raises(DeviceError, match="meta"):
+        fast(x.feats.to("meta"), x.coords)
+    with pytest.raises(GeometryError, match="stride"):
+        fast(pm.SparseTensor(x.feats, x.coords, stride=2))
+    with pytest.raises(GeometryError, match="spatial_shape"):
+        fast(scene(30, shape=SHAPE))
+    net.train()
+    with pytest.raises(OptionError, match="eval"):
+        fast(x)
+    net.eval()
+
+
+def test_what_depends_on_the_scene_is_refused_when_it_shows():
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.other = pm.nn.Conv3d(4, 4, 2, stride=2), pm.nn.Conv3d(4, 4, 3, stride=3)
+            self.turn = False
+
+        def forward(self, x):
+            return self.other(x) if self.turn else self.down(x)
+
+    net = strange(Changes())
+    fast = captured(net, scene(40))
+    net.turn = True
+    with pytest.raises(CaptureError, match="must not depend"):
+        fast(scene(40))
+
+
+# Capacities and memory
+
+
+def test_capacities_grow_geometrically(unet):
+    net, _ = unet
+    fast = captured(net, scene(60), max_voxels=100_000)
+    assert fast.capacities[-1] == 100_000 and fast.capacities[0] >= 1024
+    assert all(1.4 < b / a < 1.6 for a, b in pairwise(fast.capacities))
+    assert fast.prepared == fast.capacities[:1]
+    assert fast.ready(5000).prepared == (fast.capacities[0], min(c for c in fast.capacities if c >= 5000))
+    told = fast.explain()
+    assert "not yet captured" in told and "stride" in told and str(fast.capacities[-1]) in told
+
+
+def test_memory_stays(unet):
+    """What is made for a call goes with it."""
+    _, fast = unet
+    scenes = [scene(count, seed) for seed, count in enumerate((20, 45, 70, 100))]
+
+    def held():
+        gc.collect()
+        return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+
+    for x in scenes:
+        fast(x)
+    before = held()
+    for _ in range(5):
+        for x in scenes:
+            fast(x.feats, x.coords)
+    assert held() <= before

@@ -1,0 +1,220 @@
+"""Static programs by kernels in Triton's interpreter, in a process of its own: `python -m kernels.captured GROUP`.
+
+As kernels.interpret: a line of JSON tells how each check of the group ended.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from kernels.interpret import run_checks
+from kernels.maps import DeviceOnly, fenced
+from torch import nn
+
+import pumice as pm
+from pumice.coords import Geometry, Relation, kernel_map
+from pumice.coords.launch import Launcher
+from pumice.coords.rooms import Buffered
+from pumice.engine.capture import _site
+from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
+from pumice.engine.static import Planner, Settled
+from pumice.lower import maps
+from pumice.lower.remember import OWN
+from pumice.lower.segments import pieces, segments
+from pumice.testing import assert_close, random_cloud
+
+Checks = Mapping[str, Callable[[], None]]
+STEPS = (Relation.of(3, 2, stride=2), Relation.of(3, 3, stride=2, padding=1), Relation.of_transposed(3, 2, stride=2))
+FORMS = ("compacted", "unsorted", "split2", "table", "grouped", "compacted_t")
+
+
+def scene(count: int, seed: int, extent: int = 6) -> pm.SparseTensor:
+    coords = random_cloud(count, 3, extent=extent, seed=seed) if count else torch.zeros(0, 4, dtype=torch.int32)
+    return pm.SparseTensor(torch.randn(count, 4, generator=torch.Generator().manual_seed(seed)), coords, batch_size=1)
+
+
+class Flows(nn.Module):
+    """Down, across and back, by these dataflows of kernels."""
+
+    def __init__(self, flow: str) -> None:
+        super().__init__()
+        self.stem = pm.nn.Conv3d(4, 8, 3, dataflow=flow)
+        self.norm = pm.nn.BatchNorm(8)
+        self.down = pm.nn.Conv3d(8, 8, 2, stride=2, dataflow=flow)
+        self.up = pm.nn.InverseConv3d(8, 8, 2, stride=2, dataflow=flow)
+        self.finer = pm.nn.ConvTranspose3d(8, 3, 2, stride=2, dataflow=flow)
+
+    def forward(self, x: pm.SparseTensor) -> list[pm.SparseTensor]:
+        x = self.norm(self.stem(x))
+        y = self.down(x)
+        return [self.up(y, x), self.finer(y)]
+
+
+def flow_checks() -> Checks:
+    flows = ("implicit-gemm-sorted", "implicit-gemm-unsorted", "implicit-gemm-split2", "fetch-on-demand")
+    found = {f"captured in {flow}": partial(check_flow, flow) for flow in flows}
+    return {**found, "no room for entries": check_entries}
+
+
+def check_flow(flow: str) -> None:
+    """Scenes below, at and above the example's size; explicit products tell what they should be."""
+    torch.manual_seed(0)
+    net = Flows(flow).eval()
+    plain = Flows("explicit-gemm").eval()
+    plain.load_state_dict(net.state_dict())
+    # Groups of thousands, mostly padding on so small a cloud, take the interpreter too long.
+    with patch.object(maps, "group_of", lambda outputs: 16):
+        fast = pm.capture(net, scene(60, 0), max_voxels=70, buckets=[70], margin=3.0)
+        for count in (70, 0, 33):
+            x = scene(count, count)
+            with torch.no_grad():
+                want = plain(x)
+            for a, b in zip(fast(x), want, strict=True):
+                assert_close(a, b)
+    assert fast.replays == 3 and not fast.fallbacks
+
+
+def check_entries() -> None:
+    """An example whose tiles have a few taps leaves no room for one whose tiles have them all: it runs eagerly."""
+    net = pm.nn.Sequential(pm.nn.Conv3d(4, 8, 3, dataflow="implicit-gemm-sorted")).eval()
+    far = torch.cartesian_prod(torch.arange(1), *[4 * torch.arange(4)] * 3).int()
+    near = torch.cartesian_prod(torch.arange(1), *[torch.arange(4)] * 3).int()
+    feats = torch.randn(64, 4)
+    fast = pm.capture(net, pm.SparseTensor(feats, far), max_voxels=64, margin=1.0)
+    with torch.no_grad():
+        want = net(pm.SparseTensor(feats, near))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = fast(feats, near)
+    assert_close(got.feats, want.feats)
+    assert fast.fallbacks == {"room": 1} and "entries" in str(caught[0].message), fast.fallbacks
+
+
+def map_checks() -> Checks:
+    return {"maps in buffers": check_maps, "nothing waits": check_waits, "points": check_points}
+
+
+def levels(geometry: Geometry) -> list[Any]:
+    """The maps of a few levels, and what kernels read of them."""
+    found = []
+    for step in STEPS:
+        down, other = kernel_map(geometry, step)
+        same, _ = kernel_map(other, Relation.of(3, 3))
+        for each in (down, same):
+            for form in FORMS:
+                tokens, arrays = maps.held(each, form)
+                found.append((form, each, arrays))
+                for token, array in zip(tokens, arrays, strict=True):
+                    if token.endswith("tile"):
+                        segments(array, 5), segments(array, 5, 512), pieces(array, 5, 8)
+        geometry = other
+    return found
+
+
+def built(buffers: Voxels, rooms: Any, x: pm.SparseTensor) -> Geometry:
+    return buffers.enter(_site(x.geometry.site, 1, None), Buffered(rooms)).x.geometry
+
+
+def planned(x: pm.SparseTensor, capacity: int) -> tuple[Voxels, Settled]:
+    buffers = Voxels.of(capacity, x)
+    VoxelScene(x.feats, x.coords, x.geometry, x).fill(buffers)
+    planner = Planner(capacity, len(x), 2.0, None)
+    levels(built(buffers, planner, x))
+    return buffers, Settled(planner.rooms)
+
+
+def check_maps() -> None:
+    """Rows that live meet what they meet eagerly, the others nothing; entries past the last belong to no tile."""
+    x = scene(50, 1)
+    buffers, rooms = planned(x, 80)
+    for y in (x, scene(80, 2), scene(7, 3)):
+        VoxelScene(y.feats, y.coords, y.geometry, y).fill(buffers)
+        with fenced():
+            geometry = built(buffers, rooms, x)
+            found = levels(geometry)
+        want = levels(Geometry(y.coords, y.geometry.site))
+        assert int(geometry.cloud.status) == 0
+        for (form, got, arrays), (_, plain, _) in zip(found, want, strict=True):
+            here, there = got.rows(), plain.rows()
+            outputs = len(there)
+            assert torch.equal(here[:outputs], there) and bool((here[outputs:] == -1).all()), form
+            assert int(got.living()) == outputs and int(got.transpose().living()) == plain.num_inputs
+            assert all(array in OWN for array in arrays)
+            if form == "compacted":
+                block = maps.block_of(got.num_outputs)
+                whole = plain.compacted(block)
+                entries, tiles = len(whole.tiles), -(-got.num_outputs // block)
+                made = got.compacted(block)
+                assert bool((made.tiles[entries:] == tiles).all()) and bool((made.inputs[entries:] == -1).all())
+                assert bool((made.rows >= 0).sum() == outputs) and len(made.rows) == tiles
+
+
+def check_waits() -> None:
+    """From coordinates to what kernels read, in rooms that were settled, without a value that Python sees."""
+    x = scene(50, 1)
+    buffers, rooms = planned(x, 80)
+    points, entered = pointed()
+    start, watch = Launcher.__call__, DeviceOnly()
+
+    def launched(*args: Any, **kwargs: Any) -> None:
+        watch.inside = True
+        try:
+            start(*args, **kwargs)
+        finally:
+            watch.inside = False
+
+    # The first turn fills what is kept on the host and the device from call to call.
+    with patch.object(Launcher, "__call__", launched):
+        for guard in (False, True):
+            if guard:
+                watch.__enter__()
+            try:
+                levels(built(buffers, rooms, x))
+                points.enter(*entered)
+            finally:
+                if guard:
+                    watch.__exit__(None, None, None)
+
+
+def pointed() -> tuple[Points, Any]:
+    """Points in buffers, and how they enter; what they are when they have."""
+    cloud = torch.rand(90, 3, generator=torch.Generator().manual_seed(0)) * 4
+    frame = pm.voxelize(cloud, size=0.9).geometry.frame
+    assert frame is not None
+    like = PointScene(cloud, None, None, Grid(frame, None, 1))
+    site = _site(like.tensor().geometry.site, 1, None)
+    points = Points.of(120, like, site.bounds)
+    like.fill(points)
+    planner = Planner(120, 90, 2.0, None)
+    points.enter(site, Buffered(planner))
+    return points, (site, Buffered(Settled(planner.rooms)))
+
+
+def check_points() -> None:
+    points, entered = pointed()
+    for count, seed in ((90, 0), (120, 1), (0, 2)):
+        cloud = torch.rand(count, 3, generator=torch.Generator().manual_seed(seed)) * 4
+        PointScene(cloud, None, None, points.grid).fill(points)
+        with fenced():
+            found = points.enter(*entered)
+        want = pm.voxelize(cloud, size=0.9)
+        voxels = len(want)
+        assert found.inverse is not None and int(found.x.geometry.cloud.status) == 0
+        assert int(found.x.geometry.cloud.count) == voxels
+        assert torch.equal(found.x.coords[:voxels], want.coords)
+        assert torch.equal(found.inverse[:count], want.inverse) and bool((found.inverse[count:] == -1).all())
+        assert_close(found.x.feats[:voxels], want.feats)
+
+
+GROUPS: Mapping[str, Callable[[], Checks]] = {"programs": lambda: {**map_checks(), **flow_checks()}}
+"""The checks, by name, of each group; a group is one process."""
+
+
+if __name__ == "__main__":
+    run_checks(GROUPS[sys.argv[1]]())

@@ -1,0 +1,100 @@
+"""Small networks that use every kind of layer, for what treats a network as a whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import pumice as pm
+from pumice.nn import (
+    AvgPool3d,
+    BatchNorm,
+    Conv3d,
+    ConvTranspose3d,
+    GenerativeConvTranspose3d,
+    GlobalAvgPool,
+    GlobalMaxPool,
+    GlobalSumPool,
+    GroupNorm,
+    InstanceNorm,
+    InverseConv3d,
+    LayerNorm,
+    Linear,
+    MaxPool3d,
+    ReLU,
+    ResidualBlock,
+    Sequential,
+    SiLU,
+    SumPool3d,
+)
+
+
+class Levels(nn.Module):
+    """Up and down by every relation; a list of what each level gives."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem = Sequential(Conv3d(4, width, 3), BatchNorm(width), ReLU())
+        self.floor = Conv3d(width, width, 2, stride=2)
+        self.wide = Conv3d(width, width, 3, stride=2)
+        self.support = Conv3d(width, width, 3, stride=2, padding=1)
+        self.dilating = Conv3d(width, width, (3, 1, 1), out="support")
+        self.spread = Conv3d(width, width, 3, dilation=2)
+        self.up = ConvTranspose3d(width, width, 2, stride=2)
+        self.generative = GenerativeConvTranspose3d(width, width, 3, stride=2)
+        self.back = InverseConv3d(width, width, 2, stride=2)
+        self.odd = Conv3d(width, width, None, offsets=[[0, 0, 0], [1, 0, 2], [-1, 1, 0]])
+
+    def forward(self, x):
+        x = self.stem(x)
+        a, b, c = self.floor(x), self.wide(x), self.support(x)
+        finer = self.up(self.spread(a))
+        return [self.back(a + b, x), self.dilating(a), self.odd(c), finer, self.generative(c)]
+
+
+class Layers(nn.Module):
+    """Norms, groups, pools, and what reduces over items; a dictionary of what each gives."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem = Sequential(Conv3d(4, width, 3, groups=2), GroupNorm(2, width), SiLU())
+        self.depthwise = Sequential(Conv3d(width, width, 3, groups=width), InstanceNorm(width))
+        self.pools = nn.ModuleList(pool(2, stride=2) for pool in (MaxPool3d, AvgPool3d, SumPool3d))
+        self.same = MaxPool3d(3, stride=1)
+        self.whole = nn.ModuleList((GlobalMaxPool(), GlobalAvgPool(), GlobalSumPool()))
+        self.block = ResidualBlock(width, 2 * width)
+        self.head = Sequential(LayerNorm(2 * width), Linear(2 * width, 3), nn.ReLU())
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.depthwise(x)
+        coarse = [pool(y) for pool in self.pools]
+        return {
+            "coarse": pm.cat(coarse),
+            "same": self.same(x),
+            "items": [pool(coarse[0]) for pool in self.whole],
+            "head": self.head(self.block(y)).feats.argmax(1),
+            "number": 7,
+        }
+
+
+class Dense(nn.Module):
+    """A dense map behind a strided level, as a bird's-eye view takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = Conv3d(4, 8, 3, stride=2, padding=1)
+        self.head = nn.Conv3d(8, 2, 3, padding=1)
+
+    def forward(self, x):
+        return self.head(self.down(x).to_dense())
+
+
+def strange(net: nn.Module, seed: int = 0) -> nn.Module:
+    """In evaluation, with statistics of norms that are not those of a new one."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in net.modules():
+        if isinstance(module, BatchNorm) and module.running_mean is not None:
+            module.running_mean.normal_(0, 0.3, generator=generator)
+            module.running_var.uniform_(0.5, 2, generator=generator)  # pyright: ignore[reportOptionalMemberAccess]
+    return net.eval()
