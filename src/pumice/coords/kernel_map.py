@@ -167,7 +167,9 @@ class KernelMap:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
         key = (name, self.flipped)
         found = self._storages.get(key, _MISSING)
-        if found is _MISSING:
+        if found is _MISSING and torch.compiler.is_compiling():
+            found = self._storages[key] = build(self)
+        elif found is _MISSING:
             # A map found in inference serves training afterwards.
             with lasting():
                 found = self._storages[key] = build(self)
@@ -249,6 +251,10 @@ def _rows(found: KernelMap) -> Tensor:
     if not found.flipped:
         return found.table.contiguous()
     whole = found.transpose()
+    if torch.compiler.is_compiling():
+        inputs, outputs, _ = whole.pairs()
+        rows = found.table.new_full((found.num_outputs, found.volume), -1)
+        return rows.index_put((inputs, whole.taps()), outputs.int())
     if found.symmetric:
         return whole.rows().flip(1)
     return compact.exchanged(whole.rows(), whole.living(), found.num_outputs)
@@ -256,6 +262,10 @@ def _rows(found: KernelMap) -> Tensor:
 
 def _pairs(found: KernelMap) -> Pairs:
     """Of a map that is not flipped."""
+    if torch.compiler.is_compiling():
+        *lists, taps = torch.ops.pumice.pairs(found.table)
+        found.storage("taps", lambda _: taps)
+        return Pairs(*lists)
     if found.device.type == "cpu":
         met = found.table.t()
         hits = met >= 0
