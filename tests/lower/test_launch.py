@@ -673,3 +673,18 @@ def test_a_straight_call_sees_what_was_set_meanwhile(straight, monkeypatch):
     x = torch.zeros(100 * 16 + 1)[1:].view(100, 16)
     sources()
     assert sum(len(kernel.doors) for kernel in straight.values()) == doors + 1
+
+
+def test_a_linear_map_and_its_norm_are_one_kernel_whatever_rows_there_are(as_on_gpu):
+    linear = import_module("pumice.ops.linear")
+    linear._CALLS.clear()
+    weight, vectors = torch.zeros(32, 16).half(), torch.rand(4, 32)
+    end = pm.ops.Epilogue(*vectors[:2], None, "", None, *vectors[2:], 1e-5)
+    for rows in (399, 399, 397, 395, 395):
+        x = torch.zeros(rows, 16).half()
+        y = linear.linear_features(x, weight, end)
+        assert y.shape == (rows, 32) and y.dtype == torch.float16
+        last = (x, weight, *end.operands.values(), y)
+    (kernel,) = as_on_gpu.values()
+    assert len(kernel.doors) == 1 and len(kernel.direct) == 4
+    assert {t.data_ptr() for t in last} <= set(kernel.direct[-1][1])
