@@ -131,11 +131,35 @@ def as_it_suits(found: KernelMap, name: str) -> str:
 
 
 def lay_out(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
-    """Lay maps out in these forms, with one read of all their sizes."""
+    """Lay maps out in these forms, with one read of all their sizes; in a CUDA graph that is captured, side by side."""
     asked = list(dict.fromkeys((found, name) for found, names in wanted for name in names))
     settle([size for found, name in asked for size in FORMS[name].sizes(found)])
+    if asked and asked[0][0].table.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _side_by_side(asked)
     for found, name in asked:
         held(found, name)
+
+
+_STREAMS = 4
+
+
+def _side_by_side(asked: Iterable[tuple[KernelMap, str]]) -> None:
+    """Lay maps out on streams of their own, which the current one waits for: each takes a series of small kernels.
+
+    Maps with one table share what is made of it, and a stream.
+    """
+    main = torch.cuda.current_stream()
+    streams = [torch.cuda.Stream() for _ in range(_STREAMS)]
+    turns: dict[int, torch.cuda.Stream] = {}
+    for found, name in asked:
+        stream = turns.get(id(found.table))
+        if stream is None:
+            stream = turns[id(found.table)] = streams[len(turns) % _STREAMS]
+            stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            held(found, name)
+    for stream in {*turns.values()}:
+        main.wait_stream(stream)
 
 
 def counted(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
