@@ -118,7 +118,7 @@ def _to_known(
 
 
 def _map_of(relation: Relation, found: Found, inputs: Geometry, outputs: Geometry) -> KernelMap:
-    made = KernelMap.of_found(relation, found, len(inputs))
+    made = KernelMap.of_found(relation, found, len(inputs), (inputs.cloud.count, outputs.cloud.count))
     here, there = inputs.buffered, outputs.buffered
     if here is None and there is None:
         return made

@@ -191,9 +191,13 @@ class KernelMap:
         return KernelMap(relation, rows.int(), num_inputs, rows.shape[0])
 
     @staticmethod
-    def of_found(relation: Relation, found: Found, num_inputs: int) -> KernelMap:
-        """The map of what a Lookup found."""
+    def of_found(
+        relation: Relation, found: Found, num_inputs: int, living: tuple[Tensor, Tensor] | None = None
+    ) -> KernelMap:
+        """The map of what a Lookup found; living: the numbers of inputs and outputs, int32 [1] each on the device."""
         kept = {} if found.masks is None else {("masks", False): found.masks}
+        if living is not None:
+            kept |= {("living", True): living[0], ("living", False): living[1]}
         return KernelMap(relation, found.rows, num_inputs, len(found.rows), _storages=kept)
 
     @property
