@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pumice.coords.cloud import DUPLICATE, RANGE
-from pumice.coords.launch import lasting
+from pumice.coords.launch import constants_read, lasting
 from pumice.engine.compare import differ
 from pumice.engine.entry import Buffers, Scene, per_point
 from pumice.engine.static import Given, Planner, Program, Reading, Results, Settled, Shares
@@ -71,14 +71,14 @@ def _capacities(most: int, what: str, buckets: float | Sequence[int]) -> tuple[i
 class Bucket:
     """A capacity, made ready. graph: None where there are none, on a CPU. results: those that the graph writes.
 
-    read: the parameters and buffers that it reads, held so that their memory stays theirs.
+    read: the parameters and buffers that it reads, and constants, held so that their memory stays theirs.
     """
 
     buffers: Buffers
     rooms: Settled
     graph: torch.cuda.CUDAGraph | None = None
     results: Results | None = None
-    read: Sequence[Tensor] = ()
+    read: Sequence[object] = ()
 
     def run(self, program: Program) -> Results:
         """The results for what is in the buffers; the next call overwrites them."""
@@ -275,10 +275,14 @@ class Engine:
                 self.program.run(bucket.buffers, bucket.rooms)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+        with (
+            constants_read() as constants,
+            torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"),
+        ):
             bucket.results = self.program.run(bucket.buffers, bucket.rooms)
         model = self.program.model
-        bucket.graph, bucket.read = graph, [t.detach() for t in (*model.parameters(), *model.buffers())]
+        bucket.graph = graph
+        bucket.read = [*constants, *(t.detach() for t in (*model.parameters(), *model.buffers()))]
 
 
 @contextmanager
