@@ -1,6 +1,7 @@
 """How kernels are launched, with a kernel that only writes down what it is given: nothing here computes."""
 
 import weakref
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -688,3 +689,19 @@ def test_a_linear_map_and_its_norm_are_one_kernel_whatever_rows_there_are(as_on_
     (kernel,) = as_on_gpu.values()
     assert len(kernel.doors) == 1 and len(kernel.direct) == 4
     assert {t.data_ptr() for t in last} <= set(kernel.direct[-1][1])
+
+
+def test_a_map_with_segments_far_longer_than_others_is_no_straight_call(straight, monkeypatch):
+    """They are another kernel's, which another map may do without."""
+    weight, conv = torch.zeros(16, 27, 16).half(), import_module("pumice.ops.conv")
+    for count in (400, 399, 400, 399):
+        x, found = voxels(count, 0)
+        pm.ops.conv_features(x, weight, found, count)
+    whole, seen = kernels._segments_of, []
+    monkeypatch.setattr(conv, "_in_full", lambda x, *given: seen.append(x) or x)
+    for apart in (False, True):
+        if apart:
+            monkeypatch.setattr(kernels, "_segments_of", lambda *given: replace(whole(*given), apart=whole(*given)))
+        x, found = voxels(397, 0)
+        pm.ops.conv_features(x, weight, found, 397)
+        assert len(seen) == apart

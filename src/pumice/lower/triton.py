@@ -470,6 +470,9 @@ class Mould:
             if array is None or array in OWN or _captured(array.device):
                 return None
             part = _segments_of(array, -(-shapes[name][axis] // coefficient), self.form, self.emitted.tile)
+            if part.apart is not None:
+                # They take a second kernel.
+                return None
         return Aimed.of(self.emitted.sized(extents, shapes, part), held, part, self.device)
 
 
