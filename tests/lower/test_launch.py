@@ -657,6 +657,19 @@ def test_a_straight_call_is_checked_all_the_same(straight):
         pm.ops.conv_features(y, weight[:, :26], other, 101)
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["a view", "a copy"])
+def test_a_straight_call_has_the_weight_that_its_kernel_reads(straight, turned):
+    """A window whose axes are no single one is copied for each call: what is kept must not take the weight itself."""
+    x, found = voxels(100, 0)
+    weight = torch.zeros(16, 3, 3, 3, 16).half()
+    weight = weight.transpose(1, 3) if turned else weight
+    conv = import_module("pumice.ops.conv")
+    for _ in range(3):
+        conv._features(x, weight, found, 100, None)
+    assert launches(straight)
+    assert any(weight.data_ptr() in values for _, values in launches(straight)) is not turned
+
+
 def test_a_straight_call_sees_what_was_set_meanwhile(straight, monkeypatch):
     """Precision, layouts and alignment count, and what was tuned."""
     (x, found), weight = voxels(100, 0, dtype=torch.float32), torch.zeros(16, 27, 16)
