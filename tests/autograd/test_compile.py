@@ -379,6 +379,28 @@ def test_what_is_planned_for_about_this_size_is_the_same():
                 torch.testing.assert_close(got, plan.execute(operands, names, text, tuple(shape), ""))
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_map_that_is_met_again_passes_each_array_once(kind, monkeypatch):
+    """In the forms of a GPU, too, and carried out as there."""
+    monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF[kind]})
+    calls, model = Calls(), nn.Sequential(conv(3), conv(3))
+    twin, x = copy.deepcopy(model), cloud(0)
+    y = compiled(model, calls.while_running)[0](x)
+    with calls:
+        y.feats.square().sum().backward()
+    twin(x).feats.square().sum().backward()
+    assert_same_gradients(model, twin)
+    asked = calls.arguments("einsum")
+    assert len(asked) == 5
+    for operands, names, text, shape, _ in asked:
+        tokens = names.split("|")
+        assert len({*tokens}) == len(tokens) == len(operands)
+        ask = register._over_map(names, text)
+        assert ask is not None
+        with torch.no_grad():
+            register._held(operands, replace(ask, shape=tuple(shape)))
+
+
 def test_other_statements_are_planned_as_they_are():
     assert register._over_map("A|B", "C[i] = A[i,j] * B[j]") is None
     assert register._over_map("x|map@pairs@0@o|map@pairs@0@k|map@pairs@0@i", "O[o] max= map[o,k,i] * x[i]") is None

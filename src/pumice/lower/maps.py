@@ -98,8 +98,9 @@ def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], lis
     """
     if torch.compiler.is_compiling():
         liked = _liked(found, differentiable)
-        there = (name for each in liked for name in (each, _AS_THEY_ARE.get(each, each)))
-        return _together(found, tuple(name for name in there if found.has(("form", name))) or liked)
+        # A form without rows to sort is its own other one: operands that are passed twice are not those of their names.
+        either = dict.fromkeys(name for each in liked for name in (each, _AS_THEY_ARE.get(each, each)))
+        return _together(found, tuple(name for name in either if found.has(("form", name))) or liked)
     return found.storage(("passed", differentiable), lambda m: _together(m, names_of(m, differentiable)))
 
 
