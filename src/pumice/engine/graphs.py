@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from pumice.coords.cloud import DUPLICATE, RANGE
 from pumice.coords.launch import constants_read, lasting
-from pumice.engine.compare import differ
+from pumice.engine.compare import differ, shaken
 from pumice.engine.entry import Buffers, Scene, per_point
 from pumice.engine.static import Given, Planner, Program, Reading, Results, Settled, Shares
 from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceError, ShapeError
@@ -256,12 +256,18 @@ class Engine:
         given = replace(self._given(scene, results, words), items=x.batch_size)
         both = zip(results.leaves, reading.kinds, self._with_points(wanted, x), strict=True)
         for number, (leaf, kind, want) in enumerate(both):
-            if told := differ(given.cut(leaf, kind), want):
+            got = given.cut(leaf, kind)
+            if differ(got, want) and (told := differ(got, want, self._again(x, wanted)[number])):
                 raise CaptureError(
                     f"result {number} of the captured network is not that of its forward pass on the example: {told}. "
                     "What reduces over all rows of feats, or asks for their number, sees those of the buffer: use "
                     "layers of pumice.nn and operators of pumice.ops"
                 )
+
+    def _again(self, x: SparseTensor, wanted: Sequence[Any]) -> list[Any]:
+        """What the eager network gives for features that are shaken."""
+        leaves = pytree.tree_leaves(self.program.eager(x.replace(shaken(x.feats, wanted))))
+        return self._with_points(leaves, x)
 
     def _record(self, bucket: Bucket) -> None:
         """Capture the graph, behind a pass that compiles what it starts and one in which nothing may wait: a capture
