@@ -5,7 +5,16 @@ import torch
 from pumice import coords, engine, errors, models, nn, ops
 from pumice.coords import Geometry, KernelMap, Relation, deserialize, kernel_map, same_geometry, serialize
 from pumice.coords.geometry import _rebuild
-from pumice.engine import Captured, CapturedPoints, Tuning, capture, capture_points, tune
+from pumice.engine import (
+    Captured,
+    CapturedPoints,
+    Exportable,
+    Tuning,
+    capture,
+    capture_points,
+    exportable,
+    tune,
+)
 from pumice.ops import (
     Sparse,
     SparseTensor,
@@ -33,6 +42,7 @@ torch.serialization.add_safe_globals([SparseTensor, _rebuild])
 __all__ = [
     "Captured",
     "CapturedPoints",
+    "Exportable",
     "Geometry",
     "KernelMap",
     "Relation",
@@ -51,6 +61,7 @@ __all__ = [
     "einsum",
     "engine",
     "errors",
+    "exportable",
     "from_dense",
     "interpolate",
     "kernel_map",

@@ -113,6 +113,10 @@ def variants() -> tuple[Variant, ...]:
         for count in (100, 500, 2000):
             runs.in_pieces(torch.zeros(9000, dtype=torch.int32), count, 8)
             runs.by_length(torch.zeros(9000, dtype=torch.int32), count)
+            told = torch.zeros(9000, dtype=torch.int32)
+            runs.ENDS.tell(told, torch.full((count,), 9000, dtype=torch.int32))
+            runs.in_pieces(told, count, 8)
+            runs.by_length(told, count)
     return tuple(recorder.seen)
 
 
