@@ -176,7 +176,13 @@ def test_errors_are_over_the_rms():
     found = Compared()
     found.add("block, 10 voxels", x.replace(other), x)
     assert found.most == pytest.approx(1e-3, rel=1e-3) and found.mean == pytest.approx(1e-3 / 40**0.5, rel=1e-3)
-    assert not found.wrong and found.kinds == {"block": 1}
+    assert not found.wrong and found.kinds == {"block": 1} and not found.noisy
+    # What rounding alone changes as much is no mistake, and what it does not is one.
+    far = x.replace(x.feats + 0.1 * scale)
+    found.add("block, 10 voxels", far, x, lambda: x.replace(x.feats - 0.1 * scale))
+    found.add("lines, 10 voxels", far, x, lambda: x.replace(x.feats + 1e-4 * scale))
+    assert found.noisy == 1 and len(found.wrong) == 1 and found.wrong[0].startswith("lines, 10 voxels: rms error 0.1")
+    assert found.most == pytest.approx(0.1, rel=1e-3)
 
 
 # varied

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from pumice.engine import Captured, capture
-from pumice.engine.compare import differ
+from pumice.engine.compare import differ, shaken
 from pumice.ops import SparseTensor
 from pumice.tools.engine_scenes import net_for
 from pumice.tools.ledger import Peer, Row, Subject, row
@@ -166,7 +166,8 @@ def _check(setup: Setup, name: str, scans: Varied, net: nn.Module, fast: Capture
         given = feats.to(setup.half)
         with torch.no_grad():
             want = net(SparseTensor(given, coords))
-        if told := differ(fast(given, coords), want):
+            again = net(SparseTensor(shaken(given, [want]), coords))
+        if told := differ(fast(given, coords), want, again):
             setup.failed(f"{name}: {len(coords)} voxels of {cloud}: {told}")
 
 
