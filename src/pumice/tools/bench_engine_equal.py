@@ -144,11 +144,9 @@ def equal(setup: Setup) -> Iterator[Row]:
     if len(found.wrong) > 5:
         setup.failed(f"{name}: {len(found.wrong)} of {done} geometries differ")
     kinds = ", ".join(f"{kind} {number}" for kind, number in found.kinds.items())
-    setup.say(
-        f"{name}: {done} geometries ({kinds}), {len(found.wrong)} wrong, {found.noisy} within "
-        f"noise; largest error {found.most:.2e} and rms error {found.mean:.2e} of the eager result's rms; {fast.replays} by graphs, eagerly "
-        f"{dict(fast.fallbacks) or 'none'}"
-    )
+    setup.say(f"{name}: {done} geometries ({kinds}), {len(found.wrong)} wrong, {found.noisy} within noise")
+    setup.say(f"  largest error {found.most:.2e} and rms error {found.mean:.2e} of the eager result's rms")
+    setup.say(f"  {fast.replays} by graphs, eagerly {dict(fast.fallbacks) or 'none'}")
     yield from _rows(setup, name, found, fast, done)
 
 
