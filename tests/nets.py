@@ -97,4 +97,8 @@ def strange(net: nn.Module, seed: int = 0) -> nn.Module:
         if isinstance(module, BatchNorm) and module.running_mean is not None:
             module.running_mean.normal_(0, 0.3, generator=generator)
             module.running_var.uniform_(0.5, 2, generator=generator)  # pyright: ignore[reportOptionalMemberAccess]
+    for module in net.modules():
+        if isinstance(module, InstanceNorm) and module.bias is not None:
+            # Without it a mean over all voxels is 0 but for rounding.
+            nn.init.normal_(module.bias, 0, 0.5, generator=generator)
     return net.eval()

@@ -99,6 +99,15 @@ def test_the_dataflows_of_the_guide():
     torch.testing.assert_close(space["y"].feats, conv(space["x"], space["weight"]).feats)
 
 
+def test_the_exported_network_of_the_guide(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    net, x = pumice.nn.Sequential(pumice.nn.Conv3d(4, 4, 3), pumice.nn.Conv3d(4, 4, 2, stride=2)), random_tensor(50, 4)
+    space: dict[str, object] = {"net": net, "x": x, "pm": pumice, "torch": torch}
+    for block in (block for block in blocks("guide.md") if "torch.export" in block):
+        exec(compile(block, "guide.md", "exec"), space)
+    torch.testing.assert_close(space["feats"], net(x).feats)
+
+
 def test_the_workloads_of_the_benchmarks():
     from pumice.tools.workloads import WORKLOADS
 

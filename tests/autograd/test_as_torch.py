@@ -212,7 +212,7 @@ def test_compiled_training(backend):
 
 
 def test_compiled_network_takes_another_cloud():
-    """Other sizes: prepared by an eager run, compiled again or with dynamic shapes, the same numbers."""
+    """Other sizes, after an eager run: compiled again with dynamic shapes, the same numbers."""
     torch._dynamo.reset()
     model = net().eval()
     fast = torch.compile(model, fullgraph=True, backend="eager")
@@ -221,12 +221,6 @@ def test_compiled_network_takes_another_cloud():
             x = sample(seed)
             want = model(x)
             torch.testing.assert_close(fast(x).feats, want.feats)
-
-
-def test_compile_says_that_a_map_is_missing():
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="map"), torch.no_grad():
-        torch.compile(net().eval(), fullgraph=True, backend="eager")(sample())
 
 
 @pytest.mark.parametrize("case", [Case("same", (3, 3)), Case("groups", (3, 3), groups=2, channels=(4, 2))], ids=str)

@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import pumice as pm
+from pumice.engine.compare import differ, shaken
+from pumice.engine.static import Program
 from pumice.errors import (
     CaptureError,
     CoordinateError,
@@ -428,6 +430,44 @@ def test_calls(unet):
     with pytest.raises(OptionError, match="eval"):
         fast(x)
     net.eval()
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_result_that_is_nothing_but_rounding_is_no_error(width, monkeypatch):
+    """A mean over what was normalised: two ways of summing it have no digit in common."""
+    net = pm.nn.Sequential(pm.nn.InstanceNorm(4 * width, affine=False), pm.nn.GlobalAvgPool()).eval()
+    x = scene(100, extent=6)
+    x = x.replace(x.feats.repeat(1, width))
+    run = Program.run
+
+    def otherwise(program, buffers, rooms, poison=False):
+        results = run(program, buffers, rooms, poison)
+        results.leaves[0].add_(3e-8 * torch.randn(results.leaves[0].shape))
+        return results
+
+    monkeypatch.setattr(Program, "run", otherwise)
+    fast = captured(net, x)
+    assert float(fast(x).abs().max()) < 1e-6
+
+
+def test_what_is_more_than_rounding_is_an_error():
+    want, rng = torch.full((50, 4), 1.0), torch.Generator().manual_seed(0)
+    noise = [1e-7 * torch.randn(50, 4, generator=rng) for _ in range(3)]
+    assert differ(noise[0], noise[1]) and not differ(noise[0], noise[1], noise[2])
+    assert differ(1e-4 + noise[0], noise[1], noise[2])
+    for place, wrong in ((7, torch.nan), (8, 1.5)):
+        got = want + noise[0]
+        got[place] = wrong
+        assert differ(got, want, want + noise[1])
+    assert not differ(want + noise[0], want)
+
+
+def test_features_are_shaken_by_roundings_of_the_coarsest_dtype():
+    x = torch.rand(1000, 4) + 0.5
+    for like, eps in (((), 2**-23), ((x.half(), 7), 2**-10)):
+        error = (shaken(x, like) - x).abs() / x / eps
+        assert float(error.min()) > 2 and float(error.max()) < 6
+    assert shaken(x.int(), ()).dtype == torch.int32
 
 
 def test_what_depends_on_the_scene_is_refused_when_it_shows():

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import pumice as pm
+from pumice.coords import CodeLayout
 from pumice.errors import CaptureError, CoordinateError, OptionError
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.testing import assert_close, random_cloud
@@ -134,8 +135,9 @@ def test_a_copy_in_half_and_autocast(gpu):
     assert cast(x).dtype == torch.float16
 
 
+@pytest.mark.filterwarnings("ignore:a scene that needs more entries")
 def test_a_thousand_random_geometries(gpu):
-    """Clusters, boxes and lines, from none to all voxels, as one after the other comes."""
+    """Clusters, boxes and lines, from none to all voxels, as one after the other comes; full boxes have no room."""
     net = strange(pm.models.MinkUNet(4, 3, 0.25)).to(gpu)
     fast = captured(net, scene(gpu, 4000, extent=48), max_voxels=4000, buckets=[128, 1000], margin=6.0, batch=2)
     rng, worst = np.random.default_rng(0), 0.0
@@ -152,7 +154,7 @@ def test_a_thousand_random_geometries(gpu):
         assert got.shape == want.shape
         if count:
             worst = max(worst, float((got - want).abs().max() / want.square().mean().sqrt()))
-    assert worst < 0.01 and not fast.fallbacks
+    assert worst < 0.01 and {*fast.fallbacks} <= {"room"} and fast.replays > 950
 
 
 # Waits, and memory
@@ -213,6 +215,19 @@ def test_graphs_of_several_networks_on_several_streams(gpu):
                 got = fast(x).feats
             stream.synchronize()
             agrees(got, want, 0.01)
+
+
+def test_a_graph_holds_the_constants_that_it_reads(gpu):
+    """Eager scenes in other boxes have tables of their own, for which those of the graph are kept no longer."""
+    net, x = strange(pm.models.MinkUNet(4, 3, 0.25)).to(gpu), scene(gpu, 3000, extent=48)
+    fast, want = captured(net, x), eager(net, x).feats
+    agrees(fast(x.feats, x.coords).feats, want, 0.01)
+    for number in range(100):
+        CodeLayout(((*range(number % 10),), (*range(number // 10),)), (0, 0)).tables(gpu)
+    # Whoever gets their memory writes what is no place in any code.
+    others = [torch.full((64 * n,), 1 << 50, device=gpu) for n in range(1, 64) for _ in range(16)]
+    agrees(fast(x.feats, x.coords).feats, want, 0.01)
+    assert others and fast.replays == 2 and not fast.fallbacks
 
 
 # Scenes that do not fit
@@ -285,10 +300,12 @@ def test_dataflows(gpu, flow):
         with pytest.raises(OptionError, match="captured"):
             pm.capture(net, x)
         return
-    fast = captured(net, x)
+    # In one box 17,000 voxels have up to 3.1 times the entries of 9,000, sorted by a few taps.
+    fast = captured(net, x, margin=2.0)
     for seed, count in enumerate((9000, 10, 17_000)):
         x = scene(gpu, count, seed)
         agrees(fast(x), eager(net, x), 0.01)
+    assert not fast.fallbacks and fast.replays == 3
 
 
 def test_parameters_are_read_where_they_lie(gpu):

@@ -4,12 +4,14 @@ Needs pytest and no plugin of it, nothing of the other tests: `pytest --noconfte
 not installed. The last GPU is used, so that a machine with several shows whether anything insists on the first.
 """
 
+import copy
 import functools
 import gc
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader, Dataset
 
 import pumice as pm
@@ -457,6 +459,47 @@ def test_compiled_training(gpu, backend):
         wrap(net)(x).feats.square().sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
     assert (grads[0] - grads[1]).norm() < 1e-3 * grads[0].norm()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code_finds_maps(gpu, backend):
+    """Forward and backward on coordinates that nobody has met, of three sizes, with extents told and not."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = pm.nn.Sequential(pm.nn.Conv3d(12, 16, 2, stride=2), pm.nn.BatchNorm(16), pm.nn.ResidualBlock(16, 8)).to(gpu)
+    twin = copy.deepcopy(net)
+    counter = CompileCounterWithBackend(backend)
+    fast = torch.compile(net, fullgraph=True, backend=counter, dynamic=True)
+    for told in ({}, {"spatial_shape": (4096,) * 3, "batch_size": 2}):
+        counter.frame_count = 0
+        for seed in range(3):
+            x = random_tensor(400 + 900 * seed, 12, batch_size=2, seed=seed, device=gpu)
+            got, want = (f(pm.SparseTensor(x.feats, x.coords, **told)) for f in (fast, twin))
+            assert torch.equal(got.coords, want.coords)
+            assert (got.feats - want.feats).norm() < 1e-4 * want.feats.norm()
+            got.feats.square().sum().backward()
+            want.feats.square().sum().backward()
+        assert counter.frame_count <= 1
+    grads = [torch.cat([p.grad.flatten() for p in model.parameters()]) for model in (net, twin)]
+    assert (grads[0] - grads[1]).norm() < 1e-3 * grads[1].norm()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_network(gpu, tmp_path):
+    model = unet(gpu).eval()
+    x = scene(torch.float32, gpu)
+    module = pm.exportable(model)
+    program = torch.export.export(module, (x.coords, x.feats), dynamic_shapes=module.dynamic_shapes)
+    torch.export.save(program, tmp_path / "net.pt2")
+    loaded = torch.export.load(tmp_path / "net.pt2").module()
+    half = len(x) // 2
+    for rows in (slice(None), slice(0, half)):
+        coords, feats = x.coords[rows].contiguous(), x.feats[rows].contiguous()
+        with torch.no_grad():
+            got, want = loaded(coords, feats), model(pm.SparseTensor(feats, coords))
+        assert torch.equal(got[0], want.coords)
+        assert (got[1] - want.feats).norm() < 1e-4 * want.feats.norm()
 
 
 # The main job

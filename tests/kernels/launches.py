@@ -123,6 +123,10 @@ def variants() -> tuple[Variant, ...]:
         for count in (100, 500, 2000):
             runs.in_pieces(torch.zeros(9000, dtype=torch.int32), count, 8)
             runs.by_length(torch.zeros(9000, dtype=torch.int32), count)
+            told = torch.zeros(9000, dtype=torch.int32)
+            runs.ENDS.tell(told, torch.full((count,), 9000, dtype=torch.int32))
+            runs.in_pieces(told, count, 8)
+            runs.by_length(told, count)
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
     return tuple(recorder.seen)

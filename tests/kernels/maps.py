@@ -603,6 +603,11 @@ def check_runs(size: int, count: int, most: int) -> None:
             with patch.object(runs, "_LONG", long), patch.object(runs, "_worth", lambda array: True):
                 same(in_pieces(array, count, most), in_pieces_twin(array, count, most), (size, count))
                 same(by_length(array, count), by_length_twin(array, count), (size, count))
+                # Told where runs end; what has been told of an array begins with the value 0.
+                there = array.clamp(min=0)
+                runs.ENDS.tell(there, runs.bounds_of(there, count)[1:])
+                same(in_pieces(there, count, most), in_pieces_twin(there, count, most), (size, count, "told"))
+                same(by_length(there, count), by_length_twin(there, count), (size, count, "told"))
 
 
 def words() -> tuple[Tensor, Tensor]:

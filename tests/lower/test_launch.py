@@ -1,6 +1,7 @@
 """How kernels are launched, with a kernel that only writes down what it is given: nothing here computes."""
 
 import weakref
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -656,6 +657,19 @@ def test_a_straight_call_is_checked_all_the_same(straight):
         pm.ops.conv_features(y, weight[:, :26], other, 101)
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["a view", "a copy"])
+def test_a_straight_call_has_the_weight_that_its_kernel_reads(straight, turned):
+    """A window whose axes are no single one is copied for each call: what is kept must not take the weight itself."""
+    x, found = voxels(100, 0)
+    weight = torch.zeros(16, 3, 3, 3, 16).half()
+    weight = weight.transpose(1, 3) if turned else weight
+    conv = import_module("pumice.ops.conv")
+    for _ in range(3):
+        conv._features(x, weight, found, 100, None)
+    assert launches(straight)
+    assert any(weight.data_ptr() in values for _, values in launches(straight)) is not turned
+
+
 def test_a_straight_call_sees_what_was_set_meanwhile(straight, monkeypatch):
     """Precision, layouts and alignment count, and what was tuned."""
     (x, found), weight = voxels(100, 0, dtype=torch.float32), torch.zeros(16, 27, 16)
@@ -673,3 +687,34 @@ def test_a_straight_call_sees_what_was_set_meanwhile(straight, monkeypatch):
     x = torch.zeros(100 * 16 + 1)[1:].view(100, 16)
     sources()
     assert sum(len(kernel.doors) for kernel in straight.values()) == doors + 1
+
+
+def test_a_linear_map_and_its_norm_are_one_kernel_whatever_rows_there_are(as_on_gpu):
+    linear = import_module("pumice.ops.linear")
+    linear._CALLS.clear()
+    weight, vectors = torch.zeros(32, 16).half(), torch.rand(4, 32)
+    end = pm.ops.Epilogue(*vectors[:2], None, "", None, *vectors[2:], 1e-5)
+    for rows in (399, 399, 397, 395, 395):
+        x = torch.zeros(rows, 16).half()
+        y = linear.linear_features(x, weight, end)
+        assert y.shape == (rows, 32) and y.dtype == torch.float16
+        last = (x, weight, *end.operands.values(), y)
+    (kernel,) = as_on_gpu.values()
+    assert len(kernel.doors) == 1 and len(kernel.direct) == 4
+    assert {t.data_ptr() for t in last} <= set(kernel.direct[-1][1])
+
+
+def test_a_map_with_segments_far_longer_than_others_is_no_straight_call(straight, monkeypatch):
+    """They are another kernel's, which another map may do without."""
+    weight, conv = torch.zeros(16, 27, 16).half(), import_module("pumice.ops.conv")
+    for count in (400, 399, 400, 399):
+        x, found = voxels(count, 0)
+        pm.ops.conv_features(x, weight, found, count)
+    whole, seen = kernels._segments_of, []
+    monkeypatch.setattr(conv, "_in_full", lambda x, *given: seen.append(x) or x)
+    for apart in (False, True):
+        if apart:
+            monkeypatch.setattr(kernels, "_segments_of", lambda *given: replace(whole(*given), apart=whole(*given)))
+        x, found = voxels(397, 0)
+        pm.ops.conv_features(x, weight, found, 397)
+        assert len(seen) == apart

@@ -5,7 +5,7 @@ import torch
 
 import pumice as pm
 from pumice import nn
-from pumice.errors import ShapeError
+from pumice.errors import DtypeError, ShapeError
 from pumice.lower import epilogue as epilogues
 from pumice.nn import fused
 from pumice.testing import random_tensor
@@ -74,6 +74,56 @@ def test_networks_are_the_same(finished):
         torch.testing.assert_close(y.feats, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
         assert len(finished) == len([m for m in net.modules() if isinstance(m, fused.Convolution)])
         assert all(epilogue is not None for epilogue in finished)
+
+
+@pytest.fixture
+def joined(finished, monkeypatch):
+    """As on a GPU, linear maps too; the epilogues of their calls."""
+    seen, whole = [], fused.linear_features
+    monkeypatch.setattr(fused, "takes", lambda *tensors: not torch.is_grad_enabled())
+    monkeypatch.setattr(fused, "linear_features", lambda x, w, end: seen.append(end) or whole(x, w, end))
+    return seen
+
+
+LINEAR = {
+    "norm": lambda: nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm(16, eps=0.3)),
+    "bias": lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm(16), nn.ReLU()),
+    "plain norm": lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm(16, affine=False), nn.Linear(16, 4)),
+    "shortcut": lambda: nn.ResidualBlock(8, 16),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("count", [0, 1, 200])
+def test_a_linear_map_with_the_norm_behind_it(name, count, joined):
+    module, x = stirred(LINEAR[name]()).double(), random_tensor(count, 8, 3, dtype=torch.float64)
+    expected = module(x)
+    assert not joined
+    with torch.no_grad():
+        y = module(x)
+    torch.testing.assert_close(y.feats, expected.feats.detach(), rtol=1e-10, atol=1e-10)
+    assert len(joined) == 1 and joined[0].variance is not None
+
+
+def test_a_residual_between_a_linear_map_and_its_norm(joined):
+    """It is added before the last module, which is the norm."""
+    modules, x = (
+        [nn.Linear(8, 8).double(), stirred(nn.BatchNorm(8)).double()],
+        random_tensor(50, 8, 3).to(torch.float64),
+    )
+    with torch.no_grad():
+        y = fused.chained(modules, x, x)
+        expected = modules[1](modules[0](x) + x)
+    assert not joined
+    torch.testing.assert_close(y.feats, expected.feats)
+
+
+def test_what_linear_maps_do_not_take():
+    weight, end = torch.zeros(4, 8), pm.ops.Epilogue(activation="relu")
+    with pytest.raises(DtypeError, match="of one floating point dtype, found torch.float64 and torch.float32"):
+        fused.linear_features(torch.zeros(3, 8).double(), weight, end)
+    with pytest.raises(ShapeError, match="found \\[3, 7\\] and \\[4, 8\\]"):
+        fused.linear_features(torch.zeros(3, 7), weight, end)
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])

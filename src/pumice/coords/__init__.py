@@ -1,5 +1,6 @@
 """Who meets whom: integers in, integers out."""
 
+from pumice.coords import operators  # noqa: F401  (registers them)
 from pumice.coords.build import kernel_map, pyramid
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud
@@ -14,6 +15,7 @@ from pumice.coords.merge import merged
 from pumice.coords.outputs import made_of
 from pumice.coords.relation import POLICIES, Relation, as_axes
 from pumice.coords.structures import lookup_of
+from pumice.coords.traced import local
 from pumice.coords.voxel import ROUNDINGS, check_points, frame_of, quantize
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "deserialize",
     "frame_of",
     "kernel_map",
+    "local",
     "lookup_of",
     "made_of",
     "mask_words",

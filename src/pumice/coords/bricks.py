@@ -21,7 +21,7 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.codes import CodeLayout
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import kernel, sent, without_kernels
+from pumice.coords.launch import constant, kernel, sent, without_kernels
 from pumice.coords.lookup import WARPS, WORD, Found, Live, cleared, lanes_of, padded, paired, rows_of
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
@@ -108,7 +108,7 @@ def _by_rest(reach: Reach) -> dict[int, list[int]]:
     return kinds
 
 
-@lru_cache(maxsize=256)
+@constant(256)
 def _taps(reach: Reach, device: torch.device) -> Tensor:
     """What kernels read of the offsets, int32. Of "over" a list for each kind of rests, [prod(steps), lanes, 1+D]: a
     tap (-1 past the last), and what it adds to the quotient along each axis. Of the others [K, D], the offsets.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from functools import lru_cache
 
 import torch
 
+from pumice.coords import traced
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud
-from pumice.coords.geometry import Geometry
+from pumice.coords.geometry import Geometry, alike
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found
@@ -34,9 +34,11 @@ def kernel_map(
     `target` names the outputs for the policies `given` and `cached_inverse`, and only for those. `schedule` says how
     neighbours are found; by default the cost model does. It changes no result, and nothing of a map already found.
 
-    Raises GeometryError when the map is missing while torch.compile traces (a trace cannot make coordinates),
-    OptionError for an unknown policy and for what is no schedule, ShapeError and DeviceError for a target that does not
-    fit.
+    While torch.compile or torch.export traces, a map will be found when the traced code runs (coords.traced), unless
+    `geometry` was prepared for that; it is left as it is, and what is returned in its place keeps the map.
+
+    Raises OptionError for an unknown policy and for what is no schedule, ShapeError and DeviceError for a target that
+    does not fit, GeometryError for what is no Geometry.
     """
     if not isinstance(geometry, Geometry):
         raise GeometryError(f"a Geometry has kernel maps, found {type(geometry).__name__}; a tensor's is x.geometry")
@@ -44,14 +46,15 @@ def kernel_map(
         raise OptionError(f"schedule takes a MapSchedule, found {schedule!r}")
     if relation.policy == "cached_inverse":
         return _inverse_map(geometry, relation, target)
+    if torch.compiler.is_dynamo_compiling():
+        # To look at the maps would bind compiled code to them.
+        return traced.kernel_map(geometry, *_checked(geometry, relation, target))
     # A geometry as its own target is not named in the key: a reference to itself would keep its memory alive.
     key = (relation, None if target is geometry else target)
     kept = geometry.maps.get(key)
+    if kept is None and torch.compiler.is_compiling():
+        return traced.kernel_map(geometry, *_checked(geometry, relation, target))
     if kept is None:
-        if torch.compiler.is_compiling():
-            raise GeometryError(
-                "a kernel map is missing while torch.compile traces; call pumice.prepare(model, x) first"
-            )
         # A map found in inference serves training afterwards.
         with lasting():
             kept = _build(geometry, relation, target, schedule)
@@ -62,17 +65,23 @@ def kernel_map(
     return found, geometry if outputs is None else outputs
 
 
-def _build(
-    geometry: Geometry, relation: Relation, target: Geometry | None, schedule: MapSchedule | None
-) -> tuple[KernelMap, Geometry | None]:
+def _checked(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[Relation, Geometry | None]:
+    """The relation and the target of a map, if there can be one."""
     if relation.policy not in POLICIES:
         raise OptionError(f"out={relation.policy!r} is no output policy; there are {', '.join(POLICIES)}")
     if relation.dim != geometry.dim:
         raise ShapeError(f"the relation has {relation.dim} axes, the coordinates have {geometry.dim}")
     if relation.policy == "same" and any(s != 1 for s in relation.stride):
         raise OptionError(f"out='same' keeps the coordinates and needs stride 1, found stride {relation.stride}")
+    return relation, _checked_target(geometry, target) if relation.policy == "given" else None
+
+
+def _build(
+    geometry: Geometry, relation: Relation, target: Geometry | None, schedule: MapSchedule | None
+) -> tuple[KernelMap, Geometry | None]:
+    relation, target = _checked(geometry, relation, target)
     if relation.policy in ("same", "given"):
-        outputs = geometry if relation.policy == "same" else _checked_target(geometry, target)
+        outputs = geometry if target is None else target
         found = _map_of(relation, _search(geometry, outputs, relation, schedule), geometry, outputs)
         return found, None if outputs is geometry else outputs
     return _level(geometry, relation, schedule)
@@ -109,7 +118,7 @@ def _to_known(
 
 
 def _map_of(relation: Relation, found: Found, inputs: Geometry, outputs: Geometry) -> KernelMap:
-    made = KernelMap.of_found(relation, found, len(inputs))
+    made = KernelMap.of_found(relation, found, len(inputs), (inputs.cloud.count, outputs.cloud.count))
     here, there = inputs.buffered, outputs.buffered
     if here is None and there is None:
         return made
@@ -191,12 +200,13 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
     """The forward map from `target` to `geometry`, transposed. It is kept by `target`, the one that lives longer."""
     if target is None:
         raise GeometryError("policy 'cached_inverse' needs the target coordinates that the inputs were made from")
-    for forward in _forwards(relation):
-        kept = target.maps.get((forward, None))
-        if kept is not None and kept[1] is geometry:
+    tracing = torch.compiler.is_dynamo_compiling()
+    for forward in _ways(relation) if tracing else _forwards(relation):
+        kept = traced.known(target, forward) if tracing else target.maps.get((forward, None))
+        if kept is not None and kept[1] is not None and alike(kept[1], geometry):
             return kept[0].transpose(), target
     _checked_target(geometry, target)
-    if geometry.site.stride != target.site.scaled([Fraction(s) for s in relation.stride]).stride:
+    if geometry.stride != traced.stride_of(target.stride, relation):
         raise GeometryError(
             f"x has stride {geometry.stride}; a convolution of stride {relation.stride} from the target's stride "
             f"{target.stride} does not lead there"
@@ -205,10 +215,12 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
     return forward.transpose(), target
 
 
-@lru_cache(maxsize=256)
-def _forwards(relation: Relation) -> tuple[Relation, ...]:
+def _ways(relation: Relation) -> tuple[Relation, ...]:
     """The relations whose maps the way back may be that of."""
     return tuple(replace(relation, policy=policy) for policy in FORWARD)
+
+
+_forwards = lru_cache(maxsize=256)(_ways)
 
 
 def _checked_target(geometry: Geometry, target: Geometry | None) -> Geometry:

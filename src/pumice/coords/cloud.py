@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import sent
+from pumice.coords.launch import constant, sent
 from pumice.errors import CoordinateError
 
 DUPLICATE, RANGE, OVERFLOW = 1, 2, 4
@@ -100,7 +99,7 @@ def check(status: int, capacity: int) -> None:
         raise CoordinateError(f"more results than there is room for, in this buffer of {capacity} or in one before it")
 
 
-@lru_cache(maxsize=256)
+@constant(256)
 def offset_table(offsets: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """int32 [K, D]: offsets on the device, copied there once."""
     return sent(torch.tensor(offsets, dtype=torch.int32), device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import sent
+from pumice.coords.launch import constant, sent
 from pumice.errors import CoordinateError
 
 Places = tuple[tuple[int, ...], ...]
@@ -221,14 +221,14 @@ def _spread(value: Tensor, places: tuple[int, ...], words: list[Tensor]) -> None
             words[index] += table[digit]
 
 
-@lru_cache(maxsize=1024)
+@constant(1024)
 def _byte_tables(places: tuple[int, ...], device: torch.device) -> tuple[tuple[int, Tensor], ...]:
     """For each word that one byte of an axis reaches: the byte's 256 values with their bits moved to `places`."""
     digits = torch.arange(256, dtype=torch.int64, device=device)
     return tuple((index, _move_bits(digits, moves)) for index, moves in _moves(places).items())
 
 
-@lru_cache(maxsize=64)
+@constant(64)
 def _tables(places: Places, device: torch.device) -> Tensor:
     values = [torch.arange(1 << len(p), dtype=torch.int64) for p in places]
     return sent(torch.cat([_move_bits(v, enumerate(p)) for v, p in zip(values, places, strict=True)]), device)

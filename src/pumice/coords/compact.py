@@ -8,7 +8,6 @@ take.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,10 +15,11 @@ from torch import Tensor
 
 from pumice.coords.cloud import OVERFLOW, clear
 from pumice.coords.keys import INT32_MAX
-from pumice.coords.launch import kernel, runs_kernels, sent
+from pumice.coords.launch import constant, kernel, runs_kernels, sent
 from pumice.coords.lookup import WORD, lanes_of
 from pumice.coords.ranking import Digits, ranked, ranked_twin
 from pumice.coords.relation import Relation
+from pumice.coords.runs import ENDS
 
 _ROWS = 128
 """Rows of one program, and of one block of a tally."""
@@ -114,7 +114,7 @@ def laid_out(masks: Tensor, count: Tensor, relation: Relation, block: int, how: 
     return tiled(masks, count, order, how, (block, len(relation.offsets)))
 
 
-@lru_cache(maxsize=256)
+@constant(256)
 def groups_of(relation: Relation, how: Order, device: torch.device) -> Tensor:
     """int32 [G, ceil(K / 31) + 1]: groups of taps that rows may be sorted by, as words of masks; the last column is
     how many taps each has. First every tap of the order's, then, unless these are few, those that lie in a plane; but
@@ -267,6 +267,7 @@ def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None
     inputs = torch.empty(room, block, dtype=torch.int32, device=device)
     # Where there are just so many, nothing is told.
     found, told = Compacted(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
+    ENDS.tell(tile, tiling.ends)
     if not runs_kernels(rows):
         return filled_twin(rows, tiling, found, told)
     lanes = lanes_of(rows.shape[1])

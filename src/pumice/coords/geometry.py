@@ -65,6 +65,22 @@ class Site:
         return replace(self, stride=_scaled(self.stride, tuple(factor)), **changes)
 
 
+@dataclass(eq=False)
+class Trail:
+    """Where a geometry comes from that was made while torch.compile or torch.export traced: the steps that lead to it
+    from the geometry `root`, which was there before (None: from coordinates that were made in the traced function).
+
+    trace: which trace it was. given: what was given to the traced function, if it stands in the place of that. box:
+    int64 [1 + 2D] on the CPU, see coords.operators; None until it is asked for.
+    """
+
+    trace: str
+    root: Geometry | None = None
+    steps: tuple[Any, ...] = ()
+    given: Geometry | None = None
+    box: Tensor | None = None
+
+
 class Geometry:
     """Distinct integer coordinates (batch, axes...), int32 [N, 1+D], and the kernel maps between them.
 
@@ -84,6 +100,9 @@ class Geometry:
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
         self._settled = True
+        # See coords.traced: whether compiled code relies on the maps; and of those that a trace made their origin.
+        self.prepared = False
+        self.trail: Trail | None = None
         self._buffered: Buffered | None = None
         self._alive: Tensor | None = None
 
@@ -116,11 +135,11 @@ class Geometry:
         coords = coords.contiguous()
         shape = None if spatial_shape is None else _axes_of(spatial_shape, dim, "spatial_shape")
         strides = _axes_of((stride,) * dim if isinstance(stride, int) else stride, dim, "stride")
-        if coords.is_cuda and shape is not None and batch_size is not None:
-            bounds = Bounds((0,) * dim, tuple(s - 1 for s in shape), int(batch_size))
-        else:
-            bounds = Bounds.of(coords)
-            _check_range(bounds, shape, batch_size)
+        if torch.compiler.is_compiling():
+            from pumice.coords.traced import checked
+
+            return checked(coords, strides, shape, batch_size)
+        bounds = bounds_of(coords, shape, batch_size)
         site = Site(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
         geometry = Geometry(coords, site)
         geometry._settled = False
@@ -129,13 +148,38 @@ class Geometry:
         return geometry
 
     @property
+    def start(self) -> Geometry:
+        """The geometry from which its trail leads: itself, unless torch.compile or torch.export made it."""
+        return self if self.trail is None or self.trail.root is None else self.trail.root
+
+    @property
+    def steps(self) -> tuple[Any, ...]:
+        """The steps of its trail."""
+        return () if self.trail is None else self.trail.steps
+
+    @property
     def coords(self) -> Tensor:
         """int32 [N, 1+D], in units of this level's voxels."""
         return self._coords
 
     @property
     def site(self) -> Site:
+        if self._site.bounds.batch < 0:
+            # A trace could not look.
+            bounds = Bounds.of(self._coords)
+            items = self._site.batch_size
+            self._site = replace(self._site, bounds=bounds, batch_size=bounds.batch if items < 0 else items)
         return self._site
+
+    @property
+    def outline(self) -> Site:
+        """The site as far as it is known without a look at the coordinates, whose bounds it may not tell."""
+        return self._site
+
+    @property
+    def settled(self) -> bool:
+        """Whether the coordinates were checked."""
+        return self._settled
 
     @property
     def stride(self) -> Stride:
@@ -147,11 +191,14 @@ class Geometry:
 
     @property
     def batch_size(self) -> int:
-        return self._site.batch_size
+        items = self._site.batch_size
+        if items >= 0:
+            return items
+        return torch.ops.pumice.items(self._coords).shape[0] if torch.compiler.is_compiling() else self.site.batch_size
 
     @property
     def bounds(self) -> Bounds:
-        return self._site.bounds
+        return self.site.bounds
 
     @property
     def frame(self) -> Frame | None:
@@ -207,7 +254,7 @@ class Geometry:
     def __reduce__(self) -> tuple[Any, ...]:
         # Maps are left out: they are found again where needed, and copies stay small.
         self.settle()
-        return _rebuild, (self._coords, *_plain(self._site), self._inverse)
+        return _rebuild, (self._coords, *_plain(self.site), self._inverse)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Geometry:
         """The same coordinates on `device`, and with them every map and level found so far."""
@@ -217,7 +264,7 @@ class Geometry:
 
     def pin_memory(self) -> Geometry:
         inverse = None if self._inverse is None else self._inverse.pin_memory()
-        return Geometry(self._coords.pin_memory(), self._site, inverse)
+        return Geometry(self._coords.pin_memory(), self.site, inverse)
 
     @property
     def cloud(self) -> Cloud:
@@ -285,10 +332,22 @@ class Geometry:
 def same_geometry(a: Any, b: Any, check: bool = False) -> bool:
     """Whether two geometries (or tensors) are one; with `check=True`, or have the same rows in the same order."""
     one, two = getattr(a, "geometry", a), getattr(b, "geometry", b)
-    if one is two or not check:
-        return one is two
-    alike = one.stride == two.stride and one.coords.shape == two.coords.shape and one.device == two.device
-    return alike and bool(torch.equal(one.coords, two.coords))
+    if not check or alike(one, two):
+        return alike(one, two)
+    same = one.stride == two.stride and one.coords.shape == two.coords.shape and one.device == two.device
+    return same and bool(torch.equal(one.coords, two.coords))
+
+
+def alike(one: Geometry, two: Geometry) -> bool:
+    """Whether two geometries are one: the same object or, while tracing, made in the same steps from the same one."""
+    if one is two:
+        return True
+    if one.trail is None and two.trail is None:
+        return False
+    same = one.start is two.start and one.steps == two.steps
+    if same and torch.compiler.is_compiling():
+        torch._check(one.coords.shape[0] == two.coords.shape[0])
+    return same
 
 
 @lru_cache(maxsize=256)
@@ -316,8 +375,17 @@ def check_form(coords: Tensor) -> None:
         raise ShapeError(
             f"coordinates are [N, 1+D] = (batch, axes...) with D from 1 to 4, found shape {list(coords.shape)}"
         )
-    if coords.shape[0] > INT32_MAX:
+    if not torch.compiler.is_compiling() and coords.shape[0] > INT32_MAX:
         raise CoordinateError(f"{coords.shape[0]} voxels; indices hold at most {INT32_MAX}")
+
+
+def bounds_of(coords: Tensor, shape: tuple[int, ...] | None, batch_size: int | None) -> Bounds:
+    """The box of new coordinates: on a GPU what is told of them, if it is told; what was read is checked."""
+    if coords.is_cuda and shape is not None and batch_size is not None:
+        return Bounds((0,) * len(shape), tuple(s - 1 for s in shape), int(batch_size))
+    bounds = Bounds.of(coords)
+    _check_range(bounds, shape, batch_size)
+    return bounds
 
 
 def _check_range(bounds: Bounds, shape: tuple[int, ...] | None, batch_size: int | None) -> None:
@@ -356,6 +424,7 @@ def _move(
         inverse = inverse.to(device, non_blocking=non_blocking)
     coords = geometry.coords.to(device, non_blocking=non_blocking)
     moved = done[geometry] = Geometry(coords, geometry.site, inverse)
+    moved.prepared = geometry.prepared
     for (relation, target), (kernel_map, outputs) in geometry.maps.items():
         key = (relation, None if target is None else _move(target, device, non_blocking, done))
         far = None if outputs is None else _move(outputs, device, non_blocking, done)

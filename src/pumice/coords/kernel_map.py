@@ -167,7 +167,9 @@ class KernelMap:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
         key = (name, self.flipped)
         found = self._storages.get(key, _MISSING)
-        if found is _MISSING:
+        if found is _MISSING and torch.compiler.is_compiling():
+            found = self._storages[key] = build(self)
+        elif found is _MISSING:
             # A map found in inference serves training afterwards.
             with lasting():
                 found = self._storages[key] = build(self)
@@ -189,9 +191,13 @@ class KernelMap:
         return KernelMap(relation, rows.int(), num_inputs, rows.shape[0])
 
     @staticmethod
-    def of_found(relation: Relation, found: Found, num_inputs: int) -> KernelMap:
-        """The map of what a Lookup found."""
+    def of_found(
+        relation: Relation, found: Found, num_inputs: int, living: tuple[Tensor, Tensor] | None = None
+    ) -> KernelMap:
+        """The map of what a Lookup found; living: the numbers of inputs and outputs, int32 [1] each on the device."""
         kept = {} if found.masks is None else {("masks", False): found.masks}
+        if living is not None:
+            kept |= {("living", True): living[0], ("living", False): living[1]}
         return KernelMap(relation, found.rows, num_inputs, len(found.rows), _storages=kept)
 
     @property
@@ -249,6 +255,10 @@ def _rows(found: KernelMap) -> Tensor:
     if not found.flipped:
         return found.table.contiguous()
     whole = found.transpose()
+    if torch.compiler.is_compiling():
+        inputs, outputs, _ = whole.pairs()
+        rows = found.table.new_full((found.num_outputs, found.volume), -1)
+        return rows.index_put((inputs, whole.taps()), outputs.int())
     if found.symmetric:
         return whole.rows().flip(1)
     return compact.exchanged(whole.rows(), whole.living(), found.num_outputs)
@@ -256,6 +266,10 @@ def _rows(found: KernelMap) -> Tensor:
 
 def _pairs(found: KernelMap) -> Pairs:
     """Of a map that is not flipped."""
+    if torch.compiler.is_compiling():
+        *lists, taps = torch.ops.pumice.pairs(found.table)
+        found.storage("taps", lambda _: taps)
+        return Pairs(*lists)
     if found.device.type == "cpu":
         met = found.table.t()
         hits = met >= 0

@@ -61,6 +61,10 @@ class Bounds:
         return self
 
 
+UNKNOWN = Bounds((), (), -1)
+"""Of coordinates that were made while torch.compile traced: nobody has looked."""
+
+
 @dataclass(frozen=True)
 class KeySpace:
     """Row-major numbering of a box: key = ((b * E0 + x - low0) * E1 + y - low1) * ... , in int64.
@@ -97,3 +101,18 @@ class KeySpace:
 
     def step(self, offset: Sequence[int]) -> int:
         return sum(o * r for o, r in zip(offset, self.radix, strict=True))
+
+
+def places_in(
+    coords: Tensor, shape: Sequence[int], origin: Sequence[int], items: int, box: Bounds | None = None
+) -> Tensor:
+    """int64 [N]: the row-major place of each of `coords` int32 [N, 1+D] in `items` grids of a shape from `origin` on.
+
+    box: theirs; without it one read from the device. Raises CoordinateError where one lies outside.
+    """
+    if not len(coords):
+        return coords[:, 0].long()
+    box, top = box or Bounds.of(coords), tuple(o + s - 1 for o, s in zip(origin, shape, strict=True))
+    if any(a < o or h > t for a, o, h, t in zip(box.low, origin, box.high, top, strict=True)):
+        raise CoordinateError(f"voxels reach {box.low} to {box.high}, the dense tensor holds {tuple(origin)} to {top}")
+    return KeySpace(Bounds(tuple(origin), top, items)).keys(coords)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,41 @@ def without_kernels(tensor: Tensor) -> str | None:
 def lasting() -> AbstractContextManager[object]:
     """Within it, what is made in inference serves training afterwards."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+_READ: ContextVar[list[object] | None] = ContextVar("constants_read", default=None)
+
+
+def constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
+    """What a function makes is made once for its arguments and kept, at most so many; for tensors that are read and
+    never written. Whoever reads longer than they are kept holds them: `constants_read`."""
+
+    def kept(find: Callable[Given, Found]) -> Callable[Given, Found]:
+        known = lru_cache(maxsize)(find)
+
+        @wraps(find)
+        def asked(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+            found = known(*args, **kwargs)
+            if (read := _READ.get()) is not None:
+                read.append(found)
+            return found
+
+        return asked
+
+    return kept
+
+
+@contextmanager
+def constants_read() -> Iterator[list[object]]:
+    """The constants that are asked for within it: a captured graph reads their memory whenever it runs."""
+    read: list[object] = []
+    token = _READ.set(read)
+    try:
+        yield read
+    finally:
+        _READ.reset(token)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ Both functions are a kernel where kernels run and runs are few, and plain torch 
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,28 @@ _SIDES = (128, 512, 2048)
 """Runs that one program puts in order, at most: few variants, as each has a sort to compile."""
 _LONG = (1 << 20) - 2
 """Entries from which on runs count as equally long: lengths and places of runs make one integer of 31 bits."""
+
+
+class Ends:
+    """Where the runs of arrays end, known from how the arrays were made: int32 [count], entries up to and with each of
+    the values 0 to count - 1; there may be more than the array has room for. Forgotten with the array."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+
+    def tell(self, array: Tensor, ends: Tensor) -> None:
+        key = id(array)
+        if not array.is_inference():
+            self._told[key] = weakref.ref(array, lambda _: self._told.pop(key, None)), array._version, ends
+
+    def of(self, array: Tensor, count: int) -> Tensor | None:
+        told = self._told.get(id(array))
+        if told is None or told[0]() is not array or told[1] != array._version or told[2].shape[0] != count:
+            return None
+        return told[2]
+
+
+ENDS = Ends()
 
 
 class Runs(NamedTuple):
@@ -116,8 +139,10 @@ def _lists(number: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _order(array: Tensor, count: int, found: tuple[Tensor, ...], sizes: tuple[int, int], pieces: bool) -> None:
-    array = array.contiguous()
+    ends, array = ENDS.of(array, count), array.contiguous()
     side = next(side for side in _SIDES if count <= side)
     numbers = (array.shape[0], array.shape[0].bit_length(), count, *sizes)
     constants = {"LONG": _LONG, "SIDE": side, "BITS": side.bit_length() - 1, "PIECES": pieces}
-    kernel("tiling.order_runs")(1, (array, *found), numbers, constants, warps=max(1, side // 256))
+    constants["KNOWN"] = ends is not None
+    tensors = (array, array if ends is None else ends, *found)
+    kernel("tiling.order_runs")(1, tensors, numbers, constants, warps=max(1, side // 256))

@@ -299,17 +299,25 @@ def _first_not_below(array, value, size, steps):
 
 @triton.jit(do_not_specialize=["size", "steps", "count", "most", "places"])
 def order_runs(
-    array, values, starts, stops, firsts, numbers, size: "i64", steps: "i64", count: "i64", most: "i64", places: "i64",
-    LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr,
+    array, ends, values, starts, stops, firsts, numbers,
+    size: "i64", steps: "i64", count: "i64", most: "i64", places: "i64",
+    LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """The runs of the values 0 to count - 1 in a sorted array of `size` entries, the longest first; one program.
 
     PIECES: in parts of at most `most` entries, in a list of so many places. steps: bits of the size. SIDE: 2**BITS.
+    KNOWN: entries up to and with each value are given, for a search takes longer than all else; they may be more than
+    the array has room for.
     """
     i = tl.arange(0, SIDE)
     live = i < count
-    begin = _first_not_below(array, i, size, steps)
-    length = tl.where(live, _first_not_below(array, i + 1, size, steps) - begin, 0)
+    if KNOWN:
+        begin = tl.minimum(tl.load(ends + i - 1, mask=live & (i > 0), other=0), size.to(tl.int32))
+        end = tl.minimum(tl.load(ends + i, mask=live, other=0), size.to(tl.int32))
+    else:
+        begin = _first_not_below(array, i, size, steps)
+        end = _first_not_below(array, i + 1, size, steps)
+    length = tl.where(live, end - begin, 0)
     own = tl.sort(tl.where(live, LONG - tl.minimum(length, LONG), LONG + 1) * SIDE + i) % SIDE
     begin, length = tl.gather(begin, own, 0), tl.gather(length, own, 0)
     if PIECES:

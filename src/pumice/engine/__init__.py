@@ -1,6 +1,7 @@
-"""A whole network at once: measured, tuned, and captured."""
+"""A whole network at once: measured, tuned, captured, and exported."""
 
 from pumice.engine.capture import Captured, CapturedPoints, capture, capture_points
+from pumice.engine.export import Exportable, exportable
 from pumice.engine.measure import Spent, measure
 from pumice.engine.result import Choice, Tiles, Trial, Tuning
 from pumice.engine.step import CapturedStep, capture_step
@@ -14,6 +15,7 @@ __all__ = [
     "CapturedStep",
     "Choice",
     "PerItem",
+    "Exportable",
     "Spent",
     "Tiles",
     "Trial",
@@ -21,6 +23,7 @@ __all__ = [
     "capture",
     "capture_points",
     "capture_step",
+    "exportable",
     "measure",
     "tune",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,18 +23,37 @@ _LIMITS: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
 whose roundings add up. A row that is wrong has an error of about 1."""
 _LABELS = 0.01
 """Of integers, which stand for classes, the share that may differ."""
+_SHAKEN = 4
+"""Roundings of an entry of what a network is asked again with."""
+_NOISE = 8
+"""How many times the rms of what these change an rms error may be that is rounding, too."""
 
 
-def differ(got: Any, want: Any) -> str | None:
-    """How two results differ by more than rounding, or None."""
+def shaken(feats: Tensor, like: Iterable[Any]) -> Tensor:
+    """Features some roundings up or down; of the coarsest dtype among them and the tensors in `like`."""
+    held = (x.feats if isinstance(x, SparseTensor) else x for x in like)
+    kinds = {x.dtype for x in held if isinstance(x, Tensor) and x.is_floating_point()} | {feats.dtype}
+    if not feats.is_floating_point():
+        return feats
+    step = _SHAKEN * max(torch.finfo(kind).eps for kind in kinds)
+    up = torch.randint(0, 2, feats.shape, generator=torch.Generator().manual_seed(0)).to(feats.device) * 2 - 1
+    return (feats.double() * (1 + step * up)).to(feats.dtype)
+
+
+def differ(got: Any, want: Any, again: Any = None) -> str | None:
+    """How two results differ by more than rounding, or None.
+
+    again: what is wanted for features that are `shaken`. What that changes has no digits that could be compared, as a
+    mean over what was normalised, which is 0 but for rounding.
+    """
     if isinstance(want, SparseTensor) != isinstance(got, SparseTensor):
         return f"a {type(got).__name__} where there should be a {type(want).__name__}"
     if isinstance(want, SparseTensor):
         if got.coords.shape != want.coords.shape or not bool((got.coords == want.coords).all()):
             return f"{len(got.feats)} voxels, which are not the {len(want.feats)} that there should be"
-        return _values(got.feats, want.feats)
+        return _values(got.feats, want.feats, again.feats if isinstance(again, SparseTensor) else None)
     if isinstance(want, Tensor):
-        return _values(got, want) if isinstance(got, Tensor) else "no tensor"
+        return _values(got, want, again) if isinstance(got, Tensor) else "no tensor"
     return None if got == want else f"{got!r} where there should be {want!r}"
 
 
@@ -52,10 +71,10 @@ def steps_differ(
     is measured by the others.
     """
     limit = 2 * _LIMITS[kind][0]
-    sizes = torch.stack([_rms(want) for want in steps[1]])
+    sizes = torch.stack([_size(want) for want in steps[1]])
     usual = 0.02 * float(sizes.nan_to_num().square().mean().sqrt())
-    noise = torch.stack([_rms(a.double() - b.double()) for a, b in zip(steps[2], steps[1], strict=True)])
-    errors = torch.stack([_rms(a.double() - b.double()) for a, b in zip(steps[0], steps[1], strict=True)])
+    noise = torch.stack([_size(a.double() - b.double()) for a, b in zip(steps[2], steps[1], strict=True)])
+    errors = torch.stack([_size(a.double() - b.double()) for a, b in zip(steps[0], steps[1], strict=True)])
     most = limit * sizes.clamp(min=usual + torch.finfo(kind).tiny) + _AMPLIFIED * noise
     # What is not finite is no rounding, unless it should not be finite.
     wrong = ~(errors <= most) & sizes.isfinite()
@@ -66,11 +85,11 @@ def steps_differ(
     return f"{names[first]}: {told} ({kind})"
 
 
-def _rms(values: Tensor) -> Tensor:
+def _size(values: Tensor) -> Tensor:
     return values.double().square().mean().sqrt() if values.numel() else values.new_zeros((), dtype=torch.float64)
 
 
-def _values(got: Tensor, want: Tensor) -> str | None:
+def _values(got: Tensor, want: Tensor, again: Tensor | None) -> str | None:
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{list(got.shape)} of {got.dtype} where there should be {list(want.shape)} of {want.dtype}"
     if not want.numel():
@@ -82,9 +101,15 @@ def _values(got: Tensor, want: Tensor) -> str | None:
     a, b = got.double(), want.double()
     same = (a == b) | (a.isnan() & b.isnan())
     error = torch.where(same, 0.0, (a - b).abs())
-    finite = torch.where(b.isfinite(), b, 0.0)
-    scale = finite.square().mean().sqrt().clamp(min=torch.finfo(want.dtype).tiny)
+    scale = _rms(b).clamp(min=torch.finfo(want.dtype).tiny)
+    if again is not None and again.shape == want.shape:
+        scale = torch.maximum(scale, _rms(again.double() - b) * _NOISE / limits[0])
     mean, most = float(error.square().mean().sqrt() / scale), float(error.max() / scale)
     if mean <= limits[0] and most <= limits[1]:
         return None
     return f"rms error {mean:.3g} and largest error {most:.3g}, of {limits[0]:.3g} and {limits[1]:.3g} ({want.dtype})"
+
+
+def _rms(values: Tensor) -> Tensor:
+    """Of those that are finite."""
+    return torch.where(values.isfinite(), values, 0.0).square().mean().sqrt()

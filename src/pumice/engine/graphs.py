@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pumice.coords.cloud import DUPLICATE, RANGE
-from pumice.coords.launch import lasting
-from pumice.engine.compare import differ
+from pumice.coords.launch import constants_read, lasting
+from pumice.engine.compare import differ, shaken
 from pumice.engine.entry import Buffers, Scene, per_point
 from pumice.engine.static import Given, Level, Path, Planner, Reading, Results, Settled, Shares
 from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceError, ShapeError
@@ -81,14 +81,14 @@ class Ran(Protocol):
 class Bucket:
     """A capacity, made ready. graph: None where there are none, on a CPU. results: those that the graph writes.
 
-    read: the parameters and buffers that it reads, held so that their memory stays theirs.
+    read: the parameters and buffers that it reads, and constants, held so that their memory stays theirs.
     """
 
     buffers: Buffers
     rooms: Settled
     graph: torch.cuda.CUDAGraph | None = None
     results: Any = None
-    read: Sequence[Tensor] = ()
+    read: Sequence[object] = ()
 
     def run(self, program: Any) -> Any:
         """The results for what is in the buffers; the next call overwrites them."""
@@ -287,12 +287,18 @@ class Engine:
         given = replace(self._given(scene, results, words), items=x.batch_size)
         both = zip(results.leaves, reading.kinds, self._with_points(wanted, x), strict=True)
         for number, (leaf, kind, want) in enumerate(both):
-            if told := differ(given.cut(leaf, kind), want):
+            got = given.cut(leaf, kind)
+            if differ(got, want) and (told := differ(got, want, self._again(x, wanted)[number])):
                 raise CaptureError(
                     f"result {number} of the captured network is not that of its forward pass on the example: {told}. "
                     "What reduces over all rows of feats, or asks for their number, sees those of the buffer: use "
                     "layers of pumice.nn and operators of pumice.ops"
                 )
+
+    def _again(self, x: SparseTensor, wanted: Sequence[Any]) -> list[Any]:
+        """What the eager network gives for features that are shaken."""
+        leaves = pytree.tree_leaves(self.program.eager(x.replace(shaken(x.feats, wanted))))
+        return self._with_points(leaves, x)
 
     def _record(self, bucket: Bucket) -> None:
         """Capture the graph, behind a pass that compiles what it starts and one in which nothing may wait: a capture
@@ -306,10 +312,14 @@ class Engine:
                 self.program.run(bucket.buffers, bucket.rooms)
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+        with (
+            constants_read() as constants,
+            torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"),
+        ):
             bucket.results = self.program.run(bucket.buffers, bucket.rooms)
         model = self.program.model
-        bucket.graph, bucket.read = graph, [t.detach() for t in (*model.parameters(), *model.buffers())]
+        bucket.graph = graph
+        bucket.read = [*constants, *(t.detach() for t in (*model.parameters(), *model.buffers()))]
 
 
 @contextmanager

@@ -12,13 +12,14 @@ grouped      groups of pairs of one tap
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, Order, settle
+from pumice.coords.traced import told
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored
 from pumice.lower.remember import OWN
@@ -57,11 +58,16 @@ Sizes = Sequence[tuple[KernelMap, int, Order | None]]
 
 @dataclass(frozen=True)
 class MapForm:
-    """A form and how its arrays, part after part, are read from a map. sizes: what coords.settle has to read before."""
+    """A form and how its arrays, part after part, are read from a map. sizes: what coords.settle has to read before.
+
+    axes: of forms that traced code has laid out by an operator (lower.layouts), the axes of each array, int32; one
+    letter for each size.
+    """
 
     stored: Stored
     arrays: Callable[[KernelMap], Sequence[Arrays]]
     sizes: Callable[[KernelMap], Sizes] = lambda _: ()
+    axes: Mapping[str, str] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=16)
@@ -88,11 +94,13 @@ def _grouped(found: KernelMap) -> Sequence[Arrays]:
 def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], list[Tensor]]:
     """The arrays of a map for a call, with their tokens: in the forms that its device's lowerings like.
 
-    While torch.compile traces, what is not there yet stays unmade: the pairs alone serve too.
+    While torch.compile traces, those that are there serve; where there are none, an operator will make them.
     """
     if torch.compiler.is_compiling():
-        names = tuple(name for name in names_of(found, differentiable) if found.has(("form", name)))
-        return _together(found, names or ("pairs",))
+        liked = _liked(found, differentiable)
+        # A form without rows to sort is its own other one: operands that are passed twice are not those of their names.
+        either = dict.fromkeys(name for each in liked for name in (each, _AS_THEY_ARE.get(each, each)))
+        return _together(found, tuple(name for name in either if found.has(("form", name))) or liked)
     return found.storage(("passed", differentiable), lambda m: _together(m, names_of(m, differentiable)))
 
 
@@ -108,20 +116,51 @@ def held(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
 
 def names_of(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
     """The forms that the planner is given of a map."""
+    names = _liked(found, differentiable)
+    return names if found.volume > _FEW_TAPS else tuple(as_it_suits(found, name) for name in names)
+
+
+def _liked(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
     inference, training = _FORMS_OF.get(found.device.type, _FORMS_OF["cpu"])
-    names = training if differentiable else inference
-    if found.volume > _FEW_TAPS:
-        return names
-    outputs = {"compacted": found.num_outputs, "compacted_t": found.num_inputs}
-    return tuple(_AS_THEY_ARE[name] if outputs.get(name, _SORTED) < _SORTED else name for name in names)
+    return training if differentiable else inference
+
+
+def as_it_suits(found: KernelMap, name: str) -> str:
+    """The form of that name, or the one with rows in their order, where sorting them takes longer than it saves."""
+    outputs = {"compacted": found.num_outputs, "compacted_t": found.num_inputs}.get(name, _SORTED)
+    return _AS_THEY_ARE[name] if found.volume <= _FEW_TAPS and outputs < _SORTED else name
 
 
 def lay_out(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
-    """Lay maps out in these forms, with one read of all their sizes."""
+    """Lay maps out in these forms, with one read of all their sizes; in a CUDA graph that is captured, side by side."""
     asked = list(dict.fromkeys((found, name) for found, names in wanted for name in names))
     settle([size for found, name in asked for size in FORMS[name].sizes(found)])
+    if asked and asked[0][0].table.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _side_by_side(asked)
     for found, name in asked:
         held(found, name)
+
+
+_STREAMS = 4
+
+
+def _side_by_side(asked: Iterable[tuple[KernelMap, str]]) -> None:
+    """Lay maps out on streams of their own, which the current one waits for: each takes a series of small kernels.
+
+    Maps with one table share what is made of it, and a stream.
+    """
+    main = torch.cuda.current_stream()
+    streams = [torch.cuda.Stream() for _ in range(_STREAMS)]
+    turns: dict[int, torch.cuda.Stream] = {}
+    for found, name in asked:
+        stream = turns.get(id(found.table))
+        if stream is None:
+            stream = turns[id(found.table)] = streams[len(turns) % _STREAMS]
+            stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            held(found, name)
+    for stream in {*turns.values()}:
+        main.wait_stream(stream)
 
 
 def counted(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
@@ -148,12 +187,20 @@ def _settled(found: KernelMap) -> Sequence[int]:
 
 def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     """The tokens and the arrays of a map in one form."""
-    parts = FORMS[name].arrays(found)
+    form = FORMS[name]
+    parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
     held = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
     if found.between is not None:
         for _, x in held:
             OWN.add(x)
     return tuple(token for token, _ in held), [x for _, x in held]
+
+
+def _traced(found: KernelMap, name: str) -> Sequence[Arrays]:
+    """The arrays of a form that an operator lays out."""
+    inputs, axes = (found.num_outputs if found.flipped else found.num_inputs), FORMS[name].axes
+    arrays = torch.ops.pumice.form(found.table, inputs, found.flipped, *told(found.relation), name)
+    return [dict(zip(axes, arrays[at:], strict=False)) for at in range(0, len(arrays), len(axes))]
 
 
 def block_of(outputs: int) -> int:
@@ -184,12 +231,15 @@ def _tiled(splits: int, flipped: bool) -> MapForm:
         return found.transpose() if flipped else found
 
     stored = _stored(_TILES_T if flipped else _TILES, max(1, splits))
-    return MapForm(stored, lambda found: _tiles(side(found), splits), lambda found: _tile_sizes(side(found), splits))
+    axes = {"rows": "tb", "tile": "e", "k": "e", "met": "eb"}
+    return MapForm(
+        stored, lambda found: _tiles(side(found), splits), lambda found: _tile_sizes(side(found), splits), axes
+    )
 
 
 FORMS: Mapping[str, MapForm] = {
     "pairs": MapForm(_stored(_PAIRS), _pairs),
-    "grouped": MapForm(_stored(_GROUPS), _grouped, _group_sizes),
+    "grouped": MapForm(_stored(_GROUPS), _grouped, _group_sizes, {"o": "gq", "k": "g", "i": "gq"}),
     "table": MapForm(_stored(_TABLE), lambda found: [{"met": found.rows()}]),
     "table_t": MapForm(_stored(_TABLE_T), lambda found: [{"met": found.transpose().rows()}]),
     **{name: _tiled(splits, False) for name, splits in _SPLITS.items()},

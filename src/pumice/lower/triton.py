@@ -257,7 +257,7 @@ class Runner:
             return None
         launch = self._launches.get((-1 if part is None else part.rows.shape[0], tile, *key))
         counted = None if self._form.segment is None else _counted(self.bound)
-        return None if launch is None else Mould(launch.emitted, self._form, counted)
+        return None if launch is None else Mould(launch.emitted, self._form, counted, operands[self._used[0]].device)
 
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """All of the result; segments far longer than the others by programs of their own."""
@@ -453,6 +453,7 @@ class Mould:
     emitted: Emitted
     form: Roles
     counted: tuple[str, int, int] | None
+    device: torch.device
 
     def cast_at(self, bound: Bound, held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> Aimed | None:
         """`cast` for other sizes than those of the bound: shapes of all operands by name, and of the result, ""."""
@@ -469,7 +470,10 @@ class Mould:
             if array is None or array in OWN or _captured(array.device):
                 return None
             part = _segments_of(array, -(-shapes[name][axis] // coefficient), self.form, self.emitted.tile)
-        return Aimed.of(self.emitted.sized(extents, shapes, part), held, part)
+            if part.apart is not None:
+                # They take a second kernel.
+                return None
+        return Aimed.of(self.emitted.sized(extents, shapes, part), held, part, self.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -491,11 +495,8 @@ class Aimed:
     scratch: tuple[int, int] | None
 
     @staticmethod
-    def of(launch: Launch, held: Mapping[str, Tensor], part: Segments | None) -> Aimed | None:
+    def of(launch: Launch, held: Mapping[str, Tensor], part: Segments | None, device: torch.device) -> Aimed | None:
         """None where it was not yet run with all tensors aligned to 16 bytes, or cannot be."""
-        if not held:
-            return None
-        device = next(iter(held.values())).device
         compiled = launch.compiled.get((device.index or 0, launch.variant, *[True] * len(launch.slots)))
         if compiled is None:
             return None

@@ -106,7 +106,7 @@ class CenterPointBackbone(nn.Module):
 
     def stages(self, x: SparseTensor) -> list[SparseTensor]:
         """The result of every stage, finest first."""
-        x.prepare(self.steps, self.windows, self.users)
+        x = x.prepare(self.steps, self.windows, self.users)
         results = []
         for level in self.levels:
             x = level(x)

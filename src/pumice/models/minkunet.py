@@ -93,14 +93,14 @@ class MinkUNet(nn.Module):
         return Users(down, back, [[level] for level in same])
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        x.prepare(self.steps, self.windows, self.users)
-        levels = [self.stem(x)]
+        known = x.prepare(self.steps, self.windows, self.users)
+        levels = [self.stem(known)]
         for encoder in self.encoders:
             levels.append(encoder(levels[-1]))
         y = levels.pop()
         for decoder in self.decoders:
             y = decoder(y, levels.pop())
-        return self.head(y)
+        return x.replace(self.head(y).feats)
 
     @torch.no_grad()
     def predict(self, x: SparseTensor) -> torch.Tensor:

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pumice.lower.loops import EIGHT_BITS
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.ops import Epilogue, SparseTensor
 from pumice.ops.conv import Target
+from pumice.ops.linear import linear_features, takes
 
 _ACTIVATIONS: Mapping[type[nn.Module], str] = MappingProxyType(
     {layers.ReLU: "relu", nn.ReLU: "relu", layers.SiLU: "silu", nn.SiLU: "silu"}
@@ -27,8 +29,8 @@ def chained(
     residual: what is added before the last one. target: what the first one, a convolution, is called with beside x.
 
     Where no gradients are asked for, on a GPU, a batch norm by running statistics, the residual and an activation that
-    follow a convolution are worked out in its kernel, in float32: the same but for a rounding after each. Modules that
-    hooks listen to are called.
+    follow a convolution are worked out in its kernel, in float32, and so is a batch norm that follows a linear map: the
+    same but for a rounding after each. Modules that hooks listen to are called.
     """
     count, place = len(modules), 0
     fused = fuses(x, *modules)
@@ -41,6 +43,10 @@ def chained(
             x = module.finished(x, epilogue, *more)
             residual = None if epilogue is not None and epilogue.residual is not None else residual
             place += 1 + taken
+            continue
+        behind = place + 1 < count - (residual is not None)
+        if fused and behind and (y := _normed(module, modules[place + 1], x)) is not None:
+            x, place = x.replace(y), place + 2
             continue
         if residual is not None and place == count - 1:
             x = x + residual
@@ -69,6 +75,17 @@ def _epilogue(behind: Sequence[nn.Module], residual: SparseTensor | None) -> tup
         held |= {"mean": norm.running_mean, "variance": norm.running_var, "eps": norm.eps}
         held |= {"scale": norm.weight, "shift": norm.bias}
     return Epilogue(**held), taken + bool(activation)
+
+
+def _normed(module: nn.Module, norm: nn.Module, x: SparseTensor) -> Tensor | None:
+    """A linear map with the batch norm behind it, where they are one and one kernel does both."""
+    if not isinstance(module, layers.Linear) or type(module) is not layers.Linear or not _known(norm):
+        return None
+    epilogue, _ = _epilogue((norm,), None)
+    alike = x.dtype == module.weight.dtype and x.dtype not in EIGHT_BITS
+    if epilogue is None or not alike or not takes(x.feats, module.weight, *epilogue.operands.values()):
+        return None
+    return linear_features(x.feats, module.weight, epilogue.with_bias(module.bias))
 
 
 def _alike(x: SparseTensor, residual: SparseTensor) -> bool:

@@ -43,6 +43,9 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
     def forward(self, x: SparseTensor) -> SparseTensor:
         if x.geometry.trains and (self.training or self.running_mean is None):
             return self._over_living(x)
+        if torch.compiler.is_compiling():
+            # Whether there are two, or any, is not known before the traced code runs; torch's own asks.
+            return x.replace(_traced_norm(self, x.feats))
         if self.running_mean is None:
             x.geometry.known("a BatchNorm without running statistics takes those of all voxels")
         if not self.training or len(x) > 1:
@@ -58,6 +61,43 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         told = norm.Statistics(running, self.eps, self.training, self.momentum, self.num_batches_tracked)
         y = norm.batch_norm(rows_of(x), x.geometry.cloud, (self.weight, self.bias), told)
         return on_rows(y, x.geometry)
+
+
+def _traced_norm(norm: BatchNorm, x: Tensor) -> Tensor:
+    """Batch normalisation where the number of voxels is a symbol."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    known = wide.new_zeros(norm.num_features), wide.new_ones(norm.num_features)
+    if norm.running_mean is not None and norm.running_var is not None:
+        # Copies: in training they are written to while autograd holds what is used here.
+        known = norm.running_mean.to(wide.dtype, copy=True), norm.running_var.to(wide.dtype, copy=True)
+    mean, var = _statistics(norm, wide, known) if norm.training or norm.running_mean is None else known
+    y = (wide - mean) * torch.rsqrt(var + norm.eps)
+    if norm.affine:
+        y = y * norm.weight + norm.bias
+    return y.to(x.dtype)
+
+
+def _statistics(norm: BatchNorm, x: Tensor, known: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the voxels; what is known, where there are fewer than two. The running ones take them."""
+    count = torch.full((), x.shape[0], dtype=x.dtype, device=x.device)
+    many, some = count > 1, count.clamp(min=1)
+    mean = x.sum(0) / some
+    var = (x - mean).square().sum(0) / some
+    if norm.training and norm.running_mean is not None:
+        with torch.no_grad():
+            _track(norm, many, (mean.detach(), var.detach() * (some / (some - 1).clamp(min=1))))
+    return torch.where(many, mean, known[0]), torch.where(many, var, known[1])
+
+
+def _track(norm: BatchNorm, many: Tensor, seen: tuple[Tensor, Tensor]) -> None:
+    """The running statistics take what was seen, where it was of many voxels."""
+    share: float | Tensor = 0.0 if norm.momentum is None else norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(many)
+        share = 1 / norm.num_batches_tracked.clamp(min=1).to(seen[0].dtype) if norm.momentum is None else share
+    for kept, new in zip((norm.running_mean, norm.running_var), seen, strict=True):
+        assert kept is not None
+        kept.copy_(torch.where(many, kept + share * (new - kept), kept))
 
 
 class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):

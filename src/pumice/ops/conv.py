@@ -241,9 +241,12 @@ def _over_another_map(
 
 def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: Finish) -> None:
     """Keep what a call that was carried out leaves for others."""
-    x = tensors[0]
+    x, weight = tensors[:2]
     ready = found.kept(_call(x, flat, found.num_outputs, 1, finish))
     if ready is None or len(ready.parts) != 1 or (finish != NOTHING and not ready.finishes):
+        return
+    if flat.data_ptr() != weight.data_ptr():
+        # The window's axes lie in no row: what was multiplied is a copy, and later calls bring the weight itself.
         return
     held, places = _held_arrays(found), dict(ready.parts[0].places)
     order = {**places, **{name: n for n, name in enumerate(finish.names, 2)}}

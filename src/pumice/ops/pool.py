@@ -70,8 +70,8 @@ def global_max_pool(x: SparseTensor) -> Tensor:
     if x.geometry.buffered is not None:
         # Rows that do not live are of an item of their own.
         items = torch.where(x.geometry.cloud.live(), items, batch)
-        return maximum(feats, torch.arange(len(feats), device=x.device), items, batch + 1)[:batch]
-    return maximum(feats, torch.arange(len(feats), device=x.device), items, batch)
+        return maximum(feats, torch.arange(feats.shape[0], device=x.device), items, batch + 1)[:batch]
+    return maximum(feats, torch.arange(feats.shape[0], device=x.device), items, batch)
 
 
 def global_sum_pool(x: SparseTensor) -> Tensor:

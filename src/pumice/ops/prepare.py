@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pumice.coords import KernelMap, Relation, kernel_map, pyramid
+from pumice.coords import Geometry, KernelMap, Relation, kernel_map, local, pyramid
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import lay_out
 from pumice.ops.tensor import SparseTensor
@@ -37,7 +37,7 @@ class Users:
 
 def prepare_levels(
     x: SparseTensor, steps: Sequence[Relation], same: Sequence[Sequence[Relation]], users: Users | None
-) -> None:
+) -> SparseTensor:
     """See SparseTensor.prepare."""
     if not all(isinstance(step, Relation) for step in _listed(steps)):
         raise OptionError(f"steps takes a list of Relations, found {steps!r}")
@@ -48,13 +48,14 @@ def prepare_levels(
     if users is not None and not isinstance(users, Users):
         raise OptionError(f"users takes a pumice.ops.Users, found {type(users).__name__}")
     if torch.compiler.is_compiling():
-        return
+        return SparseTensor(x.feats, local(x.geometry))
     levels = pyramid(x.geometry, steps)
     down = [kernel_map(level, step)[0] for level, step in zip(levels, steps, strict=False)]
     kept = [[kernel_map(level, one)[0] for one in windows] for level, windows in zip(levels, same, strict=False)]
     wanted = _wanted(down, kept, users)
     if x.geometry.device.type == "cuda":
         lay_out(wanted, torch.is_grad_enabled())
+    return x
 
 
 def _wanted(
@@ -85,8 +86,9 @@ def _listed(values: Any) -> Sequence[Any]:
 def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:
     """Find every kernel map that `model` will ask for on x's coordinates, without any arithmetic; returns x.
 
-    The model runs once on features without values (torch's meta device), so that afterwards torch.compile can trace
-    it and a later pass does not wait for maps. The maps are kept by x's geometry.
+    The model runs once on features without values (torch's meta device), so that a later pass does not wait for maps.
+    The maps are kept by x's geometry, and compiled code relies on them from then on: for coordinates that come again
+    and again. For others it finds maps by itself, and is not bound to the sizes of these.
 
     Raises OptionError for a model that has no module form.
     """
@@ -98,4 +100,13 @@ def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:
     }
     with torch.no_grad():
         torch.func.functional_call(model, shadow, (x.replace(torch.empty_like(x.feats, device="meta")),))
+    _mark(x.geometry)
     return x
+
+
+def _mark(geometry: Geometry) -> None:
+    """Compiled code is to rely on the maps of these coordinates, and of those that they lead to."""
+    if not geometry.prepared:
+        geometry.prepared = True
+        for _, outputs in geometry.maps.values():
+            _mark(geometry if outputs is None else outputs)

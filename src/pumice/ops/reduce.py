@@ -16,7 +16,10 @@ def maximum(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
         winner = _first_maximum(x[inputs], outputs, rows)
         found = winner < inputs.shape[0]
         source = torch.cat([inputs, inputs.new_zeros(1)])[winner]
-    if x.shape[0] == 0:
+    if torch.compiler.is_compiling():
+        # Whether there are any is not known yet: a row to pick from.
+        x = torch.cat([x, x.new_zeros(1, x.shape[1])])
+    elif x.shape[0] == 0:
         return x.sum(dim=0).expand(rows, -1)  # zeros, with x's graph
     channels = torch.arange(x.shape[1], device=x.device)
     return torch.where(found, pick(x, (source, channels)), 0)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from pumice.language.bind import bind
 from pumice.language.derive import count, declare, derivative, gradient_name, result_name
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.rewrite import VALUES
-from pumice.lower import direct, plan
+from pumice.lower import direct, layouts, maps, plan  # noqa: F401  (layouts registers its operator)
 from pumice.lower.remember import Bounded
 
 _LIBRARY = torch.library.Library("pumice", "DEF")
@@ -103,8 +104,36 @@ def check_device(device: torch.device) -> None:
 
 
 def _einsum(operands: list[Tensor], names: str, text: str, shape: list[int] | None, lowering: str) -> Tensor:
+    known = None if shape is None else tuple(shape)
     with as_given(operands):
-        return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
+        if known is not None and operands[0].is_cuda and (ask := _over_map(names, text)) is not None:
+            return _held(operands, replace(ask, shape=known, lowering=lowering))
+        return plan.execute(operands, names, text, known, lowering)
+
+
+def _held(operands: Sequence[Tensor], ask: plan.Ask) -> Tensor:
+    """The call as plan.execute carries it out, planned once for all clouds of about the same sizes."""
+    return plan.carry_out(plan.held_for(operands, ask), [operands[place] for place in ask.free])
+
+
+@lru_cache(maxsize=1024)
+def _over_map(names: str, text: str) -> plan.Ask | None:
+    """How to plan a convolution, or a derivative of one: in compiled code nothing but its arrays is left of a kernel
+    map[o, k, i], and every cloud has others. None for any other statement.
+
+    free: the dense operands. steady: those of them, and the result behind all, whose first axis is no side of the map.
+    """
+    given, statement = plan.read(names), plan.statement_of(text, names)
+    forms = given.forms.get("map", {})
+    if len(given.forms) != 1 or not forms.keys() <= maps.FORMS.keys() or statement.reduction != "sum":
+        return None
+    accesses = (statement.target, *accesses_of(*statement.terms))
+    sides = {str(end) for access in accesses if access.name in given.forms for end in access.indices[::2]}
+    first = {access.name: str(access.indices[0]) for access in accesses if access.indices}
+    places = {name: given.places[name, "", 0, ""] for name in given.dense}
+    steady = [place for name, place in places.items() if first.get(name) not in sides]
+    result = [] if first.get(statement.target.name) in sides else [len(given.places)]
+    return plan.Ask(names, text, (), (*steady, *result), tuple(places.values()))
 
 
 def _einsum_fake(operands: list[Tensor], names: str, text: str, shape: list[int] | None, lowering: str) -> Tensor:

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pumice.coords import Bounds, Geometry, KeySpace, Site, morton_argsort, morton_unique
-from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
+from pumice.coords import Bounds, Geometry, Site, morton_argsort, morton_unique, same_geometry
+from pumice.coords.keys import places_in
+from pumice.coords.traced import subset as traced_subset
+from pumice.coords.traced import union as traced_union
+from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.tensor import SparseTensor, numbers, on_rows, rows_of
 
 
@@ -27,25 +30,31 @@ def to_dense(
     """
     shape = spatial_shape if spatial_shape is not None else x.spatial_shape
     buffered = x.geometry.buffered is not None
+    if shape is None and torch.compiler.is_compiling():
+        raise OptionError(
+            "to_dense takes a spatial_shape while torch.compile traces: the box is not known yet; found None"
+        )
     if shape is None:
         x.geometry.known("to_dense without a spatial_shape")
-    box = x.geometry.bounds if buffered else Bounds.of(x.coords)
+    box = x.geometry.bounds if buffered else None
     if shape is None:
+        box = Bounds.of(x.coords)
         origin = box.low if origin is None else origin
         shape = tuple(max(0, h - o + 1) for h, o in zip(box.high, origin, strict=True))
     shape, origin = tuple(shape), tuple(origin) if origin is not None else (0,) * x.dim
     if len(shape) != x.dim or len(origin) != x.dim:
         raise ShapeError(f"spatial_shape {shape} and origin {origin} have one entry per axis, x has {x.dim} axes")
-    top = tuple(o + s - 1 for o, s in zip(origin, shape, strict=True))
-    if len(x.feats) and any(a < o or h > t for a, o, h, t in zip(box.low, origin, box.high, top, strict=True)):
-        raise CoordinateError(f"voxels reach {box.low} to {box.high}, the dense tensor holds {origin} to {top}")
-    cells = x.batch_size * math.prod(shape)
-    index = KeySpace(Bounds(origin, top, x.batch_size)).keys(x.coords) if len(x.feats) else x.coords[:, 0].long()
+    items = x.batch_size
+    cells = items * math.prod(shape)
+    if torch.compiler.is_compiling():
+        index = torch.ops.pumice.places(x.coords, list(shape), list(origin), items)
+    else:
+        index = places_in(x.coords, shape, origin, items, box)
     if buffered:
         # Rows that do not live go to a cell past the last.
         index = torch.where(x.geometry.cloud.live(), index, cells)
     flat = x.feats.new_zeros(cells + buffered, x.channels).index_copy(0, index, x.feats)[:cells]
-    return flat.view(x.batch_size, *shape, x.channels).movedim(-1, 1)
+    return flat.view(items, *shape, x.channels).movedim(-1, 1)
 
 
 def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
@@ -75,7 +84,7 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """
     first = _first(tensors, "cat")
     for other in tensors[1:]:
-        if other.geometry is not first.geometry:
+        if not same_geometry(first, other):
             raise GeometryError(f"cat needs one geometry; found {len(first)} and {len(other)} voxels of two geometries")
     return on_rows(torch.cat([rows_of(t) for t in tensors], dim=1), first.geometry)
 
@@ -91,20 +100,27 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
         raise DeviceError(f"x is on {x.device}, y is on {y.device}")
     if x.stride != y.stride:
         raise GeometryError(f"x has stride {x.stride}, y has stride {y.stride}")
-    if x.geometry is y.geometry:
+    if same_geometry(x, y):
         return x + y
     for each in (x, y):
         each.geometry.known("union of two geometries")
     left, right = numbers(x), numbers(y)
-    coords = torch.cat([x.coords, y.coords])
-    site = _joint_site([x, y], max(x.batch_size, y.batch_size))
-    distinct, place = morton_unique(coords, site.bounds)
+    geometry, places = _united(x, y)
     dtype = torch.promote_types(x.dtype, y.dtype)
-    feats = left.new_zeros((len(distinct), x.channels), dtype=dtype)
+    feats = left.new_zeros((geometry.coords.shape[0], x.channels), dtype=dtype)
     # Added one after the other: rows are distinct within each, so that the order of addition is fixed.
-    feats = feats.index_add(0, place[: len(x)], left.to(dtype))
-    feats = feats.index_add(0, place[len(x) :], right.to(dtype))
-    return SparseTensor(feats, Geometry(distinct, site))
+    feats = feats.index_add(0, places[0], left.to(dtype))
+    feats = feats.index_add(0, places[1], right.to(dtype))
+    return SparseTensor(feats, geometry)
+
+
+def _united(x: SparseTensor, y: SparseTensor) -> tuple[Geometry, tuple[Tensor, Tensor]]:
+    """The union of the coordinates, and the place in it of each row of both."""
+    if torch.compiler.is_compiling():
+        return traced_union(x.geometry, y.geometry)
+    site = _joint_site([x, y], max(x.batch_size, y.batch_size))
+    distinct, place = morton_unique(torch.cat([x.coords, y.coords]), site.bounds)
+    return Geometry(distinct, site), (place[: len(x)], place[len(x) :])
 
 
 def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
@@ -159,6 +175,9 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
     if mask.device != x.device:
         raise DeviceError(f"mask is on {mask.device}, x is on {x.device}")
     x.geometry.known("prune")
+    if torch.compiler.is_compiling():
+        geometry, rows = traced_subset(x.geometry, mask)
+        return SparseTensor(x.feats[rows], geometry)
     rows = mask.nonzero()[:, 0]
     rows = rows[morton_argsort(x.coords[rows], x.geometry.bounds)]
     return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site))

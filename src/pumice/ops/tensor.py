@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pumice.coords import Geometry, Relation
+from pumice.coords import Geometry, Relation, same_geometry
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
 from pumice.lower.loops import EIGHT_BITS
 
@@ -231,7 +231,8 @@ class SparseTensor:
         GPU the numbers of voxels of all levels are read in one transfer, and the sizes of what convolutions read of
         all maps in another; layers that use these maps then wait for nothing. users: the layers over the maps
         (pumice.ops.Users), so that each is laid out for the dataflows of its layers; without, as for layers of no
-        named dataflow, and also the other way round, for those that lead back over a step. Returns itself.
+        named dataflow, and also the other way round, for those that lead back over a step. Returns the tensor to go on
+        with: itself.
 
         Example: the nine maps of a MinkUNet
 
@@ -239,18 +240,18 @@ class SparseTensor:
 
         Raises what kernel_map raises, GeometryError for a step that makes no coordinates, OptionError for what is no
         Relation, and ShapeError for windows of more levels than there are and for users of other maps than these.
-        While torch.compile traces it does nothing.
+        While torch.compile traces, maps are found where they are needed, and the tensor that is returned keeps them:
+        it stands in the place of this one, whose geometry compiled code leaves as it is.
         """
         from pumice.ops.prepare import prepare_levels
 
-        prepare_levels(self, steps, same, users)
-        return self
+        return prepare_levels(self, steps, same, users)
 
     # arithmetic
 
     def __add__(self, other: Any) -> SparseTensor:
         """Sum: of rows on one geometry; over the union of the coordinates on two; with a scalar or [N, C] or [C]."""
-        if isinstance(other, SparseTensor) and other.geometry is not self._geometry:
+        if isinstance(other, SparseTensor) and not same_geometry(self, other):
             from pumice.ops.sets import union
 
             return union(self, other)
@@ -301,7 +302,7 @@ class SparseTensor:
 def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
     if not isinstance(other, SparseTensor):
         return other
-    if other.geometry is not x.geometry:
+    if not same_geometry(x, other):
         raise GeometryError(
             f"'{sign}' needs one geometry; the tensors have {len(x.feats)} and {len(other.feats)} voxels of two "
             "geometries"

@@ -23,6 +23,7 @@ from pumice.lower import reference
 from pumice.ops import SparseTensor, conv_features
 from pumice.tools import layer_suites, spconv_peer
 from pumice.tools.bench_einsum import einsum
+from pumice.tools.bench_engine import engine
 from pumice.tools.bench_maps import maps, picture
 from pumice.tools.bench_tuner import tuner
 from pumice.tools.bench_workloads import workloads
@@ -93,6 +94,7 @@ SUITES: dict[str, Callable[[Say, Options], Iterator[Row]]] = {
     "conv-train": layer_suites.training,
     "cpu-conv": cpu_conv,
     "einsum": einsum,
+    "engine": engine,
     "maps": maps,
     "tuner": tuner,
     "workloads": workloads,

@@ -16,6 +16,7 @@ from typing import Any
 from pumice.tools.chart_html import drawn
 from pumice.tools.chart_png import draw
 from pumice.tools.charts import Chart
+from pumice.tools.engine_charts import captured, latencies
 from pumice.tools.families import SUITES
 from pumice.tools.ledger import Row
 from pumice.tools.network_charts import choices, parts
@@ -49,6 +50,8 @@ class Section:
 SECTIONS: tuple[Section, ...] = (
     Section("Speed-ups in short", overview, "no rows yet that hold us against another library"),
     Section("Speed-ups, case by case", speedups, "no rows yet that hold us against another library"),
+    Section("Captured networks", captured, "no rows yet: pumice bench engine --case inference and training"),
+    Section("Latency over varied scans", latencies, "no rows yet: pumice bench engine --case varied"),
     Section(
         "Where a pass spends its time",
         parts,

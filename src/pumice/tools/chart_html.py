@@ -48,7 +48,7 @@ def _bars(panel: Bars) -> tuple[list[Drawn], Drawn]:
         for (name, values), colour in zip(panel.series.items(), colours(list(panel.series)).values(), strict=True)
     ]
     layout: Drawn = {"barmode": "group", "bargap": 0.18, "xaxis": _named(panel.groups), **_valued(panel.axis)}
-    layout["shapes"] = [_across(1.0, "solid", _SOFT)]
+    layout["shapes"] = [] if panel.level is None else [_across(panel.level, "solid", _SOFT)]
     if panel.mean is not None:
         layout["shapes"].append(_across(panel.mean, "dash", _TEXT))
     return data, layout

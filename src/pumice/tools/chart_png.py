@@ -66,7 +66,8 @@ def _bars(axis: Axes, panel: Bars) -> None:
             axis.bar_label(bars, fmt=_short, fontsize=6.5, color=_INK, padding=1, path_effects=_halo())
     if panel.mean is not None:
         axis.axhline(panel.mean, color=_INK, linewidth=1, linestyle=(0, (5, 3)), zorder=2.5)
-    axis.axhline(1, color=_SOFT, linewidth=0.8, zorder=1.5)
+    if panel.level is not None:
+        axis.axhline(panel.level, color=_SOFT, linewidth=0.8, zorder=1.5)
     if len(panel.groups) == 1:
         axis.set_xlim(-1, 1)
     _ticks(axis, panel.groups)

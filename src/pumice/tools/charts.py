@@ -25,9 +25,9 @@ Notes: TypeAlias = "Mapping[str, tuple[str, ...]]"
 
 @dataclass(frozen=True)
 class Bars:
-    """Ratios as bars side by side, a line at 1: groups along the axis, in each a bar of every series; None: no bar.
+    """Bars side by side: groups along the axis, in each a bar of every series; None: no bar.
 
-    mean: another line across, where the ratios have one mean.
+    mean: a line across, where ratios have one mean. level: another one, for ratios at 1; None: none, for times.
     """
 
     title: str
@@ -36,6 +36,7 @@ class Bars:
     series: Mapping[str, Values]
     mean: float | None = None
     notes: Notes = field(default_factory=dict)
+    level: float | None = 1.0
 
     def __post_init__(self) -> None:
         _fits(self.title, len(self.groups), self.series, self.notes)

@@ -1,4 +1,4 @@
-"""The command line: pumice segment, demo, info, tune, bench."""
+"""The command line: pumice segment, demo, info, tune, profile, bench."""
 
 from __future__ import annotations
 
@@ -149,11 +149,34 @@ def tune(
         typer.echo(context.get_help())
 
 
+@app.command()
+def profile(
+    model: Annotated[str, typer.Argument(help="minkunet, minkunet-0.5 (its width), centerpoint, or module:factory")],
+    scan: Annotated[str, typer.Argument(help="a scan, a scene of PUMICE_DATA, shell_64 (its size), or street")],
+    voxel: Annotated[float, typer.Option(help="edge of a voxel in metres, of a scan")] = 0.1,
+    passes: Annotated[int, typer.Option(help="passes that are timed, and as many that are traced")] = 20,
+    device: Device = "auto",
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 [default: fp16 on a GPU]")] = "",
+    out: Annotated[Path, typer.Option(help="folder for profile.html and profile.png")] = Path("pumice-runs/profile"),
+) -> None:
+    """Where the host's time goes in an eager pass: by part, by function, by layer, and as a flame picture."""
+    from pumice.tools import host_page, host_profile
+
+    asked = host_profile.Asked(model, scan, pick_device(device), precision, voxel, passes)
+    found = host_profile.profile(asked)
+    page, picture = host_page.write(found, out)
+    _say(host_page.summary(found))
+    for table in host_page.tables(found):
+        console.print(table)
+    _say(f"page    {page}\npicture {picture}")
+
+
 @bench_app.command("run")
 def bench(
     suite: Annotated[str, typer.Argument(help="which suite; without one they are listed")] = "",
     case: Annotated[
-        str, typer.Option(help="one study of the suite: of einsum, maps, tuner, conv-forward, conv-train or workloads")
+        str,
+        typer.Option(help="one study of a suite: einsum, engine, maps, tuner, conv-forward, conv-train or workloads"),
     ] = "",
     only: Annotated[str, typer.Option(help="of its cases, those whose name has this part")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="tiny sizes: to see that all of it runs")] = False,
@@ -162,8 +185,11 @@ def bench(
     ] = False,
     device: Device = "auto",
     limit: Annotated[
-        float, typer.Option(help="of tuner: seconds that a study may take; it then asks less and says so")
+        float, typer.Option(help="of tuner and engine: seconds that a study may take; it then asks less and says so")
     ] = 0.0,
+    count: Annotated[
+        int, typer.Option(help="of engine: scans or geometries of a study [default: 10,000 and 1,000]")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(help="ledger to append the rows to (one JSON object a line)")] = None,
 ) -> None:
     """Measure Pumice against its peers in the same run; exit code 1 where a result of Pumice was wrong.
@@ -172,7 +198,7 @@ def bench(
     """
     from pumice.tools import bench as bench_
 
-    bench_.record(bench_.run(suite, _say, bench_.Options(case, only, quick, device, thorough, limit)), out, _say)
+    bench_.record(bench_.run(suite, _say, bench_.Options(case, only, quick, device, thorough, limit, count)), out, _say)
 
 
 @bench_app.command("report")

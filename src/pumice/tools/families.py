@@ -122,6 +122,12 @@ def _kinds(name: str) -> str:
     return rf"dtypes/(?P<group>[^/]+)/k3/(?P<series>C\d+)/(?P<precision>{name})"
 
 
+def _engine(mode: str, way: str) -> Family:
+    """A mode of networks in one way, captured or eager."""
+    rivals = {**_LAYERS, **({} if way == "eager" else {"our eager pass": Rivals(("our eager pass",))})}
+    return Family("engine", f"{way} {mode}", rf"{_NETWORK}/{mode}(?:/tuned)?/{way}", rivals)
+
+
 FAMILIES: tuple[Family, ...] = (
     *(Family("workloads", mode, _mode(mode), _SPCONV) for mode in MODES),
     Family("workloads", "inference, varied scans", rf"{_mode('inference')}/over-.+", _SPCONV, (), VARIED),
@@ -131,7 +137,7 @@ FAMILIES: tuple[Family, ...] = (
         for mode in MODES
     ),
     Family("tuner", "dataflows", rf"dataflows/{_LAYER}/(?P<way>.+)", _DEFAULT),
-    Family("engine", "networks", r"(?P<group>.+)", _ANY),
+    *(_engine(mode, way) for mode in MODES for way in ("captured", "eager")),
     Family("conv-forward", "layers", rf"{_LAYER}/fwd/(?P<way>default|tuned)", _LAYERS, ("bound",)),
     Family(
         "conv-forward",

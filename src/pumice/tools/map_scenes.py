@@ -84,10 +84,11 @@ def scenes(setup: Setup) -> Iterator[Scene]:
         yield "shell_16", lambda: _voxels(setup, shell(16))
         yield "surface_300", partial(surface, 300, setup.device)
         return
-    yield from _named(setup, KNOWN)
+    yield from named(setup, KNOWN)
 
 
-def _named(setup: Setup, names: Iterable[str]) -> Iterator[Scene]:
+def named(setup: Setup, names: Iterable[str]) -> Iterator[Scene]:
+    """Scenes by name; what is not in PUMICE_DATA is said, shells are made."""
     for name in names:
         path = _folder("scenes") / f"{name}.npz"
         if path.is_file():
@@ -101,7 +102,7 @@ def _named(setup: Setup, names: Iterable[str]) -> Iterator[Scene]:
 def layer_scenes(setup: Setup) -> Iterator[Scene]:
     """The scenes on which layers are timed: those of the goals, and two smaller ones."""
     if not setup.quick:
-        yield from _named(setup, ("scannet_2cm", "shell_128"))
+        yield from named(setup, ("scannet_2cm", "shell_128"))
     yield from scenes(setup)
 
 

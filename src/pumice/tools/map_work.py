@@ -223,7 +223,9 @@ def wrong_plan(found: Planned, truth: Truth) -> str:
 
 
 def wrong_tiles(tiles: Compacted, rows: Tensor) -> str:
-    """Whether the entries hold each pair of a map once."""
+    """Whether the entries hold each pair of a map once; what is left over of their room belongs to no tile."""
+    used = tiles.tiles < len(tiles.rows)
+    tiles = tiles._replace(tiles=tiles.tiles[used], taps=tiles.taps[used], inputs=tiles.inputs[used])
     there = tiles.inputs >= 0
     outputs = tiles.rows[tiles.tiles.long()][there].long()
     taps = tiles.taps[:, None].expand_as(tiles.inputs)[there].long()

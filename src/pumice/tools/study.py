@@ -43,8 +43,8 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, tor
 class Options:
     """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where.
 
-    thorough: peers and sizes that take minutes to tune, too. limit: of the suite tuner: seconds that a study may take;
-    0: as long as it does.
+    thorough: peers and sizes that take minutes to tune, too. limit: of the suites tuner and engine: seconds that a
+    study may take; 0: as long as it does. count: of the suite engine: scans or geometries of a study; 0: its own.
     """
 
     case: str = ""
@@ -53,8 +53,11 @@ class Options:
     device: str = "auto"
     thorough: bool = False
     limit: float = 0.0
+    count: int = 0
 
     def __post_init__(self) -> None:
+        if self.count < 0:
+            raise OptionError(f"the count of a study is 0 or more, found {self.count}")
         if not self.limit >= 0:
             raise OptionError(f"the seconds of a study are 0 or more, found {self.limit}")
 
@@ -65,7 +68,7 @@ class Setup:
 
     quick: tiny sizes, few repeats. only: a part of the names of the cases that are wanted.
     failures: what was wrong, absent: peers that are not installed; added to as they are found. until: when the study is
-    to have ended, by time.perf_counter.
+    to have ended, by time.perf_counter. count: of scans or geometries, where a study is asked for so many; 0: its own.
     """
 
     device: torch.device
@@ -77,6 +80,7 @@ class Setup:
     failures: list[str] = field(default_factory=list)
     absent: set[str] = field(default_factory=set)
     until: float = math.inf
+    count: int = 0
 
     @property
     def left(self) -> float:

@@ -1,0 +1,34 @@
+"""The operator that lays out a map which traced code found: form(table, inputs, flipped, RELATION, name) -> arrays.
+
+The arrays are those of the form of that name, part after part; how many entries they have, and how wide tiles are, is
+the data's. As the operators of pumice.coords it depends on its arguments alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pumice.coords import KernelMap
+from pumice.coords.operators import RELATION, dynamic, own, register, relation_of
+from pumice.lower import maps
+
+
+def _form(table: Tensor, inputs: int, flipped: bool, *told: Any) -> list[Tensor]:
+    *fields, name = told
+    found = KernelMap(relation_of(*fields), table, inputs, table.shape[0])
+    found = found.transpose() if flipped else found
+    return own(maps.read(found, maps.as_it_suits(found, name))[1], table)
+
+
+def _form_fake(table: Tensor, inputs: int, flipped: bool, *told: Any) -> list[Tensor]:
+    form = maps.FORMS[told[-1]]
+    made = []
+    for _ in range(form.stored.parts):
+        sizes = {axis: dynamic() for axis in dict.fromkeys("".join(form.axes.values()))}
+        made += [table.new_empty([sizes[axis] for axis in axes]) for axes in form.axes.values()]
+    return made
+
+
+register(f"form(Tensor table, SymInt inputs, bool flipped, {RELATION}, str name) -> Tensor[]", _form, _form_fake)

@@ -1,0 +1,44 @@
+"""Tensors that are made once for a device: kept for later calls, and held by who reads them for longer."""
+
+import weakref
+
+import torch
+
+from pumice.coords.cloud import offset_table
+from pumice.coords.codes import CodeLayout
+from pumice.coords.compact import Order, groups_of
+from pumice.coords.keys import Bounds
+from pumice.coords.launch import constant, constants_read
+from pumice.coords.relation import Relation
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_read_is_held_when_it_is_kept_no_longer():
+    made = constant(2)(lambda n: torch.full((3,), n))
+    with constants_read() as read:
+        first = weakref.ref(made(0))
+    left = weakref.ref(made(1))
+    for n in (2, 3, 4):
+        made(n)
+    assert first() is not None and left() is None
+    assert torch.equal(read[0], torch.zeros(3, dtype=torch.int64)) and len(read) == 1
+
+
+def test_it_is_made_once():
+    calls = []
+    made = constant(2)(lambda n: calls.append(n))
+    for _ in range(3):
+        made(1)
+    assert calls == [1]
+
+
+def test_all_constants_of_maps_are_told():
+    relation = Relation.of(3, 3)
+    with constants_read() as read:
+        found = [offset_table(relation.offsets, CPU), groups_of(relation, Order(0, 27), CPU)]
+        found.append(CodeLayout.of(Bounds((0, 0, 0), (9, 9, 9), 1)).tables(CPU))
+    assert all(any(x is y for y in read) for x in found)
+    with constants_read() as other:
+        pass
+    assert not other

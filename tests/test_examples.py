@@ -1,0 +1,83 @@
+"""The examples run, in small."""
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pumice as pm
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def robot_loop():
+    spec = importlib.util.spec_from_file_location("robot_loop", EXAMPLES / "robot_loop.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["robot_loop"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["robot_loop"]
+
+
+def scan(count, seed=0):
+    chance = np.random.default_rng(seed)
+    return np.concatenate([chance.uniform(-5, 5, (count, 3)), chance.random((count, 1))], axis=1).astype(np.float32)
+
+
+def test_a_robot_drives(robot_loop, tmp_path, capsys):
+    np.savez(tmp_path / "one.npz", xyz=scan(200)[:, :3], feats=scan(200)[:, 3:])
+    options = ["--scans", "12", "--rate", "200", "--deadline", "0.001", "--width", "0.125", "--voxel", "1"]
+    ran = robot_loop.main([str(tmp_path / "one.npz"), *options, "--device", "cpu", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert len(ran.spent) == 12 and ran.missed == 12 and (ran.spent > 0).all() and 500 < ran.points < 2400
+    assert "p99.9 is" in said and "12 of 12 scans missed 0.001 ms" in said and "eagerly none" in said
+    assert said.count("#") > 10 and "memory, host: " in said
+    assert (tmp_path / "latency.png").stat().st_size > 10_000
+
+
+def test_every_point_has_the_label_of_its_voxel(robot_loop):
+    torch.manual_seed(0)
+    net = pm.nn.Sequential(pm.nn.Conv3d(4, 8, 3), pm.nn.ReLU(), pm.nn.Conv3d(8, 5, 3)).eval()
+    robot = robot_loop.Robot(net, scan(300), robot_loop.Sensor([scan(300)]), 1.0)
+    assert robot.fast.capacities == (134, 200, 300) == robot.fast.prepared
+    for count in (300, 50, 1):
+        points = torch.from_numpy(scan(count, count))
+        x = pm.voxelize(points[:, :3], points, 1.0)
+        with torch.no_grad():
+            wanted = net(x).feats.argmax(1)[x.inverse]
+        got = robot.labels(points.numpy())
+        assert got.shape == (count,) and (got == wanted.numpy()).mean() > 0.98
+
+
+def test_a_rate_is_kept(robot_loop):
+    class Robot:
+        device = torch.device("cpu")
+
+        def labels(self, scan):
+            return np.zeros(len(scan))
+
+    begin = time.perf_counter()
+    ran = robot_loop.drive(Robot(), robot_loop.Sensor([scan(20)]), 11, 50.0, 20.0)
+    assert 0.2 <= time.perf_counter() - begin < 2.0
+    assert ran.missed == 0 and ran.spent.max() < 20
+
+
+def test_scans_differ_and_keep_their_distances(robot_loop):
+    sensor = robot_loop.Sensor([scan(500), scan(400, 1)])
+    assert sensor.most == 500
+    found = [sensor.scan(number) for number in range(4)]
+    assert len({len(one) for one in found}) == 4 and all(len(one) < 500 for one in found)
+    far = [np.sort(np.hypot(one[:, 0], one[:, 1])) for one in (found[0], sensor.scans[0])]
+    assert np.isclose(far[0][:, None], far[1][None], atol=1e-4).any(1).all()
+    assert max(float(np.linalg.norm(one[:, :3], axis=1).max()) for one in found) <= sensor.reach + 1e-4
+
+
+def test_what_cannot_be_asked(robot_loop, capsys):
+    with pytest.raises(SystemExit):
+        robot_loop.main(["--scans", "0"])
+    assert "at least one scan" in capsys.readouterr().err
