@@ -333,3 +333,12 @@ def test_rows_that_were_given_have_the_same_storages():
     assert all(torch.equal(a, b) for a, b in zip(given.compacted(64), m.compacted(64), strict=True))
     moved = m.to("cpu")
     assert wanted(moved) == wanted(m) and replace(m, flipped=True).flipped
+
+
+@pytest.mark.parametrize("pairs, size", [(0, 2048), (1_999_999, 2048), (3_668_408, 16384), (14_760_624, 32768)])
+def test_groups_are_longer_where_there_are_many_pairs(pairs, size, monkeypatch):
+    from pumice.lower import maps
+
+    found = kernel_map(Geometry.checked(random_cloud(30, 3, extent=9)), Relation.of(3, 3))[0]
+    monkeypatch.setattr(maps, "counted", lambda found: ((pairs // 2, pairs - pairs // 2), {}))
+    assert maps.group_of(found) == maps.group_of(found.transpose()) == size

@@ -214,7 +214,7 @@ def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     if found.between is not None:
         raise OptionError("dataflow fetch-on-demand-deterministic waits for a map's sizes: not in a captured network")
-    taps, inputs, outputs = found.grouped(maps.group_of(found.num_outputs))
+    taps, inputs, outputs = found.grouped(maps.group_of(found))
     flat = outputs.flatten()
     filled = int((flat < 0).sum())
     order = flat.argsort(stable=True)[filled:]

@@ -158,7 +158,7 @@ def conversions(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
     """From rows to groups and to compacted tiles, on the wall: a conversion reads its size from the device."""
     relation, rows = layer.found.relation, layer.found.rows()
     calls: dict[str, Callable[[], Any]] = {
-        "grouped": lambda: KernelMap.from_rows(relation, rows, len(rows)).grouped(maps.group_of(len(rows))),
+        "grouped": lambda: (found := KernelMap.from_rows(relation, rows, len(rows))).grouped(maps.group_of(found)),
         "compacted": lambda: KernelMap.from_rows(relation, rows, len(rows)).compacted(maps.block_of(len(rows))),
     }
     for name, call in calls.items():
