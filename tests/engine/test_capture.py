@@ -240,6 +240,48 @@ def test_an_inner_level_without_room_runs_eagerly(share):
     falls_back(fast, net, sparse, "room", "512 voxels at stride .2, 2, 2., where there is room for")
 
 
+def test_a_capacity_without_room_is_planned_anew():
+    """64 blocks of 8 voxels make 64 voxels of the next level, and as many voxels far from each other 512."""
+    net = strange(pm.models.MinkUNet(4, 3, 0.125))
+    block = torch.cartesian_prod(torch.arange(1), *[torch.arange(8)] * 3).int()
+    example = pm.SparseTensor(torch.randn(512, 4), block)
+    fast = captured(net, example, max_voxels=640, buckets=[640], box=((0, 0, 0), (64, 64, 64)))
+    agrees(fast(example), eager(net, example))
+    sparse = pm.SparseTensor(torch.randn(512, 4), block * torch.tensor([1, 4, 4, 4], dtype=torch.int32))
+    with pytest.warns(RuntimeWarning, match="512 voxels at stride.*its capacity is planned anew, up to 3 times"):
+        agrees(fast(sparse), eager(net, sparse))
+    assert fast.fallbacks == {"room": 1}
+    replays = fast.replays
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x in (sparse, example, scene(300, 3), sparse):
+            agrees(fast(x), eager(net, x))
+    assert fast.replays == replays + 4 and fast.fallbacks == {"room": 1}
+
+
+def test_a_capacity_is_planned_anew_so_many_times_and_no_more(monkeypatch):
+    net, made = strange(pm.models.MinkUNet(4, 3, 0.125)), []
+    block = torch.cartesian_prod(torch.arange(1), *[torch.arange(8)] * 3).int()
+    example = pm.SparseTensor(torch.randn(512, 4), block)
+    fast = captured(net, example, max_voxels=640, buckets=[640], box=((0, 0, 0), (64, 64, 64)))
+    fast(example)
+    whole, held = type(fast._engine)._made, fast._engine.buckets[640]
+
+    def no_wider(engine, capacity, scene=None, least=None):
+        """As if every scene that comes needed more than the one before."""
+        made.append(capacity)
+        wider = whole(engine, capacity, scene, least)
+        wider.rooms = held.rooms
+        return wider
+
+    monkeypatch.setattr(type(fast._engine), "_made", no_wider)
+    sparse = pm.SparseTensor(torch.randn(512, 4), block * torch.tensor([1, 4, 4, 4], dtype=torch.int32))
+    with pytest.warns(RuntimeWarning, match="planned anew"):
+        for _ in range(6):
+            agrees(fast(sparse), eager(net, sparse))
+    assert len(made) == 3 and fast.fallbacks == {"room": 6}
+
+
 def test_an_example_without_room_is_refused():
     net = strange(pm.models.MinkUNet(4, 3, 0.125))
     with pytest.raises(CaptureError, match="no room.*stride"):

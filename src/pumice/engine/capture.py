@@ -53,7 +53,7 @@ def capture(
     max_voxels: the largest capacity; twice the example's voxels without it. A larger scene runs eagerly.
     level_capacity: room of inner levels as a share of the first one's, for all, or by stride ({2: 0.6, 4: 0.3}); by
         default what the example needs, times `margin`, as is the room of what kernels read of the maps. A scene that
-        needs more runs eagerly.
+        needs more runs eagerly, and its capacity is planned and captured anew for it, up to three times.
     batch: items of a batch, at most; by default the example's.
     dtype: what parameters and features are cast to, in a copy of the model: see refresh(). Beside a half precision
         batch norms stay as they are.

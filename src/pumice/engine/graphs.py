@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from pumice.ops import SparseTensor
 
 _SMALLEST = 1024
 """No capacity is smaller, but for the largest."""
+_WIDENED = 3
+"""Times that a capacity is planned anew."""
 _STEP = 128
 """Capacities are multiples of it, but for the largest."""
 
@@ -81,7 +83,8 @@ class Ran(Protocol):
 class Bucket:
     """A capacity, made ready. graph: None where there are none, on a CPU. results: those that the graph writes.
 
-    read: the parameters and buffers that it reads, and constants, held so that their memory stays theirs.
+    read: the parameters and buffers that it reads, and constants, held so that their memory stays theirs. widened: how
+    often it was planned anew.
     """
 
     buffers: Buffers
@@ -89,6 +92,7 @@ class Bucket:
     graph: torch.cuda.CUDAGraph | None = None
     results: Any = None
     read: Sequence[object] = ()
+    widened: int = 0
 
     def run(self, program: Any) -> Any:
         """The results for what is in the buffers; the next call overwrites them."""
@@ -117,6 +121,8 @@ class Engine:
     fallbacks: how many scenes ran eagerly, by reason ("voxels", "points", "box", "batch", "room"). replays: how many
     did not.
     """
+
+    widens: ClassVar[bool] = True
 
     def __init__(self, program: Any, buffers: Buffers, example: Scene, limits: Limits, margins: Margins) -> None:
         self.program, self.example, self.limits = program, example, limits
@@ -149,7 +155,11 @@ class Engine:
             found = self._given_back(scene, results, ()) if self._known(scene) else None
             words = results.words.tolist()
             if words[0]:
-                return self._eagerly(scene, *self._refused(scene, results, words))
+                why, told = self._refused(scene, results, words)
+                found = self._eagerly(scene, why, told)
+                if why == "room":
+                    self._widen(bucket, scene)
+                return found
             self.replays += 1
             return self._given_back(scene, results, words) if found is None else found
 
@@ -196,7 +206,9 @@ class Engine:
         self.fallbacks[why] += 1
         if why not in self._told:
             self._told.add(why)
-            message = f"a scene {told}: it runs eagerly, as all such will; this is said once"
+            anew = why == "room" and self.widens
+            then = f"and its capacity is planned anew, up to {_WIDENED} times" if anew else "as all such will"
+            message = f"a scene {told}: it runs eagerly, {then}; this is said once"
             warnings.warn(message, RuntimeWarning, stacklevel=6)
 
     def _with_points(self, leaves: Sequence[Any], x: SparseTensor) -> list[Any]:
@@ -251,10 +263,27 @@ class Engine:
                 bucket = self.buckets[capacity] = self._made(capacity)
         return bucket
 
-    def _made(self, capacity: int) -> Bucket:
-        buffers, scene = self._buffers.first(capacity), self.example.sample(capacity)
+    def _widen(self, bucket: Bucket, scene: Scene) -> None:
+        """Plan a capacity anew for a scene that found no room, some times: examples do not tell all that comes."""
+        if bucket.widened == _WIDENED:
+            return
+        capacity = next(n for n, held in self.buckets.items() if held is bucket)
+        try:
+            with lasting():
+                wider = self._made(capacity, scene, bucket.rooms.rooms)
+        except CaptureError:
+            # level_capacity holds it as narrow as it is.
+            bucket.widened = _WIDENED
+            return
+        wider.widened = bucket.widened + 1
+        self.buckets[capacity] = wider
+
+    def _made(self, capacity: int, scene: Scene | None = None, least: Mapping[Any, int] | None = None) -> Bucket:
+        """The bucket of a capacity: planned for as much of the example as fits, or for a scene, with these rooms at
+        least."""
+        buffers, scene = self._buffers.first(capacity), scene or self.example.sample(capacity)
         scene.fill(buffers)
-        planner = Planner(capacity, scene.count, self._margins.margin, self._margins.shares)
+        planner = Planner(capacity, scene.count, self._margins.margin, self._margins.shares, least)
         try:
             bucket = self._planned(buffers, planner)
             self._check(bucket, scene)

@@ -38,11 +38,14 @@ Shares = float | Mapping[Any, float] | None
 class Planner:
     """Rooms as they are found to be needed for an example of `count` voxels, with a margin, for `capacity` voxels.
 
-    It waits for the device at every place that it meets for the first time.
+    It waits for the device at every place that it meets for the first time. least: rooms that are not made smaller.
     """
 
-    def __init__(self, capacity: int, count: int, margin: float, shares: Shares) -> None:
+    def __init__(
+        self, capacity: int, count: int, margin: float, shares: Shares, least: Mapping[Any, int] | None = None
+    ) -> None:
         self._scale, self._capacity, self._shares = margin * capacity / count, capacity, shares
+        self._least = least or {}
         self.rooms: dict[Hashable, int] = {}
         self._taken = {capacity}
 
@@ -57,7 +60,7 @@ class Planner:
         share = _share(self._shares, last) if what == "rows" else None
         # Without tiles there is no number.
         wanted = self._scale * sum(needed.tolist()) if share is None else share * self._capacity
-        found = max(1, min(most, math.ceil(wanted)))
+        found = max(1, min(most, math.ceil(wanted)), self._least.get(place, 0))
         if what != "rows":
             return found
         found = -(-found // _STEP) * _STEP

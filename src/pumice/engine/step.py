@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from pumice.coords.launch import lasting
 from pumice.engine.capture import Box, check_example, check_scene, site_within
 from pumice.engine.compare import steps_differ
-from pumice.engine.entry import VoxelScene
+from pumice.engine.entry import Scene, VoxelScene
 from pumice.engine.graphs import Bucket, Engine, Limits, Margins, on
 from pumice.engine.static import Autocast, Planner, Shares
 from pumice.engine.train import (
@@ -206,6 +206,7 @@ class _Steps(Engine):
     """The engine of a step."""
 
     program: StepProgram  # pyright: ignore[reportIncompatibleVariableOverride]
+    widens = False
 
     def __init__(
         self, program: StepProgram, buffers: Targets, example: Example, limits: Limits, margins: Margins
@@ -285,9 +286,9 @@ class _Steps(Engine):
             self.buckets.clear()
             self._facts = self.program.facts()
 
-    def _made(self, capacity: int) -> Bucket:
+    def _made(self, capacity: int, scene: Scene | None = None, least: Mapping[Any, int] | None = None) -> Bucket:
         with self.program.unchanged():
-            return super()._made(capacity)
+            return super()._made(capacity, scene, least)
 
     def _planned(self, buffers: Targets, planner: Planner) -> Bucket:
         # The scale of a half precision's gradients is made before a graph reads it.
