@@ -271,8 +271,8 @@ class Engine:
         try:
             with lasting():
                 wider = self._made(capacity, scene, bucket.rooms.rooms)
-        except CaptureError:
-            # level_capacity holds it as narrow as it is.
+        except (PumiceError, torch.cuda.OutOfMemoryError):
+            # level_capacity, or the device, holds it as narrow as it is; the scene has its result.
             bucket.widened = _WIDENED
             return
         wider.widened = bucket.widened + 1
