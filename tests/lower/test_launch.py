@@ -704,6 +704,17 @@ def test_a_linear_map_and_its_norm_are_one_kernel_whatever_rows_there_are(as_on_
     assert {t.data_ptr() for t in last} <= set(kernel.direct[-1][1])
 
 
+def test_a_residual_of_about_as_many_rows_is_refused(as_on_gpu):
+    """Sizes that round alike are one kernel's, which reads as many rows as there are results."""
+    linear = import_module("pumice.ops.linear")
+    linear._CALLS.clear()
+    weight, x = torch.zeros(16, 16).half(), torch.zeros(399, 16).half()
+    for rows in (399, 397):
+        linear.linear_features(x[:rows], weight, finish(rows))
+    with pytest.raises(ShapeError, match="residual of the epilogue is \\[395, 16\\], found shape \\[393, 16\\]"):
+        linear.linear_features(x[:395], weight, finish(393))
+
+
 def test_a_map_with_segments_far_longer_than_others_is_no_straight_call(straight, monkeypatch):
     """They are another kernel's, which another map may do without."""
     weight, conv = torch.zeros(16, 27, 16).half(), import_module("pumice.ops.conv")

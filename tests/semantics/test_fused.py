@@ -5,7 +5,7 @@ import torch
 
 import pumice as pm
 from pumice import nn
-from pumice.errors import DtypeError, ShapeError
+from pumice.errors import DeviceError, DtypeError, ShapeError
 from pumice.lower import epilogue as epilogues
 from pumice.nn import fused
 from pumice.testing import random_tensor
@@ -124,6 +124,12 @@ def test_what_linear_maps_do_not_take():
         fused.linear_features(torch.zeros(3, 8).double(), weight, end)
     with pytest.raises(ShapeError, match="found \\[3, 7\\] and \\[4, 8\\]"):
         fused.linear_features(torch.zeros(3, 7), weight, end)
+    with pytest.raises(DeviceError, match="weight is on meta, x is on cpu"):
+        fused.linear_features(torch.zeros(3, 8), weight.to("meta"), end)
+    with pytest.raises(DeviceError, match="scale of the epilogue is on meta"):
+        fused.linear_features(torch.zeros(3, 8), weight, pm.ops.Epilogue(torch.zeros(4, device="meta")))
+    with pytest.raises(ShapeError, match="shift of the epilogue is \\[4\\], found shape \\[8\\]"):
+        fused.linear_features(torch.zeros(3, 8), weight, pm.ops.Epilogue(shift=torch.zeros(8)))
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pumice.lower import triton as kernels
+from pumice.lower.epilogue import NOTHING, Finish
 from pumice.lower.plan import Kind, Ready, deterministic
 from pumice.lower.remember import Bounded
 from pumice.schedule.ledger import ledger
@@ -21,25 +22,16 @@ from pumice.schedule.tile import about
 
 def told(tensors: Sequence[Tensor], *facts: Hashable) -> tuple[Hashable, ...]:
     """What the launch of a call depends on: the tensors but for their addresses, and what is set for all calls."""
+    return _told(tensors, [x.shape for x in tensors], facts)
+
+
+def _told(tensors: Sequence[Tensor], shapes: Sequence[Hashable], facts: Hashable) -> tuple[Hashable, ...]:
     found: list[Hashable] = [facts, deterministic(), ledger().generation, kernels.tile_source()]
     wide = False
-    for x in tensors:
+    for x, shape in zip(tensors, shapes, strict=True):
         kind = x.dtype
         wide |= kind is torch.float32
-        found += (x.shape, x.stride(), kind, x.get_device())
-    if wide:
-        found.append(kernels.float32_precision())
-    return tuple(found)
-
-
-def like(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) -> tuple[Hashable, ...]:
-    """The same but for how many rows those have that count rows, within what rounds alike (schedule.tile.about)."""
-    found: list[Hashable] = [facts, deterministic(), ledger().generation, kernels.tile_source()]
-    wide = False
-    for x, counts in zip(tensors, counting, strict=True):
-        kind, shape = x.dtype, x.shape
-        wide |= kind is torch.float32
-        found += ((about(shape[0]), *shape[1:]) if counts else shape, x.stride(), kind, x.get_device())
+        found += (shape, x.stride(), kind, x.get_device())
     if wide:
         found.append(kernels.float32_precision())
     return tuple(found)
@@ -98,6 +90,52 @@ class Template:
         return _direct(self.mould.cast_at(self.runner.bound, given, every), self.runner, shape, self.free)
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A product of rows with a weight, and what stands behind it.
+
+    tensors: x, whose rows count, the weight, and those of the epilogue. weight: its shape as the statement has it.
+    facts: what else a kernel is chosen by.
+    """
+
+    tensors: Sequence[Tensor]
+    finish: Finish
+    shape: tuple[int, int]
+    weight: tuple[int, ...]
+    facts: Hashable
+
+    @property
+    def kind(self) -> Hashable:
+        """What calls have in common that one template serves: rows count within what rounds alike (tile.about)."""
+        counting = (True, False, *[name == "*residual" for name in self.finish.names])
+        shapes = [
+            (about(x.shape[0]), *x.shape[1:]) if counts else x.shape
+            for x, counts in zip(self.tensors, counting, strict=True)
+        ]
+        return _told(self.tensors, shapes, (self.finish, self.facts))
+
+    def from_template(self, held: Held) -> Direct | None:
+        """The call as one like it was carried out; its tensors fit but for their rows, which are looked at here."""
+        template = TEMPLATES.get(self.kind)
+        if template is None or held.far or any(map(kernels.is_far, self.tensors)):
+            return None
+        behind = zip(self.finish.names, self.tensors[2:], strict=True)
+        if any(name == "*residual" and x.shape != self.shape for name, x in behind):
+            return None
+        return template.at(held, [self.tensors[0].shape, self.weight, *[x.shape for x in self.tensors[2:]]], self.shape)
+
+    def leave(self, ready: Ready, held: Held, tensors: Sequence[Tensor]) -> Direct | None:
+        """Keep the template of a call that was carried out, with these tensors; the call for others like it."""
+        if len(ready.parts) != 1 or (self.finish != NOTHING and not ready.finishes):
+            return None
+        order = {**dict(ready.parts[0].places), **{name: n for n, name in enumerate(self.finish.names, 2)}}
+        given = {name: tensors[n] for name, n in order.items()}
+        template = _template(ready, held, given, order)
+        if template is not None:
+            TEMPLATES.keep(self.kind, template)
+        return of_ready(ready, given, order)
+
+
 def of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Direct | None:
     """What a call that was carried out leaves where it is one kernel, which holds all but these tensors.
 
@@ -108,7 +146,7 @@ def of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, in
     return None if run is None or made is None else _direct(made[0], run.like, ready.shape, order)
 
 
-def template_of(ready: Ready, held: Held, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Template | None:
+def _template(ready: Ready, held: Held, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Template | None:
     """The same for other maps; held: the arrays of the call's own."""
     run, places = _alone(ready), {id(x): n for n, x in enumerate(held.arrays)}
     made = None if run is None or held.far else run.made(tensors)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pumice.errors import DtypeError, OptionError
+from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,22 @@ class Epilogue:
             return self
         held = ((name, getattr(self, name)) for name in TENSORS)
         return replace(self, **{name: x.unflatten(-1, (groups, -1)) for name, x in held if x is not None})
+
+
+def check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.device) -> None:
+    """Raise DtypeError, ShapeError or DeviceError where the epilogue does not fit a result [N, C_out] of that shape."""
+    for name in TENSORS:
+        expected = shape if name == "residual" else shape[1:]
+        tensor = getattr(epilogue, name)
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise DtypeError(f"{name} of the epilogue is a tensor of floats, found {kind}")
+        if tuple(tensor.shape) != expected:
+            raise ShapeError(f"{name} of the epilogue is {list(expected)}, found shape {list(tensor.shape)}")
+        if tensor.device != device:
+            raise DeviceError(f"{name} of the epilogue is on {tensor.device}, x is on {device}")
 
 
 def applied(result: Tensor, epilogue: Epilogue, dtype: torch.dtype | None = None) -> Tensor:

@@ -11,9 +11,8 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import direct, maps, plan
-from pumice.lower import triton as kernels
 from pumice.lower.dataflow import CONV, GROUPED_CONV
-from pumice.lower.epilogue import NOTHING, TENSORS, Epilogue, Finish, applied
+from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied, check_epilogue
 from pumice.lower.loops import EIGHT_BITS
 from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
@@ -222,46 +221,35 @@ def _starts_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
+def _straight(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Finish) -> direct.Call:
+    weight = tensors[1]
+    sizes = about(found.num_outputs), about(found.num_inputs), found.volume
+    flat = (weight.shape[0], found.volume, weight.shape[-1])
+    return direct.Call(tensors, finish, (rows, weight.shape[0]), flat, (sizes, _held_arrays(found).kind))
+
+
 def _over_another_map(
     key: Hashable, tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Finish
 ) -> direct.Direct | None:
     """The call of which one like it was carried out over a map of about the same sizes."""
-    held, (x, weight) = _held_arrays(found), tensors[:2]
-    template = direct.TEMPLATES.get(_kind_of_call(tensors, held, found, finish))
-    fits = x.ndim == 2 and x.shape[0] == found.num_inputs and rows == found.num_outputs
-    if template is None or not fits or held.far or any(map(kernels.is_far, tensors)):
+    x = tensors[0]
+    if x.ndim != 2 or x.shape[0] != found.num_inputs or rows != found.num_outputs:
         return None
-    shape = (rows, weight.shape[0])
-    if any(name == "*residual" and t.shape != shape for name, t in zip(finish.names, tensors[2:], strict=True)):
-        return None
-    flat = (weight.shape[0], found.volume, weight.shape[-1])
-    call = template.at(held, [x.shape, flat, *[t.shape for t in tensors[2:]]], shape)
+    call = _straight(tensors, found, rows, finish).from_template(_held_arrays(found))
     return None if call is None else found.storage(key, lambda _: call)
 
 
 def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: Finish) -> None:
     """Keep what a call that was carried out leaves for others."""
-    x, weight = tensors[:2]
+    x, weight, *more = tensors
     ready = found.kept(_call(x, flat, found.num_outputs, 1, finish))
-    if ready is None or len(ready.parts) != 1 or (finish != NOTHING and not ready.finishes):
+    if ready is None or flat.data_ptr() != weight.data_ptr():
+        # Where the window's axes lie in no row, a copy was multiplied, and later calls bring the weight itself.
         return
-    if flat.data_ptr() != weight.data_ptr():
-        # The window's axes lie in no row: what was multiplied is a copy, and later calls bring the weight itself.
-        return
-    held, places = _held_arrays(found), dict(ready.parts[0].places)
-    order = {**places, **{name: n for n, name in enumerate(finish.names, 2)}}
-    given = {name: (x, flat, *tensors[2:])[n] for name, n in order.items()}
-    call, template = direct.of_ready(ready, given, order), direct.template_of(ready, held, given, order)
+    straight = _straight(tensors, found, found.num_outputs, finish)
+    call = straight.leave(ready, _held_arrays(found), (x, flat, *more))
     if call is not None:
         found.storage(key, lambda _: call)
-    if template is not None:
-        direct.TEMPLATES.keep(_kind_of_call(tensors, held, found, finish), template)
-
-
-def _kind_of_call(tensors: Sequence[Tensor], held: direct.Held, found: KernelMap, finish: Finish) -> Hashable:
-    counting = (True, False, *[name == "*residual" for name in finish.names])
-    sizes = about(found.num_outputs), about(found.num_inputs), found.volume
-    return direct.like(tensors, counting, finish, held.kind, sizes)
 
 
 def _held_arrays(found: KernelMap) -> direct.Held:
@@ -286,7 +274,7 @@ def _in_full(
     """conv_features with every check."""
     weight, groups = joined(x, weight, groups)
     if epilogue is not None:
-        _check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
+        check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
     if dataflow is not None:
         _check_devices(x, weight, found)
         _check_call(x, weight, found, rows, groups)
@@ -483,21 +471,6 @@ def _check_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: 
 
 _INT8_TERMS = 1 << 17
 """How many products of int8 an int32 surely holds."""
-
-
-def _check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.device) -> None:
-    for name in TENSORS:
-        expected = shape if name == "residual" else shape[1:]
-        tensor = getattr(epilogue, name)
-        if tensor is None:
-            continue
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise DtypeError(f"{name} of the epilogue is a tensor of floats, found {kind}")
-        if tuple(tensor.shape) != expected:
-            raise ShapeError(f"{name} of the epilogue is {list(expected)}, found shape {list(tensor.shape)}")
-        if tensor.device != device:
-            raise DeviceError(f"{name} of the epilogue is on {tensor.device}, x is on {device}")
 
 
 def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
