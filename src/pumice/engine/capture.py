@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from threading import Lock
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from pumice.coords import Bounds, Site, check_points, frame_of
 from pumice.coords.keys import INT32_MAX
 from pumice.coords.launch import lasting
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
-from pumice.engine.graphs import Engine, Limits, Margins
+from pumice.engine.graphs import Engine, Graphed, Limits, Margins
 from pumice.engine.static import Autocast, Program, Shares
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops import SparseTensor
@@ -143,43 +142,12 @@ def _options_of_points(
     return limits, Margins(known["margin"], known["level_capacity"]), known["box"]
 
 
-_Kind = TypeVar("_Kind", bound="_Base")
-
-
-class _Base:
-    """What captured networks share. Not for two streams at once."""
+class _Base(Graphed):
+    """What captured networks share."""
 
     def __init__(self, engine: Engine, source: nn.Module | None) -> None:
-        self._engine, self._source, self._lock = engine, source, Lock()
-        engine.bucket(engine.example.count)
-
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """All capacities, rising."""
-        return self._engine.limits.capacities
-
-    @property
-    def prepared(self) -> tuple[int, ...]:
-        """Those that are captured."""
-        return tuple(sorted(self._engine.buckets))
-
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        """How many scenes ran eagerly, by reason: "voxels" or "points" (more than the largest capacity), "box",
-        "batch", "room" (of an inner level, or of what kernels read of maps)."""
-        return self._engine.fallbacks
-
-    @property
-    def replays(self) -> int:
-        """How many did not."""
-        return self._engine.replays
-
-    def ready(self: _Kind, *counts: int) -> _Kind:
-        """Capture now what scenes of these sizes need; all capacities without any. Returns itself."""
-        with self._lock:
-            for count in counts or self.capacities:
-                self._engine.bucket(count)
-        return self
+        super().__init__(engine)
+        self._source = source
 
     def refresh(self) -> None:
         """Take the model's parameters and buffers anew: needed after `dtype=`, which made a copy, when they changed.
@@ -193,15 +161,6 @@ class _Base:
             with torch.no_grad():
                 for own, other in zip(_held(self._engine.program.model), _held(self._source), strict=True):
                     own.copy_(other)
-
-    def explain(self) -> str:
-        """The capacities, and those of the levels of each that is captured."""
-        return self._engine.explain()
-
-    def __repr__(self) -> str:
-        kept = ", ".join(map(str, self.prepared))
-        name = type(self._engine.program.model).__name__
-        return f"{type(self).__name__}({name}, capacities={self.capacities}, captured: {kept})"
 
 
 class Captured(_Base):

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from threading import Lock
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -250,6 +251,10 @@ class Engine:
 
     # Making ready
 
+    def prepared(self, count: int) -> Bucket:
+        """`bucket`, anew where what it was made of is another one."""
+        return self.bucket(count)
+
     def bucket(self, count: int) -> Bucket:
         """The bucket for so many voxels or points, planned, checked and captured where it is new."""
         capacity = self.limits.capacity(count)
@@ -349,6 +354,54 @@ class Engine:
         model = self.program.model
         bucket.graph = graph
         bucket.read = [*constants, *(t.detach() for t in (*model.parameters(), *model.buffers()))]
+
+
+_Kind = TypeVar("_Kind", bound="Graphed")
+
+
+class Graphed:
+    """What stands before an engine. Not for two streams at once."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._lock = engine, Lock()
+        engine.prepared(engine.example.count)
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """All capacities, rising."""
+        return self._engine.limits.capacities
+
+    @property
+    def prepared(self) -> tuple[int, ...]:
+        """Those that are captured."""
+        return tuple(sorted(self._engine.buckets))
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """How many scenes ran eagerly, by reason: "voxels" or "points" (more than the largest capacity), "box",
+        "batch" (more items than those of the capture; of steps, another number), "room" (of an inner level, or of what
+        kernels read of maps)."""
+        return self._engine.fallbacks
+
+    @property
+    def replays(self) -> int:
+        """How many did not."""
+        return self._engine.replays
+
+    def ready(self: _Kind, *counts: int) -> _Kind:
+        """Capture now what scenes of these sizes need; all capacities without any. Returns itself."""
+        with self._lock:
+            for count in counts or self.capacities:
+                self._engine.prepared(count)
+        return self
+
+    def explain(self) -> str:
+        """The capacities, and those of the levels of each that is captured."""
+        return self._engine.explain()
+
+    def __repr__(self) -> str:
+        kept, name = ", ".join(map(str, self.prepared)), type(self._engine.program.model).__name__
+        return f"{type(self).__name__}({name}, capacities={self.capacities}, captured: {kept})"
 
 
 @contextmanager

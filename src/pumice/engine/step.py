@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from threading import Lock
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from pumice.coords.launch import lasting
 from pumice.engine.capture import Box, check_example, check_scene, site_within
 from pumice.engine.compare import steps_differ
 from pumice.engine.entry import Scene, VoxelScene
-from pumice.engine.graphs import Bucket, Engine, Limits, Margins, on
+from pumice.engine.graphs import Bucket, Engine, Graphed, Limits, Margins, on
 from pumice.engine.static import Autocast, Planner, Shares
 from pumice.engine.train import (
     Done,
@@ -122,12 +121,12 @@ def _parameters(model: nn.Module, loss: Loss, optimizer: Optimizer) -> tuple[Ten
     return tuple(dict.fromkeys((*model.parameters(), *own, *updated)))
 
 
-class CapturedStep:
+class CapturedStep(Graphed):
     """A captured step of training: see `capture_step`. Not for two streams at once."""
 
     def __init__(self, steps: _Steps, update: Update) -> None:
-        self._engine, self._update, self._lock = steps, update, Lock()
-        steps.prepared(steps.example.count)
+        super().__init__(steps)
+        self._update = update
 
     def __call__(self, x: SparseTensor, *targets: Target) -> Tensor:
         """One step; the loss before the update, a scalar without gradients. Gradients stay in the parameters' `grad`,
@@ -151,40 +150,13 @@ class CapturedStep:
             return self._engine.step(scene, self._update)
 
     @property
-    def capacities(self) -> tuple[int, ...]:
-        """All capacities, rising."""
-        return self._engine.limits.capacities
-
-    @property
-    def prepared(self) -> tuple[int, ...]:
-        """Those that are captured."""
-        return tuple(sorted(self._engine.buckets))
-
-    @property
-    def fallbacks(self) -> Mapping[str, int]:
-        """How many steps ran eagerly, by reason: "voxels", "box", "batch" (not the example's items), "room"."""
-        return self._engine.fallbacks
-
-    @property
-    def replays(self) -> int:
-        """How many did not."""
-        return self._engine.replays
-
-    @property
     def skipped(self) -> int:
         """How many updated nothing but the scale: gradients were not finite."""
         return self._engine.skipped
 
-    def ready(self, *counts: int) -> CapturedStep:
-        """Capture now what scenes of these sizes need; all capacities without any. Returns itself."""
-        with self._lock:
-            for count in counts or self.capacities:
-                self._engine.prepared(count)
-        return self
-
     def explain(self) -> str:
         """The capacities, those of the levels of each that is captured, and how updates are done."""
-        lines = [self._engine.explain()]
+        lines = [super().explain()]
         optimizer = type(self._update.optimizer).__name__
         if self._update.captured:
             lines.append(f"{optimizer}: a graph, {self._update.replays} replays")
@@ -192,10 +164,6 @@ class CapturedStep:
             why = "a graph from its second step on" if capturable(self._update.optimizer) else "eagerly: not capturable"
             lines.append(f"{optimizer}: {why}")
         return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        name, kept = type(self._engine.program.model).__name__, ", ".join(map(str, self.prepared))
-        return f"CapturedStep({name}, capacities={self.capacities}, captured: {kept})"
 
 
 _SCALE = 1024.0
