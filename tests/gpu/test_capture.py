@@ -4,7 +4,7 @@ As in test_device, `pytest --noconftest tests/gpu` runs where hypothesis is not 
 """
 
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import torch
 from nets import Dense, Layers, Levels, strange
 from torch import nn
 from torch.utils import _pytree as pytree
+from waits import no_wait
 
 import pumice as pm
 from pumice.coords import CodeLayout
@@ -32,17 +33,6 @@ SHAPE = (64, 60, 40)
 def gpu():
     """The last GPU."""
     return torch.device("cuda", torch.cuda.device_count() - 1)
-
-
-@contextmanager
-def no_wait():
-    """An error where anything waits for the device."""
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def scene(device, count, seed=0, batch=1, extent=40, shape=None, dtype=torch.float32):

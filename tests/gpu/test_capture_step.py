@@ -5,13 +5,13 @@ As in test_device, `pytest --noconftest tests/gpu` runs where hypothesis is not 
 
 import copy
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
 from nets import Layers, Levels
 from torch import nn
 from torch.nn import functional
+from waits import no_wait
 
 import pumice as pm
 from pumice.errors import CaptureError, CoordinateError
@@ -110,17 +110,6 @@ def near(got, want, limit):
         assert bool((got.isnan() == want.isnan()).all())
         return
     assert float((got - want).norm()) <= limit * max(1e-6, float(want.norm())), (float(got.norm()), float(want.norm()))
-
-
-@contextmanager
-def no_wait():
-    """An error where anything waits for the device."""
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

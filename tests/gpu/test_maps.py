@@ -3,12 +3,12 @@
 As in test_device, `pytest --noconftest tests/gpu` runs where hypothesis is not installed.
 """
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from clouds import INT32, fresh, levels
+from waits import no_wait
 
 from pumice.coords import Bounds, Cloud, Geometry, MapSchedule, Order, Relation, compact, kernel_map, pyramid, settle
 from pumice.coords.choice import STRUCTURES as NAMES
@@ -36,17 +36,6 @@ SPARE = 999
 def gpu():
     """The last GPU."""
     return torch.device("cuda", torch.cuda.device_count() - 1)
-
-
-@contextmanager
-def no_wait():
-    """An error where anything waits for the device."""
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def wide(count=ROWS, dim=3):

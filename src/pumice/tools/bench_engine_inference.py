@@ -23,7 +23,7 @@ from torch import nn
 from pumice.engine import Captured, capture
 from pumice.nn.conv import convolutions
 from pumice.tools import spconv_peer
-from pumice.tools.bench_engine_ways import CAPTURED, EAGER, SPCONV, Reached, Timed, case_of, in_time
+from pumice.tools.bench_engine_ways import CAPTURED, EAGER, SPCONV, Timed, by_scene, case_of
 from pumice.tools.bench_workloads import EXACT, Side
 from pumice.tools.engine_scenes import INFERENCE, net_for, scenes
 from pumice.tools.ledger import Row
@@ -38,14 +38,7 @@ _SECONDS = 4.0
 
 def inference(setup: Setup) -> Iterator[Row]:
     """Every scene that is wanted and at hand."""
-    found = Reached()
-    for sample in in_time(setup, scenes(setup, INFERENCE), "inference"):
-        for made in _scene(setup, sample):
-            found.add(made)
-            yield made
-        if setup.device.type == "cuda":
-            torch.cuda.empty_cache()
-    found.tell(setup)
+    return by_scene(setup, scenes(setup, INFERENCE), "inference", _scene)
 
 
 def _scene(setup: Setup, sample: Sample) -> Iterator[Row]:

@@ -6,7 +6,7 @@ on a GPU, whose memory has no room for wider ones, and in float64 elsewhere; of 
 its loss in their place. The rate of learning is so small that what is timed stays what was checked.
 
     eager      the step as it is written
-    captured   the same step as CUDA graphs, where pumice has `capture_step`
+    captured   the same step as CUDA graphs (pumice.capture_step)
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import pumice
+from pumice.engine import capture_step
 from pumice.nn.conv import convolutions
+from pumice.ops import row_mean
 from pumice.tools import spconv_peer
-from pumice.tools.bench_engine_ways import CAPTURED, EAGER, SPCONV, Reached, Timed, case_of, in_time
+from pumice.tools.bench_engine_ways import CAPTURED, EAGER, SPCONV, Timed, by_scene, case_of
 from pumice.tools.bench_workloads import EXACT, LOSS, Side
 from pumice.tools.engine_scenes import TRAINING, net_for, scenes
 from pumice.tools.ledger import Row
@@ -45,24 +47,14 @@ Step = Callable[[], Any]
 
 def training(setup: Setup) -> Iterator[Row]:
     """Every scene that is wanted and at hand."""
-    found = Reached()
-    for sample in in_time(setup, scenes(setup, TRAINING, BATCH), "training"):
-        for made in _scene(setup, sample):
-            found.add(made)
-            yield made
-        if setup.device.type == "cuda":
-            torch.cuda.empty_cache()
-    found.tell(setup)
+    return by_scene(setup, scenes(setup, TRAINING, BATCH), "training", _scene)
 
 
 def _scene(setup: Setup, sample: Sample) -> Iterator[Row]:
     setup.say(f"{sample.name}: {len(sample)} voxels in {sample.batch} items")
     net = net_for(setup, sample).train()
     truths = _truths(net, sample)
-    known = [way for way in WAYS if way != CAPTURED or hasattr(pumice, "capture_step")]
-    if CAPTURED not in known:
-        setup.say("  captured steps are left out: pumice has no capture_step yet")
-    ways = [one for one in (_checked(setup, way, sample, net, truths) for way in known) if one]
+    ways = [one for one in (_checked(setup, way, sample, net, truths) for way in WAYS) if one]
     if any(way.name == EAGER for way in ways):
         yield from Timed(setup, sample.name, "training", ways, TRAINING.get(sample.name)).rows(_SECONDS * setup.seconds)
 
@@ -123,19 +115,18 @@ def _spconv(setup: Setup, net: nn.Module, sample: Sample) -> tuple[Side, Step]:
 
 
 def _captured(setup: Setup, net: nn.Module, sample: Sample) -> tuple[Side, Step]:
-    make: Any = pumice.capture_step  # pyright: ignore[reportAttributeAccessIssue]
     side, device = Side.ours(net, sample), setup.device.type
     begin = time.perf_counter()
     with torch.autocast(device, torch.float16, enabled=device == "cuda"):
-        fast = by_choice(setup, lambda: make(net, _mean_loss, _sgd(net), side.tensor(), max_voxels=len(sample)))()
+        made = partial(capture_step, net, _mean_loss, _sgd(net), side.tensor(), max_voxels=len(sample))
+        fast = by_choice(setup, made)()
     setup.say(f"  captured in {time.perf_counter() - begin:.1f} s")
     return side, lambda: fast(side.tensor())
 
 
 def _mean_loss(y: Any) -> Tensor:
     """The loss over the voxels that there are."""
-    mean: Any = pumice.ops.row_mean  # pyright: ignore[reportAttributeAccessIssue]
-    return LOSS * mean(y, y.feats.float().logsumexp(1))
+    return LOSS * row_mean(y, y.feats.float().logsumexp(1))
 
 
 WAYS: Mapping[str, Callable[[Setup, nn.Module, Sample], tuple[Side, Step]]] = MappingProxyType(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from pumice.errors import PumiceError
 from pumice.tools.engine_scenes import BEST, Known
@@ -131,3 +133,17 @@ class Reached:
     def tell(self, setup: Setup) -> None:
         for (way, peer, clock), found in self.ratios.items():
             setup.say(f"{way} over {peer}, {clock}: {mean_told(found)}")
+
+
+def by_scene(
+    setup: Setup, samples: Iterator[Sample], mode: str, one: Callable[[Setup, Sample], Iterator[Row]]
+) -> Iterator[Row]:
+    """The rows of every sample that is wanted and that there is time for; what was reached is told last."""
+    found = Reached()
+    for sample in in_time(setup, samples, mode):
+        for made in one(setup, sample):
+            found.add(made)
+            yield made
+        if setup.device.type == "cuda":
+            torch.cuda.empty_cache()
+    found.tell(setup)
