@@ -11,7 +11,7 @@ import torch
 
 import pumice as pm
 from pumice.errors import OptionError, ShapeError
-from pumice.lower import direct, plan
+from pumice.lower import direct, maps, plan
 from pumice.lower import triton as kernels
 from pumice.lower.scratch import Scratch
 from pumice.schedule.ledger import Ledger
@@ -584,7 +584,7 @@ def test_maps_of_other_sizes_are_planned_for(as_on_gpu, monkeypatch):
 @pytest.fixture
 def straight(as_on_gpu, monkeypatch):
     """Convolutions go straight to their kernels."""
-    monkeypatch.setattr(import_module("pumice.ops.conv"), "_starts_kernels", lambda x: True)
+    monkeypatch.setattr(direct, "starts_kernels", lambda x: True)
     return as_on_gpu
 
 
@@ -626,9 +626,40 @@ def test_another_map_gets_a_launch_with_its_own_arrays(straight, monkeypatch, en
         assert any(own <= set(values) for _, values in launches(straight))
 
 
+def test_gradients_over_another_map_get_launches_with_its_own_arrays(straight, monkeypatch):
+    weight = torch.zeros(16, 27, 16, dtype=torch.float16, requires_grad=True)
+
+    def step(count):
+        x, found = voxels(count, 0)
+        x.requires_grad_()
+        y = pm.ops.conv_features(x, weight, found, count)
+        grad = torch.ones_like(y)
+        gradients = torch.autograd.grad(y, (x, weight), grad)
+        assert [g.shape for g in gradients] == [x.shape, weight.shape]
+        assert all(g.dtype == torch.float16 for g in gradients)
+        return found, [t.data_ptr() for t in (x, weight, y, grad, gradients[0])]
+
+    for count in (400, 399, 400, 399):
+        step(count)
+    # From now on nothing is planned.
+    monkeypatch.setattr(plan, "held_for", None)
+    for kernel in straight.values():
+        kernel.direct.clear()
+    found, (x, w, y, grad, dx) = step(397)
+    values = [set(values) for _, values in launches(straight)]
+    assert len(values) == 3
+
+    def read(form):
+        tokens, arrays = maps.held(found, form)
+        return {t.data_ptr() for name, t in zip(tokens, arrays, strict=True) if name.endswith(("rows", "met"))}
+
+    for form, tensors in (("compacted", {x, w, y}), ("compacted_t", {grad, w, dx}), ("compacted", {x, grad})):
+        assert any(tensors | read(form) <= own for own in values), form
+
+
 def test_a_straight_call_is_the_one_with_every_check(straight, monkeypatch):
     """Grid and all arguments but the result are those of a call that looks everything up."""
-    conv, weight = import_module("pumice.ops.conv"), torch.zeros(16, 27, 16, dtype=torch.float16)
+    weight = torch.zeros(16, 27, 16, dtype=torch.float16)
     clouds = [voxels(count, 0) for count in (400, 399, 397)]
 
     def starts():
@@ -638,7 +669,7 @@ def test_a_straight_call_is_the_one_with_every_check(straight, monkeypatch):
 
     starts()
     straight_ = starts()
-    monkeypatch.setattr(conv, "_starts_kernels", lambda x: False)
+    monkeypatch.setattr(direct, "starts_kernels", lambda x: False)
     assert starts() == straight_
 
 

@@ -6,6 +6,7 @@ shapes start, and a `Template`, from which calls over other maps of about the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ from pumice.lower.plan import Kind, Ready, deterministic
 from pumice.lower.remember import Bounded
 from pumice.schedule.ledger import ledger
 from pumice.schedule.tile import about
+
+
+def starts_kernels(x: Tensor) -> bool:
+    """Whether calls with this tensor are kernels."""
+    return x.is_cuda
 
 
 def told(tensors: Sequence[Tensor], *facts: Hashable) -> tuple[Hashable, ...]:
@@ -92,51 +98,52 @@ class Template:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A product of rows with a weight, and what stands behind it.
+    """A call over a map, as others like it are known.
 
-    tensors: x, whose rows count, the weight, and those of the epilogue. weight: its shape as the statement has it.
-    facts: what else a kernel is chosen by.
+    tensors: those that no map holds; counting: of which the first axis counts rows. shapes: theirs, as the statement
+    has them; shape: the result's. facts: what else a kernel is chosen by.
     """
 
     tensors: Sequence[Tensor]
-    finish: Finish
-    shape: tuple[int, int]
-    weight: tuple[int, ...]
+    counting: Sequence[bool]
+    shapes: Sequence[Sequence[int]]
+    shape: tuple[int, ...]
     facts: Hashable
 
     @property
     def kind(self) -> Hashable:
         """What calls have in common that one template serves: rows count within what rounds alike (tile.about)."""
-        counting = (True, False, *[name == "*residual" for name in self.finish.names])
         shapes = [
             (about(x.shape[0]), *x.shape[1:]) if counts else x.shape
-            for x, counts in zip(self.tensors, counting, strict=True)
+            for x, counts in zip(self.tensors, self.counting, strict=True)
         ]
-        return _told(self.tensors, shapes, (self.finish, self.facts))
+        return _told(self.tensors, shapes, (about(self.shape[0]), *self.shape[1:], self.facts))
 
     def from_template(self, held: Held) -> Direct | None:
-        """The call as one like it was carried out; its tensors fit but for their rows, which are looked at here."""
+        """The call as one like it was carried out; its tensors fit but for their rows, which are known to."""
         template = TEMPLATES.get(self.kind)
-        if template is None or held.far or any(map(kernels.is_far, self.tensors)):
-            return None
-        behind = zip(self.finish.names, self.tensors[2:], strict=True)
-        if any(name == "*residual" and x.shape != self.shape for name, x in behind):
-            return None
-        return template.at(held, [self.tensors[0].shape, self.weight, *[x.shape for x in self.tensors[2:]]], self.shape)
+        far = held.far or math.prod(self.shape) >= kernels.FAR or any(map(kernels.is_far, self.tensors))
+        return None if template is None or far else template.at(held, self.shapes, self.shape)
 
-    def leave(self, ready: Ready, held: Held, tensors: Sequence[Tensor]) -> Direct | None:
-        """Keep the template of a call that was carried out, with these tensors; the call for others like it."""
-        if len(ready.parts) != 1 or (self.finish != NOTHING and not ready.finishes):
+    def leave(
+        self, ready: Ready, held: Held, tensors: Sequence[Tensor], numbers: Sequence[int], finish: Finish = NOTHING
+    ) -> Direct | None:
+        """Keep the template of a call that was carried out; the call for others like it.
+
+        tensors: the call's, with those of the epilogue last; numbers: which of them each one is that `ready` takes.
+        """
+        if len(ready.parts) != 1 or (finish != NOTHING and not ready.finishes):
             return None
-        order = {**dict(ready.parts[0].places), **{name: n for n, name in enumerate(self.finish.names, 2)}}
+        order = {name: numbers[n] for name, n in ready.parts[0].places}
+        order |= {name: n for n, name in enumerate(finish.names, len(tensors) - len(finish.names))}
         given = {name: tensors[n] for name, n in order.items()}
         template = _template(ready, held, given, order)
         if template is not None:
             TEMPLATES.keep(self.kind, template)
-        return of_ready(ready, given, order)
+        return _of_ready(ready, given, order)
 
 
-def of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Direct | None:
+def _of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Direct | None:
     """What a call that was carried out leaves where it is one kernel, which holds all but these tensors.
 
     order: the places of the tensors, by their names, among those of later calls.

@@ -361,7 +361,7 @@ class HeldRunner:
     ) -> None:
         self.like, self.held, self._at = runner, held, at
         self._shape = runner.bound.shape if at is None else at[1]
-        self._in_fp32, self._far, strides = False, math.prod(self._shape) >= _FAR, []
+        self._in_fp32, self._far, strides = False, math.prod(self._shape) >= FAR, []
         for x in held.values():
             stride = x.stride()
             strides.append(stride)
@@ -430,13 +430,13 @@ class HeldRunner:
         return aimed
 
 
-_FAR = 1 << 31
+FAR = 1 << 31
 """Distances of rows, which lead, from which on addresses need 64 bits."""
 
 
 def is_far(x: Tensor) -> bool:
     """Whether addresses of it, whose rows lead, need 64 bits."""
-    return x.ndim > 0 and x.shape[0] * x.stride(0) >= _FAR
+    return x.ndim > 0 and x.shape[0] * x.stride(0) >= FAR
 
 
 _AIMED = 64
@@ -751,7 +751,7 @@ class Emitted:
         for place, counts in self._counting:
             value = extents[counts.name] if counts.kind == "extent" else shapes[counts.name][counts.axis]
             fixed[place] = value
-            told += (value % 16 == 0, value == 1, value >= _FAR)
+            told += (value % 16 == 0, value == 1, value >= FAR)
         if self._blocks:
             tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
             fixed[self._blocks[0]] = blocks = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])

@@ -12,7 +12,7 @@ from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import direct, maps, plan
 from pumice.lower.dataflow import CONV, GROUPED_CONV
-from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied, check_epilogue
+from pumice.lower.epilogue import NOTHING, RESIDUAL, Epilogue, Finish, applied, check_epilogue
 from pumice.lower.loops import EIGHT_BITS
 from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
@@ -204,7 +204,7 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     """
     tensors = (x, weight) if epilogue is None else (x, weight, *epilogue.operands.values())
     finish = NOTHING if epilogue is None else epilogue.finish
-    plain = _starts_kernels(x) and register.plain(tensors)
+    plain = direct.starts_kernels(x) and register.plain(tensors)
     if plain:
         key = direct.told(tensors, "direct", rows, finish)
         call = found.kept(key) or _over_another_map(key, tensors, found, rows, finish)
@@ -217,25 +217,25 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     return y
 
 
-def _starts_kernels(x: Tensor) -> bool:
-    return x.is_cuda
-
-
 def _straight(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Finish) -> direct.Call:
-    weight = tensors[1]
-    sizes = about(found.num_outputs), about(found.num_inputs), found.volume
-    flat = (weight.shape[0], found.volume, weight.shape[-1])
-    return direct.Call(tensors, finish, (rows, weight.shape[0]), flat, (sizes, _held_arrays(found).kind))
+    x, weight, *more = tensors
+    counting = (True, False, *[name == RESIDUAL for name in finish.names])
+    shapes = (x.shape, (weight.shape[0], found.volume, weight.shape[-1]), *[t.shape for t in more])
+    facts = finish, about(found.num_outputs), about(found.num_inputs), found.volume, _held_arrays(found, False).kind
+    return direct.Call(tensors, counting, shapes, (rows, weight.shape[0]), facts)
 
 
 def _over_another_map(
     key: Hashable, tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Finish
 ) -> direct.Direct | None:
     """The call of which one like it was carried out over a map of about the same sizes."""
-    x = tensors[0]
+    x, weight, *more = tensors
     if x.ndim != 2 or x.shape[0] != found.num_inputs or rows != found.num_outputs:
         return None
-    call = _straight(tensors, found, rows, finish).from_template(_held_arrays(found))
+    shape = rows, weight.shape[0]
+    if any(name == RESIDUAL and t.shape != shape for name, t in zip(finish.names, more, strict=True)):
+        return None
+    call = _straight(tensors, found, rows, finish).from_template(_held_arrays(found, False))
     return None if call is None else found.storage(key, lambda _: call)
 
 
@@ -247,13 +247,16 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
         # Where the window's axes lie in no row, a copy was multiplied, and later calls bring the weight itself.
         return
     straight = _straight(tensors, found, found.num_outputs, finish)
-    call = straight.leave(ready, _held_arrays(found), (x, flat, *more))
+    call = straight.leave(ready, _held_arrays(found, False), (x, flat, *more), (0, 1), finish)
     if call is not None:
         found.storage(key, lambda _: call)
 
 
-def _held_arrays(found: KernelMap) -> direct.Held:
-    return found.storage("held", lambda m: direct.Held.of(*maps.passed(m, False), _kinds(m, False)[2:]))
+def _held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
+    return found.storage(
+        ("held", differentiable),
+        lambda m: direct.Held.of(*maps.passed(m, differentiable), _kinds(m, differentiable)[2:]),
+    )
 
 
 def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: Finish) -> Hashable:
@@ -353,7 +356,8 @@ def _held(
     """The call that autograd records, with the arrays of the map that it and its gradients read."""
     kinds = _kinds(found, differentiable)
     operands, names, text, shape = _passed(given, found, rows, groups, differentiable)
-    return register.HeldCall(operands, names, text, shape, (0, 1), _STEADY, kinds, _lowering(found, operands))
+    ask = plan.Ask(names, text, shape, _STEADY, (0, 1), _lowering(found, operands))
+    return register.HeldCall(operands, ask, kinds, _held_arrays(found, differentiable))
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pumice.errors import DeviceError, DtypeError, ShapeError
 from pumice.lower import direct, plan
-from pumice.lower.epilogue import Epilogue, Finish, check_epilogue
+from pumice.lower.epilogue import RESIDUAL, Epilogue, Finish, check_epilogue
 from pumice.lower.remember import Bounded
 from pumice.ops import register
 
@@ -33,7 +33,7 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     check_epilogue(epilogue, shape, x.device)
     ready = plan.held_for((x, weight), plan.Ask(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
     y = plan.carry_out(ready, (x, weight), epilogue)
-    call = _straight(tensors, finish).leave(ready, _NOTHING, tensors)
+    call = _straight(tensors, finish).leave(ready, _NOTHING, tensors, (0, 1), finish)
     if call is not None:
         _CALLS.keep(key, call)
     return y
@@ -45,12 +45,15 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def _straight(tensors: Sequence[Tensor], finish: Finish) -> direct.Call:
-    x, weight = tensors[:2]
-    return direct.Call(tensors, finish, (x.shape[0], weight.shape[0]), weight.shape, "linear")
+    x, weight, *_ = tensors
+    counting = (True, False, *[name == RESIDUAL for name in finish.names])
+    return direct.Call(tensors, counting, [t.shape for t in tensors], (x.shape[0], weight.shape[0]), ("linear", finish))
 
 
 def _of_other_sizes(key: Hashable, tensors: Sequence[Tensor], finish: Finish) -> direct.Direct | None:
-    if tensors[0].ndim != 2:
+    x, weight, *behind = tensors
+    shape = x.shape[0], weight.shape[0]
+    if x.ndim != 2 or any(n == RESIDUAL and t.shape != shape for n, t in zip(finish.names, behind, strict=True)):
         return None
     call = _straight(tensors, finish).from_template(_NOTHING)
     return None if call is None else _CALLS.keep(key, call)

@@ -217,31 +217,22 @@ def _gradients(call: _Call, grad: Tensor, last: Tensor | None, needed: Sequence[
 class HeldCall:
     """A call with some operands given once and for all, differentiable in those that are left, which it takes.
 
-    What is held is not written to any more, and needs no gradient; what is left has always the shapes, dtypes and
-    devices of those at `free` now. steady: as in plan.Ask, of operands; the result's rows or entries are counted.
-    kinds: as in plan.held_for. lowering: of the call and its gradients, where it is not the cheapest's.
+    What is held is not written to any more, and needs no gradient; what is left, at ask.free, has always the shapes,
+    dtypes and devices that it has now. ask.steady: of operands; the result's rows or entries are counted. ask.lowering:
+    of the gradients, too. kinds: as in plan.held_for. held: what is held, as calls over other maps are known by it.
     The statement sums. It is called where only torch's autograd watches.
     """
 
     def __init__(
-        self,
-        operands: Sequence[Tensor],
-        names: str,
-        text: str,
-        shape: tuple[int, ...],
-        free: tuple[int, ...],
-        steady: tuple[int, ...],
-        kinds: Sequence[plan.Kind | None] = (),
-        lowering: str = "",
+        self, operands: Sequence[Tensor], ask: plan.Ask, kinds: Sequence[plan.Kind | None], held: direct.Held
     ) -> None:
-        assert plan.statement_of(text, names).reduction == "sum"
-        self._told, self._free, self._steady = (names, text, shape), free, steady
-        self._kinds, self._lowering = kinds or (None,) * len(operands), lowering
-        self._operands = [None if place in free else x for place, x in enumerate(operands)]
+        assert plan.statement_of(ask.text, ask.names).reduction == "sum"
+        self._ask, self._kinds, self._held = ask, kinds, held
+        self._operands = [None if place in ask.free else x for place, x in enumerate(operands)]
         # By whether algorithms are deterministic, and for gradients by which of the free operands.
         self._results: dict[bool, plan.Ready] = {}
         self._gradients: dict[tuple[int, bool], list[_Derivative]] = {}
-        # Those that are one kernel, by what a launch depends on; None is the result, a number a gradient.
+        # Those that are one kernel, by what a launch depends on.
         self._straight: Bounded[direct.Direct] = Bounded(16)
 
     def __call__(self, *given: Tensor) -> Tensor:
@@ -249,16 +240,15 @@ class HeldCall:
 
     def result(self, given: Sequence[Tensor]) -> Tensor:
         key = direct.told(given, None)
-        call = self._straight.get(key)
+        call = self._straight.get(key) or self._over_another(key, given, None)
         if call is not None and (y := call(given)) is not None:
             return y
         ready = self._results.get(plan.deterministic())
         if ready is None:
-            operands, (names, text, shape) = self._together(given), self._told
-            ask = plan.Ask(names, text, shape, self._steady, self._free, self._lowering)
-            ready = self._results[plan.deterministic()] = plan.held_for(operands, ask, self._kinds)
+            ready = plan.held_for(self._together(given), self._ask, self._kinds)
+            self._results[plan.deterministic()] = ready
         y = plan.carry_out(ready, given)
-        self._leave(key, ready, given, range(len(given)))
+        self._leave(key, ready, given, range(len(given)), None)
         return y
 
     def gradients(self, given: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -267,15 +257,15 @@ class HeldCall:
             return [self._gradient(n, given, grad) if wanted else None for n, wanted in enumerate(needed)]
         # Gradients of gradients: each is recorded in turn.
         wanted = [False] * len(self._operands)
-        for place, own in zip(self._free, needed, strict=True):
+        for place, own in zip(self._ask.free, needed, strict=True):
             wanted[place] = own
         found = _gradients(self._call(given, grad), grad, None, wanted)
-        return [found[place] for place in self._free]
+        return [found[place] for place in self._ask.free]
 
     def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor) -> Tensor:
         everything, dtype = (*given, grad), given[number].dtype
         told = direct.told(everything, number)
-        call = self._straight.get(told)
+        call = self._straight.get(told) or self._over_another(told, everything, number)
         if call is not None and (found := call(everything)) is not None:
             return found if found.dtype == dtype else found.to(dtype)
         key = (number, plan.deterministic())
@@ -285,36 +275,51 @@ class HeldCall:
         first, *more = (plan.carry_out(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
         found = sum(more, first) if more else first
         if not more:
-            self._leave(told, parts[0][0], everything, parts[0][1])
+            self._leave(told, parts[0][0], everything, parts[0][1], number)
         return found if found.dtype == given[number].dtype else found.to(given[number].dtype)
 
-    def _leave(self, key: Hashable, ready: plan.Ready, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
+    def _like(self, tensors: Sequence[Tensor], number: int | None) -> direct.Call:
+        """The call, or the one of a gradient, as others like it are known; that takes the result's gradient, too."""
+        ask = self._ask
+        counting = [*[place not in ask.steady for place in ask.free], True][: len(tensors)]
+        shape = ask.shape if number is None else tuple(tensors[number].shape)
+        facts = number, ask.names, ask.text, ask.lowering, self._held.kind
+        return direct.Call(tensors, counting, [x.shape for x in tensors], shape, facts)
+
+    def _over_another(self, key: Hashable, tensors: Sequence[Tensor], number: int | None) -> direct.Direct | None:
+        """The call of which one like it was carried out over a map of about the same sizes."""
+        if not direct.starts_kernels(tensors[0]):
+            return None
+        call = self._like(tensors, number).from_template(self._held)
+        return None if call is None else self._straight.keep(key, call)
+
+    def _leave(
+        self, key: Hashable, ready: plan.Ready, tensors: Sequence[Tensor], numbers: Sequence[int], number: int | None
+    ) -> None:
         """Keep what a call that was carried out leaves for later ones. numbers: which of the tensors it takes."""
-        if len(ready.parts) == 1 and tensors[0].is_cuda:
-            order = {name: numbers[n] for name, n in ready.parts[0].places}
-            call = direct.of_ready(ready, {name: tensors[n] for name, n in order.items()}, order)
+        if direct.starts_kernels(tensors[0]):
+            call = self._like(tensors, number).leave(ready, self._held, tensors, numbers)
             if call is not None:
                 self._straight.keep(key, call)
 
     def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor) -> list[_Derivative]:
         """The statements whose sum is a gradient, made ready."""
-        call, place = self._call(given, grad), self._free[number]
-        everything, sources = (*call.operands, grad), (*self._free, len(call.operands))
+        call, place, asked = self._call(given, grad), self._ask.free[number], self._ask
+        everything, sources = (*call.operands, grad), (*asked.free, len(call.operands))
         kinds = (*self._kinds, None)
         found = []
         for places, names, text in call.derivatives(call.tokens[place], False):
             operands = [everything[source] for source in places]
             left = [n for n, source in enumerate(places) if source in sources]
-            steady = [n for n, source in enumerate(places) if source in self._steady]
-            steady += [len(places)] if place in self._steady else []
-            ask = plan.Ask(names, text, tuple(given[number].shape), tuple(steady), tuple(left), self._lowering)
+            steady = [n for n, source in enumerate(places) if source in asked.steady]
+            steady += [len(places)] if place in asked.steady else []
+            ask = plan.Ask(names, text, tuple(given[number].shape), tuple(steady), tuple(left), asked.lowering)
             numbers = tuple(sources.index(places[n]) for n in left)
             found.append((plan.held_for(operands, ask, [kinds[source] for source in places]), numbers))
         return found
 
     def _call(self, given: Sequence[Tensor], grad: Tensor) -> _Call:
-        names, text, _ = self._told
-        return _Call(self._together(given), names, text, "", grad.shape)
+        return _Call(self._together(given), self._ask.names, self._ask.text, "", grad.shape)
 
     def _together(self, given: Sequence[Tensor]) -> list[Tensor]:
         left = iter(given)

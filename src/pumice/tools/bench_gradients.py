@@ -48,8 +48,9 @@ def _parts(setup: Setup, cell: Cell) -> Iterator[Row]:
 
 
 def _call(layer: Trained, name: str) -> Callable[[], Tensor]:
-    """One part; of the gradients autograd runs that one alone."""
-    given = [x.detach().requires_grad_() for x in (layer.feats, layer.weight)]
+    """One part; a gradient is asked for alone, since autograd finds those of all that require one."""
+    wanted = {"dgrad": (0,), "wgrad": (1,)}.get(name, (0, 1))
+    given = [x.detach().requires_grad_(n in wanted) for n, x in enumerate((layer.feats, layer.weight))]
     run = partial(conv_features, *given, layer.found, layer.rows)
     if name == "forward":
         return lambda: run().detach()
@@ -59,6 +60,6 @@ def _call(layer: Trained, name: str) -> Callable[[], Tensor]:
         # What the gradient's tiles come from is known from the first call on, which records.
         if not kept:
             kept.append(run())
-        return torch.autograd.grad(kept[0], given[name == "wgrad"], layer.grad, retain_graph=True)[0]
+        return torch.autograd.grad(kept[0], given[wanted[0]], layer.grad, retain_graph=True)[0]
 
     return gradient
