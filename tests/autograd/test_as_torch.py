@@ -180,6 +180,26 @@ def test_autocast(device):
         assert model(x).dtype == torch.float32
 
 
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+def test_gradients_of_weights_under_autocast_are_not_rounded(second, device):
+    """They are those of the cast weight, in the weight's own dtype; so are gradients of gradients."""
+    torch.manual_seed(0)
+    x, values = sample(channels=5).to(device), torch.randn(7, 3, 3, 3, 5, device=device)
+    found = []
+    for kind in (torch.float32, torch.float64):
+        given = [t.clone() if kind == torch.float32 else t.bfloat16().double() for t in (x.feats, values)]
+        feats, weight = (t.requires_grad_() for t in given)
+        with torch.autocast(device, torch.bfloat16):
+            y = pm.ops.conv(x.replace(feats), weight).feats
+        assert y.dtype == (torch.bfloat16 if kind == torch.float32 else kind)
+        grad = torch.linspace(-1, 1, y.numel(), device=device).view_as(y).bfloat16().to(y.dtype)
+        (first,) = torch.autograd.grad(y, weight, grad, create_graph=second)
+        assert first.dtype == kind
+        found.append(torch.autograd.grad(first.square().sum(), feats)[0] if second else first)
+    limit = 0.03 if second else 1e-5
+    assert float((found[0] - found[1]).norm()) <= limit * float(found[1].norm())
+
+
 def test_autocast_of_each_operator():
     x, w = sample(), torch.randn(4, 3, 3, 3, 4)
     with torch.autocast("cpu", dtype=torch.bfloat16):

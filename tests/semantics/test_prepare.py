@@ -38,7 +38,7 @@ def test_only_what_layers_read_is_laid_out(differentiable, monkeypatch):
     )
     wanted = prepare._wanted(down, kept, users)
     lay_out(wanted, differentiable)
-    (one, _), (fine, _), (coarse, _), (back, _) = wanted
+    (fine, _), (one, _), (coarse, _), (back, _) = wanted
     assert one is down[0] and (fine, coarse) == (kept[0][0], kept[1][0]) and back.flipped
     assert laid(one) == ({"unsorted", "unsorted_t", "grouped"} if differentiable else {"unsorted"})
     assert laid(fine) == {"compacted", "split2"} | ({"compacted_t", "grouped"} if differentiable else set())
@@ -51,6 +51,6 @@ def test_without_users_all_is_laid_out_both_ways(monkeypatch):
     lay_out(wanted, False)
     assert [found.flipped for found, _ in wanted] == [False, False, False, True]
     forms = [laid(found) for found, _ in wanted]
-    assert forms == [{"unsorted"}, {"compacted"}, {"compacted"}, {"unsorted"}], "few taps of few rows are not sorted"
+    assert forms == [{"compacted"}, {"unsorted"}, {"compacted"}, {"unsorted"}], "few taps of few rows are not sorted"
     monkeypatch.setattr(maps, "_SORTED", 1)
     assert [maps.names_of(found, True) for found, _ in wanted] == [("compacted", "compacted_t", "grouped")] * 4

@@ -161,10 +161,14 @@ class KernelMap:
 
     def kept(self, name: Hashable) -> Any:
         """What was made under that name, or None."""
+        if self.between is not None:
+            self.between.join()
         return self._storages.get((name, self.flipped))
 
     def storage(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
+        if self.between is not None:
+            self.between.join()
         key = (name, self.flipped)
         found = self._storages.get(key, _MISSING)
         if found is _MISSING and torch.compiler.is_compiling():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from pumice.coords.relation import Relation
@@ -37,10 +38,17 @@ class Buffered:
 @dataclass(frozen=True, eq=False)
 class Between:
     """Of a map: it lies between buffers. inputs, outputs: rows of it as it was found that live, int32 [1] each on the
-    device; status: what is told that there was no room; place: names it among the maps of a program."""
+    device; status: what is told that there was no room; place: names it among the maps of a program. late: what makes
+    its storages on other streams, until someone waits for that."""
 
     inputs: Tensor
     outputs: Tensor
     status: Tensor
     rooms: Rooms
     place: Hashable
+    late: list[torch.cuda.Event] = field(default_factory=list)
+
+    def join(self) -> None:
+        """Let what the current stream does from now on wait for the storages."""
+        while self.late:
+            torch.cuda.current_stream(self.status.device).wait_event(self.late.pop())

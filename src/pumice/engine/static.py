@@ -208,7 +208,13 @@ def _of_points(leaf: Any, entered: Entered) -> Any:
 
 def words_of(geometry: Geometry, levels: Iterable[Geometry]) -> Tensor:
     """The status of the first coordinates, then of each level how many voxels it has or, with room for all, would."""
-    clouds = [level.cloud for level in levels]
+    clouds = []
+    for level in levels:
+        clouds.append(level.cloud)
+        for found, _ in level.maps.values():
+            if found.between is not None:
+                # What no layer has read tells of its room all the same.
+                found.between.join()
     return torch.cat([geometry.cloud.status, *[c.count if c.needed is None else c.needed for c in clouds]])
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,7 +133,10 @@ def as_it_suits(found: KernelMap, name: str) -> str:
 
 
 def lay_out(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
-    """Lay maps out in these forms, with one read of all their sizes; in a CUDA graph that is captured, side by side."""
+    """Lay maps out in these forms, with one read of all their sizes.
+
+    In a CUDA graph that is captured: side by side, and beside all that comes before their first reader.
+    """
     asked = list(dict.fromkeys((found, name) for found, names in wanted for name in names))
     settle([size for found, name in asked for size in FORMS[name].sizes(found)])
     if asked and asked[0][0].table.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -145,13 +149,14 @@ _STREAMS = 4
 
 
 def _side_by_side(asked: Iterable[tuple[KernelMap, str]]) -> None:
-    """Lay maps out on streams of their own, which the current one waits for: each takes a series of small kernels.
+    """Lay maps out on streams of their own, beside all that does not read them: each takes a series of small kernels.
 
-    Maps with one table share what is made of it, and a stream.
+    Maps with one table share what is made of it, and a stream. They come before what fills the device.
     """
     main = torch.cuda.current_stream()
-    streams = [torch.cuda.Stream() for _ in range(_STREAMS)]
+    streams = [torch.cuda.Stream(priority=-1) for _ in range(_STREAMS)]
     turns: dict[int, torch.cuda.Stream] = {}
+    made: dict[int, tuple[KernelMap, Any]] = {}
     for found, name in asked:
         stream = turns.get(id(found.table))
         if stream is None:
@@ -159,8 +164,12 @@ def _side_by_side(asked: Iterable[tuple[KernelMap, str]]) -> None:
             stream.wait_stream(main)
         with torch.cuda.stream(stream):
             held(found, name)
-    for stream in {*turns.values()}:
-        main.wait_stream(stream)
+        made[id(found.table)] = found, stream.record_event()
+    for found, event in made.values():
+        if found.between is None:
+            main.wait_event(event)
+        else:
+            found.between.late.append(event)
 
 
 def counted(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:

@@ -173,18 +173,31 @@ def ready_for(
     shape: tuple[int, ...] | None,
     lowering: str,
     finish: Finish = NOTHING,
+    kept: torch.dtype | None = None,
 ) -> Ready:
-    """A call made ready, once for operands of these shapes, dtypes and devices; finish: of the epilogue to come."""
-    key = (text, names, shape, lowering, deterministic(), finish, *[(t.shape, t.dtype, t.device) for t in operands])
+    """A call made ready, once for operands of these shapes, dtypes and devices.
+
+    finish: of the epilogue to come. kept: the result's dtype, where it is another than the operands' tell.
+    """
+    key = (
+        text,
+        names,
+        shape,
+        lowering,
+        deterministic(),
+        finish,
+        kept,
+        *[(t.shape, t.dtype, t.device) for t in operands],
+    )
     if (known := _READY.get(key)) is not None:
         return known
     if finish == NOTHING:
-        return _READY.keep(key, _prepared(operands, names, text, shape, lowering))
+        return _READY.keep(key, _prepared(operands, names, text, shape, lowering, kept))
     # What is not yet finished is not rounded, either.
     dtype = result_dtype(operands, names, text)
     made = _prepared(operands, names, text, shape, lowering, torch.promote_types(dtype, torch.float32))
-    kept = finish.dtype or dtype
-    return _READY.keep(key, _with_finish(replace(made, kept=kept), finish, operands[0].device))
+    made = replace(made, kept=kept or finish.dtype or dtype)
+    return _READY.keep(key, _with_finish(made, finish, operands[0].device))
 
 
 @dataclass(frozen=True)
@@ -193,7 +206,7 @@ class Ask:
 
     steady: the places of operands whose first axis does not count rows or entries; behind the last one is that of the
     result. free: the places of operands that each call brings, in its order. piece: entries that one program takes of a
-    segment that several share (schedule.tile.Tile), 0 where the tile says it.
+    segment that several share (schedule.tile.Tile), 0 where the tile says it. kept: as in ready_for.
     """
 
     names: str
@@ -204,6 +217,7 @@ class Ask:
     lowering: str = ""
     finish: Finish = NOTHING
     piece: int = 0
+    kept: torch.dtype | None = None
 
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
@@ -226,7 +240,7 @@ def held_for(operands: Sequence[Tensor], ask: Ask, kinds: Sequence[Kind | None] 
     given = kinds or (None,) * count
     kinds = [k or kind_of(t, n in steady) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
     whole = ask.shape if count in steady else (about(ask.shape[0]), *ask.shape[1:])
-    key = (ask.text, ask.names, whole, ask.lowering, ask.finish, ask.piece, deterministic(), *kinds)
+    key = (ask.text, ask.names, whole, ask.lowering, ask.finish, ask.piece, ask.kept, deterministic(), *kinds)
     known = _SERIES.get(key)
     if known is None:
         like = [t if t.shape == shape else t[: shape[0]] for t, (shape, *_) in zip(operands, kinds, strict=True)]
@@ -278,7 +292,7 @@ def _series(ready: Ready, ask: Ask) -> Series:
 
 
 def _ready_for(operands: Sequence[Tensor], ask: Ask, shape: tuple[int, ...]) -> Ready:
-    return ready_for(operands, ask.names, ask.text, shape, ask.lowering, ask.finish)
+    return ready_for(operands, ask.names, ask.text, shape, ask.lowering, ask.finish, ask.kept)
 
 
 def _in_pieces(ready: Ready, operands: Sequence[Tensor], piece: int) -> Ready:

@@ -14,6 +14,7 @@ from pumice.nn.conv import Convolution
 from pumice.ops import Epilogue, SparseTensor
 from pumice.ops.conv import Target
 from pumice.ops.linear import linear_features, takes
+from pumice.ops.tensor import rows_of
 
 _ACTIVATIONS: Mapping[type[nn.Module], str] = MappingProxyType(
     {layers.ReLU: "relu", nn.ReLU: "relu", layers.SiLU: "silu", nn.SiLU: "silu"}
@@ -102,7 +103,7 @@ def _known(module: nn.Module) -> bool:
 
 def _worth(x: object) -> bool:
     """On a CPU an epilogue is torch's operators one by one, which are more than those of the modules."""
-    return isinstance(x, SparseTensor) and x.feats.is_cuda
+    return isinstance(x, SparseTensor) and rows_of(x).is_cuda
 
 
 def _unheard(modules: Sequence[nn.Module]) -> bool:

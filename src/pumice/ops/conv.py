@@ -192,6 +192,7 @@ def conv_features(
 
     Raises ShapeError, DtypeError, DeviceError, OptionError for what does not fit.
     """
+    _check_dtypes(x, weight)
     if dataflow is None and groups == 1 and weight.ndim == 3:
         return _features(x, weight, found, rows, epilogue)
     return _in_full(x, weight, found, rows, groups, epilogue, dataflow)
@@ -354,8 +355,11 @@ def _held(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
 ) -> register.HeldCall:
     """The call that autograd records, with the arrays of the map that it and its gradients read."""
-    kinds = _kinds(found, differentiable)
-    operands, names, text, shape = _passed(given, found, rows, groups, differentiable)
+    kinds, (x, weight) = _kinds(found, differentiable), given
+    if weight.dtype != x.dtype:
+        # Autocast's cast is the call's own.
+        weight = weight.new_empty(weight.shape, dtype=x.dtype)
+    operands, names, text, shape = _passed((x, weight), found, rows, groups, differentiable)
     ask = plan.Ask(names, text, shape, _STEADY, (0, 1), _lowering(found, operands))
     return register.HeldCall(operands, ask, kinds, _held_arrays(found, differentiable))
 
@@ -408,30 +412,44 @@ def _over_map(
     epilogue: Epilogue | None = None,
     dataflow: Flow = None,
 ) -> SparseTensor:
-    found, outputs = mapped
-    rows = outputs.coords.shape[0]
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
-    feats, weight, bias = _autocast(rows_of(x), weight, bias)
-    if x.geometry.buffered is not None and torch.is_autocast_enabled(x.device.type):
-        # Behind the cast nobody watches: what is made ready is a kernel's alone.
-        with register.as_given((feats,)):
-            return _over_map(on_rows(feats, x.geometry), weight, bias, groups, mapped, epilogue, dataflow)
-    if x.geometry.trains and epilogue is not None:
+    given = rows_of(x)
+    within = groups == 1 and dataflow is None and epilogue is None and _cast_within(given, weight)
+    feats, cast, bias = _autocast(given, weight, bias, within)
+    if feats.dtype != cast.dtype and not within:
+        how = "quantize both" if {feats.dtype, cast.dtype} & {*EIGHT_BITS} else "convert one, or use torch.autocast"
+        raise DtypeError(f"x is {feats.dtype}, weight is {cast.dtype}; {how}")
+    if x.geometry.buffered is None:
+        return _product(feats, cast, bias, groups, mapped, epilogue, dataflow)
+    # Behind the cast nobody watches: what is made ready is a kernel's alone.
+    with register.as_given((feats,)):
+        return _product(feats, cast, bias, groups, mapped, epilogue, dataflow)
+
+
+def _product(
+    feats: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    mapped: tuple[KernelMap, Geometry],
+    epilogue: Epilogue | None,
+    dataflow: Flow,
+) -> SparseTensor:
+    found, outputs = mapped
+    if outputs.trains and epilogue is not None:
         # Its gradients sum over rows.
-        y = _over_map(x, weight, bias, groups, mapped, None, dataflow)
+        y = _product(feats, weight, bias, groups, mapped, None, dataflow)
         return SparseTensor(applied(y.feats, epilogue), outputs)
-    if feats.dtype != weight.dtype:
-        how = "quantize both" if {feats.dtype, weight.dtype} & {*EIGHT_BITS} else "convert one, or use torch.autocast"
-        raise DtypeError(f"x is {feats.dtype}, weight is {weight.dtype}; {how}")
     if bias is not None:
-        _check_bias(bias, weight)
+        _check_bias(bias, feats.dtype)
     apart = None
     if epilogue is None and bias is not None and not register.plain((feats, weight, bias)):
         # Gradients of a sum cost less than those of an epilogue.
         apart, bias = bias, None
     if bias is not None:
         epilogue = (epilogue or Epilogue()).with_bias(bias)
+    rows = outputs.coords.shape[0]
     if groups == 1 and dataflow is None:
         y = _features(feats, weight, found, rows, epilogue)
     else:
@@ -440,12 +458,13 @@ def _over_map(
     return on_rows(y, outputs) if apart is None else SparseTensor(y + apart, outputs)
 
 
-def _check_bias(bias: Tensor, weight: Tensor) -> None:
-    if weight.dtype not in EIGHT_BITS:
-        if bias.dtype != weight.dtype:
-            raise DtypeError(f"bias is {bias.dtype}, weight is {weight.dtype}; convert one")
+def _check_bias(bias: Tensor, dtype: torch.dtype) -> None:
+    """dtype: in which features and weights are multiplied."""
+    if dtype not in EIGHT_BITS:
+        if bias.dtype != dtype:
+            raise DtypeError(f"bias is {bias.dtype}, weight is {dtype}; convert one")
     elif not bias.is_floating_point() or bias.dtype in EIGHT_BITS:
-        raise DtypeError(f"a bias of {weight.dtype} weights is in wider floats, found {bias.dtype}")
+        raise DtypeError(f"a bias of {dtype} weights is in wider floats, found {bias.dtype}")
 
 
 def _check_devices(x: Tensor, weight: Tensor, found: KernelMap) -> None:
@@ -456,10 +475,14 @@ def _check_devices(x: Tensor, weight: Tensor, found: KernelMap) -> None:
     raise DeviceError(f"{name} is on {tensor.device}, the kernel map on {found.device}")
 
 
-def _check_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int) -> None:
-    """What kernels would take as it is."""
+def _check_dtypes(x: Tensor, weight: Tensor) -> None:
     if x.dtype != weight.dtype or not (x.is_floating_point() or x.dtype in EIGHT_BITS):
         raise DtypeError(f"x and weight are of one dtype, floating point or int8, found {x.dtype} and {weight.dtype}")
+
+
+def _check_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int) -> None:
+    """What kernels would take as it is."""
+    _check_dtypes(x, weight)
     if rows != found.num_outputs:
         raise ShapeError(f"rows are the {found.num_outputs} outputs of the kernel map, found {rows}")
     if x.ndim != 2 or x.shape[0] != found.num_inputs:
@@ -477,14 +500,30 @@ _INT8_TERMS = 1 << 17
 """How many products of int8 an int32 surely holds."""
 
 
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in the autocast dtype where autocast is on; float64 is left alone, as torch does, and 8 bits are."""
+def _autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None, within: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in the autocast dtype where autocast is on; float64 is left alone, as torch does, and 8 bits are.
+
+    within: but for the weight.
+    """
     kind = x.device.type
     alone = x.dtype == torch.float64 or {x.dtype, weight.dtype} & {*EIGHT_BITS}
     if kind == "meta" or not torch.is_autocast_enabled(kind) or alone:
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return x.to(dtype), weight if within else weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _cast_within(x: Tensor, weight: Tensor) -> bool:
+    """Whether autocast's cast of the weight is the recorded call's, whose gradient is in the weight's own dtype then:
+    it is neither rounded to the narrow one nor copied."""
+    if not (torch.is_grad_enabled() and weight.requires_grad) or x.is_meta:
+        return False
+    if not torch.is_autocast_enabled(x.device.type):
+        return False
+    alike = weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return alike and register.recorded((x, weight))
 
 
 def target_of(out: Target) -> tuple[str | None, Geometry | None]:

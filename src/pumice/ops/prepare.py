@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import lay_out
 from pumice.ops.tensor import SparseTensor
 from pumice.schedule.dataflow import Chosen, Dataflow, Dataflows, chosen
+
+T = TypeVar("T")
 
 
 class Layer(Protocol):
@@ -62,16 +64,23 @@ def _wanted(
     down: Sequence[KernelMap], kept: Sequence[Sequence[KernelMap]], users: Users | None
 ) -> list[tuple[KernelMap, Iterable[Chosen | None]]]:
     """The maps, and in which dataflows each is read; without users as the planner picks, both ways."""
-    flat = [found for windows in kept for found in windows]
     back = [found.transpose() for found in down]
+    every = list(_by_need(kept, down, back))
     if users is None:
-        return [(found, (None,)) for found in (*down, *flat, *back)]
-    over = [*users.steps, *(layers for windows in users.same for layers in windows), *users.back]
-    if len(over) != len(down) + len(flat) + len(back):
-        raise ShapeError(
-            f"users are told of {len(over)} maps, there are {len(down)} down, as many back, {len(flat)} same"
-        )
-    return [(found, _flows(layers)) for found, layers in zip((*down, *flat, *back), over, strict=True)]
+        return [(found, (None,)) for found in every]
+    over = list(_by_need(users.same, users.steps, users.back))
+    if len(over) != len(every):
+        flat = sum(map(len, kept))
+        raise ShapeError(f"users are told of {len(over)} maps, there are {len(down)} down, as many back, {flat} same")
+    return [(found, _flows(layers)) for found, layers in zip(every, over, strict=True)]
+
+
+def _by_need(same: Sequence[Sequence[T]], down: Sequence[T], back: Sequence[T]) -> Iterator[T]:
+    """In the order in which a network that goes down and back up comes to them."""
+    for level in range(max(len(same), len(down))):
+        yield from same[level] if level < len(same) else ()
+        yield from down[level : level + 1]
+    yield from reversed(back)
 
 
 def _flows(layers: Iterable[Layer]) -> set[Chosen | None]:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
@@ -217,10 +218,11 @@ def _gradients(call: _Call, grad: Tensor, last: Tensor | None, needed: Sequence[
 class HeldCall:
     """A call with some operands given once and for all, differentiable in those that are left, which it takes.
 
-    What is held is not written to any more, and needs no gradient; what is left, at ask.free, has always the shapes,
-    dtypes and devices that it has now. ask.steady: of operands; the result's rows or entries are counted. ask.lowering:
-    of the gradients, too. kinds: as in plan.held_for. held: what is held, as calls over other maps are known by it.
-    The statement sums. It is called where only torch's autograd watches.
+    What is held is not written to any more, and needs no gradient; what is left, at ask.free, has always the shapes
+    and devices that it has now, and is cast to the dtypes: its gradients then are not rounded to those. ask.steady: of
+    operands; the result's rows or entries are counted. ask.lowering: of the gradients, too. kinds: as in plan.held_for.
+    held: what is held, as calls over other maps are known by it. The statement sums. It is called where only torch's
+    autograd watches.
     """
 
     def __init__(
@@ -229,18 +231,27 @@ class HeldCall:
         assert plan.statement_of(ask.text, ask.names).reduction == "sum"
         self._ask, self._kinds, self._held = ask, kinds, held
         self._operands = [None if place in ask.free else x for place, x in enumerate(operands)]
+        self._dtypes = [operands[place].dtype for place in ask.free]
         # By whether algorithms are deterministic, and for gradients by which of the free operands.
         self._results: dict[bool, plan.Ready] = {}
-        self._gradients: dict[tuple[int, bool], list[_Derivative]] = {}
+        self._gradients: dict[tuple[int, torch.dtype, bool], list[_Derivative]] = {}
         # Those that are one kernel, by what a launch depends on.
         self._straight: Bounded[direct.Direct] = Bounded(16)
 
     def __call__(self, *given: Tensor) -> Tensor:
         return _RecordedHeld.apply(self, *given)
 
+    def alike(self, given: Sequence[Tensor]) -> list[bool]:
+        """Which of what is given has the dtype in which it is read."""
+        return [x.dtype == dtype for x, dtype in zip(given, self._dtypes, strict=True)]
+
+    def cast(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """What is given, in the dtypes in which it is read."""
+        return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(given, self._dtypes, strict=True)]
+
     def result(self, given: Sequence[Tensor]) -> Tensor:
         key = direct.told(given, None)
-        call = self._straight.get(key) or self._over_another(key, given, None)
+        call = self._straight.get(key) or self._over_another(key, given)
         if call is not None and (y := call(given)) is not None:
             return y
         ready = self._results.get(plan.deterministic())
@@ -248,61 +259,70 @@ class HeldCall:
             ready = plan.held_for(self._together(given), self._ask, self._kinds)
             self._results[plan.deterministic()] = ready
         y = plan.carry_out(ready, given)
-        self._leave(key, ready, given, range(len(given)), None)
+        self._leave(key, ready, given, range(len(given)))
         return y
 
-    def gradients(self, given: Sequence[Tensor], grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of what is given, None where none is needed."""
+    def gradients(
+        self, given: Sequence[Tensor], grad: Tensor, wanted: Sequence[torch.dtype | None]
+    ) -> list[Tensor | None]:
+        """The gradients of what is given, in the dtypes that are wanted; None where none is."""
         if plain((*given, grad)):
-            return [self._gradient(n, given, grad) if wanted else None for n, wanted in enumerate(needed)]
+            return [None if dtype is None else self._gradient(n, given, grad, dtype) for n, dtype in enumerate(wanted)]
         # Gradients of gradients: each is recorded in turn.
-        wanted = [False] * len(self._operands)
-        for place, own in zip(self._ask.free, needed, strict=True):
-            wanted[place] = own
-        found = _gradients(self._call(given, grad), grad, None, wanted)
-        return [found[place] for place in self._ask.free]
+        needed = [False] * len(self._operands)
+        for place, dtype in zip(self._ask.free, wanted, strict=True):
+            needed[place] = dtype is not None
+        every = _gradients(self._call(given, grad), grad, None, needed)
+        found = [every[place] for place in self._ask.free]
+        return [None if x is None else x.to(dtype) for x, dtype in zip(found, wanted, strict=True)]
 
-    def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor) -> Tensor:
-        everything, dtype = (*given, grad), given[number].dtype
-        told = direct.told(everything, number)
-        call = self._straight.get(told) or self._over_another(told, everything, number)
+    def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> Tensor:
+        everything, told = (*given, grad), direct.told((*given, grad), number, dtype)
+        call = self._straight.get(told) or self._over_another(told, everything, (number, dtype))
         if call is not None and (found := call(everything)) is not None:
             return found if found.dtype == dtype else found.to(dtype)
-        key = (number, plan.deterministic())
+        key = (number, dtype, plan.deterministic())
         parts = self._gradients.get(key)
         if parts is None:
-            parts = self._gradients[key] = self._derivatives(number, given, grad)
+            parts = self._gradients[key] = self._derivatives(number, given, grad, dtype)
         first, *more = (plan.carry_out(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
         found = sum(more, first) if more else first
         if not more:
-            self._leave(told, parts[0][0], everything, parts[0][1], number)
-        return found if found.dtype == given[number].dtype else found.to(given[number].dtype)
+            self._leave(told, parts[0][0], everything, parts[0][1], (number, dtype))
+        return found if found.dtype == dtype else found.to(dtype)
 
-    def _like(self, tensors: Sequence[Tensor], number: int | None) -> direct.Call:
+    def _like(self, tensors: Sequence[Tensor], sought: _Sought | None) -> direct.Call:
         """The call, or the one of a gradient, as others like it are known; that takes the result's gradient, too."""
         ask = self._ask
         counting = [*[place not in ask.steady for place in ask.free], True][: len(tensors)]
-        shape = ask.shape if number is None else tuple(tensors[number].shape)
-        facts = number, ask.names, ask.text, ask.lowering, self._held.kind
+        shape = ask.shape if sought is None else tuple(tensors[sought[0]].shape)
+        facts = sought, ask.names, ask.text, ask.lowering, self._held.kind
         return direct.Call(tensors, counting, [x.shape for x in tensors], shape, facts)
 
-    def _over_another(self, key: Hashable, tensors: Sequence[Tensor], number: int | None) -> direct.Direct | None:
+    def _over_another(
+        self, key: Hashable, tensors: Sequence[Tensor], sought: _Sought | None = None
+    ) -> direct.Direct | None:
         """The call of which one like it was carried out over a map of about the same sizes."""
         if not direct.starts_kernels(tensors[0]):
             return None
-        call = self._like(tensors, number).from_template(self._held)
+        call = self._like(tensors, sought).from_template(self._held)
         return None if call is None else self._straight.keep(key, call)
 
     def _leave(
-        self, key: Hashable, ready: plan.Ready, tensors: Sequence[Tensor], numbers: Sequence[int], number: int | None
+        self,
+        key: Hashable,
+        ready: plan.Ready,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[int],
+        sought: _Sought | None = None,
     ) -> None:
         """Keep what a call that was carried out leaves for later ones. numbers: which of the tensors it takes."""
         if direct.starts_kernels(tensors[0]):
-            call = self._like(tensors, number).leave(ready, self._held, tensors, numbers)
+            call = self._like(tensors, sought).leave(ready, self._held, tensors, numbers)
             if call is not None:
                 self._straight.keep(key, call)
 
-    def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor) -> list[_Derivative]:
+    def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> list[_Derivative]:
         """The statements whose sum is a gradient, made ready."""
         call, place, asked = self._call(given, grad), self._ask.free[number], self._ask
         everything, sources = (*call.operands, grad), (*asked.free, len(call.operands))
@@ -313,7 +333,9 @@ class HeldCall:
             left = [n for n, source in enumerate(places) if source in sources]
             steady = [n for n, source in enumerate(places) if source in asked.steady]
             steady += [len(places)] if place in asked.steady else []
-            ask = plan.Ask(names, text, tuple(given[number].shape), tuple(steady), tuple(left), asked.lowering)
+            kept = None if dtype == given[number].dtype else dtype
+            shape = tuple(given[number].shape)
+            ask = plan.Ask(names, text, shape, tuple(steady), tuple(left), asked.lowering, kept=kept)
             numbers = tuple(sources.index(places[n]) for n in left)
             found.append((plan.held_for(operands, ask, [kinds[source] for source in places]), numbers))
         return found
@@ -326,6 +348,8 @@ class HeldCall:
         return [next(left) if x is None else x for x in self._operands]
 
 
+_Sought = tuple[int, torch.dtype]
+"""A gradient: of which of the free operands, and its dtype."""
 _Derivative = tuple[plan.Ready, tuple[int, ...]]
 """A call made ready, and which of the free operands and the gradient it takes."""
 
@@ -336,16 +360,24 @@ class _RecordedHeld(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: HeldCall, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.call, ctx.tiles = call, plan.kernels.tile_source()
-        ctx.save_for_backward(*given)
+        cast = call.cast(given)
+        ctx.save_for_backward(*given, *(x for x, own in zip(cast, given, strict=True) if x is not own))
         with as_given(given):
-            return call.result(given)
+            return call.result(cast)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
-        same = ctx.tiles == plan.kernels.tile_source()
+        same, needed = ctx.tiles == plan.kernels.tile_source(), ctx.needs_input_grad[1:]
+        saved = iter(ctx.saved_tensors)
+        given = list(islice(saved, len(needed)))
+        if torch.is_grad_enabled():
+            cast = ctx.call.cast(given)
+        else:
+            cast = [x if alike else next(saved) for x, alike in zip(given, ctx.call.alike(given), strict=True)]
+        wanted = [x.dtype if need else None for x, need in zip(given, needed, strict=True)]
         with nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
-            return None, *ctx.call.gradients(ctx.saved_tensors, grad, ctx.needs_input_grad[1:])
+            return None, *ctx.call.gradients(cast, grad, wanted)
 
 
 class _Call:

@@ -256,7 +256,7 @@ class SparseTensor:
 
             return union(self, other)
         if self._geometry.trains and isinstance(other, SparseTensor):
-            _operand(self, other, "+")
+            _check_operand(self, other, "+")
             return on_rows(rows_of(self) + rows_of(other), self._geometry)
         return self.replace(numbers(self) + _operand(self, other, "+"))
 
@@ -302,6 +302,11 @@ class SparseTensor:
 def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
     if not isinstance(other, SparseTensor):
         return other
+    _check_operand(x, other, sign)
+    return other.feats
+
+
+def _check_operand(x: SparseTensor, other: SparseTensor, sign: str) -> None:
     if not same_geometry(x, other):
         raise GeometryError(
             f"'{sign}' needs one geometry; the tensors have {len(x.feats)} and {len(other.feats)} voxels of two "
@@ -309,7 +314,6 @@ def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
         )
     if other.channels != x.channels:
         raise ShapeError(f"'{sign}' needs as many channels on both sides, found {x.channels} and {other.channels}")
-    return other.feats
 
 
 def rows_of(x: SparseTensor) -> Tensor:
