@@ -409,17 +409,89 @@ def test_what_has_no_graph_runs_eagerly():
     assert pair.step.replays == 2
 
 
-def test_an_inner_level_without_room_updates_once():
-    """Statistics of the pass that had no room are taken back before the scene runs eagerly."""
+def block_and_sparse(dtype=torch.float64):
+    """512 voxels in a block, of which 64 are on the next level, and 512 far from each other, which stay as many."""
     block = torch.cartesian_prod(torch.arange(1), *[torch.arange(8)] * 3).int()
-    feats = torch.randn(512, 4, dtype=torch.float64)
-    example = pm.SparseTensor(feats, block)
-    pair = Pair(small(), squared, (example,), max_voxels=640, buckets=[640], box=((0, 0, 0), (64, 64, 64)))
+    feats = torch.randn(512, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    far = block * torch.tensor([1, 4, 4, 4], dtype=torch.int32)
+    return pm.SparseTensor(feats, block), pm.SparseTensor(feats, far)
+
+
+BOX = {"max_voxels": 640, "buckets": [640], "box": ((0, 0, 0), (64, 64, 64))}
+NO_ROOM = "512 voxels at stride .2, 2, 2., where there is room for.*planned anew, up to 3 times"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_inner_level_without_room_updates_once(optimizer):
+    """Statistics of the pass that had no room are taken back before the scene runs eagerly; then there is room, and
+    what was planned left no trace in statistics, gradients and the optimizer's state."""
+    example, sparse = block_and_sparse()
+    pair = Pair(small(), squared, (example,), optimizer, **BOX)
     pair.both(example)
-    sparse = pm.SparseTensor(feats, block * torch.tensor([1, 4, 4, 4], dtype=torch.int32))
-    falls_back(pair, (sparse,), "room", "512 voxels at stride .2, 2, 2., where there is room for")
+    with pytest.warns(RuntimeWarning, match=NO_ROOM):
+        pair.both(sparse)
+    assert pair.step.replays == 1 and pair.step.fallbacks == {"room": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x in (sparse, example, sparse):
+            pair.both(x)
+    assert pair.step.replays == 4 and pair.step.fallbacks == {"room": 1}
+
+
+def test_an_inner_level_that_was_given_stays_as_narrow():
+    example, sparse = block_and_sparse()
+    pair = Pair(small(), squared, (example,), **BOX, level_capacity=0.2)
+    falls_back(pair, (sparse,), "room", NO_ROOM)
     pair.both(example)
-    assert pair.step.replays == 2
+    assert pair.step.replays == 1
+
+
+def test_a_capacity_is_planned_anew_so_many_times_and_no_more(monkeypatch):
+    example, sparse = block_and_sparse()
+    pair, made = Pair(small(), squared, (example,), **BOX), []
+    engine = pair.step._engine
+    whole, held = type(engine)._made, engine.buckets[640]
+
+    def no_wider(engine, capacity, scene=None, least=None):
+        """As if every scene that comes needed more than the one before."""
+        made.append(capacity)
+        wider = whole(engine, capacity, scene, least)
+        wider.rooms = held.rooms
+        return wider
+
+    monkeypatch.setattr(type(engine), "_made", no_wider)
+    with pytest.warns(RuntimeWarning, match=NO_ROOM):
+        for _ in range(6):
+            pair.both(sparse)
+    assert len(made) == 3 and pair.step.fallbacks == {"room": 6}
+
+
+def test_no_room_under_a_scaler():
+    """The same updates and scales as torch's loop, whether gradients of the scene without room are finite or not."""
+    example, sparse = block_and_sparse(torch.float32)
+    net = small().float()
+    other = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (net, other)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+
+    def loss(y, factor):
+        return squared(y) * factor
+
+    step = pm.capture_step(net, loss, optimizers[0], example, torch.tensor(1.0), scaler=scalers[0], **BOX)
+    far = pm.SparseTensor(sparse.feats, sparse.coords + torch.tensor([0, 1, 0, 0], dtype=torch.int32))
+    scenes = ((example, 1.0), (sparse, 1e37), (sparse, 1.0), (far, 1.0), (example, 1e37), (sparse, 1.0))
+    with pytest.warns(RuntimeWarning, match=NO_ROOM):
+        for x, factor in scenes:
+            optimizers[1].zero_grad()
+            value = loss(other(x), torch.tensor(factor))
+            scalers[1].scale(value).backward()
+            scalers[1].step(optimizers[1])
+            scalers[1].update()
+            close(step(x, torch.tensor(factor)), value.detach(), 1e-5)
+            assert scalers[0].state_dict() == scalers[1].state_dict()
+            for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
+                close(a, b, 1e-5)
+    assert step.skipped == 2 and step.replays == 5 and step.fallbacks == {"room": 1}
 
 
 def test_an_error_changes_nothing():
