@@ -7,6 +7,7 @@ from torch import nn
 
 import pumice as pm
 from pumice.nn import (
+    ELU,
     AvgPool3d,
     BatchNorm,
     Conv3d,
@@ -25,7 +26,6 @@ from pumice.nn import (
     ResidualBlock,
     Sequential,
     SiLU,
-    Softplus,
     SumPool3d,
 )
 from pumice.ops.tensor import rows_of
@@ -107,12 +107,12 @@ def strange(net: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def smooth(net):
-    """The network with a Softplus for each ReLU. What half a precision rounds moves values over the kink of a ReLU and
+    """The network with an ELU for each ReLU. What half a precision rounds moves values over the kink of a ReLU and
     changes gradients there by all they are: by tens of percent behind forty layers; of smooth ones, by roundings."""
     for module in list(net.modules()):
         for name, child in module.named_children():
             if isinstance(child, ReLU):
-                setattr(module, name, Softplus())
+                setattr(module, name, ELU())
     return net
 
 
@@ -128,11 +128,12 @@ class Casts:
             module.register_forward_hook(lambda module, given, found, name=name: self._see(name, given[0], found))
 
     def _see(self, name, given, found):
-        if not isinstance(given, pm.SparseTensor) or not isinstance(found, pm.SparseTensor):
+        if not isinstance(given, pm.SparseTensor) or not isinstance(found, pm.SparseTensor | torch.Tensor):
             return
         held = self.eager if given.geometry.buffered is None else self.captured
         seen = held.setdefault(name, set())
         seen.add(("takes", given.dtype, "gives", found.dtype))
         if found.requires_grad:
-            # A hook that gives something would replace the gradient.
-            rows_of(found).register_hook(lambda grad: seen.add(("gradient", grad.dtype)))
+            # What a hook gives, but None, replaces the gradient.
+            values = rows_of(found) if isinstance(found, pm.SparseTensor) else found
+            values.register_hook(lambda grad: seen.add(("gradient", grad.dtype)))

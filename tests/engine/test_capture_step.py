@@ -317,9 +317,10 @@ def test_autocast_is_that_of_the_capture(dtype, kinks):
     truth, eager, mine = (torch.cat([p.grad.flatten() for p in n.parameters()]) for n in (exact, pair.other, net))
     assert mine.dtype == torch.float32
     far, near, apart = (float((a - b).norm() / truth.norm()) for a, b in ((mine, truth), (eager, truth), (mine, eager)))
-    assert near / 1.25 < far < 1.25 * near
-    # Statistics of norms in half a precision are 1.6 to 1.9 of them apart.
-    assert kinks or apart < 1.5 * torch.finfo(dtype).eps
+    most = 1.5 if kinks else 1.25
+    assert near / most < far < most * near
+    # 3.3 and 3.5 roundings; with statistics of norms in half a precision they are 4.4 to 5.1.
+    assert kinks or apart < 4 * torch.finfo(dtype).eps
     for a, b in zip(net.buffers(), pair.other.buffers(), strict=True):
         close(a, b, 2 * torch.finfo(dtype).eps)
 
@@ -346,6 +347,25 @@ def test_autocast_casts_at_the_same_places(dtype, name):
     assert any(("gradient", dtype) in seen for seen in mine.captured.values())
     kinds = [[p.grad is not None and p.grad.dtype for p in n.parameters()] for n in (net, other)]
     assert kinds[0] == kinds[1]
+
+
+def test_a_mean_of_halves_whose_sum_is_too_large_for_them():
+    """As torch's mean, it is divided before it is rounded, and given in the dtype of the values."""
+    kinds = []
+
+    def loss(y, labels):
+        value = row_mean(y, 60 + y.feats.square().sum(1))
+        kinds.append(value.dtype)
+        return value
+
+    net, example = pm.nn.Sequential(pm.nn.Conv3d(4, 3, 3)), scene(1500, dtype=torch.float32, extent=20)
+    with torch.autocast("cpu", torch.float16):
+        pair = Pair(net, loss, example, "sgd", max_voxels=1600)
+        pair.follow()
+        want = loss(pair.other(example[0]), None)
+    got = pair.step(*example)
+    close(got, want.detach(), 1e-3)
+    assert 60 < float(got) < 65 and {*kinds} == {torch.float16}
 
 
 def test_a_scaler_skips_what_is_infinite_and_scales_the_rest():
