@@ -224,6 +224,7 @@ def test_a_graph_holds_the_constants_that_it_reads(gpu):
 
 
 def test_scenes_that_do_not_fit_run_eagerly(gpu):
+    """Each time; where a level had no room, once: there is a graph for the next such scene."""
     net = strange(pm.models.MinkUNet(4, 3, 0.25)).to(gpu)
     block = torch.cartesian_prod(torch.arange(1), *[torch.arange(16)] * 3).int().to(gpu)
     feats = torch.randn(4096, 4, device=gpu)
@@ -234,15 +235,32 @@ def test_scenes_that_do_not_fit_run_eagerly(gpu):
         "box": block - torch.tensor([0, 0, 1, 0], dtype=torch.int32, device=gpu),
         "voxels": torch.cat([block, block + torch.tensor([0, 20, 0, 0], dtype=torch.int32, device=gpu)])[:5001],
     }
+    replays = 0
     for why, coords in cases.items():
         values = torch.randn(len(coords), 4, device=gpu)
         want = eager(net, pm.SparseTensor(values, coords)).feats
         with pytest.warns(RuntimeWarning, match="it runs eagerly"):
             agrees(fast(values, coords).feats, want, 0.01)
+        assert fast.fallbacks[why] == 1 and fast.replays == replays
         agrees(fast(pm.SparseTensor(values, coords)).feats, want, 0.01)
-        assert fast.fallbacks[why] == 2
+        replays += why == "room"
+        assert fast.fallbacks[why] == (1 if why == "room" else 2) and fast.replays == replays
     agrees(fast(feats, block).feats, eager(net, pm.SparseTensor(feats, block)).feats, 0.01)
-    assert fast.replays == 1
+    assert fast.replays == 2 and fast.fallbacks == {"room": 1, "box": 2, "voxels": 2}
+
+
+def test_a_level_that_was_given_stays_as_narrow(gpu):
+    net = strange(pm.models.MinkUNet(4, 3, 0.25)).to(gpu)
+    block = torch.cartesian_prod(torch.arange(1), *[torch.arange(16)] * 3).int().to(gpu)
+    x = pm.SparseTensor(torch.randn(4096, 4, device=gpu), block)
+    sparse = pm.SparseTensor(x.feats, block * torch.tensor([1, 4, 4, 4], dtype=torch.int32, device=gpu))
+    given = {"level_capacity": {2: 0.2}, "max_voxels": 5000, "buckets": [5000], "box": ((0, 0, 0), (64, 64, 64))}
+    fast = captured(net, x, **given)
+    with pytest.warns(RuntimeWarning, match="room for.*it runs eagerly"):
+        for _ in range(2):
+            agrees(fast(sparse).feats, eager(net, sparse).feats, 0.01)
+    agrees(fast(x).feats, eager(net, x).feats, 0.01)
+    assert fast.fallbacks == {"room": 2} and fast.replays == 1
 
 
 def test_what_is_wrong_raises(gpu):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -147,6 +148,17 @@ def check_norms() -> None:
             assert_close(got, want, scale=1.0 + float(want.abs().max()) if want.numel() else None)
 
 
+@contextmanager
+def by_kernels() -> Iterator[None]:
+    """Convolutions by the kernels and the forms of maps that a GPU has."""
+    with (
+        patch.object(maps, "group_of", lambda outputs: 16),
+        patch.object(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]}),
+        patch.object(conv, "_lowering", lambda found, operands: "triton" if found.between is not None else ""),
+    ):
+        yield
+
+
 def check_step() -> None:
     """Gradients by the kernels that a GPU has, over buffers, are those of plain torch."""
     torch.manual_seed(0)
@@ -158,11 +170,7 @@ def check_step() -> None:
         return (x.feats[:, 0] > 0).long()
 
     x = scene(60, 0)
-    with (
-        patch.object(maps, "group_of", lambda outputs: 16),
-        patch.object(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]}),
-        patch.object(conv, "_lowering", lambda found, operands: "triton" if found.between is not None else ""),
-    ):
+    with by_kernels():
         step = pm.capture_step(net, loss, optimizers[0], x, labels(x), max_voxels=70, buckets=[70], margin=3.0)
         scenes = [scene(count, count) for count in (70, 33, 0, 60)]
         values = [step(x, labels(x)) for x in scenes]
@@ -173,6 +181,37 @@ def check_step() -> None:
         want.backward()
         optimizers[1].step()
         assert_close(value, want.detach(), scale=1.0)
+    for got, want in zip(net.state_dict().values(), plain.state_dict().values(), strict=True):
+        assert_close(got, want, dtype=torch.float16, scale=1.0)
+
+
+def check_wider_step() -> None:
+    """A step that found no room runs eagerly, once: for the next one of its kind there is room."""
+    torch.manual_seed(0)
+    net = pm.nn.Sequential(pm.nn.BatchNorm(4), pm.nn.Conv3d(4, 8, 2, stride=2), pm.nn.BatchNorm(8))
+    plain = copy.deepcopy(net)
+    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (net, plain)]
+    near, far = scene(100, 0, extent=5), scene(100, 1, extent=20)
+    told = {"max_voxels": 110, "margin": 1.2, "box": ((0, 0, 0), (20, 20, 20))}
+
+    def mean(y: pm.SparseTensor) -> torch.Tensor:
+        return pm.ops.row_mean(y, (y.feats + 1).square().sum(1))
+
+    with by_kernels(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = pm.capture_step(net, mean, optimizers[0], near, **told)
+        for number, x in enumerate((near, far, far)):
+            value = step(x)
+            optimizers[1].zero_grad()
+            want = mean(plain(x))
+            want.backward()
+            optimizers[1].step()
+            assert_close(value, want.detach(), scale=10.0)
+            for got, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+                assert got.grad is not None and wanted.grad is not None
+                assert_close(got.grad, wanted.grad, dtype=torch.float16, scale=1.0)
+            assert step.fallbacks == ({"room": 1} if number else {})
+    assert step.replays == 2 and any("planned anew" in str(w.message) for w in caught)
     for got, want in zip(net.state_dict().values(), plain.state_dict().values(), strict=True):
         assert_close(got, want, dtype=torch.float16, scale=1.0)
 
@@ -294,7 +333,13 @@ def check_points() -> None:
 
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {
-    "programs": lambda: {**map_checks(), **flow_checks(), "norms": check_norms, "a step of training": check_step}
+    "programs": lambda: {
+        **map_checks(),
+        **flow_checks(),
+        "norms": check_norms,
+        "a step of training": check_step,
+        "a step without room": check_wider_step,
+    }
 }
 """The checks, by name, of each group; a group is one process."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -123,8 +123,6 @@ class Engine:
     did not.
     """
 
-    widens: ClassVar[bool] = True
-
     def __init__(self, program: Any, buffers: Buffers, example: Scene, limits: Limits, margins: Margins) -> None:
         self.program, self.example, self.limits = program, example, limits
         self._buffers, self._margins = buffers, margins
@@ -207,7 +205,7 @@ class Engine:
         self.fallbacks[why] += 1
         if why not in self._told:
             self._told.add(why)
-            anew = why == "room" and self.widens
+            anew = why == "room"
             then = f"and its capacity is planned anew, up to {_WIDENED} times" if anew else "as all such will"
             message = f"a scene {told}: it runs eagerly, {then}; this is said once"
             warnings.warn(message, RuntimeWarning, stacklevel=6)

@@ -62,11 +62,12 @@ def capture_step(
         optimizer.zero_grad(); value = loss(model(x), labels); value.backward(); optimizer.step()
 
     under the autocast that is on now. Between the two graphs a few numbers are read: a scene that had no room, or is
-    not for a graph, changes nothing before it runs eagerly. Rows past the scene's voxels do not live: their features
-    and gradients are 0 wherever a loss or a module reads them, BatchNorm and the other norms and pools of pumice.nn
-    count living ones alone, and targets are `ignored` there (of floats 0, of bools False). So cross_entropy with
-    ignore_index is right as it is; a mean over all rows is not: see pumice.ops.row_mean and SparseTensor.living. The
-    capture compares loss and gradients of the example with eager ones, with NaN in rows that do not live.
+    not for a graph, changes nothing before it runs eagerly; where an inner level had no room, its capacity is planned
+    and captured anew, up to three times. Rows past the scene's voxels do not live: their features and gradients are 0
+    wherever a loss or a module reads them, BatchNorm and the other norms and pools of pumice.nn count living ones
+    alone, and targets are `ignored` there (of floats 0, of bools False). So cross_entropy with ignore_index is right as
+    it is; a mean over all rows is not: see pumice.ops.row_mean and SparseTensor.living. The capture compares loss and
+    gradients of the example with eager ones, with NaN in rows that do not live.
 
     Parameters
     ----------
@@ -130,7 +131,8 @@ class CapturedStep(Graphed):
 
     def __call__(self, x: SparseTensor, *targets: Target) -> Tensor:
         """One step; the loss before the update, a scalar without gradients. Gradients stay in the parameters' `grad`,
-        unscaled and clipped, until the next step.
+        unscaled and clipped, until the next step, unless the optimizer writes there (torch.optim.SGD with nesterov does
+        where it takes all tensors at once, as on GPUs).
 
         Raises CoordinateError (duplicates, a scene outside the example's spatial_shape), ShapeError, DtypeError,
         DeviceError, GeometryError and OptionError for what does not fit the example; nothing is updated then.
@@ -174,7 +176,6 @@ class _Steps(Engine):
     """The engine of a step."""
 
     program: StepProgram  # pyright: ignore[reportIncompatibleVariableOverride]
-    widens = False
 
     def __init__(
         self, program: StepProgram, buffers: Targets, example: Example, limits: Limits, margins: Margins
@@ -199,14 +200,19 @@ class _Steps(Engine):
                 self._restore()
                 self.prepared(scene.count)
                 return self.step(scene, update)
-            words = done.words.tolist()
+            read, most = done.words.tolist(), 1 + len(done.levels)
+            # Behind those of levels: whether a gradient was not finite.
+            words, infinite = read[:most], any(read[most:])
             if words[0]:
                 self._restore()
-                self._tell(*self._refused(scene, done, words))
+                why, told = self._refused(scene, done, words)
+                self._tell(why, told)
+                if why == "room":
+                    # Before the step itself: gradients of what is planned and compared lie where those of steps do.
+                    self._widen(bucket, scene)
                 return self._own(scene, update)
             self.replays += 1
-            infinite = self.program.options.scaler is not None and words[-1]
-            self._finish(bool(infinite), update, facts)
+            self._finish(infinite, update, facts)
             return value
 
     def _restore(self) -> None:

@@ -108,7 +108,9 @@ def row_mean(x: SparseTensor, values: Tensor) -> Tensor:
     _check_rows(x, values)
     if x.geometry.buffered is None:
         return values.mean(0)
-    return living(x, values).sum(0) / x.geometry.cloud.count[0]
+    # As torch's: summed in at least float32, and divided before it is rounded, for a sum may overflow a half.
+    total = living(x, values).sum(0, dtype=torch.promote_types(values.dtype, torch.float32))
+    return (total / x.geometry.cloud.count[0]).to(values.dtype)
 
 
 def _check_rows(x: SparseTensor, values: Tensor) -> None:
