@@ -25,6 +25,7 @@ from pumice.errors import (
     OptionError,
     ShapeError,
 )
+from pumice.lower import norm
 from pumice.ops import row_mean, row_sum
 from pumice.testing import random_cloud
 
@@ -163,6 +164,25 @@ def test_norms_pools_and_groups():
     for seed, count in enumerate((90, 120, 31)):
         pair.both(*scene(count, seed), pm.PerItem(torch.randn(2, dtype=torch.float64)))
     assert pair.step.replays == 3
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["one kernel", "hooks"])
+def test_a_norm_and_its_relu_are_one_unless_a_hook_listens(heard, monkeypatch):
+    torch.manual_seed(0)
+    seen, asked = [], []
+    whole = norm.batch_norm
+    monkeypatch.setattr(norm, "batch_norm", lambda *given: asked.append(given[4]) or whole(*given))
+    net = pm.nn.Sequential(
+        pm.nn.Conv3d(4, 6, 3), pm.nn.BatchNorm(6), pm.nn.ReLU(), pm.nn.Linear(6, 5), nn.ReLU(), pm.nn.Conv3d(5, 3, 3)
+    ).double()
+    pair = Pair(net, by_class, scene(60)[:2], max_voxels=100)
+    if heard:
+        net[1].register_forward_hook(lambda module, given, y: seen.append(y.feats.detach().min()))
+    for seed, count in enumerate((60, 100, 7)):
+        asked.clear(), seen.clear()
+        pair.both(*scene(count, seed)[:2])
+        assert set(asked) == {not heard}
+        assert len(seen) == heard and all(float(low) < 0 for low in seen)
 
 
 def test_all_relations():

@@ -119,8 +119,9 @@ def near(got, want, limit):
     assert float((got - want).norm()) <= limit * max(1e-6, float(want.norm())), (float(got.norm()), float(want.norm()))
 
 
+@pytest.mark.parametrize("relu", [False, True], ids=["bare", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_norms(gpu, dtype):
+def test_norms(gpu, dtype, relu):
     """Kernels against plain torch, of any number of rows and channels."""
     from pumice.coords import Bounds, Cloud
 
@@ -139,12 +140,13 @@ def test_norms(gpu, dtype):
         affine = [torch.randn(channels, device=gpu, requires_grad=True) for _ in range(2)]
         given = x.clone().requires_grad_()
         told = norm.Statistics(running, 1e-5, True, 0.1, tracked)
-        y = norm.batch_norm(given, cloud, (affine[0], affine[1]), told)
+        y = norm.batch_norm(given, cloud, (affine[0], affine[1]), told, relu)
         y.backward(grad)
         wide = x[:count].double().requires_grad_()
         twins = [a.detach().double().requires_grad_() for a in affine]
         known = [torch.zeros(channels, device=gpu).double(), torch.ones(channels, device=gpu).double()]
         want = functional.batch_norm(wide, *known, *twins, count > 1, 0.1, 1e-5)
+        want = want.relu() if relu else want
         want.backward(grad[:count].double())
         limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
         near(y[:count].detach().double(), want.detach(), limit)

@@ -142,7 +142,8 @@ def _norms(x: Tensor) -> None:
     affine = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
     told = [norm.Statistics(running, 1e-5, True, momentum, tracked) for momentum in (0.1, None)]
     for statistics in (*told, norm.Statistics(None, 1e-5)):
-        norm.batch_norm(x.requires_grad_(), cloud, affine, statistics).sum().backward()
+        for relu in (False, True):
+            norm.batch_norm(x.requires_grad_(), cloud, affine, statistics, relu).sum().backward()
     norm.batch_norm(x.requires_grad_(), cloud, (None, None), told[0]).sum().backward()
 
 

@@ -31,14 +31,14 @@ def laid(found):
 def test_only_what_layers_read_is_laid_out(differentiable, monkeypatch):
     monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
     x = random_tensor(60, 4, 3)
-    down, kept = maps_of(x)
     passes = pm.ops.Dataflows("implicit-gemm-split2", "planned", "implicit-gemm-table")
     users = pm.ops.Users(
         [layers("implicit-gemm-unsorted")], [[]], [[layers(None, passes)], [layers("gather-gemm-scatter-fused-fixed")]]
     )
-    wanted = prepare._wanted(down, kept, users)
+    wanted = list(prepare._wanted(x.geometry, [STEP], [[WINDOW]] * 2, users))
     lay_out(wanted, differentiable)
     (fine, _), (one, _), (coarse, _), (back, _) = wanted
+    down, kept = maps_of(x)
     assert one is down[0] and (fine, coarse) == (kept[0][0], kept[1][0]) and back.flipped
     assert laid(one) == ({"unsorted", "unsorted_t", "grouped"} if differentiable else {"unsorted"})
     assert laid(fine) == {"compacted", "split2"} | ({"compacted_t", "grouped"} if differentiable else set())
@@ -47,7 +47,7 @@ def test_only_what_layers_read_is_laid_out(differentiable, monkeypatch):
 
 def test_without_users_all_is_laid_out_both_ways(monkeypatch):
     monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
-    wanted = prepare._wanted(*maps_of(random_tensor(60, 4, 3)), None)
+    wanted = list(prepare._wanted(random_tensor(60, 4, 3).geometry, [STEP], [[WINDOW]] * 2, None))
     lay_out(wanted, False)
     assert [found.flipped for found, _ in wanted] == [False, False, False, True]
     forms = [laid(found) for found, _ in wanted]

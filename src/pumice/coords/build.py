@@ -151,9 +151,7 @@ def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ..
 
     Raises GeometryError for a relation that makes no coordinates, and what kernel_map raises.
     """
-    for step in steps:
-        if step.policy not in ("support", "floor_unique", "transposed_support"):
-            raise GeometryError(f"policy {step.policy!r} makes no coordinates; a pyramid's steps do")
+    check_steps(steps)
     levels = [geometry]
     for place, step in enumerate(steps):
         missing = (step, None) not in levels[-1].maps and not torch.compiler.is_compiling()
@@ -162,6 +160,13 @@ def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ..
                 _pyramid(levels[-1], steps[place:])
         levels.append(kernel_map(levels[-1], step)[1])
     return tuple(levels)
+
+
+def check_steps(steps: Sequence[Relation]) -> None:
+    """Raise GeometryError for a relation that makes no coordinates."""
+    for step in steps:
+        if step.policy not in ("support", "floor_unique", "transposed_support"):
+            raise GeometryError(f"policy {step.policy!r} makes no coordinates; a pyramid's steps do")
 
 
 def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:

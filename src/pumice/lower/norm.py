@@ -2,6 +2,8 @@
 
     y[n, c] = (x[n, c] - mean[c]) / sqrt(variance[c] + eps) * weight[c] + bias[c]        rows n < count
 
+and, where that is asked for, max(y, 0), whose gradient passes where it is above 0.
+
 Mean and biased variance of the rows that live, in at least float32, summed in a fixed order (Ioffe and Szegedy, "Batch
 Normalization", ICML 2015, algorithm 1; partial sums put together as in Chan, Golub and LeVeque, "Updating Formulae and
 a Pairwise Algorithm for Computing Sample Variances", 1979). Rows that do not live may hold anything and are not
@@ -39,34 +41,68 @@ class Statistics:
     tracked: Tensor | None = None
 
 
-def batch_norm(x: Tensor, rows: Cloud, affine: Affine, statistics: Statistics) -> Tensor:
+def batch_norm(x: Tensor, rows: Cloud, affine: Affine, statistics: Statistics, relu: bool = False) -> Tensor:
     """y in the dtype of x [N, C], of whose rows those live that do in the cloud; differentiable in x and affine.
 
-    affine: weight and bias [C]. Running statistics are written where they follow.
+    affine: weight and bias [C]. relu: what is below 0 becomes 0. Running statistics are written where they follow.
     """
-    return _BatchNorm.apply(x, *affine, rows, statistics)
+    weight, bias = affine
+    return _BatchNorm.apply(x, weight, bias, rows, statistics, relu)
+
+
+@dataclass(frozen=True, eq=False)
+class Normed:
+    """What the result of a row depends on beside the row: mean and 1 / sqrt(variance + eps), in at least float32."""
+
+    mean: Tensor
+    scale: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    relu: bool
+
+    def affine(self, apart: Tensor) -> Tensor:
+        """In plain torch: (x - mean) * scale, scaled and shifted."""
+        y = apart if self.weight is None else apart * self.weight
+        return y if self.bias is None else y + self.bias
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """For a kernel; `constants` say which of them stand in for none."""
+        weight = self.mean if self.weight is None else self.weight
+        return self.mean, self.scale, weight, self.mean if self.bias is None else self.bias
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        return {"WEIGHT": self.weight is not None, "BIAS": self.bias is not None, "RELU": self.relu}
 
 
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Cloud, statistics: Statistics
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        rows: Cloud,
+        statistics: Statistics,
+        relu: bool,
     ) -> Tensor:
         x = x.contiguous()
         mean, scale = moments(x, rows, statistics)
-        ctx.rows = rows
-        ctx.save_for_backward(x, weight, bias, mean, scale)
-        return normalised(x, rows, (mean, scale, weight, bias))
+        ctx.rows, ctx.relu = rows, relu
+        ctx.save_for_backward(x, mean, scale, weight, bias)
+        return normalised(x, rows, Normed(mean, scale, weight, bias, relu))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, mean, scale = ctx.saved_tensors
-        grad = grad.contiguous()
-        sums, products = sums_of(grad, x, ctx.rows, (mean, scale))
-        dx = gradient(grad, x, ctx.rows, (mean, scale, weight, sums, products)) if ctx.needs_input_grad[0] else None
+        x, mean, scale, weight, bias = ctx.saved_tensors
+        told, grad = Normed(mean, scale, weight, bias, ctx.relu), grad.contiguous()
+        sums, products = sums_of(grad, x, ctx.rows, told)
+        dx = gradient(grad, x, ctx.rows, told, (sums, products)) if ctx.needs_input_grad[0] else None
         dweight = products.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return dx, dweight, sums.to(bias.dtype) if ctx.needs_input_grad[2] else None, None, None
+        dbias = sums.to(bias.dtype) if ctx.needs_input_grad[2] else None
+        return dx, dweight, dbias, None, None, None
 
 
 _ROWS = 64
@@ -118,47 +154,48 @@ def moments_twin(x: Tensor, rows: Cloud, statistics: Statistics) -> tuple[Tensor
     return mean, (torch.where(several, variance, known[1]) + statistics.eps).rsqrt()
 
 
-def normalised(x: Tensor, rows: Cloud, told: tuple[Tensor, Tensor, Tensor | None, Tensor | None]) -> Tensor:
-    """(x - mean) * scale * weight + bias in living rows; told: these four."""
-    mean, scale, weight, bias = told
+def normalised(x: Tensor, rows: Cloud, told: Normed) -> Tensor:
+    """The result in living rows."""
     if not _by_kernels(x):
-        y = (x - mean) * scale
-        y = y if weight is None else y * weight
-        return (y if bias is None else y + bias).to(x.dtype)
+        y = told.affine((x - told.mean) * told.scale)
+        return (y.relu() if told.relu else y).to(x.dtype)
     y = torch.empty_like(x)
-    tensors = (x, rows.count, mean, scale, mean if weight is None else weight, mean if bias is None else bias, y)
-    constants = _shape(x) | {"WEIGHT": weight is not None, "BIAS": bias is not None}
-    _kernel("normalise")(-(-x.shape[0] // _ROWS) * _sides(x), tensors, (), constants)
+    tensors = (x, rows.count, *told.tensors, y)
+    _kernel("normalise")(-(-x.shape[0] // _ROWS) * _sides(x), tensors, (), _shape(x) | told.constants)
     return y
 
 
-def sums_of(grad: Tensor, x: Tensor, rows: Cloud, told: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The sums over living rows of grad and of grad * (x - mean) * scale, [C] each; told: mean and scale."""
+def sums_of(grad: Tensor, x: Tensor, rows: Cloud, told: Normed) -> tuple[Tensor, Tensor]:
+    """The sums over living rows of the gradient, and of that * (x - mean) * scale, [C] each."""
     if not _by_kernels(x):
-        alive = rows.live()[:, None]
-        wide = torch.where(alive, grad.to(told[0].dtype), 0)
-        return wide.sum(0), torch.where(alive, wide * (x - told[0]) * told[1], 0).sum(0)
+        alive, apart = rows.live()[:, None], (x - told.mean) * told.scale
+        wide = torch.where(alive, _passed(grad, apart, told), 0)
+        return wide.sum(0), torch.where(alive, wide * apart, 0).sum(0)
     parts, sums, products = _parts(x), _empty(x), _empty(x)
     halves = torch.empty(2, parts, x.shape[1], dtype=torch.float32, device=x.device)
-    _kernel("products")(parts * _sides(x), (grad, x, rows.count, *told, halves), (parts,), _shape(x))
+    tensors = (grad, x, rows.count, *told.tensors, halves)
+    _kernel("products")(parts * _sides(x), tensors, (parts,), _shape(x) | told.constants)
     _kernel("joined_sums")(-(-x.shape[1] // _LANES), (halves, sums, products), (parts,), _joining(x))
     return sums, products
 
 
-def gradient(
-    grad: Tensor, x: Tensor, rows: Cloud, told: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
-) -> Tensor:
-    """The gradient of x in living rows; told: mean, scale, weight, and what sums_of gives."""
-    mean, scale, weight, sums, products = told
+def _passed(grad: Tensor, apart: Tensor, told: Normed) -> Tensor:
+    """The gradient of what is normalised; apart: (x - mean) * scale."""
+    grad = grad.to(told.mean.dtype)
+    return torch.where(told.affine(apart) > 0, grad, 0) if told.relu else grad
+
+
+def gradient(grad: Tensor, x: Tensor, rows: Cloud, told: Normed, sums: tuple[Tensor, Tensor]) -> Tensor:
+    """The gradient of x in living rows; sums: what sums_of gives."""
     if not _by_kernels(x):
         # Fewer than two rows were normalised by what does not depend on them.
-        share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(mean.dtype), 0)
-        found = grad - share * (sums + (x - mean) * scale * products)
-        return (found * scale if weight is None else found * scale * weight).to(x.dtype)
+        share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(told.mean.dtype), 0)
+        apart = (x - told.mean) * told.scale
+        found = _passed(grad, apart, told) - share * (sums[0] + apart * sums[1])
+        return (found * told.scale if told.weight is None else found * told.scale * told.weight).to(x.dtype)
     dx = torch.empty_like(x)
-    tensors = (grad, x, rows.count, mean, scale, mean if weight is None else weight, sums, products, dx)
-    constants = _shape(x) | {"WEIGHT": weight is not None}
-    _kernel("gradient")(-(-x.shape[0] // _ROWS) * _sides(x), tensors, (), constants)
+    tensors = (grad, x, rows.count, *told.tensors, *sums, dx)
+    _kernel("gradient")(-(-x.shape[0] // _ROWS) * _sides(x), tensors, (), _shape(x) | told.constants)
     return dx
 
 

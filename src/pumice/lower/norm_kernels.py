@@ -16,6 +16,16 @@ def _place(C: tl.constexpr, LANES: tl.constexpr):
     return number // sides, (number % sides) * LANES + tl.arange(0, LANES)[None, :]
 
 
+@triton.jit
+def _affine(values, weight, bias, c, C: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    """Normalised values, scaled and shifted."""
+    if WEIGHT:
+        values *= tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
+    if BIAS:
+        values += tl.load(bias + c, mask=c < C, other=0).to(tl.float32)
+    return values
+
+
 @triton.jit(do_not_specialize=["parts"])
 def moments(x, count, halves, parts: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
     """Of every parts-th block of rows: the mean, and the sum of squares around it; halves is [2, parts, C]."""
@@ -90,9 +100,9 @@ def joined_moments(
 @triton.jit
 def normalise(
     x, count, mean, scale, weight, bias, y, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """y = (x - mean) * scale * weight + bias."""
+    """y = (x - mean) * scale * weight + bias, with RELU 0 where that is below."""
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None]
     rows = tl.load(count)
@@ -100,22 +110,25 @@ def normalise(
         live = (r < rows) & (c < C)
         at = r.to(tl.int64) * C + c
         found = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(mean + c, mask=c < C, other=0)
-        found *= tl.load(scale + c, mask=c < C, other=0)
-        if WEIGHT:
-            found *= tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
-        if BIAS:
-            found += tl.load(bias + c, mask=c < C, other=0).to(tl.float32)
+        found = _affine(found * tl.load(scale + c, mask=c < C, other=0), weight, bias, c, C, WEIGHT, BIAS)
+        if RELU:
+            found = tl.where(found < 0.0, 0.0, found)
         tl.store(y + at, found, mask=live)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def products(
-    grad, x, count, mean, scale, halves, parts: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+    grad, x, count, mean, scale, weight, bias, halves, parts: "i64", C: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """Of every parts-th block of rows: the sums of grad, and of grad * (x - mean) * scale; halves is [2, parts, C]."""
+    """Of every parts-th block of rows: the sums of grad, and of grad * (x - mean) * scale; halves is [2, parts, C].
+
+    With RELU grad counts where the result is above 0.
+    """
     part, c = _place(C, LANES)
     rows = tl.load(count)
     centre = tl.load(mean + c, mask=c < C, other=0)
+    factor = tl.load(scale + c, mask=c < C, other=0)
     sums = tl.zeros([ROWS, LANES], tl.float32)
     found = tl.zeros([ROWS, LANES], tl.float32)
     for start in range(part * ROWS, rows, parts.to(tl.int32) * ROWS):
@@ -123,10 +136,13 @@ def products(
         live = (r < rows) & (c < C)
         at = r.to(tl.int64) * C + c
         values = tl.load(grad + at, mask=live, other=0).to(tl.float32)
+        apart = tl.where(live, tl.load(x + at, mask=live, other=0).to(tl.float32) - centre, 0.0)
+        if RELU:
+            values = tl.where(_affine(apart * factor, weight, bias, c, C, WEIGHT, BIAS) > 0.0, values, 0.0)
         sums += values
-        found += values * tl.where(live, tl.load(x + at, mask=live, other=0).to(tl.float32) - centre, 0.0)
+        found += values * apart
     tl.store(halves + part * C + c, tl.sum(sums, axis=0)[None, :], mask=c < C)
-    found *= tl.load(scale + c, mask=c < C, other=0)
+    found *= factor
     tl.store(halves + (parts + part) * C + c, tl.sum(found, axis=0)[None, :], mask=c < C)
 
 
@@ -144,10 +160,10 @@ def joined_sums(halves, sums, found, parts: "i64", C: tl.constexpr, MOST: tl.con
 
 @triton.jit
 def gradient(
-    grad, x, count, mean, scale, weight, sums, found, dx, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    WEIGHT: tl.constexpr
+    grad, x, count, mean, scale, weight, bias, sums, found, dx, C: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """dx = scale * weight * (grad - (sums + (x - mean) * scale * found) / rows)."""
+    """dx = scale * weight * (grad - (sums + (x - mean) * scale * found) / rows); with RELU as in `products`."""
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None]
     rows = tl.load(count)
@@ -155,12 +171,14 @@ def gradient(
         live = (r < rows) & (c < C)
         at = r.to(tl.int64) * C + c
         factor = tl.load(scale + c, mask=c < C, other=0)
-        values = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(mean + c, mask=c < C, other=0)
-        values *= factor * tl.load(found + c, mask=c < C, other=0)
-        values += tl.load(sums + c, mask=c < C, other=0)
+        apart = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(mean + c, mask=c < C, other=0)
+        apart *= factor
+        own = tl.load(grad + at, mask=live, other=0).to(tl.float32)
+        if RELU:
+            own = tl.where(_affine(apart, weight, bias, c, C, WEIGHT, BIAS) > 0.0, own, 0.0)
+        shared = apart * tl.load(found + c, mask=c < C, other=0) + tl.load(sums + c, mask=c < C, other=0)
         # Fewer than two rows were normalised by what does not depend on them.
         share = tl.where(rows > 1, 1.0 / tl.maximum(rows, 1), 0.0)
-        values = tl.load(grad + at, mask=live, other=0).to(tl.float32) - values * share
         if WEIGHT:
             factor *= tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
-        tl.store(dx + at, values * factor, mask=live)
+        tl.store(dx + at, (own - shared * share) * factor, mask=live)

@@ -31,7 +31,8 @@ def chained(
 
     Where no gradients are asked for, on a GPU, a batch norm by running statistics, the residual and an activation that
     follow a convolution are worked out in its kernel, in float32, and so is a batch norm that follows a linear map: the
-    same but for a rounding after each. Modules that hooks listen to are called.
+    same but for a rounding after each. So is a ReLU that follows a batch norm while a captured step trains. Modules
+    that hooks listen to are called.
     """
     count, place = len(modules), 0
     fused = fuses(x, *modules)
@@ -48,6 +49,9 @@ def chained(
         behind = place + 1 < count - (residual is not None)
         if fused and behind and (y := _normed(module, modules[place + 1], x)) is not None:
             x, place = x.replace(y), place + 2
+            continue
+        if behind and (z := _activated(module, modules[place + 1], x)) is not None:
+            x, place = z, place + 2
             continue
         if residual is not None and place == count - 1:
             x = x + residual
@@ -87,6 +91,14 @@ def _normed(module: nn.Module, norm: nn.Module, x: SparseTensor) -> Tensor | Non
     if epilogue is None or not alike or not takes(x.feats, module.weight, *epilogue.operands.values()):
         return None
     return linear_features(x.feats, module.weight, epilogue.with_bias(module.bias))
+
+
+def _activated(norm: nn.Module, behind: nn.Module, x: object) -> SparseTensor | None:
+    """A batch norm with the ReLU behind it, where one kernel does both: in a captured step of training."""
+    if not isinstance(norm, layers.BatchNorm) or type(norm) is not layers.BatchNorm or not isinstance(x, SparseTensor):
+        return None
+    both = _ACTIVATIONS.get(type(behind)) == "relu" and norm.of_living(x) and _unheard((norm, behind))
+    return norm.over_living(x, relu=True) if both else None
 
 
 def _alike(x: SparseTensor, residual: SparseTensor) -> bool:

@@ -13,7 +13,7 @@ from pumice.errors import ShapeError
 from pumice.lower import norm
 from pumice.ops import pool
 from pumice.ops.conv import Size
-from pumice.ops.tensor import SparseTensor, living, on_rows, rows_of
+from pumice.ops.tensor import SparseTensor, living, on_rows, row_by_row, rows_of
 
 
 class _Featurewise(nn.Module):
@@ -41,8 +41,8 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
     """
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        if x.geometry.trains and (self.training or self.running_mean is None):
-            return self._over_living(x)
+        if self.of_living(x):
+            return self.over_living(x)
         if torch.compiler.is_compiling():
             # Whether there are two, or any, is not known before the traced code runs; torch's own asks.
             return x.replace(_traced_norm(self, x.feats))
@@ -54,12 +54,16 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         var = self.running_var if self.running_var is not None else x.feats.new_ones(self.num_features)
         return x.replace(functional.batch_norm(x.feats, mean, var, self.weight, self.bias, False, 0.0, self.eps))
 
-    def _over_living(self, x: SparseTensor) -> SparseTensor:
-        """In training, where the device alone knows how many voxels there are."""
+    def of_living(self, x: SparseTensor) -> bool:
+        """Whether it takes statistics of which the device alone knows the number of voxels: in a captured step."""
+        return x.geometry.trains and (self.training or self.running_mean is None)
+
+    def over_living(self, x: SparseTensor, relu: bool = False) -> SparseTensor:
+        """The norm by those statistics, with a ReLU behind it."""
         mean, var = self.running_mean, self.running_var
         running = None if mean is None or var is None else (mean, var)
         told = norm.Statistics(running, self.eps, self.training, self.momentum, self.num_batches_tracked)
-        y = norm.batch_norm(rows_of(x), x.geometry.cloud, (self.weight, self.bias), told)
+        y = norm.batch_norm(rows_of(x), x.geometry.cloud, (self.weight, self.bias), told, relu)
         return on_rows(y, x.geometry)
 
 
@@ -226,6 +230,9 @@ class Identity(nn.Identity):
 
 class Linear(_Featurewise, nn.Linear):
     """y[n] = x[n] @ weight.T + bias: a convolution with a kernel of 1."""
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return row_by_row(x, super(_Featurewise, self).forward)
 
 
 class _Pool(nn.Module):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from pumice.coords import Geometry, KernelMap, Relation, kernel_map, local, pyramid
+from pumice.coords import Geometry, KernelMap, Relation, check_steps, kernel_map, local, pyramid
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import lay_out
 from pumice.ops.tensor import SparseTensor
@@ -51,28 +52,33 @@ def prepare_levels(
         raise OptionError(f"users takes a pumice.ops.Users, found {type(users).__name__}")
     if torch.compiler.is_compiling():
         return SparseTensor(x.feats, local(x.geometry))
-    levels = pyramid(x.geometry, steps)
-    down = [kernel_map(level, step)[0] for level, step in zip(levels, steps, strict=False)]
-    kept = [[kernel_map(level, one)[0] for one in windows] for level, windows in zip(levels, same, strict=False)]
-    wanted = _wanted(down, kept, users)
-    if x.geometry.device.type == "cuda":
-        lay_out(wanted, torch.is_grad_enabled())
+    check_steps(steps)
+    if x.geometry.buffered is None:
+        # All levels are counted in one transfer.
+        pyramid(x.geometry, steps)
+    wanted = _wanted(x.geometry, steps, same, users)
+    if x.geometry.device.type != "cuda":
+        list(wanted)
+    elif x.geometry.buffered is None:
+        lay_out(list(wanted), torch.is_grad_enabled())
+    else:
+        # Nothing is read: each is laid out while the next is found.
+        for each in wanted:
+            lay_out([each], torch.is_grad_enabled())
     return x
 
 
 def _wanted(
-    down: Sequence[KernelMap], kept: Sequence[Sequence[KernelMap]], users: Users | None
-) -> list[tuple[KernelMap, Iterable[Chosen | None]]]:
+    geometry: Geometry, steps: Sequence[Relation], same: Sequence[Sequence[Relation]], users: Users | None
+) -> Iterator[tuple[KernelMap, Iterable[Chosen | None]]]:
     """The maps, and in which dataflows each is read; without users as the planner picks, both ways."""
-    back = [found.transpose() for found in down]
-    every = list(_by_need(kept, down, back))
-    if users is None:
-        return [(found, (None,)) for found in every]
-    over = list(_by_need(users.same, users.steps, users.back))
-    if len(over) != len(every):
-        flat = sum(map(len, kept))
-        raise ShapeError(f"users are told of {len(over)} maps, there are {len(down)} down, as many back, {flat} same")
-    return [(found, _flows(layers)) for found, layers in zip(every, over, strict=True)]
+    flat = sum(map(len, same))
+    over = None if users is None else list(_by_need(users.same, users.steps, users.back))
+    if over is not None and len(over) != flat + 2 * len(steps):
+        count = len(steps)
+        raise ShapeError(f"users are told of {len(over)} maps, there are {count} down, as many back, {flat} same")
+    flows = repeat((None,)) if over is None else map(_flows, over)
+    return zip(_maps(geometry, steps, same), flows)  # noqa: B905  (flows may go on)
 
 
 def _by_need(same: Sequence[Sequence[T]], down: Sequence[T], back: Sequence[T]) -> Iterator[T]:
@@ -81,6 +87,20 @@ def _by_need(same: Sequence[Sequence[T]], down: Sequence[T], back: Sequence[T]) 
         yield from same[level] if level < len(same) else ()
         yield from down[level : level + 1]
     yield from reversed(back)
+
+
+def _maps(geometry: Geometry, steps: Sequence[Relation], same: Sequence[Sequence[Relation]]) -> Iterator[KernelMap]:
+    """The maps in that order, each found when it is asked for."""
+    down: list[KernelMap] = []
+    for level in range(max(len(same), len(steps))):
+        for window in same[level] if level < len(same) else ():
+            yield kernel_map(geometry, window)[0]
+        if level < len(steps):
+            found, geometry = kernel_map(geometry, steps[level])
+            down.append(found)
+            yield found
+    for found in reversed(down):
+        yield found.transpose()
 
 
 def _flows(layers: Iterable[Layer]) -> set[Chosen | None]:

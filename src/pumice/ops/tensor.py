@@ -340,6 +340,34 @@ def on_rows(feats: Tensor, geometry: Geometry) -> SparseTensor:
     return found
 
 
+def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
+    """`function`, which treats each row alone and whose parameters' gradients sum over rows, of the features of x.
+
+    While a captured step trains, those sums are of living rows: they read no others, and no gradients of others.
+    """
+    if not x.geometry.trains:
+        return x.replace(function(x.feats))
+    alive = x.geometry.alive
+    y = function(_Cleared.apply(rows_of(x), alive, True))
+    return on_rows(_Cleared.apply(y, alive, False), x.geometry)
+
+
+class _Cleared(torch.autograd.Function):
+    """0 in rows that do not live: in features, or else in their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, feats: Tensor, alive: Tensor, forward: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.features = forward
+        if forward:
+            return torch.where(alive, feats, 0.0)
+        ctx.save_for_backward(alive)
+        return feats.view_as(feats)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad if ctx.features else torch.where(ctx.saved_tensors[0], grad, 0.0), None, None
+
+
 class _Poisoned(torch.autograd.Function):
     """NaN in rows that do not live, in features and in gradients."""
 
