@@ -141,12 +141,15 @@ def test_norms(gpu, dtype, relu):
         given = x.clone().requires_grad_()
         told = norm.Statistics(running, 1e-5, True, 0.1, tracked)
         y = norm.batch_norm(given, cloud, (affine[0], affine[1]), told, relu)
-        y.backward(grad)
         wide = x[:count].double().requires_grad_()
         twins = [a.detach().double().requires_grad_() for a in affine]
         known = [torch.zeros(channels, device=gpu).double(), torch.ones(channels, device=gpu).double()]
         want = functional.batch_norm(wide, *known, *twins, count > 1, 0.1, 1e-5)
-        want = want.relu() if relu else want
+        if relu:
+            # On which side of 0 the smallest lie is rounding's.
+            grad[:count][want.abs() < 1e-4] = 0
+            want = want.relu()
+        y.backward(grad)
         want.backward(grad[:count].double())
         limit = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
         near(y[:count].detach().double(), want.detach(), limit)

@@ -97,8 +97,9 @@ def _activated(norm: nn.Module, behind: nn.Module, x: object) -> SparseTensor | 
     """A batch norm with the ReLU behind it, where one kernel does both: in a captured step of training."""
     if not isinstance(norm, layers.BatchNorm) or type(norm) is not layers.BatchNorm or not isinstance(x, SparseTensor):
         return None
-    both = _ACTIVATIONS.get(type(behind)) == "relu" and norm.of_living(x) and _unheard((norm, behind))
-    return norm.over_living(x, relu=True) if both else None
+    if not norm.of_living(x) or _ACTIVATIONS.get(type(behind)) != "relu" or not _unheard((norm, behind)):
+        return None
+    return norm.over_living(x, relu=True)
 
 
 def _alike(x: SparseTensor, residual: SparseTensor) -> bool:
