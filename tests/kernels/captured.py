@@ -27,9 +27,10 @@ from pumice.coords.rooms import Buffered
 from pumice.engine.capture import site_within
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
 from pumice.engine.static import Planner, Settled
-from pumice.lower import maps, norm
+from pumice.lower import largest, maps, norm
 from pumice.lower.remember import OWN
 from pumice.lower.segments import pieces, segments
+from pumice.ops.reduce import maximum_by_tap
 from pumice.testing import assert_close, random_cloud
 
 conv = sys.modules["pumice.ops.conv"]
@@ -148,6 +149,37 @@ def check_norms() -> None:
             )
         for got, want in zip(*found, strict=True):
             assert_close(got, want, scale=1.0 + float(want.abs().max()) if want.numel() else None)
+
+
+def check_largest() -> None:
+    """Maxima by kernels and their gradients are those of plain torch: ties, NaN, given outputs that meet nothing."""
+    for number, (relation, channels, dtype) in enumerate(
+        (
+            (Relation.of(3, 2, stride=2), 5, torch.float32),
+            (Relation.of(3, 3, stride=2), 64, torch.float16),
+            (Relation.of(3, 3), 100, torch.bfloat16),
+            (Relation.of(3, 2, stride=2), 1, torch.float32),
+        )
+    ):
+        x = scene(150, number)
+        found, _ = kernel_map(x.geometry, relation)
+        generator = torch.Generator().manual_seed(number)
+        values = torch.randint(-3, 3, (150, channels), generator=generator).to(dtype)
+        values[::17, 0] = torch.nan
+        results = []
+        for kernels in (True, False):
+            given = values.clone().requires_grad_()
+            with patch.object(largest, "runs_kernels", lambda x, kernels=kernels: kernels):
+                y = largest.largest(given, found)
+                (grad,) = torch.autograd.grad(y, given, torch.arange(y.numel()).view_as(y).to(dtype))
+                with torch.no_grad():
+                    assert torch.equal(largest.largest(given, found).nan_to_num(9), y.nan_to_num(9))
+            results.append((y.detach(), grad))
+        (y, grad), (wanted, exact) = results
+        assert torch.equal(y.isnan(), wanted.isnan()) and torch.equal(y.nan_to_num(9), wanted.nan_to_num(9))
+        assert_close(grad, exact)
+        plain = maximum_by_tap(values, found.rows())
+        assert torch.equal(plain.nan_to_num(9), y.nan_to_num(9))
 
 
 @contextmanager
@@ -339,6 +371,7 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
         **map_checks(),
         **flow_checks(),
         "norms": check_norms,
+        "maxima": check_largest,
         "a step of training": check_step,
         "a step without room": check_wider_step,
     }

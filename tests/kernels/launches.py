@@ -24,13 +24,26 @@ from clouds import Scene, levels, lookups
 from kernels.cross import TARGETS, Built, spilled, target_of
 from torch import Tensor
 
-from pumice.coords import Cloud, MapSchedule, Order, Relation, bricks, compact, lookup, ranking, runs
+from pumice.coords import (
+    Cloud,
+    Geometry,
+    MapSchedule,
+    Order,
+    Relation,
+    bricks,
+    compact,
+    kernel_map,
+    lookup,
+    ranking,
+    runs,
+)
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import mask_words, paired
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
-from pumice.lower import norm
+from pumice.lower import largest, norm
 from pumice.schedule.tile import Tile
+from pumice.testing import random_cloud
 
 _TYPES = {
     torch.int32: "*i32",
@@ -110,6 +123,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(lookup, "runs_kernels", lambda tensor: True),
         patch.object(ranking, "runs_kernels", lambda tensor: True),
         patch.object(norm, "runs_kernels", lambda tensor: True),
+        patch.object(largest, "runs_kernels", lambda tensor: True),
         patch.object(runs, "_fits", lambda array, count: True),
     ):
         for dim in (3, 1, 2, 4):
@@ -129,6 +143,7 @@ def variants() -> tuple[Variant, ...]:
             runs.by_length(told, count)
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
+            _maxima(torch.zeros(60, channels, dtype=dtype))
     return tuple(recorder.seen)
 
 
@@ -145,6 +160,14 @@ def _norms(x: Tensor) -> None:
         for relu in (False, True):
             norm.batch_norm(x.requires_grad_(), cloud, affine, statistics, relu).sum().backward()
     norm.batch_norm(x.requires_grad_(), cloud, (None, None), told[0]).sum().backward()
+
+
+def _maxima(x: Tensor) -> None:
+    """Maxima over the inputs of a map's outputs, and their gradients."""
+    found, _ = kernel_map(Geometry.checked(random_cloud(60, 3, extent=12)), Relation.of(3, 2, stride=2))
+    largest.largest(x[:60].requires_grad_(), found).sum().backward()
+    with torch.no_grad():
+        largest.largest(x[:60], found)
 
 
 def _cloud(dim: int) -> Cloud:
@@ -234,7 +257,7 @@ def _compiled(job: Launch) -> tuple[Any, str]:
     from triton.compiler import ASTSource, compile
 
     file, _, name = job.variant.kernel.partition(".")
-    room = "lower" if file == "norm_kernels" else "coords"
+    room = "lower" if file in ("norm_kernels", "largest_kernels") else "coords"
     fn, v = getattr(importlib.import_module(f"pumice.{room}.{file}"), name), job.variant
     names = [p.name for p in fn.params]
     kinds = [*(t.rstrip("!") for t in v.tensors), *("i64",) * v.numbers, *("constexpr",) * len(v.constants)]

@@ -54,7 +54,8 @@ def test_every_kernel_is_in_the_table():
     from triton import JITFunction
 
     files = {name: importlib.import_module(f"pumice.coords.{name}") for name in ("probes", "tiling")}
-    files["norm_kernels"] = importlib.import_module("pumice.lower.norm_kernels")
+    for name in ("norm_kernels", "largest_kernels"):
+        files[name] = importlib.import_module(f"pumice.lower.{name}")
     kernels = {
         f"{file}.{name}"
         for file, module in files.items()
