@@ -110,12 +110,13 @@ class Trained(nn.Module):
         super().__init__()
         self.stem = pm.nn.Sequential(pm.nn.Conv3d(4, 8, 3, bias=False), pm.nn.BatchNorm(8), pm.nn.ReLU())
         self.down = pm.nn.Sequential(pm.nn.Conv3d(8, 8, 2, stride=2), pm.nn.BatchNorm(8))
+        self.pool = pm.nn.MaxPool3d(2)
         self.up = pm.nn.InverseConv3d(8, 8, 2, stride=2, bias=False)
         self.head = pm.nn.Linear(16, 3)
 
     def forward(self, x: pm.SparseTensor) -> pm.SparseTensor:
         x = self.stem(x)
-        return self.head(pm.cat([x, self.up(self.down(x), x)]))
+        return self.head(pm.cat([x, self.up(self.down(x) + self.pool(x), x)]))
 
 
 def loss(y: pm.SparseTensor, labels: torch.Tensor) -> torch.Tensor:
