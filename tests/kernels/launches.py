@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pumice.coords import Cloud, MapSchedule, Order, Relation, bricks, compact, lookup, ranking, runs
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
+from pumice.coords.cloud import RANGE, clear, tell
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import mask_words, paired
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
@@ -108,6 +109,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(Launcher, "__call__", lambda *args, **kwargs: recorder(*args, **kwargs)),
         patch.object(compact, "runs_kernels", lambda tensor: True),
         patch.object(lookup, "runs_kernels", lambda tensor: True),
+        patch("pumice.coords.cloud.runs_kernels", lambda tensor: True),
         patch.object(ranking, "runs_kernels", lambda tensor: True),
         patch.object(norm, "runs_kernels", lambda tensor: True),
         patch.object(runs, "_fits", lambda array, count: True),
@@ -127,6 +129,7 @@ def variants() -> tuple[Variant, ...]:
             runs.ENDS.tell(told, torch.full((count,), 9000, dtype=torch.int32))
             runs.in_pieces(told, count, 8)
             runs.by_length(told, count)
+        tell(clear(told.device), RANGE, told.any())
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
     return tuple(recorder.seen)
