@@ -3,6 +3,7 @@
 import itertools
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from clouds import Scene
 from pumice.coords import Geometry, KernelMap, Order, Relation, compact, kernel_map, settle
 from pumice.coords.compact import Tiling, ordered, tally, tiled, totals_of
 from pumice.coords.lookup import mask_words
+from pumice.coords.rooms import Between
+from pumice.engine.static import Settled
 from pumice.errors import OptionError
 from pumice.testing import random_cloud
 
@@ -342,3 +345,34 @@ def test_groups_are_longer_where_there_are_many_pairs(pairs, size, monkeypatch):
     found = kernel_map(Geometry.checked(random_cloud(30, 3, extent=9)), Relation.of(3, 3))[0]
     monkeypatch.setattr(maps, "counted", lambda found: ((pairs // 2, pairs - pairs // 2), {}))
     assert maps.group_of(found) == maps.group_of(found.transpose()) == size
+
+
+def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
+    """Once each, whichever comes first; and anew for what is laid out later."""
+    word, waits = torch.zeros(1, dtype=torch.int32), []
+
+    class Stream:
+        def __init__(self, number):
+            self.stream_id = number
+
+        def wait_event(self, event):
+            waits.append((self.stream_id, event))
+
+    def read(*streams):
+        waits.clear()
+        for number in streams:
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda device, number=number: Stream(number))
+            found.kept("nothing")
+            found.transpose().storage("something", lambda _: 1)
+        return waits
+
+    found = KernelMap.from_rows(Relation.of(1, 3), torch.zeros(4, 3), 4)
+    between: Any = Between(word, word, word, Settled({}), "here")
+    found = replace(found, between=between)
+    assert read(1) == []
+    between.behind("first")
+    assert read(1, 2, 1, 2) == [(1, "first"), (2, "first")]
+    between.behind("second")
+    assert (2, "second") in read(2)
+    between.over()
+    assert read(1, 2, 3) == []

@@ -185,6 +185,16 @@ def test_a_norm_and_its_relu_are_one_unless_a_hook_listens(heard, monkeypatch):
         assert len(seen) == heard and all(float(low) < 0 for low in seen)
 
 
+def test_a_relu_whose_gradient_a_hook_sees_is_called():
+    net = pm.nn.Sequential(pm.nn.Conv3d(4, 6, 3), pm.nn.BatchNorm(6), nn.ReLU(), pm.nn.Conv3d(6, 3, 3)).double()
+    seen = []
+    net[2].register_full_backward_hook(lambda module, given, found: seen.append(given[0].shape))
+    pair = Pair(net, by_class, scene(60)[:2], max_voxels=100)
+    seen.clear()
+    pair.both(*scene(60, 1)[:2])
+    assert len(seen) == 2
+
+
 def test_all_relations():
     x, labels = scene(90, shape=SHAPE)
     pair = Pair(Levels().double(), of_levels, (x, labels), max_voxels=120, margin=4.0)
@@ -214,6 +224,9 @@ NETS = {
     "torch modules": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 6, 3), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 3)),
     "activations": lambda: pm.nn.Sequential(
         pm.nn.Conv3d(4, 6, 3, bias=False), pm.nn.SiLU(), pm.nn.LayerNorm(6), pm.nn.Softplus(), pm.nn.Linear(6, 3)
+    ),
+    "activation in place": lambda: pm.nn.Sequential(
+        pm.nn.Linear(4, 6), pm.nn.ReLU(inplace=True), pm.nn.Linear(6, 6), nn.ReLU(inplace=True), pm.nn.Linear(6, 3)
     ),
     "depthwise": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 4, 3, groups=4), pm.nn.Conv3d(4, 3, 3, bias=False)),
     "pooled maximum": lambda: pm.nn.Sequential(

@@ -156,6 +156,7 @@ def within_checks() -> Checks:
         for name, kind in kinds.items():
             found[f"within {sizes} {name}"] = partial(check_within, sizes, kind)
     found["an infinity within"] = check_infinity_within
+    found["float32 as tf32 is rounded"] = check_rounded
     return found
 
 
@@ -174,6 +175,21 @@ def check_infinity_within() -> None:
     p.operands["W"][1, :, :, 2] = torch.inf
     got, want = lowered.run(p.bound, p.operands, torch.float32), wanted(p)
     assert torch.equal(got.isfinite(), want.isfinite())
+
+
+def check_rounded() -> None:
+    """To the nearest of 10 bits; what is finite stays so, and what is not, too."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(24, 32, generator=generator), torch.randn(32, 16, generator=generator)
+    mantissas, exponents = zip(a.frexp(), b.frexp(), strict=True)
+    near = [torch.ldexp(torch.round(m * 2**11) / 2**11, e) for m, e in zip(mantissas, exponents, strict=True)]
+    a[0, 0], a[1, 0], a[2, 0] = torch.inf, torch.nan, -torch.inf
+    a[3], b[:, 0] = torch.finfo(torch.float32).max, 0.0
+    near[1][:, 0] = 0.0
+    bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": tuple(a.shape), "B": tuple(b.shape)})
+    got = lowered.runner(bound, torch.float32, None, "tf32")({"A": a, "B": b})
+    torch.testing.assert_close(got[4:], near[0][4:] @ near[1], rtol=1e-5, atol=1e-5)
+    assert not got[:3, 1:].isfinite().any() and (got[3, 0] == 0)
 
 
 # Rows that are segments

@@ -38,6 +38,7 @@ from pumice.coords import (
     runs,
 )
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
+from pumice.coords.cloud import RANGE, clear, tell
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import mask_words, paired
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
@@ -121,6 +122,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(Launcher, "__call__", lambda *args, **kwargs: recorder(*args, **kwargs)),
         patch.object(compact, "runs_kernels", lambda tensor: True),
         patch.object(lookup, "runs_kernels", lambda tensor: True),
+        patch("pumice.coords.cloud.runs_kernels", lambda tensor: True),
         patch.object(ranking, "runs_kernels", lambda tensor: True),
         patch.object(norm, "runs_kernels", lambda tensor: True),
         patch.object(largest, "runs_kernels", lambda tensor: True),
@@ -141,6 +143,7 @@ def variants() -> tuple[Variant, ...]:
             runs.ENDS.tell(told, torch.full((count,), 9000, dtype=torch.int32))
             runs.in_pieces(told, count, 8)
             runs.by_length(told, count)
+        tell(clear(told.device), RANGE, told.any())
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
             _maxima(torch.zeros(60, channels, dtype=dtype))

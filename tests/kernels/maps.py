@@ -331,6 +331,7 @@ def output_checks() -> Checks:
         if label.startswith(("floor k2", "floor k3", "support k3 s2 p1", "transposed k3 s2")):
             found[f"{label} without room"] = partial(check_room, relation)
     found["behind an overflow nobody is asked past the end"] = check_behind_overflow
+    found["status words are never read and written back"] = check_status
     found["in a batch of 512"] = check_batch
     found["large strides"] = check_divided
     found["several programs"] = check_programs
@@ -425,6 +426,24 @@ def check_room(relation: Relation) -> None:
             table = made.table(room)
             if table is not None and relation.policy != "transposed_support":
                 same(table, looked_up(cloud, small, relation).rows)
+
+
+def check_status() -> None:
+    """Kernels that lay out other maps at the same time set bits, too: in a captured graph, on other streams."""
+    relation = levels(3)["floor k2 s2"]
+    cloud = scene("plain", 3).cloud()
+    twice = fresh(replace(cloud, coords=cloud.coords[[0, *range(cloud.capacity - 1)]]))
+    twice.status.fill_(OVERFLOW)
+    own = fresh(cloud)
+    own.status.fill_(RANGE)
+
+    def refused(*given: object) -> None:
+        raise AssertionError("not in one go")
+
+    with patch.object(torch.Tensor, "bitwise_or_", refused):
+        SortedKeys(twice, MapSchedule("sorted"))
+        Staged(own, relation, site_of(site_around(own), relation)).cloud(3)
+    assert int(twice.status) == DUPLICATE | OVERFLOW and int(own.status) == OVERFLOW | RANGE
 
 
 def check_behind_overflow() -> None:

@@ -588,13 +588,18 @@ def straight(as_on_gpu, monkeypatch):
     return as_on_gpu
 
 
+def grid(count, seed):
+    """So many voxels of a small grid."""
+    places = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:count]
+    coords = torch.stack([torch.zeros_like(places), places // 100, places // 10 % 10, places % 10], 1).int()
+    return pm.SparseTensor(torch.zeros(count, 1), coords).geometry
+
+
 def voxels(count, seed, channels=16, dtype=torch.float16):
     """Features and the map of so many voxels of a small grid."""
     from pumice.coords import Relation, kernel_map
 
-    places = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:count]
-    coords = torch.stack([torch.zeros_like(places), places // 100, places // 10 % 10, places % 10], 1).int()
-    found, _ = kernel_map(pm.SparseTensor(torch.zeros(count, 1), coords).geometry, Relation.of(3, 3))
+    found, _ = kernel_map(grid(count, seed), Relation.of(3, 3))
     return torch.zeros(count, channels, dtype=dtype), found
 
 
@@ -760,3 +765,20 @@ def test_a_map_with_segments_far_longer_than_others_is_no_straight_call(straight
         x, found = voxels(397, 0)
         pm.ops.conv_features(x, weight, found, 397)
         assert len(seen) == apart
+
+
+def test_a_map_that_is_its_own_transpose_is_no_template_for_one_that_is_not(straight):
+    """Its two forms of tiles share rows and inputs: which of them a kernel reads, the arrays do not tell."""
+    from pumice.coords import Relation, kernel_map
+
+    weight = torch.zeros(16, 27, 16, dtype=torch.float16, requires_grad=True)
+    ends = [grid(400, seed) for seed in (1, 2)]
+    across, _ = kernel_map(ends[0], Relation.of(3, 3, policy="given"), ends[1])
+    x, own = voxels(400, 0)
+    assert own.symmetric and not across.symmetric
+    for found in (own, own, across, across):
+        y = pm.ops.conv_features(x.requires_grad_(), weight, found, 400)
+        torch.autograd.grad(y.sum(), (x, weight))
+    rows, _, taps, met = across.compacted(64)
+    forward = {t.data_ptr() for t in (x, weight, rows, taps, met)}
+    assert any(forward <= set(values) for _, values in launches(straight))

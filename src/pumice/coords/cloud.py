@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import constant, sent
+from pumice.coords.launch import constant, kernel, runs_kernels, sent
 from pumice.errors import CoordinateError
 
 DUPLICATE, RANGE, OVERFLOW = 1, 2, 4
@@ -75,6 +75,17 @@ class Cloud:
 def clear(device: torch.device) -> Tensor:
     """A status word that says nothing."""
     return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def tell(status: Tensor, bit: int, happened: Tensor) -> None:
+    """Set a bit of a status word where `happened`, bool of one entry, is so.
+
+    In one go: kernels on other streams set other bits meanwhile, which a word that is read and written back would lose.
+    """
+    if runs_kernels(status):
+        kernel("probes.tell")(1, (happened.int(), status), (), {"BIT": bit})
+    else:
+        status.bitwise_or_(bit * happened.int())
 
 
 def read(tensors: Sequence[Tensor]) -> list[list[int]]:

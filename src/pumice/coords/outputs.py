@@ -18,7 +18,7 @@ from torch import Tensor
 from pumice.coords import bricks
 from pumice.coords.bricks import Bricks, Reach, Space
 from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import OVERFLOW, Cloud, read
+from pumice.coords.cloud import OVERFLOW, Cloud, read, tell
 from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Geometry, Site
 from pumice.coords.keys import INT32_MAX, Bounds
@@ -176,7 +176,7 @@ class Staged:
 
     def _coords(self, capacity: int) -> Tensor:
         # What is not new, and what there is no room for, goes to a place past the last.
-        self._inputs.status.bitwise_or_(OVERFLOW * (self._places[-1] > capacity).int())
+        tell(self._inputs.status, OVERFLOW, self._places[-1] > capacity)
         place = torch.where(self._new & (self._places <= capacity), self._places - 1, capacity)
         codes = self._codes.new_full((capacity + 1,), _NO_CODE).scatter_(0, place, self._codes)[:capacity]
         return coords_of_codes(codes, self._space)

@@ -183,6 +183,13 @@ def _report(status, bit: tl.constexpr, happened):
         tl.atomic_or(status, bit)
 
 
+@triton.jit
+def tell(happened, status, BIT: tl.constexpr):
+    """Set a bit of the status word where what plain torch found has happened."""
+    if tl.load(happened) != 0:
+        tl.atomic_or(status, BIT)
+
+
 # building
 
 

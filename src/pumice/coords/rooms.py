@@ -39,7 +39,7 @@ class Buffered:
 class Between:
     """Of a map: it lies between buffers. inputs, outputs: rows of it as it was found that live, int32 [1] each on the
     device; status: what is told that there was no room; place: names it among the maps of a program. late: what makes
-    its storages on other streams, until someone waits for that."""
+    its storages on other streams, until all is over; met: the streams that wait for that already."""
 
     inputs: Tensor
     outputs: Tensor
@@ -47,8 +47,24 @@ class Between:
     rooms: Rooms
     place: Hashable
     late: list[torch.cuda.Event] = field(default_factory=list)
+    met: set[int] = field(default_factory=set)
+
+    def behind(self, event: torch.cuda.Event) -> None:
+        """Storages are there behind this event."""
+        self.late.append(event)
+        self.met.clear()
 
     def join(self) -> None:
         """Let what the current stream does from now on wait for the storages."""
-        while self.late:
-            torch.cuda.current_stream(self.status.device).wait_event(self.late.pop())
+        if not self.late:
+            return
+        stream = torch.cuda.current_stream(self.status.device)
+        if stream.stream_id not in self.met:
+            self.met.add(stream.stream_id)
+            for event in self.late:
+                stream.wait_event(event)
+
+    def over(self) -> None:
+        """`join`, at the end of a program: what is read later comes behind all of it."""
+        self.join()
+        self.late.clear()

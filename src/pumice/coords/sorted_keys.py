@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import DUPLICATE, RANGE, Cloud
+from pumice.coords.cloud import DUPLICATE, RANGE, Cloud, tell
 from pumice.coords.keys import Bounds, KeySpace
 from pumice.coords.lookup import Found
 from pumice.coords.relation import Relation
@@ -30,10 +30,10 @@ class SortedKeys:
         self._cloud = cloud
         self._table: _Narrow | _Wide = _table_of(cloud, (1,) * cloud.dim)
         live = cloud.live()
-        cloud.status.bitwise_or_(RANGE * (live & ~_inside(cloud.coords, cloud.bounds)).any().int())
+        tell(cloud.status, RANGE, (live & ~_inside(cloud.coords, cloud.bounds)).any())
         keys = self._table.keys
         twice = (keys[1:] == keys[:-1]) & (keys[1:] != _DEAD)
-        cloud.status.bitwise_or_(DUPLICATE * twice.any().int())
+        tell(cloud.status, DUPLICATE, twice.any())
 
     @staticmethod
     def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:

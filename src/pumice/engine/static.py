@@ -214,7 +214,7 @@ def words_of(geometry: Geometry, levels: Iterable[Geometry]) -> Tensor:
         for found, _ in level.maps.values():
             if found.between is not None:
                 # What no layer has read tells of its room all the same.
-                found.between.join()
+                found.between.over()
     return torch.cat([geometry.cloud.status, *[c.count if c.needed is None else c.needed for c in clouds]])
 
 

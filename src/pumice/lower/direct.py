@@ -54,8 +54,10 @@ class Held:
 
     @staticmethod
     def of(tokens: Sequence[str], arrays: Sequence[Tensor], kinds: Sequence[Kind | None]) -> Held:
-        strides = tuple(x.stride() for x in arrays)
-        return Held(arrays, (tuple(tokens), tuple(kinds), strides), any(map(kernels.is_far, arrays)))
+        strides, places = tuple(x.stride() for x in arrays), [id(x) for x in arrays]
+        # Of an array that is there twice, as in a map that is its own transpose, a template knows one place.
+        shared = tuple(map(places.index, places))
+        return Held(arrays, (tuple(tokens), tuple(kinds), strides, shared), any(map(kernels.is_far, arrays)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -446,8 +446,8 @@ class _Emitter:
             return code
         whole = self._named("f", Value(code), self.body).code
         nearest = f"(({whole}.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)"
-        # Of a NaN the bits may run over.
-        nearest = f"tl.where({whole} == {whole}, {nearest}, {whole}) if PRECISION == 'tf32' else {whole}"
+        # Of a NaN the bits may run over, and what is nearly the largest would become infinite.
+        nearest = f"tl.where(tl.abs({whole}) < 3.4e38, {nearest}, {whole}) if PRECISION == 'tf32' else {whole}"
         return self._named("f", Value(nearest), self.body).code
 
     def _halves(self, code: str) -> tuple[str, str]:

@@ -169,7 +169,7 @@ def _side_by_side(asked: Iterable[tuple[KernelMap, str]]) -> None:
         if found.between is None:
             main.wait_event(event)
         else:
-            found.between.late.append(event)
+            found.between.behind(event)
 
 
 def counted(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:

@@ -99,6 +99,8 @@ def _activated(norm: nn.Module, behind: nn.Module, x: object) -> SparseTensor | 
         return None
     if not norm.of_living(x) or _ACTIVATIONS.get(type(behind)) != "relu" or not _unheard((norm, behind)):
         return None
+    if not _unheard_of_gradients((norm, behind)):
+        return None
     return norm.over_living(x, relu=True)
 
 
@@ -124,6 +126,13 @@ def _unheard(modules: Sequence[nn.Module]) -> bool:
     if every._global_forward_hooks or every._global_forward_pre_hooks:
         return False
     return not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def _unheard_of_gradients(modules: Sequence[nn.Module]) -> bool:
+    every = nn.modules.module
+    if every._global_backward_hooks or every._global_backward_pre_hooks:
+        return False
+    return not any(module._backward_hooks or module._backward_pre_hooks for module in modules)
 
 
 def _call(module: nn.Module, x: SparseTensor) -> SparseTensor:

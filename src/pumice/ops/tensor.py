@@ -361,7 +361,9 @@ class _Cleared(torch.autograd.Function):
         if forward:
             return torch.where(alive, feats, 0.0)
         ctx.save_for_backward(alive)
-        return feats.view_as(feats)
+        # Not a view: what comes next may write to it, as a ReLU in place does.
+        ctx.mark_dirty(feats)
+        return feats
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
