@@ -24,8 +24,7 @@ _CHANNELS = 64
 
 
 def largest(x: Tensor, found: KernelMap) -> Tensor:
-    """y [num_outputs, C] in the dtype of x [num_inputs, C], floats of at most 32 bits; differentiable, any number of
-    times."""
+    """y [num_outputs, C] in the dtype of x [num_inputs, C]; differentiable, any number of times."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _Largest.apply(x, found)
     return forward(x.contiguous(), found.rows(), False)[0]
@@ -49,7 +48,7 @@ class _Largest(torch.autograd.Function):
 
 def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
     """y, and if it is to be kept the tap of each entry, -1 where there is none; int8, or int16 of many taps."""
-    if not runs_kernels(x):
+    if not _by_kernels(x):
         return forward_twin(x, rows)
     (outputs, volume), channels = rows.shape, x.shape[1]
     y = x.new_empty(outputs, channels)
@@ -72,7 +71,7 @@ def forward_twin(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def gradient(grad: Tensor, found: KernelMap, taps: Tensor) -> Tensor:
     """The gradient of x, summed in float32 in the order of the taps."""
-    if not runs_kernels(grad):
+    if not _by_kernels(grad):
         return _spread(grad, found.rows(), taps, found.num_inputs)
     rows, channels = found.transpose().rows(), grad.shape[1]
     dx = grad.new_empty(found.num_inputs, channels)
@@ -88,6 +87,10 @@ def _spread(grad: Tensor, rows: Tensor, taps: Tensor, inputs: int) -> Tensor:
     channels = torch.arange(grad.shape[1], device=grad.device).expand_as(source)
     found = wide.new_zeros(inputs, grad.shape[1])
     return found.index_put((source, channels), torch.where(taps >= 0, wide, 0), accumulate=True).to(grad.dtype)
+
+
+def _by_kernels(x: Tensor) -> bool:
+    return x.dtype != torch.float64 and runs_kernels(x)
 
 
 def _of_taps(volume: int) -> torch.dtype:

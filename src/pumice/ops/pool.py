@@ -11,7 +11,7 @@ from pumice.errors import ShapeError
 from pumice.lower.largest import largest
 from pumice.ops import register
 from pumice.ops.conv import Size, Target, conv_features, target_of
-from pumice.ops.reduce import maximum, maximum_by_tap
+from pumice.ops.reduce import maximum
 from pumice.ops.tensor import SparseTensor, living, numbers
 
 
@@ -30,18 +30,17 @@ def max_pool(
     stride defaults to kernel_size.
     """
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
-    if _by_kernel(feats := numbers(x)):
+    feats = numbers(x)
+    # Of a map between buffers no pairs are counted.
+    if found.between is not None or _by_kernel(feats):
         return SparseTensor(largest(feats, found), outputs)
-    if found.between is not None:
-        return SparseTensor(maximum_by_tap(numbers(x), found.rows()), outputs)
     pairs = found.pairs()
-    return SparseTensor(maximum(numbers(x), pairs.inputs, pairs.outputs, outputs.coords.shape[0]), outputs)
+    return SparseTensor(maximum(feats, pairs.inputs, pairs.outputs, outputs.coords.shape[0]), outputs)
 
 
 def _by_kernel(x: Tensor) -> bool:
-    """Whether kernels run there, on floats that they know, and nobody but torch's autograd watches."""
-    known = x.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return known and not torch.compiler.is_compiling() and runs_kernels(x) and register.recorded((x,))
+    """Whether kernels run there, and nobody but torch's autograd watches."""
+    return register.recorded((x,)) and runs_kernels(x)
 
 
 def sum_pool(

@@ -25,32 +25,6 @@ def maximum(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
     return torch.where(found, pick(x, (source, channels)), 0)
 
 
-def maximum_by_tap(x: Tensor, rows: Tensor) -> Tensor:
-    """out[o, c] = the maximum of x[rows[o, k], c] over the taps k that meet something; 0 where none does.
-
-    Of a table whose pairs are not to be counted. A NaN is handed on. The gradient goes to the first that attains it.
-    """
-    if torch.is_grad_enabled() and x.requires_grad:
-        winner = _first_by_tap(x.detach(), rows)
-        source = rows.gather(1, winner.clamp(min=0)).long().clamp(min=0)
-        return torch.where(winner >= 0, pick(x, (source, torch.arange(x.shape[1], device=x.device))), 0)
-    top = x.new_full((rows.shape[0], x.shape[1]), -torch.inf)
-    for met in rows.unbind(1):
-        top = torch.maximum(top, torch.where((met >= 0)[:, None], x[met.clamp(min=0)], -torch.inf))
-    return torch.where((rows >= 0).any(1)[:, None], top, 0)
-
-
-def _first_by_tap(x: Tensor, rows: Tensor) -> Tensor:
-    """int64 [rows, C]: the first tap whose input is the maximum of each channel, or the last NaN; -1 without one."""
-    top = x.new_full((rows.shape[0], x.shape[1]), -torch.inf)
-    winner = torch.full(top.shape, -1, dtype=torch.int64, device=x.device)
-    for tap, met in enumerate(rows.unbind(1)):
-        values, there = x[met.clamp(min=0)], (met >= 0)[:, None]
-        better = there & ((values > top) | values.isnan() | (winner < 0))
-        top, winner = torch.where(better, values, top), torch.where(better, tap, winner)
-    return winner
-
-
 def _first_maximum(values: Tensor, outputs: Tensor, rows: int) -> Tensor:
     """[rows, C]: the place in the list of the first maximum per output and channel; the list's length where none."""
     places, channels = values.shape
