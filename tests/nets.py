@@ -116,6 +116,23 @@ def smooth(net):
     return net
 
 
+def check_casts(nets, loss, given, dtype, margin):
+    """A captured step of the first network casts where an eager one of the second does. given: x and labels."""
+    net, other = nets
+    other.load_state_dict(net.state_dict())
+    mine, theirs = Casts(net), Casts(other)
+    with torch.autocast(given[0].device.type, dtype):
+        step = pm.capture_step(net, loss, torch.optim.SGD(net.parameters()), *given, margin=margin)
+        value = loss(other(given[0]), given[1])
+    value.backward()
+    step(*given)
+    assert step.replays == 1
+    assert mine.captured == theirs.eager and not theirs.captured
+    assert any(("gradient", dtype) in seen for seen in mine.captured.values())
+    kinds = [[p.grad is not None and p.grad.dtype for p in n.parameters()] for n in nets]
+    assert kinds[0] == kinds[1]
+
+
 class Casts:
     """Of the modules of a network, by name: the dtypes of what they take, of what they give, and of its gradients.
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Casts, Dense, Layers, Levels, smooth
+from nets import Dense, Layers, Levels, check_casts, smooth
 from torch import nn
 from torch.nn import functional
 
@@ -366,20 +366,7 @@ def test_autocast_casts_at_the_same_places(dtype, name):
         "layers": (Layers, lambda found, labels: of_layers(found, labels, 0.0), None),
         "levels": (Levels, of_levels, SHAPE),
     }[name]
-    net, other = make(), make()
-    other.load_state_dict(net.state_dict())
-    mine, theirs = Casts(net), Casts(other)
-    x, labels = scene(90, shape=shape, dtype=torch.float32)
-    with torch.autocast("cpu", dtype):
-        step = pm.capture_step(net, loss, torch.optim.SGD(net.parameters()), x, labels, margin=4.0)
-        value = loss(other(x), labels)
-    value.backward()
-    step(x, labels)
-    assert step.replays == 1
-    assert mine.captured == theirs.eager and not theirs.captured
-    assert any(("gradient", dtype) in seen for seen in mine.captured.values())
-    kinds = [[p.grad is not None and p.grad.dtype for p in n.parameters()] for n in (net, other)]
-    assert kinds[0] == kinds[1]
+    check_casts((make(), make()), loss, scene(90, shape=shape, dtype=torch.float32), dtype, margin=4.0)
 
 
 def test_a_mean_of_halves_whose_sum_is_too_large_for_them():

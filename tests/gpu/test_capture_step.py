@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from nets import Casts, Layers, Levels, smooth
+from nets import Layers, Levels, check_casts, smooth
 from torch import nn
 from torch.nn import functional
 from waits import no_wait
@@ -231,20 +231,7 @@ def test_autocast_casts_at_the_same_places(gpu, dtype, name):
         "layers": (lambda: Layers(16), of_layers, None),
         "levels": (lambda: Levels(16), of_levels, (64, 60, 60)),
     }[name]
-    net, other = make().to(gpu), make().to(gpu)
-    other.load_state_dict(net.state_dict())
-    mine, theirs = Casts(net), Casts(other)
-    x, labels = scene(gpu, 6000, shape=shape)
-    with torch.autocast("cuda", dtype):
-        step = pm.capture_step(net, loss, torch.optim.SGD(net.parameters()), x, labels, margin=3.0)
-        value = loss(other(x), labels)
-    value.backward()
-    step(x, labels)
-    assert step.replays == 1
-    assert mine.captured == theirs.eager and not theirs.captured
-    assert any(("gradient", dtype) in seen for seen in mine.captured.values())
-    kinds = [[p.grad is not None and p.grad.dtype for p in n.parameters()] for n in (net, other)]
-    assert kinds[0] == kinds[1]
+    check_casts((make().to(gpu), make().to(gpu)), loss, scene(gpu, 6000, shape=shape), dtype, margin=3.0)
 
 
 @pytest.mark.parametrize("optimizer", ["plain", "sgd"])

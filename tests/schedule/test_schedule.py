@@ -183,6 +183,33 @@ def test_few_tiles_are_made_narrower():
 
 
 @pytest.mark.parametrize(
+    "channels,tiles,expected",
+    [
+        (64, 3000, "128x128x64 w4 s3 ahead"),
+        (96, 3000, "128x128x32 w4 s5"),
+        (96, 500, "128x128x32 w4 s4 ahead"),
+        (128, 3000, "128x128x64 w4 s3 ahead"),
+        (160, 3000, "128x128x64 w4 s3 ahead"),
+    ],
+)
+def test_turns_are_half_as_deep_where_the_last_would_be_mostly_empty(channels, tiles, expected):
+    problem = convolution(channels, 12, tiles, 96)
+    assert str(default(problem)) == expected
+    # Both depths are tried, whichever is the default.
+    assert {32, 64} <= {tile.reduced for tile in candidates(problem) if not tile.packed}
+    assert default(convolution(channels, 12, tiles, 96, bits=32)).reduced == 32
+
+
+@pytest.mark.parametrize("groups,stages", [(450, 3), (250, 4)])
+def test_a_fourth_stage_does_not_cost_long_loops_a_round(groups, stages):
+    """Gradients of weights over groups of pairs: 528 programs of three stages run at once, 396 of four."""
+    weights = parse("W[k[g],c,n] += x[i[g,q],c] * y[o[g,q],n]")
+    sizes = {"g": groups, "q": 32768, "c": 64, "n": 64}
+    found = default(Problem(roles(weights, sizes), sizes, chained=True))
+    assert (found.rows, found.columns, found.stages, found.ahead) == (64, 64, stages, True)
+
+
+@pytest.mark.parametrize(
     "sizes,shared",
     [
         ({"m": 64, "n": 64, "k": 1 << 20}, True),
