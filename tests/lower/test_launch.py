@@ -662,6 +662,26 @@ def test_gradients_over_another_map_get_launches_with_its_own_arrays(straight, m
         assert any(tensors | read(form) <= own for own in values), form
 
 
+@pytest.mark.parametrize("first", [torch.float16, torch.float32], ids=["half first", "wide first"])
+def test_gradients_of_two_dtypes_have_templates_of_their_own(straight, monkeypatch, first):
+    """Under autocast the gradient of a float32 weight is not the rounded one of a half that has all else alike."""
+    kept, keep = set(), direct.TEMPLATES.keep
+    monkeypatch.setattr(direct.TEMPLATES, "keep", lambda key, value: kept.add(key) or keep(key, value))
+    places = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:400]
+    coords = torch.stack([torch.zeros_like(places), places // 100, places // 10 % 10, places % 10], 1).int()
+    counts = []
+    for dtype in (first, torch.float32 if first == torch.float16 else torch.float16):
+        for count in (400, 400, 399):
+            x = pm.SparseTensor(torch.zeros(count, 16).half().requires_grad_(), coords[:count])
+            weight = torch.zeros(16, 3, 3, 3, 16, dtype=dtype, requires_grad=True)
+            with torch.autocast("cpu", torch.float16, enabled=dtype == torch.float32):
+                y = pm.ops.conv(x, weight).feats
+            (found,) = torch.autograd.grad(y, weight, torch.zeros(count, 16).half())
+            assert found.dtype == dtype
+        counts.append(len(kept))
+    assert counts[1] > counts[0]
+
+
 def test_a_straight_call_is_the_one_with_every_check(straight, monkeypatch):
     """Grid and all arguments but the result are those of a call that looks everything up."""
     weight = torch.zeros(16, 27, 16, dtype=torch.float16)
