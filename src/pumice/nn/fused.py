@@ -97,11 +97,10 @@ def _activated(norm: nn.Module, behind: nn.Module, x: object) -> SparseTensor | 
     """A batch norm with the ReLU behind it, where one kernel does both: in a captured step of training."""
     if not isinstance(norm, layers.BatchNorm) or type(norm) is not layers.BatchNorm or not isinstance(x, SparseTensor):
         return None
-    if not norm.of_living(x) or _ACTIVATIONS.get(type(behind)) != "relu" or not _unheard((norm, behind)):
+    if not norm.of_living(x) or _ACTIVATIONS.get(type(behind)) != "relu":
         return None
-    if not _unheard_of_gradients((norm, behind)):
-        return None
-    return norm.over_living(x, relu=True)
+    both = norm, behind
+    return norm.over_living(x, relu=True) if _unheard(both) and _unheard_of_gradients(both) else None
 
 
 def _alike(x: SparseTensor, residual: SparseTensor) -> bool:

@@ -231,7 +231,7 @@ class HeldCall:
         assert plan.statement_of(ask.text, ask.names).reduction == "sum"
         self._ask, self._kinds, self._held = ask, kinds, held
         self._operands = [None if place in ask.free else x for place, x in enumerate(operands)]
-        self._dtypes = [operands[place].dtype for place in ask.free]
+        self.dtypes = [operands[place].dtype for place in ask.free]
         # By whether algorithms are deterministic, and for gradients by which of the free operands.
         self._results: dict[bool, plan.Ready] = {}
         self._gradients: dict[tuple[int, torch.dtype, bool], list[_Derivative]] = {}
@@ -241,13 +241,9 @@ class HeldCall:
     def __call__(self, *given: Tensor) -> Tensor:
         return _RecordedHeld.apply(self, *given)
 
-    def alike(self, given: Sequence[Tensor]) -> list[bool]:
-        """Which of what is given has the dtype in which it is read."""
-        return [x.dtype == dtype for x, dtype in zip(given, self._dtypes, strict=True)]
-
     def cast(self, given: Sequence[Tensor]) -> list[Tensor]:
         """What is given, in the dtypes in which it is read."""
-        return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(given, self._dtypes, strict=True)]
+        return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(given, self.dtypes, strict=True)]
 
     def result(self, given: Sequence[Tensor]) -> Tensor:
         key = direct.told(given, None)
@@ -374,7 +370,7 @@ class _RecordedHeld(torch.autograd.Function):
         if torch.is_grad_enabled():
             cast = ctx.call.cast(given)
         else:
-            cast = [x if alike else next(saved) for x, alike in zip(given, ctx.call.alike(given), strict=True)]
+            cast = [x if x.dtype == dtype else next(saved) for x, dtype in zip(given, ctx.call.dtypes, strict=True)]
         wanted = [x.dtype if need else None for x, need in zip(given, needed, strict=True)]
         with nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
             return None, *ctx.call.gradients(cast, grad, wanted)
