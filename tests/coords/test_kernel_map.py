@@ -13,7 +13,7 @@ from pumice.coords import Geometry, KernelMap, Order, Relation, compact, kernel_
 from pumice.coords.compact import Tiling, ordered, tally, tiled, totals_of
 from pumice.coords.lookup import mask_words
 from pumice.coords.rooms import Between
-from pumice.engine.static import Settled
+from pumice.coords.rooms import Settled
 from pumice.errors import OptionError
 from pumice.testing import random_cloud
 

@@ -26,7 +26,7 @@ from pumice.coords.launch import Launcher
 from pumice.coords.rooms import Buffered
 from pumice.engine.capture import site_within
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
-from pumice.engine.static import Planner, Settled
+from pumice.coords.rooms import Planner, Settled
 from pumice.lower import largest, maps, norm
 from pumice.lower.remember import OWN
 from pumice.lower.segments import pieces, segments

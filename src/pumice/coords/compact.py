@@ -267,9 +267,11 @@ def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None
     inputs = torch.empty(room, block, dtype=torch.int32, device=device)
     # Where there are just so many, nothing is told.
     found, told = Compacted(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
-    ENDS.tell(tile, tiling.ends)
     if not runs_kernels(rows):
-        return filled_twin(rows, tiling, found, told)
+        filled_twin(rows, tiling, found, told)
+        ENDS.tell(tile, tiling.ends)
+        return found
+    ENDS.tell(tile, tiling.ends)
     lanes = lanes_of(rows.shape[1])
     constants = {"K": rows.shape[1], "BLOCK": block, "LANES": lanes}
     tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs, told)
@@ -278,7 +280,7 @@ def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None
     return found
 
 
-def filled_twin(rows: Tensor, tiling: Tiling, found: Compacted, status: Tensor) -> Compacted:
+def filled_twin(rows: Tensor, tiling: Tiling, found: Compacted, status: Tensor) -> None:
     """As filled, in plain torch, into these tensors."""
     status.bitwise_or_(OVERFLOW * (tiling.entries > len(found.taps)).any().int())
     found.tiles.fill_(len(tiling.slots))
@@ -289,7 +291,6 @@ def filled_twin(rows: Tensor, tiling: Tiling, found: Compacted, status: Tensor) 
     met = rows[slots.clamp(min=0), tap[:, None]]
     found.tiles[: len(tile)], found.taps[: len(tap)] = tile.int(), tap.int()
     found.inputs[: len(tile)] = torch.where(slots >= 0, met, -1)
-    return found
 
 
 def listed(

@@ -310,8 +310,10 @@ class Geometry:
 
     def settle(self, status: int | None = None) -> None:
         """Raise what was found wrong with the coordinates. status: the value of `unsettled`, if it was read already."""
-        waiting = self.unsettled
-        if waiting is not None and (read([waiting])[0][0] if status is None else status):
+        if status is None:
+            waiting = self.unsettled
+            status = 0 if waiting is None else read([waiting])[0][0]
+        if status and not self._settled:
             self._explain()
         self._settled = True
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pumice.coords.relation import Relation
+from pumice.errors import CaptureError
+
+_STEP = 64
+"""Capacities of levels are multiples of it, no two the same."""
+
+Shares = float | Mapping[Any, float] | None
+"""Room of inner levels, as a share of the first one's: of all, or by stride (an int or one per axis)."""
 
 
 class Rooms(Protocol):
@@ -68,3 +76,66 @@ class Between:
         """`join`, at the end of a program: what is read later comes behind all of it."""
         self.join()
         self.late.clear()
+
+
+class Planner:
+    """Rooms as they are found to be needed for an example of `count` voxels, with a margin, for `capacity` voxels.
+
+    It waits for the device at every place that it meets for the first time. least: rooms that are not made smaller.
+    """
+
+    def __init__(
+        self, capacity: int, count: int, margin: float, shares: Shares, least: Mapping[Any, int] | None = None
+    ) -> None:
+        self._scale, self._capacity, self._shares = margin * capacity / count, capacity, shares
+        self._least = least or {}
+        self.rooms: dict[Hashable, int] = {}
+        self._taken = {capacity}
+
+    def room(self, place: Hashable, needed: Tensor, most: int) -> int:
+        """See Rooms."""
+        if place not in self.rooms:
+            self.rooms[place] = self._planned(place, needed, most)
+        return self.rooms[place]
+
+    def _planned(self, place: Any, needed: Tensor, most: int) -> int:
+        what, *_, last = place
+        share = _share(self._shares, last) if what == "rows" else None
+        # Without tiles there is no number.
+        wanted = self._scale * sum(needed.tolist()) if share is None else share * self._capacity
+        found = max(1, min(most, math.ceil(wanted)), self._least.get(place, 0))
+        if what != "rows":
+            return found
+        found = -(-found // _STEP) * _STEP
+        while found in self._taken:
+            found += _STEP
+        self._taken.add(found)
+        return found
+
+
+def _share(shares: Shares, stride: tuple[Any, ...]) -> float | None:
+    if shares is None or isinstance(shares, float | int):
+        return shares
+    alike = stride[0] if len(set(stride)) == 1 else None
+    return shares.get(stride, shares.get(alike))
+
+
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """Rooms that were planned."""
+
+    rooms: Mapping[Any, int]
+
+    def levels(self) -> Iterator[tuple[Any, int]]:
+        """The places of levels, with their rooms."""
+        return ((place, room) for place, room in self.rooms.items() if place[0] == "rows")
+
+    def room(self, place: Hashable, needed: Tensor, most: int) -> int:
+        """See Rooms."""
+        found = self.rooms.get(place)
+        if found is None:
+            raise CaptureError(
+                "the network asks for coordinates or maps that it did not ask for before: what it does must not depend "
+                f"on the scene ({place})"
+            )
+        return found

@@ -1,6 +1,6 @@
 """Kernels that lay a kernel map out for feature kernels: orders of rows, tiles with their taps, lists of pairs.
 
-Only `compact.py`, where the twins in plain torch are, imports this file: it needs Triton.
+Only files where the twins in plain torch are (`compact.py` and its like) import this one: it needs Triton.
 """
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 OVERFLOW = tl.constexpr(4)
-_NUMBERS = ["first", "last", "shift", "capacity", "tiles_most", "group", "blocks", "width", "step"]
+_NUMBERS = ["arrays", "first", "last", "shift", "capacity", "tiles_most", "group", "blocks", "width", "step"]
 
 
 @triton.jit
@@ -348,3 +348,18 @@ def order_runs(
         tl.store(values + i, own, mask=live)
         tl.store(starts + i, begin, mask=live)
         tl.store(stops + i, begin + length, mask=live)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def pack(sources, starts, sizes, out, arrays: "i64", MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """out[starts[a] * BLOCK + i] = array a's entry i, for i < sizes[a]; sources: addresses of arrays of int32."""
+    block = tl.program_id(0).to(tl.int64)
+    a = tl.arange(0, MOST)
+    begins = tl.load(starts + a, mask=a < arrays, other=1 << 62)
+    # Of arrays that begin at one block all but the last are empty.
+    own = tl.sum((begins <= block).to(tl.int32), axis=0) - 1
+    source = tl.load(sources + own).to(tl.pointer_type(tl.int32), bitcast=True)
+    lane = tl.arange(0, BLOCK).to(tl.int64)
+    i = (block - tl.load(starts + own)) * BLOCK + lane
+    there = i < tl.load(sizes + own)
+    tl.store(out + block * BLOCK + lane, tl.load(source + i, mask=there), mask=there)

@@ -7,8 +7,7 @@ on a GPU they can be recorded once as a CUDA graph.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,75 +26,7 @@ from pumice.ops import SparseTensor
 
 Path = tuple[Relation, ...]
 """The relations that lead from the first coordinates to those of a level."""
-_STEP = 64
-"""Capacities of levels are multiples of it, no two the same."""
-
 Stride = tuple[Any, ...]
-Shares = float | Mapping[Any, float] | None
-"""Room of inner levels, as a share of the first one's: of all, or by stride (an int or one per axis)."""
-
-
-class Planner:
-    """Rooms as they are found to be needed for an example of `count` voxels, with a margin, for `capacity` voxels.
-
-    It waits for the device at every place that it meets for the first time. least: rooms that are not made smaller.
-    """
-
-    def __init__(
-        self, capacity: int, count: int, margin: float, shares: Shares, least: Mapping[Any, int] | None = None
-    ) -> None:
-        self._scale, self._capacity, self._shares = margin * capacity / count, capacity, shares
-        self._least = least or {}
-        self.rooms: dict[Hashable, int] = {}
-        self._taken = {capacity}
-
-    def room(self, place: Hashable, needed: Tensor, most: int) -> int:
-        """See Rooms."""
-        if place not in self.rooms:
-            self.rooms[place] = self._planned(place, needed, most)
-        return self.rooms[place]
-
-    def _planned(self, place: Any, needed: Tensor, most: int) -> int:
-        what, *_, last = place
-        share = _share(self._shares, last) if what == "rows" else None
-        # Without tiles there is no number.
-        wanted = self._scale * sum(needed.tolist()) if share is None else share * self._capacity
-        found = max(1, min(most, math.ceil(wanted)), self._least.get(place, 0))
-        if what != "rows":
-            return found
-        found = -(-found // _STEP) * _STEP
-        while found in self._taken:
-            found += _STEP
-        self._taken.add(found)
-        return found
-
-
-def _share(shares: Shares, stride: Stride) -> float | None:
-    if shares is None or isinstance(shares, float | int):
-        return shares
-    alike = stride[0] if len(set(stride)) == 1 else None
-    return shares.get(stride, shares.get(alike))
-
-
-@dataclass(frozen=True, eq=False)
-class Settled:
-    """Rooms that were planned."""
-
-    rooms: Mapping[Any, int]
-
-    def levels(self) -> Iterator[tuple[Any, int]]:
-        """The places of levels, with their rooms."""
-        return ((place, room) for place, room in self.rooms.items() if place[0] == "rows")
-
-    def room(self, place: Hashable, needed: Tensor, most: int) -> int:
-        """See Rooms."""
-        found = self.rooms.get(place)
-        if found is None:
-            raise CaptureError(
-                "the network asks for coordinates or maps that it did not ask for before: what it does must not depend "
-                f"on the scene ({place})"
-            )
-        return found
 
 
 @dataclass(frozen=True, eq=False)

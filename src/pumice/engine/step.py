@@ -12,11 +12,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from pumice.coords.launch import lasting
+from pumice.coords.rooms import Planner, Shares
 from pumice.engine.capture import Box, check_example, check_scene, site_within
 from pumice.engine.compare import steps_differ
 from pumice.engine.entry import Scene, VoxelScene
 from pumice.engine.graphs import Bucket, Engine, Graphed, Limits, Margins, on
-from pumice.engine.static import Autocast, Planner, Shares
+from pumice.engine.static import Autocast
 from pumice.engine.train import (
     Done,
     Example,

@@ -13,6 +13,7 @@ from torch import nn
 from pumice.coords import Geometry, KernelMap, Relation, check_steps, kernel_map, local, pyramid
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import lay_out
+from pumice.ops.recorded import Asked, by_graph
 from pumice.ops.tensor import SparseTensor
 from pumice.schedule.dataflow import Chosen, Dataflow, Dataflows, chosen
 
@@ -53,32 +54,60 @@ def prepare_levels(
     if torch.compiler.is_compiling():
         return SparseTensor(x.feats, local(x.geometry))
     check_steps(steps)
-    if x.geometry.buffered is None:
-        # All levels are counted in one transfer.
-        pyramid(x.geometry, steps)
-    wanted = _wanted(x.geometry, steps, same, users)
-    if x.geometry.device.type != "cuda":
-        list(wanted)
-    elif x.geometry.buffered is None:
-        lay_out(list(wanted), torch.is_grad_enabled())
-    else:
-        # Nothing is read: each is laid out while the next is found.
-        for each in wanted:
-            lay_out([each], torch.is_grad_enabled())
+    wanted = _Wanted(tuple(steps), tuple(map(tuple, same)), None if users is None else _flows_over(steps, same, users))
+    geometry = x.geometry
+    if geometry.buffered is not None:
+        wanted.find(geometry, geometry.device.type == "cuda")
+    elif not by_graph(geometry, wanted.asked()):
+        wanted.find_together(geometry)
     return x
 
 
-def _wanted(
-    geometry: Geometry, steps: Sequence[Relation], same: Sequence[Sequence[Relation]], users: Users | None
-) -> Iterator[tuple[KernelMap, Iterable[Chosen | None]]]:
-    """The maps, and in which dataflows each is read; without users as the planner picks, both ways."""
-    flat = sum(map(len, same))
-    over = None if users is None else list(_by_need(users.same, users.steps, users.back))
-    if over is not None and len(over) != flat + 2 * len(steps):
-        count = len(steps)
+@dataclass(frozen=True, eq=False)
+class _Wanted:
+    """Maps, and in which dataflows each is read; flows: None as the planner picks, both ways."""
+
+    steps: tuple[Relation, ...]
+    same: tuple[tuple[Relation, ...], ...]
+    flows: tuple[frozenset[Chosen | None], ...] | None
+
+    def maps(self, geometry: Geometry) -> Iterator[tuple[KernelMap, Iterable[Chosen | None]]]:
+        """Each found when it is asked for."""
+        flows = repeat((None,)) if self.flows is None else self.flows
+        return zip(_maps(geometry, self.steps, self.same), flows)  # noqa: B905  (flows may go on)
+
+    def find_together(self, geometry: Geometry) -> None:
+        """All levels are counted in one transfer, and what is laid out in another."""
+        pyramid(geometry, self.steps)
+        found = list(self.maps(geometry))
+        if geometry.device.type == "cuda":
+            lay_out(found, torch.is_grad_enabled())
+
+    def find(self, geometry: Geometry, laid: bool = True) -> list[KernelMap]:
+        """In buffers nothing is read: each is laid out, if it is to be, while the next is found. Those that are read as
+        the planner picks."""
+        found = []
+        for one, flows in self.maps(geometry):
+            if laid:
+                lay_out([(one, flows)], torch.is_grad_enabled())
+            if None in flows:
+                found.append(one)
+        return found
+
+    def asked(self) -> Asked:
+        """As graphs are asked for it."""
+        differentiable = torch.is_grad_enabled()
+        return Asked((self.steps, self.same, self.flows, differentiable), self.find, differentiable)
+
+
+def _flows_over(
+    steps: Sequence[Relation], same: Sequence[Sequence[Relation]], users: Users
+) -> tuple[frozenset[Chosen | None], ...]:
+    over = list(_by_need(users.same, users.steps, users.back))
+    flat, count = sum(map(len, same)), len(steps)
+    if len(over) != flat + 2 * count:
         raise ShapeError(f"users are told of {len(over)} maps, there are {count} down, as many back, {flat} same")
-    flows = repeat((None,)) if over is None else map(_flows, over)
-    return zip(_maps(geometry, steps, same), flows)  # noqa: B905  (flows may go on)
+    return tuple(map(_flows, over))
 
 
 def _by_need(same: Sequence[Sequence[T]], down: Sequence[T], back: Sequence[T]) -> Iterator[T]:
@@ -103,8 +132,8 @@ def _maps(geometry: Geometry, steps: Sequence[Relation], same: Sequence[Sequence
         yield found.transpose()
 
 
-def _flows(layers: Iterable[Layer]) -> set[Chosen | None]:
-    return {None if (flow := layer.dataflow) is None else chosen(flow) for layer in layers}
+def _flows(layers: Iterable[Layer]) -> frozenset[Chosen | None]:
+    return frozenset(None if (flow := layer.dataflow) is None else chosen(flow) for layer in layers)
 
 
 def _listed(values: Any) -> Sequence[Any]:

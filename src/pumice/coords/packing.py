@@ -1,0 +1,60 @@
+"""The first rows of many arrays as new tensors in one block of memory: one kernel where kernels run, plain torch
+elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pumice.coords.launch import kernel, runs_kernels, sent
+from pumice.errors import DtypeError
+
+_BLOCK = 2048
+"""Entries of one program; every array begins at a multiple of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packer:
+    """Arrays that stay where they are, contiguous int32. addresses: of them all, int64 on their device."""
+
+    arrays: Sequence[Tensor]
+    addresses: Tensor
+
+    @staticmethod
+    def of(arrays: Sequence[Tensor]) -> Packer:
+        """Raises DtypeError for arrays of another dtype or with gaps."""
+        for array in arrays:
+            if array.dtype != torch.int32 or not array.is_contiguous():
+                raise DtypeError(f"contiguous torch.int32 is packed, found {array.dtype} of strides {array.stride()}")
+        return Packer(arrays, torch.tensor([a.data_ptr() for a in arrays], device=arrays[0].device))
+
+    def first(self, rows: Sequence[int]) -> list[Tensor]:
+        """Copies of the first so many rows of each."""
+        shapes = [(n, *array.shape[1:]) for n, array in zip(rows, self.arrays, strict=True)]
+        starts, sizes, end = [], [], 0
+        for shape, array in zip(shapes, self.arrays, strict=True):
+            size = shape[0] * (array.stride(0) if len(shape) > 1 else 1)
+            starts.append(end)
+            sizes.append(size)
+            end += -(-size // _BLOCK)
+        out = torch.empty(end * _BLOCK, dtype=torch.int32, device=self.addresses.device)
+        found = [
+            out.as_strided(shape, array.stride(), start * _BLOCK)
+            for shape, array, start in zip(shapes, self.arrays, starts, strict=True)
+        ]
+        if runs_kernels(out):
+            told = sent(torch.tensor([starts, sizes]), out.device)
+            constants = {"MOST": 1 << (len(starts) - 1).bit_length(), "BLOCK": _BLOCK}
+            kernel("tiling.pack")(end, (self.addresses, told[0], told[1], out), (len(starts),), constants)
+        else:
+            pack_twin(self.arrays, found)
+        return found
+
+
+def pack_twin(arrays: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """The copies, in plain torch."""
+    for array, copy in zip(arrays, found, strict=True):
+        copy.copy_(array[: len(copy)])

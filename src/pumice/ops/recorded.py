@@ -1,0 +1,255 @@
+"""The maps of a network found by one CUDA graph, in place of some hundred launches from the host.
+
+When a network asks for the same levels and maps of scene after scene, finding them is recorded, for scenes of about one
+size, over buffers of which nothing is read (coords.rooms). A later scene is copied there, the graph runs, all sizes are
+read in one transfer, and one kernel copies what is the scene's of each array: its maps are like those that would have
+been found without a graph, in memory of their own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Site
+from pumice.coords.cloud import DUPLICATE, RANGE, clear
+from pumice.coords.launch import constants_read, lasting
+from pumice.coords.packing import Packer
+from pumice.coords.rooms import Buffered, Planner, Rooms, Settled
+from pumice.env import settings
+from pumice.errors import PumiceError
+from pumice.lower.remember import Bounded
+from pumice.ops.contents import Contents, Reader
+
+_BEFORE = 2
+"""Scenes of about a size that are done without a graph before one is recorded."""
+_RATIO, _SMALLEST = 1.25, 1024
+"""Of capacities: from one to the next, and the smallest."""
+_MARGIN = 1.25
+"""Room of inner levels and of maps, over what a scene needs that fills the capacity."""
+_TIMES = 4
+"""How often a capacity is recorded, at most: for larger boxes, and for scenes with more of anything."""
+_SHARE = 8
+"""Graphs take this part of a device's memory, at most; the one that was used longest ago goes first."""
+
+Place = tuple[Hashable, int]
+"""What is asked for, and a capacity."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What is found of scene after scene.
+
+    find: finds the maps of a geometry and lays them out; those of them that are read as the planner picks.
+    differentiable: for gradients, too. key: tells it from what else is asked for.
+    """
+
+    key: Hashable
+    find: Callable[[Geometry], Iterable[KernelMap]]
+    differentiable: bool
+
+
+def by_graph(geometry: Geometry, asked: Asked) -> bool:
+    """Whether the maps are there now, by a graph: where one is at hand, or worth it.
+
+    Raises CoordinateError for duplicates, and for coordinates outside their spatial_shape.
+    """
+    if not _serves(geometry):
+        return False
+    device = geometry.device
+    with lasting():
+        shelf = _SHELVES.get(device) or _SHELVES.keep(device, Shelf(device))
+        with shelf.lock:
+            return shelf.find(geometry, asked)
+
+
+def _serves(geometry: Geometry) -> bool:
+    """Whether a graph may find maps of it: there are none yet, and nothing else is being recorded."""
+    if geometry.maps or geometry.levels or not len(geometry) or not settings().map_graphs:
+        return False
+    if geometry.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return False
+    return geometry.device.index in (None, torch.cuda.current_device())
+
+
+def _capacity(count: int) -> int:
+    found = _SMALLEST
+    while found < count:
+        found = int(found * _RATIO) // 64 * 64
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """Finding maps, recorded. site: its bounds are a box that scenes lie in. coords int32 [capacity, 1+D] and count
+    int32 [1]: where a scene is copied to. graph: None where there are none, on a CPU. read: what the graph reads.
+
+    nbytes: of the device's memory that it took. times: how often its capacity was recorded.
+    """
+
+    asked: Asked
+    site: Site
+    coords: Tensor
+    count: Tensor
+    rooms: Settled
+    times: int
+    graph: torch.cuda.CUDAGraph | None = None
+    left: tuple[Contents, Packer] | None = None
+    read: Sequence[object] = ()
+    nbytes: int = 0
+
+    def holds(self, bounds: Bounds) -> bool:
+        """Whether the box does."""
+        box = self.site.bounds
+        inside = all(a <= b for a, b in zip(box.low, bounds.low, strict=True))
+        return inside and all(a >= b for a, b in zip(box.high, bounds.high, strict=True)) and bounds.batch <= box.batch
+
+    def fill(self, geometry: Geometry) -> None:
+        self.coords[: len(geometry)].copy_(geometry.coords)
+        self.count.fill_(len(geometry))
+
+    def run(self, rooms: Rooms) -> Contents:
+        """What is found of the coordinates in the buffer."""
+        cloud = Cloud(self.coords, self.count, self.site.bounds, clear(self.coords.device))
+        geometry = Geometry.in_buffer(cloud, self.site, Buffered(rooms))
+        # It tells duplicates, also where nothing asks for neighbours.
+        geometry.lookup()
+        laid = list(self.asked.find(geometry))
+        return Reader(geometry, laid, self.asked.differentiable).contents()
+
+    def give(self, geometry: Geometry) -> int:
+        """Find the maps of a scene, unless the status that is given back is not 0."""
+        self.fill(geometry)
+        if self.graph is None or self.left is None:
+            contents = self.run(self.rooms)
+            packer = Packer.of(contents.arrays)
+        else:
+            self.graph.replay()
+            contents, packer = self.left
+        words = contents.words.tolist()
+        if not words[0]:
+            contents.give(geometry, words, packer)
+        return words[0]
+
+
+class Shelf:
+    """What is recorded on a device. Graphs share memory, so that one runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = Lock()
+        self._device = device
+        self._missed: Bounded[int] = Bounded(1024)
+        self._held: dict[Place, Recorded] = {}
+        self._refused: Bounded[bool] = Bounded(1024)
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._done: torch.cuda.Event | None = None
+
+    def find(self, geometry: Geometry, asked: Asked) -> bool:
+        """See by_graph."""
+        site = geometry.site
+        capacity = _capacity(len(geometry))
+        place = (asked.key, site.stride, site.spatial_shape, geometry.dim), capacity
+        if self._refused.get(place):
+            return False
+        held = self._held.get(place)
+        if held is None or not held.holds(site.bounds):
+            missed = self._missed.keep(place, (self._missed.get(place) or 0) + 1)
+            if missed <= _BEFORE:
+                return False
+            held = self._record(place, asked, geometry, held)
+        status = None if held is None else self._given(place, held, geometry)
+        if held is not None and status and not status & (DUPLICATE | RANGE):
+            held = self._record(place, asked, geometry, held)
+            status = None if held is None else self._given(place, held, geometry)
+        if status is not None and (not status or status & (DUPLICATE | RANGE)):
+            geometry.settle(status)
+        return status == 0
+
+    def _given(self, place: Place, held: Recorded, geometry: Geometry) -> int:
+        """A scene's maps, in the order in which streams ask for them."""
+        # The last to go is the one that was used last.
+        self._held[place] = self._held.pop(place)
+        if self._done is None:
+            return held.give(geometry)
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._done)
+        try:
+            return held.give(geometry)
+        finally:
+            self._done.record(stream)
+
+    def _record(self, place: Place, asked: Asked, geometry: Geometry, before: Recorded | None) -> Recorded | None:
+        """A graph for a scene and those like it, in place of the one before; None where there can be none."""
+        self._held.pop(place, None)
+        times = 1 if before is None else before.times + 1
+        try:
+            made = None if times > _TIMES else self._recorded(asked, geometry, place[1], before)
+        except (PumiceError, torch.cuda.OutOfMemoryError) as e:
+            print("REFUSED", repr(e)[:300])
+            made = None
+        except RuntimeError as problem:
+            warnings.warn(f"kernel maps are found without a CUDA graph: {problem}", RuntimeWarning, stacklevel=7)
+            made = None
+        if made is None:
+            self._refused.keep(place, True)
+            return None
+        self._held[place] = replace(made, times=times)
+        return self._fitted(place)
+
+    def _fitted(self, place: Place) -> Recorded | None:
+        """What was recorded last, when others have made room for it."""
+        if self._pool is None:
+            return self._held[place]
+        most = torch.cuda.get_device_properties(self._device).total_memory // _SHARE
+        while sum(one.nbytes for one in self._held.values()) > most:
+            oldest = next(iter(self._held))
+            del self._held[oldest]
+            if oldest == place:
+                self._refused.keep(place, True)
+        return self._held.get(place)
+
+    def _recorded(self, asked: Asked, geometry: Geometry, capacity: int, before: Recorded | None) -> Recorded:
+        site, device = geometry.site, self._device
+        box = site.bounds if site.spatial_shape is not None else site.bounds.roomier()
+        if before is not None:
+            box = box.with_(before.site.bounds)
+        coords = torch.full((capacity, 1 + geometry.dim), -1, dtype=torch.int32, device=device)
+        count = torch.zeros(1, dtype=torch.int32, device=device)
+        planner = Planner(capacity, len(geometry), _MARGIN, None, None if before is None else before.rooms.rooms)
+        within = replace(site, bounds=box, batch_size=box.batch)
+        made = Recorded(asked, within, coords, count, Settled(planner.rooms), 1)
+        made.fill(geometry)
+        status = made.run(planner).words[0]
+        if int(status) & (DUPLICATE | RANGE):
+            geometry.settle(int(status))
+        return made if self._side is None else self._captured(made, self._side)
+
+    def _captured(self, made: Recorded, side: torch.cuda.Stream) -> Recorded:
+        """With its graph, behind a pass that compiles what it starts."""
+        here, taken = torch.cuda.current_stream(self._device), torch.cuda.memory_reserved(self._device)
+        if self._done is None:
+            self._done = torch.cuda.Event()
+        else:
+            here.wait_event(self._done)
+        side.wait_stream(here)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side), constants_read() as constants:
+            made.run(made.rooms)
+            side.synchronize()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                contents = made.run(made.rooms)
+            finally:
+                graph.capture_end()
+        here.wait_stream(side)
+        nbytes = torch.cuda.memory_reserved(self._device) - taken
+        return replace(made, graph=graph, left=(contents, Packer.of(contents.arrays)), read=constants, nbytes=nbytes)
+
+
+_SHELVES: Bounded[Shelf] = Bounded(64)
