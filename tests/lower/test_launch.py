@@ -11,7 +11,7 @@ import torch
 
 import pumice as pm
 from pumice.errors import OptionError, ShapeError
-from pumice.lower import direct, maps, plan
+from pumice.lower import direct, maps, plan, stamp
 from pumice.lower import triton as kernels
 from pumice.lower.scratch import Scratch
 from pumice.schedule.ledger import Ledger
@@ -347,10 +347,12 @@ def test_another_layout_beside_what_is_held(made):
 def test_nothing_is_kept_of_a_graph_that_is_captured(made, monkeypatch):
     a, b = operands()
     run = held(b)
-    monkeypatch.setattr(kernels, "_captured", lambda device: True)
+    for module in (kernels, stamp):
+        monkeypatch.setattr(module, "captured", lambda device: True)
     run({"A": a})
     assert not run._aimed
-    monkeypatch.setattr(kernels, "_captured", lambda device: False)
+    for module in (kernels, stamp):
+        monkeypatch.setattr(module, "captured", lambda device: False)
     run({"A": a})
     assert len(run._aimed) == 1
 

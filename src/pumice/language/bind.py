@@ -89,7 +89,7 @@ def bind(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None 
 
 def resizable(bound: Bound) -> bool:
     """Whether the range of every index is the extent of an axis, or the text's: windows may tell another one."""
-    return _places(bound.like or bound) is not None
+    return bare_places(bound.like or bound) is not None
 
 
 def resized(bound: Bound, shapes: Mapping[str, Shape], shape: tuple[int, ...]) -> Bound:
@@ -100,13 +100,13 @@ def resized(bound: Bound, shapes: Mapping[str, Shape], shape: tuple[int, ...]) -
 
 def extents_at(bound: Bound, shapes: Mapping[str, Shape], shape: Shape) -> dict[str, int]:
     """The points of each index that an axis tells, for operands of other sizes."""
-    places = _places(bound.like or bound)
+    places = bare_places(bound.like or bound)
     assert places is not None
     return {name: (shapes[operand] if operand else shape)[axis] for name, operand, axis in places}
 
 
 @lru_cache(maxsize=4096)
-def _places(bound: Bound) -> tuple[tuple[str, str, int], ...] | None:
+def bare_places(bound: Bound) -> tuple[tuple[str, str, int], ...] | None:
     """(index, operand, axis) where each index stands bare, "" being the target; those that the text declares stay."""
     statement = bound.statement
     declared = {name for name, _ in statement.ranges}

@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pumice.lower import stamp
 from pumice.lower import triton as kernels
-from pumice.lower.epilogue import NOTHING, Finish
+from pumice.lower.epilogue import NOTHING, RESIDUAL, Finish
 from pumice.lower.plan import Kind, Ready, deterministic
 from pumice.lower.remember import Bounded
+from pumice.lower.segments import Segments
 from pumice.schedule.ledger import ledger
-from pumice.schedule.tile import about
 
 
 def starts_kernels(x: Tensor) -> bool:
@@ -26,45 +29,60 @@ def starts_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def told(tensors: Sequence[Tensor], *facts: Hashable) -> tuple[Hashable, ...]:
-    """What the launch of a call depends on: the tensors but for their addresses, and what is set for all calls."""
-    return _told(tensors, [x.shape for x in tensors], facts)
+def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) -> tuple[Hashable, ...]:
+    """What the launch of a call depends on: the tensors but for their addresses, and what is set for all calls.
 
-
-def _told(tensors: Sequence[Tensor], shapes: Sequence[Hashable], facts: Hashable) -> tuple[Hashable, ...]:
+    counting: of which tensors the first axis counts rows. How many is left out: a map, or whoever asks, knows it.
+    """
     found: list[Hashable] = [facts, deterministic(), ledger().generation, kernels.tile_source()]
     wide = False
-    for x, shape in zip(tensors, shapes, strict=True):
-        kind = x.dtype
+    for x, counts in zip(tensors, counting, strict=True):
+        kind, shape = x.dtype, x.shape
         wide |= kind is torch.float32
-        found += (shape, x.stride(), kind, x.get_device())
+        found += (shape[1:] if counts else shape, x.stride(), kind, x.get_device())
     if wide:
         found.append(kernels.float32_precision())
     return tuple(found)
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """The arrays of a map that a call holds. kind: what the choice of a kernel depends on; far: whether one is so long
-    that addresses need 64 bits."""
+@lru_cache(maxsize=256)
+def counting(finish: Finish) -> tuple[bool, ...]:
+    """Of features, a weight and the tensors of an epilogue: which count rows."""
+    return (True, False, *[name == RESIDUAL for name in finish.names])
 
-    arrays: Sequence[Tensor]
-    kind: Hashable
-    far: bool
+
+class Held:
+    """The arrays of a map that a call holds. kind: what the choice of a kernel depends on, equal where it is the same;
+    far: whether one is so long that addresses need 64 bits. segments: those of arrays, once they are found."""
+
+    def __init__(self, arrays: Sequence[Tensor], facts: Hashable) -> None:
+        self.arrays, self.far = arrays, any(map(kernels.is_far, arrays))
+        # An object of its own stands for long facts, which are compared here alone.
+        self.kind: Hashable = _KINDS.get(facts) or _KINDS.keep(facts, object())
+        self.segments: dict[Any, Segments] = {}
+        self._named: dict[Any, tuple[dict[str, Tensor], dict[str, Sequence[int]]]] = {}
 
     @staticmethod
-    def of(tokens: Sequence[str], arrays: Sequence[Tensor], kinds: Sequence[Kind | None]) -> Held:
+    def of(tokens: Sequence[str], arrays: Sequence[Tensor], kinds: Sequence[Kind | None], *facts: Hashable) -> Held:
         strides, places = tuple(x.stride() for x in arrays), [id(x) for x in arrays]
         # Of an array that is there twice, as in a map that is its own transpose, a template knows one place.
         shared = tuple(map(places.index, places))
-        return Held(arrays, (tuple(tokens), tuple(kinds), strides, shared), any(map(kernels.is_far, arrays)))
+        return Held(arrays, (tuple(tokens), tuple(kinds), strides, shared, *facts))
+
+    def named(self, places: tuple[tuple[str, int], ...]) -> tuple[dict[str, Tensor], dict[str, Sequence[int]]]:
+        """The arrays, and their shapes, by the names that operands have at these places."""
+        found = self._named.get(places)
+        if found is None:
+            given = {name: self.arrays[n] for name, n in places}
+            found = self._named[places] = given, {name: x.shape for name, x in given.items()}
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class Direct:
     """A call with its kernel, sizes and held addresses known. order: which of its tensors goes to each slot."""
 
-    aimed: kernels.Aimed
+    aimed: stamp.Aimed
     runner: kernels.Runner
     shape: tuple[int, ...]
     order: tuple[int, ...]
@@ -83,43 +101,31 @@ class Template:
     """What calls over maps of one kind have in common. held: which array of a map each held operand is; free: which of
     the call's tensors each other one."""
 
-    mould: kernels.Mould
+    mould: stamp.Mould
     runner: kernels.Runner
     held: tuple[tuple[str, int], ...]
     free: Mapping[str, int]
 
     def at(self, held: Held, shapes: Sequence[Sequence[int]], shape: tuple[int, ...]) -> Direct | None:
         """The call over a map; shapes: of the call's tensors; shape: of the result."""
-        given = {name: held.arrays[n] for name, n in self.held}
-        every: dict[str, Sequence[int]] = {name: x.shape for name, x in given.items()}
-        for name, n in self.free.items():
-            every[name] = shapes[n]
+        given, every = held.named(self.held)
+        every = every | {name: shapes[n] for name, n in self.free.items()}
         every[""] = shape
-        return _direct(self.mould.cast_at(self.runner.bound, given, every), self.runner, shape, self.free)
+        return _direct(self.mould.cast(given, every, held.segments), self.runner, shape, self.free)
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
     """A call over a map, as others like it are known.
 
-    tensors: those that no map holds; counting: of which the first axis counts rows. shapes: theirs, as the statement
-    has them; shape: the result's. facts: what else a kernel is chosen by.
+    tensors: those that no map holds. shapes: theirs, as the statement has them; shape: the result's. kind: what calls
+    have in common that one template serves: rows count within what rounds alike (tile.about).
     """
 
     tensors: Sequence[Tensor]
-    counting: Sequence[bool]
     shapes: Sequence[Sequence[int]]
     shape: tuple[int, ...]
-    facts: Hashable
-
-    @property
-    def kind(self) -> Hashable:
-        """What calls have in common that one template serves: rows count within what rounds alike (tile.about)."""
-        shapes = [
-            (about(x.shape[0]), *x.shape[1:]) if counts else x.shape
-            for x, counts in zip(self.tensors, self.counting, strict=True)
-        ]
-        return _told(self.tensors, shapes, (about(self.shape[0]), *self.shape[1:], self.facts))
+    kind: Hashable
 
     def from_template(self, held: Held) -> Direct | None:
         """The call as one like it was carried out; its tensors fit but for their rows, which are known to."""
@@ -171,9 +177,10 @@ def _alone(ready: Ready) -> kernels.HeldRunner | None:
 
 
 def _direct(
-    aimed: kernels.Aimed | None, runner: kernels.Runner, shape: tuple[int, ...], order: Mapping[str, int]
+    aimed: stamp.Aimed | None, runner: kernels.Runner, shape: tuple[int, ...], order: Mapping[str, int]
 ) -> Direct | None:
     return None if aimed is None else Direct(aimed, runner, shape, tuple(order[name] for name in aimed.names))
 
 
 TEMPLATES: Bounded[Template] = Bounded(2048)
+_KINDS: Bounded[object] = Bounded(4096)

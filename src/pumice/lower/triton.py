@@ -23,7 +23,7 @@ from torch import Tensor
 from pumice.coords.launch import Compiled
 from pumice.env import settings
 from pumice.errors import OptionError
-from pumice.language.bind import Bound, extents_at, resizable, resized
+from pumice.language.bind import Bound, resizable, resized
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.roles import Roles, exchanged, packed, roles, segment_axis, stacked
 from pumice.lower.emit import (
@@ -40,9 +40,10 @@ from pumice.lower.emit import (
 )
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
 from pumice.lower.loops import EIGHT_BITS
-from pumice.lower.remember import OWN, Bounded
+from pumice.lower.remember import Bounded
 from pumice.lower.scratch import Scratch, scratch
-from pumice.lower.segments import Segments, pieces, segments, stacks
+from pumice.lower.segments import Segments
+from pumice.lower.stamp import FAR, SCRATCH, Aimed, Mould, captured, segments_of
 from pumice.schedule import tile as tiles
 from pumice.schedule.ledger import Key, ledger
 from pumice.schedule.tile import Problem, Tile
@@ -59,8 +60,6 @@ DTYPES = {
 }
 PRECISIONS = ("ieee", "tf32x3", "bf16x3", "tf32")
 """How float32 values meet in a product, the most exact first: relative errors of 1e-7, 1e-6, 1e-5 and 5e-4."""
-_WINDOW = 512
-"""Rows that are sorted by length among themselves, where each gathers on its own."""
 _COMPILERS = 8
 """Kernels that are made at once while tuning."""
 _STATIC = 1024
@@ -248,7 +247,7 @@ class Runner:
 
         None where it takes more than one kernel; and while a CUDA graph is captured, which has segments of its own.
         """
-        if self._empty or self.bound.statement.accumulate or _captured(operands[self._used[0]].device):
+        if self._empty or self.bound.statement.accumulate or captured(operands[self._used[0]].device):
             return None
         key = self._launch_key(operands)
         tile = self._tiles.get(key)
@@ -256,8 +255,7 @@ class Runner:
         if tile is None or (part is not None and part.apart is not None):
             return None
         launch = self._launches.get((-1 if part is None else part.rows.shape[0], tile, *key))
-        counted = None if self._form.segment is None else _counted(self.bound)
-        return None if launch is None else Mould(launch.emitted, self._form, counted, operands[self._used[0]].device)
+        return None if launch is None else Mould(launch.emitted, self._form, self.bound, operands[self._used[0]].device)
 
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """All of the result; segments far longer than the others by programs of their own."""
@@ -418,20 +416,12 @@ class HeldRunner:
         for given in (self.held, operands):
             for name, x in given.items():
                 shapes[name] = x.shape
-        bound = self.like.bound
-        if self._at is None:
-            aimed = mould.cast(bound.extents, self.held, shapes)
-        else:
-            aimed = mould.cast_at(bound, self.held, shapes)
+        aimed = mould.cast(self.held, shapes)
         if aimed is not None:
             if len(self._aimed) >= _AIMED:
                 self._aimed.clear()
             self._aimed[key] = aimed
         return aimed
-
-
-FAR = 1 << 31
-"""Distances of rows, which lead, from which on addresses need 64 bits."""
 
 
 def is_far(x: Tensor) -> bool:
@@ -443,108 +433,7 @@ _AIMED = 64
 """Kernels that a runner keeps: for tensors laid out in other ways, and what was tuned meanwhile."""
 
 
-@dataclass(frozen=True, eq=False)
-class Mould:
-    """A kernel for calls that differ in their sizes and in what they hold.
-
-    counted: the axis that tells how many segments there are (language.roles.segment_axis), where there are any.
-    """
-
-    emitted: Emitted
-    form: Roles
-    counted: tuple[str, int, int] | None
-    device: torch.device
-
-    def cast_at(self, bound: Bound, held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> Aimed | None:
-        """`cast` for other sizes than those of the bound: shapes of all operands by name, and of the result, ""."""
-        return self.cast({**bound.extents, **extents_at(bound, shapes, shapes[""])}, held, shapes)
-
-    def cast(
-        self, extents: Mapping[str, int], held: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
-    ) -> Aimed | None:
-        part = None
-        if self.form.segment is not None and self.counted is not None:
-            name, axis, coefficient = self.counted
-            array = held.get(self.form.segment.array)
-            # Passes of a program that is to be captured all go one way: the one before compiles what it starts.
-            if array is None or array in OWN or _captured(array.device):
-                return None
-            part = _segments_of(array, -(-shapes[name][axis] // coefficient), self.form, self.emitted.tile)
-            if part.apart is not None:
-                # They take a second kernel.
-                return None
-        return Aimed.of(self.emitted.sized(extents, shapes, part), held, part, self.device)
-
-
-@dataclass(frozen=True, eq=False)
-class Aimed:
-    """A compiled kernel with the addresses of what stays. slots: the places of the other operands, which are `names`.
-
-    part: the segments whose addresses are among them; the operands that are held the runner keeps.
-    scratch: the places of counters and of room, where it takes them.
-    """
-
-    compiled: Compiled
-    launch: Launch
-    values: list[Any]
-    slots: tuple[int, ...]
-    names: tuple[str, ...]
-    result: int
-    device: torch.device
-    part: Segments | None
-    scratch: tuple[int, int] | None
-
-    @staticmethod
-    def of(launch: Launch, held: Mapping[str, Tensor], part: Segments | None, device: torch.device) -> Aimed | None:
-        """None where it was not yet run with all tensors aligned to 16 bytes, or cannot be."""
-        compiled = launch.compiled.get((device.index or 0, launch.variant, *[True] * len(launch.slots)))
-        if compiled is None:
-            return None
-        values: list[Any] = list(launch.fixed)
-        slots: list[tuple[int, str]] = []
-        scratch: dict[str, int] = {}
-        result = 0
-        for place, kind, name in launch.slots:
-            if kind == "result":
-                result = place
-            elif kind == "segment" or name in held:
-                values[place] = (getattr(part, name) if kind == "segment" else held[name]).data_ptr()
-                if values[place] % 16:
-                    return None
-            elif kind in _SCRATCH:
-                scratch[kind] = place
-            else:
-                slots.append((place, name))
-        own = (scratch["waiting"], scratch["room"]) if scratch else None
-        places, names = tuple(place for place, _ in slots), tuple(name for _, name in slots)
-        return Aimed(compiled, launch, values, places, names, result, device, part, own)
-
-    def start(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
-        """Whether the kernel was started: not where a tensor is not aligned, or on another device than the current.
-
-        tensors: those of `names`.
-        """
-        index = self.device.index or 0
-        if self.device.type == "cuda" and index != torch._C._cuda_getDevice():
-            return False
-        values = self.values.copy()
-        values[self.result] = bits = out.data_ptr()
-        for place, tensor in zip(self.slots, tensors, strict=True):
-            values[place] = address = tensor.data_ptr()
-            bits |= address
-        if bits % 16:
-            return False
-        if self.scratch is not None:
-            # Held until the kernel is under way.
-            own = self.launch.scratch(self.device)
-            values[self.scratch[0]], values[self.scratch[1]] = own.counters.data_ptr(), own.room.data_ptr()
-        self.compiled(self.launch.programs, values, index)
-        return True
-
-
-_SCRATCH = ("room", "waiting")
-"""Arguments that every launch has of its own."""
-_TENSORS = ("operand", "before", "result", "segment", *_SCRATCH)
+_TENSORS = ("operand", "before", "result", "segment", *SCRATCH)
 """Arguments that are tensors."""
 
 LEDGER, TIMING, DEFAULT = "ledger", "timing", "default"
@@ -616,10 +505,6 @@ def _compiled_on(stream: torch.cuda.Stream | None, attempt: Runner, operands: Ma
     be found behind what they are made by."""
     with torch.cuda.stream(stream) if stream else nullcontext():
         attempt.compile(operands)
-
-
-def _captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
@@ -738,7 +623,7 @@ class Emitted:
         self._blocks = [n for n, a in enumerate(source.arguments) if a.variable == "BLOCKS"]
         constants = self._constants(extents)
         counted = {n for n, _ in self._counting} | {*self._blocks}
-        self._steady = [None if n in counted else _fixed(a, given, constants) for n, a in enumerate(source.arguments)]
+        self.steady = [None if n in counted else _fixed(a, given, constants) for n, a in enumerate(source.arguments)]
 
     def sized(self, extents: Mapping[str, int], shapes: Mapping[str, Sequence[int]], part: Segments | None) -> Launch:
         """It made ready for operands of these sizes, the result being ""."""
@@ -747,7 +632,7 @@ class Emitted:
         extents = {**extents, SPLITS: self.how.splits, STACKS: count}
         if form.segment:
             extents[form.segment.index] = count
-        fixed, told = self._steady.copy(), []
+        fixed, told = self.steady.copy(), []
         for place, counts in self._counting:
             value = extents[counts.name] if counts.kind == "extent" else shapes[counts.name][counts.axis]
             fixed[place] = value
@@ -828,11 +713,11 @@ def _launch(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: S
 def _values(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> list[Any]:
     """The arguments of a launch in their order."""
     values = list(launch.fixed)
-    own = launch.scratch(out.device) if any(kind in _SCRATCH for _, kind, _ in launch.slots) else None
+    own = launch.scratch(out.device) if any(kind in SCRATCH for _, kind, _ in launch.slots) else None
     for place, kind, name in launch.slots:
         if kind == "segment":
             values[place] = getattr(part, name)
-        elif own is not None and kind in _SCRATCH:
+        elif own is not None and kind in SCRATCH:
             values[place] = own.counters if kind == "waiting" else own.room.view(launch.summed)
         else:
             values[place] = out if kind == "result" else operands[name]
@@ -1042,13 +927,7 @@ def _fills(expression: Affine, extent: int, bound: Bound, form: Roles, onto: set
 def _segments(bound: Bound, operands: Mapping[str, Tensor], form: Roles, tile: Tile) -> Segments | None:
     if form.segment is None:
         return None
-    return _segments_of(operands[form.segment.array], _count(bound, operands), form, tile)
-
-
-def _segments_of(array: Tensor, count: int, form: Roles, tile: Tile) -> Segments:
-    if tile.piece:
-        return pieces(array, count, tile.piece)
-    return stacks(array, count, tile.rows) if tile.stacked else segments(array, count, _WINDOW if form.laned else 0)
+    return segments_of(operands[form.segment.array], _count(bound, operands), form, tile)
 
 
 def _count(bound: Bound, operands: Mapping[str, Tensor]) -> int:

@@ -207,8 +207,9 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     finish = NOTHING if epilogue is None else epilogue.finish
     plain = direct.starts_kernels(x) and register.plain(tensors)
     if plain:
-        key = direct.told(tensors, "direct", rows, finish)
-        call = found.kept(key) or _over_another_map(key, tensors, found, rows, finish)
+        key = direct.told(tensors, direct.counting(finish), "direct", finish)
+        fits = x.shape[0] == found.num_inputs and rows == found.num_outputs and _residual_fits(tensors, rows, finish)
+        call = (found.kept(key) or _over_another_map(key, tensors, found)) if fits else None
         if call is not None and (y := call(tensors)) is not None:
             return y
     flat = weight if weight.ndim == 3 else weight.reshape(weight.shape[0], -1, weight.shape[-1])
@@ -218,25 +219,25 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     return y
 
 
-def _straight(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Finish) -> direct.Call:
+def _residual_fits(tensors: Sequence[Tensor], rows: int, finish: Finish) -> bool:
+    if RESIDUAL not in finish.names:
+        return True
+    return tensors[2 + finish.names.index(RESIDUAL)].shape == (rows, tensors[1].shape[0])
+
+
+def _straight(key: Hashable, tensors: Sequence[Tensor], found: KernelMap) -> direct.Call:
+    """key: as direct.told gives it."""
     x, weight, *more = tensors
-    counting = (True, False, *[name == RESIDUAL for name in finish.names])
     shapes = (x.shape, (weight.shape[0], found.volume, weight.shape[-1]), *[t.shape for t in more])
-    facts = finish, about(found.num_outputs), about(found.num_inputs), found.volume, _held_arrays(found, False).kind
-    return direct.Call(tensors, counting, shapes, (rows, weight.shape[0]), facts)
+    kind = key, _held_arrays(found, False).kind
+    return direct.Call(tensors, shapes, (found.num_outputs, weight.shape[0]), kind)
 
 
-def _over_another_map(
-    key: Hashable, tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Finish
-) -> direct.Direct | None:
+def _over_another_map(key: Hashable, tensors: Sequence[Tensor], found: KernelMap) -> direct.Direct | None:
     """The call of which one like it was carried out over a map of about the same sizes."""
-    x, weight, *more = tensors
-    if x.ndim != 2 or x.shape[0] != found.num_inputs or rows != found.num_outputs:
+    if tensors[0].ndim != 2:
         return None
-    shape = rows, weight.shape[0]
-    if any(name == RESIDUAL and t.shape != shape for name, t in zip(finish.names, more, strict=True)):
-        return None
-    call = _straight(tensors, found, rows, finish).from_template(_held_arrays(found, False))
+    call = _straight(key, tensors, found).from_template(_held_arrays(found, False))
     return None if call is None else found.storage(key, lambda _: call)
 
 
@@ -247,7 +248,7 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
     if ready is None or flat.data_ptr() != weight.data_ptr():
         # Where the window's axes lie in no row, a copy was multiplied, and later calls bring the weight itself.
         return
-    straight = _straight(tensors, found, found.num_outputs, finish)
+    straight = _straight(key, tensors, found)
     call = straight.leave(ready, _held_arrays(found, False), (x, flat, *more), (0, 1), finish)
     if call is not None:
         found.storage(key, lambda _: call)
@@ -256,7 +257,11 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
 def _held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
     return found.storage(
         ("held", differentiable),
-        lambda m: direct.Held.of(*maps.passed(m, differentiable), _kinds(m, differentiable)[2:]),
+        lambda m: direct.Held.of(
+            *maps.passed(m, differentiable),
+            _kinds(m, differentiable)[2:],
+            *(about(m.num_outputs), about(m.num_inputs), m.volume),
+        ),
     )
 
 

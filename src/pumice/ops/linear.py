@@ -11,9 +11,10 @@ from pumice.lower import direct, plan
 from pumice.lower.epilogue import RESIDUAL, Epilogue, Finish, check_epilogue
 from pumice.lower.remember import Bounded
 from pumice.ops import register
+from pumice.schedule.tile import about
 
 _LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
-_NOTHING = direct.Held((), (), False)
+_NOTHING = direct.Held((), ())
 _CALLS: Bounded[direct.Direct] = Bounded(1024)
 """Calls that were carried out, by what their launch depends on."""
 
@@ -24,7 +25,7 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     Raises ShapeError, DtypeError and DeviceError for what does not fit.
     """
     finish, tensors = epilogue.finish, (x, weight, *epilogue.operands.values())
-    key = direct.told(tensors, "linear", finish)
+    key = x.shape[0], direct.told(tensors, direct.counting(finish), "linear", finish)
     call = _CALLS.get(key) or _of_other_sizes(key, tensors, finish)
     if call is not None and (y := call(tensors)) is not None:
         return y
@@ -33,7 +34,7 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     check_epilogue(epilogue, shape, x.device)
     ready = plan.held_for((x, weight), plan.Ask(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
     y = plan.carry_out(ready, (x, weight), epilogue)
-    call = _straight(tensors, finish).leave(ready, _NOTHING, tensors, (0, 1), finish)
+    call = _straight(key, tensors).leave(ready, _NOTHING, tensors, (0, 1), finish)
     if call is not None:
         _CALLS.keep(key, call)
     return y
@@ -44,18 +45,18 @@ def takes(*tensors: Tensor) -> bool:
     return tensors[0].is_cuda and register.plain(tensors)
 
 
-def _straight(tensors: Sequence[Tensor], finish: Finish) -> direct.Call:
+def _straight(key: tuple[int, Hashable], tensors: Sequence[Tensor]) -> direct.Call:
     x, weight, *_ = tensors
-    counting = (True, False, *[name == RESIDUAL for name in finish.names])
-    return direct.Call(tensors, counting, [t.shape for t in tensors], (x.shape[0], weight.shape[0]), ("linear", finish))
+    shape, kind = (x.shape[0], weight.shape[0]), (about(key[0]), key[1])
+    return direct.Call(tensors, [t.shape for t in tensors], shape, kind)
 
 
-def _of_other_sizes(key: Hashable, tensors: Sequence[Tensor], finish: Finish) -> direct.Direct | None:
+def _of_other_sizes(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Direct | None:
     x, weight, *behind = tensors
     shape = x.shape[0], weight.shape[0]
     if x.ndim != 2 or any(n == RESIDUAL and t.shape != shape for n, t in zip(finish.names, behind, strict=True)):
         return None
-    call = _straight(tensors, finish).from_template(_NOTHING)
+    call = _straight(key, tensors).from_template(_NOTHING)
     return None if call is None else _CALLS.keep(key, call)
 
 

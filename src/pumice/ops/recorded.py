@@ -190,8 +190,7 @@ class Shelf:
         times = 1 if before is None else before.times + 1
         try:
             made = None if times > _TIMES else self._recorded(asked, geometry, place[1], before)
-        except (PumiceError, torch.cuda.OutOfMemoryError) as e:
-            print("REFUSED", repr(e)[:300])
+        except (PumiceError, torch.cuda.OutOfMemoryError):
             made = None
         except RuntimeError as problem:
             warnings.warn(f"kernel maps are found without a CUDA graph: {problem}", RuntimeWarning, stacklevel=7)

@@ -232,6 +232,7 @@ class HeldCall:
         self._ask, self._kinds, self._held = ask, kinds, held
         self._operands = [None if place in ask.free else x for place, x in enumerate(operands)]
         self.dtypes = [operands[place].dtype for place in ask.free]
+        self._counting = tuple(place not in ask.steady for place in ask.free)
         # By whether algorithms are deterministic, and for gradients by which of the free operands.
         self._results: dict[bool, plan.Ready] = {}
         self._gradients: dict[tuple[int, torch.dtype, bool], list[_Derivative]] = {}
@@ -246,7 +247,7 @@ class HeldCall:
         return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(given, self.dtypes, strict=True)]
 
     def result(self, given: Sequence[Tensor]) -> Tensor:
-        key = direct.told(given, None)
+        key = direct.told(given, self._counting, None)
         call = self._straight.get(key) or self._over_another(key, given)
         if call is not None and (y := call(given)) is not None:
             return y
@@ -273,8 +274,9 @@ class HeldCall:
         return [None if x is None else x.to(dtype) for x, dtype in zip(found, wanted, strict=True)]
 
     def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> Tensor:
-        everything, told = (*given, grad), direct.told((*given, grad), number, dtype)
-        call = self._straight.get(told) or self._over_another(told, everything, (number, dtype))
+        everything = (*given, grad)
+        told = direct.told(everything, (*self._counting, True), number, dtype)
+        call = self._straight.get(told) or self._over_another(told, everything, number)
         if call is not None and (found := call(everything)) is not None:
             return found if found.dtype == dtype else found.to(dtype)
         key = (number, dtype, plan.deterministic())
@@ -284,24 +286,24 @@ class HeldCall:
         first, *more = (plan.carry_out(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
         found = sum(more, first) if more else first
         if not more:
-            self._leave(told, parts[0][0], everything, parts[0][1], (number, dtype))
+            self._leave(told, parts[0][0], everything, parts[0][1], number)
         return found if found.dtype == dtype else found.to(dtype)
 
-    def _like(self, tensors: Sequence[Tensor], sought: _Sought | None) -> direct.Call:
-        """The call, or the one of a gradient, as others like it are known; that takes the result's gradient, too."""
+    def _like(self, key: Hashable, tensors: Sequence[Tensor], sought: int | None) -> direct.Call:
+        """The call, or that of the gradient of one of the operands, which takes the result's gradient, too, as others
+        like it are known. key: as direct.told gives it, of the gradient with its dtype."""
         ask = self._ask
-        counting = [*[place not in ask.steady for place in ask.free], True][: len(tensors)]
-        shape = ask.shape if sought is None else tuple(tensors[sought[0]].shape)
-        facts = sought, ask.names, ask.text, ask.lowering, self._held.kind
-        return direct.Call(tensors, counting, [x.shape for x in tensors], shape, facts)
+        shape = ask.shape if sought is None else tuple(tensors[sought].shape)
+        kind = key, ask.names, ask.text, ask.lowering, self._held.kind
+        return direct.Call(tensors, [x.shape for x in tensors], shape, kind)
 
     def _over_another(
-        self, key: Hashable, tensors: Sequence[Tensor], sought: _Sought | None = None
+        self, key: Hashable, tensors: Sequence[Tensor], sought: int | None = None
     ) -> direct.Direct | None:
         """The call of which one like it was carried out over a map of about the same sizes."""
         if not direct.starts_kernels(tensors[0]):
             return None
-        call = self._like(tensors, sought).from_template(self._held)
+        call = self._like(key, tensors, sought).from_template(self._held)
         return None if call is None else self._straight.keep(key, call)
 
     def _leave(
@@ -310,11 +312,11 @@ class HeldCall:
         ready: plan.Ready,
         tensors: Sequence[Tensor],
         numbers: Sequence[int],
-        sought: _Sought | None = None,
+        sought: int | None = None,
     ) -> None:
         """Keep what a call that was carried out leaves for later ones. numbers: which of the tensors it takes."""
         if direct.starts_kernels(tensors[0]):
-            call = self._like(tensors, sought).leave(ready, self._held, tensors, numbers)
+            call = self._like(key, tensors, sought).leave(ready, self._held, tensors, numbers)
             if call is not None:
                 self._straight.keep(key, call)
 
@@ -344,8 +346,6 @@ class HeldCall:
         return [next(left) if x is None else x for x in self._operands]
 
 
-_Sought = tuple[int, torch.dtype]
-"""A gradient: of which of the free operands, and its dtype."""
 _Derivative = tuple[plan.Ready, tuple[int, ...]]
 """A call made ready, and which of the free operands and the gradient it takes."""
 
