@@ -12,8 +12,7 @@ from clouds import Scene
 from pumice.coords import Geometry, KernelMap, Order, Relation, compact, kernel_map, settle
 from pumice.coords.compact import Tiling, ordered, tally, tiled, totals_of
 from pumice.coords.lookup import mask_words
-from pumice.coords.rooms import Between
-from pumice.coords.rooms import Settled
+from pumice.coords.rooms import Between, Settled
 from pumice.errors import OptionError
 from pumice.testing import random_cloud
 

@@ -23,10 +23,9 @@ import pumice as pm
 from pumice.coords import Bounds, Cloud, Geometry, Relation, kernel_map
 from pumice.coords.cloud import clear
 from pumice.coords.launch import Launcher
-from pumice.coords.rooms import Buffered
+from pumice.coords.rooms import Buffered, Planner, Settled
 from pumice.engine.capture import site_within
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
-from pumice.coords.rooms import Planner, Settled
 from pumice.lower import largest, maps, norm
 from pumice.lower.remember import OWN
 from pumice.lower.segments import pieces, segments

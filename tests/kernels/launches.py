@@ -34,6 +34,7 @@ from pumice.coords import (
     compact,
     kernel_map,
     lookup,
+    packing,
     ranking,
     runs,
 )
@@ -41,6 +42,7 @@ from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.cloud import RANGE, clear, tell
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import mask_words, paired
+from pumice.coords.packing import Packer
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
 from pumice.lower import largest, norm
 from pumice.schedule.tile import Tile
@@ -127,6 +129,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(norm, "runs_kernels", lambda tensor: True),
         patch.object(largest, "runs_kernels", lambda tensor: True),
         patch.object(runs, "_fits", lambda array, count: True),
+        patch.object(packing, "runs_kernels", lambda tensor: True),
     ):
         for dim in (3, 1, 2, 4):
             _lookups(dim)
@@ -143,6 +146,10 @@ def variants() -> tuple[Variant, ...]:
             runs.ENDS.tell(told, torch.full((count,), 9000, dtype=torch.int32))
             runs.in_pieces(told, count, 8)
             runs.by_length(told, count)
+            runs.ENDS.tell(told, torch.full((count,), 9000, dtype=torch.int32))
+            runs.put_in_pieces([(told, count, 8)])
+        for number in (20, 120, 200):
+            Packer.of([torch.zeros(7, 27, dtype=torch.int32)] * number).first([5] * number)
         tell(clear(told.device), RANGE, told.any())
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))

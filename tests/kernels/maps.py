@@ -627,6 +627,18 @@ def check_runs(size: int, count: int, most: int) -> None:
                 runs.ENDS.tell(there, runs.bounds_of(there, count)[1:])
                 same(in_pieces(there, count, most), in_pieces_twin(there, count, most), (size, count, "told"))
                 same(by_length(there, count), by_length_twin(there, count), (size, count, "told"))
+                few = there[: size // 2].contiguous()
+                for each in (there, few):
+                    runs.ENDS.tell(each, runs.bounds_of(each, count)[1:])
+                runs.put_in_pieces([(there, count, most), (few, count, most + 1), (there + 1, count, most)])
+                for each, longest in ((there, most), (few, most + 1)):
+                    found = runs.ENDS.told(each, count).pieces.get(longest)
+                    assert (found is None) == (count > runs._SIDES[-1])
+                    same(
+                        found or in_pieces(each, count, longest),
+                        in_pieces_twin(each, count, longest),
+                        (size, count, "together"),
+                    )
 
 
 def words() -> tuple[Tensor, Tensor]:

@@ -450,7 +450,8 @@ def test_what_programs_share_is_held_until_their_kernel_is_under_way(as_on_gpu, 
         alive.append([array() is not None and array().ctypes.data in given for array in ours[-1]])
         run(self, *given)
 
-    monkeypatch.setattr(kernels, "scratch", lent)
+    for module in (kernels, stamp):
+        monkeypatch.setattr(module, "scratch", lent)
     monkeypatch.setattr(Compiled, "run", started)
     monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, piece=2))
     x, weight, found = layer(1)
@@ -557,8 +558,9 @@ def test_a_new_map_of_about_the_same_sizes_is_not_planned_for(as_on_gpu, monkeyp
     prepared, made = plan._prepared, kernels.emitted
     monkeypatch.setattr(plan, "_prepared", lambda *given: planned.append(1) or prepared(*given))
     monkeypatch.setattr(kernels, "emitted", lambda *given: emitted.append(1) or made(*given))
-    sized = kernels.Emitted.sized
+    sized, at = kernels.Emitted.sized, stamp.Mould.cast
     monkeypatch.setattr(kernels.Emitted, "sized", lambda *given: cast.append(1) or sized(*given))
+    monkeypatch.setattr(stamp.Mould, "cast", lambda *given: cast.append(1) or at(*given))
     weight = torch.zeros(16, 27, 16, dtype=torch.float16, requires_grad=differentiable)
     for place, voxels in enumerate((912, 916, 920, 926)):
         before = len(planned), len(emitted), len(cast)
@@ -779,11 +781,11 @@ def test_a_map_with_segments_far_longer_than_others_is_no_straight_call(straight
     for count in (400, 399, 400, 399):
         x, found = voxels(count, 0)
         pm.ops.conv_features(x, weight, found, count)
-    whole, seen = kernels._segments_of, []
+    whole, seen = stamp.segments_of, []
     monkeypatch.setattr(conv, "_in_full", lambda x, *given: seen.append(x) or x)
     for apart in (False, True):
         if apart:
-            monkeypatch.setattr(kernels, "_segments_of", lambda *given: replace(whole(*given), apart=whole(*given)))
+            monkeypatch.setattr(stamp, "segments_of", lambda *given: replace(whole(*given), apart=whole(*given)))
         x, found = voxels(397, 0)
         pm.ops.conv_features(x, weight, found, 397)
         assert len(seen) == apart

@@ -23,6 +23,13 @@ def maps_of(x):
     return [down], [[pm.kernel_map(level, WINDOW)[0]] for level in (x.geometry, coarse)]
 
 
+def wanted_of(geometry, users=None):
+    """A step down, and windows of both levels."""
+    same = ((WINDOW,), (WINDOW,))
+    flows = None if users is None else prepare._flows_over((STEP,), same, users)
+    return list(prepare._Wanted((STEP,), same, flows).maps(geometry))
+
+
 def laid(found):
     return {name for name in maps.FORMS if found.has(("form", name))}
 
@@ -35,7 +42,7 @@ def test_only_what_layers_read_is_laid_out(differentiable, monkeypatch):
     users = pm.ops.Users(
         [layers("implicit-gemm-unsorted")], [[]], [[layers(None, passes)], [layers("gather-gemm-scatter-fused-fixed")]]
     )
-    wanted = list(prepare._wanted(x.geometry, [STEP], [[WINDOW]] * 2, users))
+    wanted = wanted_of(x.geometry, users)
     lay_out(wanted, differentiable)
     (fine, _), (one, _), (coarse, _), (back, _) = wanted
     down, kept = maps_of(x)
@@ -47,7 +54,7 @@ def test_only_what_layers_read_is_laid_out(differentiable, monkeypatch):
 
 def test_without_users_all_is_laid_out_both_ways(monkeypatch):
     monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
-    wanted = list(prepare._wanted(random_tensor(60, 4, 3).geometry, [STEP], [[WINDOW]] * 2, None))
+    wanted = wanted_of(random_tensor(60, 4, 3).geometry)
     lay_out(wanted, False)
     assert [found.flipped for found, _ in wanted] == [False, False, False, True]
     forms = [laid(found) for found, _ in wanted]

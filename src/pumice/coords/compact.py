@@ -141,14 +141,14 @@ def totals_of(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | None
         return totals_of_twin(masks, count, groups)
     totals = torch.zeros(groups.shape[0], dtype=torch.int32, device=masks.device) if blank is None else blank
     constants = {"G": groups.shape[0], "WORDS": masks.shape[1], "ROWS": _COUNTED}
-    step, tensors = _step(masks.shape[0]), (masks, count, groups, totals)
-    kernel("tiling.count_groups")(-(-masks.shape[0] // (step * _COUNTED)), tensors, (step, masks.shape[0]), constants)
+    programs = -(-min(masks.shape[0], _SAMPLED) // _COUNTED)
+    kernel("tiling.count_groups")(programs, (masks, count, groups, totals), (_SAMPLED, masks.shape[0]), constants)
     return totals
 
 
 def totals_of_twin(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
     """As totals_of, in plain torch."""
-    step = _step(masks.shape[0])
+    step = _step(count)
     return (_met(masks[::step], groups) & _live(masks, count)[::step, None]).sum(0, dtype=torch.int32)
 
 
@@ -210,13 +210,13 @@ def gray_keys(
     constants = {"G": number, "WORDS": masks.shape[1], "SIDE": max(32, 1 << (number - 1).bit_length())}
     constants |= {"ROWS": _KEYS, "BLOCK": digits.block, "BINS": 0 if tally is None else 1 << digits.width}
     tensors = (masks, count, groups, totals, keys, counts)
-    kernel("tiling.gray_keys")(-(-rows // _KEYS), tensors, (_step(rows), width, _shift(how), rows), constants)
+    kernel("tiling.gray_keys")(-(-rows // _KEYS), tensors, (_SAMPLED, width, _shift(how), rows), constants)
     return keys
 
 
 def gray_keys_twin(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor, how: Order) -> Tensor:
     """As gray_keys, in plain torch."""
-    width, step = _width(groups, how, masks.shape[0]), _step(masks.shape[0])
+    width, step = _width(groups, how, masks.shape[0]), _step(count)
     met = _met(masks, groups[chosen(groups, totals, (count + step - 1) // step, width)])
     rank = (met.long() << torch.arange(width, device=masks.device)).sum(1)
     for shift in (1, 2, 4, 8, 16):
@@ -379,9 +379,9 @@ def _shift(how: Order) -> int:
     return how.superblock.bit_length() - 1 if how.superblock else 62
 
 
-def _step(rows: int) -> int:
-    """Of so many rows every which one is in the sample."""
-    return max(1, -(-rows // _SAMPLED))
+def _step(count: Tensor) -> int:
+    """Of so many rows every which one is in the sample; of a buffer as of those that live in it, alone."""
+    return max(1, -(-int(count) // _SAMPLED))
 
 
 def _width(groups: Tensor, how: Order, rows: int) -> int:

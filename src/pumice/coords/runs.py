@@ -7,39 +7,20 @@ Both functions are a kernel where kernels run and runs are few, and plain torch 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import kernel, runs_kernels
+from pumice.coords.launch import kernel, runs_kernels, sent
 
 _SIDES = (128, 512, 2048)
 """Runs that one program puts in order, at most: few variants, as each has a sort to compile."""
 _LONG = (1 << 20) - 2
 """Entries from which on runs count as equally long: lengths and places of runs make one integer of 31 bits."""
-
-
-class Ends:
-    """Where the runs of arrays end, known from how the arrays were made: int32 [count], entries up to and with each of
-    the values 0 to count - 1; there may be more than the array has room for. Forgotten with the array."""
-
-    def __init__(self) -> None:
-        self._told: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-
-    def tell(self, array: Tensor, ends: Tensor) -> None:
-        key = id(array)
-        if not array.is_inference():
-            self._told[key] = weakref.ref(array, lambda _: self._told.pop(key, None)), array._version, ends
-
-    def of(self, array: Tensor, count: int) -> Tensor | None:
-        told = self._told.get(id(array))
-        if told is None or told[0]() is not array or told[1] != array._version or told[2].shape[0] != count:
-            return None
-        return told[2]
-
-
-ENDS = Ends()
 
 
 class Runs(NamedTuple):
@@ -59,6 +40,47 @@ class Pieces(NamedTuple):
     stops: Tensor
     firsts: Tensor
     numbers: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """What is known of an array. version: that it was told of. asked: is told how long pieces of its runs are wanted.
+    pieces: those that are there, by that."""
+
+    array: weakref.ref[Tensor]
+    version: int
+    ends: Tensor
+    asked: set[int]
+    pieces: dict[int, Pieces]
+
+
+class Ends:
+    """Where the runs of arrays end, known from how the arrays were made: int32 [count], entries up to and with each of
+    the values 0 to count - 1; there may be more than the array has room for. Forgotten with the array."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, Told] = {}
+
+    def tell(self, array: Tensor, ends: Tensor, asked: set[int] | None = None) -> None:
+        """asked: see Told."""
+        key = id(array)
+        if not array.is_inference():
+            known = weakref.ref(array, lambda _: self._told.pop(key, None))
+            self._told[key] = Told(known, array._version, ends, set() if asked is None else asked, {})
+
+    def told(self, array: Tensor, count: int) -> Told | None:
+        """What is known of the runs of so many values."""
+        told = self._told.get(id(array))
+        if told is None or told.array() is not array or told.version != array._version:
+            return None
+        return told if told.ends.shape[0] == count else None
+
+    def of(self, array: Tensor, count: int) -> Tensor | None:
+        told = self.told(array, count)
+        return None if told is None else told.ends
+
+
+ENDS = Ends()
 
 
 def by_length(array: Tensor, count: int) -> Runs:
@@ -86,12 +108,45 @@ def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
     Longer runs come first, the pieces of one side by side; an empty run is one piece. The list is as long as it might
     have to be, so that nothing is read from a device.
     """
+    told = ENDS.told(array, count)
+    if told is not None:
+        told.asked.add(most)
+        if most in told.pieces:
+            return told.pieces[most]
     if not _fits(array, count):
         return in_pieces_twin(array, count, most)
     places = count + array.shape[0] // most
     found = _lists(5, places, array.device)
     _order(array, count, found, (most, places), pieces=True)
     return Pieces(*found)
+
+
+def put_in_pieces(asked: Sequence[tuple[Tensor, int, int]]) -> None:
+    """Find by one kernel what `in_pieces` will give for arrays (array, count, most) whose ends are known; what cannot
+    be found so is left to it."""
+    wanted: list[tuple[Told, Tensor, int, int]] = []
+    for array, count, most in asked:
+        told = ENDS.told(array, count)
+        if told is not None and _fits(array, count):
+            wanted.append((told, array, count, most))
+    if not wanted:
+        return
+    table, sizes, at = [], [], 0
+    for told, array, count, most in wanted:
+        places = count + array.shape[0] // most
+        each = -(-places // 4) * 4
+        table.append((told.ends.data_ptr(), at, each, places, array.shape[0], count, most))
+        sizes += 5 * [places, each - places]
+        at += 5 * each
+    device = wanted[0][1].device
+    out = torch.empty(at, dtype=torch.int32, device=device)
+    side = next(side for side in _SIDES if max(count for _, _, count, _ in wanted) <= side)
+    constants = {"LONG": _LONG, "SIDE": side, "BITS": side.bit_length() - 1}
+    tensors = sent(torch.tensor(table), device), out
+    kernel("tiling.order_many")(len(wanted), tensors, (), constants, max(1, side // 256))
+    lists = iter(out.split_with_sizes(sizes)[::2])
+    for told, _, _, most in wanted:
+        told.pieces[most] = Pieces(*islice(lists, 5))
 
 
 def in_pieces_twin(array: Tensor, count: int, most: int) -> Pieces:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 OVERFLOW = tl.constexpr(4)
-_NUMBERS = ["arrays", "first", "last", "shift", "capacity", "tiles_most", "group", "blocks", "width", "step"]
+_NUMBERS = ["arrays", "first", "last", "shift", "capacity", "tiles_most", "group", "blocks", "width", "sampled"]
 
 
 @triton.jit
@@ -45,18 +45,25 @@ def _meets(masks, groups, r, g, live, known, WORDS: tl.constexpr):
     return (common != 0).to(tl.int32)
 
 
+@triton.jit
+def _step(rows, sampled):
+    """Of so many rows every which one is in the sample."""
+    return tl.maximum((rows + sampled - 1) // sampled, 1)
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def count_groups(
-    masks, count, groups, totals, step: "i64", capacity: "i64", G: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr
+    masks, count, groups, totals, sampled: "i64", capacity: "i64",
+    G: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """totals[g] += how many of every step-th row have any tap of group g."""
-    r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * step
-    live = r < tl.load(count)
+    """totals[g] += how many of every step-th row have any tap of group g; at most `sampled` rows are looked at."""
+    rows = tl.load(count).to(tl.int64)
+    r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * _step(rows, sampled)
+    live = r < rows
     lane = tl.arange(0, 32)
     for start in range(0, G, 32):
         g = start + lane
-        # Masks are read while it is not yet known which rows live.
-        met = _meets(masks, groups, r, g[None, :], r < capacity, (g < G)[None, :], WORDS)
+        met = _meets(masks, groups, r, g[None, :], live & (r < capacity), (g < G)[None, :], WORDS)
         tl.atomic_add(totals + g, tl.sum(tl.where(live, met, 0), axis=0), mask=g < G, sem="relaxed")
 
 
@@ -76,17 +83,18 @@ def _chosen(groups, totals, rows, width, G: tl.constexpr, WORDS: tl.constexpr, S
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def gray_keys(
-    masks, count, groups, totals, keys, counts, step: "i64", width: "i64", shift: "i64", capacity: "i64",
+    masks, count, groups, totals, keys, counts, sampled: "i64", width: "i64", shift: "i64", capacity: "i64",
     G: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):  # fmt: skip
     """keys[r]: what rows are sorted by, the falling rank of the Gray code of which of `width` groups they meet.
 
-    totals: of every step-th row those that meet each of the G groups. shift: rows of a superblock as a power of two;
-    its number stands above. Rows past the count get the largest key. counts[q, d] += rows of the q-th BLOCK whose
-    lowest digit is d, if BINS.
+    totals: of a sample of rows, as in count_groups, those that meet each of the G groups. shift: rows of a superblock
+    as a power of two; its number stands above. Rows past the count get the largest key. counts[q, d] += rows of the
+    q-th BLOCK whose lowest digit is d, if BINS.
     """
     rows = tl.load(count).to(tl.int64)
+    step = _step(rows, sampled)
     g = _chosen(groups, totals, (rows + step - 1) // step, width, G, WORDS, SIDE)[None, :]
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lane = tl.arange(0, 32)[None, :]
@@ -297,10 +305,9 @@ def _first_not_below(array, value, size, steps):
     return low
 
 
-@triton.jit(do_not_specialize=["size", "steps", "count", "most", "places"])
-def order_runs(
-    array, ends, values, starts, stops, firsts, numbers,
-    size: "i64", steps: "i64", count: "i64", most: "i64", places: "i64",
+@triton.jit
+def _runs(
+    array, ends, values, starts, stops, firsts, numbers, size, steps, count, most, places,
     LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """The runs of the values 0 to count - 1 in a sorted array of `size` entries, the longest first; one program.
@@ -348,6 +355,36 @@ def order_runs(
         tl.store(values + i, own, mask=live)
         tl.store(starts + i, begin, mask=live)
         tl.store(stops + i, begin + length, mask=live)
+
+
+@triton.jit(do_not_specialize=["size", "steps", "count", "most", "places"])
+def order_runs(
+    array, ends, values, starts, stops, firsts, numbers,
+    size: "i64", steps: "i64", count: "i64", most: "i64", places: "i64",
+    LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr, KNOWN: tl.constexpr,
+):  # fmt: skip
+    """The runs of an array; one program."""
+    _runs(
+        array, ends, values, starts, stops, firsts, numbers, size, steps, count, most, places,
+        LONG, SIDE, BITS, PIECES, KNOWN,
+    )  # fmt: skip
+
+
+@triton.jit
+def order_many(arrays, out, LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr):
+    """The runs of an array for each program, in pieces, their ends known.
+
+    arrays int64 [programs, 7]: the address of the ends, where the array's five lists begin in `out`, how long each is
+    with what aligns the next, how many places it has, then the array's size, count and most.
+    """
+    row = arrays + tl.program_id(0) * 7
+    ends = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)
+    lists, each = out + tl.load(row + 1), tl.load(row + 2)
+    places, size, count, most = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
+    _runs(
+        ends, ends, lists, lists + each, lists + 2 * each, lists + 3 * each, lists + 4 * each,
+        size, size, count, most, places, LONG, SIDE, BITS, True, True,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap, Relation
 from pumice.coords.outputs import level_key, site_of
 from pumice.coords.packing import Packer
-from pumice.coords.runs import ENDS
+from pumice.coords.runs import ENDS, put_in_pieces
 from pumice.errors import OptionError
 from pumice.lower import maps
 
@@ -60,8 +60,6 @@ class MapPlan:
 
     def of(self, sizes: tuple[int, int], arrays: Sequence[Tensor], words: Sequence[int]) -> KernelMap:
         """The map of a scene with so many inputs and outputs."""
-        for tiles, ends in self.ends.items():
-            ENDS.tell(arrays[tiles], arrays[ends])
         kept: dict[Storage, Any] = {
             name: (tokens, [arrays[n] for n in places]) for name, (tokens, places) in self.forms.items()
         }
@@ -76,25 +74,37 @@ class MapPlan:
 @dataclass(frozen=True, eq=False)
 class Contents:
     """words int32: the status, how many voxels each level has, and what else tells lengths. arrays: contiguous int32;
-    lengths: how much of each is a scene's."""
+    lengths: how much of each is a scene's. asked: by arrays of tiles how long pieces of their runs scenes asked for."""
 
     arrays: Sequence[Tensor]
     lengths: Sequence[Length]
     levels: Sequence[Level]
     maps: Sequence[MapPlan]
     words: Tensor
+    asked: Mapping[int, set[int]]
 
     def give(self, geometry: Geometry, words: Sequence[int], packer: Packer) -> None:
         """Give a scene its levels and maps; packer: of the arrays."""
         arrays, levels = packer.first([length.of(words) for length in self.lengths]), [geometry]
         for level in self.levels:
             levels.append(Geometry(arrays[level.coords], site_of(levels[level.above].site, level.relation)))
+        self._tell_ends(arrays)
         for plan in self.maps:
             inputs, outputs = (levels[n] for n in plan.levels)
             found = plan.of((len(inputs), len(outputs)), arrays, words)
             inputs.maps[plan.relation, None] = found, None if outputs is inputs else outputs
             if (key := level_key(plan.relation)) is not None:
                 inputs.levels[key] = outputs
+
+    def _tell_ends(self, arrays: Sequence[Tensor]) -> None:
+        """Of arrays of tiles; and what scenes before asked for is found for all of them at once."""
+        wanted = []
+        for plan in self.maps:
+            for tiles, ends in plan.ends.items():
+                array, asked = arrays[tiles], self.asked[tiles]
+                ENDS.tell(array, arrays[ends], asked)
+                wanted += [(array, arrays[ends].shape[0], most) for most in asked]
+        put_in_pieces(wanted)
 
 
 class Reader:
@@ -126,7 +136,8 @@ class Reader:
             for n, (one, *_) in enumerate(self._levels)
             for found, outputs in one.maps.values()
         ]
-        return Contents(self._arrays, self._lengths, levels, plans, torch.cat(self._words))
+        asked = {tiles: set[int]() for plan in plans for tiles in plan.ends}
+        return Contents(self._arrays, self._lengths, levels, plans, torch.cat(self._words), asked)
 
     def _map(self, found: KernelMap, levels: tuple[int, int]) -> MapPlan:
         if found.between is not None:

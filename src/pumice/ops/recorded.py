@@ -28,11 +28,11 @@ from pumice.ops.contents import Contents, Reader
 
 _BEFORE = 2
 """Scenes of about a size that are done without a graph before one is recorded."""
-_RATIO, _SMALLEST = 1.25, 1024
+_RATIO, _SMALLEST = 1.125, 1024
 """Of capacities: from one to the next, and the smallest."""
-_MARGIN = 1.25
+_MARGIN = 1.125
 """Room of inner levels and of maps, over what a scene needs that fills the capacity."""
-_TIMES = 4
+_TIMES = 8
 """How often a capacity is recorded, at most: for larger boxes, and for scenes with more of anything."""
 _SHARE = 8
 """Graphs take this part of a device's memory, at most; the one that was used longest ago goes first."""
