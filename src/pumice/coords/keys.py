@@ -52,11 +52,6 @@ class Bounds:
         high = tuple(a + m for a, m in zip(self.high, margin, strict=True))
         return Bounds(low, high, self.batch)
 
-    def roomier(self) -> Bounds:
-        """Each axis half as long again, then to a power of two: what finds neighbours grows by these anyway."""
-        ends = [_roomier(a, b) for a, b in zip(self.low, self.high, strict=True)]
-        return Bounds(tuple(a for a, _ in ends), tuple(b for _, b in ends), self.batch)
-
     def with_(self, other: Bounds) -> Bounds:
         """The box around both."""
         low, high = tuple(map(min, self.low, other.low)), tuple(map(max, self.high, other.high))
@@ -69,12 +64,6 @@ class Bounds:
                 f"coordinates would reach {self.low} to {self.high}; int32 holds {-(2**31)} to {INT32_MAX}"
             )
         return self
-
-
-def _roomier(low: int, high: int) -> tuple[int, int]:
-    extent = high - low + 1
-    room = (1 << (extent + 2 * (extent // 4 + 8) - 1).bit_length()) - extent
-    return max(-(2**31), low - room // 2), min(INT32_MAX, high + room - room // 2)
 
 
 UNKNOWN = Bounds((), (), -1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pumice.coords import Bounds, Site, check_points, frame_of
+from pumice.coords.keys import INT32_MAX
 from pumice.coords.launch import lasting
 from pumice.coords.rooms import Shares
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
@@ -242,9 +243,16 @@ def site_within(site: Site, batch: int, box: Box | None) -> Site:
         if len(low) != len(bounds.low) or len(high) != len(low) or any(a > b for a, b in zip(low, high, strict=True)):
             raise OptionError(f"box takes the least and the greatest coordinate of each axis, found {box!r}")
     else:
-        roomier = bounds.roomier()
-        low, high = roomier.low, roomier.high
+        ends = [_roomier(a, b) for a, b in zip(bounds.low, bounds.high, strict=True)]
+        low, high = tuple(a for a, _ in ends), tuple(b for _, b in ends)
     return Site(site.stride, site.spatial_shape, batch, Bounds(low, high, batch), site.frame)
+
+
+def _roomier(low: int, high: int) -> tuple[int, int]:
+    """An axis half as long again, and then to the next power of two: what finds neighbours grows by these anyway."""
+    extent = high - low + 1
+    room = (1 << (extent + 2 * (extent // 4 + 8) - 1).bit_length()) - extent
+    return max(-(2**31), low - room // 2), min(INT32_MAX, high + room - room // 2)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Site
 from pumice.coords.cloud import DUPLICATE, RANGE, clear
+from pumice.coords.keys import INT32_MAX
 from pumice.coords.launch import constants_read, lasting
 from pumice.coords.packing import Packer
 from pumice.coords.rooms import Buffered, Planner, Rooms, Settled
@@ -32,6 +33,8 @@ _RATIO, _SMALLEST = 1.125, 1024
 """Of capacities: from one to the next, and the smallest."""
 _MARGIN = 1.125
 """Room of inner levels and of maps, over what a scene needs that fills the capacity."""
+_BEYOND = 8
+"""The box goes beyond the scene by this part of it on each side."""
 _TIMES = 8
 """How often a capacity is recorded, at most: for larger boxes, and for scenes with more of anything."""
 _SHARE = 8
@@ -215,7 +218,7 @@ class Shelf:
 
     def _recorded(self, asked: Asked, geometry: Geometry, capacity: int, before: Recorded | None) -> Recorded:
         site, device = geometry.site, self._device
-        box = site.bounds if site.spatial_shape is not None else site.bounds.roomier()
+        box = site.bounds if site.spatial_shape is not None else _beyond(site.bounds)
         if before is not None:
             box = box.with_(before.site.bounds)
         coords = torch.full((capacity, 1 + geometry.dim), -1, dtype=torch.int32, device=device)
@@ -249,6 +252,14 @@ class Shelf:
         here.wait_stream(side)
         nbytes = torch.cuda.memory_reserved(self._device) - taken
         return replace(made, graph=graph, left=(contents, Packer.of(contents.arrays)), read=constants, nbytes=nbytes)
+
+
+def _beyond(bounds: Bounds) -> Bounds:
+    """A box that later scenes are expected in."""
+    margins = [extent // _BEYOND + 8 for extent in bounds.extents]
+    low = tuple(max(-(2**31), a - m) for a, m in zip(bounds.low, margins, strict=True))
+    high = tuple(min(INT32_MAX, b + m) for b, m in zip(bounds.high, margins, strict=True))
+    return Bounds(low, high, bounds.batch)
 
 
 _SHELVES: Bounded[Shelf] = Bounded(64)
