@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from pumice.coords.relation import Relation
 from pumice.coords.rooms import Between
 from pumice.errors import OptionError, ShapeError
 
+Kept = TypeVar("Kept")
 _MISSING = object()
 
 
@@ -164,6 +165,11 @@ class KernelMap:
         if self.between is not None:
             self.between.join()
         return self._storages.get((name, self.flipped))
+
+    def keep(self, name: Hashable, value: Kept) -> Kept:
+        """Keep under that name what was made; gives it back."""
+        self._storages[name, self.flipped] = value
+        return value
 
     def storage(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""

@@ -78,20 +78,21 @@ class Held:
         return found
 
 
-@dataclass(frozen=True, eq=False)
 class Direct:
     """A call with its kernel, sizes and held addresses known. order: which of its tensors goes to each slot."""
 
-    aimed: stamp.Aimed
-    runner: kernels.Runner
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
+    __slots__ = ("aimed", "order", "runner", "shape")
+
+    def __init__(
+        self, aimed: stamp.Aimed, runner: kernels.Runner, shape: tuple[int, ...], order: tuple[int, ...]
+    ) -> None:
+        self.aimed, self.runner, self.shape, self.order = aimed, runner, shape, order
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """The result; None where the kernel takes no tensors like these, which nothing but their addresses tells."""
-        runner = self.runner
-        out = runner.fresh(self.aimed.device, self.shape)
-        if not self.aimed.start([tensors[n] for n in self.order], out):
+        runner, aimed = self.runner, self.aimed
+        out = runner.fresh(aimed.device, self.shape)
+        if not aimed.start([tensors[n] for n in self.order], out):
             return None
         return out if out.dtype == runner.dtype else out.to(runner.dtype)
 
@@ -99,30 +100,36 @@ class Direct:
 @dataclass(frozen=True, eq=False)
 class Template:
     """What calls over maps of one kind have in common. held: which array of a map each held operand is; free: which of
-    the call's tensors each other one."""
+    the call's tensors each other one; order: those in the order of the kernel's slots."""
 
     mould: stamp.Mould
     runner: kernels.Runner
     held: tuple[tuple[str, int], ...]
-    free: Mapping[str, int]
+    free: tuple[tuple[str, int], ...]
+    order: tuple[int, ...]
 
     def at(self, held: Held, shapes: Sequence[Sequence[int]], shape: tuple[int, ...]) -> Direct | None:
         """The call over a map; shapes: of the call's tensors; shape: of the result."""
         given, every = held.named(self.held)
-        every = every | {name: shapes[n] for name, n in self.free.items()}
+        every = every.copy()
+        for name, n in self.free:
+            every[name] = shapes[n]
         every[""] = shape
-        return _direct(self.mould.cast(given, every, held.segments), self.runner, shape, self.free)
+        aimed = self.mould.cast(given, every, held.segments)
+        return None if aimed is None else Direct(aimed, self.runner, shape, self.order)
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
     """A call over a map, as others like it are known.
 
-    tensors: those that no map holds. shapes: theirs, as the statement has them; shape: the result's. kind: what calls
-    have in common that one template serves: rows count within what rounds alike (tile.about).
+    tensors: those that no map holds; counting: which of them count rows. shapes: theirs, as the statement has them;
+    shape: the result's. kind: what calls have in common that one template serves: rows count within what rounds alike
+    (tile.about).
     """
 
     tensors: Sequence[Tensor]
+    counting: Sequence[bool]
     shapes: Sequence[Sequence[int]]
     shape: tuple[int, ...]
     kind: Hashable
@@ -130,8 +137,13 @@ class Call:
     def from_template(self, held: Held) -> Direct | None:
         """The call as one like it was carried out; its tensors fit but for their rows, which are known to."""
         template = TEMPLATES.get(self.kind)
-        far = held.far or math.prod(self.shape) >= kernels.FAR or any(map(kernels.is_far, self.tensors))
-        return None if template is None or far else template.at(held, self.shapes, self.shape)
+        if template is None or held.far or math.prod(self.shape) >= kernels.FAR:
+            return None
+        for x, counts in zip(self.tensors, self.counting, strict=True):
+            # Of the others it is as it was.
+            if counts and kernels.is_far(x):
+                return None
+        return template.at(held, self.shapes, self.shape)
 
     def leave(
         self, ready: Ready, held: Held, tensors: Sequence[Tensor], numbers: Sequence[int], finish: Finish = NOTHING
@@ -158,7 +170,9 @@ def _of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, i
     """
     run = _alone(ready)
     made = None if run is None else run.made(tensors)
-    return None if run is None or made is None else _direct(made[0], run.like, ready.shape, order)
+    if run is None or made is None:
+        return None
+    return Direct(made[0], run.like, ready.shape, tuple(order[name] for name in made[0].names))
 
 
 def _template(ready: Ready, held: Held, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Template | None:
@@ -167,19 +181,15 @@ def _template(ready: Ready, held: Held, tensors: Mapping[str, Tensor], order: Ma
     made = None if run is None or held.far else run.made(tensors)
     if run is None or made is None or not all(id(x) in places for x in run.held.values()):
         return None
-    return Template(made[1], run.like, tuple((name, places[id(x)]) for name, x in run.held.items()), order)
+    aimed, mould = made
+    held_at = tuple((name, places[id(x)]) for name, x in run.held.items())
+    return Template(mould, run.like, held_at, tuple(order.items()), tuple(order[name] for name in aimed.names))
 
 
 def _alone(ready: Ready) -> kernels.HeldRunner | None:
     """The one kernel that a call is."""
     run = ready.parts[0].run if len(ready.parts) == 1 else None
     return run if isinstance(run, kernels.HeldRunner) and run.like.dtype == ready.dtype else None
-
-
-def _direct(
-    aimed: stamp.Aimed | None, runner: kernels.Runner, shape: tuple[int, ...], order: Mapping[str, int]
-) -> Direct | None:
-    return None if aimed is None else Direct(aimed, runner, shape, tuple(order[name] for name in aimed.names))
 
 
 TEMPLATES: Bounded[Template] = Bounded(2048)

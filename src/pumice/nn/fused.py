@@ -124,7 +124,7 @@ def _unheard(modules: Sequence[nn.Module]) -> bool:
     every = nn.modules.module
     if every._global_forward_hooks or every._global_forward_pre_hooks:
         return False
-    return not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    return not any([module._forward_hooks or module._forward_pre_hooks for module in modules])
 
 
 def _unheard_of_gradients(modules: Sequence[nn.Module]) -> bool:

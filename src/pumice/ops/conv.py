@@ -209,7 +209,7 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     if plain:
         key = direct.told(tensors, direct.counting(finish), "direct", finish)
         fits = x.shape[0] == found.num_inputs and rows == found.num_outputs and _residual_fits(tensors, rows, finish)
-        call = (found.kept(key) or _over_another_map(key, tensors, found)) if fits else None
+        call = (found.kept(key) or _over_another_map(key, tensors, found, finish)) if fits else None
         if call is not None and (y := call(tensors)) is not None:
             return y
     flat = weight if weight.ndim == 3 else weight.reshape(weight.shape[0], -1, weight.shape[-1])
@@ -225,20 +225,22 @@ def _residual_fits(tensors: Sequence[Tensor], rows: int, finish: Finish) -> bool
     return tensors[2 + finish.names.index(RESIDUAL)].shape == (rows, tensors[1].shape[0])
 
 
-def _straight(key: Hashable, tensors: Sequence[Tensor], found: KernelMap) -> direct.Call:
+def _straight(key: Hashable, tensors: Sequence[Tensor], found: KernelMap, finish: Finish) -> direct.Call:
     """key: as direct.told gives it."""
     x, weight, *more = tensors
     shapes = (x.shape, (weight.shape[0], found.volume, weight.shape[-1]), *[t.shape for t in more])
     kind = key, _held_arrays(found, False).kind
-    return direct.Call(tensors, shapes, (found.num_outputs, weight.shape[0]), kind)
+    return direct.Call(tensors, direct.counting(finish), shapes, (found.num_outputs, weight.shape[0]), kind)
 
 
-def _over_another_map(key: Hashable, tensors: Sequence[Tensor], found: KernelMap) -> direct.Direct | None:
+def _over_another_map(
+    key: Hashable, tensors: Sequence[Tensor], found: KernelMap, finish: Finish
+) -> direct.Direct | None:
     """The call of which one like it was carried out over a map of about the same sizes."""
     if tensors[0].ndim != 2:
         return None
-    call = _straight(key, tensors, found).from_template(_held_arrays(found, False))
-    return None if call is None else found.storage(key, lambda _: call)
+    call = _straight(key, tensors, found, finish).from_template(_held_arrays(found, False))
+    return None if call is None else found.keep(key, call)
 
 
 def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: Finish) -> None:
@@ -248,21 +250,21 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
     if ready is None or flat.data_ptr() != weight.data_ptr():
         # Where the window's axes lie in no row, a copy was multiplied, and later calls bring the weight itself.
         return
-    straight = _straight(key, tensors, found)
+    straight = _straight(key, tensors, found, finish)
     call = straight.leave(ready, _held_arrays(found, False), (x, flat, *more), (0, 1), finish)
     if call is not None:
-        found.storage(key, lambda _: call)
+        found.keep(key, call)
 
 
 def _held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
-    return found.storage(
-        ("held", differentiable),
-        lambda m: direct.Held.of(
-            *maps.passed(m, differentiable),
-            _kinds(m, differentiable)[2:],
-            *(about(m.num_outputs), about(m.num_inputs), m.volume),
-        ),
-    )
+    name = "held", differentiable
+    return found.kept(name) or found.storage(name, lambda m: _made_held(m, differentiable))
+
+
+def _made_held(found: KernelMap, differentiable: bool) -> direct.Held:
+    sizes = about(found.num_outputs), about(found.num_inputs), found.volume
+    tokens, arrays = maps.passed(found, differentiable)
+    return direct.Held.of(tokens, arrays, _kinds(found, differentiable)[2:], *sizes)
 
 
 def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: Finish) -> Hashable:

@@ -34,7 +34,7 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     check_epilogue(epilogue, shape, x.device)
     ready = plan.held_for((x, weight), plan.Ask(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
     y = plan.carry_out(ready, (x, weight), epilogue)
-    call = _straight(key, tensors).leave(ready, _NOTHING, tensors, (0, 1), finish)
+    call = _straight(key, tensors, finish).leave(ready, _NOTHING, tensors, (0, 1), finish)
     if call is not None:
         _CALLS.keep(key, call)
     return y
@@ -45,10 +45,10 @@ def takes(*tensors: Tensor) -> bool:
     return tensors[0].is_cuda and register.plain(tensors)
 
 
-def _straight(key: tuple[int, Hashable], tensors: Sequence[Tensor]) -> direct.Call:
+def _straight(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Call:
     x, weight, *_ = tensors
     shape, kind = (x.shape[0], weight.shape[0]), (about(key[0]), key[1])
-    return direct.Call(tensors, [t.shape for t in tensors], shape, kind)
+    return direct.Call(tensors, direct.counting(finish), [t.shape for t in tensors], shape, kind)
 
 
 def _of_other_sizes(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Direct | None:
@@ -56,7 +56,7 @@ def _of_other_sizes(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish
     shape = x.shape[0], weight.shape[0]
     if x.ndim != 2 or any(n == RESIDUAL and t.shape != shape for n, t in zip(finish.names, behind, strict=True)):
         return None
-    call = _straight(key, tensors).from_template(_NOTHING)
+    call = _straight(key, tensors, finish).from_template(_NOTHING)
     return None if call is None else _CALLS.keep(key, call)
 
 
