@@ -23,7 +23,7 @@ from pumice.coords.launch import constants_read, lasting
 from pumice.coords.packing import Packer
 from pumice.coords.rooms import Buffered, Planner, Rooms, Settled
 from pumice.env import settings
-from pumice.errors import PumiceError
+from pumice.errors import CoordinateError, PumiceError
 from pumice.lower.remember import Bounded
 from pumice.ops.contents import Contents, Reader
 
@@ -189,15 +189,19 @@ class Shelf:
 
     def _record(self, place: Place, asked: Asked, geometry: Geometry, before: Recorded | None) -> Recorded | None:
         """A graph for a scene and those like it, in place of the one before; None where there can be none."""
-        self._held.pop(place, None)
         times = 1 if before is None else before.times + 1
         try:
             made = None if times > _TIMES else self._recorded(asked, geometry, place[1], before)
+        except CoordinateError:
+            # A scene that will not do is told so, and nothing is refused to others; else the box is too large.
+            geometry.settle()
+            made = None
         except (PumiceError, torch.cuda.OutOfMemoryError):
             made = None
         except RuntimeError as problem:
             warnings.warn(f"kernel maps are found without a CUDA graph: {problem}", RuntimeWarning, stacklevel=7)
             made = None
+        self._held.pop(place, None)
         if made is None:
             self._refused.keep(place, True)
             return None
