@@ -87,6 +87,13 @@ def _capacity(count: int) -> int:
     return found
 
 
+def _box(site: Site) -> Bounds:
+    """Where scenes are expected: all of a spatial_shape, or around this one."""
+    if site.spatial_shape is None:
+        return _beyond(site.bounds)
+    return Bounds((0,) * len(site.spatial_shape), tuple(s - 1 for s in site.spatial_shape), site.bounds.batch)
+
+
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """Finding maps, recorded. site: its bounds are a box that scenes lie in. coords int32 [capacity, 1+D] and count
@@ -157,7 +164,9 @@ class Shelf:
         """See by_graph."""
         site = geometry.site
         capacity = _capacity(len(geometry))
-        place = (asked.key, site.stride, site.spatial_shape, geometry.dim), capacity
+        # What lies outside of a box that was told is found by the way, in that very box.
+        told = None if site.spatial_shape is None else (site.spatial_shape, site.bounds.batch)
+        place = (asked.key, site.stride, told, geometry.dim), capacity
         if self._refused.get(place):
             return False
         held = self._held.get(place)
@@ -222,7 +231,7 @@ class Shelf:
 
     def _recorded(self, asked: Asked, geometry: Geometry, capacity: int, before: Recorded | None) -> Recorded:
         site, device = geometry.site, self._device
-        box = site.bounds if site.spatial_shape is not None else _beyond(site.bounds)
+        box = _box(site)
         if before is not None:
             box = box.with_(before.site.bounds)
         coords = torch.full((capacity, 1 + geometry.dim), -1, dtype=torch.int32, device=device)
