@@ -42,8 +42,9 @@ class Packer:
             sizes.append(size)
             end += -(-size // _BLOCK)
         out = torch.empty(end * _BLOCK, dtype=torch.int32, device=self.addresses.device)
+        begin = out.storage_offset()
         found = [
-            out.as_strided(shape, array.stride(), start * _BLOCK)
+            out.as_strided(shape, array.stride(), begin + start * _BLOCK)
             for shape, array, start in zip(shapes, self.arrays, starts, strict=True)
         ]
         if runs_kernels(out):
