@@ -328,7 +328,7 @@ def test_scenes_of_many_sizes_share_a_recording(watch, replays):
     assert all(watch.last(7)) and len(watch.made) == 1
     prepared(scene(1025, 9, extent=14))
     assert watch.last(1) == [True] and len(watch.made) == 2, "of another capacity"
-    assert [place[1] for place in watch.shelf._held] == [1024, 1280]
+    assert [place[1] for place in watch.shelf._held] == [1024, recorded._capacity(1025)]
 
 
 def test_a_scene_outside_of_the_box_is_recorded_with_those_before(watch, replays):
@@ -364,8 +364,8 @@ def test_a_scene_without_room_is_recorded_with_more(watch, replays):
 def test_a_capacity_is_recorded_so_many_times_and_no_more(watch, replays):
     for step in range(recorded._TIMES + 3):
         prepared(scene(200, step, extent=8, low=1000 * step))
-    assert watch.last(7) == [True] * 4 + [False] * 3
-    assert len(watch.made) == 4 and not watch.shelf._held
+    assert watch.last(recorded._TIMES + 3) == [True] * recorded._TIMES + [False] * 3
+    assert len(watch.made) == recorded._TIMES and not watch.shelf._held
     prepared(scene(1100, extent=12))
     assert watch.last(1) == [True], "another capacity is not refused"
 
