@@ -15,23 +15,27 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from found import agree
 from kernels.interpret import run_checks
 from kernels.maps import DeviceOnly, fenced
 from torch import nn
 
 import pumice as pm
-from pumice.coords import Bounds, Cloud, Geometry, Relation, kernel_map
+from pumice.coords import Bounds, Cloud, Geometry, Relation, Site, compact, kernel_map
 from pumice.coords.cloud import clear
 from pumice.coords.launch import Launcher
+from pumice.coords.ranking import ranked_twin
 from pumice.coords.rooms import Buffered, Planner, Settled
 from pumice.engine.capture import site_within
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
-from pumice.lower import largest, maps, norm
-from pumice.lower.remember import OWN
+from pumice.errors import CoordinateError
+from pumice.lower import dataflow, largest, maps, norm
+from pumice.lower.remember import OWN, Bounded
 from pumice.lower.segments import pieces, segments
 from pumice.ops.reduce import maximum
 from pumice.testing import assert_close, random_cloud
 
+preparing, recorded = (sys.modules[f"pumice.ops.{name}"] for name in ("prepare", "recorded"))
 conv = sys.modules["pumice.ops.conv"]
 
 Checks = Mapping[str, Callable[[], None]]
@@ -372,6 +376,61 @@ def check_points() -> None:
         assert_close(found.x.feats[:voxels], want.feats)
 
 
+ROOMY = (Relation.of(3, 2, stride=2), Relation.of(3, 3, stride=2, padding=1))
+WINDOWS = ((Relation.of(3, 3),), (), (Relation.of(3, 2),))
+
+
+def check_scene_after_scene() -> None:
+    """What is found over buffers and copied is what is found without, past the room of the first scene too."""
+    with on_any_device() as told:
+        for count, seed, apart in ((70, 0, 1), (50, 1, 1), (64, 2, 4), (60, 0, 1)):
+            coords = random_cloud(count, 3, extent=6, seed=seed)
+            coords[:, 1:] = apart * coords[:, 1:] - 5
+            corner = torch.tensor([[0, 18, 18, 18]], dtype=torch.int32)
+            got, want = (Geometry.checked(torch.cat([coords, corner])) for _ in range(2))
+            wanted = preparing._Wanted(ROOMY, WINDOWS, None)
+            with fenced():
+                assert recorded.by_graph(got, wanted.asked())
+            wanted.find_together(want)
+            dataflow.lay_out(found := list(wanted.maps(want)), True)
+            for one, _ in found:
+                maps.passed(one, True)
+            assert agree(got, want) > 20
+            told.append([held.times for held in recorded._SHELVES.get(got.device)._held.values()])
+    assert told == [[1], [1], [2], [2]], f"recorded {told} times"
+
+
+def check_duplicates() -> None:
+    """They are told where nothing but the levels is asked for, of which no kernel looks for neighbours."""
+    coords = random_cloud(60, 3, extent=6)
+    box = Bounds((0,) * 3, (5,) * 3, 1)
+    steps = preparing._Wanted(ROOMY[:1], (), None)
+    with on_any_device():
+        assert recorded.by_graph(Geometry(coords, Site((1,) * 3, (6,) * 3, 1, box)), steps.asked())
+        for told, wrong in (("duplicates", coords[:1]), ("spatial_shape", torch.tensor([[0, 2, 6, 2]]).int())):
+            geometry = Geometry(torch.cat([coords, wrong]), Site((1,) * 3, (6,) * 3, 1, box))
+            geometry._settled = False
+            try:
+                recorded.by_graph(geometry, steps.asked())
+            except CoordinateError as error:
+                assert told in str(error), error
+            else:
+                raise AssertionError("nothing was told")
+
+
+@contextmanager
+def on_any_device() -> Iterator[list[list[int]]]:
+    """Maps are found over buffers, small ones, from the first scene on."""
+    with (
+        patch.multiple(recorded, _serves=lambda geometry: True, _BEFORE=0, _SMALLEST=80, _SHELVES=Bounded(1)),
+        patch.object(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]}),
+        patch.object(maps, "group_of", lambda found: 16),
+        # Sorting takes a second each time, and is checked elsewhere.
+        patch.object(compact, "ranked", lambda keys, *_: ranked_twin(keys)),
+    ):
+        yield []
+
+
 GROUPS: Mapping[str, Callable[[], Checks]] = {
     "programs": lambda: {
         **map_checks(),
@@ -380,6 +439,8 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
         "maxima": check_largest,
         "a step of training": check_step,
         "a step without room": check_wider_step,
+        "scene after scene": check_scene_after_scene,
+        "duplicates of a scene": check_duplicates,
     }
 }
 """The checks, by name, of each group; a group is one process."""

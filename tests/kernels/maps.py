@@ -8,7 +8,7 @@ fences, which kernels must leave alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -59,6 +59,7 @@ from pumice.coords.cloud import DUPLICATE, OVERFLOW, RANGE
 from pumice.coords.launch import Launcher
 from pumice.coords.lookup import Found, mask_words, mask_words_twin
 from pumice.coords.outputs import Fused, Listed, Staged, made_of, room_of, site_of
+from pumice.coords.packing import Packer, pack_twin
 from pumice.coords.ranking import Digits, ranked, ranked_twin
 from pumice.coords.runs import by_length, by_length_twin, in_pieces, in_pieces_twin
 from pumice.coords.sorted_keys import SortedKeys
@@ -521,6 +522,8 @@ def stage_checks() -> Checks:
     found["ranks of very many keys"] = check_many_ranks
     for size, count, most in ((0, 1, 4), (50, 7, 4), (900, 128, 8), (900, 130, 1), (5000, 2048, 16), (5000, 2049, 16)):
         found[f"{count} runs of {size} entries"] = partial(check_runs, size, count, most)
+    for name, shapes in PACKED.items():
+        found[f"packed {name}"] = partial(check_packed, shapes)
     return found
 
 
@@ -639,6 +642,40 @@ def check_runs(size: int, count: int, most: int) -> None:
                         in_pieces_twin(each, count, longest),
                         (size, count, "together"),
                     )
+
+
+PACKED = {
+    "lists": ((5,), (2047,), (2048,), (2049,), (1,), (4096,), (6000,)),
+    "rows": ((32, 64), (31, 64), (33, 64), (90, 27), (2049, 1), (1, 2048), (1, 2049), (3, 1000), (7, 4)),
+    "nothing between": ((0,), (3,), (0, 64), (0,), (2048,), (0,), (9, 0), (4,), (0, 5)),
+    "nothing": ((0,), (0, 8)),
+    "one": ((70, 64),),
+    "many": ((3, 2),) * 33,
+}
+
+
+def check_packed(shapes: Sequence[tuple[int, ...]]) -> None:
+    """The first rows of arrays, all or some or none: copies side by side, and nothing is written between them."""
+    generator = torch.Generator().manual_seed(len(shapes))
+    arrays = [torch.randint(*INT32, shape, generator=generator, dtype=torch.int32) for shape in shapes]
+    # One row may have any stride from one to the next.
+    arrays.append(torch.arange(7, dtype=torch.int32).view(7, 1).t())
+    before, packer = [array.clone() for array in arrays], Packer.of(arrays)
+    for share in (1.0, 0.6, 0.0):
+        rows = [int(share * len(array)) for array in arrays]
+        got = packer.first(rows)
+        want = [array.new_full((n, *array.shape[1:]), -1) for n, array in zip(rows, arrays, strict=True)]
+        pack_twin(arrays, want)
+        same(tuple(got), tuple(want), share)
+        whole = got[0].untyped_storage()
+        assert all(array.untyped_storage().data_ptr() == whole.data_ptr() for array in got)
+        starts = [array.storage_offset() - got[0].storage_offset() for array in got]
+        ends = [start + array.numel() for start, array in zip(starts, got, strict=True)]
+        assert all(start % 2048 == 0 for start in starts)
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)), "one behind the other"
+        for array in got:
+            array.fill_(-3)
+        same(tuple(arrays), tuple(before), "what is copied is left alone")
 
 
 def words() -> tuple[Tensor, Tensor]:

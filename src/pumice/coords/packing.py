@@ -3,6 +3,7 @@ elsewhere."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,14 +36,15 @@ class Packer:
         """Copies of the first so many rows of each."""
         shapes = [(n, *array.shape[1:]) for n, array in zip(rows, self.arrays, strict=True)]
         starts, sizes, end = [], [], 0
-        for shape, array in zip(shapes, self.arrays, strict=True):
-            size = shape[0] * (array.stride(0) if len(shape) > 1 else 1)
+        for shape in shapes:
+            size = math.prod(shape)
             starts.append(end)
             sizes.append(size)
             end += -(-size // _BLOCK)
         out = torch.empty(end * _BLOCK, dtype=torch.int32, device=self.addresses.device)
+        begin = out.storage_offset()
         found = [
-            out.as_strided(shape, array.stride(), start * _BLOCK)
+            out.as_strided(shape, array.stride(), begin + start * _BLOCK)
             for shape, array, start in zip(shapes, self.arrays, starts, strict=True)
         ]
         if runs_kernels(out):

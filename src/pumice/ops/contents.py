@@ -124,7 +124,7 @@ class Reader:
         self._places: dict[int, int] = {}
 
     def contents(self) -> Contents:
-        """Raises OptionError for forms whose lengths nothing tells."""
+        """Raises OptionError for forms whose lengths nothing tells, and where there are no maps."""
         numbers = {id(one): n for n, (one, *_) in enumerate(self._levels)}
         levels = [
             Level(self._array(one.coords, _count(n)), above, relation)
@@ -136,6 +136,8 @@ class Reader:
             for n, (one, *_) in enumerate(self._levels)
             for found, outputs in one.maps.values()
         ]
+        if not plans:
+            raise OptionError("no maps are asked for")
         asked = {tiles: set[int]() for plan in plans for tiles in plan.ends}
         return Contents(self._arrays, self._lengths, levels, plans, torch.cat(self._words), asked)
 

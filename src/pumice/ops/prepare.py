@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, Protocol, TypeVar
 
@@ -57,7 +58,7 @@ def prepare_levels(
     wanted = _Wanted(tuple(steps), tuple(map(tuple, same)), None if users is None else _flows_over(steps, same, users))
     geometry = x.geometry
     if geometry.buffered is not None:
-        wanted.find(geometry, geometry.device.type == "cuda")
+        wanted.find(geometry, torch.is_grad_enabled(), geometry.device.type == "cuda")
     elif not by_graph(geometry, wanted.asked()):
         wanted.find_together(geometry)
     return x
@@ -83,13 +84,13 @@ class _Wanted:
         if geometry.device.type == "cuda":
             lay_out(found, torch.is_grad_enabled())
 
-    def find(self, geometry: Geometry, laid: bool = True) -> list[KernelMap]:
+    def find(self, geometry: Geometry, differentiable: bool, laid: bool = True) -> list[KernelMap]:
         """In buffers nothing is read: each is laid out, if it is to be, while the next is found. Those that are read as
         the planner picks."""
         found = []
         for one, flows in self.maps(geometry):
             if laid:
-                lay_out([(one, flows)], torch.is_grad_enabled())
+                lay_out([(one, flows)], differentiable)
             if None in flows:
                 found.append(one)
         return found
@@ -97,7 +98,9 @@ class _Wanted:
     def asked(self) -> Asked:
         """As graphs are asked for it."""
         differentiable = torch.is_grad_enabled()
-        return Asked((self.steps, self.same, self.flows, differentiable), self.find, differentiable)
+        # Where a graph is recorded, inference mode is left, and gradients are enabled.
+        find = partial(self.find, differentiable=differentiable)
+        return Asked((self.steps, self.same, self.flows, differentiable), find, differentiable)
 
 
 def _flows_over(

@@ -23,7 +23,7 @@ from pumice.coords.launch import constants_read, lasting
 from pumice.coords.packing import Packer
 from pumice.coords.rooms import Buffered, Planner, Rooms, Settled
 from pumice.env import settings
-from pumice.errors import PumiceError
+from pumice.errors import CoordinateError, PumiceError
 from pumice.lower.remember import Bounded
 from pumice.ops.contents import Contents, Reader
 
@@ -85,6 +85,13 @@ def _capacity(count: int) -> int:
     while found < count:
         found = int(found * _RATIO) // 64 * 64
     return found
+
+
+def _box(site: Site) -> Bounds:
+    """Where scenes are expected: all of a spatial_shape, or around this one."""
+    if site.spatial_shape is None:
+        return _beyond(site.bounds)
+    return Bounds((0,) * len(site.spatial_shape), tuple(s - 1 for s in site.spatial_shape), site.bounds.batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +164,9 @@ class Shelf:
         """See by_graph."""
         site = geometry.site
         capacity = _capacity(len(geometry))
-        place = (asked.key, site.stride, site.spatial_shape, geometry.dim), capacity
+        # What lies outside of a box that was told is found by the way, in that very box.
+        told = None if site.spatial_shape is None else (site.spatial_shape, site.bounds.batch)
+        place = (asked.key, site.stride, told, geometry.dim), capacity
         if self._refused.get(place):
             return False
         held = self._held.get(place)
@@ -189,15 +198,19 @@ class Shelf:
 
     def _record(self, place: Place, asked: Asked, geometry: Geometry, before: Recorded | None) -> Recorded | None:
         """A graph for a scene and those like it, in place of the one before; None where there can be none."""
-        self._held.pop(place, None)
         times = 1 if before is None else before.times + 1
         try:
             made = None if times > _TIMES else self._recorded(asked, geometry, place[1], before)
+        except CoordinateError:
+            # A scene that will not do is told so, and nothing is refused to others; else the box is too large.
+            geometry.settle()
+            made = None
         except (PumiceError, torch.cuda.OutOfMemoryError):
             made = None
         except RuntimeError as problem:
             warnings.warn(f"kernel maps are found without a CUDA graph: {problem}", RuntimeWarning, stacklevel=7)
             made = None
+        self._held.pop(place, None)
         if made is None:
             self._refused.keep(place, True)
             return None
@@ -218,7 +231,7 @@ class Shelf:
 
     def _recorded(self, asked: Asked, geometry: Geometry, capacity: int, before: Recorded | None) -> Recorded:
         site, device = geometry.site, self._device
-        box = site.bounds if site.spatial_shape is not None else _beyond(site.bounds)
+        box = _box(site)
         if before is not None:
             box = box.with_(before.site.bounds)
         coords = torch.full((capacity, 1 + geometry.dim), -1, dtype=torch.int32, device=device)
