@@ -36,7 +36,7 @@ KERNELS = {
 
 
 def told(*names, start=0, each=1000):
-    return [Event(name, start + 10 * n, each) for n, name in enumerate(names)]
+    return [Event(name, start + each * n, each) for n, name in enumerate(names)]
 
 
 @pytest.mark.parametrize(("name", "part"), KERNELS.items())
@@ -57,8 +57,8 @@ def test_every_kernel_of_maps_has_a_part():
 def test_passes_begin_with_marks():
     events = [
         *told("before", start=0),
-        *told(MARK, "neighbours", "_dot_fp16", "_dot_fp16", start=100),
-        *told(MARK, "relu", start=200, each=3000),
+        *told(MARK, "neighbours", "_dot_fp16", "_dot_fp16", start=1000),
+        *told(MARK, "relu", start=5000, each=3000),
     ]
     found = passes(reversed(events), 2)
     assert found == [{"map": pytest.approx(1e-6), "conv": pytest.approx(2e-6)}, {"other": pytest.approx(3e-6)}]
@@ -67,6 +67,12 @@ def test_passes_begin_with_marks():
             passes(events, wrong)
     with pytest.raises(OptionError, match="told of 0 passes, expected 1"):
         passes(told(MARK), 1)
+
+
+def test_time_counts_once_where_kernels_run_side_by_side():
+    spans = ("neighbours", 0, 1000), ("_dot_fp16", 400, 1000), ("_dot_fp16", 500, 300), ("relu", 5000, 7)
+    (found,) = passes([Event(MARK, -5, 5), *(Event(*span) for span in spans)], 1)
+    assert found == {"map": pytest.approx(1e-6), "conv": pytest.approx(0.4e-6), "other": pytest.approx(7e-9)}
 
 
 def test_the_middle_repeat_counts():
@@ -146,8 +152,8 @@ class Timer:
 
 ONE = [
     *told(MARK, "neighbours", "_dot_fp16"),
-    *told(MARK, "_dot_fp16", start=1000),
-    *told(MARK, "relu", start=2000, each=3000),
+    *told(MARK, "_dot_fp16", start=3000),
+    *told(MARK, "relu", start=6000, each=3000),
 ]
 
 

@@ -1,7 +1,7 @@
 """How long a network takes: on a GPU the time that it is busy, kernel by kernel; on a CPU the wall clock.
 
 An eager network on a GPU is often bound by the host, so that the wall clock does not tell a good kernel from a bad one.
-What counts is the sum of what its kernels took, as CUPTI tells it (torch.profiler), with maps found anew in each pass.
+What counts is how long kernels ran, as CUPTI tells it (torch.profiler), with maps found anew in each pass.
 """
 
 from __future__ import annotations
@@ -135,14 +135,17 @@ def passes(events: Iterable[Event], expected: int) -> Sequence[Mapping[str, floa
 
 
 def segments(events: Iterable[Event]) -> list[dict[str, float]]:
-    """Seconds by part of what ran between each mark and the next one."""
+    """Seconds by part of what ran between each mark and the next one; while two kernels run, the first one counts."""
     found: list[dict[str, float]] = []
+    until = 0
     for event in sorted(events, key=lambda event: event.start):
         if _MARK in event.name:
             found.append({})
         elif found:
-            part = part_of(event.name)
-            found[-1][part] = found[-1].get(part, 0.0) + 1e-9 * event.duration
+            part, end = part_of(event.name), event.start + event.duration
+            alone = max(0, end - max(event.start, until))
+            found[-1][part] = found[-1].get(part, 0.0) + 1e-9 * alone
+            until = max(until, end)
     return found
 
 

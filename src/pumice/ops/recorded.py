@@ -154,6 +154,7 @@ class Shelf:
         self.lock = Lock()
         self._device = device
         self._missed: Bounded[int] = Bounded(1024)
+        self._times: Bounded[int] = Bounded(1024)
         self._held: dict[Place, Recorded] = {}
         self._refused: Bounded[bool] = Bounded(1024)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -198,9 +199,12 @@ class Shelf:
 
     def _record(self, place: Place, asked: Asked, geometry: Geometry, before: Recorded | None) -> Recorded | None:
         """A graph for a scene and those like it, in place of the one before; None where there can be none."""
-        times = 1 if before is None else before.times + 1
+        times = (self._times.get(place) or 0) + 1
+        if times > _TIMES:
+            # What is there goes on serving the scenes that fit.
+            return None
         try:
-            made = None if times > _TIMES else self._recorded(asked, geometry, place[1], before)
+            made = self._recorded(asked, geometry, place[1], before)
         except CoordinateError:
             # A scene that will not do is told so, and nothing is refused to others; else the box is too large.
             geometry.settle()
@@ -214,7 +218,7 @@ class Shelf:
         if made is None:
             self._refused.keep(place, True)
             return None
-        self._held[place] = replace(made, times=times)
+        self._held[place] = replace(made, times=self._times.keep(place, times))
         return self._fitted(place)
 
     def _fitted(self, place: Place) -> Recorded | None:

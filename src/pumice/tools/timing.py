@@ -2,7 +2,7 @@
 
 wall   from an idle device to an idle device: host time counts in full
 gpu    between two events on the stream, the host far ahead: what the device alone needs; `busy` is for calls that wait
-       for the device in their middle: what it did for them, summed
+       for the device in their middle: how long it did anything for them
 events between two events on the stream, the host ahead by the flush alone: how many peers time themselves
 
 On a GPU the L2 is flushed before every call, as in triton.testing.do_bench. A CPU has the wall clock only.
