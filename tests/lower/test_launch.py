@@ -773,6 +773,9 @@ def test_a_residual_of_about_as_many_rows_is_refused(as_on_gpu):
         linear.linear_features(x[:rows], weight, finish(rows))
     with pytest.raises(ShapeError, match="residual of the epilogue is \\[395, 16\\], found shape \\[393, 16\\]"):
         linear.linear_features(x[:395], weight, finish(393))
+    with pytest.raises(ShapeError, match="residual of the epilogue is \\[399, 16\\], found shape \\[393, 16\\]"):
+        # Also where a call like it was carried out.
+        linear.linear_features(x, weight, finish(393))
 
 
 def test_a_map_with_segments_far_longer_than_others_is_no_straight_call(straight, monkeypatch):

@@ -26,7 +26,9 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     """
     finish, tensors = epilogue.finish, (x, weight, *epilogue.operands.values())
     key = x.shape[0], direct.told(tensors, direct.counting(finish), "linear", finish)
-    call = _CALLS.get(key) or _of_other_sizes(key, tensors, finish)
+    # The key tells how many rows x has, and of no other tensor.
+    fits = x.ndim == 2 and _residual_fits(tensors, finish)
+    call = (_CALLS.get(key) or _of_other_sizes(key, tensors, finish)) if fits else None
     if call is not None and (y := call(tensors)) is not None:
         return y
     _check(x, weight)
@@ -51,11 +53,13 @@ def _straight(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Fini
     return direct.Call(tensors, direct.counting(finish), [t.shape for t in tensors], shape, kind)
 
 
-def _of_other_sizes(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Direct | None:
+def _residual_fits(tensors: Sequence[Tensor], finish: Finish) -> bool:
     x, weight, *behind = tensors
     shape = x.shape[0], weight.shape[0]
-    if x.ndim != 2 or any(n == RESIDUAL and t.shape != shape for n, t in zip(finish.names, behind, strict=True)):
-        return None
+    return all(t.shape == shape for n, t in zip(finish.names, behind, strict=True) if n == RESIDUAL)
+
+
+def _of_other_sizes(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Direct | None:
     call = _straight(key, tensors, finish).from_template(_NOTHING)
     return None if call is None else _CALLS.keep(key, call)
 
