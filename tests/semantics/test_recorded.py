@@ -3,7 +3,9 @@
 Without a GPU the same program runs without a graph, or with what stands in the place of one (Replayed).
 """
 
+import copy
 import importlib
+import pickle
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -383,6 +385,19 @@ def test_what_a_scene_was_given_stays_its_own(watch, replays):
     other = prepared(scene(900, 0, extent=14))
     mine, others = ({array.untyped_storage().data_ptr() for _, array in arrays_of(y.geometry)} for y in (x, other))
     assert mine.isdisjoint(others)
+
+
+def test_what_is_pickled_or_copied_is_a_level_or_a_map_and_nothing_else(watch, replays):
+    """All that a scene is given lies in one block."""
+    x = prepared(scene(900, 0, extent=14))
+    (level,), found = x.geometry.levels.values(), x.geometry.maps[HALF, None][0]
+    for whole, part in ((level, "coords"), (found, "table")):
+        array = getattr(whole, part)
+        assert array.untyped_storage().nbytes() > 100 * array.nbytes
+        assert len(pickle.dumps(whole)) < array.nbytes + 4096
+        for other in (pickle.loads(pickle.dumps(whole)), copy.deepcopy(whole)):
+            mine = getattr(other, part)
+            assert torch.equal(mine, array) and mine.untyped_storage().nbytes() == array.nbytes
 
 
 def arrays_of(geometry, path=()):

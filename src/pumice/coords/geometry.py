@@ -18,6 +18,7 @@ from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.launch import lasting
 from pumice.coords.lookup import Lookup, find
+from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
 from pumice.coords.rooms import Buffered
 from pumice.coords.structures import explain, lookup_of
@@ -254,7 +255,7 @@ class Geometry:
     def __reduce__(self) -> tuple[Any, ...]:
         # Maps are left out: they are found again where needed, and copies stay small.
         self.settle()
-        return _rebuild, (self._coords, *_plain(self.site), self._inverse)
+        return _rebuild, (alone(self._coords), *_plain(self.site), self._inverse)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Geometry:
         """The same coordinates on `device`, and with them every map and level found so far."""

@@ -15,6 +15,7 @@ from pumice.coords.cloud import read
 from pumice.coords.compact import Compacted, Grouped, Order, Tiling
 from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found, mask_words
+from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
 from pumice.coords.rooms import Between
 from pumice.errors import OptionError, ShapeError
@@ -191,7 +192,7 @@ class KernelMap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy has the rows; its other storages are made anew when asked for.
-        return KernelMap, (self.relation, self.table, self.num_inputs, self.num_outputs, self.flipped)
+        return KernelMap, (self.relation, alone(self.table), self.num_inputs, self.num_outputs, self.flipped)
 
     @staticmethod
     def from_rows(relation: Relation, rows: Tensor, num_inputs: int) -> KernelMap:

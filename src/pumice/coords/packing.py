@@ -56,6 +56,11 @@ class Packer:
         return found
 
 
+def alone(tensor: Tensor) -> Tensor:
+    """Itself, or where other tensors lie in the same memory a copy: what is pickled takes that memory along, whole."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
 def pack_twin(arrays: Sequence[Tensor], found: Sequence[Tensor]) -> None:
     """The copies, in plain torch."""
     for array, copy in zip(arrays, found, strict=True):
