@@ -6,6 +6,7 @@ Without a GPU the same program runs without a graph, or with what stands in the 
 import copy
 import importlib
 import pickle
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -611,3 +612,99 @@ def test_what_takes_more_than_there_is_for_all_is_refused(watch, of_size):
     prepared(scene(40, extent=8), stride=2)
     assert watch.last(3) == [True, False, False] and len(watch.made) == 2
     assert strides(watch) == []
+
+
+# Graphs
+
+
+class Graph:
+    """As torch's: once the last graph of a pool is gone, no other can be captured into it."""
+
+    def __init__(self, living):
+        self._living, self._pool = living, None
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert self._living.get(pool) != 0, "use_count > 0"
+        self._living[pool] = self._living.get(pool, 0) + 1
+        self._pool = pool
+
+    def capture_end(self):
+        pass
+
+    def replay(self):
+        pass
+
+    def __del__(self):
+        if self._pool is not None:
+            self._living[self._pool] -= 1
+
+
+class Here(SimpleNamespace):
+    """A stream that notes for which others it waited."""
+
+    def __init__(self):
+        super().__init__(waited=[], wait_event=lambda _: None, synchronize=lambda: None)
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
+@pytest.fixture
+def captured(watch, monkeypatch):
+    """Where a GPU would be: the stream, another one, and [reserved, allocated] bytes before and behind captures."""
+    here, side, memory, living = Here(), Here(), [(0, 0), (0, 0)], {}
+    made = recorded.Shelf.__init__
+
+    def init(shelf, device):
+        made(shelf, device)
+        shelf._pool, shelf._side = object(), side
+
+    monkeypatch.setattr(recorded.Shelf, "__init__", init)
+    monkeypatch.setattr(recorded, "_memory", lambda _, turns=[]: turns.append(1) or memory[(len(turns) - 1) % 2])
+    for name, value in {
+        "CUDAGraph": lambda: Graph(living),
+        "Event": lambda: SimpleNamespace(record=lambda _: None),
+        "graph_pool_handle": object,
+        "current_stream": lambda _: here,
+        "stream": lambda _: nullcontext(),
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=800),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    return SimpleNamespace(here=here, side=side, memory=memory, living=living)
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_no_graph_is_left_the_next_has_a_pool_of_its_own(watch, captured):
+    captured.memory[1] = 101, 0
+    prepared(scene(40, extent=8))
+    watch.made.clear()
+    assert watch.last(1) == [False] and list(captured.living.values()) == [0], "too large, and gone"
+    captured.memory[1] = 40, 0
+    for stride in (2, 3):
+        prepared(scene(40, extent=8), stride=stride)
+    assert watch.last(2) == [True, True] and sorted(captured.living.values()) == [0, 2]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_capture_that_fails_leaves_nothing_behind(watch, captured, monkeypatch):
+    run, turns = recorded.Recorded.run, []
+
+    def failing(made, rooms):
+        turns.append(made)
+        if len(turns) in (2, 8):
+            raise pm.errors.CaptureError("once as it is compiled, once as it is captured")
+        return run(made, rooms)
+
+    monkeypatch.setattr(recorded.Recorded, "run", failing)
+    for stride, waits in ((1, 1), (2, 2), (3, 3)):
+        prepared(scene(40, extent=8), stride=stride)
+        assert captured.here.waited == [captured.side] * waits
+    assert watch.last(3) == [False, True, False] and len(turns) == 8
+
+
+def test_memory_that_a_pool_had_counts_for_those_that_take_it(watch, captured):
+    for stride, counts in enumerate([(90, 30), (0, 60), (20, 50)], 1):
+        captured.memory[1] = counts
+        prepared(scene(40, extent=8), stride=stride)
+        found = [(place[0][1][0], held.nbytes) for place, held in watch.shelf._held.items()]
+        assert found == {1: [(1, 90)], 2: [(2, 60)], 3: [(3, 50)]}[stride]

@@ -251,24 +251,37 @@ class Shelf:
 
     def _captured(self, made: Recorded, side: torch.cuda.Stream) -> Recorded:
         """With its graph, behind a pass that compiles what it starts."""
-        here, taken = torch.cuda.current_stream(self._device), torch.cuda.memory_reserved(self._device)
+        here = torch.cuda.current_stream(self._device)
         if self._done is None:
             self._done = torch.cuda.Event()
         else:
             here.wait_event(self._done)
         side.wait_stream(here)
+        if not self._held:
+            # A pool goes with the last of its graphs: no other can be captured into it.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(side), constants_read() as constants:
-            made.run(made.rooms)
-            side.synchronize()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                contents = made.run(made.rooms)
-            finally:
-                graph.capture_end()
-        here.wait_stream(side)
-        nbytes = torch.cuda.memory_reserved(self._device) - taken
+        try:
+            with torch.cuda.stream(side), constants_read() as constants:
+                made.run(made.rooms)
+                side.synchronize()
+                before = _memory(self._device)
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    contents = made.run(made.rooms)
+                finally:
+                    graph.capture_end()
+        finally:
+            # Also of a pass that failed: the buffers that it reads are this stream's.
+            here.wait_stream(side)
+        # What the pool had room for is not reserved anew.
+        nbytes = max(now - then for now, then in zip(_memory(self._device), before, strict=True))
         return replace(made, graph=graph, left=(contents, Packer.of(contents.arrays)), read=constants, nbytes=nbytes)
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of the device's memory that are reserved, and those that tensors take."""
+    return torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
 
 
 def _beyond(bounds: Bounds) -> Bounds:
