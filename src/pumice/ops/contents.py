@@ -103,7 +103,8 @@ class Contents:
             for tiles, ends in plan.ends.items():
                 array, asked = arrays[tiles], self.asked[tiles]
                 ENDS.tell(array, arrays[ends], asked)
-                wanted += [(array, arrays[ends].shape[0], most) for most in asked]
+                # Other threads' calls may ask for more meanwhile.
+                wanted += [(array, arrays[ends].shape[0], most) for most in tuple(asked)]
         put_in_pieces(wanted)
 
 
