@@ -108,7 +108,7 @@ class Mould:
         if array is None:
             return None
         tile, count = self._tile, -(-shapes[name][axis] // coefficient)
-        key = id(array), count, tile.piece or (tile.stacked and tile.rows), self._own.laned
+        key = id(array), count, tile.piece, tile.stacked and tile.rows, self._own.laned
         found = known.get(key)
         # Passes of a program that is to be captured all go one way: the one before compiles what it starts.
         if found is None and array not in OWN and not captured(array.device):
