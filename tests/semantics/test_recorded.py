@@ -375,6 +375,23 @@ def test_a_capacity_is_recorded_so_many_times_and_no_more(watch, replays):
     assert watch.last(1) == [True], "another capacity is not refused"
 
 
+@pytest.mark.parametrize("problem", [torch.cuda.OutOfMemoryError, pm.errors.GeometryError, CoordinateError])
+def test_where_another_cannot_be_recorded_the_one_before_stays(problem, watch, replays, monkeypatch):
+    """Of an outlier, whose box with those before is too large for kernels."""
+    prepared(scene(200, 0, extent=8))
+    with monkeypatch.context() as context:
+
+        def failing(*_):
+            raise problem("too large")
+
+        context.setattr(recorded.Shelf, "_recorded", failing)
+        prepared(scene(200, 1, extent=8, low=5000))
+    for low, told in ((0, True), (5000, False), (0, True)):
+        prepared(scene(200, 2, extent=8, low=low))
+        assert watch.told[-1] == told
+    assert watch.last(5)[:2] == [True, False] and len(watch.made) == 1
+
+
 def test_what_a_scene_was_given_stays_its_own(watch, replays):
     x = prepared(scene(900, 0, extent=14))
     kept = {place: array.clone() for place, array in arrays_of(x.geometry)}

@@ -214,10 +214,14 @@ class Shelf:
         except RuntimeError as problem:
             warnings.warn(f"kernel maps are found without a CUDA graph: {problem}", RuntimeWarning, stacklevel=7)
             made = None
-        self._held.pop(place, None)
+        if made is None and before is not None:
+            # As above, and no other is tried.
+            self._times.keep(place, _TIMES)
+            return None
         if made is None:
             self._refused.keep(place, True)
             return None
+        self._held.pop(place, None)
         self._held[place] = replace(made, times=self._times.keep(place, times))
         return self._fitted(place)
 
