@@ -401,7 +401,9 @@ def test_movement_is_what_is_no_product(monkeypatch):
     setup = Setup(torch.device("cuda"), True, said.append, suite="tuner")
     names = {"spin_kernel": 1, "nvjet_hsh_128x256": 4000, "indexSelectLargeIndex": 2000, "elementwise_kernel": 1000}
     events = [
-        Event(name, 10_000 * (4 * run + place), took) for run in range(5) for place, (name, took) in enumerate(names.items())
+        Event(name, 10_000 * (4 * run + place), took)
+        for run in range(5)
+        for place, (name, took) in enumerate(names.items())
     ]
     monkeypatch.setattr(measuring, "profiled", lambda calls: (events[: 4 * len(calls)], []))
     assert bench_tuner_layers._moved(setup, [], ()).median == pytest.approx(0.003)
