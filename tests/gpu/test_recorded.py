@@ -56,12 +56,11 @@ def check(x, steps=STEPS, same=SAME):
 
 
 def alike(a, b):
-    """Compare all there is; the number of maps."""
+    """Compare all there is; the number of forms that are the same."""
     assert torch.equal(a.coords, b.coords) and a.site == b.site and a.maps.keys() == b.maps.keys()
-    count = 0
+    compared = 0
     for key, (found, outputs) in a.maps.items():
         other, others = b.maps[key]
-        count += 1
         assert (outputs is None) == (others is None) and torch.equal(found.table, other.table)
         assert (found.num_inputs, found.num_outputs, found.flipped) == (
             other.num_inputs,
@@ -74,12 +73,13 @@ def alike(a, b):
         for name in mine.keys() & theirs.keys():
             (tokens, arrays), (told, expected) = mine[name], theirs[name]
             assert tokens == told
-            for x, y in zip(arrays, expected, strict=True):
-                # As it says how many pairs are a group.
-                assert torch.equal(x, y) or (name[0][1] == "grouped" and found.volume > 27), (key, name)
+            # It also says how many rows are a tile's, and pairs a group's.
+            if all(x.shape[1:] == y.shape[1:] for x, y in zip(arrays, expected, strict=True)):
+                compared += 1
+                assert all(map(torch.equal, arrays, expected)), (key, name)
         if outputs is not None:
-            count += alike(outputs, others)
-    return count
+            compared += alike(outputs, others)
+    return compared
 
 
 def forms_of(found):
@@ -212,9 +212,10 @@ def test_nothing_is_recorded_while_a_graph_is():
         with torch.cuda.stream(side):
             net(x)
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+        graph, other = torch.cuda.CUDAGraph(), without(x).geometry
+        assert recorded._serves(other)
         with torch.cuda.graph(graph):
-            assert not recorded._serves(without(x).geometry)
+            assert not recorded._serves(other)
             y = net(x).feats
         graph.replay()
     assert torch.allclose(y, want, atol=1e-4)

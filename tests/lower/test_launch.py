@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.errors import OptionError, ShapeError
+from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.lower import direct, maps, plan, stamp
 from pumice.lower import triton as kernels
 from pumice.lower.scratch import Scratch
@@ -809,3 +809,28 @@ def test_a_map_that_is_its_own_transpose_is_no_template_for_one_that_is_not(stra
     rows, _, taps, met = across.compacted(64)
     forward = {t.data_ptr() for t in (x, weight, rows, taps, met)}
     assert any(forward <= set(values) for _, values in launches(straight))
+
+
+def test_a_layer_that_was_called_before_goes_straight_to_its_kernel(straight, monkeypatch):
+    """Nothing is checked again; what does not fit is checked all the same."""
+    x, _ = voxels(100, 0)
+    layer, other = (pm.nn.Conv3d(n, 16, 3, bias=False).half() for n in (16, 17))
+    tensors = [pm.SparseTensor(x, grid(100, seed).coords) for seed in (0, 0, 0)]
+    with torch.no_grad():
+        for tensor in tensors[:2]:
+            layer(tensor)
+        conv = import_module("pumice.ops.conv")
+        checks, whole = [], conv._check_weight
+        monkeypatch.setattr(conv, "_check_weight", lambda *given, **more: checks.append(1) or whole(*given, **more))
+        before = len(launches(straight))
+        for tensor in tensors:
+            y = layer(tensor)
+            assert y.geometry is tensor.geometry and y.feats.shape == (100, 16) and y.dtype == torch.float16
+        assert not checks and len(launches(straight)) == before + 3
+        with pytest.raises(ShapeError, match="17 channels"):
+            other(tensors[0])
+        with pytest.raises(DtypeError, match=r"x is torch.float32, weight is torch.float16"):
+            layer(tensors[0].to(torch.float32))
+        assert len(checks) == 2
+    layer(tensors[0])
+    assert len(checks) == 3, "gradients are asked for"

@@ -137,7 +137,7 @@ def test_marks_tell_layers_apart(setup, monkeypatch):
             trace.append("relu")
         lost = 1 if not tries else 0
         tries.append(lost)
-        return [Event(name, 10 * at, 2_000_000) for at, name in enumerate(trace[: len(trace) - 40 * lost])], []
+        return [Event(name, 2_000_000 * at, 2_000_000) for at, name in enumerate(trace[: len(trace) - 40 * lost])], []
 
     tries = []
     monkeypatch.setattr(bench_tuner_parts, "profiled", profiled)
@@ -379,8 +379,8 @@ def test_parts_of_what_a_device_does(setup, monkeypatch):
             events.append(Event("void spin_kernel(long)", at, 1))
             for name, duration in names.items():
                 if duration:
-                    events.append(Event(name, at := at + 1, duration))
-            at += 1
+                    events.append(Event(name, at := at + 10_000, duration))
+            at += 10_000
         return events, []
 
     monkeypatch.setattr(measuring, "profiled", profiled)
@@ -401,7 +401,9 @@ def test_movement_is_what_is_no_product(monkeypatch):
     setup = Setup(torch.device("cuda"), True, said.append, suite="tuner")
     names = {"spin_kernel": 1, "nvjet_hsh_128x256": 4000, "indexSelectLargeIndex": 2000, "elementwise_kernel": 1000}
     events = [
-        Event(name, 10 * run + place, took) for run in range(5) for place, (name, took) in enumerate(names.items())
+        Event(name, 10_000 * (4 * run + place), took)
+        for run in range(5)
+        for place, (name, took) in enumerate(names.items())
     ]
     monkeypatch.setattr(measuring, "profiled", lambda calls: (events[: 4 * len(calls)], []))
     assert bench_tuner_layers._moved(setup, [], ()).median == pytest.approx(0.003)

@@ -323,9 +323,14 @@ def _in_room(found: KernelMap, between: Between, block: int, how: Order) -> Comp
     return compact.filled(found.rows(), tiling, room, between.status)
 
 
+def pairs_in_room(found: KernelMap, between: Between) -> int:
+    """How many pairs of a map between buffers, as it was found, there is room for."""
+    return between.rooms.room(("pairs", between.place), found.tally()[:, -1], found.volume * found.num_outputs)
+
+
 def _groups_in_room(found: KernelMap, between: Between, group: int) -> int:
     """How many groups of pairs there is room for: one of each tap may not be full."""
-    pairs = between.rooms.room(("pairs", between.place, group), found.tally()[:, -1], found.volume * found.num_outputs)
+    pairs = pairs_in_room(found, between)
     return min(pairs // group + found.volume, found.volume * -(-found.num_outputs // group))
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, Order, settle
+from pumice.coords.kernel_map import pairs_in_room
 from pumice.coords.traced import told
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored
@@ -230,10 +231,9 @@ million 0.042 in groups of 2,048 and 0.053 in groups of 4,096.
 
 def group_of(found: KernelMap) -> int:
     """Pairs of a group: some thousand, so that a group's weights are added to memory rarely; one read of their number,
-    but not for a map between buffers, of which nothing is read."""
-    if found.between is not None:
-        return _GROUP if found.num_outputs < 500_000 else 4 * _GROUP
-    pairs = sum(counted(found)[0])
+    but not for a map between buffers, of which nothing is read: there it is what there is room for."""
+    own = found.transpose() if found.flipped else found
+    pairs = sum(counted(found)[0]) if own.between is None else pairs_in_room(own, own.between)
     return _GROUP if pairs < _MANY else min(1 << (pairs // _ENOUGH).bit_length() - 1, _LONGEST)
 
 

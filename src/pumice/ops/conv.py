@@ -16,7 +16,7 @@ from pumice.lower.epilogue import NOTHING, RESIDUAL, Epilogue, Finish, applied, 
 from pumice.lower.loops import EIGHT_BITS
 from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
-from pumice.ops.tensor import SparseTensor, on_rows, rows_of
+from pumice.ops.tensor import SparseTensor, fitting, on_rows, rows_of
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
 from pumice.schedule.tile import about
 
@@ -96,10 +96,28 @@ def convolve(
 ) -> SparseTensor:
     """`conv` and its kin by a relation that is at hand, as layers have it, and the target that it names."""
     relation, target = asked
+    if bias is None and groups == 1 and dataflow is None and (y := _as_before(x, weight, asked, epilogue)) is not None:
+        return y
     _check_weight(x, weight, bias, groups, spatial=relation.custom is None)
     if relation.dim != x.dim:
         raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
     return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue, dataflow)
+
+
+def _as_before(
+    x: SparseTensor, weight: Tensor, asked: tuple[Relation, Geometry | None], epilogue: Epilogue | None
+) -> SparseTensor | None:
+    """The result, where a call like this one was carried out before: then all fits, and nothing is checked."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
+        return None
+    if x.geometry.buffered is not None or not direct.starts_kernels(rows_of(x)):
+        return None
+    relation, target = asked
+    kept = x.geometry.maps.get((relation, None)) if target is None else None
+    found, outputs = kept or kernel_map(x.geometry, relation, target)
+    outputs = outputs or x.geometry
+    y = _straightaway(rows_of(x), weight, found, outputs.coords.shape[0], epilogue)
+    return None if y is None else fitting(y, outputs)
 
 
 def conv_transpose(
@@ -203,20 +221,33 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
 
     A call without gradients goes straight to its kernel where one like it was carried out before.
     """
-    tensors = (x, weight) if epilogue is None else (x, weight, *epilogue.operands.values())
-    finish = NOTHING if epilogue is None else epilogue.finish
-    plain = direct.starts_kernels(x) and register.plain(tensors)
-    if plain:
-        key = direct.told(tensors, direct.counting(finish), "direct", finish)
-        fits = x.shape[0] == found.num_inputs and rows == found.num_outputs and _residual_fits(tensors, rows, finish)
-        call = (found.kept(key) or _over_another_map(key, tensors, found, finish)) if fits else None
-        if call is not None and (y := call(tensors)) is not None:
-            return y
+    if (y := _straightaway(x, weight, found, rows, epilogue)) is not None:
+        return y
     flat = weight if weight.ndim == 3 else weight.reshape(weight.shape[0], -1, weight.shape[-1])
     y = _in_full(x, flat, found, rows, 1, epilogue)
-    if plain:
+    tensors, finish = _told_by(x, weight, epilogue)
+    if direct.starts_kernels(x) and register.plain(tensors):
+        key = direct.told(tensors, direct.counting(finish), "direct", finish)
         _leave(key, tensors, flat, found, finish)
     return y
+
+
+def _told_by(x: Tensor, weight: Tensor, epilogue: Epilogue | None) -> tuple[tuple[Tensor, ...], Finish]:
+    if epilogue is None:
+        return (x, weight), NOTHING
+    return (x, weight, *epilogue.operands.values()), epilogue.finish
+
+
+def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None) -> Tensor | None:
+    """The result, where a call like this one was carried out before, over this map or another of about its sizes."""
+    tensors, finish = _told_by(x, weight, epilogue)
+    if not direct.starts_kernels(x) or not register.plain(tensors):
+        return None
+    if x.shape[0] != found.num_inputs or rows != found.num_outputs or not _residual_fits(tensors, rows, finish):
+        return None
+    key = direct.told(tensors, direct.counting(finish), "direct", finish)
+    call = found.kept(key) or _over_another_map(key, tensors, found, finish)
+    return None if call is None else call(tensors)
 
 
 def _residual_fits(tensors: Sequence[Tensor], rows: int, finish: Finish) -> bool:

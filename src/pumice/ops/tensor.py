@@ -340,6 +340,13 @@ def on_rows(feats: Tensor, geometry: Geometry) -> SparseTensor:
     return found
 
 
+def fitting(feats: Tensor, geometry: Geometry) -> SparseTensor:
+    """The tensor of features that are known to fit coordinates outside of buffers."""
+    found = SparseTensor.__new__(SparseTensor)
+    found._feats, found._geometry, found._open = feats, geometry, False
+    return found
+
+
 def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
     """`function`, which treats each row alone and whose parameters' gradients sum over rows, of the features of x.
 
