@@ -749,6 +749,13 @@ def test_a_straight_call_sees_what_was_set_meanwhile(straight, monkeypatch):
     assert sum(len(kernel.doors) for kernel in straight.values()) == doors + 1
 
 
+def test_what_is_no_epilogue_is_refused_before_a_kernel_is_sought(straight):
+    x, convolve = pm.SparseTensor(torch.zeros(100, 16), grid(100, 0)), import_module("pumice.ops.conv").convolve
+    asked = pm.coords.Relation.of(3, 3), None
+    with torch.no_grad(), pytest.raises(pm.errors.OptionError, match="epilogue takes a pumice.ops.Epilogue, found str"):
+        convolve(x, torch.zeros(16, 3, 3, 3, 16), None, 1, asked, epilogue="relu")
+
+
 def test_a_linear_map_and_its_norm_are_one_kernel_whatever_rows_there_are(as_on_gpu):
     linear = import_module("pumice.ops.linear")
     linear._CALLS.clear()

@@ -112,6 +112,8 @@ def _as_before(
         return None
     if x.geometry.buffered is not None or not direct.starts_kernels(rows_of(x)):
         return None
+    if epilogue is not None and not isinstance(epilogue, Epilogue):
+        return None
     relation, target = asked
     kept = x.geometry.maps.get((relation, None)) if target is None else None
     found, outputs = kept or kernel_map(x.geometry, relation, target)
