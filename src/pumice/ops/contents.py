@@ -32,11 +32,12 @@ class Length:
         return sum(-(-word // self.per) for word in words[self.first : self.last])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Level:
-    """Coordinates: their array, and the relation that makes them of which level."""
+    """Coordinates, how many are a scene's, and the relation that makes them of which level."""
 
-    coords: int
+    coords: Tensor
+    length: Length
     above: int
     relation: Relation
 
@@ -87,7 +88,9 @@ class Contents:
         """Give a scene its levels and maps; packer: of the arrays."""
         arrays, levels = packer.first([length.of(words) for length in self.lengths]), [geometry]
         for level in self.levels:
-            levels.append(Geometry(arrays[level.coords], site_of(levels[level.above].site, level.relation)))
+            # Not in one block with the maps, which whoever keeps coordinates alone would keep.
+            coords = level.coords[: level.length.of(words)].clone()
+            levels.append(Geometry(coords, site_of(levels[level.above].site, level.relation)))
         self._tell_ends(arrays)
         for plan in self.maps:
             inputs, outputs = (levels[n] for n in plan.levels)
@@ -128,7 +131,7 @@ class Reader:
         """Raises OptionError for forms whose lengths nothing tells, and where there are no maps."""
         numbers = {id(one): n for n, (one, *_) in enumerate(self._levels)}
         levels = [
-            Level(self._array(one.coords, _count(n)), above, relation)
+            Level(one.coords, _count(n), above, relation)
             for n, (one, above, relation) in enumerate(self._levels)
             if relation is not None
         ]
