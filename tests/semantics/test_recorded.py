@@ -35,19 +35,24 @@ class Replayed:
     def __init__(self, made):
         self._made = made
         first = made.run(made.rooms)
-        arrays = [array.new_full((_room(array), *array.shape[1:]), 7) for array in first.arrays]
-        self.left = replace(first, arrays=arrays, words=first.words.clone())
+        levels = [replace(level, coords=_spare(level.coords)) for level in first.levels]
+        self.left = replace(first, arrays=[*map(_spare, first.arrays)], levels=levels, words=first.words.clone())
 
     def replay(self):
         found = self._made.run(self._made.rooms)
-        assert found.lengths == self.left.lengths and found.levels == self.left.levels
+        assert found.lengths == self.left.lengths
         self.left.words.copy_(found.words)
         for array, new in zip(self.left.arrays, found.arrays, strict=True):
             array.fill_(7)[: len(new)] = new[: len(array)]
+        for level, new in zip(self.left.levels, found.levels, strict=True):
+            assert (level.length, level.above, level.relation) == (new.length, new.above, new.relation)
+            level.coords.fill_(7)[: len(new.coords)] = new.coords[: len(level.coords)]
 
 
-def _room(array):
-    return 3 * len(array) + min(2048, 2**18 // max(1, array[:1].numel()))
+def _spare(array):
+    """Room for more rows than there are."""
+    rows = 3 * len(array) + min(2048, 2**18 // max(1, array[:1].numel()))
+    return array.new_full((rows, *array.shape[1:]), 7)
 
 
 class Watch:
