@@ -15,6 +15,7 @@ from pumice.coords import Geometry
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops import SparseTensor
+from pumice.ops.recorded import without_graphs
 
 Loss = Callable[[Any], Tensor]
 Scene = SparseTensor | tuple[Tensor, Tensor]
@@ -106,10 +107,10 @@ def fresh(x: SparseTensor) -> SparseTensor:
 
 @contextmanager
 def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
-    """Within it the model evaluates, or trains; afterwards its modes, its buffers and torch's random numbers are what
-    they were."""
+    """Within it the model evaluates, or trains, and finds maps without graphs; afterwards its modes, its buffers and
+    torch's random numbers are what they were."""
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with torch.random.fork_rng([home] if home.type == "cuda" else []), _restored(model):
+    with torch.random.fork_rng([home] if home.type == "cuda" else []), _restored(model), without_graphs():
         if not training:
             model.eval()
         elif not model.training:

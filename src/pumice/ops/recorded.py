@@ -9,7 +9,9 @@ been found without a graph, in memory of their own.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from threading import Lock
 
@@ -71,9 +73,22 @@ def by_graph(geometry: Geometry, asked: Asked) -> bool:
             return shelf.find(geometry, asked)
 
 
+@contextmanager
+def without_graphs() -> Iterator[None]:
+    """Within it no graph finds maps, and none is recorded: for passes that are measured, or whose like will not come."""
+    token = _PAUSED.set(True)
+    try:
+        yield
+    finally:
+        _PAUSED.reset(token)
+
+
+_PAUSED: ContextVar[bool] = ContextVar("without_graphs", default=False)
+
+
 def _serves(geometry: Geometry) -> bool:
     """Whether a graph may find maps of it: there are none yet, and nothing else is being recorded."""
-    if geometry.maps or geometry.levels or not len(geometry) or not settings().map_graphs:
+    if geometry.maps or geometry.levels or not len(geometry) or _PAUSED.get() or not settings().map_graphs:
         return False
     if geometry.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return False
