@@ -75,7 +75,7 @@ def by_graph(geometry: Geometry, asked: Asked) -> bool:
 
 @contextmanager
 def without_graphs() -> Iterator[None]:
-    """Within it no graph finds maps, and none is recorded: for passes that are measured, or whose like will not come."""
+    """Within it no graph finds maps, and none is recorded: for passes that are measured."""
     token = _PAUSED.set(True)
     try:
         yield
