@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from found import agree
 
 import pumice as pm
 from pumice.coords import Relation
@@ -52,38 +53,7 @@ def check(x, steps=STEPS, same=SAME):
     assert recorded.by_graph(x.geometry, wanted.asked())
     other = without(x)
     wanted.find_together(other.geometry)
-    assert alike(x.geometry, other.geometry) >= len(steps)
-
-
-def alike(a, b):
-    """Compare all there is; the number of forms that are the same."""
-    assert torch.equal(a.coords, b.coords) and a.site == b.site and a.maps.keys() == b.maps.keys()
-    compared = 0
-    for key, (found, outputs) in a.maps.items():
-        other, others = b.maps[key]
-        assert (outputs is None) == (others is None) and torch.equal(found.table, other.table)
-        assert (found.num_inputs, found.num_outputs, found.flipped) == (
-            other.num_inputs,
-            other.num_outputs,
-            other.flipped,
-        )
-        mine, theirs = forms_of(found), forms_of(other)
-        # Few taps of many rows are sorted: how many are many, the buffer says.
-        assert len(mine) == len(theirs) > 0 and (found.volume <= 8 or mine.keys() == theirs.keys())
-        for name in mine.keys() & theirs.keys():
-            (tokens, arrays), (told, expected) = mine[name], theirs[name]
-            assert tokens == told
-            # It also says how many rows are a tile's, and pairs a group's.
-            if all(x.shape[1:] == y.shape[1:] for x, y in zip(arrays, expected, strict=True)):
-                compared += 1
-                assert all(map(torch.equal, arrays, expected)), (key, name)
-        if outputs is not None:
-            compared += alike(outputs, others)
-    return compared
-
-
-def forms_of(found):
-    return {name: held for name, held in found._storages.items() if isinstance(name[0], tuple) and name[0][0] == "form"}
+    assert agree(x.geometry, other.geometry, exact=False) >= len(steps)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -163,7 +133,7 @@ def test_threads_take_turns():
                     recorded.by_graph(x.geometry, wanted.asked())
                     other = without(x)
                     wanted.find_together(other.geometry)
-                    alike(x.geometry, other.geometry)
+                    agree(x.geometry, other.geometry, exact=False)
                 except Exception as problem:
                     wrong.append(problem)
             torch.cuda.current_stream().synchronize()
