@@ -149,7 +149,21 @@ def _einsum_fake(operands: list[Tensor], names: str, text: str, shape: list[int]
 def as_given(operands: Sequence[Tensor]) -> AbstractContextManager[object]:
     """Lowerings choose their dtypes themselves: autocast was applied at the door and must not act again inside."""
     kind = operands[0].device.type if operands else "cpu"
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return _WithoutAutocast(kind) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+class _WithoutAutocast:
+    """torch.autocast(kind, enabled=False) within an autocast that is on, in a tenth of its time: nothing that was cast
+    is forgotten before the outer one ends."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self._kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self._kind, True)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
