@@ -396,7 +396,7 @@ def check_scene_after_scene() -> None:
             for one, _ in found:
                 maps.passed(one, True)
             assert agree(got, want) > 20
-            told.append([held.times for held in recorded._SHELVES.get(got.device)._held.values()])
+            told.append(recorded._SHELVES.get(got.device)._times.values())
     assert told == [[1], [1], [2], [2]], f"recorded {told} times"
 
 

@@ -351,7 +351,7 @@ def test_a_scene_outside_of_the_box_is_recorded_with_those_before(watch, replays
     assert len(watch.made) == 2
     prepared(scene(200, 3, extent=8, batch_size=4))
     assert len(watch.made) == 3 and watch.made[2].site.bounds.batch == 4
-    assert all(watch.last(6)) and [held.times for held in watch.shelf._held.values()] == [3]
+    assert all(watch.last(6)) and watch.shelf._times.values() == [3]
 
 
 def test_a_scene_without_room_is_recorded_with_more(watch, replays):
@@ -479,7 +479,7 @@ def test_what_is_wrong_is_told_as_without(spoil, first, watch, replays, monkeypa
     x = unread(good).prepare(*ASKED)
     assert x.geometry.settled and agree(x.geometry, without(x, *ASKED).geometry)
     assert watch.told == [True] * (2 - first), "a scene that will not do refuses nothing to others"
-    assert [held.times for held in watch.shelf._held.values()] == [1]
+    assert watch.shelf._times.values() == [1]
 
 
 def test_a_wrong_scene_outside_of_the_box_leaves_the_others_their_recording(watch, replays, monkeypatch):

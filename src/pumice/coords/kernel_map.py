@@ -245,7 +245,7 @@ def settle(wanted: Iterable[tuple[KernelMap, int, Order | None]]) -> None:
     for (owner, _), (status,) in zip(waiting, values[len(asked) :], strict=True):
         owner.settle(status)
     for (found, name, _), value in zip(asked, values, strict=False):
-        found.storage(name, lambda _, value=value: value)
+        found.keep(name, value)
 
 
 def _totals_of(found: KernelMap) -> tuple[Hashable, Tensor]:
@@ -279,7 +279,7 @@ def _pairs(found: KernelMap) -> Pairs:
     """Of a map that is not flipped."""
     if torch.compiler.is_compiling():
         *lists, taps = torch.ops.pumice.pairs(found.table)
-        found.storage("taps", lambda _: taps)
+        found.keep("taps", taps)
         return Pairs(*lists)
     if found.device.type == "cpu":
         met = found.table.t()

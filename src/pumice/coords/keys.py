@@ -52,6 +52,11 @@ class Bounds:
         high = tuple(a + m for a, m in zip(self.high, margin, strict=True))
         return Bounds(low, high, self.batch)
 
+    def holds(self, other: Bounds) -> bool:
+        """Whether the other box lies within this one, along each axis."""
+        above = all(a <= b for a, b in zip(self.low, other.low, strict=True))
+        return above and all(a >= b for a, b in zip(self.high, other.high, strict=True))
+
     def with_(self, other: Bounds) -> Bounds:
         """The box around both."""
         low, high = tuple(map(min, self.low, other.low)), tuple(map(max, self.high, other.high))

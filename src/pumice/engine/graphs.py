@@ -172,10 +172,7 @@ class Engine:
         items = max(scene.batch or 0, 0 if bounds is None else bounds.batch)
         if items > box.batch:
             return "batch", f"of {items} items, and batch={box.batch}"
-        if bounds is None or not scene.count:
-            return None
-        inside = all(a <= b for a, b in zip(box.low, bounds.low, strict=True))
-        if inside and all(a >= b for a, b in zip(box.high, bounds.high, strict=True)):
+        if bounds is None or not scene.count or box.holds(bounds):
             return None
         return "box", f"from {bounds.low} to {bounds.high}, outside {self._box}"
 

@@ -51,6 +51,13 @@ def counting(finish: Finish) -> tuple[bool, ...]:
     return (True, False, *[name == RESIDUAL for name in finish.names])
 
 
+def residual_fits(tensors: Sequence[Tensor], finish: Finish, shape: tuple[int, ...]) -> bool:
+    """Whether the residual among the tensors of a call, whose rows no key tells, has the result's shape."""
+    if RESIDUAL not in finish.names:
+        return True
+    return tensors[finish.names.index(RESIDUAL) - len(finish.names)].shape == shape
+
+
 class Held:
     """The arrays of a map that a call holds. kind: what the choice of a kernel depends on, equal where it is the same;
     far: whether one is so long that addresses need 64 bits. segments: those of arrays, once they are found."""

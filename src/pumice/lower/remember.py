@@ -26,6 +26,10 @@ class Bounded(Generic[Found]):
     def get(self, key: Hashable) -> Found | None:
         return self._held.get(key)
 
+    def values(self) -> list[Found]:
+        """Those that are held, the oldest first."""
+        return list(self._held.values())
+
     def clear(self) -> None:
         self._held.clear()
 

@@ -171,8 +171,7 @@ class Aimed:
                 names.append(name)
         made.slots, made.names, made.part = tuple(slots), tuple(names), part
         if own:
-            room = programs * emitted.tile.rows * emitted.tile.columns * emitted.summed.itemsize
-            made.scratch = own["waiting"], own["room"], room
+            made.scratch = own["waiting"], own["room"], emitted.room(programs)
         return made
 
     def start(self, tensors: Sequence[Tensor], out: Tensor) -> bool:

@@ -119,8 +119,7 @@ class Launch:
 
     def scratch(self, device: torch.device) -> Scratch:
         """Where programs are counted, and leave what they found of a piece."""
-        size = self.programs * self.tile.rows * self.tile.columns * self.summed.itemsize
-        return scratch(self.programs, size, device)
+        return scratch(self.programs, self.emitted.room(self.programs), device)
 
 
 @dataclass(frozen=True)
@@ -624,6 +623,10 @@ class Emitted:
         constants = self._constants(extents)
         counted = {n for n, _ in self._counting} | {*self._blocks}
         self.steady = [None if n in counted else _fixed(a, given, constants) for n, a in enumerate(source.arguments)]
+
+    def room(self, programs: int) -> int:
+        """Bytes for what so many programs find of a piece."""
+        return programs * self.tile.rows * self.tile.columns * self.summed.itemsize
 
     def sized(self, extents: Mapping[str, int], shapes: Mapping[str, Sequence[int]], part: Segments | None) -> Launch:
         """It made ready for operands of these sizes, the result being ""."""

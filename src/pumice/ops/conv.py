@@ -12,7 +12,7 @@ from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import direct, maps, plan
 from pumice.lower.dataflow import CONV, GROUPED_CONV
-from pumice.lower.epilogue import NOTHING, RESIDUAL, Epilogue, Finish, applied, check_epilogue
+from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied, check_epilogue
 from pumice.lower.loops import EIGHT_BITS
 from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
@@ -245,17 +245,13 @@ def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilog
     tensors, finish = _told_by(x, weight, epilogue)
     if not direct.starts_kernels(x) or not register.plain(tensors):
         return None
-    if x.shape[0] != found.num_inputs or rows != found.num_outputs or not _residual_fits(tensors, rows, finish):
+    if x.shape[0] != found.num_inputs or rows != found.num_outputs:
+        return None
+    if not direct.residual_fits(tensors, finish, (rows, weight.shape[0])):
         return None
     key = direct.told(tensors, direct.counting(finish), "direct", finish)
     call = found.kept(key) or _over_another_map(key, tensors, found, finish)
     return None if call is None else call(tensors)
-
-
-def _residual_fits(tensors: Sequence[Tensor], rows: int, finish: Finish) -> bool:
-    if RESIDUAL not in finish.names:
-        return True
-    return tensors[2 + finish.names.index(RESIDUAL)].shape == (rows, tensors[1].shape[0])
 
 
 def _straight(key: Hashable, tensors: Sequence[Tensor], found: KernelMap, finish: Finish) -> direct.Call:

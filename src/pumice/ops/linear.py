@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pumice.errors import DeviceError, DtypeError, ShapeError
 from pumice.lower import direct, plan
-from pumice.lower.epilogue import RESIDUAL, Epilogue, Finish, check_epilogue
+from pumice.lower.epilogue import Epilogue, Finish, check_epilogue
 from pumice.lower.remember import Bounded
 from pumice.ops import register
 from pumice.schedule.tile import about
@@ -27,7 +27,7 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     finish, tensors = epilogue.finish, (x, weight, *epilogue.operands.values())
     key = x.shape[0], direct.told(tensors, direct.counting(finish), "linear", finish)
     # The key tells how many rows x has, and of no other tensor.
-    fits = x.ndim == 2 and _residual_fits(tensors, finish)
+    fits = x.ndim == 2 and direct.residual_fits(tensors, finish, (x.shape[0], weight.shape[0]))
     call = (_CALLS.get(key) or _of_other_sizes(key, tensors, finish)) if fits else None
     if call is not None and (y := call(tensors)) is not None:
         return y
@@ -51,12 +51,6 @@ def _straight(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Fini
     x, weight, *_ = tensors
     shape, kind = (x.shape[0], weight.shape[0]), (about(key[0]), key[1])
     return direct.Call(tensors, direct.counting(finish), [t.shape for t in tensors], shape, kind)
-
-
-def _residual_fits(tensors: Sequence[Tensor], finish: Finish) -> bool:
-    x, weight, *behind = tensors
-    shape = x.shape[0], weight.shape[0]
-    return all(t.shape == shape for n, t in zip(finish.names, behind, strict=True) if n == RESIDUAL)
 
 
 def _of_other_sizes(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Direct | None:

@@ -114,7 +114,7 @@ class Recorded:
     """Finding maps, recorded. site: its bounds are a box that scenes lie in. coords int32 [capacity, 1+D] and count
     int32 [1]: where a scene is copied to. graph: None where there are none, on a CPU. read: what the graph reads.
 
-    nbytes: of the device's memory that it took. times: how often its capacity was recorded.
+    nbytes: of the device's memory that it took.
     """
 
     asked: Asked
@@ -122,7 +122,6 @@ class Recorded:
     coords: Tensor
     count: Tensor
     rooms: Settled
-    times: int
     graph: torch.cuda.CUDAGraph | None = None
     left: tuple[Contents, Packer] | None = None
     read: Sequence[object] = ()
@@ -130,9 +129,7 @@ class Recorded:
 
     def holds(self, bounds: Bounds) -> bool:
         """Whether the box does."""
-        box = self.site.bounds
-        inside = all(a <= b for a, b in zip(box.low, bounds.low, strict=True))
-        return inside and all(a >= b for a, b in zip(box.high, bounds.high, strict=True)) and bounds.batch <= box.batch
+        return self.site.bounds.holds(bounds) and bounds.batch <= self.site.bounds.batch
 
     def fill(self, geometry: Geometry) -> None:
         self.coords[: len(geometry)].copy_(geometry.coords)
@@ -169,6 +166,7 @@ class Shelf:
         self.lock = Lock()
         self._device = device
         self._missed: Bounded[int] = Bounded(1024)
+        # How often each was recorded.
         self._times: Bounded[int] = Bounded(1024)
         self._held: dict[Place, Recorded] = {}
         self._refused: Bounded[bool] = Bounded(1024)
@@ -237,7 +235,8 @@ class Shelf:
             self._refused.keep(place, True)
             return None
         self._held.pop(place, None)
-        self._held[place] = replace(made, times=self._times.keep(place, times))
+        self._times.keep(place, times)
+        self._held[place] = made
         return self._fitted(place)
 
     def _fitted(self, place: Place) -> Recorded | None:
@@ -261,7 +260,7 @@ class Shelf:
         count = torch.zeros(1, dtype=torch.int32, device=device)
         planner = Planner(capacity, len(geometry), _MARGIN, None, None if before is None else before.rooms.rooms)
         within = replace(site, bounds=box, batch_size=box.batch)
-        made = Recorded(asked, within, coords, count, Settled(planner.rooms), 1)
+        made = Recorded(asked, within, coords, count, Settled(planner.rooms))
         made.fill(geometry)
         status = made.run(planner).words[0]
         if int(status) & (DUPLICATE | RANGE):

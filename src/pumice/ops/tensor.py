@@ -333,17 +333,15 @@ def on_rows(feats: Tensor, geometry: Geometry) -> SparseTensor:
     if not geometry.trains:
         return SparseTensor(feats, geometry)
     _check_feats(feats, geometry)
-    found = SparseTensor.__new__(SparseTensor)
     if geometry.buffered is not None and geometry.buffered.poison:
         feats = _Poisoned.apply(feats, geometry.alive)
-    found._feats, found._geometry, found._open = feats, geometry, True
-    return found
+    return fitting(feats, geometry, True)
 
 
-def fitting(feats: Tensor, geometry: Geometry) -> SparseTensor:
-    """The tensor of features that are known to fit coordinates outside of buffers."""
+def fitting(feats: Tensor, geometry: Geometry, open_: bool = False) -> SparseTensor:
+    """The tensor of features that are known to fit; open_: those of rows that do not live may be anything yet."""
     found = SparseTensor.__new__(SparseTensor)
-    found._feats, found._geometry, found._open = feats, geometry, False
+    found._feats, found._geometry, found._open = feats, geometry, open_
     return found
 
 
