@@ -12,8 +12,9 @@ from clouds import Scene
 from pumice.coords import Geometry, KernelMap, Order, Relation, compact, kernel_map, settle
 from pumice.coords.compact import Tiling, ordered, tally, tiled, totals_of
 from pumice.coords.lookup import mask_words
-from pumice.coords.rooms import Between, Settled
+from pumice.coords.rooms import Between, Buffered, Planner, Settled
 from pumice.errors import OptionError
+from pumice.lower import maps
 from pumice.testing import random_cloud
 
 SAME = {
@@ -339,7 +340,6 @@ def test_rows_that_were_given_have_the_same_storages():
 
 @pytest.mark.parametrize("pairs, size", [(0, 2048), (1_999_999, 2048), (3_668_408, 16384), (14_760_624, 32768)])
 def test_groups_are_longer_where_there_are_many_pairs(pairs, size, monkeypatch):
-    from pumice.lower import maps
 
     found = kernel_map(Geometry.checked(random_cloud(30, 3, extent=9)), Relation.of(3, 3))[0]
     monkeypatch.setattr(maps, "counted", lambda found: ((pairs // 2, pairs - pairs // 2), {}))
@@ -375,3 +375,19 @@ def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
     assert (2, "second") in read(2)
     between.over()
     assert read(1, 2, 3) == []
+
+
+def test_groups_in_buffers_are_as_long_as_the_room_for_pairs_says(monkeypatch):
+    for name, value in (("_GROUP", 4), ("_MANY", 100), ("_ENOUGH", 3), ("_LONGEST", 128)):
+        monkeypatch.setattr(maps, name, value)
+    whole = Geometry.checked(random_cloud(60, 3, extent=6))
+    planner = Planner(60, 60, 1.5, None)
+    inside = Geometry.in_buffer(whole.cloud, whole.site, Buffered(planner))
+    found, _ = kernel_map(inside, Relation.of(3, 3))
+    pairs = int(kernel_map(whole, Relation.of(3, 3))[0].pairs().sizes.sum())
+    length = maps.group_of(found)
+    (room,) = (room for place, room in planner.rooms.items() if place[0] == "pairs")
+    assert pairs > 100 and room == -(-3 * pairs // 2)
+    assert length == maps.group_of(found.transpose()) == min(1 << (room // 3).bit_length() - 1, 128) > 4
+    taps, inputs, outputs = found.grouped(length)
+    assert (inputs >= 0).sum() == (outputs >= 0).sum() == pairs and inputs.shape == (len(taps), length)

@@ -699,6 +699,7 @@ def test_a_straight_call_is_the_one_with_every_check(straight, monkeypatch):
     starts()
     straight_ = starts()
     monkeypatch.setattr(direct, "starts_kernels", lambda x: False)
+    monkeypatch.setattr(stamp.Mould, "cast", lambda *given: None)
     assert starts() == straight_
 
 
@@ -706,6 +707,11 @@ def test_a_straight_call_is_checked_all_the_same(straight):
     weight, (x, found), (y, other) = torch.zeros(16, 27, 16).half(), voxels(100, 0), voxels(101, 1)
     for _ in range(2):
         pm.ops.conv_features(x, weight, found, 100)
+    # The map's own calls, and the template of others, tell no rows.
+    with pytest.raises(ShapeError, match="x is \\[100, C_in\\]"):
+        pm.ops.conv_features(y, weight, found, 100)
+    with pytest.raises(ShapeError, match="rows are the 100 outputs"):
+        pm.ops.conv_features(x, weight, found, 101)
     with pytest.raises(ShapeError, match="x is \\[101, C_in\\]"):
         pm.ops.conv_features(x, weight, other, 101)
     with pytest.raises(ShapeError, match="rows are the 101 outputs"):
