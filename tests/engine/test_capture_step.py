@@ -170,8 +170,8 @@ def test_norms_pools_and_groups():
 def test_a_norm_and_its_relu_are_one_unless_a_hook_listens(heard, monkeypatch):
     torch.manual_seed(0)
     seen, asked = [], []
-    whole = norm.batch_norm
-    monkeypatch.setattr(norm, "batch_norm", lambda *given: asked.append(given[4]) or whole(*given))
+    whole = norm.normed
+    monkeypatch.setattr(norm, "normed", lambda *given: asked.append(given[2].relu) or whole(*given))
     net = pm.nn.Sequential(
         pm.nn.Conv3d(4, 6, 3), pm.nn.BatchNorm(6), pm.nn.ReLU(), pm.nn.Linear(6, 5), nn.ReLU(), pm.nn.Conv3d(5, 3, 3)
     ).double()

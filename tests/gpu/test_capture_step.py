@@ -140,7 +140,7 @@ def test_norms(gpu, dtype, relu):
         affine = [torch.randn(channels, device=gpu, requires_grad=True) for _ in range(2)]
         given = x.clone().requires_grad_()
         told = norm.Statistics(running, 1e-5, True, 0.1, tracked)
-        y = norm.batch_norm(given, cloud, (affine[0], affine[1]), told, relu)
+        y = norm.batch_norm(given, cloud, norm.Norm(*affine, told, None, relu))
         wide = x[:count].double().requires_grad_()
         twins = [a.detach().double().requires_grad_() for a in affine]
         known = [torch.zeros(channels, device=gpu).double(), torch.ones(channels, device=gpu).double()]

@@ -142,15 +142,21 @@ def check_norms() -> None:
             torch.manual_seed(0)
             running, tracked = (torch.randn(channels), torch.rand(channels) + 0.5), torch.tensor(3)
             affine = torch.randn(channels, requires_grad=True), torch.randn(channels, requires_grad=True)
-            given = x.clone().requires_grad_()
-            told = norm.Statistics(running, 1e-5, True, momentum, tracked)
+            given, added = (
+                x.clone().requires_grad_(),
+                torch.randn(rows, channels).requires_grad_() if number % 4 > 1 else None,
+            )
+            offset = torch.randn(channels) if number > 3 else None
+            told = norm.Statistics(running, 1e-5, True, momentum, tracked, offset)
             with patch.object(norm, "_by_kernels", lambda x, kernels=kernels: kernels):
-                y = norm.batch_norm(given, cloud, affine if number % 3 else (None, affine[1]), told, number % 2 == 1)
+                weight = affine[0] if number % 3 else None
+                y = norm.batch_norm(given, cloud, norm.Norm(weight, affine[1], told, added, number % 2 == 1))
                 y.backward(grad)
             assert given.grad is not None and int(tracked) == 3 + (count > 1)
-            found.append(
-                (y.detach()[:count], given.grad[:count], *running, *(a.grad for a in affine if a.grad is not None))
-            )
+            more = () if added is None or added.grad is None else (added.grad[:count],)
+            own = (a.grad for a in affine if a.grad is not None)
+            found.append((y.detach()[:count], given.grad[:count], *running, *own, *more))
+            assert len(more) == (added is not None)
         for got, want in zip(*found, strict=True):
             assert_close(got, want, scale=1.0 + float(want.abs().max()) if want.numel() else None)
 

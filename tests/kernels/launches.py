@@ -49,6 +49,7 @@ from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
 
 _TYPES = {
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.int8: "*i8",
@@ -107,13 +108,16 @@ class Recorder:
         programs: int,
         tensors: Sequence[Tensor],
         numbers: Sequence[int] = (),
-        constants: Mapping[str, Any] | None = None,
+        constants: Mapping[str, Any] | Sequence[Any] = (),
         warps: int = 4,
     ) -> None:
         assert programs > 0
         name = f"{launcher.kernel.fn.__module__.rpartition('.')[2]}.{launcher.kernel.fn.__name__}"
         kinds = tuple(_TYPES[t.dtype] + "!" * (t.data_ptr() % 16 != 0) for t in tensors)
-        self.seen[Variant(name, kinds, len(numbers), tuple((constants or {}).items()), warps)] = None
+        if not isinstance(constants, Mapping):
+            names = launcher.kernel.arg_names
+            constants = dict(zip(names[len(names) - len(constants) :], constants, strict=True))
+        self.seen[Variant(name, kinds, len(numbers), tuple(constants.items()), warps)] = None
 
 
 @lru_cache
@@ -165,11 +169,15 @@ def _norms(x: Tensor) -> None:
     )
     running, tracked = (torch.zeros(channels), torch.ones(channels)), torch.tensor(0)
     affine = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
+    offset = torch.zeros(channels)
     told = [norm.Statistics(running, 1e-5, True, momentum, tracked) for momentum in (0.1, None)]
-    for statistics in (*told, norm.Statistics(None, 1e-5)):
+    told += [norm.Statistics(None, 1e-5), norm.Statistics(running, 1e-5, True, 0.1, tracked, offset)]
+    for statistics in told:
         for relu in (False, True):
-            norm.batch_norm(x.requires_grad_(), cloud, affine, statistics, relu).sum().backward()
-    norm.batch_norm(x.requires_grad_(), cloud, (None, None), told[0]).sum().backward()
+            for residual in (None, torch.zeros_like(x)):
+                wanted = norm.Norm(*affine, statistics, residual, relu)
+                norm.batch_norm(x.requires_grad_(), cloud, wanted).sum().backward()
+    norm.batch_norm(x.requires_grad_(), cloud, norm.Norm(None, None, told[0])).sum().backward()
 
 
 def _maxima(x: Tensor) -> None:

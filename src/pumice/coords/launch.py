@@ -129,29 +129,30 @@ class Launcher:
         programs: int,
         tensors: Sequence[Tensor],
         numbers: Sequence[int] = (),
-        constants: Mapping[str, Any] | None = None,
+        constants: Mapping[str, Any] | Sequence[Any] = (),
         warps: int = 4,
-    ) -> None:
-        """Run `programs` programs, on the tensors' device and its current stream."""
+    ) -> Compiled | None:
+        """Run `programs` programs, on the tensors' device and its current stream; what is compiled, if anything is."""
         if programs == 0:
-            return
+            return None
+        known = tuple(constants.values() if isinstance(constants, Mapping) else constants)
         # -1 on a CPU.
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self._start(programs, tensors, numbers, constants or {}, (device, warps))
-        self._start(programs, tensors, numbers, constants or {}, (device, warps))
+                return self._start(programs, tensors, numbers, known, (device, warps))
+        return self._start(programs, tensors, numbers, known, (device, warps))
 
     def _start(
         self,
         programs: int,
         tensors: Sequence[Tensor],
         numbers: Sequence[int],
-        constants: Mapping[str, Any],
+        known: tuple[Any, ...],
         where: tuple[int, int],
-    ) -> None:
-        """where: the device, and how many warps."""
-        addresses, known, bits = [], constants.values(), 0
+    ) -> Compiled | None:
+        """known: the constants; where: the device, and how many warps."""
+        addresses, bits = [], 0
         for tensor in tensors:
             address = tensor.data_ptr()
             addresses.append(address)
@@ -162,7 +163,32 @@ class Launcher:
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled(programs, (*addresses, *numbers, *known), where[0])
-            return
+            return compiled
         made = self.kernel[(programs,)](*tensors, *numbers, *known, num_warps=where[1])
         if made is not None:
             self._compiled[key] = Compiled(made)
+        return self._compiled.get(key)
+
+
+class Fixed:
+    """A kernel with its constants, for tensors of the same dtypes at each call: nothing is looked up but where they
+    lie."""
+
+    def __init__(self, launcher: Launcher, constants: Sequence[Any]) -> None:
+        self._launcher, self._constants = launcher, tuple(constants)
+        # By device, where all tensors are aligned.
+        self._compiled: dict[int, Compiled] = {}
+
+    def __call__(self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> None:
+        """As Launcher."""
+        device, bits = tensors[0].get_device(), 0
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        for address in addresses:
+            bits |= address
+        compiled = self._compiled.get(device)
+        if compiled is None or bits % 16 or not programs or device != torch._C._cuda_getDevice():
+            found = self._launcher(programs, tensors, numbers, self._constants)
+            if found is not None and not bits % 16:
+                self._compiled[device] = found
+        else:
+            compiled(programs, (*addresses, *numbers, *self._constants), device)

@@ -1,8 +1,9 @@
-"""Batch normalisation over the first rows of a buffer, where the device alone knows how many those are.
+"""Batch normalisation by the statistics of the rows that are normalised, with what stands behind it.
 
-    y[n, c] = (x[n, c] - mean[c]) / sqrt(variance[c] + eps) * weight[c] + bias[c]        rows n < count
+    y[n, c] = relu((x[n, c] - mean[c]) / sqrt(variance[c] + eps) * weight[c] + bias[c] + residual[n, c])   n < count
 
-and, where that is asked for, max(y, 0), whose gradient passes where it is above 0.
+where the residual and the ReLU, max(., 0), whose gradient passes where the result is above 0, may be missing. The
+number of rows is the device's: of a buffer the first ones live.
 
 Mean and biased variance of the rows that live, in at least float32, summed in a fixed order (Ioffe and Szegedy, "Batch
 Normalization", ICML 2015, algorithm 1; partial sums put together as in Chan, Golub and LeVeque, "Updating Formulae and
@@ -13,7 +14,8 @@ written.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,9 +23,8 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Cloud
-from pumice.coords.launch import Launcher, runs_kernels
-
-Affine = tuple[Tensor | None, Tensor | None]
+from pumice.coords.launch import Fixed, Launcher, runs_kernels
+from pumice.lower.scratch import scratch
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,8 @@ class Statistics:
     """running: mean and variance [C], by which fewer than two rows are normalised (without them: by 0 and 1).
 
     follows: whether they follow those of at least two rows, by `momentum` or (None) as the mean of all so far; then
-    tracked, int64 [], counts how often they did.
+    tracked, int64 [], counts how often they did. offset: [C], what the running mean has beyond the rows' own: a
+    convolution's bias, which a norm takes away again.
     """
 
     running: tuple[Tensor, Tensor] | None
@@ -39,31 +41,52 @@ class Statistics:
     follows: bool = False
     momentum: float | None = None
     tracked: Tensor | None = None
+    offset: Tensor | None = None
 
 
-def batch_norm(x: Tensor, rows: Cloud, affine: Affine, statistics: Statistics, relu: bool = False) -> Tensor:
-    """y in the dtype of x [N, C], of whose rows those live that do in the cloud; differentiable in x and affine.
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """weight, bias: [C] or None; residual: [N, C] in the dtype of x, or None; relu: whether a ReLU is behind it all."""
 
-    affine: weight and bias [C]. relu: what is below 0 becomes 0. Running statistics are written where they follow.
+    weight: Tensor | None
+    bias: Tensor | None
+    statistics: Statistics
+    residual: Tensor | None = None
+    relu: bool = False
+
+
+def batch_norm(x: Tensor, rows: Cloud, norm: Norm) -> Tensor:
+    """y in the dtype of x [N, C], of whose rows those live that do in the cloud.
+
+    Differentiable any number of times in x, weight, bias and residual. Running statistics are written where they
+    follow.
     """
-    weight, bias = affine
-    return _BatchNorm.apply(x, weight, bias, rows, statistics, relu)
+    return _BatchNorm.apply(x, norm.weight, norm.bias, norm.residual, rows, norm.statistics, norm.relu)
 
 
 @dataclass(frozen=True, eq=False)
 class Normed:
-    """What the result of a row depends on beside the row: mean and 1 / sqrt(variance + eps), in at least float32."""
+    """What the result of a row depends on beside the row: mean and 1 / sqrt(variance + eps), in at least float32.
+
+    adds: whether there is a residual.
+    """
 
     mean: Tensor
     scale: Tensor
     weight: Tensor | None
     bias: Tensor | None
     relu: bool
+    adds: bool = False
 
     def affine(self, apart: Tensor) -> Tensor:
         """In plain torch: (x - mean) * scale, scaled and shifted."""
         y = apart if self.weight is None else apart * self.weight
         return y if self.bias is None else y + self.bias
+
+    @property
+    def reads_result(self) -> bool:
+        """Whether gradients depend on the result, rather than on what it is made of."""
+        return self.relu and self.adds
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -72,8 +95,8 @@ class Normed:
         return self.mean, self.scale, weight, self.mean if self.bias is None else self.bias
 
     @property
-    def constants(self) -> dict[str, bool]:
-        return {"WEIGHT": self.weight is not None, "BIAS": self.bias is not None, "RELU": self.relu}
+    def constants(self) -> tuple[bool, ...]:
+        return self.weight is not None, self.bias is not None, self.adds, self.relu
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -83,26 +106,71 @@ class _BatchNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        residual: Tensor | None,
         rows: Cloud,
         statistics: Statistics,
         relu: bool,
     ) -> Tensor:
-        x = x.contiguous()
-        mean, scale = moments(x, rows, statistics)
-        ctx.rows, ctx.relu = rows, relu
-        ctx.save_for_backward(x, mean, scale, weight, bias)
-        return normalised(x, rows, Normed(mean, scale, weight, bias, relu))
+        y, told = normed(x, rows, Norm(weight, bias, statistics, residual, relu))
+        ctx.rows, ctx.statistics, ctx.told = rows, statistics, (relu, residual is not None)
+        ctx.save_for_backward(x, weight, bias, told.mean, told.scale, y if told.reads_result else None)
+        return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, mean, scale, weight, bias = ctx.saved_tensors
-        told, grad = Normed(mean, scale, weight, bias, ctx.relu), grad.contiguous()
-        sums, products = sums_of(grad, x, ctx.rows, told)
-        dx = gradient(grad, x, ctx.rows, told, (sums, products)) if ctx.needs_input_grad[0] else None
-        dweight = products.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        dbias = sums.to(bias.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dweight, dbias, None, None, None
+        x, weight, bias, mean, scale, y = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:4]
+        told = Normed(mean, scale, weight, bias, *ctx.told)
+        if torch.is_grad_enabled():
+            again = composed(x, ctx.rows, told, ctx.statistics, y)
+            found = (*gradients_of(again, grad, (x, weight, bias), needed), let_through(grad, y) if needed[3] else None)
+        else:
+            found = gradients(grad, (x, y), ctx.rows, told, needed)
+        return *found, None, None, None
+
+
+def gradients_of(y: Tensor, grad: Tensor, given: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Any]:
+    """The gradients of those of the given that need one, recorded in turn; None of the others."""
+    sought = [x if need else None for x, need in zip(given, needed, strict=False)]
+    found = iter(torch.autograd.grad(y, [x for x in sought if x is not None], grad, create_graph=True))
+    return [None if x is None else next(found) for x in sought]
+
+
+def normed(x: Tensor, rows: Cloud, norm: Norm) -> tuple[Tensor, Normed]:
+    """y, and what its gradients need; nothing is recorded."""
+    x = x.contiguous()
+    mean, scale = moments(x, rows, norm.statistics)
+    told = Normed(mean, scale, norm.weight, norm.bias, norm.relu, norm.residual is not None)
+    return normalised(x, rows, told, norm.residual), told
+
+
+def gradients(
+    grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: Cloud, told: Normed, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Those of x, weight, bias and residual that are needed. kept: x, and y where that is read."""
+    kept, grad = (kept[0].contiguous(), kept[1]), grad.contiguous()
+    sums, products = sums_of(grad, kept, rows, told)
+    dx, dresidual = gradient(grad, kept, rows, told, (sums, products)) if needed[0] or needed[3] else (None, None)
+    dweight = products.to(told.weight.dtype) if needed[1] and told.weight is not None else None
+    dbias = sums.to(told.bias.dtype) if needed[2] and told.bias is not None else None
+    return dx, dweight, dbias, dresidual
+
+
+def composed(x: Tensor, rows: Cloud, told: Normed, statistics: Statistics, y: Tensor | None) -> Tensor:
+    """The result but for the residual, in torch's operators, which record gradients of any order; running statistics
+    stay as they are. y: the result, where gradients depend on it."""
+    still = replace(statistics, follows=False)
+    mean, scale = moments_twin(x, rows, still)
+    again = told.affine((x - mean) * scale)
+    if told.relu:
+        again = again.relu() if y is None else torch.where(y > 0, again, 0)
+    # Gradients of rows that do not live may be anything.
+    return torch.where(rows.live()[:, None], again, 0).to(x.dtype)
+
+
+def let_through(grad: Tensor, y: Tensor | None) -> Tensor:
+    """The gradient of a residual; y: the result where a ReLU is behind it."""
+    return grad if y is None else torch.where(y > 0, grad, 0)
 
 
 _ROWS = 64
@@ -111,25 +179,24 @@ _CHANNELS = 64
 """Channels of a program, at most."""
 _PARTS = 512
 """Into how many parts rows are shared for sums, at most."""
+_TURN = 128
+"""How many parts are put together in one turn."""
 
 
 def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> tuple[Tensor, Tensor]:
     """Mean and 1 / sqrt(variance + eps) of the living rows, in at least float32; running statistics follow."""
     if not _by_kernels(x):
         return moments_twin(x, rows, statistics)
-    parts, mean, scale = _parts(x), _empty(x), _empty(x)
-    halves = torch.empty(2, parts, x.shape[1], dtype=torch.float32, device=x.device)
-    _kernel("moments")(parts * _sides(x), (x, rows.count, halves), (parts,), _shape(x))
-    follows, tracked = statistics.follows, statistics.tracked
+    mean, scale = _pair(x)
+    follows, tracked, offset = statistics.follows, statistics.tracked, statistics.offset
     if follows and statistics.momentum is None and tracked is not None:
         # All programs read what one would write.
         tracked.add_((rows.count > 1)[0])
     known = (mean, mean) if statistics.running is None else statistics.running
-    told = (rows.count, halves, *known, mean if tracked is None else tracked, mean, scale)
-    constants = _joining(x) | {"ROWS": _ROWS, "EPS": statistics.eps, "KNOWN": statistics.running is not None}
-    constants |= {"FOLLOWS": follows, "TRACKED": tracked is not None}
-    constants |= {"MOMENTUM": -1.0 if statistics.momentum is None else statistics.momentum}
-    _kernel("joined_moments")(-(-x.shape[1] // _LANES), told, (parts,), constants)
+    told = (*known, mean if tracked is None else tracked, mean if offset is None else offset, mean, scale)
+    facts = (statistics.eps, statistics.running is not None, follows, tracked is not None, offset is not None)
+    momentum = -1.0 if statistics.momentum is None else statistics.momentum
+    _by_parts("moments", (x, rows.count, *told), (*facts, momentum))
     return mean, scale
 
 
@@ -140,6 +207,7 @@ def moments_twin(x: Tensor, rows: Cloud, statistics: Statistics) -> tuple[Tensor
     mean = wide.sum(0) / count
     variance = torch.where(alive, wide - mean, 0).square().sum(0) / count
     known = statistics.running or (torch.zeros_like(mean), torch.ones_like(mean))
+    offset = 0 if statistics.offset is None else statistics.offset.detach().to(mean.dtype)
     if statistics.follows and statistics.running is not None:
         factor: float | Tensor = statistics.momentum or 0.0
         if statistics.tracked is not None:
@@ -148,91 +216,112 @@ def moments_twin(x: Tensor, rows: Cloud, statistics: Statistics) -> tuple[Tensor
                 factor = 1.0 / statistics.tracked.clamp(min=1).to(mean.dtype)
         share = several.to(mean.dtype) * factor
         unbiased = variance * count / (count - 1).clamp(min=1)
-        for own, found in zip(known, (mean, unbiased), strict=True):
-            own.add_(share * (found - own))
-    mean = torch.where(several, mean, known[0])
+        for own, found in zip(known, (mean + offset, unbiased), strict=True):
+            own.add_(share * (found.detach() - own))
+    mean = torch.where(several, mean, known[0] - offset)
     return mean, (torch.where(several, variance, known[1]) + statistics.eps).rsqrt()
 
 
-def normalised(x: Tensor, rows: Cloud, told: Normed) -> Tensor:
+def normalised(x: Tensor, rows: Cloud, told: Normed, residual: Tensor | None = None) -> Tensor:
     """The result in living rows."""
     if not _by_kernels(x):
         y = told.affine((x - told.mean) * told.scale)
+        y = y if residual is None else y + residual
         return (y.relu() if told.relu else y).to(x.dtype)
     y = torch.empty_like(x)
-    tensors = (x, rows.count, *told.tensors, y)
-    _kernel("normalise")(-(-x.shape[0] // _ROWS) * _sides(x), tensors, (), _shape(x) | told.constants)
+    more = x if residual is None else residual.contiguous()
+    _by_blocks("normalise", (x, rows.count, *told.tensors, more, y), told.constants)
     return y
 
 
-def sums_of(grad: Tensor, x: Tensor, rows: Cloud, told: Normed) -> tuple[Tensor, Tensor]:
-    """The sums over living rows of the gradient, and of that * (x - mean) * scale, [C] each."""
+def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: Cloud, told: Normed) -> tuple[Tensor, Tensor]:
+    """The sums over living rows of the gradient, and of that * (x - mean) * scale, [C] each; kept: as in gradients."""
+    x, y = kept
     if not _by_kernels(x):
         alive, apart = rows.live()[:, None], (x - told.mean) * told.scale
-        wide = torch.where(alive, _passed(grad, apart, told), 0)
+        wide = torch.where(alive, _passed(grad, apart, y, told), 0)
         return wide.sum(0), torch.where(alive, wide * apart, 0).sum(0)
-    parts, sums, products = _parts(x), _empty(x), _empty(x)
-    halves = torch.empty(2, parts, x.shape[1], dtype=torch.float32, device=x.device)
-    tensors = (grad, x, rows.count, *told.tensors, halves)
-    _kernel("products")(parts * _sides(x), tensors, (parts,), _shape(x) | told.constants)
-    _kernel("joined_sums")(-(-x.shape[1] // _LANES), (halves, sums, products), (parts,), _joining(x))
+    sums, products = _pair(x)
+    tensors = (grad, x, rows.count, *told.tensors, x if y is None else y, sums, products)
+    _by_parts("products", tensors, told.constants)
     return sums, products
 
 
-def _passed(grad: Tensor, apart: Tensor, told: Normed) -> Tensor:
+def _passed(grad: Tensor, apart: Tensor, y: Tensor | None, told: Normed) -> Tensor:
     """The gradient of what is normalised; apart: (x - mean) * scale."""
     grad = grad.to(told.mean.dtype)
-    return torch.where(told.affine(apart) > 0, grad, 0) if told.relu else grad
+    if not told.relu:
+        return grad
+    return torch.where((told.affine(apart) if y is None else y) > 0, grad, 0)
 
 
-def gradient(grad: Tensor, x: Tensor, rows: Cloud, told: Normed, sums: tuple[Tensor, Tensor]) -> Tensor:
-    """The gradient of x in living rows; sums: what sums_of gives."""
+def gradient(
+    grad: Tensor,
+    kept: tuple[Tensor, Tensor | None],
+    rows: Cloud,
+    told: Normed,
+    sums: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x in living rows, and of the residual; kept: as in gradients, sums: what sums_of gives."""
+    x, y = kept
     if not _by_kernels(x):
         # Fewer than two rows were normalised by what does not depend on them.
         share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(told.mean.dtype), 0)
         apart = (x - told.mean) * told.scale
-        found = _passed(grad, apart, told) - share * (sums[0] + apart * sums[1])
-        return (found * told.scale if told.weight is None else found * told.scale * told.weight).to(x.dtype)
+        let = _passed(grad, apart, y, told)
+        found = (let - share * (sums[0] + apart * sums[1])) * told.scale
+        found = found if told.weight is None else found * told.weight
+        return found.to(x.dtype), let.to(x.dtype) if told.adds else None
     dx = torch.empty_like(x)
-    tensors = (grad, x, rows.count, *told.tensors, *sums, dx)
-    _kernel("gradient")(-(-x.shape[0] // _ROWS) * _sides(x), tensors, (), _shape(x) | told.constants)
-    return dx
-
-
-_LANES = 16
-"""Channels that one program joins the parts of."""
+    # Without a ReLU the residual's is the result's.
+    dresidual = torch.empty_like(x) if told.reads_result else grad if told.adds else None
+    more = (x if y is None else y, *sums, dx if dresidual is None else dresidual, dx)
+    _by_blocks("gradient", (grad, x, rows.count, *told.tensors, *more), told.constants)
+    return dx, dresidual
 
 
 def _by_kernels(x: Tensor) -> bool:
     return x.dtype != torch.float64 and runs_kernels(x)
 
 
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty(x.shape[1], dtype=torch.float32, device=x.device)
+def _pair(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers for each channel, each list aligned as kernels want it."""
+    channels = x.shape[1]
+    held = torch.empty(2, -(-channels // 4) * 4, dtype=torch.float32, device=x.device)
+    return held[0, :channels], held[1, :channels]
 
 
-def _parts(x: Tensor) -> int:
-    return max(1, min(_PARTS, -(-x.shape[0] // (2 * _ROWS))))
+def _by_blocks(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) -> None:
+    """Start a kernel with a program for each block of rows; the last tensor is the result [N, C]."""
+    rows, channels = tensors[-1].shape
+    lanes = _lanes(channels)
+    fixed = _fixed(name, tuple([t.dtype for t in tensors]), (channels, _ROWS, lanes, *facts))
+    fixed(-(-rows // _ROWS) * -(-channels // lanes), tensors)
 
 
-def _sides(x: Tensor) -> int:
-    """Programs side by side over the channels."""
-    return -(-x.shape[1] // _lanes(x))
+def _by_parts(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) -> None:
+    """Start a kernel whose programs share the rows of the first tensor [N, C], and leave their sums for the last of
+    them."""
+    x = tensors[0]
+    rows, channels = x.shape
+    lanes, parts = _lanes(channels), max(1, min(_PARTS, -(-rows // (2 * _ROWS))))
+    sides = -(-channels // lanes)
+    own = scratch(sides, 8 * parts * channels, x.device)
+    tensors = (*tensors, own.room, own.counters)
+    fixed = _fixed(name, tuple([t.dtype for t in tensors]), (channels, _ROWS, lanes, _TURN, *facts))
+    fixed(parts * sides, tensors, (parts,))
 
 
-def _lanes(x: Tensor) -> int:
-    return min(_CHANNELS, max(16, 1 << (x.shape[1] - 1).bit_length()))
+def _lanes(channels: int) -> int:
+    return min(_CHANNELS, max(16, 1 << (channels - 1).bit_length()))
 
 
-def _shape(x: Tensor) -> dict[str, int]:
-    return {"C": x.shape[1], "ROWS": _ROWS, "LANES": _lanes(x)}
-
-
-def _joining(x: Tensor) -> dict[str, int]:
-    return {"C": x.shape[1], "MOST": 1 << (_parts(x) - 1).bit_length(), "LANES": _LANES}
+@lru_cache(maxsize=1024)
+def _fixed(name: str, dtypes: tuple[torch.dtype, ...], constants: tuple[float, ...]) -> Fixed:
+    """A kernel for tensors of these dtypes. Its file is imported here first: it needs Triton."""
+    return Fixed(_launcher(name), constants)
 
 
 @lru_cache(maxsize=8)
-def _kernel(name: str) -> Launcher:
-    """Its file is imported here first: it needs Triton."""
+def _launcher(name: str) -> Launcher:
     return Launcher(getattr(importlib.import_module("pumice.lower.norm_kernels"), name))

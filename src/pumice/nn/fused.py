@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.ops import Epilogue, SparseTensor
 from pumice.ops.conv import Target
+from pumice.ops.conv_norm import conv_norm, joins
 from pumice.ops.linear import linear_features, takes
 from pumice.ops.tensor import rows_of
 
@@ -38,7 +40,13 @@ def chained(
     fused = fuses(x, *modules)
     while place < count:
         module, more = modules[place], () if place or target is None else (target,)
+        if residual is not None and place == count - 1:
+            x, residual = x + residual, None
         if fused and isinstance(module, Convolution) and type(module).__module__ == Convolution.__module__:
+            if torch.is_grad_enabled():
+                x, taken, residual = _trained(modules[place:], x, residual, *more)
+                place += taken
+                continue
             # What a residual is added to apart stands before the last module.
             apart = residual is not None and not _alike(x, residual)
             epilogue, taken = _epilogue(modules[place + 1 : count - apart], None if apart else residual)
@@ -53,8 +61,6 @@ def chained(
         if behind and (z := _activated(module, modules[place + 1], x)) is not None:
             x, place = z, place + 2
             continue
-        if residual is not None and place == count - 1:
-            x = x + residual
         x = module(x, *more) if more else _call(module, x)
         place += 1
     return x
@@ -62,7 +68,42 @@ def chained(
 
 def fuses(x: object, *modules: nn.Module) -> bool:
     """Whether kernels may do what these modules do, rather than that they are called."""
-    return _worth(x) and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _unheard(modules)
+    if not _worth(x) or torch.compiler.is_compiling() or not _unheard(modules):
+        return False
+    return not torch.is_grad_enabled() or _unheard_of_gradients(modules)
+
+
+def _trained(
+    modules: Sequence[nn.Module], x: SparseTensor, residual: SparseTensor | None, target: Target = None
+) -> tuple[SparseTensor, int, SparseTensor | None]:
+    """A convolution and what stands behind it of a norm by its results, a residual and a ReLU, where gradients are
+    asked for; how many of the modules that are, and the residual that is still to be added."""
+    layer, *behind = modules
+    norm = behind[0] if behind else None
+    assert isinstance(layer, Convolution)
+    plain = layer.groups == 1 and layer.dataflow is None
+    # What is added before the norm is no part of it.
+    if not plain or not _takes_statistics(norm) or (residual is not None and len(behind) == 1):
+        return _called(layer, x, target), 1, residual
+    last = len(behind) == 2
+    own = residual if last and residual is not None and _alike(x, residual) else None
+    relu = len(behind) > 1 and _ACTIVATIONS.get(type(behind[1])) == "relu"
+    if not relu or (last and residual is not None and own is None):
+        relu, own = False, None
+    added = None if own is None else rows_of(own)
+    if not joins(x, layer.weight, added):
+        return _called(layer, x, target), 1, residual
+    y = conv_norm(x, layer.weight, layer.asked(target), norm.told(added, relu, layer.bias))
+    return y, 2 + relu, residual if own is None else None
+
+
+def _called(layer: Convolution, x: SparseTensor, target: Target) -> SparseTensor:
+    return layer(x) if target is None else layer(x, target)
+
+
+def _takes_statistics(norm: nn.Module | None) -> TypeGuard[layers.BatchNorm]:
+    """Whether it is a batch norm by the statistics of what it is given."""
+    return type(norm) is layers.BatchNorm and (norm.training or norm.running_mean is None)
 
 
 def _epilogue(behind: Sequence[nn.Module], residual: SparseTensor | None) -> tuple[Epilogue | None, int]:
@@ -117,7 +158,7 @@ def _known(module: nn.Module) -> bool:
 
 def _worth(x: object) -> bool:
     """On a CPU an epilogue is torch's operators one by one, which are more than those of the modules."""
-    return isinstance(x, SparseTensor) and rows_of(x).is_cuda
+    return isinstance(x, SparseTensor) and (rows_of(x).is_cuda or x.geometry.trains)
 
 
 def _unheard(modules: Sequence[nn.Module]) -> bool:

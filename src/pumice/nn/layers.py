@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pumice.errors import ShapeError
-from pumice.lower import norm
+from pumice.lower import norm as lowered
 from pumice.ops import pool
 from pumice.ops.conv import Size
 from pumice.ops.tensor import SparseTensor, living, on_rows, row_by_row, rows_of
@@ -60,11 +60,14 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
 
     def over_living(self, x: SparseTensor, relu: bool = False) -> SparseTensor:
         """The norm by those statistics, with a ReLU behind it."""
+        return on_rows(lowered.batch_norm(rows_of(x), x.geometry.cloud, self.told(relu=relu)), x.geometry)
+
+    def told(self, residual: Tensor | None = None, relu: bool = False, offset: Tensor | None = None) -> lowered.Norm:
+        """The norm by the statistics of what it is given, with what stands behind it; offset: see Statistics."""
         mean, var = self.running_mean, self.running_var
         running = None if mean is None or var is None else (mean, var)
-        told = norm.Statistics(running, self.eps, self.training, self.momentum, self.num_batches_tracked)
-        y = norm.batch_norm(rows_of(x), x.geometry.cloud, (self.weight, self.bias), told, relu)
-        return on_rows(y, x.geometry)
+        told = lowered.Statistics(running, self.eps, self.training, self.momentum, self.num_batches_tracked, offset)
+        return lowered.Norm(self.weight, self.bias, told, residual, relu)
 
 
 def _traced_norm(norm: BatchNorm, x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def conv(
     Dilation, stride and padding as in torch.nn.functional.conv3d; the submanifold rule is that of Graham, Engelcke
     and van der Maaten, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", CVPR 2018, sec. 3.
     """
-    _check_weight(x, weight, bias, groups, spatial=offsets is None)
+    check_weight(x, weight, bias, groups, spatial=offsets is None)
     policy, target = target_of(out)
     if offsets is None:
         window = tuple(weight.shape[1:-1])
@@ -98,7 +98,7 @@ def convolve(
     relation, target = asked
     if bias is None and groups == 1 and dataflow is None and (y := _as_before(x, weight, asked, epilogue)) is not None:
         return y
-    _check_weight(x, weight, bias, groups, spatial=relation.custom is None)
+    check_weight(x, weight, bias, groups, spatial=relation.custom is None)
     if relation.dim != x.dim:
         raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
     return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue, dataflow)
@@ -147,7 +147,7 @@ def conv_transpose(
 
     Raises as conv does.
     """
-    _check_weight(x, weight, bias, groups, spatial=True)
+    check_weight(x, weight, bias, groups, spatial=True)
     relation = Relation.of_transposed(
         x.dim,
         tuple(weight.shape[1:-1]),
@@ -182,7 +182,7 @@ def conv_inverse(
 
     Raises as conv does.
     """
-    _check_weight(x, weight, bias, groups, spatial=True)
+    check_weight(x, weight, bias, groups, spatial=True)
     relation = Relation.of(
         x.dim,
         tuple(weight.shape[1:-1]),
@@ -330,13 +330,19 @@ def _in_full(
     if differentiable and x.dtype in EIGHT_BITS:
         raise DtypeError(f"{x.dtype} is for inference: there are no gradients; train in wider floats, then quantize")
     if register.recorded((x, weight)):
-        key = ("recorded", differentiable, _call(x, weight, rows, groups, NOTHING))
-        call = found.storage(key, lambda m: _held((x, weight), m, rows, groups, differentiable))
-        y = call(*_grouped(x, weight, groups))
+        y = recorded_call(x, weight, found, rows, groups, differentiable)(*_grouped(x, weight, groups))
     else:
         y = register.einsum(*_passed((x, weight), found, rows, groups, differentiable))
     y = y if groups == 1 else y.flatten(1)
     return y if epilogue is None else applied(y, epilogue)
+
+
+def recorded_call(
+    x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1, differentiable: bool = True
+) -> register.HeldCall:
+    """The call that autograd records, of operands like x [N_in, C_in] and weight [C_out, K, C_in / groups]."""
+    key = ("recorded", differentiable, _call(x, weight, rows, groups, NOTHING))
+    return found.storage(key, lambda m: _held((x, weight), m, rows, groups, differentiable))
 
 
 _NARROW = 32
@@ -451,8 +457,8 @@ def _over_map(
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
     given = rows_of(x)
-    within = groups == 1 and dataflow is None and epilogue is None and _cast_within(given, weight)
-    feats, cast, bias = _autocast(given, weight, bias, within)
+    within = groups == 1 and dataflow is None and epilogue is None and cast_within(given, weight)
+    feats, cast, bias = autocast(given, weight, bias, within)
     if feats.dtype != cast.dtype and not within:
         how = "quantize both" if {feats.dtype, cast.dtype} & {*EIGHT_BITS} else "convert one, or use torch.autocast"
         raise DtypeError(f"x is {feats.dtype}, weight is {cast.dtype}; {how}")
@@ -536,7 +542,7 @@ _INT8_TERMS = 1 << 17
 """How many products of int8 an int32 surely holds."""
 
 
-def _autocast(
+def autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None, within: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands in the autocast dtype where autocast is on; float64 is left alone, as torch does, and 8 bits are.
@@ -551,7 +557,7 @@ def _autocast(
     return x.to(dtype), weight if within else weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def _cast_within(x: Tensor, weight: Tensor) -> bool:
+def cast_within(x: Tensor, weight: Tensor) -> bool:
     """Whether autocast's cast of the weight is the recorded call's, whose gradient is in the weight's own dtype then:
     it is neither rounded to the narrow one nor copied."""
     if not (torch.is_grad_enabled() and weight.requires_grad) or x.is_meta:
@@ -573,7 +579,7 @@ def target_of(out: Target) -> tuple[str | None, Geometry | None]:
     raise OptionError(f"out takes a policy's name, a SparseTensor or a Geometry, found {type(out).__name__}")
 
 
-def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: bool) -> None:
+def check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: bool) -> None:
     if not isinstance(x, SparseTensor):
         raise DtypeError(f"x is a SparseTensor, found {type(x).__name__}; nn.Linear and the like take x.feats")
     if weight.ndim != (x.dim + 2 if spatial else 3):
