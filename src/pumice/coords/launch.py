@@ -174,10 +174,9 @@ class Fixed:
     """A kernel with its constants, for tensors of the same dtypes at each call: nothing is looked up but where they
     lie."""
 
-    def __init__(self, launcher: Launcher, constants: Sequence[Any]) -> None:
-        self._launcher, self._constants = launcher, tuple(constants)
-        # By device, where all tensors are aligned.
-        self._compiled: dict[int, Compiled] = {}
+    def __init__(self, launcher: Launcher, constants: Sequence[Any], warps: int = 4) -> None:
+        self._launcher, self._constants, self._warps = launcher, tuple(constants), warps
+        self._compiled: dict[tuple[int, ...], Compiled] = {}
 
     def __call__(self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> None:
         """As Launcher."""
@@ -185,10 +184,10 @@ class Fixed:
         addresses = [tensor.data_ptr() for tensor in tensors]
         for address in addresses:
             bits |= address
-        compiled = self._compiled.get(device)
-        if compiled is None or bits % 16 or not programs or device != torch._C._cuda_getDevice():
-            found = self._launcher(programs, tensors, numbers, self._constants)
-            if found is not None and not bits % 16:
-                self._compiled[device] = found
-        else:
+        # Triton makes another variant where a tensor is not aligned.
+        key = (device, *[a % 16 for a in addresses]) if bits % 16 else (device,)
+        compiled = self._compiled.get(key)
+        if compiled is not None and programs and device == torch._C._cuda_getDevice():
             compiled(programs, (*addresses, *numbers, *self._constants), device)
+        elif (found := self._launcher(programs, tensors, numbers, self._constants, self._warps)) is not None:
+            self._compiled[key] = found

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pumice.coords import Cloud
 from pumice.coords.launch import Fixed, Launcher, runs_kernels
+from pumice.errors import DeviceError, ShapeError
 from pumice.lower.scratch import scratch
 
 
@@ -66,20 +67,22 @@ def batch_norm(x: Tensor, rows: Cloud, norm: Norm) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Normed:
-    """What the result of a row depends on beside the row: mean and 1 / sqrt(variance + eps), in at least float32.
+    """What the result of a row depends on beside the row: pair [2, C], mean and 1 / sqrt(variance + eps), in at least
+    float32. adds: whether there is a residual."""
 
-    adds: whether there is a residual.
-    """
-
-    mean: Tensor
-    scale: Tensor
+    pair: Tensor
     weight: Tensor | None
     bias: Tensor | None
     relu: bool
     adds: bool = False
 
+    def apart(self, x: Tensor) -> Tensor:
+        """In plain torch: (x - mean) * scale."""
+        mean, scale = self.pair
+        return (x - mean) * scale
+
     def affine(self, apart: Tensor) -> Tensor:
-        """In plain torch: (x - mean) * scale, scaled and shifted."""
+        """In plain torch: that, scaled and shifted."""
         y = apart if self.weight is None else apart * self.weight
         return y if self.bias is None else y + self.bias
 
@@ -89,13 +92,13 @@ class Normed:
         return self.relu and self.adds
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For a kernel; `constants` say which of them stand in for none."""
-        weight = self.mean if self.weight is None else self.weight
-        return self.mean, self.scale, weight, self.mean if self.bias is None else self.bias
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For a kernel; `facts` say which of them stand in for none."""
+        pair, weight, bias = self.pair, self.weight, self.bias
+        return pair, pair if weight is None else weight, pair if bias is None else bias
 
     @property
-    def constants(self) -> tuple[bool, ...]:
+    def facts(self) -> tuple[bool, ...]:
         return self.weight is not None, self.bias is not None, self.adds, self.relu
 
 
@@ -113,14 +116,14 @@ class _BatchNorm(torch.autograd.Function):
     ) -> Tensor:
         y, told = normed(x, rows, Norm(weight, bias, statistics, residual, relu))
         ctx.rows, ctx.statistics, ctx.told = rows, statistics, (relu, residual is not None)
-        ctx.save_for_backward(x, weight, bias, told.mean, told.scale, y if told.reads_result else None)
+        ctx.save_for_backward(x, weight, bias, told.pair, y if told.reads_result else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, mean, scale, y = ctx.saved_tensors
+        x, weight, bias, pair, y = ctx.saved_tensors
         needed = ctx.needs_input_grad[:4]
-        told = Normed(mean, scale, weight, bias, *ctx.told)
+        told = Normed(pair, weight, bias, *ctx.told)
         if torch.is_grad_enabled():
             again = composed(x, ctx.rows, told, ctx.statistics, y)
             found = (*gradients_of(again, grad, (x, weight, bias), needed), let_through(grad, y) if needed[3] else None)
@@ -137,10 +140,14 @@ def gradients_of(y: Tensor, grad: Tensor, given: Sequence[Tensor | None], needed
 
 
 def normed(x: Tensor, rows: Cloud, norm: Norm) -> tuple[Tensor, Normed]:
-    """y, and what its gradients need; nothing is recorded."""
+    """y, and what its gradients need; nothing is recorded.
+
+    Raises ShapeError and DeviceError where the norm does not fit x.
+    """
+    _check(x, norm)
     x = x.contiguous()
-    mean, scale = moments(x, rows, norm.statistics)
-    told = Normed(mean, scale, norm.weight, norm.bias, norm.relu, norm.residual is not None)
+    pair = moments(x, rows, norm.statistics)
+    told = Normed(pair, norm.weight, norm.bias, norm.relu, norm.residual is not None)
     return normalised(x, rows, told, norm.residual), told
 
 
@@ -149,10 +156,10 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Those of x, weight, bias and residual that are needed. kept: x, and y where that is read."""
     kept, grad = (kept[0].contiguous(), kept[1]), grad.contiguous()
-    sums, products = sums_of(grad, kept, rows, told)
-    dx, dresidual = gradient(grad, kept, rows, told, (sums, products)) if needed[0] or needed[3] else (None, None)
-    dweight = products.to(told.weight.dtype) if needed[1] and told.weight is not None else None
-    dbias = sums.to(told.bias.dtype) if needed[2] and told.bias is not None else None
+    sums = sums_of(grad, kept, rows, told)
+    dx, dresidual = gradient(grad, kept, rows, told, sums) if needed[0] or needed[3] else (None, None)
+    dweight = sums[1].to(told.weight.dtype) if needed[1] and told.weight is not None else None
+    dbias = sums[0].to(told.bias.dtype) if needed[2] and told.bias is not None else None
     return dx, dweight, dbias, dresidual
 
 
@@ -160,8 +167,7 @@ def composed(x: Tensor, rows: Cloud, told: Normed, statistics: Statistics, y: Te
     """The result but for the residual, in torch's operators, which record gradients of any order; running statistics
     stay as they are. y: the result, where gradients depend on it."""
     still = replace(statistics, follows=False)
-    mean, scale = moments_twin(x, rows, still)
-    again = told.affine((x - mean) * scale)
+    again = told.affine(replace(told, pair=moments_twin(x, rows, still)).apart(x))
     if told.relu:
         again = again.relu() if y is None else torch.where(y > 0, again, 0)
     # Gradients of rows that do not live may be anything.
@@ -173,34 +179,49 @@ def let_through(grad: Tensor, y: Tensor | None) -> Tensor:
     return grad if y is None else torch.where(y > 0, grad, 0)
 
 
+def _check(x: Tensor, norm: Norm) -> None:
+    """Kernels take addresses as they are."""
+    (rows, channels), device = x.shape, x.get_device()
+    told, residual = norm.statistics, norm.residual
+    for tensor in (norm.weight, norm.bias, told.offset, *(told.running or ())):
+        if tensor is not None and (tensor.shape[0] != channels or tensor.get_device() != device):
+            if tensor.device != x.device:
+                raise DeviceError(f"the norm is on {tensor.device}, its input on {x.device}")
+            raise ShapeError(f"the norm has {tensor.shape[0]} channels, its input {channels}")
+    if residual is not None and (residual.shape != x.shape or residual.get_device() != device):
+        raise ShapeError(
+            f"the residual is {[rows, channels]} on {x.device}, found {list(residual.shape)} on {residual.device}"
+        )
+
+
 _ROWS = 64
-"""Rows that a program looks at in one turn."""
+"""Rows of a program that treats each alone."""
 _CHANNELS = 64
 """Channels of a program, at most."""
-_PARTS = 512
+_PARTS = 256
 """Into how many parts rows are shared for sums, at most."""
-_TURN = 128
-"""How many parts are put together in one turn."""
+_ENTRIES, _JOINED = 8192, 1024
+"""How many entries of rows a program sums in one turn, and of parts the last one: with 8 warps 32 registers and 4. It
+is in nobody's way, and must not cost all others their room."""
 
 
-def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> tuple[Tensor, Tensor]:
-    """Mean and 1 / sqrt(variance + eps) of the living rows, in at least float32; running statistics follow."""
+def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
+    """Mean and 1 / sqrt(variance + eps) of the living rows [2, C], in at least float32; running statistics follow."""
     if not _by_kernels(x):
         return moments_twin(x, rows, statistics)
-    mean, scale = _pair(x)
+    pair, known = _pair(x), statistics.running
     follows, tracked, offset = statistics.follows, statistics.tracked, statistics.offset
-    if follows and statistics.momentum is None and tracked is not None:
+    momentum = -1.0 if statistics.momentum is None else statistics.momentum
+    if follows and momentum < 0 and tracked is not None:
         # All programs read what one would write.
         tracked.add_((rows.count > 1)[0])
-    known = (mean, mean) if statistics.running is None else statistics.running
-    told = (*known, mean if tracked is None else tracked, mean if offset is None else offset, mean, scale)
-    facts = (statistics.eps, statistics.running is not None, follows, tracked is not None, offset is not None)
-    momentum = -1.0 if statistics.momentum is None else statistics.momentum
-    _by_parts("moments", (x, rows.count, *told), (*facts, momentum))
-    return mean, scale
+    told = (*((pair, pair) if known is None else known), pair if tracked is None else tracked)
+    facts = (statistics.eps, momentum, known is not None, follows, tracked is not None, offset is not None)
+    _by_parts("moments", (x, rows.count, *told, pair if offset is None else offset, pair), facts)
+    return pair
 
 
-def moments_twin(x: Tensor, rows: Cloud, statistics: Statistics) -> tuple[Tensor, Tensor]:
+def moments_twin(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
     """As moments, in plain torch."""
     count, several, alive = rows.count.clamp(min=1), rows.count > 1, rows.live()[:, None]
     wide = torch.where(alive, x.to(torch.promote_types(x.dtype, torch.float32)), 0)
@@ -219,37 +240,36 @@ def moments_twin(x: Tensor, rows: Cloud, statistics: Statistics) -> tuple[Tensor
         for own, found in zip(known, (mean + offset, unbiased), strict=True):
             own.add_(share * (found.detach() - own))
     mean = torch.where(several, mean, known[0] - offset)
-    return mean, (torch.where(several, variance, known[1]) + statistics.eps).rsqrt()
+    return torch.stack([mean, (torch.where(several, variance, known[1]) + statistics.eps).rsqrt()])
 
 
 def normalised(x: Tensor, rows: Cloud, told: Normed, residual: Tensor | None = None) -> Tensor:
     """The result in living rows."""
     if not _by_kernels(x):
-        y = told.affine((x - told.mean) * told.scale)
+        y = told.affine(told.apart(x))
         y = y if residual is None else y + residual
         return (y.relu() if told.relu else y).to(x.dtype)
     y = torch.empty_like(x)
     more = x if residual is None else residual.contiguous()
-    _by_blocks("normalise", (x, rows.count, *told.tensors, more, y), told.constants)
+    _by_blocks("normalise", (x, rows.count, *told.tensors, more, y), told.facts)
     return y
 
 
-def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: Cloud, told: Normed) -> tuple[Tensor, Tensor]:
-    """The sums over living rows of the gradient, and of that * (x - mean) * scale, [C] each; kept: as in gradients."""
+def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: Cloud, told: Normed) -> Tensor:
+    """The sums over living rows of the gradient, and of that * (x - mean) * scale, [2, C]; kept: as in gradients."""
     x, y = kept
     if not _by_kernels(x):
-        alive, apart = rows.live()[:, None], (x - told.mean) * told.scale
+        alive, apart = rows.live()[:, None], told.apart(x)
         wide = torch.where(alive, _passed(grad, apart, y, told), 0)
-        return wide.sum(0), torch.where(alive, wide * apart, 0).sum(0)
-    sums, products = _pair(x)
-    tensors = (grad, x, rows.count, *told.tensors, x if y is None else y, sums, products)
-    _by_parts("products", tensors, told.constants)
-    return sums, products
+        return torch.stack([wide.sum(0), torch.where(alive, wide * apart, 0).sum(0)])
+    sums = _pair(x)
+    _by_parts("products", (grad, x, rows.count, *told.tensors, x if y is None else y, sums), told.facts)
+    return sums
 
 
 def _passed(grad: Tensor, apart: Tensor, y: Tensor | None, told: Normed) -> Tensor:
     """The gradient of what is normalised; apart: (x - mean) * scale."""
-    grad = grad.to(told.mean.dtype)
+    grad = grad.to(told.pair.dtype)
     if not told.relu:
         return grad
     return torch.where((told.affine(apart) if y is None else y) > 0, grad, 0)
@@ -260,23 +280,23 @@ def gradient(
     kept: tuple[Tensor, Tensor | None],
     rows: Cloud,
     told: Normed,
-    sums: tuple[Tensor, Tensor],
+    sums: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of x in living rows, and of the residual; kept: as in gradients, sums: what sums_of gives."""
     x, y = kept
     if not _by_kernels(x):
         # Fewer than two rows were normalised by what does not depend on them.
-        share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(told.mean.dtype), 0)
-        apart = (x - told.mean) * told.scale
+        share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(told.pair.dtype), 0)
+        apart = told.apart(x)
         let = _passed(grad, apart, y, told)
-        found = (let - share * (sums[0] + apart * sums[1])) * told.scale
+        found = (let - share * (sums[0] + apart * sums[1])) * told.pair[1]
         found = found if told.weight is None else found * told.weight
         return found.to(x.dtype), let.to(x.dtype) if told.adds else None
     dx = torch.empty_like(x)
     # Without a ReLU the residual's is the result's.
     dresidual = torch.empty_like(x) if told.reads_result else grad if told.adds else None
-    more = (x if y is None else y, *sums, dx if dresidual is None else dresidual, dx)
-    _by_blocks("gradient", (grad, x, rows.count, *told.tensors, *more), told.constants)
+    more = (x if y is None else y, sums, dx if dresidual is None else dresidual, dx)
+    _by_blocks("gradient", (grad, x, rows.count, *told.tensors, *more), told.facts)
     return dx, dresidual
 
 
@@ -284,11 +304,9 @@ def _by_kernels(x: Tensor) -> bool:
     return x.dtype != torch.float64 and runs_kernels(x)
 
 
-def _pair(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers for each channel, each list aligned as kernels want it."""
-    channels = x.shape[1]
-    held = torch.empty(2, -(-channels // 4) * 4, dtype=torch.float32, device=x.device)
-    return held[0, :channels], held[1, :channels]
+def _pair(x: Tensor) -> Tensor:
+    """Two numbers for each channel."""
+    return torch.empty((2, x.shape[1]), dtype=torch.float32, device=x.device)
 
 
 def _by_blocks(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) -> None:
@@ -302,24 +320,25 @@ def _by_blocks(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...])
 def _by_parts(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) -> None:
     """Start a kernel whose programs share the rows of the first tensor [N, C], and leave their sums for the last of
     them."""
-    x = tensors[0]
-    rows, channels = x.shape
-    lanes, parts = _lanes(channels), max(1, min(_PARTS, -(-rows // (2 * _ROWS))))
-    sides = -(-channels // lanes)
-    own = scratch(sides, 8 * parts * channels, x.device)
+    rows, channels = tensors[0].shape
+    lanes = _lanes(channels)
+    turn = _ENTRIES // lanes
+    parts, sides = max(1, min(_PARTS, -(-rows // turn))), -(-channels // lanes)
+    own = scratch(sides, 8 * parts * channels, tensors[0].device)
     tensors = (*tensors, own.room, own.counters)
-    fixed = _fixed(name, tuple([t.dtype for t in tensors]), (channels, _ROWS, lanes, _TURN, *facts))
+    fixed = _fixed(name, tuple([t.dtype for t in tensors]), (channels, turn, lanes, _JOINED // lanes, *facts), 8)
     fixed(parts * sides, tensors, (parts,))
 
 
+@lru_cache(maxsize=1024)
 def _lanes(channels: int) -> int:
     return min(_CHANNELS, max(16, 1 << (channels - 1).bit_length()))
 
 
 @lru_cache(maxsize=1024)
-def _fixed(name: str, dtypes: tuple[torch.dtype, ...], constants: tuple[float, ...]) -> Fixed:
+def _fixed(name: str, dtypes: tuple[torch.dtype, ...], constants: tuple[float, ...], warps: int = 4) -> Fixed:
     """A kernel for tensors of these dtypes. Its file is imported here first: it needs Triton."""
-    return Fixed(_launcher(name), constants)
+    return Fixed(_launcher(name), constants, warps)
 
 
 @lru_cache(maxsize=8)

@@ -47,14 +47,15 @@ def _last(waiting, parts, C: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["parts"])
 def moments(
-    x, count, known_mean, known_variance, tracked, offset, mean, scale, halves, waiting, parts: "i64", C: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, TURN: tl.constexpr, EPS: tl.constexpr, KNOWN: tl.constexpr,
-    FOLLOWS: tl.constexpr, TRACKED: tl.constexpr, OFFSET: tl.constexpr, MOMENTUM: tl.constexpr
+    x, count, known_mean, known_variance, tracked, offset, pair, halves, waiting, parts: "i64", C: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, EPS: tl.constexpr, MOMENTUM: tl.constexpr,
+    KNOWN: tl.constexpr, FOLLOWS: tl.constexpr, TRACKED: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Mean and 1 / sqrt(variance + eps) of all rows; those that are known follow, by 1 / tracked where MOMENTUM < 0.
+    """pair [2, C]: mean and 1 / sqrt(variance + eps) of all rows.
 
-    With OFFSET those that are known are of rows to which it was added. Each part, which is every parts-th block of
-    rows, leaves its mean and the sum of squares around it in halves [2, parts, C]; the last one puts them together.
+    Those that are known follow, by 1 / tracked where MOMENTUM < 0. With OFFSET those that are known are of rows to which it was added. Each part, which is every parts-th block of
+    rows, leaves its mean and the sum of squares around it in halves [2, parts, C]; the last one puts them together,
+    in the same order each time.
     """
     halves = _room(halves)
     part, c = _place(C, LANES)
@@ -78,7 +79,7 @@ def moments(
     tl.store(halves + (parts + part) * C + c, spread, mask=c < C)
     if _last(waiting, parts, C, LANES):
         total = tl.maximum(rows, 1).to(tl.float32)
-        centre, spread = _joined_moments(halves, rows, parts, c, C, ROWS, LANES, TURN)
+        centre, spread = _joined_moments(halves, rows, parts, c, C, ROWS, LANES, SLOTS)
         variance = spread / total
         old_mean = tl.zeros([1, LANES], tl.float32)
         old_variance = tl.full([1, LANES], 1.0, tl.float32)
@@ -105,53 +106,53 @@ def moments(
                     tl.store(known_variance + c, old_variance + share * (unbiased - old_variance), mask=c < C)
         centre = tl.where(rows > 1, centre, old_mean)
         variance = tl.where(rows > 1, variance, old_variance)
-        tl.store(mean + c, centre, mask=c < C)
-        tl.store(scale + c, 1.0 / tl.sqrt(variance + EPS), mask=c < C)
+        tl.store(pair + c, centre, mask=c < C)
+        tl.store(pair + C + c, 1.0 / tl.sqrt(variance + EPS), mask=c < C)
 
 
 @triton.jit
 def _joined_moments(
-    halves, rows, parts, c, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, TURN: tl.constexpr
+    halves, rows, parts, c, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
     """The mean of all rows and the sum of squares around it."""
     # How many rows a part has: whole blocks, and what is left of the last one.
     blocks, left = rows // ROWS, rows % ROWS
     step = parts.to(tl.int32)
-    mean = tl.zeros([1, LANES], tl.float32)
-    spread = tl.zeros([1, LANES], tl.float32)
-    seen = tl.full([1, 1], 0.0, tl.float32)
-    for first in range(0, step, TURN):
-        p = first + tl.arange(0, TURN)[:, None]
-        there = (p < parts) & (c < C)
+    mean = tl.zeros([SLOTS, LANES], tl.float32)
+    spread = tl.zeros([SLOTS, LANES], tl.float32)
+    seen = tl.zeros([SLOTS, LANES], tl.float32)
+    for first in tl.range(0, step, SLOTS, loop_unroll_factor=4):
+        p = first + tl.arange(0, SLOTS)[:, None]
+        there = (p < step) & (c < C)
         number = (blocks // step + (p < blocks % step).to(tl.int32)) * ROWS + tl.where(p == blocks % step, left, 0)
-        number = tl.where(p < parts, number, 0).to(tl.float32)
-        own = tl.load(halves + p * C + c, mask=there, other=0, cache_modifier=".cg")
-        around = tl.load(halves + (parts + p) * C + c, mask=there, other=0, cache_modifier=".cg")
-        here = tl.sum(number, axis=0)[None, :]
-        centre = tl.sum(own * (number / tl.maximum(here, 1.0)), axis=0)[None, :]
-        off = own - centre
-        apart = centre - mean
-        share = here / tl.maximum(seen + here, 1.0)
-        spread += tl.sum(around + number * off * off, axis=0)[None, :] + apart * apart * share * seen
+        number = tl.where(there, number, 0).to(tl.float32)
+        apart = tl.load(halves + p * C + c, mask=there, other=0, cache_modifier=".cg") - mean
+        around = tl.load(halves + (step + p) * C + c, mask=there, other=0, cache_modifier=".cg")
+        share = number / tl.maximum(seen + number, 1.0)
+        spread += around + apart * apart * share * seen
         mean += apart * share
-        seen += here
-    return mean, spread
+        seen += number
+    total = tl.maximum(tl.sum(seen, axis=0)[None, :], 1.0)
+    centre = tl.sum(mean * (seen / total), axis=0)[None, :]
+    off = mean - centre
+    return centre, tl.sum(spread + seen * off * off, axis=0)[None, :]
 
 
 @triton.jit
 def normalise(
-    x, count, mean, scale, weight, bias, residual, y, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    x, count, pair, weight, bias, residual, y, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """y = (x - mean) * scale * weight + bias, plus residual with ADDS, with RELU 0 where that is below."""
+    """y = (x - mean) * scale * weight + bias, with mean and scale in pair [2, C], plus residual with ADDS; with RELU 0
+    where that is below."""
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None]
     rows = tl.load(count)
     if block * ROWS < rows:
         live = (r < rows) & (c < C)
         at = r.to(tl.int64) * C + c
-        found = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(mean + c, mask=c < C, other=0)
-        found = _affine(found * tl.load(scale + c, mask=c < C, other=0), weight, bias, c, C, WEIGHT, BIAS)
+        found = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(pair + c, mask=c < C, other=0)
+        found = _affine(found * tl.load(pair + C + c, mask=c < C, other=0), weight, bias, c, C, WEIGHT, BIAS)
         if ADDS:
             found += tl.load(residual + at, mask=live, other=0).to(tl.float32)
         if RELU:
@@ -176,18 +177,18 @@ def _let_through(
 
 @triton.jit(do_not_specialize=["parts"])
 def products(
-    grad, x, count, mean, scale, weight, bias, y, sums, products, halves, waiting, parts: "i64", C: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, TURN: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    grad, x, count, pair, weight, bias, y, sums, halves, waiting, parts: "i64", C: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ADDS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """The sums of grad, and the products: those of grad * (x - mean) * scale; of parts in halves, as in `moments`."""
+    """sums [2, C]: those of grad, and of grad * (x - mean) * scale; of parts in halves, as in `moments`."""
     halves = _room(halves)
     part, c = _place(C, LANES)
     rows = tl.load(count)
-    centre = tl.load(mean + c, mask=c < C, other=0)
-    factor = tl.load(scale + c, mask=c < C, other=0)
-    first = tl.zeros([ROWS, LANES], tl.float32)
-    second = tl.zeros([ROWS, LANES], tl.float32)
+    centre = tl.load(pair + c, mask=c < C, other=0)
+    factor = tl.load(pair + C + c, mask=c < C, other=0)
+    own = tl.zeros([ROWS, LANES], tl.float32)
+    multiplied = tl.zeros([ROWS, LANES], tl.float32)
     for start in range(part * ROWS, rows, parts.to(tl.int32) * ROWS):
         r = start + tl.arange(0, ROWS)[:, None]
         live = (r < rows) & (c < C)
@@ -195,46 +196,45 @@ def products(
         values = tl.load(grad + at, mask=live, other=0).to(tl.float32)
         apart = tl.where(live, tl.load(x + at, mask=live, other=0).to(tl.float32) - centre, 0.0)
         values = _let_through(values, apart * factor, y + at, weight, bias, c, live, C, WEIGHT, BIAS, ADDS, RELU)
-        first += values
-        second += values * apart
-    tl.store(halves + part * C + c, tl.sum(first, axis=0)[None, :], mask=c < C)
-    second *= factor
-    tl.store(halves + (parts + part) * C + c, tl.sum(second, axis=0)[None, :], mask=c < C)
+        own += values
+        multiplied += values * apart
+    tl.store(halves + part * C + c, tl.sum(own, axis=0)[None, :], mask=c < C)
+    multiplied *= factor
+    tl.store(halves + (parts + part) * C + c, tl.sum(multiplied, axis=0)[None, :], mask=c < C)
     if _last(waiting, parts, C, LANES):
-        total = tl.zeros([1, LANES], tl.float32)
-        found = tl.zeros([1, LANES], tl.float32)
-        for turn in range(0, parts.to(tl.int32), TURN):
-            p = turn + tl.arange(0, TURN)[:, None]
-            there = (p < parts) & (c < C)
-            own = tl.load(halves + p * C + c, mask=there, other=0, cache_modifier=".cg")
-            other = tl.load(halves + (parts + p) * C + c, mask=there, other=0, cache_modifier=".cg")
-            total += tl.sum(own, axis=0)[None, :]
-            found += tl.sum(other, axis=0)[None, :]
-        tl.store(sums + c, total, mask=c < C)
-        tl.store(products + c, found, mask=c < C)
+        step = parts.to(tl.int32)
+        first = tl.zeros([SLOTS, LANES], tl.float32)
+        second = tl.zeros([SLOTS, LANES], tl.float32)
+        for turn in tl.range(0, step, SLOTS, loop_unroll_factor=4):
+            p = turn + tl.arange(0, SLOTS)[:, None]
+            there = (p < step) & (c < C)
+            first += tl.load(halves + p * C + c, mask=there, other=0, cache_modifier=".cg")
+            second += tl.load(halves + (step + p) * C + c, mask=there, other=0, cache_modifier=".cg")
+        tl.store(sums + c, tl.sum(first, axis=0)[None, :], mask=c < C)
+        tl.store(sums + C + c, tl.sum(second, axis=0)[None, :], mask=c < C)
 
 
 @triton.jit
 def gradient(
-    grad, x, count, mean, scale, weight, bias, y, sums, found, dresidual, dx, C: tl.constexpr, ROWS: tl.constexpr,
+    grad, x, count, pair, weight, bias, y, sums, dresidual, dx, C: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """dx = scale * weight * (grad - (sums + (x - mean) * scale * found) / rows), where grad counts; with ADDS and RELU
-    dresidual = grad there, too."""
+    """dx = scale * weight * (grad - (sums[0] + (x - mean) * scale * sums[1]) / rows), where grad counts; with ADDS and
+    RELU dresidual = grad there, too."""
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None]
     rows = tl.load(count)
     if block * ROWS < rows:
         live = (r < rows) & (c < C)
         at = r.to(tl.int64) * C + c
-        factor = tl.load(scale + c, mask=c < C, other=0)
-        apart = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(mean + c, mask=c < C, other=0)
+        factor = tl.load(pair + C + c, mask=c < C, other=0)
+        apart = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(pair + c, mask=c < C, other=0)
         apart *= factor
         own = tl.load(grad + at, mask=live, other=0).to(tl.float32)
         own = _let_through(own, apart, y + at, weight, bias, c, live, C, WEIGHT, BIAS, ADDS, RELU)
         if ADDS and RELU:
             tl.store(dresidual + at, own, mask=live)
-        shared = apart * tl.load(found + c, mask=c < C, other=0) + tl.load(sums + c, mask=c < C, other=0)
+        shared = apart * tl.load(sums + C + c, mask=c < C, other=0) + tl.load(sums + c, mask=c < C, other=0)
         # Fewer than two rows were normalised by what does not depend on them.
         share = tl.where(rows > 1, 1.0 / tl.maximum(rows, 1), 0.0)
         if WEIGHT:

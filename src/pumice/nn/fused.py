@@ -14,7 +14,7 @@ from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.ops import Epilogue, SparseTensor
 from pumice.ops.conv import Target
-from pumice.ops.conv_norm import conv_norm, joins
+from pumice.ops.conv_norm import conv_norm
 from pumice.ops.linear import linear_features, takes
 from pumice.ops.tensor import rows_of
 
@@ -90,10 +90,10 @@ def _trained(
     relu = len(behind) > 1 and _ACTIVATIONS.get(type(behind[1])) == "relu"
     if not relu or (last and residual is not None and own is None):
         relu, own = False, None
-    added = None if own is None else rows_of(own)
-    if not joins(x, layer.weight, added):
+    wanted = norm.told(None if own is None else rows_of(own), relu, layer.bias)
+    y = conv_norm(x, layer.weight, layer.asked(target), wanted)
+    if y is None:
         return _called(layer, x, target), 1, residual
-    y = conv_norm(x, layer.weight, layer.asked(target), norm.told(added, relu, layer.bias))
     return y, 2 + relu, residual if own is None else None
 
 
@@ -172,7 +172,7 @@ def _unheard_of_gradients(modules: Sequence[nn.Module]) -> bool:
     every = nn.modules.module
     if every._global_backward_hooks or every._global_backward_pre_hooks:
         return False
-    return not any(module._backward_hooks or module._backward_pre_hooks for module in modules)
+    return not any([module._backward_hooks or module._backward_pre_hooks for module in modules])
 
 
 def _call(module: nn.Module, x: SparseTensor) -> SparseTensor:

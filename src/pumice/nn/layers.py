@@ -64,10 +64,13 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
 
     def told(self, residual: Tensor | None = None, relu: bool = False, offset: Tensor | None = None) -> lowered.Norm:
         """The norm by the statistics of what it is given, with what stands behind it; offset: see Statistics."""
-        mean, var = self.running_mean, self.running_var
+        # Where torch keeps them: a module's attributes are a search.
+        held, own = self._buffers, self._parameters
+        mean, var = held["running_mean"], held["running_var"]
         running = None if mean is None or var is None else (mean, var)
-        told = lowered.Statistics(running, self.eps, self.training, self.momentum, self.num_batches_tracked, offset)
-        return lowered.Norm(self.weight, self.bias, told, residual, relu)
+        tracked = held["num_batches_tracked"]
+        told = lowered.Statistics(running, self.eps, self.training, self.momentum, tracked, offset)
+        return lowered.Norm(own["weight"], own["bias"], told, residual, relu)
 
 
 def _traced_norm(norm: BatchNorm, x: Tensor) -> Tensor:

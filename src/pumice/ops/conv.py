@@ -345,6 +345,11 @@ def recorded_call(
     return found.storage(key, lambda m: _held((x, weight), m, rows, groups, differentiable))
 
 
+def kept_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int) -> register.HeldCall | None:
+    """The same of one group, where there was one like it."""
+    return found.kept(("recorded", True, _call(x, weight, rows, 1, NOTHING)))
+
+
 _NARROW = 32
 """Channels of a group below which matrix units would be mostly idle."""
 _WIDE = 256

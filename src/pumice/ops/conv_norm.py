@@ -14,58 +14,79 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords import Cloud, Geometry, KernelMap, Relation, kernel_map
+from pumice.coords import Cloud, Geometry, Relation, kernel_map
+from pumice.errors import ShapeError
 from pumice.lower import norm as norms
 from pumice.lower import plan
 from pumice.lower.norm import Norm
 from pumice.ops import register
-from pumice.ops.conv import autocast, cast_within, check_weight, recorded_call
-from pumice.ops.tensor import SparseTensor, on_rows, rows_of
+from pumice.ops.conv import check_weight, kept_call, recorded_call
+from pumice.ops.tensor import SparseTensor, fitting, on_rows, rows_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Of what is multiplied, and of the result."""
 
 
-def conv_norm(x: SparseTensor, weight: Tensor, asked: tuple[Relation, Geometry | None], norm: Norm) -> SparseTensor:
+def conv_norm(
+    x: SparseTensor, weight: Tensor, asked: tuple[Relation, Geometry | None], norm: Norm
+) -> SparseTensor | None:
     """The layer and what stands behind it, differentiable any number of times.
 
     weight: [C_out, *kernel, C_in]; its bias is the offset of the norm's statistics. asked: the layer's relation, and
-    the coordinates of the outputs where they are named. `joins` says whether it may be called.
+    the coordinates of the outputs where they are named. None where somebody beside autograd watches, or dtypes differ.
 
-    Raises as pumice.ops.conv does.
+    Raises ShapeError and DeviceError for what does not fit, and what pumice.ops.conv raises.
     """
+    given = (rows_of(x), weight) if norm.residual is None else (rows_of(x), weight, norm.residual)
+    dtype = _dtype(given)
+    if dtype is None:
+        return None
     relation, target = asked
-    check_weight(x, weight, norm.statistics.offset, 1, spatial=relation.custom is None)
-    mapped = kernel_map(x.geometry, relation, target)
-    feats, weight, _ = autocast(rows_of(x), weight, None, cast_within(rows_of(x), weight))
-    if x.geometry.buffered is None:
-        return _over(feats, weight, mapped, norm)
-    # Behind the cast nobody watches: what is made ready is a kernel's alone.
-    with register.as_given((feats,)):
-        return _over(feats, weight, mapped, norm)
-
-
-def joins(x: SparseTensor, weight: Tensor, residual: Tensor | None) -> bool:
-    """Whether nobody but autograd watches, and all dtypes are one."""
-    feats = rows_of(x)
-    given = (feats, weight) if residual is None else (feats, weight, residual)
-    if not register.recorded(given):
-        return False
-    kind = feats.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else feats.dtype
-    alike = dtype == weight.dtype or torch.is_autocast_enabled(kind)
-    return dtype in DTYPES and alike and (residual is None or residual.dtype == dtype)
-
-
-def _over(feats: Tensor, weight: Tensor, mapped: tuple[KernelMap, Geometry], norm: Norm) -> SparseTensor:
-    found, outputs = mapped
+    mapped = x.geometry.maps.get((relation, None)) if target is None else None
+    if mapped is None:
+        _check(x, weight, norm, relation)
+        mapped = kernel_map(x.geometry, relation, target)
+    feats = given[0] if given[0].dtype == dtype else given[0].to(dtype)
+    # Autocast's cast of a weight that is trained is the call's own: its gradient is in the weight's dtype.
+    weight = weight if weight.dtype == dtype or weight.requires_grad else weight.to(dtype)
     flat = _flat(weight.detach())
-    told = recorded_call(feats, flat, found, outputs.coords.shape[0]), flat, outputs.cloud, norm
-    y = _ConvNorm.apply(told, feats, weight, norm.statistics.offset, norm.weight, norm.bias, norm.residual)
-    return on_rows(y, outputs)
+    found, outputs = mapped[0], mapped[1] or x.geometry
+    call = kept_call(feats, flat, found, outputs.coords.shape[0])
+    if call is not None and x.geometry.buffered is None:
+        return fitting(_ConvNorm.of((call, flat, outputs.cloud, norm), feats, weight), outputs)
+    _check(x, weight, norm, relation)
+    # What is made ready is a kernel's alone.
+    with register.as_given((feats,)):
+        call = recorded_call(feats, flat, found, outputs.coords.shape[0])
+        return on_rows(_ConvNorm.of((call, flat, outputs.cloud, norm), feats, weight), outputs)
+
+
+def _dtype(given: tuple[Tensor, ...]) -> torch.dtype | None:
+    """In which the operands, features, weight and residual, are multiplied and added; None where that is another
+    call's matter."""
+    if not register.recorded(given):
+        return None
+    feats, weight, *more = given
+    kind = feats.device.type
+    cast = torch.is_autocast_enabled(kind) and feats.dtype != torch.float64 and weight.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(kind) if cast else feats.dtype
+    fits = dtype in DTYPES and (cast or weight.dtype == dtype) and weight.is_floating_point()
+    return dtype if fits and feats.is_floating_point() and all([x.dtype == dtype for x in more]) else None
+
+
+def _check(x: SparseTensor, weight: Tensor, norm: Norm, relation: Relation) -> None:
+    check_weight(x, weight, norm.statistics.offset, 1, spatial=relation.custom is None)
+    if relation.dim != x.dim:
+        raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
 
 
 class _ConvNorm(torch.autograd.Function):
+    @staticmethod
+    def of(told: tuple[register.HeldCall, Tensor, Cloud, Norm], x: Tensor, weight: Tensor) -> Tensor:
+        """told: the call, the weight [C_out, K, C_in], which rows live, and the norm."""
+        norm = told[-1]
+        return _ConvNorm.apply(told, x, weight, norm.statistics.offset, norm.weight, norm.bias, norm.residual)
+
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
@@ -84,8 +105,7 @@ class _ConvNorm(torch.autograd.Function):
             y, normed = norms.normed(h, ctx.rows, norm)
         ctx.statistics, ctx.finish, ctx.tiles = norm.statistics, (normed.relu, normed.adds), plan.kernels.tile_source()
         narrow = None if cast[1] is flat else cast[1]
-        kept = h, normed.mean, normed.scale, y if normed.reads_result else None
-        ctx.save_for_backward(x, weight, scale, shift, narrow, *kept)
+        ctx.save_for_backward(x, weight, scale, shift, narrow, h, normed.pair, y if normed.reads_result else None)
         return y
 
     @staticmethod
@@ -98,13 +118,14 @@ class _ConvNorm(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Of x, weight, bias, scale, shift and residual."""
-    x, weight, scale, shift, narrow, h, mean, factor, y = ctx.saved_tensors
+    x, weight, scale, shift, narrow, h, pair, y = ctx.saved_tensors
     needed = ctx.needs_input_grad[1:]
-    told = norms.Normed(mean, factor, scale, shift, *ctx.finish)
-    dh, dscale, dshift, dresidual = norms.gradients(grad, (h, y), ctx.rows, told, (any(needed[:3]), *needed[3:]))
+    told = norms.Normed(pair, scale, shift, *ctx.finish)
+    within = needed[0] or needed[1] or needed[2]
+    dh, dscale, dshift, dresidual = norms.gradients(grad, (h, y), ctx.rows, told, (within, *needed[3:]))
     dx = dweight = None
     if dh is not None:
-        wanted = [like.dtype if need else None for like, need in zip((x, weight), needed[:2], strict=True)]
+        wanted = (x.dtype if needed[0] else None, weight.dtype if needed[1] else None)
         dx, dweight = ctx.call.gradients((x, _flat(weight) if narrow is None else narrow), dh, wanted)
     dbias = _of_bias(dh, ctx) if needed[2] and dh is not None else None
     return dx, None if dweight is None else dweight.view_as(weight), dbias, dscale, dshift, dresidual
@@ -120,10 +141,10 @@ def _of_bias(dh: Tensor, ctx: Any) -> Tensor:
 
 def _recorded(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The same, for gradients of gradients: each is recorded in turn."""
-    x, weight, scale, shift, _, _, mean, factor, y = ctx.saved_tensors
+    x, weight, scale, shift, _, _, pair, y = ctx.saved_tensors
     needed = ctx.needs_input_grad[1:]
     h = ctx.call(x, _flat(weight))
-    again = norms.composed(h, ctx.rows, norms.Normed(mean, factor, scale, shift, *ctx.finish), ctx.statistics, y)
+    again = norms.composed(h, ctx.rows, norms.Normed(pair, scale, shift, *ctx.finish), ctx.statistics, y)
     sought = (*needed[:2], *needed[3:5], needed[2])
     dx, dweight, dscale, dshift, dh = norms.gradients_of(again, grad, (x, weight, scale, shift, h), sought)
     dbias = None if dh is None else _of_bias(dh, ctx)
