@@ -256,10 +256,8 @@ def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilog
 
 def _straight(key: Hashable, tensors: Sequence[Tensor], found: KernelMap, finish: Finish) -> direct.Call:
     """key: as direct.told gives it."""
-    x, weight, *more = tensors
-    shapes = (x.shape, (weight.shape[0], found.volume, weight.shape[-1]), *[t.shape for t in more])
     kind = key, _held_arrays(found, False).kind
-    return direct.Call(tensors, direct.counting(finish), shapes, (found.num_outputs, weight.shape[0]), kind)
+    return direct.Call(tensors, direct.counting(finish), (found.num_outputs, tensors[1].shape[0]), kind)
 
 
 def _over_another_map(

@@ -50,7 +50,7 @@ def takes(*tensors: Tensor) -> bool:
 def _straight(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Call:
     x, weight, *_ = tensors
     shape, kind = (x.shape[0], weight.shape[0]), (about(key[0]), key[1])
-    return direct.Call(tensors, direct.counting(finish), [t.shape for t in tensors], shape, kind)
+    return direct.Call(tensors, direct.counting(finish), shape, kind)
 
 
 def _of_other_sizes(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Direct | None:
