@@ -56,9 +56,9 @@ def counting(finish: Finish) -> tuple[bool, ...]:
 
 def residual_fits(tensors: Sequence[Tensor], finish: Finish, shape: tuple[int, ...]) -> bool:
     """Whether the residual among the tensors of a call, whose rows no key tells, has the result's shape."""
-    if RESIDUAL not in finish.names:
-        return True
-    return tensors[finish.names.index(RESIDUAL) - len(finish.names)].shape == shape
+    names = finish.names
+    # It is the last of all.
+    return not names or names[-1] != RESIDUAL or tensors[-1].shape == shape
 
 
 class Held:
@@ -127,9 +127,7 @@ class Template:
     def at(self, held: Held, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Direct | None:
         """The call over a map with these tensors; shape: of the result."""
         mould, number, cut = self._mould, self._array, None
-        rows = [
-            held.rows[n] if side == 1 else shape[0] if side == 0 else tensors[n].shape[0] for side, n in self._rows
-        ]
+        rows = [held.rows[n] if side == 1 else shape[0] if side == 0 else tensors[n].shape[0] for side, n in self._rows]
         if number is not None:
             cut = mould.cut(held.arrays[number] if number >= 0 else None, rows, held.cuts, number)
             if cut is None:

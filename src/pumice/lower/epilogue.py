@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,17 @@ class Finish:
     dtype: torch.dtype | None = None
     eps: float = 0.0
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.names, self.activation, self.dtype, self.eps))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Hashes of names are not those of other processes.
+        return Finish, (self.names, self.activation, self.dtype, self.eps)
+
 
 NOTHING = Finish()
 _finish = lru_cache(maxsize=64)(Finish)
@@ -101,6 +113,23 @@ class Epilogue:
     def finish(self) -> Finish:
         """What a kernel is made for."""
         return _finish(tuple(self.operands), self.activation, self.dtype, self.eps)
+
+    @staticmethod
+    def of_norm(vectors: tuple[Tensor | None, ...], eps: float, residual: Tensor | None, activation: str) -> Epilogue:
+        """That of a norm by known statistics, whose vectors are (mean, variance, scale, shift): the same as by its
+        fields, but in a third of the time, and an activation that is known."""
+        made, tensors = object.__new__(Epilogue), (*vectors, residual)
+        operands = {name: x for name, x in zip(EPILOGUE, tensors, strict=True) if x is not None}
+        # What is worked out when it is asked for is there at once.
+        made.__dict__.update(
+            zip(TENSORS, tensors, strict=True),
+            activation=activation,
+            dtype=None,
+            eps=eps,
+            operands=operands,
+            finish=_finish(tuple(operands), activation, None, eps),
+        )
+        return made
 
     def with_bias(self, bias: Tensor | None) -> Epilogue:
         """The same of results to which a bias is added first."""

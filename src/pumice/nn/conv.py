@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.errors import OptionError, ShapeError
@@ -67,7 +67,17 @@ class Convolution(nn.Module):
 
     def finished(self, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
         """The layer's result behind an epilogue (pumice.ops.conv), in one kernel where there can be one."""
-        return convolve(x, self.weight, self.bias, self.groups, self.asked(target), self.dataflow, epilogue)
+        weight, bias = self._parts()
+        return convolve(x, weight, bias, self.groups, self.asked(target), self.dataflow, epilogue)
+
+    def _parts(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, past torch's search for attributes, which takes as long as a launch."""
+        own: dict[str, Any] = self._parameters
+        try:
+            return own["weight"], own["bias"]
+        except KeyError:
+            # Plain attributes stand in the place of parameters in what some of torch's tools make of a module.
+            return self.weight, self.bias
 
     def _over(self, x: SparseTensor, target: Target = None) -> SparseTensor:
         return self.finished(x, None, target)
