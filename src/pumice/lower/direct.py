@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,10 @@ from torch import Tensor
 from pumice.lower import stamp
 from pumice.lower import triton as kernels
 from pumice.lower.epilogue import NOTHING, RESIDUAL, Finish
-from pumice.lower.plan import Kind, Ready, deterministic
+from pumice.lower.plan import Ready, deterministic
 from pumice.lower.remember import Bounded
-from pumice.lower.segments import Segments
 from pumice.schedule.ledger import ledger
+from pumice.schedule.tile import about
 
 
 def starts_kernels(x: Tensor) -> bool:
@@ -48,6 +47,11 @@ def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) 
     return _TOLD.get(key) or _TOLD.keep(key, object())
 
 
+def _kind(facts: Hashable) -> Hashable:
+    """An object of its own, which stands for long facts: they are compared here alone."""
+    return _KINDS.get(facts) or _KINDS.keep(facts, object())
+
+
 @lru_cache(maxsize=256)
 def counting(finish: Finish) -> tuple[bool, ...]:
     """Of features, a weight and the tensors of an epilogue: which count rows."""
@@ -61,6 +65,20 @@ def residual_fits(tensors: Sequence[Tensor], finish: Finish, shape: tuple[int, .
     return not names or names[-1] != RESIDUAL or tensors[-1].shape == shape
 
 
+class Pattern:
+    """What the arrays of the maps of one kind have in common: all but how many rows they have. kind: equal where that
+    is the same; leads: from row to row."""
+
+    __slots__ = ("kind", "leads")
+
+    def __init__(self, tokens: Sequence[str], arrays: Sequence[Tensor]) -> None:
+        strides, places = tuple(x.stride() for x in arrays), [id(x) for x in arrays]
+        # Of an array that is there twice, as in a map that is its own transpose, a template knows one place.
+        shared = tuple(map(places.index, places))
+        each = tuple((x.shape[1:], x.dtype, x.device) for x in arrays)
+        self.kind, self.leads = _kind((tuple(tokens), each, strides, shared)), [stride[0] for stride in strides]
+
+
 class Held:
     """The arrays of a map that a call holds. kind: what the choice of a kernel depends on, equal where it is the same;
     far: whether one is so long that addresses need 64 bits. rows, addresses: of the arrays; cuts: their segments, once
@@ -68,19 +86,13 @@ class Held:
 
     __slots__ = ("addresses", "arrays", "cuts", "far", "kind", "rows")
 
-    def __init__(self, arrays: Sequence[Tensor], facts: Hashable) -> None:
-        self.arrays, self.far = arrays, any(map(kernels.is_far, arrays))
-        self.rows, self.addresses = [x.shape[0] for x in arrays], [x.data_ptr() for x in arrays]
-        # An object of its own stands for long facts, which are compared here alone.
-        self.kind: Hashable = _KINDS.get(facts) or _KINDS.keep(facts, object())
+    def __init__(self, arrays: Sequence[Tensor], pattern: Pattern, *facts: Hashable) -> None:
+        """facts: what the choice depends on beside the arrays."""
+        rows = [x.shape[0] for x in arrays]
+        self.arrays, self.rows, self.addresses = arrays, rows, [x.data_ptr() for x in arrays]
+        self.far = any([n * lead >= kernels.FAR for n, lead in zip(rows, pattern.leads, strict=True)])
+        self.kind = _kind((pattern.kind, *map(about, rows), *facts))
         self.cuts: stamp.Known = {}
-
-    @staticmethod
-    def of(tokens: Sequence[str], arrays: Sequence[Tensor], kinds: Sequence[Kind | None], *facts: Hashable) -> Held:
-        strides, places = tuple(x.stride() for x in arrays), [id(x) for x in arrays]
-        # Of an array that is there twice, as in a map that is its own transpose, a template knows one place.
-        shared = tuple(map(places.index, places))
-        return Held(arrays, (tuple(tokens), tuple(kinds), strides, shared, *facts))
 
 
 class Direct:

@@ -10,7 +10,7 @@ float32 where no gradients are asked for, and rounded to its own dtype where the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -115,20 +115,23 @@ class Epilogue:
         return _finish(tuple(self.operands), self.activation, self.dtype, self.eps)
 
     @staticmethod
-    def of_norm(vectors: tuple[Tensor | None, ...], eps: float, residual: Tensor | None, activation: str) -> Epilogue:
-        """That of a norm by known statistics, whose vectors are (mean, variance, scale, shift): the same as by its
-        fields, but in a third of the time, and an activation that is known."""
-        made, tensors = object.__new__(Epilogue), (*vectors, residual)
-        operands = {name: x for name, x in zip(EPILOGUE, tensors, strict=True) if x is not None}
+    def of_norm(
+        vectors: Sequence[Tensor | None], eps: float, residual: Tensor | None = None, activation: str = ""
+    ) -> Epilogue:
+        """That of a norm by known statistics, whose vectors are (mean, variance, scale, shift), and of an activation
+        that is known: the same as by its fields, in a third of the time."""
+        mean, variance, scale, shift = vectors
+        operands: dict[str, Any] = {MEAN: mean, VARIANCE: variance, SCALE: scale, SHIFT: shift}
+        if residual is not None:
+            operands[RESIDUAL] = residual
+        if mean is None or variance is None or scale is None or shift is None:
+            operands = {name: x for name, x in operands.items() if x is not None}
+        made = object.__new__(Epilogue)
         # What is worked out when it is asked for is there at once.
-        made.__dict__.update(
-            zip(TENSORS, tensors, strict=True),
-            activation=activation,
-            dtype=None,
-            eps=eps,
-            operands=operands,
-            finish=_finish(tuple(operands), activation, None, eps),
-        )
+        held = {"operands": operands, "finish": _finish(tuple(operands), activation, None, eps)}
+        held |= {"mean": mean, "variance": variance, "eps": eps, "scale": scale, "shift": shift}
+        held |= {"residual": residual, "activation": activation, "dtype": None}
+        object.__setattr__(made, "__dict__", held)
         return made
 
     def with_bias(self, bias: Tensor | None) -> Epilogue:

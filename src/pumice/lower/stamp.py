@@ -60,8 +60,8 @@ _ARRAYS = ("rows", "starts", "stops", "ends", "firsts", "pieces")
 class Slots:
     """Where tensors belong among the arguments of a kernel that holds some of them.
 
-    held, free: (place, name) of operands; segment: the same of the arrays of segments; result: its place; scratch: those
-    of counters and of room, where it takes them.
+    held, free: (place, name) of operands; segment: the same of the arrays of segments; result: its place; scratch:
+    those of counters and of room, where it takes them.
     """
 
     __slots__ = ("free", "held", "result", "scratch", "segment")

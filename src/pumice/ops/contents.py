@@ -15,6 +15,7 @@ from pumice.coords.packing import Packer
 from pumice.coords.runs import ENDS, put_in_pieces
 from pumice.errors import OptionError
 from pumice.lower import maps
+from pumice.lower.direct import Pattern
 
 Storage = tuple[Hashable, bool]
 """The name of what a map keeps, and the direction of the map."""
@@ -46,8 +47,9 @@ class Level:
 class MapPlan:
     """A map from one level to another. table: its array.
 
-    forms: the tokens and arrays of each. ends: where the ends are of arrays of tiles. passed: the forms that calls are
-    passed. totals: the words that tell its pairs, () where none do.
+    forms: the tokens and arrays of each. ends: where the ends are of arrays of tiles. passed: the tokens and arrays
+    that calls are passed; patterns: what is the same of those arrays for all scenes. totals: the words that tell its
+    pairs, () where none do.
     """
 
     relation: Relation
@@ -56,17 +58,16 @@ class MapPlan:
     table: int
     forms: Mapping[Storage, tuple[tuple[str, ...], tuple[int, ...]]]
     ends: Mapping[int, int]
-    passed: Mapping[Storage, Sequence[Storage]]
+    passed: Mapping[Storage, tuple[tuple[str, ...], tuple[int, ...]]]
+    patterns: Mapping[Storage, Pattern]
     totals: tuple[int, ...]
 
     def of(self, sizes: tuple[int, int], arrays: Sequence[Tensor], words: Sequence[int]) -> KernelMap:
         """The map of a scene with so many inputs and outputs."""
-        kept: dict[Storage, Any] = {
-            name: (tokens, [arrays[n] for n in places]) for name, (tokens, places) in self.forms.items()
-        }
-        for name, parts in self.passed.items():
-            each = [kept[part] for part in parts]
-            kept[name] = tuple(t for tokens, _ in each for t in tokens), [x for _, held in each for x in held]
+        kept: dict[Storage, Any] = dict(self.patterns)
+        for given in (self.forms, self.passed):
+            for name, (tokens, places) in given.items():
+                kept[name] = tokens, [arrays[n] for n in places]
         if self.totals:
             kept["totals", False] = words[slice(*self.totals)]
         return KernelMap(self.relation, arrays[self.table], *sizes, self.flipped, _storages=kept)
@@ -157,15 +158,21 @@ class Reader:
             lengths = self._form_lengths(own, name, side, dict(zip(tokens, arrays, strict=True)), ends)
             places = (self._array(array, length) for array, length in zip(arrays, lengths, strict=True))
             forms[("form", name), flipped] = tokens, tuple(places)
-        passed = {}
+        passed, patterns = {}, {}
         for one in self._laid:
             if one._storages is found._storages:
-                names = maps.names_of(one, self._differentiable)
-                passed[("passed", self._differentiable), one.flipped] = [(("form", n), one.flipped) for n in names]
+                parts = [forms[("form", n), one.flipped] for n in maps.names_of(one, self._differentiable)]
+                tokens, places = (
+                    tuple(t for each, _ in parts for t in each),
+                    tuple(n for _, each in parts for n in each),
+                )
+                passed[("passed", self._differentiable), one.flipped] = tokens, places
+                pattern = Pattern(tokens, [self._arrays[n] for n in places])
+                patterns[("pattern", self._differentiable), one.flipped] = pattern
         table = self._array(found.table, _count(sides[0]))
         told = self._totals(own) if own.has("tally") else None
         totals = () if told is None else (told.first, told.last)
-        return MapPlan(found.relation, found.flipped, levels, table, forms, ends, passed, totals)
+        return MapPlan(found.relation, found.flipped, levels, table, forms, ends, passed, patterns, totals)
 
     def _form_lengths(
         self, own: KernelMap, name: str, outputs: int, given: Mapping[str, Tensor], ends: dict[int, int]

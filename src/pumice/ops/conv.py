@@ -254,10 +254,12 @@ def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilog
     return None if call is None else call(tensors)
 
 
-def _straight(key: Hashable, tensors: Sequence[Tensor], found: KernelMap, finish: Finish) -> direct.Call:
-    """key: as direct.told gives it."""
-    kind = key, _held_arrays(found, False).kind
-    return direct.Call(tensors, direct.counting(finish), (found.num_outputs, tensors[1].shape[0]), kind)
+def _straight(
+    key: Hashable, tensors: Sequence[Tensor], found: KernelMap, held: direct.Held, finish: Finish
+) -> direct.Call:
+    """key: as direct.told gives it; held: the arrays of the map."""
+    shape = found.num_outputs, tensors[1].shape[0]
+    return direct.Call(tensors, direct.counting(finish), shape, (key, held.kind))
 
 
 def _over_another_map(
@@ -266,7 +268,8 @@ def _over_another_map(
     """The call of which one like it was carried out over a map of about the same sizes."""
     if tensors[0].ndim != 2:
         return None
-    call = _straight(key, tensors, found, finish).from_template(_held_arrays(found, False))
+    held = _held_arrays(found, False)
+    call = _straight(key, tensors, found, held, finish).from_template(held)
     return None if call is None else found.keep(key, call)
 
 
@@ -277,8 +280,8 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
     if ready is None or flat.data_ptr() != weight.data_ptr():
         # Where the window's axes lie in no row, a copy was multiplied, and later calls bring the weight itself.
         return
-    straight = _straight(key, tensors, found, finish)
-    call = straight.leave(ready, _held_arrays(found, False), (x, flat, *more), (0, 1), finish)
+    held = _held_arrays(found, False)
+    call = _straight(key, tensors, found, held, finish).leave(ready, held, (x, flat, *more), (0, 1), finish)
     if call is not None:
         found.keep(key, call)
 
@@ -289,9 +292,10 @@ def _held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
 
 
 def _made_held(found: KernelMap, differentiable: bool) -> direct.Held:
-    sizes = about(found.num_outputs), about(found.num_inputs), found.volume
     tokens, arrays = maps.passed(found, differentiable)
-    return direct.Held.of(tokens, arrays, _kinds(found, differentiable)[2:], *sizes)
+    # Where the map was given by a recorded run, it is known beforehand.
+    pattern = found.kept(("pattern", differentiable)) or direct.Pattern(tokens, arrays)
+    return direct.Held(arrays, pattern, about(found.num_outputs), about(found.num_inputs), found.volume)
 
 
 def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: Finish) -> Hashable:
