@@ -34,10 +34,10 @@ def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) 
     counting: of which tensors the first axis counts rows. How many is left out: a map, or whoever asks, knows it.
     """
     found: list[Hashable] = [facts, deterministic(), ledger().generation, kernels.tile_source()]
-    wide = False
+    wide, single = False, torch.float32
     for x, counts in zip(tensors, counting, strict=True):
         kind, shape = x.dtype, x.shape
-        if kind is torch.float32:
+        if kind is single:
             wide = True
         found += (shape[1:] if counts else shape, x.stride(), kind, x.get_device())
     if wide:

@@ -139,9 +139,9 @@ class Conv(Convolution):
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
         spread = {"stride": stride, "dilation": dilation, "policy": target_of(out)[0]}
         if offsets is None:
-            self.relation = Relation.of(self.dim, window, padding=padding, **spread)
+            self.relation = Relation.of(self.dim, window, padding=padding, **spread).shared()
         else:
-            self.relation = Relation.of_offsets(self.dim, offsets, **spread)
+            self.relation = Relation.of_offsets(self.dim, offsets, **spread).shared()
 
     def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
         """x: N voxels x in_channels -> SparseTensor with out_channels. `out` replaces the layer's own for this call."""
@@ -179,7 +179,7 @@ class ConvTranspose(Convolution):
         }
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
-        self.relation = Relation.of_transposed(self.dim, window, **options)
+        self.relation = Relation.of_transposed(self.dim, window, **options).shared()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return self._over(x)
@@ -207,7 +207,7 @@ class GenerativeConvTranspose(Convolution):
         options = {"stride": stride, "padding": None, "dilation": dilation, "bounded": False}
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
-        self.relation = Relation.of_transposed(self.dim, window, **options)
+        self.relation = Relation.of_transposed(self.dim, window, **options).shared()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return self._over(x)
@@ -236,7 +236,7 @@ class InverseConv(Convolution):
         options = {"stride": stride, "padding": padding, "dilation": dilation}
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
-        self.relation = Relation.of(self.dim, window, policy="cached_inverse", **options)
+        self.relation = Relation.of(self.dim, window, policy="cached_inverse", **options).shared()
 
     def forward(self, x: SparseTensor, target: SparseTensor | Geometry) -> SparseTensor:
         return self._over(x, target)

@@ -62,7 +62,7 @@ def chained(
 
 def fuses(x: object, *modules: nn.Module) -> bool:
     """Whether kernels may do what these modules do, rather than that they are called."""
-    return _worth(x) and not torch.is_grad_enabled() and not torch.compiler.is_compiling() and _unheard(modules)
+    return not torch.is_grad_enabled() and _worth(x) and not torch.compiler.is_compiling() and _unheard(modules)
 
 
 def _epilogue(behind: Sequence[nn.Module], residual: SparseTensor | None) -> tuple[Epilogue | None, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Length:
     per: int = 1
 
     def of(self, words: Sequence[int]) -> int:
+        if self.per == 1 and self.last == self.first + 1:
+            return words[self.first]
         return sum(-(-word // self.per) for word in words[self.first : self.last])
 
 
@@ -87,7 +90,9 @@ class Contents:
 
     def give(self, geometry: Geometry, words: Sequence[int], packer: Packer) -> None:
         """Give a scene its levels and maps; packer: of the arrays."""
-        arrays, levels = packer.first([length.of(words) for length in self.lengths]), [geometry]
+        sizes, which = self._lengths
+        known = [length.of(words) for length in sizes]
+        arrays, levels = packer.first([known[n] for n in which]), [geometry]
         for level in self.levels:
             # Not in one block with the maps, which whoever keeps coordinates alone would keep.
             coords = level.coords[: level.length.of(words)].clone()
@@ -99,6 +104,12 @@ class Contents:
             inputs.maps[plan.relation, None] = found, None if outputs is inputs else outputs
             if (key := level_key(plan.relation)) is not None:
                 inputs.levels[key] = outputs
+
+    @cached_property
+    def _lengths(self) -> tuple[list[Length], list[int]]:
+        """The distinct lengths, and which of them each array has."""
+        places = {length: n for n, length in enumerate(dict.fromkeys(self.lengths))}
+        return [*places], [places[length] for length in self.lengths]
 
     def _tell_ends(self, arrays: Sequence[Tensor]) -> None:
         """Of arrays of tiles; and what scenes before asked for is found for all of them at once."""

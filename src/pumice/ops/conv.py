@@ -110,15 +110,17 @@ def _as_before(
     """The result, where a call like this one was carried out before: then all fits, and nothing is checked."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
         return None
-    if x.geometry.buffered is not None or not direct.starts_kernels(rows_of(x)):
+    geometry, feats = x.geometry, rows_of(x)
+    if geometry.buffered is not None or not direct.starts_kernels(feats):
         return None
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         return None
     relation, target = asked
-    kept = x.geometry.maps.get((relation, None)) if target is None else None
-    found, outputs = kept or kernel_map(x.geometry, relation, target)
-    outputs = outputs or x.geometry
-    y = _straightaway(rows_of(x), weight, found, outputs.coords.shape[0], epilogue)
+    kept = geometry.maps.get((relation, None)) if target is None else None
+    found, outputs = kept or kernel_map(geometry, relation, target)
+    if outputs is None:
+        outputs = geometry
+    y = _straightaway(feats, weight, found, outputs.coords.shape[0], epilogue)
     return None if y is None else fitting(y, outputs)
 
 
