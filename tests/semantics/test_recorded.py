@@ -20,7 +20,7 @@ from pumice.coords.packing import Packer
 from pumice.engine.scenes import undisturbed
 from pumice.env import settings
 from pumice.errors import CoordinateError
-from pumice.lower import dataflow, maps
+from pumice.lower import dataflow, direct, maps
 from pumice.lower.remember import Bounded
 from pumice.testing import random_cloud
 
@@ -190,6 +190,31 @@ def test_all_that_is_found_is_what_is_found_without(case, grad, watch, replays):
             assert agree(x.geometry, without(x, case.steps, case.same).geometry)
     assert all(watch.last(len(case.counts)))
     assert len(watch.made) == 1 or case.counts[0] < 10
+
+
+def calls_of(geometry):
+    """Tokens, arrays and patterns of what calls over its maps are passed, and over those of coarser levels."""
+    for found, outputs in geometry.maps.values():
+        for (name, flipped), (tokens, arrays) in forms_of(found).items():
+            if name[0] == "passed":
+                yield tokens, arrays, found._storages[("pattern", name[1]), flipped]
+        yield from calls_of(outputs) if outputs is not None else ()
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "gradients"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_known_of_the_arrays_beforehand_is_what_they_are(case, grad, watch, replays):
+    """Kernels are told layouts by it: a pattern says of each scene's arrays what they say themselves."""
+    with torch.set_grad_enabled(grad):
+        for x in case.scenes():
+            x.prepare(case.steps, case.same)
+            told = list(calls_of(x.geometry))
+            assert len(told) >= len(case.steps)
+            for tokens, arrays, pattern in told:
+                own = direct.Pattern(tokens, arrays)
+                assert pattern.kind is own.kind and pattern.leads == own.leads
+                held = direct.Held(arrays, pattern)
+                assert held.addresses == [x.data_ptr() for x in arrays] and held.rows == [len(x) for x in arrays]
 
 
 def test_without_a_graph_the_program_runs_anew(watch):
