@@ -94,6 +94,8 @@ class Mould:
         self.rows: list[str] = []
         self.array = None if own.segment is None else own.segment.array
         self._counted = None if own.segment is None else self._segments_in(*segment_axis(own))
+        # What segments depend on beside their array and how many there are.
+        self._ways = emitted.tile.piece, emitted.tile.stacked and emitted.tile.rows, own.laned
         self._counting = [n for n, a in enumerate(emitted.source.arguments) if a.kind in ("extent", "size")]
         self._values, self._moving = self._arguments()
         self._blocks = self._blocks_of()
@@ -115,12 +117,12 @@ class Mould:
         None where they are not to be had, or take a second kernel.
         """
         assert self._counted is not None
-        tile, count = self._emitted.tile, _value(self._counted, (0, *rows))
-        key = name, count, tile.piece, tile.stacked and tile.rows, self._own.laned
+        count = _value(self._counted, (0, *rows))
+        key = name, count, self._ways
         found = known.get(key)
         # Passes of a program that is to be captured all go one way: the one before compiles what it starts.
         if found is None and array is not None and array not in OWN and not captured(array.device):
-            found = known[key] = Cut(segments_of(array, count, self._own, tile))
+            found = known[key] = Cut(segments_of(array, count, self._own, self._emitted.tile))
         # Those that are apart take a second kernel.
         return None if found is None or found.part.apart is not None else found
 
