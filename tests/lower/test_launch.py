@@ -819,14 +819,14 @@ def test_equal_facts_are_one_key_and_others_are_not():
 def test_maps_are_of_one_kind_where_all_but_rows_is_the_same():
     arrays = [torch.zeros(n, 64, dtype=torch.int32) for n in (20, 20)]
 
-    def kind(arrays, tokens="ab", *facts):
-        return direct.Held(arrays, direct.Pattern(tuple(tokens), arrays), *facts).kind
+    def kind(arrays, tokens="ab", sizes=(20, 20, 27)):
+        return direct.Held.of(arrays, direct.Pattern(tuple(tokens), arrays), sizes).kind
 
     same = kind(arrays)
     assert kind([a.clone() for a in arrays]) is same
     longer, wide = torch.zeros(40, 64, dtype=torch.int32), torch.zeros(20, 32, dtype=torch.int32)
     assert len({same, kind([arrays[0]] * 2), kind([longer, arrays[1]]), kind([wide, arrays[1]])}) == 4
-    others = kind(arrays, "ac"), kind(arrays, "ab", 27), kind([a.long() for a in arrays])
+    others = kind(arrays, "ac"), kind(arrays, "ab", (20, 40, 27)), kind([a.long() for a in arrays])
     assert len({same, *others, kind([a.t().contiguous().t() for a in arrays])}) == 5
 
 

@@ -86,13 +86,26 @@ class Held:
 
     __slots__ = ("addresses", "arrays", "cuts", "far", "kind", "rows")
 
-    def __init__(self, arrays: Sequence[Tensor], pattern: Pattern, *facts: Hashable) -> None:
-        """facts: what the choice depends on beside the arrays."""
-        rows = [x.shape[0] for x in arrays]
+    def __init__(
+        self,
+        arrays: Sequence[Tensor],
+        pattern: Pattern,
+        rows: Sequence[int],
+        rounded: Sequence[int],
+        sizes: tuple[int, int, int],
+    ) -> None:
+        """rounded: the rows as tile.about has them; sizes: outputs and inputs, so rounded, and taps of the map."""
         self.arrays, self.rows, self.addresses = arrays, rows, [x.data_ptr() for x in arrays]
         self.far = any([n * lead >= kernels.FAR for n, lead in zip(rows, pattern.leads, strict=True)])
-        self.kind = _kind((pattern.kind, *map(about, rows), *facts))
+        self.kind = _kind((pattern.kind, sizes, *rounded))
         self.cuts: stamp.Known = {}
+
+    @staticmethod
+    def of(arrays: Sequence[Tensor], pattern: Pattern, sizes: tuple[int, int, int] = (0, 0, 0)) -> Held:
+        """sizes: of the map, as they are."""
+        rows = [x.shape[0] for x in arrays]
+        outputs, inputs, taps = sizes
+        return Held(arrays, pattern, rows, [*map(about, rows)], (about(outputs), about(inputs), taps))
 
 
 class Direct:

@@ -16,10 +16,13 @@ from pumice.coords.packing import Packer
 from pumice.coords.runs import ENDS, put_in_pieces
 from pumice.errors import OptionError
 from pumice.lower import maps
-from pumice.lower.direct import Pattern
+from pumice.lower.direct import Held, Pattern
+from pumice.schedule.tile import about
 
 Storage = tuple[Hashable, bool]
 """The name of what a map keeps, and the direction of the map."""
+Rows = Sequence[tuple[int, int]]
+"""Of arrays, and as they are rounded (tile.about)."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +64,27 @@ class MapPlan:
     table: int
     forms: Mapping[Storage, tuple[tuple[str, ...], tuple[int, ...]]]
     ends: Mapping[int, int]
-    passed: Mapping[Storage, tuple[tuple[str, ...], tuple[int, ...]]]
+    passed: Mapping[tuple[tuple[str, bool], bool], tuple[tuple[str, ...], tuple[int, ...]]]
     patterns: Mapping[Storage, Pattern]
     totals: tuple[int, ...]
 
-    def of(self, sizes: tuple[int, int], arrays: Sequence[Tensor], words: Sequence[int]) -> KernelMap:
-        """The map of a scene with so many inputs and outputs."""
-        kept: dict[Storage, Any] = dict(self.patterns)
-        for given in (self.forms, self.passed):
-            for name, (tokens, places) in given.items():
-                kept[name] = tokens, [arrays[n] for n in places]
+    def of(self, sizes: tuple[int, int], arrays: Sequence[Tensor], rows: Rows, words: Sequence[int]) -> KernelMap:
+        """The map of a scene with so many inputs and outputs; rows: of the arrays."""
+        kept: dict[Storage, Any] = {
+            name: (tokens, [arrays[n] for n in places]) for name, (tokens, places) in self.forms.items()
+        }
+        table = arrays[self.table]
+        # Those of the map, and of its transpose.
+        inputs, outputs = map(about, sizes)
+        sides = (outputs, inputs, table.shape[1]), (inputs, outputs, table.shape[1])
+        for (name, flipped), (tokens, places) in self.passed.items():
+            held, pattern = [arrays[n] for n in places], self.patterns[name, flipped]
+            kept[name, flipped] = tokens, held
+            told, rounded = [rows[n][0] for n in places], [rows[n][1] for n in places]
+            kept[("held", name[1]), flipped] = Held(held, pattern, told, rounded, sides[flipped != self.flipped])
         if self.totals:
             kept["totals", False] = words[slice(*self.totals)]
-        return KernelMap(self.relation, arrays[self.table], *sizes, self.flipped, _storages=kept)
+        return KernelMap(self.relation, table, *sizes, self.flipped, _storages=kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +102,9 @@ class Contents:
     def give(self, geometry: Geometry, words: Sequence[int], packer: Packer) -> None:
         """Give a scene its levels and maps; packer: of the arrays."""
         sizes, which = self._lengths
-        known = [length.of(words) for length in sizes]
-        arrays, levels = packer.first([known[n] for n in which]), [geometry]
+        known = [(n := length.of(words), about(n)) for length in sizes]
+        rows = [known[n] for n in which]
+        arrays, levels = packer.first([n for n, _ in rows]), [geometry]
         for level in self.levels:
             # Not in one block with the maps, which whoever keeps coordinates alone would keep.
             coords = level.coords[: level.length.of(words)].clone()
@@ -100,7 +112,7 @@ class Contents:
         self._tell_ends(arrays)
         for plan in self.maps:
             inputs, outputs = (levels[n] for n in plan.levels)
-            found = plan.of((len(inputs), len(outputs)), arrays, words)
+            found = plan.of((len(inputs), len(outputs)), arrays, rows, words)
             inputs.maps[plan.relation, None] = found, None if outputs is inputs else outputs
             if (key := level_key(plan.relation)) is not None:
                 inputs.levels[key] = outputs
@@ -179,7 +191,7 @@ class Reader:
                 )
                 passed[("passed", self._differentiable), one.flipped] = tokens, places
                 pattern = Pattern(tokens, [self._arrays[n] for n in places])
-                patterns[("pattern", self._differentiable), one.flipped] = pattern
+                patterns[("passed", self._differentiable), one.flipped] = pattern
         table = self._array(found.table, _count(sides[0]))
         told = self._totals(own) if own.has("tally") else None
         totals = () if told is None else (told.first, told.last)

@@ -18,7 +18,6 @@ from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
 from pumice.ops.tensor import SparseTensor, fitting, on_rows, rows_of
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
-from pumice.schedule.tile import about
 
 Size = int | Sequence[int]
 Target = str | SparseTensor | Geometry | None
@@ -245,7 +244,7 @@ def _told_by(x: Tensor, weight: Tensor, epilogue: Epilogue | None) -> tuple[tupl
 def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None) -> Tensor | None:
     """The result, where a call like this one was carried out before, over this map or another of about its sizes."""
     tensors, finish = _told_by(x, weight, epilogue)
-    if not direct.starts_kernels(x) or not register.plain(tensors):
+    if not direct.starts_kernels(x) or not _unwatched(tensors):
         return None
     if x.shape[0] != found.num_inputs or rows != found.num_outputs:
         return None
@@ -254,6 +253,16 @@ def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilog
     key = direct.told(tensors, direct.counting(finish), "direct", finish)
     call = found.kept(key) or _over_another_map(key, tensors, found, finish)
     return None if call is None else call(tensors)
+
+
+def _unwatched(tensors: Sequence[Tensor]) -> bool:
+    """register.plain, in half of its time without gradients: on which devices all but the first are a key tells."""
+    if torch.is_grad_enabled():
+        return register.plain(tensors)
+    return register.plain(tensors[:1]) and _ORDINARY.issuperset(map(type, tensors))
+
+
+_ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _straight(
@@ -295,9 +304,8 @@ def _held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
 
 def _made_held(found: KernelMap, differentiable: bool) -> direct.Held:
     tokens, arrays = maps.passed(found, differentiable)
-    # Where the map was given by a recorded run, it is known beforehand.
-    pattern = found.kept(("pattern", differentiable)) or direct.Pattern(tokens, arrays)
-    return direct.Held(arrays, pattern, about(found.num_outputs), about(found.num_inputs), found.volume)
+    sizes = found.num_outputs, found.num_inputs, found.volume
+    return direct.Held.of(arrays, direct.Pattern(tokens, arrays), sizes)
 
 
 def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: Finish) -> Hashable:

@@ -14,7 +14,7 @@ from pumice.ops import register
 from pumice.schedule.tile import about
 
 _LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
-_NOTHING = direct.Held((), direct.Pattern((), ()))
+_NOTHING = direct.Held.of((), direct.Pattern((), ()))
 _CALLS: Bounded[direct.Direct] = Bounded(1024)
 """Calls that were carried out, by what their launch depends on."""
 
