@@ -391,3 +391,13 @@ def test_groups_in_buffers_are_as_long_as_the_room_for_pairs_says(monkeypatch):
     assert length == maps.group_of(found.transpose()) == min(1 << (room // 3).bit_length() - 1, 128) > 4
     taps, inputs, outputs = found.grouped(length)
     assert (inputs >= 0).sum() == (outputs >= 0).sum() == pairs and inputs.shape == (len(taps), length)
+
+
+def test_equal_relations_are_shared_and_others_are_not():
+    """Policies do not count in the hash."""
+    relations = [Relation.of(3, 3), Relation.of(3, 3, policy="given"), Relation.of(3, 3, policy="cached_inverse")]
+    relations += [Relation.of(3, 3, dilation=2), Relation.of_offsets(3, ((0, 0, 0), (1, 0, 0)))]
+    shared = [one.shared() for one in relations]
+    assert shared == relations and len(set(map(id, shared))) == len(shared)
+    for one in relations:
+        assert replace(one).shared() is one.shared()

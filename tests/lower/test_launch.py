@@ -13,6 +13,7 @@ import pumice as pm
 from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.lower import direct, maps, plan, stamp
 from pumice.lower import triton as kernels
+from pumice.lower.remember import Bounded
 from pumice.lower.scratch import Scratch
 from pumice.schedule.ledger import Ledger
 from pumice.schedule.tile import Tile
@@ -701,6 +702,132 @@ def test_a_straight_call_is_the_one_with_every_check(straight, monkeypatch):
     monkeypatch.setattr(direct, "starts_kernels", lambda x: False)
     monkeypatch.setattr(stamp.Mould, "cast", lambda *given: None)
     assert starts() == straight_
+
+
+TILES = {
+    "default": None,
+    "pieces": Tile(64, 16, 16, piece=16),
+    "other pieces": Tile(64, 16, 16, piece=8),
+    "whole": Tile(64, 16, 16),
+    "swapped": Tile(64, 16, 16, swapped=True),
+    "slabs": Tile(64, 32, 16, slabs=True),
+}
+
+
+def passes(counts, clouds, weight):
+    """A convolution and its gradients over each of the clouds, anew each time."""
+    for count in counts:
+        found = clouds[count]
+        x = torch.zeros(count, weight.shape[-1], dtype=weight.dtype, requires_grad=True)
+        y = pm.ops.conv_features(x, weight, found, count)
+        torch.autograd.grad(y, (x, weight), torch.zeros_like(y))
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_what_is_cast_is_what_is_made_anew(straight, monkeypatch, tile):
+    """Grid, sizes and strides of a call over another map, and which variant of its kernel: those of a call for which
+    nothing is kept, for rows that 16 divides and others."""
+    # The gradient of a weight has no segments that could be shared.
+    monkeypatch.setattr(Ledger, "get", lambda self, key: None if key.statement.startswith("dw") else TILES[tile])
+    weight = torch.zeros(24, 27, 16, dtype=torch.float16, requires_grad=True)
+    seen = []
+
+    def run(self, x, y, z, *given):
+        own = [a.kind in ("operand", "result", "segment", "room", "waiting") for a in self.kernel.source.arguments]
+        seen.append((self.kernel.source.text, x, [None if o else v for o, v in zip(own, given[6:], strict=True)]))
+
+    monkeypatch.setattr(Compiled, "run", run)
+    cast, whole_cast = [], stamp.Mould.cast
+    monkeypatch.setattr(stamp.Mould, "cast", lambda *given: cast.append(whole_cast(*given)) or cast[-1])
+    counts = (400, 399, 397, 416, 395)
+    # Triton's variants are there for all of them.
+    for _ in range(2):
+        passes(counts, {n: voxels(n, 0)[1] for n in counts}, weight)
+    seen.clear(), cast.clear()
+    passes(counts, {n: voxels(n, 0)[1] for n in counts}, weight)
+    ours = list(seen)
+    assert len(ours) == len(cast) == 15 and None not in cast
+    monkeypatch.setattr(direct, "starts_kernels", lambda x: False)
+    monkeypatch.setattr(stamp.Mould, "cast", lambda *given: None)
+    seen.clear()
+    passes(counts, {n: voxels(n, 0)[1] for n in counts}, weight)
+    assert sorted(ours, key=str) == sorted(seen, key=str)
+
+
+def test_the_variant_of_a_kernel_is_that_of_all_its_sizes(straight, monkeypatch):
+    """It is looked up by what moves alone; Triton makes one for each of what counts."""
+    whole, checked = stamp.Mould._kernel, []
+
+    def kernel(self, sizes, values):
+        found = whole(self, sizes, values)
+        kept = dict(self._compiled)
+        self._compiled.clear()
+        assert whole(self, sizes, values) is found
+        self._compiled.update(kept)
+        checked.append(found)
+        return found
+
+    monkeypatch.setattr(stamp.Mould, "_kernel", kernel)
+    weight = torch.zeros(16, 27, 16, dtype=torch.float16, requires_grad=True)
+    counts = (400, 399, 416, 397)
+    for _ in range(3):
+        passes(counts, {n: voxels(n, 0)[1] for n in counts}, weight)
+    assert len(checked) > 24 and len(set(map(id, checked)) - {id(None)}) > 6
+
+
+def test_arrays_of_a_map_that_are_not_aligned_are_no_straight_call(straight, monkeypatch):
+    """Addresses are looked at once for each map, and their alignment with them."""
+    weight, conv = torch.zeros(16, 27, 16).half(), import_module("pumice.ops.conv")
+    for count in (400, 399, 400, 399):
+        x, found = voxels(count, 0)
+        pm.ops.conv_features(x, weight, found, count)
+    seen = []
+    monkeypatch.setattr(conv, "_in_full", lambda x, *given: seen.append(x) or x)
+    for odd in (False, True):
+        x, found = voxels(397, 0)
+        tokens, arrays = maps.passed(found, False)
+        if odd:
+            moved = [torch.cat([a.new_zeros(1), a.flatten()])[1:].view(a.shape) for a in arrays]
+            found.keep(("passed", False), (tokens, moved))
+        pm.ops.conv_features(x, weight, found, 397)
+        assert len(seen) == odd
+
+
+def test_keys_that_are_forgotten_cost_time_alone(straight, monkeypatch):
+    """What is kept under a key that was told is not found again, and is no other call's."""
+    monkeypatch.setattr(direct, "_TOLD", Bounded(1))
+    x, found = voxels(100, 0)
+    for dtype in (torch.float16, torch.float32) * 3:
+        weight = torch.zeros(16, 27, 16, dtype=dtype)
+        assert pm.ops.conv_features(x.to(dtype), weight, found, 100).dtype == dtype
+    assert [len(kernel.doors) for kernel in straight.values()] == [1, 1]
+
+
+def test_equal_facts_are_one_key_and_others_are_not():
+    x, weight = torch.zeros(30, 16), torch.zeros(8, 27, 16)
+
+    def key(x, weight, *facts):
+        return direct.told((x, weight), (True, False), *facts)
+
+    same = key(x, weight, "a")
+    assert key(torch.zeros(99, 16), weight.clone(), "a") is same
+    others = [(x, weight, "b"), (x[:, :8], weight, "a"), (x[:, ::2], weight, "a"), (x.half(), weight, "a")]
+    others += [(x, weight[:4], "a"), (x, weight.transpose(1, 2), "a"), (x.to("meta"), weight.half(), "a")]
+    assert len({key(*each) for each in [*others, (x, weight, "a")]}) == len(others) + 1
+
+
+def test_maps_are_of_one_kind_where_all_but_rows_is_the_same():
+    arrays = [torch.zeros(n, 64, dtype=torch.int32) for n in (20, 20)]
+
+    def kind(arrays, tokens="ab", sizes=(20, 20, 27)):
+        return direct.Held.of(arrays, direct.Pattern(tuple(tokens), arrays), sizes).kind
+
+    same = kind(arrays)
+    assert kind([a.clone() for a in arrays]) is same
+    longer, wide = torch.zeros(40, 64, dtype=torch.int32), torch.zeros(20, 32, dtype=torch.int32)
+    assert len({same, kind([arrays[0]] * 2), kind([longer, arrays[1]]), kind([wide, arrays[1]])}) == 4
+    others = kind(arrays, "ac"), kind(arrays, "ab", (20, 40, 27)), kind([a.long() for a in arrays])
+    assert len({same, *others, kind([a.t().contiguous().t() for a in arrays])}) == 5
 
 
 def test_a_straight_call_is_checked_all_the_same(straight):

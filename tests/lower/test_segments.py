@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pumice.coords import runs
 from pumice.lower import scratch as room
 from pumice.lower.remember import Bounded
 from pumice.lower.scratch import scratch
@@ -65,6 +66,20 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     return lambda value: capturing.__setitem__(0, value)
+
+
+def test_pieces_that_are_there_are_taken_until_the_array_is_written_to():
+    array = torch.arange(40, dtype=torch.int32) // 4
+    runs.ENDS.tell(array, runs.bounds_of(array, 10)[1:])
+    told = runs.ENDS.told(array, 10)
+    told.pieces[8] = there = runs.in_pieces_twin(array, 10, 8)
+    found = pieces(array, 10, 8)
+    assert found.rows is there.values and found.pieces is there.numbers and found.firsts is there.firsts
+    # Of another length, and of another number of segments, they are another's.
+    assert pieces(array, 10, 2).rows is not there.values and told.asked == {2, 8}
+    assert pieces(array, 11, 8).rows.shape[0] == 11 + 40 // 8
+    array.fill_(3)
+    assert pieces(array, 10, 8).stops.max() == 40 and told.asked == {2, 8}
 
 
 def shares(a, b):

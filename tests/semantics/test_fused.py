@@ -1,7 +1,11 @@
 """What stands behind a convolution in its kernel: the same results, and nothing that listens is passed by."""
 
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.utils.prune
 
 import pumice as pm
 from pumice import nn
@@ -183,3 +187,82 @@ def test_an_epilogue_with_statistics():
     assert told.finish.eps == 0.1 and set(told.operands) == set(epilogues.EPILOGUE)
     with pytest.raises(ShapeError, match=r"mean of the epilogue is \[6\]"):
         pm.ops.conv(x, w, epilogue=pm.ops.Epilogue(mean=mean[:3]))
+
+
+CHANGES = {
+    "a parameter": lambda norm, conv: setattr(norm, "weight", torch.nn.Parameter(torch.rand(16).double() + 0.5)),
+    "values of a parameter": lambda norm, conv: setattr(norm.bias, "data", torch.rand(16).double()),
+    "a buffer": lambda norm, conv: norm.register_buffer("running_mean", torch.rand(16).double()),
+    "a buffer by its name": lambda norm, conv: setattr(norm, "running_var", torch.rand(16).double() + 0.5),
+    "eps": lambda norm, conv: setattr(norm, "eps", 0.7),
+    "no scale": lambda norm, conv: setattr(norm, "weight", None),
+    "no shift": lambda norm, conv: setattr(norm, "bias", None),
+    "a plain attribute": lambda norm, conv: (delattr(norm, "weight"), setattr(norm, "weight", torch.rand(16).double())),
+    "a weight": lambda norm, conv: setattr(conv, "weight", torch.nn.Parameter(torch.randn(16, 3, 3, 3, 8).double())),
+    "a plain weight": lambda norm, conv: (
+        delattr(conv, "weight"),
+        setattr(conv, "weight", torch.randn(16, 3, 3, 3, 8).double()),
+    ),
+    "a bias": lambda norm, conv: setattr(conv, "bias", torch.nn.Parameter(torch.randn(16).double())),
+    "pruned": lambda norm, conv: torch.nn.utils.prune.random_unstructured(norm, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_put_there_since_the_last_call_is_read(change, finished):
+    """Nothing of a module is kept from call to call."""
+    torch.manual_seed(5)
+    module, x = stirred(CHAINS["norm and activation"]()).double(), random_tensor(100, 8, 3, dtype=torch.float64)
+    with torch.no_grad():
+        before = module(x).feats
+        CHANGES[change](module[1], module[0])
+        y = module(x).feats
+        expected = x
+        for part in module:
+            expected = part(expected) if part is not module[2] else expected.replace(expected.feats.relu())
+    torch.testing.assert_close(y, expected.feats.detach(), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(y, before)
+
+
+def test_a_module_in_other_floats_is_read_in_those(finished):
+    module, x = stirred(CHAINS["norm and activation"]()), random_tensor(100, 8, 3)
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.float64, torch.float32, torch.bfloat16):
+            y = module.to(dtype)(x.to(dtype))
+            assert y.dtype == dtype and {t.dtype for t in finished[-1].operands.values()} == {dtype}
+
+
+def test_parts_of_a_block_that_were_exchanged_are_called(finished):
+    block, x = stirred(CHAINS["residual"]()).double(), random_tensor(60, 8, 3, dtype=torch.float64)
+    with torch.no_grad():
+        for name, part in (
+            ("act", nn.SiLU()),
+            ("shortcut", nn.Linear(8, 8).double()),
+            ("body", nn.Sequential(nn.Conv3d(8, 8, 1))),
+        ):
+            setattr(block, name, part.double())
+            expected = block.act(block.body(x) + block.shortcut(x))
+            torch.testing.assert_close(block(x).feats, expected.feats, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_epilogue_of_a_norm_is_that_of_its_fields(affine, ended):
+    mean, variance, *more = torch.rand(4, 6)
+    scale, shift = more if affine else (None, None)
+    residual = torch.rand(5, 6) if ended else None
+    made = pm.ops.Epilogue.of_norm((mean, variance, scale, shift), 0.1, residual, "relu")
+    told = pm.ops.Epilogue(scale, shift, residual, "relu", None, mean, variance, 0.1)
+    assert made.finish == told.finish and [*made.operands] == [*told.operands]
+    assert all(made.operands[name] is x for name, x in told.operands.items())
+    for one in (made, made.with_bias(torch.rand(6)), pickle.loads(pickle.dumps(made))):
+        assert (one.activation, one.dtype, one.eps, one.residual is None) == ("relu", None, 0.1, not ended)
+    assert all(getattr(made, name) is getattr(told, name) for name in epilogues.TENSORS)
+
+
+def test_a_finish_takes_no_hash_to_other_processes():
+    """Names hash otherwise there."""
+    told = pm.ops.Epilogue(torch.rand(3), activation="relu").finish
+    assert hash(told) == hash(replace(told)) != hash(replace(told, eps=1.0))
+    there = pickle.loads(pickle.dumps(told))
+    assert there == told and not there.__dict__.keys() - {"names", "activation", "dtype", "eps"}

@@ -20,7 +20,7 @@ from pumice.coords.packing import Packer
 from pumice.engine.scenes import undisturbed
 from pumice.env import settings
 from pumice.errors import CoordinateError
-from pumice.lower import dataflow, maps
+from pumice.lower import dataflow, direct, maps
 from pumice.lower.remember import Bounded
 from pumice.testing import random_cloud
 
@@ -190,6 +190,33 @@ def test_all_that_is_found_is_what_is_found_without(case, grad, watch, replays):
             assert agree(x.geometry, without(x, case.steps, case.same).geometry)
     assert all(watch.last(len(case.counts)))
     assert len(watch.made) == 1 or case.counts[0] < 10
+
+
+def calls_of(geometry):
+    """Tokens and arrays of what calls over its maps are passed, and over those of coarser levels; what is held of
+    them, and of which map."""
+    for found, outputs in geometry.maps.values():
+        for (name, flipped), (tokens, arrays) in forms_of(found).items():
+            if name[0] == "passed":
+                own = found if flipped == found.flipped else found.transpose()
+                yield tokens, arrays, found._storages[("held", name[1]), flipped], own
+        yield from calls_of(outputs) if outputs is not None else ()
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "gradients"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_known_of_the_arrays_beforehand_is_what_they_are(case, grad, watch, replays):
+    """Kernels are told sizes, layouts and addresses by it."""
+    with torch.set_grad_enabled(grad):
+        for x in case.scenes():
+            x.prepare(case.steps, case.same)
+            told = list(calls_of(x.geometry))
+            assert len(told) >= len(case.steps)
+            for tokens, arrays, held, found in told:
+                sizes = found.num_outputs, found.num_inputs, found.volume
+                own = direct.Held.of(arrays, direct.Pattern(tokens, arrays), sizes)
+                assert (held.kind, held.rows, held.addresses, held.far) == (own.kind, own.rows, own.addresses, False)
+                assert held.kind is own.kind and all(a is b for a, b in zip(held.arrays, arrays, strict=True))
 
 
 def test_without_a_graph_the_program_runs_anew(watch):

@@ -73,7 +73,7 @@ def level_key(relation: Relation) -> Hashable:
 def site_of(site: Site, relation: Relation) -> Site:
     """What is known of the outputs of a relation without asking the device: a box around them, extents, strides."""
     finer = relation.policy == "transposed_support"
-    factor = [Fraction(1, s) if finer else Fraction(s) for s in relation.stride]
+    factor = [Fraction(1, s) if finer else s for s in relation.stride]
     bounded = site.spatial_shape is not None and relation.bounded
     shape = relation.output_shape(site.spatial_shape) if bounded and site.spatial_shape else None
     return site.scaled(factor, bounds=_box(site.bounds, relation, shape), spatial_shape=shape)

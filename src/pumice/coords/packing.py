@@ -19,10 +19,12 @@ _BLOCK = 2048
 
 @dataclass(frozen=True, eq=False)
 class Packer:
-    """Arrays that stay where they are, contiguous int32. addresses: of them all, int64 on their device."""
+    """Arrays that stay where they are, contiguous int32. addresses: of them all, int64 on their device; layouts: of
+    each its shape but for the rows, how many entries a row has, and its strides."""
 
     arrays: Sequence[Tensor]
     addresses: Tensor
+    layouts: Sequence[tuple[tuple[int, ...], int, tuple[int, ...]]]
 
     @staticmethod
     def of(arrays: Sequence[Tensor]) -> Packer:
@@ -30,22 +32,22 @@ class Packer:
         for array in arrays:
             if array.dtype != torch.int32 or not array.is_contiguous():
                 raise DtypeError(f"contiguous torch.int32 is packed, found {array.dtype} of strides {array.stride()}")
-        return Packer(arrays, torch.tensor([a.data_ptr() for a in arrays], device=arrays[0].device))
+        layouts = [(tuple(a.shape[1:]), math.prod(a.shape[1:]), a.stride()) for a in arrays]
+        return Packer(arrays, torch.tensor([a.data_ptr() for a in arrays], device=arrays[0].device), layouts)
 
     def first(self, rows: Sequence[int]) -> list[Tensor]:
         """Copies of the first so many rows of each."""
-        shapes = [(n, *array.shape[1:]) for n, array in zip(rows, self.arrays, strict=True)]
         starts, sizes, end = [], [], 0
-        for shape in shapes:
-            size = math.prod(shape)
+        for n, (_, width, _) in zip(rows, self.layouts, strict=True):
+            size = n * width
             starts.append(end)
             sizes.append(size)
             end += -(-size // _BLOCK)
         out = torch.empty(end * _BLOCK, dtype=torch.int32, device=self.addresses.device)
-        begin = out.storage_offset()
+        view, begin = out.as_strided, out.storage_offset()
         found = [
-            out.as_strided(shape, array.stride(), begin + start * _BLOCK)
-            for shape, array, start in zip(shapes, self.arrays, starts, strict=True)
+            view((n, *shape), strides, begin + start * _BLOCK)
+            for n, (shape, _, strides), start in zip(rows, self.layouts, starts, strict=True)
         ]
         if runs_kernels(out):
             told = sent(torch.tensor([starts, sizes]), out.device)

@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from pumice.errors import OptionError, ShapeError
@@ -71,6 +71,10 @@ class Relation:
         # Of integers alone: it is kept by copies in other processes, too.
         numbers = (self.kernel, self.stride, self.padding, self.dilation)
         return hash((*numbers, self.custom or (), self.output_padding or (), self.bounded))
+
+    def shared(self) -> Relation:
+        """The first of those that are equal: whoever looks up what is kept by them finds the same one at once."""
+        return _first(self)
 
     @property
     def dim(self) -> int:
@@ -193,3 +197,9 @@ def _default_policy(stride: tuple[int, ...], padding: Any) -> str:
     if all(s == 1 for s in stride):
         return "same"
     return "floor_unique" if padding is None else "support"
+
+
+@lru_cache(maxsize=4096)
+def _first(relation: Relation) -> Relation:
+    """The one that was asked for first."""
+    return relation

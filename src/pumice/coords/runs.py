@@ -108,17 +108,23 @@ def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
     Longer runs come first, the pieces of one side by side; an empty run is one piece. The list is as long as it might
     have to be, so that nothing is read from a device.
     """
-    told = ENDS.told(array, count)
-    if told is not None:
-        told.asked.add(most)
-        if most in told.pieces:
-            return told.pieces[most]
+    if (kept := pieces_at_hand(array, count, most)) is not None:
+        return kept
     if not _fits(array, count):
         return in_pieces_twin(array, count, most)
     places = count + array.shape[0] // most
     found = _lists(5, places, array.device)
     _order(array, count, found, (most, places), pieces=True)
     return Pieces(*found)
+
+
+def pieces_at_hand(array: Tensor, count: int, most: int) -> Pieces | None:
+    """What `in_pieces` gives, where it is there; it is noted that it was asked for."""
+    told = ENDS.told(array, count)
+    if told is None:
+        return None
+    told.asked.add(most)
+    return told.pieces.get(most)
 
 
 def put_in_pieces(asked: Sequence[tuple[Tensor, int, int]]) -> None:

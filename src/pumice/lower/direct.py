@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +16,10 @@ from torch import Tensor
 from pumice.lower import stamp
 from pumice.lower import triton as kernels
 from pumice.lower.epilogue import NOTHING, RESIDUAL, Finish
-from pumice.lower.plan import Kind, Ready, deterministic
+from pumice.lower.plan import Ready, deterministic
 from pumice.lower.remember import Bounded
-from pumice.lower.segments import Segments
 from pumice.schedule.ledger import ledger
+from pumice.schedule.tile import about
 
 
 def starts_kernels(x: Tensor) -> bool:
@@ -29,20 +27,29 @@ def starts_kernels(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) -> tuple[Hashable, ...]:
-    """What the launch of a call depends on: the tensors but for their addresses, and what is set for all calls.
+def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) -> Hashable:
+    """What the launch of a call depends on: the tensors but for their addresses, and what is set for all calls; an
+    object of its own, which is the same where all of it is.
 
     counting: of which tensors the first axis counts rows. How many is left out: a map, or whoever asks, knows it.
     """
     found: list[Hashable] = [facts, deterministic(), ledger().generation, kernels.tile_source()]
-    wide = False
+    wide, single = False, torch.float32
     for x, counts in zip(tensors, counting, strict=True):
         kind, shape = x.dtype, x.shape
-        wide |= kind is torch.float32
+        if kind is single:
+            wide = True
         found += (shape[1:] if counts else shape, x.stride(), kind, x.get_device())
     if wide:
         found.append(kernels.float32_precision())
-    return tuple(found)
+    # It is compared here alone, and not again wherever something is kept under it.
+    key = tuple(found)
+    return _TOLD.get(key) or _TOLD.keep(key, object())
+
+
+def _kind(facts: Hashable) -> Hashable:
+    """An object of its own, which stands for long facts: they are compared here alone."""
+    return _KINDS.get(facts) or _KINDS.keep(facts, object())
 
 
 @lru_cache(maxsize=256)
@@ -53,93 +60,121 @@ def counting(finish: Finish) -> tuple[bool, ...]:
 
 def residual_fits(tensors: Sequence[Tensor], finish: Finish, shape: tuple[int, ...]) -> bool:
     """Whether the residual among the tensors of a call, whose rows no key tells, has the result's shape."""
-    if RESIDUAL not in finish.names:
-        return True
-    return tensors[finish.names.index(RESIDUAL) - len(finish.names)].shape == shape
+    names = finish.names
+    # It is the last of all.
+    return not names or names[-1] != RESIDUAL or tensors[-1].shape == shape
+
+
+class Pattern:
+    """What the arrays of the maps of one kind have in common: all but how many rows they have. kind: equal where that
+    is the same; leads: from row to row."""
+
+    __slots__ = ("kind", "leads")
+
+    def __init__(self, tokens: Sequence[str], arrays: Sequence[Tensor]) -> None:
+        strides, places = tuple(x.stride() for x in arrays), [id(x) for x in arrays]
+        # Of an array that is there twice, as in a map that is its own transpose, a template knows one place.
+        shared = tuple(map(places.index, places))
+        each = tuple((x.shape[1:], x.dtype, x.device) for x in arrays)
+        self.kind, self.leads = _kind((tuple(tokens), each, strides, shared)), [stride[0] for stride in strides]
 
 
 class Held:
     """The arrays of a map that a call holds. kind: what the choice of a kernel depends on, equal where it is the same;
-    far: whether one is so long that addresses need 64 bits. segments: those of arrays, once they are found."""
+    far: whether one is so long that addresses need 64 bits. rows, addresses: of the arrays; cuts: their segments, once
+    they are found."""
 
-    def __init__(self, arrays: Sequence[Tensor], facts: Hashable) -> None:
-        self.arrays, self.far = arrays, any(map(kernels.is_far, arrays))
-        # An object of its own stands for long facts, which are compared here alone.
-        self.kind: Hashable = _KINDS.get(facts) or _KINDS.keep(facts, object())
-        self.segments: dict[Any, Segments] = {}
-        self._named: dict[Any, tuple[dict[str, Tensor], dict[str, Sequence[int]]]] = {}
+    __slots__ = ("addresses", "arrays", "cuts", "far", "kind", "rows")
+
+    def __init__(
+        self,
+        arrays: Sequence[Tensor],
+        pattern: Pattern,
+        rows: Sequence[int],
+        rounded: Sequence[int],
+        sizes: tuple[int, int, int],
+    ) -> None:
+        """rounded: the rows as tile.about has them; sizes: outputs and inputs, so rounded, and taps of the map."""
+        self.arrays, self.rows, self.addresses = arrays, rows, [x.data_ptr() for x in arrays]
+        self.far = any([n * lead >= kernels.FAR for n, lead in zip(rows, pattern.leads, strict=True)])
+        self.kind = _kind((pattern.kind, sizes, *rounded))
+        self.cuts: stamp.Known = {}
 
     @staticmethod
-    def of(tokens: Sequence[str], arrays: Sequence[Tensor], kinds: Sequence[Kind | None], *facts: Hashable) -> Held:
-        strides, places = tuple(x.stride() for x in arrays), [id(x) for x in arrays]
-        # Of an array that is there twice, as in a map that is its own transpose, a template knows one place.
-        shared = tuple(map(places.index, places))
-        return Held(arrays, (tuple(tokens), tuple(kinds), strides, shared, *facts))
-
-    def named(self, places: tuple[tuple[str, int], ...]) -> tuple[dict[str, Tensor], dict[str, Sequence[int]]]:
-        """The arrays, and their shapes, by the names that operands have at these places."""
-        found = self._named.get(places)
-        if found is None:
-            given = {name: self.arrays[n] for name, n in places}
-            found = self._named[places] = given, {name: x.shape for name, x in given.items()}
-        return found
+    def of(arrays: Sequence[Tensor], pattern: Pattern, sizes: tuple[int, int, int] = (0, 0, 0)) -> Held:
+        """sizes: of the map, as they are."""
+        rows = [x.shape[0] for x in arrays]
+        outputs, inputs, taps = sizes
+        return Held(arrays, pattern, rows, [*map(about, rows)], (about(outputs), about(inputs), taps))
 
 
 class Direct:
-    """A call with its kernel, sizes and held addresses known. order: which of its tensors goes to each slot."""
+    """A call with its kernel, sizes and held addresses known. places: where its tensors belong among the arguments, and
+    which of them."""
 
-    __slots__ = ("aimed", "order", "runner", "shape")
+    __slots__ = ("aimed", "places", "runner", "shape")
 
     def __init__(
-        self, aimed: stamp.Aimed, runner: kernels.Runner, shape: tuple[int, ...], order: tuple[int, ...]
+        self,
+        aimed: stamp.Aimed,
+        runner: kernels.Runner,
+        shape: tuple[int, ...],
+        places: tuple[tuple[int, int], ...],
     ) -> None:
-        self.aimed, self.runner, self.shape, self.order = aimed, runner, shape, order
+        self.aimed, self.runner, self.shape, self.places = aimed, runner, shape, places
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """The result; None where the kernel takes no tensors like these, which nothing but their addresses tells."""
-        runner, aimed = self.runner, self.aimed
-        out = runner.fresh(aimed.device, self.shape)
-        if not aimed.start([tensors[n] for n in self.order], out):
+        runner = self.runner
+        out = runner.fresh(tensors[0], self.shape)
+        if not self.aimed.start(tensors, self.places, out):
             return None
-        return out if out.dtype == runner.dtype else out.to(runner.dtype)
+        return out if out.dtype is runner.dtype else out.to(runner.dtype)
 
 
-@dataclass(frozen=True, eq=False)
 class Template:
-    """What calls over maps of one kind have in common. held: which array of a map each held operand is; free: which of
-    the call's tensors each other one; order: those in the order of the kernel's slots."""
+    """What calls over maps of one kind have in common."""
 
-    mould: stamp.Mould
-    runner: kernels.Runner
-    held: tuple[tuple[str, int], ...]
-    free: tuple[tuple[str, int], ...]
-    order: tuple[int, ...]
+    __slots__ = ("_array", "_free", "_held", "_mould", "_rows", "_runner", "_slots")
 
-    def at(self, held: Held, shapes: Sequence[Sequence[int]], shape: tuple[int, ...]) -> Direct | None:
-        """The call over a map; shapes: of the call's tensors; shape: of the result."""
-        given, every = held.named(self.held)
-        every = every.copy()
-        for name, n in self.free:
-            every[name] = shapes[n]
-        every[""] = shape
-        aimed = self.mould.cast(given, every, held.segments)
-        return None if aimed is None else Direct(aimed, self.runner, shape, self.order)
+    def __init__(
+        self, aimed: stamp.Aimed, runner: kernels.Runner, held: Mapping[str, int], free: Mapping[str, int]
+    ) -> None:
+        """aimed: of one of these calls; held: which array of a map each held operand is; free: which of the call's
+        tensors each other one is."""
+        self._mould, self._slots, self._runner = aimed.mould, aimed.slots, runner
+        self._held = tuple(held[name] for _, name in self._slots.held)
+        self._free = tuple((place, free[name]) for place, name in self._slots.free)
+        self._array = None if self._mould.array is None else held.get(self._mould.array, -1)
+        # The result, an array of the map, or one of the call's tensors.
+        self._rows = tuple((0, 0) if not n else (1, held[n]) if n in held else (2, free[n]) for n in self._mould.rows)
+
+    def at(self, held: Held, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Direct | None:
+        """The call over a map with these tensors; shape: of the result."""
+        mould, number, cut = self._mould, self._array, None
+        rows = [held.rows[n] if side == 1 else shape[0] if side == 0 else tensors[n].shape[0] for side, n in self._rows]
+        if number is not None:
+            cut = mould.cut(held.arrays[number] if number >= 0 else None, rows, held.cuts, number)
+            if cut is None:
+                return None
+        addresses = held.addresses
+        aimed = mould.cast(self._slots, [addresses[n] for n in self._held], rows, cut)
+        return None if aimed is None else Direct(aimed, self._runner, shape, self._free)
 
 
-@dataclass(frozen=True, eq=False)
 class Call:
     """A call over a map, as others like it are known.
 
-    tensors: those that no map holds; counting: which of them count rows. shapes: theirs, as the statement has them;
-    shape: the result's. kind: what calls have in common that one template serves: rows count within what rounds alike
-    (tile.about).
+    tensors: those that no map holds; counting: which of them count rows. shape: the result's. kind: what calls have in
+    common that one template serves: all but rows, which count within what rounds alike (tile.about).
     """
 
-    tensors: Sequence[Tensor]
-    counting: Sequence[bool]
-    shapes: Sequence[Sequence[int]]
-    shape: tuple[int, ...]
-    kind: Hashable
+    __slots__ = ("counting", "kind", "shape", "tensors")
+
+    def __init__(
+        self, tensors: Sequence[Tensor], counting: Sequence[bool], shape: tuple[int, ...], kind: Hashable
+    ) -> None:
+        self.tensors, self.counting, self.shape, self.kind = tensors, counting, shape, kind
 
     def from_template(self, held: Held) -> Direct | None:
         """The call as one like it was carried out; its tensors fit but for their rows, which are known to."""
@@ -150,7 +185,7 @@ class Call:
             # Of the others it is as it was.
             if counts and kernels.is_far(x):
                 return None
-        return template.at(held, self.shapes, self.shape)
+        return template.at(held, self.tensors, self.shape)
 
     def leave(
         self, ready: Ready, held: Held, tensors: Sequence[Tensor], numbers: Sequence[int], finish: Finish = NOTHING
@@ -176,21 +211,19 @@ def _of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, i
     order: the places of the tensors, by their names, among those of later calls.
     """
     run = _alone(ready)
-    made = None if run is None else run.made(tensors)
-    if run is None or made is None:
+    aimed = None if run is None else run.made(tensors)
+    if run is None or aimed is None:
         return None
-    return Direct(made[0], run.like, ready.shape, tuple(order[name] for name in made[0].names))
+    return Direct(aimed, run.like, ready.shape, tuple((place, order[name]) for place, name in aimed.slots.free))
 
 
 def _template(ready: Ready, held: Held, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Template | None:
     """The same for other maps; held: the arrays of the call's own."""
     run, places = _alone(ready), {id(x): n for n, x in enumerate(held.arrays)}
-    made = None if run is None or held.far else run.made(tensors)
-    if run is None or made is None or not all(id(x) in places for x in run.held.values()):
+    aimed = None if run is None or held.far else run.made(tensors)
+    if run is None or aimed is None or not all(id(x) in places for x in run.held.values()):
         return None
-    aimed, mould = made
-    held_at = tuple((name, places[id(x)]) for name, x in run.held.items())
-    return Template(mould, run.like, held_at, tuple(order.items()), tuple(order[name] for name in aimed.names))
+    return Template(aimed, run.like, {name: places[id(x)] for name, x in run.held.items()}, order)
 
 
 def _alone(ready: Ready) -> kernels.HeldRunner | None:
@@ -201,3 +234,4 @@ def _alone(ready: Ready) -> kernels.HeldRunner | None:
 
 TEMPLATES: Bounded[Template] = Bounded(2048)
 _KINDS: Bounded[object] = Bounded(4096)
+_TOLD: Bounded[object] = Bounded(1 << 14)

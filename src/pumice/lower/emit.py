@@ -1055,14 +1055,24 @@ def _doc(statement: Statement) -> str:
 def grid(roles: Roles, extents: Mapping[str, int], tile: tuple[int, int], segments: int, lanes: int) -> int:
     """The number of programs for tiles of (rows, columns); `segments` is how many (or stacks of them) the launch
     covers."""
+    known = {SPLITS: 1, **extents, STACKS: segments}
+    return math.prod(-(-math.prod(known[n] for n in names) // by) for names, by in grid_of(roles, tile, lanes))
+
+
+def grid_of(roles: Roles, tile: tuple[int, int], lanes: int) -> Iterator[tuple[tuple[str, ...], int]]:
+    """The factors of the number of programs: names, of which the product of the extents is divided by a number and
+    rounded up; STACKS stands for how many segments the launch covers."""
     rows, columns = tile
-    blocks = 1 if roles.folds and not roles.product else -(-math.prod(extents[n] for n in roles.columns) // columns)
     own = roles.segment.index if roles.segment else None
+    if not roles.folds or roles.product:
+        yield tuple(roles.columns), columns
     if roles.laned:
-        blocks *= -(-segments // (rows // lanes))
+        yield (STACKS,), rows // lanes
     elif roles.stacked:
-        blocks *= segments
+        yield (STACKS,), 1
     else:
-        blocks *= -(-math.prod(extents[n] for n in roles.rows) // rows)
-        blocks *= segments if own else 1
-    return blocks * math.prod(extents[n] for n in roles.batch if n != own) * extents.get(SPLITS, 1)
+        yield tuple(roles.rows), rows
+        if own:
+            yield (STACKS,), 1
+    yield tuple(n for n in roles.batch if n != own), 1
+    yield (SPLITS,), 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 
 import torch
@@ -28,6 +29,16 @@ class Scratch:
     counters: Tensor
     room: Tensor
 
+    @cached_property
+    def count(self) -> int:
+        """Of counters."""
+        return self.counters.shape[0]
+
+    @cached_property
+    def size(self) -> int:
+        """Of the room, in bytes."""
+        return self.room.shape[0]
+
 
 def scratch(count: int, size: int, device: torch.device) -> Scratch:
     """At least so many counters and so many bytes.
@@ -38,20 +49,20 @@ def scratch(count: int, size: int, device: torch.device) -> Scratch:
     if device.type != "cuda":
         return Scratch(torch.zeros(count, dtype=torch.int32, device=device), _room(size, device))
     index = device.index or 0
-    spare = _SPARES.get(index)
     if torch.cuda.is_current_stream_capturing():
+        spare = _SPARES.get(index)
         # What is made while a graph is captured is 0 in that graph alone: it is not kept for others.
         return Scratch(spare.taken(count) if spare else _zeros(count, device), _room(size, device))
-    if spare is None:
-        _SPARES.keep(index, _Spare(device))
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     held = _HELD.get(key)
-    if held is not None and held.counters.shape[0] >= count and held.room.shape[0] >= size:
+    if held is not None and held.count >= count and held.size >= size:
         return held
+    if _SPARES.get(index) is None:
+        _SPARES.keep(index, _Spare(device))
     if size > _MOST:
         return Scratch(scratch(count, 0, device).counters, _room(size, device))
     if held is not None:
-        count, size = max(count, held.counters.shape[0]), max(size, held.room.shape[0])
+        count, size = max(count, held.count), max(size, held.size)
     return _HELD.keep(key, Scratch(_zeros(_rounded(count), device), _room(_rounded(size), device)))
 
 

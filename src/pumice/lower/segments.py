@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pumice.coords.runs import bounds_of, by_length, in_pieces
+from pumice.coords.runs import Pieces, bounds_of, by_length, in_pieces, pieces_at_hand
 from pumice.lower.remember import OWN, per_tensor
 
 _LONG_ARRAY = 1 << 17
@@ -66,14 +66,22 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     return replace(found.taken(slice(long, None)), apart=found.taken(slice(long)))
 
 
-@per_tensor
 def pieces(array: Tensor, count: int, most: int) -> Segments:
     """The segments of a sorted array in pieces of about equal length, of at most so many entries each.
 
     The longest segments come first, the pieces of one side by side; an empty segment is one piece. The list is as long
     as it might have to be, so that nothing is read from a device.
     """
-    found = in_pieces(array, count, most)
+    found = pieces_at_hand(array, count, most)
+    return _cut(array, count, most) if found is None else _of_pieces(found)
+
+
+@per_tensor
+def _cut(array: Tensor, count: int, most: int) -> Segments:
+    return _of_pieces(in_pieces(array, count, most))
+
+
+def _of_pieces(found: Pieces) -> Segments:
     return Segments(found.values, found.starts, found.stops, firsts=found.firsts, pieces=found.numbers)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pumice.coords.launch import Compiled
 from pumice.language.bind import Bound, bare_places
+from pumice.language.nodes import accesses_of
 from pumice.language.roles import Roles, segment_axis
-from pumice.lower.emit import SPLITS, STACKS, grid
+from pumice.lower.emit import SPLITS, STACKS, grid_of
 from pumice.lower.remember import OWN
 from pumice.lower.scratch import scratch
 from pumice.lower.segments import Segments, pieces, segments, stacks
@@ -28,10 +29,12 @@ SCRATCH = ("room", "waiting")
 _WINDOW = 512
 """Rows that are sorted by length among themselves, where each gathers on its own."""
 
-Source = int | tuple[str, int] | None
-"""A number that is the same for all calls; an axis of an operand, the result being ""; None: how many segments."""
 Shapes = Mapping[str, Sequence[int]]
 """Of operands by name, and of the result, ""."""
+Known = dict[Any, "Cut"]
+"""Segments of arrays that calls hold: what `Mould.cast` has found for others."""
+_Factor = tuple[int, tuple[int, ...], int]
+"""A number, the places of sizes that it is multiplied with, and what the product is divided by, rounded up."""
 
 
 def segments_of(array: Tensor, count: int, form: Roles, tile: Tile) -> Segments:
@@ -41,85 +44,205 @@ def segments_of(array: Tensor, count: int, form: Roles, tile: Tile) -> Segments:
     return stacks(array, count, tile.rows) if tile.stacked else segments(array, count, _WINDOW if form.laned else 0)
 
 
+class Cut:
+    """Segments with how many they are and the addresses of their arrays, by name."""
+
+    __slots__ = ("addresses", "count", "part")
+
+    def __init__(self, part: Segments) -> None:
+        self.part, self.count = part, part.rows.shape[0]
+        self.addresses = {name: x.data_ptr() for name in _ARRAYS if (x := getattr(part, name)) is not None}
+
+
+_ARRAYS = ("rows", "starts", "stops", "ends", "firsts", "pieces")
+
+
+class Slots:
+    """Where tensors belong among the arguments of a kernel that holds some of them.
+
+    held, free: (place, name) of operands; segment: the same of the arrays of segments; result: its place; scratch:
+    those of counters and of room, where it takes them.
+    """
+
+    __slots__ = ("free", "held", "result", "scratch", "segment")
+
+    def __init__(self, slots: Sequence[tuple[int, str, str]], held: Collection[str]) -> None:
+        own = {kind: place for place, kind, _ in slots}
+        self.result = own["result"]
+        self.scratch = (own["waiting"], own["room"]) if "waiting" in own else None
+        self.segment = tuple((place, name) for place, kind, name in slots if kind == "segment")
+        operands = [(place, name) for place, kind, name in slots if kind not in _OTHERS]
+        self.held = tuple((place, name) for place, name in operands if name in held)
+        self.free = tuple((place, name) for place, name in operands if name not in held)
+
+
+_OTHERS = ("result", "segment", *SCRATCH)
+
+
 class Mould:
-    """A kernel for calls that differ in their sizes and in what they hold."""
+    """A kernel for calls that differ in how many rows operands have, and in what they hold. Their other axes, their
+    dtypes and layouts are those of the call that it is made for.
 
-    def __init__(self, emitted: Emitted, own: Roles, bound: Bound, device: torch.device) -> None:
-        """bound: of one of these calls; own: its roles, without what the tile makes of them."""
-        self._emitted, self._device, self._own = emitted, device, own
-        form, tile, arguments = emitted.form, emitted.tile, emitted.source.arguments
-        self._form, self._tile = form, tile
-        self._counted = None if own.segment is None else segment_axis(own)
-        self._places = {index: (operand, axis) for index, operand, axis in bare_places(bound.like or bound) or ()}
-        self._extents = bound.extents
-        self._counting = [
-            (n, self._source(a.name) if a.kind == "extent" else (a.name, a.axis))
-            for n, a in enumerate(arguments)
-            if a.kind in ("extent", "size")
-        ]
-        self._grid = {name: self._source(name) for name in (*form.columns, *form.rows, *form.batch)}
-        names, self._block = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
-        blocks = [n for n, a in enumerate(arguments) if a.variable == "BLOCKS"]
-        self._blocks = (blocks[0], [self._source(name) for name in names]) if blocks else None
+    rows: the operands whose rows count, the result being ""; array: the one whose segments it takes.
+    """
+
+    def __init__(self, emitted: Emitted, own: Roles, bound: Bound, shapes: Shapes, device: torch.device) -> None:
+        """bound, shapes: of one of these calls; own: its roles, without what the tile makes of them."""
+        self._emitted, self._own, self._bound, self._shapes = emitted, own, bound, shapes
+        self.device, self.index, self.on_cuda = device, device.index or 0, device.type == "cuda"
+        self._places = _places(bound)
+        self.rows: list[str] = []
+        self.array = None if own.segment is None else own.segment.array
+        self._counted = None if own.segment is None else self._segments_in(*segment_axis(own))
+        # What segments depend on beside their array and how many there are.
+        self._ways = emitted.tile.piece, emitted.tile.stacked and emitted.tile.rows, own.laned
+        self._counting = [n for n, a in enumerate(emitted.source.arguments) if a.kind in ("extent", "size")]
+        self._values, self._moving = self._arguments()
+        self._blocks = self._blocks_of()
+        # Of what moves alone: whether 16 divides it, it is 1, or needs 64 bits is the same of the rest.
+        self._told = tuple({n for _, n in self._moving})
+        self._programs, self._grid = self._factors()
+        self._compiled: dict[tuple[int, ...], Compiled] = {}
         self._aligned = (True,) * len(emitted.slots)
+        # Bytes for what a program finds of a piece.
+        self.room = emitted.room(1)
 
-    def _source(self, name: str) -> Source:
-        if name == STACKS or (self._form.segment is not None and name == self._form.segment.index):
-            return None
-        if name == SPLITS:
-            return self._emitted.how.splits
-        return self._places.get(name) or self._extents[name]
+    def slots(self, held: Collection[str]) -> Slots:
+        """Where tensors belong for calls that hold these operands."""
+        return Slots(self._emitted.slots, held)
 
-    def cast(
-        self, held: Mapping[str, Tensor], shapes: Shapes, known: dict[Any, Segments] | None = None
-    ) -> Aimed | None:
-        """The kernel of a call that holds these operands; known: segments of theirs that were found for other calls.
+    def cut(self, array: Tensor | None, rows: Sequence[int], known: Known, name: Hashable = "") -> Cut | None:
+        """The segments of a call that holds this array; rows: of `self.rows`; name: what `known` knows the array by.
 
-        None where it was not yet run with all tensors aligned to 16 bytes, or takes more than this kernel.
+        None where they are not to be had, or take a second kernel.
         """
-        part, count = None, 0
-        if self._counted is not None:
-            part = self._segments(held, shapes, {} if known is None else known)
-            # Those that are apart take a second kernel.
-            if part is None or part.apart is not None:
-                return None
-            count = part.rows.shape[0]
-        values, told = self._emitted.steady.copy(), []
-        for place, source in self._counting:
-            values[place] = value = _value(source, shapes, count)
-            told += (value % 16 == 0, value == 1, value >= FAR)
-        if self._blocks is not None:
-            place, sources = self._blocks
-            values[place] = blocks = -(-math.prod(_value(s, shapes, count) for s in sources) // self._block)
-            told.append(blocks)
-        compiled = self._emitted.compiled.get((self._device.index or 0, tuple(told), *self._aligned))
-        if compiled is None:
-            return None
-        extents = {name: _value(source, shapes, count) for name, source in self._grid.items()}
-        extents[SPLITS] = self._emitted.how.splits
-        tile = self._tile
-        programs = grid(self._form, extents, (tile.rows, tile.columns), count, tile.lanes)
-        return Aimed.of(self._emitted, compiled, programs, values, (held, part, self._device))
-
-    def _segments(self, held: Mapping[str, Tensor], shapes: Shapes, known: dict[Any, Segments]) -> Segments | None:
-        assert self._own.segment is not None and self._counted is not None
-        name, axis, coefficient = self._counted
-        array = held.get(self._own.segment.array)
-        if array is None:
-            return None
-        tile, count = self._tile, -(-shapes[name][axis] // coefficient)
-        key = id(array), count, tile.piece, tile.stacked and tile.rows, self._own.laned
+        assert self._counted is not None
+        count = _value(self._counted, (0, *rows))
+        key = name, count, self._ways
         found = known.get(key)
         # Passes of a program that is to be captured all go one way: the one before compiles what it starts.
-        if found is None and array not in OWN and not captured(array.device):
-            found = known[key] = segments_of(array, count, self._own, tile)
+        if found is None and array is not None and array not in OWN and not captured(array.device):
+            found = known[key] = Cut(segments_of(array, count, self._own, self._emitted.tile))
+        # Those that are apart take a second kernel.
+        return None if found is None or found.part.apart is not None else found
+
+    def cast(self, slots: Slots, held: Sequence[int], rows: Sequence[int], cut: Cut | None) -> Aimed | None:
+        """The kernel of a call that holds what lies at these addresses, which are those of slots.held.
+
+        rows: of `self.rows`; cut: the segments, where there is an `array`. None where it was not yet run with all
+        tensors aligned to 16 bytes.
+        """
+        sizes, values, bits = (0 if cut is None else cut.count, *rows), self._values.copy(), 0
+        for place, which in self._moving:
+            values[place] = sizes[which]
+        if self._blocks is not None:
+            values[self._blocks[0]] = _value(self._blocks[1], sizes)
+        compiled = self._kernel(sizes, values)
+        if compiled is None:
+            return None
+        for (place, _), address in zip(slots.held, held, strict=True):
+            values[place] = address
+            bits |= address
+        if cut is not None:
+            for place, name in slots.segment:
+                values[place] = address = cut.addresses[name]
+                bits |= address
+        if bits & 15:
+            return None
+        programs = self._programs
+        for factor in self._grid:
+            programs *= _value(factor, sizes)
+        return Aimed(self, slots, compiled, programs, values, None if cut is None else cut.part)
+
+    def _kernel(self, sizes: Sequence[int], values: Sequence[Any]) -> Compiled | None:
+        """What Triton made for such sizes."""
+        key = [0 if self._blocks is None else values[self._blocks[0]]]
+        for which in self._told:
+            size = sizes[which]
+            key.append((size & 15 == 0) + 2 * (size == 1) + 4 * (size >= FAR))
+        known = tuple(key)
+        found = self._compiled.get(known)
+        if found is None:
+            told = []
+            for place in self._counting:
+                size = values[place]
+                told += (size % 16 == 0, size == 1, size >= FAR)
+            told += [] if self._blocks is None else [values[self._blocks[0]]]
+            found = self._emitted.compiled.get((self.index, tuple(told), *self._aligned))
+            if found is not None:
+                self._compiled[known] = found
         return found
 
+    def _arguments(self) -> tuple[list[Any], list[tuple[int, int]]]:
+        """All arguments with what is the same for all calls, and the places of those that are sizes, with which."""
+        values, moving = self._emitted.steady.copy(), []
+        for place in self._counting:
+            told = self._emitted.source.arguments[place]
+            fixed, sizes, _ = self._extent(told.name) if told.kind == "extent" else self._size(told.name, told.axis)
+            values[place] = fixed
+            moving += [(place, which) for which in sizes]
+        return values, moving
 
-def _value(source: Source, shapes: Shapes, count: int) -> int:
-    if source is None:
-        return count
-    return source if isinstance(source, int) else shapes[source[0]][source[1]]
+    def _blocks_of(self) -> tuple[int, _Factor] | None:
+        """The place of the number of blocks among the arguments, and how many they are."""
+        form, tile = self._emitted.form, self._emitted.tile
+        names, by = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
+        blocks = [n for n, a in enumerate(self._emitted.source.arguments) if a.variable == "BLOCKS"]
+        return (blocks[0], self._product(names, by)) if blocks else None
+
+    def _factors(self) -> tuple[int, list[_Factor]]:
+        """Of the number of programs: the product of those that are the same for all calls, and the others."""
+        form, tile = self._emitted.form, self._emitted.tile
+        factors = [self._product(names, by) for names, by in grid_of(form, (tile.rows, tile.columns), tile.lanes)]
+        same = math.prod(_value(factor, ()) for factor in factors if not factor[1])
+        return same, [factor for factor in factors if factor[1]]
+
+    def _segments_in(self, name: str, axis: int, coefficient: int) -> _Factor:
+        fixed, sizes, _ = self._size(name, axis)
+        return fixed, sizes, coefficient
+
+    def _product(self, names: Sequence[str], by: int) -> _Factor:
+        """That of extents."""
+        fixed, sizes = 1, ()
+        for name in names:
+            factor, more, _ = self._extent(name)
+            fixed, sizes = fixed * factor, sizes + more
+        return fixed, sizes, by
+
+    def _extent(self, name: str) -> _Factor:
+        form = self._emitted.form
+        if name == STACKS or (form.segment is not None and name == form.segment.index):
+            return 1, (0,), 1
+        if name == SPLITS:
+            return self._emitted.how.splits, (), 1
+        place = self._places.get(name)
+        return (self._bound.extents[name], (), 1) if place is None else self._size(*place)
+
+    def _size(self, name: str, axis: int) -> _Factor:
+        """That of an axis: of rows its place among the sizes, which begin with the number of segments."""
+        if axis:
+            return self._shapes[name][axis], (), 1
+        if name not in self.rows:
+            self.rows.append(name)
+        return 1, (1 + self.rows.index(name),), 1
+
+
+def _value(factor: _Factor, sizes: Sequence[int]) -> int:
+    found, places, by = factor
+    for place in places:
+        found *= sizes[place]
+    return -(-found // by)
+
+
+def _places(bound: Bound) -> Mapping[str, tuple[str, int]]:
+    """An axis that tells the extent of each index which stands bare on one, "" being the result: of no rows if it can
+    be."""
+    statement = bound.statement
+    found = {index: (operand, axis) for index, operand, axis in bare_places(bound.like or bound) or ()}
+    read = ((a.name, a.indices) for a in accesses_of(*statement.terms, *statement.target.indices))
+    for operand, expressions in (*read, ("", statement.target.indices)):
+        found |= {e.bare: (operand, n) for n, e in enumerate(expressions) if n and e.bare in found}
+    return found
 
 
 def captured(device: torch.device) -> bool:
@@ -128,70 +251,41 @@ def captured(device: torch.device) -> bool:
 
 
 class Aimed:
-    """A compiled kernel with the addresses of what stays; it takes the other operands, which are `names`.
+    """A compiled kernel with the addresses of what stays.
 
-    programs: how many run. values: the arguments; slots: the places of those operands, result: that of the result.
-    part: the segments whose addresses are among them; the operands that are held the caller keeps. scratch: the places
-    of counters and of room, where it takes them, and how much room.
+    programs: how many run. values: the arguments; slots: the places of those that are missing. part: the segments whose
+    addresses are among them; the operands that are held the caller keeps.
     """
 
-    __slots__ = ("compiled", "device", "index", "names", "part", "programs", "result", "scratch", "slots", "values")
+    __slots__ = ("compiled", "mould", "part", "programs", "slots", "values")
 
-    def __init__(self, compiled: Compiled, programs: int, values: list[Any], device: torch.device) -> None:
-        self.compiled, self.programs, self.values, self.device = compiled, programs, values, device
-        self.index = device.index or 0
-        self.slots: tuple[int, ...] = ()
-        self.names: tuple[str, ...] = ()
-        self.result = 0
-        self.part: Segments | None = None
-        self.scratch: tuple[int, int, int] | None = None
+    def __init__(
+        self, mould: Mould, slots: Slots, compiled: Compiled, programs: int, values: list[Any], part: Segments | None
+    ) -> None:
+        self.mould, self.slots, self.compiled = mould, slots, compiled
+        self.programs, self.values, self.part = programs, values, part
 
-    @staticmethod
-    def of(
-        emitted: Emitted,
-        compiled: Compiled,
-        programs: int,
-        values: list[Any],
-        given: tuple[Mapping[str, Tensor], Segments | None, torch.device],
-    ) -> Aimed | None:
-        """given: what is held, the segments and the device. None where what is held is not aligned to 16 bytes."""
-        held, part, device = given
-        made, slots, names, own = Aimed(compiled, programs, values, device), [], [], {}
-        for place, kind, name in emitted.slots:
-            if kind == "result":
-                made.result = place
-            elif kind == "segment" or name in held:
-                values[place] = address = (getattr(part, name) if kind == "segment" else held[name]).data_ptr()
-                if address % 16:
-                    return None
-            elif kind in SCRATCH:
-                own[kind] = place
-            else:
-                slots.append(place)
-                names.append(name)
-        made.slots, made.names, made.part = tuple(slots), tuple(names), part
-        if own:
-            made.scratch = own["waiting"], own["room"], emitted.room(programs)
-        return made
-
-    def start(self, tensors: Sequence[Tensor], out: Tensor) -> bool:
+    def start(self, given: Any, places: Sequence[tuple[int, Any]], out: Tensor) -> bool:
         """Whether the kernel was started: not where a tensor is not aligned, or on another device than the current.
 
-        tensors: those of `names`.
+        given: the tensors of slots.free; places: the place of each among the arguments, and which of those it is.
         """
-        if self.device.type == "cuda" and self.index != torch._C._cuda_getDevice():
+        mould, slots = self.mould, self.slots
+        if mould.on_cuda and mould.index != torch._C._cuda_getDevice():
             return False
         values = self.values.copy()
-        values[self.result] = bits = out.data_ptr()
-        for place, tensor in zip(self.slots, tensors, strict=True):
-            values[place] = address = tensor.data_ptr()
+        values[slots.result] = bits = out.data_ptr()
+        for place, which in places:
+            values[place] = address = given[which].data_ptr()
             bits |= address
-        if bits % 16:
+        if bits & 15:
             return False
-        if self.scratch is not None:
-            # Held until the kernel is under way.
-            waiting, room, size = self.scratch
-            own = scratch(self.programs, size, self.device)
-            values[waiting], values[room] = own.counters.data_ptr(), own.room.data_ptr()
-        self.compiled(self.programs, values, self.index)
+        if slots.scratch is None:
+            self.compiled(self.programs, values, mould.index)
+            return True
+        # Held until the kernel is under way.
+        own = scratch(self.programs, self.programs * mould.room, mould.device)
+        waiting, room = slots.scratch
+        values[waiting], values[room] = own.counters.data_ptr(), own.room.data_ptr()
+        self.compiled(self.programs, values, mould.index)
         return True

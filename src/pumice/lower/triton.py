@@ -236,10 +236,12 @@ class Runner:
         """The same with these operands given once and for all: they are not written to any more."""
         return HeldRunner(self, held)
 
-    def fresh(self, device: torch.device, shape: tuple[int, ...] | None = None) -> Tensor:
-        """What the kernel writes where nothing was found before."""
-        shape = shape or self.bound.shape
-        return (torch.empty if self._whole else torch.zeros)(shape, dtype=self._summed, device=device)
+    def fresh(self, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+        """What the kernel writes where nothing was found before, beside a tensor."""
+        shape = self.bound.shape if shape is None else shape
+        if self._whole:
+            return like.new_empty(shape) if like.dtype is self._summed else like.new_empty(shape, dtype=self._summed)
+        return like.new_zeros(shape, dtype=self._summed)
 
     def mould(self, operands: Mapping[str, Tensor]) -> Mould | None:
         """What calls like one with these operands start, which has been run.
@@ -254,7 +256,10 @@ class Runner:
         if tile is None or (part is not None and part.apart is not None):
             return None
         launch = self._launches.get((-1 if part is None else part.rows.shape[0], tile, *key))
-        return None if launch is None else Mould(launch.emitted, self._form, self.bound, operands[self._used[0]].device)
+        if launch is None:
+            return None
+        shapes = {"": self.bound.shape, **{name: x.shape for name, x in operands.items()}}
+        return Mould(launch.emitted, self._form, self.bound, shapes, operands[self._used[0]].device)
 
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """All of the result; segments far longer than the others by programs of their own."""
@@ -303,7 +308,7 @@ class Runner:
         if before is not None and not self._whole:
             out = before.to(self._summed, copy=not given, memory_format=torch.contiguous_format)
             return out, out
-        out = self.fresh(operands[self._used[0]].device)
+        out = self.fresh(operands[self._used[0]])
         return out, None if before is None else before.contiguous()
 
     def _launch_key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
@@ -380,8 +385,8 @@ class HeldRunner:
         if aimed is None:
             aimed = self._cast(key, operands)
         if aimed is not None:
-            out = like.fresh(aimed.device, self._shape)
-            if aimed.start([operands[name] for name in aimed.names], out):
+            out = like.fresh(next(iter((operands or self.held).values())), self._shape)
+            if aimed.start(operands, aimed.slots.free, out):
                 return out if out.dtype == like.dtype else out.to(like.dtype)
         together = {**self.held, **operands}
         found = self._runner(together)
@@ -390,11 +395,9 @@ class HeldRunner:
             self._cast(key, operands)
         return found
 
-    def made(self, operands: Mapping[str, Tensor]) -> tuple[Aimed, Mould] | None:
-        """The kernel of calls like this one, and that of calls of other sizes; None before it was called."""
-        key = self._key(operands)
-        aimed, mould = self._aimed.get(key), self.like.moulds.get((key, self._strides))
-        return None if aimed is None or mould is None else (aimed, mould)
+    def made(self, operands: Mapping[str, Tensor]) -> Aimed | None:
+        """The kernel of calls like this one; None before it was called."""
+        return self._aimed.get(self._key(operands))
 
     def _key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """What a launch depends on beside what is held."""
@@ -411,11 +414,13 @@ class HeldRunner:
         mould = self.like.moulds.get((key, self._strides))
         if mould is None or self._far or any(map(is_far, operands.values())):
             return None
-        shapes: dict[str, Sequence[int]] = {"": self._shape}
-        for given in (self.held, operands):
-            for name, x in given.items():
-                shapes[name] = x.shape
-        aimed = mould.cast(self.held, shapes)
+        held, slots = self.held, mould.slots(self.held)
+        given = {**held, **operands}
+        rows = [given[name].shape[0] if name else self._shape[0] for name in mould.rows]
+        cut = None if mould.array is None else mould.cut(held.get(mould.array), rows, {})
+        if cut is None and mould.array is not None:
+            return None
+        aimed = mould.cast(slots, [held[name].data_ptr() for _, name in slots.held], rows, cut)
         if aimed is not None:
             if len(self._aimed) >= _AIMED:
                 self._aimed.clear()

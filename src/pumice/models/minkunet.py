@@ -79,8 +79,8 @@ class MinkUNet(nn.Module):
         before, skips = widths[4:8], widths[3::-1]
         self.decoders = nn.ModuleList(Decoder(b, a, s, dim) for b, a, s in zip(before, widths[5:], skips, strict=True))
         self.head = Linear(widths[-1], num_classes)
-        self.steps = (Relation.of(dim, 2, stride=2),) * len(self.encoders)
-        self.windows = ((Relation.of(dim, 3),),) * (len(self.encoders) + 1)
+        self.steps = (Relation.of(dim, 2, stride=2).shared(),) * len(self.encoders)
+        self.windows = ((Relation.of(dim, 3).shared(),),) * (len(self.encoders) + 1)
         self.users = self._users()
 
     def _users(self) -> Users:

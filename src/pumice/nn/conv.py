@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.errors import OptionError, ShapeError
@@ -67,7 +67,17 @@ class Convolution(nn.Module):
 
     def finished(self, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
         """The layer's result behind an epilogue (pumice.ops.conv), in one kernel where there can be one."""
-        return convolve(x, self.weight, self.bias, self.groups, self.asked(target), self.dataflow, epilogue)
+        weight, bias = self._parts()
+        return convolve(x, weight, bias, self.groups, self.asked(target), self.dataflow, epilogue)
+
+    def _parts(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, past torch's search for attributes, which takes as long as a launch."""
+        own: dict[str, Any] = self._parameters
+        try:
+            return own["weight"], own["bias"]
+        except KeyError:
+            # Plain attributes stand in the place of parameters in what some of torch's tools make of a module.
+            return self.weight, self.bias
 
     def _over(self, x: SparseTensor, target: Target = None) -> SparseTensor:
         return self.finished(x, None, target)
@@ -129,9 +139,9 @@ class Conv(Convolution):
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
         spread = {"stride": stride, "dilation": dilation, "policy": target_of(out)[0]}
         if offsets is None:
-            self.relation = Relation.of(self.dim, window, padding=padding, **spread)
+            self.relation = Relation.of(self.dim, window, padding=padding, **spread).shared()
         else:
-            self.relation = Relation.of_offsets(self.dim, offsets, **spread)
+            self.relation = Relation.of_offsets(self.dim, offsets, **spread).shared()
 
     def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
         """x: N voxels x in_channels -> SparseTensor with out_channels. `out` replaces the layer's own for this call."""
@@ -169,7 +179,7 @@ class ConvTranspose(Convolution):
         }
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
-        self.relation = Relation.of_transposed(self.dim, window, **options)
+        self.relation = Relation.of_transposed(self.dim, window, **options).shared()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return self._over(x)
@@ -197,7 +207,7 @@ class GenerativeConvTranspose(Convolution):
         options = {"stride": stride, "padding": None, "dilation": dilation, "bounded": False}
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
-        self.relation = Relation.of_transposed(self.dim, window, **options)
+        self.relation = Relation.of_transposed(self.dim, window, **options).shared()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return self._over(x)
@@ -226,7 +236,7 @@ class InverseConv(Convolution):
         options = {"stride": stride, "padding": padding, "dilation": dilation}
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
-        self.relation = Relation.of(self.dim, window, policy="cached_inverse", **options)
+        self.relation = Relation.of(self.dim, window, policy="cached_inverse", **options).shared()
 
     def forward(self, x: SparseTensor, target: SparseTensor | Geometry) -> SparseTensor:
         return self._over(x, target)

@@ -110,17 +110,13 @@ def _epilogue(behind: Sequence[nn.Module], residual: SparseTensor | None) -> tup
     """What of the modules behind a convolution can be its epilogue, and how many that are."""
     norm = behind[0] if behind and _known(behind[0]) else None
     taken = 0 if norm is None else 1
-    own = residual if len(behind) == taken + 1 else None
-    activation = _ACTIVATIONS.get(type(behind[taken]), "") if len(behind) > taken else ""
-    if own is not None and not activation:
-        own = None
-    if norm is None and not activation:
-        return None, 0
-    held = {"residual": None if own is None else own.feats, "activation": activation}
+    last = len(behind) > taken
+    activation = _ACTIVATIONS.get(type(behind[taken]), "") if last else ""
+    own = residual if activation and len(behind) == taken + 1 else None
+    feats = None if own is None else own.feats
     if isinstance(norm, layers.BatchNorm):
-        held |= {"mean": norm.running_mean, "variance": norm.running_var, "eps": norm.eps}
-        held |= {"scale": norm.weight, "shift": norm.bias}
-    return Epilogue(**held), taken + bool(activation)
+        return Epilogue.of_norm(norm.vectors(), norm.eps, feats, activation), taken + bool(activation)
+    return (Epilogue(residual=feats, activation=activation), 1) if activation else (None, 0)
 
 
 def _normed(module: nn.Module, norm: nn.Module, x: SparseTensor) -> Tensor | None:
@@ -128,10 +124,11 @@ def _normed(module: nn.Module, norm: nn.Module, x: SparseTensor) -> Tensor | Non
     if not isinstance(module, layers.Linear) or type(module) is not layers.Linear or not _known(norm):
         return None
     epilogue, _ = _epilogue((norm,), None)
-    alike = x.dtype == module.weight.dtype and x.dtype not in EIGHT_BITS
-    if epilogue is None or not alike or not takes(x.feats, module.weight, *epilogue.operands.values()):
+    feats, weight = x.feats, module.weight
+    alike = feats.dtype == weight.dtype and feats.dtype not in EIGHT_BITS
+    if epilogue is None or not alike or not takes(feats, weight, *epilogue.operands.values()):
         return None
-    return linear_features(x.feats, module.weight, epilogue.with_bias(module.bias))
+    return linear_features(feats, weight, epilogue.with_bias(module.bias))
 
 
 def _activated(norm: nn.Module, behind: nn.Module, x: object) -> SparseTensor | None:
@@ -153,7 +150,7 @@ def _alike(x: SparseTensor, residual: SparseTensor) -> bool:
 
 def _known(module: nn.Module) -> bool:
     """Whether it is a batch norm by statistics that are there."""
-    return type(module) is layers.BatchNorm and not module.training and module.running_mean is not None
+    return type(module) is layers.BatchNorm and not module.training and module._buffers.get("running_mean") is not None
 
 
 def _worth(x: object) -> bool:
@@ -165,7 +162,11 @@ def _unheard(modules: Sequence[nn.Module]) -> bool:
     every = nn.modules.module
     if every._global_forward_hooks or every._global_forward_pre_hooks:
         return False
-    return not any([module._forward_hooks or module._forward_pre_hooks for module in modules])
+    # As a loop: a generator, or a list, is half of its time.
+    for module in modules:  # noqa: SIM110
+        if module._forward_hooks or module._forward_pre_hooks:
+            return False
+    return True
 
 
 def _unheard_of_gradients(modules: Sequence[nn.Module]) -> bool:

@@ -64,13 +64,23 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
 
     def told(self, residual: Tensor | None = None, relu: bool = False, offset: Tensor | None = None) -> lowered.Norm:
         """The norm by the statistics of what it is given, with what stands behind it; offset: see Statistics."""
-        # Where torch keeps them: a module's attributes are a search.
-        held, own = self._buffers, self._parameters
-        mean, var = held["running_mean"], held["running_var"]
+        mean, var, weight, bias = self.vectors()
         running = None if mean is None or var is None else (mean, var)
-        tracked = held["num_batches_tracked"]
+        tracked = self._buffers.get("num_batches_tracked")
         told = lowered.Statistics(running, self.eps, self.training, self.momentum, tracked, offset)
-        return lowered.Norm(own["weight"], own["bias"], told, residual, relu)
+        return lowered.Norm(weight, bias, told, residual, relu)
+
+    def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Mean, variance, scale and shift; they are looked at for each call, as whoever trains may put others there.
+
+        Past torch's search for attributes, which takes as long as a launch.
+        """
+        own, kept = self._parameters, self._buffers
+        try:
+            return kept["running_mean"], kept["running_var"], own["weight"], own["bias"]
+        except KeyError:
+            # Plain attributes stand in the place of parameters in what some of torch's tools make of a module.
+            return self.running_mean, self.running_var, self.weight, self.bias
 
 
 def _traced_norm(norm: BatchNorm, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,9 +16,13 @@ from pumice.coords.packing import Packer
 from pumice.coords.runs import ENDS, put_in_pieces
 from pumice.errors import OptionError
 from pumice.lower import maps
+from pumice.lower.direct import Held, Pattern
+from pumice.schedule.tile import about
 
 Storage = tuple[Hashable, bool]
 """The name of what a map keeps, and the direction of the map."""
+Rows = Sequence[tuple[int, int]]
+"""Of arrays, and as they are rounded (tile.about)."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class Length:
     per: int = 1
 
     def of(self, words: Sequence[int]) -> int:
+        if self.per == 1 and self.last == self.first + 1:
+            return words[self.first]
         return sum(-(-word // self.per) for word in words[self.first : self.last])
 
 
@@ -46,8 +53,9 @@ class Level:
 class MapPlan:
     """A map from one level to another. table: its array.
 
-    forms: the tokens and arrays of each. ends: where the ends are of arrays of tiles. passed: the forms that calls are
-    passed. totals: the words that tell its pairs, () where none do.
+    forms: the tokens and arrays of each. ends: where the ends are of arrays of tiles. passed: the tokens and arrays
+    that calls are passed; patterns: what is the same of those arrays for all scenes. totals: the words that tell its
+    pairs, () where none do.
     """
 
     relation: Relation
@@ -56,20 +64,27 @@ class MapPlan:
     table: int
     forms: Mapping[Storage, tuple[tuple[str, ...], tuple[int, ...]]]
     ends: Mapping[int, int]
-    passed: Mapping[Storage, Sequence[Storage]]
+    passed: Mapping[tuple[tuple[str, bool], bool], tuple[tuple[str, ...], tuple[int, ...]]]
+    patterns: Mapping[Storage, Pattern]
     totals: tuple[int, ...]
 
-    def of(self, sizes: tuple[int, int], arrays: Sequence[Tensor], words: Sequence[int]) -> KernelMap:
-        """The map of a scene with so many inputs and outputs."""
+    def of(self, sizes: tuple[int, int], arrays: Sequence[Tensor], rows: Rows, words: Sequence[int]) -> KernelMap:
+        """The map of a scene with so many inputs and outputs; rows: of the arrays."""
         kept: dict[Storage, Any] = {
             name: (tokens, [arrays[n] for n in places]) for name, (tokens, places) in self.forms.items()
         }
-        for name, parts in self.passed.items():
-            each = [kept[part] for part in parts]
-            kept[name] = tuple(t for tokens, _ in each for t in tokens), [x for _, held in each for x in held]
+        table = arrays[self.table]
+        # Those of the map, and of its transpose.
+        inputs, outputs = map(about, sizes)
+        sides = (outputs, inputs, table.shape[1]), (inputs, outputs, table.shape[1])
+        for (name, flipped), (tokens, places) in self.passed.items():
+            held, pattern = [arrays[n] for n in places], self.patterns[name, flipped]
+            kept[name, flipped] = tokens, held
+            told, rounded = [rows[n][0] for n in places], [rows[n][1] for n in places]
+            kept[("held", name[1]), flipped] = Held(held, pattern, told, rounded, sides[flipped != self.flipped])
         if self.totals:
             kept["totals", False] = words[slice(*self.totals)]
-        return KernelMap(self.relation, arrays[self.table], *sizes, self.flipped, _storages=kept)
+        return KernelMap(self.relation, table, *sizes, self.flipped, _storages=kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +101,10 @@ class Contents:
 
     def give(self, geometry: Geometry, words: Sequence[int], packer: Packer) -> None:
         """Give a scene its levels and maps; packer: of the arrays."""
-        arrays, levels = packer.first([length.of(words) for length in self.lengths]), [geometry]
+        sizes, which = self._lengths
+        known = [(n := length.of(words), about(n)) for length in sizes]
+        rows = [known[n] for n in which]
+        arrays, levels = packer.first([n for n, _ in rows]), [geometry]
         for level in self.levels:
             # Not in one block with the maps, which whoever keeps coordinates alone would keep.
             coords = level.coords[: level.length.of(words)].clone()
@@ -94,10 +112,16 @@ class Contents:
         self._tell_ends(arrays)
         for plan in self.maps:
             inputs, outputs = (levels[n] for n in plan.levels)
-            found = plan.of((len(inputs), len(outputs)), arrays, words)
+            found = plan.of((len(inputs), len(outputs)), arrays, rows, words)
             inputs.maps[plan.relation, None] = found, None if outputs is inputs else outputs
             if (key := level_key(plan.relation)) is not None:
                 inputs.levels[key] = outputs
+
+    @cached_property
+    def _lengths(self) -> tuple[list[Length], list[int]]:
+        """The distinct lengths, and which of them each array has."""
+        places = {length: n for n, length in enumerate(dict.fromkeys(self.lengths))}
+        return [*places], [places[length] for length in self.lengths]
 
     def _tell_ends(self, arrays: Sequence[Tensor]) -> None:
         """Of arrays of tiles; and what scenes before asked for is found for all of them at once."""
@@ -157,15 +181,21 @@ class Reader:
             lengths = self._form_lengths(own, name, side, dict(zip(tokens, arrays, strict=True)), ends)
             places = (self._array(array, length) for array, length in zip(arrays, lengths, strict=True))
             forms[("form", name), flipped] = tokens, tuple(places)
-        passed = {}
+        passed, patterns = {}, {}
         for one in self._laid:
             if one._storages is found._storages:
-                names = maps.names_of(one, self._differentiable)
-                passed[("passed", self._differentiable), one.flipped] = [(("form", n), one.flipped) for n in names]
+                parts = [forms[("form", n), one.flipped] for n in maps.names_of(one, self._differentiable)]
+                tokens, places = (
+                    tuple(t for each, _ in parts for t in each),
+                    tuple(n for _, each in parts for n in each),
+                )
+                passed[("passed", self._differentiable), one.flipped] = tokens, places
+                pattern = Pattern(tokens, [self._arrays[n] for n in places])
+                patterns[("passed", self._differentiable), one.flipped] = pattern
         table = self._array(found.table, _count(sides[0]))
         told = self._totals(own) if own.has("tally") else None
         totals = () if told is None else (told.first, told.last)
-        return MapPlan(found.relation, found.flipped, levels, table, forms, ends, passed, totals)
+        return MapPlan(found.relation, found.flipped, levels, table, forms, ends, passed, patterns, totals)
 
     def _form_lengths(
         self, own: KernelMap, name: str, outputs: int, given: Mapping[str, Tensor], ends: dict[int, int]

@@ -18,7 +18,6 @@ from pumice.ops import register
 from pumice.ops.dataflow import by_dataflow
 from pumice.ops.tensor import SparseTensor, fitting, on_rows, rows_of
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
-from pumice.schedule.tile import about
 
 Size = int | Sequence[int]
 Target = str | SparseTensor | Geometry | None
@@ -110,15 +109,17 @@ def _as_before(
     """The result, where a call like this one was carried out before: then all fits, and nothing is checked."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
         return None
-    if x.geometry.buffered is not None or not direct.starts_kernels(rows_of(x)):
+    geometry, feats = x.geometry, rows_of(x)
+    if geometry.buffered is not None or not direct.starts_kernels(feats):
         return None
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         return None
     relation, target = asked
-    kept = x.geometry.maps.get((relation, None)) if target is None else None
-    found, outputs = kept or kernel_map(x.geometry, relation, target)
-    outputs = outputs or x.geometry
-    y = _straightaway(rows_of(x), weight, found, outputs.coords.shape[0], epilogue)
+    kept = geometry.maps.get((relation, None)) if target is None else None
+    found, outputs = kept or kernel_map(geometry, relation, target)
+    if outputs is None:
+        outputs = geometry
+    y = _straightaway(feats, weight, found, outputs.coords.shape[0], epilogue)
     return None if y is None else fitting(y, outputs)
 
 
@@ -243,7 +244,7 @@ def _told_by(x: Tensor, weight: Tensor, epilogue: Epilogue | None) -> tuple[tupl
 def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None) -> Tensor | None:
     """The result, where a call like this one was carried out before, over this map or another of about its sizes."""
     tensors, finish = _told_by(x, weight, epilogue)
-    if not direct.starts_kernels(x) or not register.plain(tensors):
+    if not direct.starts_kernels(x) or not _unwatched(tensors):
         return None
     if x.shape[0] != found.num_inputs or rows != found.num_outputs:
         return None
@@ -254,12 +255,22 @@ def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilog
     return None if call is None else call(tensors)
 
 
-def _straight(key: Hashable, tensors: Sequence[Tensor], found: KernelMap, finish: Finish) -> direct.Call:
-    """key: as direct.told gives it."""
-    x, weight, *more = tensors
-    shapes = (x.shape, (weight.shape[0], found.volume, weight.shape[-1]), *[t.shape for t in more])
-    kind = key, _held_arrays(found, False).kind
-    return direct.Call(tensors, direct.counting(finish), shapes, (found.num_outputs, weight.shape[0]), kind)
+def _unwatched(tensors: Sequence[Tensor]) -> bool:
+    """register.plain, in half of its time without gradients: on which devices all but the first are a key tells."""
+    if torch.is_grad_enabled():
+        return register.plain(tensors)
+    return register.plain(tensors[:1]) and _ORDINARY.issuperset(map(type, tensors))
+
+
+_ORDINARY = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _straight(
+    key: Hashable, tensors: Sequence[Tensor], found: KernelMap, held: direct.Held, finish: Finish
+) -> direct.Call:
+    """key: as direct.told gives it; held: the arrays of the map."""
+    shape = found.num_outputs, tensors[1].shape[0]
+    return direct.Call(tensors, direct.counting(finish), shape, (key, held.kind))
 
 
 def _over_another_map(
@@ -268,7 +279,8 @@ def _over_another_map(
     """The call of which one like it was carried out over a map of about the same sizes."""
     if tensors[0].ndim != 2:
         return None
-    call = _straight(key, tensors, found, finish).from_template(_held_arrays(found, False))
+    held = _held_arrays(found, False)
+    call = _straight(key, tensors, found, held, finish).from_template(held)
     return None if call is None else found.keep(key, call)
 
 
@@ -279,8 +291,8 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
     if ready is None or flat.data_ptr() != weight.data_ptr():
         # Where the window's axes lie in no row, a copy was multiplied, and later calls bring the weight itself.
         return
-    straight = _straight(key, tensors, found, finish)
-    call = straight.leave(ready, _held_arrays(found, False), (x, flat, *more), (0, 1), finish)
+    held = _held_arrays(found, False)
+    call = _straight(key, tensors, found, held, finish).leave(ready, held, (x, flat, *more), (0, 1), finish)
     if call is not None:
         found.keep(key, call)
 
@@ -291,9 +303,9 @@ def _held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
 
 
 def _made_held(found: KernelMap, differentiable: bool) -> direct.Held:
-    sizes = about(found.num_outputs), about(found.num_inputs), found.volume
     tokens, arrays = maps.passed(found, differentiable)
-    return direct.Held.of(tokens, arrays, _kinds(found, differentiable)[2:], *sizes)
+    sizes = found.num_outputs, found.num_inputs, found.volume
+    return direct.Held.of(arrays, direct.Pattern(tokens, arrays), sizes)
 
 
 def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: Finish) -> Hashable:

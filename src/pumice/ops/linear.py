@@ -14,7 +14,7 @@ from pumice.ops import register
 from pumice.schedule.tile import about
 
 _LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
-_NOTHING = direct.Held((), ())
+_NOTHING = direct.Held.of((), direct.Pattern((), ()))
 _CALLS: Bounded[direct.Direct] = Bounded(1024)
 """Calls that were carried out, by what their launch depends on."""
 
@@ -50,7 +50,7 @@ def takes(*tensors: Tensor) -> bool:
 def _straight(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Call:
     x, weight, *_ = tensors
     shape, kind = (x.shape[0], weight.shape[0]), (about(key[0]), key[1])
-    return direct.Call(tensors, direct.counting(finish), [t.shape for t in tensors], shape, kind)
+    return direct.Call(tensors, direct.counting(finish), shape, kind)
 
 
 def _of_other_sizes(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Direct | None:

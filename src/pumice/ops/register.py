@@ -310,7 +310,7 @@ class HeldCall:
         shape = ask.shape if sought is None else tuple(tensors[sought].shape)
         kind = key, ask.names, ask.text, ask.lowering, self._held.kind
         counting = (*self._counting, True)[: len(tensors)]
-        return direct.Call(tensors, counting, [x.shape for x in tensors], shape, kind)
+        return direct.Call(tensors, counting, shape, kind)
 
     def _over_another(
         self, key: Hashable, tensors: Sequence[Tensor], sought: int | None = None
