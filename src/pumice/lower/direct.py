@@ -33,7 +33,7 @@ def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) 
 
     counting: of which tensors the first axis counts rows. How many is left out: a map, or whoever asks, knows it.
     """
-    found: list[Hashable] = [facts, deterministic(), ledger().generation, kernels.tile_source()]
+    found: list[Hashable] = [facts, *settings()]
     wide, single = False, torch.float32
     for x, counts in zip(tensors, counting, strict=True):
         kind, shape = x.dtype, x.shape
@@ -47,7 +47,12 @@ def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) 
     return _TOLD.get(key) or _TOLD.keep(key, object())
 
 
-def _kind(facts: Hashable) -> Hashable:
+def settings() -> tuple[Hashable, ...]:
+    """What is set for all calls, but for how float32 is multiplied."""
+    return deterministic(), ledger().generation, kernels.tile_source()
+
+
+def kind_of(facts: Hashable) -> Hashable:
     """An object of its own, which stands for long facts: they are compared here alone."""
     return _KINDS.get(facts) or _KINDS.keep(facts, object())
 
@@ -76,7 +81,7 @@ class Pattern:
         # Of an array that is there twice, as in a map that is its own transpose, a template knows one place.
         shared = tuple(map(places.index, places))
         each = tuple((x.shape[1:], x.dtype, x.device) for x in arrays)
-        self.kind, self.leads = _kind((tuple(tokens), each, strides, shared)), [stride[0] for stride in strides]
+        self.kind, self.leads = kind_of((tuple(tokens), each, strides, shared)), [stride[0] for stride in strides]
 
 
 class Held:
@@ -97,7 +102,7 @@ class Held:
         """rounded: the rows as tile.about has them; sizes: outputs and inputs, so rounded, and taps of the map."""
         self.arrays, self.rows, self.addresses = arrays, rows, [x.data_ptr() for x in arrays]
         self.far = any([n * lead >= kernels.FAR for n, lead in zip(rows, pattern.leads, strict=True)])
-        self.kind = _kind((pattern.kind, sizes, *rounded))
+        self.kind = kind_of((pattern.kind, sizes, *rounded))
         self.cuts: stamp.Known = {}
 
     @staticmethod

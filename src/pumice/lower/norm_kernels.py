@@ -53,9 +53,9 @@ def moments(
 ):  # fmt: skip
     """pair [2, C]: mean and 1 / sqrt(variance + eps) of all rows.
 
-    Those that are known follow, by 1 / tracked where MOMENTUM < 0. With OFFSET those that are known are of rows to which it was added. Each part, which is every parts-th block of
-    rows, leaves its mean and the sum of squares around it in halves [2, parts, C]; the last one puts them together,
-    in the same order each time.
+    Those that are known follow, by 1 / tracked where MOMENTUM < 0. With OFFSET those that are known are of rows to
+    which it was added. Each part, which is every parts-th block of rows, leaves its mean and the sum of squares around
+    it in halves [2, parts, C]; the last one puts them together, in the same order each time.
     """
     halves = _room(halves)
     part, c = _place(C, LANES)

@@ -413,14 +413,15 @@ def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: in
 def _held(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
 ) -> register.HeldCall:
-    """The call that autograd records, with the arrays of the map that it and its gradients read."""
-    kinds, (x, weight) = _kinds(found, differentiable), given
-    if weight.dtype != x.dtype:
-        # Autocast's cast is the call's own.
-        weight = weight.new_empty(weight.shape, dtype=x.dtype)
-    operands, names, text, shape = _passed((x, weight), found, rows, groups, differentiable)
-    ask = plan.Ask(names, text, shape, _STEADY, (0, 1), _lowering(found, operands))
-    return register.HeldCall(operands, ask, kinds, _held_arrays(found, differentiable))
+    """The call that autograd records, with the arrays of the map that it and its gradients read; autocast's cast of
+    the weight to the dtype of x is its own."""
+    _check_devices(*given, found)
+    _check_shapes(*given, found, rows, groups)
+    tokens, arrays = maps.passed(found, differentiable)
+    names, text, shape = _told(tokens, given[1], rows, groups)
+    ask = plan.Ask(names, text, shape, _STEADY, (0, 1), _lowering(found, given))
+    like = _grouped(*given, groups), given[0].dtype
+    return register.HeldCall((None, None, *arrays), ask, like, _held_arrays(found, differentiable))
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
@@ -542,6 +543,10 @@ def _check_dtypes(x: Tensor, weight: Tensor) -> None:
 def _check_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int) -> None:
     """What kernels would take as it is."""
     _check_dtypes(x, weight)
+    _check_shapes(x, weight, found, rows, groups)
+
+
+def _check_shapes(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int) -> None:
     if rows != found.num_outputs:
         raise ShapeError(f"rows are the {found.num_outputs} outputs of the kernel map, found {rows}")
     if x.ndim != 2 or x.shape[0] != found.num_inputs:

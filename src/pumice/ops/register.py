@@ -233,20 +233,28 @@ class HeldCall:
     """A call with some operands given once and for all, differentiable in those that are left, which it takes.
 
     What is held is not written to any more, and needs no gradient; what is left, at ask.free, has always the shapes
-    and devices that it has now, and is cast to the dtypes: its gradients then are not rounded to those. ask.steady: of
-    operands; the result's rows or entries are counted. ask.lowering: of the gradients, too. kinds: as in plan.held_for.
-    held: what is held, as calls over other maps are known by it. The statement sums. It is called where only torch's
-    autograd watches.
+    and devices of `like`, and is cast to the dtype: its gradients then are not rounded to that. ask.steady: of
+    operands; the result's rows or entries are counted. ask.lowering: of the gradients, too. held: what is held, as
+    calls over other maps are known by it. The statement sums. It is called where only torch's autograd watches.
     """
 
     def __init__(
-        self, operands: Sequence[Tensor], ask: plan.Ask, kinds: Sequence[plan.Kind | None], held: direct.Held
+        self,
+        operands: Sequence[Tensor | None],
+        ask: plan.Ask,
+        like: tuple[Sequence[Tensor], torch.dtype],
+        held: direct.Held,
     ) -> None:
+        """operands: None at ask.free; like: those that will be there, and the dtype."""
         assert plan.statement_of(ask.text, ask.names).reduction == "sum"
-        self._ask, self._kinds, self._held = ask, kinds, held
-        self._operands = [None if place in ask.free else x for place, x in enumerate(operands)]
-        self.dtypes = [operands[place].dtype for place in ask.free]
-        self._counting = tuple(place not in ask.steady for place in ask.free)
+        given, dtype = like
+        self._ask, self._held, self._operands = ask, held, operands
+        self.dtypes = (dtype,) * len(given)
+        self._wide = dtype is torch.float32
+        self._counting = tuple([place not in ask.steady for place in ask.free])
+        # What all its calls have in common with those over other maps, whose sizes round alike.
+        facts = [(x.shape[1:] if n else x.shape, x.device) for x, n in zip(given, self._counting, strict=True)]
+        self._kind = direct.kind_of((ask.names, ask.text, ask.lowering, held.kind, dtype, *facts))
         # By whether algorithms are deterministic, and for gradients by which of the free operands.
         self._results: dict[bool, plan.Ready] = {}
         self._gradients: dict[tuple[int, torch.dtype, bool], list[_Derivative]] = {}
@@ -261,13 +269,13 @@ class HeldCall:
         return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(given, self.dtypes, strict=True)]
 
     def result(self, given: Sequence[Tensor]) -> Tensor:
-        key = direct.told(given, self._counting, None)
+        key = self._told(given)
         call = self._straight.get(key) or self._over_another(key, given)
         if call is not None and (y := call(given)) is not None:
             return y
         ready = self._results.get(plan.deterministic())
         if ready is None:
-            ready = plan.held_for(self._together(given), self._ask, self._kinds)
+            ready = plan.held_for(self._together(given), self._ask)
             self._results[plan.deterministic()] = ready
         y = plan.carry_out(ready, given)
         self._leave(key, ready, given, range(len(given)))
@@ -289,7 +297,7 @@ class HeldCall:
 
     def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> Tensor:
         everything = (*given, grad)
-        told = direct.told(everything, (*self._counting, True), number, dtype)
+        told = self._told(everything, number, dtype)
         call = self._straight.get(told) or self._over_another(told, everything, number)
         if call is not None and (found := call(everything)) is not None:
             return found if found.dtype == dtype else found.to(dtype)
@@ -303,14 +311,19 @@ class HeldCall:
             self._leave(told, parts[0][0], everything, parts[0][1], number)
         return found if found.dtype == dtype else found.to(dtype)
 
+    def _told(self, tensors: Sequence[Tensor], *facts: Hashable) -> Hashable:
+        """What the launch of a call depends on beside what is given once and for all, and addresses."""
+        precision = plan.kernels.float32_precision() if self._wide else None
+        strides = [x.stride() for x in tensors]
+        return (facts, *direct.settings(), precision, tensors[-1].dtype, *strides)
+
     def _like(self, key: Hashable, tensors: Sequence[Tensor], sought: int | None) -> direct.Call:
         """The call, or that of the gradient of one of the operands, which takes the result's gradient, too, as others
-        like it are known. key: as direct.told gives it, of the gradient with its dtype."""
+        like it are known. key: what self._told gives."""
         ask = self._ask
         shape = ask.shape if sought is None else tuple(tensors[sought].shape)
-        kind = key, ask.names, ask.text, ask.lowering, self._held.kind
         counting = (*self._counting, True)[: len(tensors)]
-        return direct.Call(tensors, counting, shape, kind)
+        return direct.Call(tensors, counting, shape, (self._kind, key))
 
     def _over_another(
         self, key: Hashable, tensors: Sequence[Tensor], sought: int | None = None
@@ -339,7 +352,6 @@ class HeldCall:
         """The statements whose sum is a gradient, made ready."""
         call, place, asked = self._call(given, grad), self._ask.free[number], self._ask
         everything, sources = (*call.operands, grad), (*asked.free, len(call.operands))
-        kinds = (*self._kinds, None)
         found = []
         for places, names, text in call.derivatives(call.tokens[place], False):
             operands = [everything[source] for source in places]
@@ -350,7 +362,7 @@ class HeldCall:
             shape = tuple(given[number].shape)
             ask = plan.Ask(names, text, shape, tuple(steady), tuple(left), asked.lowering, kept=kept)
             numbers = tuple(sources.index(places[n]) for n in left)
-            found.append((plan.held_for(operands, ask, [kinds[source] for source in places]), numbers))
+            found.append((plan.held_for(operands, ask), numbers))
         return found
 
     def _call(self, given: Sequence[Tensor], grad: Tensor) -> _Call:
