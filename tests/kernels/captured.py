@@ -128,9 +128,9 @@ def loss(y: pm.SparseTensor, labels: torch.Tensor) -> torch.Tensor:
 
 def check_norms() -> None:
     """Kernels of norms against plain torch: of no row, of one, of whole blocks and parts of them."""
-    cases = ((0, 40), (1, 40), (2, 40), (64, 64), (333, 500), (700, 4000))
+    cases = ((0, 40), (1, 40), (2, 40), (64, 64), (333, 500), (700, 4000), (9000, 9500))
     for number, ((count, rows), channels, momentum) in enumerate(
-        zip(cases, (5, 70, 16, 3, 96, 17), (0.1, 0.1, None, 0.1, None, 0.3), strict=True)
+        zip(cases, (5, 70, 16, 3, 96, 17, 32), (0.1, 0.1, None, 0.1, None, 0.3, 0.1), strict=True)
     ):
         x, grad = 3 * torch.randn(rows, channels) + 20, torch.randn(rows, channels)
         x[count:], grad[count:] = torch.nan, torch.nan

@@ -45,11 +45,20 @@ def _last(waiting, parts, C: tl.constexpr, LANES: tl.constexpr):
     return done
 
 
+@triton.jit
+def _around(mean, spread, seen):
+    """The mean over rows, each of which has seen so many, and the sum of squares around it."""
+    total = tl.maximum(tl.sum(seen, axis=0)[None, :], 1.0)
+    centre = tl.sum(mean * (seen / total), axis=0)[None, :]
+    apart = mean - centre
+    return centre, tl.sum(spread + seen * apart * apart, axis=0)[None, :]
+
+
 @triton.jit(do_not_specialize=["parts"])
 def moments(
     x, count, known_mean, known_variance, tracked, offset, pair, halves, waiting, parts: "i64", C: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, EPS: tl.constexpr, MOMENTUM: tl.constexpr,
-    KNOWN: tl.constexpr, FOLLOWS: tl.constexpr, TRACKED: tl.constexpr, OFFSET: tl.constexpr
+    ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr,
+    MOMENTUM: tl.constexpr, KNOWN: tl.constexpr, FOLLOWS: tl.constexpr, TRACKED: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
     """pair [2, C]: mean and 1 / sqrt(variance + eps) of all rows.
 
@@ -60,22 +69,22 @@ def moments(
     halves = _room(halves)
     part, c = _place(C, LANES)
     rows = tl.load(count)
-    mean_here = tl.zeros([1, LANES], tl.float32)
-    spread = tl.zeros([1, LANES], tl.float32)
-    seen = 0
-    for start in range(part * ROWS, rows, parts.to(tl.int32) * ROWS):
+    # Each entry of the block follows the mean of what it has seen: no sums over rows, which the next loads would await.
+    mean = tl.zeros([ROWS, LANES], tl.float32)
+    spread = tl.zeros([ROWS, LANES], tl.float32)
+    seen = tl.zeros([ROWS, 1], tl.float32)
+    turn = 0.0
+    for start in tl.range(part * ROWS, rows, parts.to(tl.int32) * ROWS, num_stages=STAGES):
         r = start + tl.arange(0, ROWS)[:, None]
         live = (r < rows) & (c < C)
         values = tl.load(x + r.to(tl.int64) * C + c, mask=live, other=0).to(tl.float32)
-        number = tl.minimum(rows - start, ROWS)
-        own = tl.sum(values, axis=0)[None, :] / number
-        around = tl.where(live, values - own, 0.0)
-        apart = own - mean_here
-        share = number.to(tl.float32) / (seen + number)
-        spread += tl.sum(around * around, axis=0)[None, :] + apart * apart * share * seen
-        mean_here += apart * share
-        seen += number
-    tl.store(halves + part * C + c, mean_here, mask=c < C)
+        turn += 1.0
+        apart = tl.where(live, values - mean, 0.0)
+        mean += apart * (1.0 / turn)
+        spread += apart * tl.where(live, values - mean, 0.0)
+        seen += tl.where(r < rows, 1.0, 0.0)
+    centre, spread = _around(mean, spread, seen)
+    tl.store(halves + part * C + c, centre, mask=c < C)
     tl.store(halves + (parts + part) * C + c, spread, mask=c < C)
     if _last(waiting, parts, C, LANES):
         total = tl.maximum(rows, 1).to(tl.float32)
@@ -132,10 +141,7 @@ def _joined_moments(
         spread += around + apart * apart * share * seen
         mean += apart * share
         seen += number
-    total = tl.maximum(tl.sum(seen, axis=0)[None, :], 1.0)
-    centre = tl.sum(mean * (seen / total), axis=0)[None, :]
-    off = mean - centre
-    return centre, tl.sum(spread + seen * off * off, axis=0)[None, :]
+    return _around(mean, spread, seen)
 
 
 @triton.jit
@@ -178,8 +184,8 @@ def _let_through(
 @triton.jit(do_not_specialize=["parts"])
 def products(
     grad, x, count, pair, weight, bias, y, sums, halves, waiting, parts: "i64", C: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
-    ADDS: tl.constexpr, RELU: tl.constexpr
+    ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
     """sums [2, C]: those of grad, and of grad * (x - mean) * scale; of parts in halves, as in `moments`."""
     halves = _room(halves)
@@ -189,7 +195,7 @@ def products(
     factor = tl.load(pair + C + c, mask=c < C, other=0)
     own = tl.zeros([ROWS, LANES], tl.float32)
     multiplied = tl.zeros([ROWS, LANES], tl.float32)
-    for start in range(part * ROWS, rows, parts.to(tl.int32) * ROWS):
+    for start in tl.range(part * ROWS, rows, parts.to(tl.int32) * ROWS, num_stages=STAGES):
         r = start + tl.arange(0, ROWS)[:, None]
         live = (r < rows) & (c < C)
         at = r.to(tl.int64) * C + c
