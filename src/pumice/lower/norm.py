@@ -311,39 +311,45 @@ def _pair(x: Tensor) -> Tensor:
 def _by_blocks(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) -> None:
     """Start a kernel with a program for each block of rows; the last tensor is the result [N, C]."""
     rows, channels = tensors[-1].shape
-    lanes = _lanes(channels)
-    fixed = _fixed(name, tuple([t.dtype for t in tensors]), (channels, _ROWS, lanes, *facts))
+    fixed, lanes = _of_blocks(name, channels, facts, *[t.dtype for t in tensors])
     fixed(-(-rows // _ROWS) * -(-channels // lanes), tensors)
 
 
 def _by_parts(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) -> None:
     """Start a kernel whose programs share the rows of the first tensor [N, C], and leave their sums for the last of
     them."""
-    rows, channels = tensors[0].shape
-    lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
-    turn = _ENTRIES // lanes
+    x = tensors[0]
+    rows, channels = x.shape
+    (once, ahead), lanes = _of_parts(name, channels, facts, *[t.dtype for t in tensors])
     # At least two turns each: the last one waits for the sums of all.
+    turn = _ENTRIES // lanes
     parts, sides = max(1, min(_PARTS, -(-rows // (2 * turn)))), -(-channels // lanes)
-    own = scratch(sides, 8 * parts * channels, tensors[0].device)
-    tensors = (*tensors, own.room, own.counters)
+    own = scratch(sides, 8 * parts * channels, x.device)
     # Loads run ahead where there are some to run ahead of.
-    stages = 3 if rows > 4 * parts * turn else 1
-    constants = (channels, turn, lanes, _JOINED // lanes, stages, *facts)
-    fixed = _fixed(name, tuple([t.dtype for t in tensors]), constants, 8)
-    fixed(parts * sides, tensors, (parts,))
+    fixed = ahead if rows > 4 * parts * turn else once
+    fixed(parts * sides, (*tensors, own.room, own.counters), (parts,))
 
 
 @lru_cache(maxsize=1024)
+def _of_blocks(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[Fixed, int]:
+    """A kernel for tensors of these dtypes, and how many channels a program has."""
+    lanes = _lanes(channels)
+    return Fixed(_launcher(name), (channels, _ROWS, lanes, *facts)), lanes
+
+
+@lru_cache(maxsize=1024)
+def _of_parts(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[tuple[Fixed, Fixed], int]:
+    """The same, without and with loads that run ahead."""
+    lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
+    shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes
+    once, ahead = (Fixed(_launcher(name), (*shape, stages, *facts), 8) for stages in (1, 3))
+    return (once, ahead), lanes
+
+
 def _lanes(channels: int) -> int:
     """Channels of a program: such as divide them, if they are not few."""
     divisor = min(_CHANNELS, channels & -channels)
     return divisor if divisor >= _SHARED else min(_CHANNELS, max(16, 1 << (channels - 1).bit_length()))
-
-
-@lru_cache(maxsize=1024)
-def _fixed(name: str, dtypes: tuple[torch.dtype, ...], constants: tuple[float, ...], warps: int = 4) -> Fixed:
-    """A kernel for tensors of these dtypes. Its file is imported here first: it needs Triton."""
-    return Fixed(_launcher(name), constants, warps)
 
 
 @lru_cache(maxsize=8)

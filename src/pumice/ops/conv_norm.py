@@ -100,8 +100,9 @@ class _ConvNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.call, flat, ctx.rows, norm = told
         cast = ctx.call.cast((x, flat))
-        with register.as_given((x,)):
-            h = ctx.call.result(cast)
+        h = ctx.call.result(cast)
+        # Kernels choose their dtypes themselves; of torch's operators autocast would.
+        with nullcontext() if x.is_cuda else register.as_given((x,)):
             y, normed = norms.normed(h, ctx.rows, norm)
         ctx.statistics, ctx.finish, ctx.tiles = norm.statistics, (normed.relu, normed.adds), plan.kernels.tile_source()
         narrow = None if cast[1] is flat else cast[1]
