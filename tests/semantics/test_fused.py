@@ -937,6 +937,21 @@ def test_gradients_within_autocast_are_those_behind_it(steps):
         torch.testing.assert_close(got, want, rtol=0.05, atol=0.02 * max(1.0, float(want.abs().max())))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_narrow_voxel_without_statistics(dtype, steps):
+    """Under autocast the norm's parameters are wider than what it is given."""
+    found = []
+    for way in (nullcontext, one_by_one):
+        for kept in (torch.float32, dtype):
+            module = made("no running statistics", kept)
+            with way(), torch.autocast("cpu", dtype, enabled=kept != dtype):
+                found.append(module(sample(1, kept)).feats)
+            found[-1].sum().backward()
+    assert all(y.dtype == dtype for y in found)
+    for y in found[1:]:
+        torch.testing.assert_close(y, found[0], rtol=0.03, atol=0.03)
+
+
 def test_one_voxel_without_statistics_is_left_as_it_is():
     """Evaluated too, where its own statistics would count."""
     norm, x = nn.BatchNorm(8, affine=False, track_running_stats=False, eps=0.0), sample(1)

@@ -51,8 +51,10 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         own = self.training or self.running_mean is None
         if not own or len(x) > 1:
             return super().forward(x)
-        mean = self.running_mean if self.running_mean is not None else x.feats.new_zeros(self.num_features)
-        var = self.running_var if self.running_var is not None else x.feats.new_ones(self.num_features)
+        # Under autocast features are narrower than what is beside them.
+        like = x.feats if self.weight is None else self.weight.detach()
+        mean = self.running_mean if self.running_mean is not None else like.new_zeros(self.num_features)
+        var = self.running_var if self.running_var is not None else like.new_ones(self.num_features)
         return x.replace(functional.batch_norm(x.feats, mean, var, self.weight, self.bias, False, 0.0, self.eps))
 
     def of_living(self, x: SparseTensor) -> bool:
