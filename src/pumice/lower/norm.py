@@ -95,7 +95,7 @@ class Normed:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """For a kernel; `facts` say which of them stand in for none."""
         pair, weight, bias = self.pair, self.weight, self.bias
-        return pair, pair if weight is None else weight, pair if bias is None else bias
+        return pair, pair if weight is None else weight.contiguous(), pair if bias is None else bias.contiguous()
 
     @property
     def facts(self) -> tuple[bool, ...]:
@@ -135,7 +135,8 @@ class _BatchNorm(torch.autograd.Function):
 def gradients_of(y: Tensor, grad: Tensor, given: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Any]:
     """The gradients of those of the given that need one, recorded in turn; None of the others."""
     sought = [x if need else None for x, need in zip(given, needed, strict=False)]
-    found = iter(torch.autograd.grad(y, [x for x in sought if x is not None], grad, create_graph=True))
+    wanted = [x for x in sought if x is not None]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
     return [None if x is None else next(found) for x in sought]
 
 
@@ -166,8 +167,9 @@ def gradients(
 def composed(x: Tensor, rows: Cloud, told: Normed, statistics: Statistics, y: Tensor | None) -> Tensor:
     """The result but for the residual, in torch's operators, which record gradients of any order; running statistics
     stay as they are. y: the result, where gradients depend on it."""
-    still = replace(statistics, follows=False)
-    again = told.affine(replace(told, pair=moments_twin(x, rows, still)).apart(x))
+    own = moments_twin(x, rows, replace(statistics, follows=False))
+    # What fewer than two rows were normalised by may have followed others since.
+    again = told.affine(replace(told, pair=torch.where(rows.count > 1, own, told.pair)).apart(x))
     if told.relu:
         again = again.relu() if y is None else torch.where(y > 0, again, 0)
     # Gradients of rows that do not live may be anything.
@@ -184,10 +186,15 @@ def _check(x: Tensor, norm: Norm) -> None:
     (rows, channels), device = x.shape, x.get_device()
     told, residual = norm.statistics, norm.residual
     for tensor in (norm.weight, norm.bias, told.offset, *(told.running or ())):
-        if tensor is not None and (tensor.shape[0] != channels or tensor.get_device() != device):
+        if tensor is None:
+            continue
+        # On a CPU there are tensors without values, which have no number either.
+        if tensor.shape[0] != channels or tensor.get_device() != device or (device < 0 and tensor.is_meta != x.is_meta):
             if tensor.device != x.device:
                 raise DeviceError(f"the norm is on {tensor.device}, its input on {x.device}")
             raise ShapeError(f"the norm has {tensor.shape[0]} channels, its input {channels}")
+    if told.tracked is not None and told.tracked.get_device() != device:
+        raise DeviceError(f"the norm counts on {told.tracked.device}, its input is on {x.device}")
     if residual is not None and (residual.shape != x.shape or residual.get_device() != device):
         raise ShapeError(
             f"the residual is {[rows, channels]} on {x.device}, found {list(residual.shape)} on {residual.device}"
@@ -206,9 +213,11 @@ the room that it took for more would be all others' loss. On an H200, fp16, mome
 
 def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
     """Mean and 1 / sqrt(variance + eps) of the living rows [2, C], in at least float32; running statistics follow."""
-    if not _by_kernels(x):
+    known = statistics.running
+    # Kernels write to those that follow as they lie.
+    if not _by_kernels(x) or (known is not None and not (known[0].is_contiguous() and known[1].is_contiguous())):
         return moments_twin(x, rows, statistics)
-    pair, known = _pair(x), statistics.running
+    pair = _pair(x)
     follows, tracked, offset = statistics.follows, statistics.tracked, statistics.offset
     momentum = -1.0 if statistics.momentum is None else statistics.momentum
     if follows and momentum < 0 and tracked is not None:
@@ -216,7 +225,7 @@ def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
         tracked.add_((rows.count > 1)[0])
     told = (*((pair, pair) if known is None else known), pair if tracked is None else tracked)
     facts = (statistics.eps, momentum, known is not None, follows, tracked is not None, offset is not None)
-    _by_parts("moments", (x, rows.count, *told, pair if offset is None else offset, pair), facts)
+    _by_parts("moments", (x, rows.count, *told, pair if offset is None else offset.contiguous(), pair), facts)
     return pair
 
 
