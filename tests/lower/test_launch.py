@@ -11,6 +11,8 @@ import torch
 
 import pumice as pm
 from pumice.errors import DtypeError, OptionError, ShapeError
+from pumice.language.bind import bind
+from pumice.language.parse import parse
 from pumice.lower import direct, maps, plan, stamp
 from pumice.lower import triton as kernels
 from pumice.lower.remember import Bounded
@@ -902,6 +904,38 @@ def test_a_linear_map_and_its_norm_are_one_kernel_whatever_rows_there_are(as_on_
     (kernel,) = as_on_gpu.values()
     assert len(kernel.doors) == 1 and len(kernel.direct) == 4
     assert {t.data_ptr() for t in last} <= set(kernel.direct[-1][1])
+
+
+@pytest.mark.parametrize("channels", [(1, 32), (32, 1), (1, 1), (32, 32)], ids=str)
+@pytest.mark.parametrize("turned", [False, True], ids=["by rows", "by columns"])
+def test_the_kernel_for_some_rows_is_the_one_for_others(as_on_gpu, channels, turned):
+    """Rows are masked even where a tile divides their number, though they lie one behind the other: another call
+    starts the same kernel with other rows."""
+    linear = import_module("pumice.ops.linear")
+    weight, vectors = torch.zeros(channels[::-1]).half(), torch.rand(4, channels[1])
+    end = pm.ops.Epilogue(*vectors[:2], None, "", None, *vectors[2:], 1e-5)
+    whole = torch.zeros(channels[0], 2048).half().t() if turned else torch.zeros(2048, channels[0]).half()
+    for rows in (1024, 1100):
+        linear._CALLS.clear(), forget()
+        linear.linear_features(whole[:rows], weight, end)
+    (source,) = as_on_gpu
+    assert len(as_on_gpu[source].doors) == 2
+    # As often as there are rows.
+    assert "in_" in source.text
+
+
+@pytest.mark.parametrize("statement", ["O[m[e],n] = x[t[e],c] * w[n,k[e],c]", "d[n,k[e],c] = x[t[e],c] * g[m[e],n]"])
+@pytest.mark.parametrize("channels", [1, 16])
+def test_the_kernel_for_some_entries_is_the_one_for_others(statement, channels):
+    parsed, sources = parse(statement), []
+    for entries in (4096, 4100):
+        lists = {name: torch.zeros(entries, dtype=torch.int32) for name in "mtk"}
+        x, g, w = torch.zeros(300, channels), torch.zeros(300, 16), torch.zeros(16, 27, channels)
+        named = {**lists, **({"x": x, "w": w} if statement[0] == "O" else {"x": x, "g": g})}
+        out = torch.zeros_like(g if statement[0] == "O" else w)
+        bound = bind(parsed, {name: tensor.shape for name, tensor in named.items()}, out.shape)
+        sources.append(kernels.prepare(bound, named, out, Tile(16, 16, 16)).source)
+    assert sources[0] == sources[1]
 
 
 def test_a_residual_of_about_as_many_rows_is_refused(as_on_gpu):

@@ -770,8 +770,9 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
     fixed = _static(bound, form)
     unit = frozenset((name, axis) for name, t in used.items() for axis, s in enumerate(t.stride()) if s == 1)
     extents = bound.extents
-    # Whether a tile divides an axis is known where its extent is, and asked where masks would cut loads to pieces.
-    settled = {*fixed, *contiguous(bound.statement, unit)}
+    # Whether a tile divides an axis is known where its extent is, and asked where masks would cut loads to pieces: not
+    # of rows or entries, which are others when the kernel is started again.
+    settled = {*fixed, *contiguous(bound.statement, unit)} - _leading(bound)
     own = form.segment.index if form.segment else None
     # How many entries a stack has is never known.
     stacked_entries = form.reduced if form.stacked else ()
