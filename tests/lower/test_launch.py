@@ -235,9 +235,6 @@ def test_a_newer_setting_of_precision_is_read(made, monkeypatch):
 
 def held(b, rows=48):
     """C = A B, with B held."""
-    from pumice.language.bind import bind
-    from pumice.language.parse import parse
-
     bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": (rows, 64), "B": tuple(b.shape)})
     return kernels.runner(bound, b.dtype).holding({"B": b})
 
@@ -298,6 +295,35 @@ def test_an_address_that_is_not_aligned_goes_by_the_door_later_too(made):
     assert (len(kernel.doors), len(kernel.direct)) == (1, 2)
     run({"A": shifted(48, 64)})
     assert len(kernel.doors) == 2
+
+
+OTHERS = {
+    "dtype": lambda k: k.long(),
+    "layout": lambda k: torch.zeros(48, 2, dtype=torch.int32)[:, 0],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_arrays_that_are_held_count_with_dtype_and_layout(made, other):
+    """Two calls of the same sizes share a runner, whose kernels for one would misread what the other holds."""
+    bound = bind(parse("C[m,n] = A[k[m],n]"), {"A": (64, 32), "k": (48,)})
+    a, k = torch.zeros(64, 32).half(), torch.zeros(48, dtype=torch.int32)
+    for held_ in (k, OTHERS[other](k)):
+        run = kernels.runner(bound, torch.float16).holding({"k": held_})
+        for _ in range(2):
+            run({"A": a})
+    # Each by the door first: Triton's variants tell dtypes.
+    assert sum(len(kernel.doors) for kernel in made.values()) == 2
+    assert sum(len(kernel.direct) for kernel in made.values()) == 2
+
+
+def test_devices_have_kernels_of_their_own(made, monkeypatch):
+    a, b = operands()
+    like = held(b).like
+    for device in (0, 1):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda x, device=device: device)
+        like.holding({"B": b})({"A": a})
+    assert len(like.moulds.values()) == 2
 
 
 def test_default_tiles_are_those_before_any_tuning(made, monkeypatch):
