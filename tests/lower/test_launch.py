@@ -1,5 +1,7 @@
 """How kernels are launched, with a kernel that only writes down what it is given: nothing here computes."""
 
+import sys
+import threading
 import weakref
 from dataclasses import replace
 from importlib import import_module
@@ -829,6 +831,47 @@ def test_keys_that_are_forgotten_cost_time_alone(straight, monkeypatch):
         weight = torch.zeros(16, 27, 16, dtype=dtype)
         assert pm.ops.conv_features(x.to(dtype), weight, found, 100).dtype == dtype
     assert [len(kernel.doors) for kernel in straight.values()] == [1, 1]
+
+
+def test_what_calls_leave_keeps_no_memory(straight):
+    """Templates and keys outlive maps, and hold nothing of theirs."""
+    weight, refs = torch.zeros(16, 27, 16, dtype=torch.float16, requires_grad=True), []
+    for count in (400, 399, 400, 399, 397):
+        x, found = voxels(count, 0)
+        passes([count], {count: found}, weight)
+        with torch.no_grad():
+            for _ in range(2):
+                y = pm.ops.conv_features(x, weight, found, count, epilogue=finish(count))
+        arrays = [a for differentiable in (False, True) for a in maps.passed(found, differentiable)[1]]
+        refs += [weakref.ref(thing) for thing in (x, y, found, found.table, *arrays)]
+    assert direct.TEMPLATES.values()
+    del x, y, found, arrays
+    for kernel in straight.values():
+        # What the kernel that stands in for others has written down.
+        kernel.doors.clear()
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_two_threads_may_forget_at_once():
+    kept, wrong, before = Bounded(2), [], sys.getswitchinterval()
+
+    def go(number):
+        try:
+            for n in range(20000):
+                kept.keep((number, n % 5), n)
+        except Exception as problem:
+            wrong.append(problem)
+
+    threads = [threading.Thread(target=go, args=(number,)) for number in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong and len(kept.values()) <= 2 + len(threads)
 
 
 def test_equal_facts_are_one_key_and_others_are_not():
