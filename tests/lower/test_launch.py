@@ -319,6 +319,14 @@ def test_arrays_that_are_held_count_with_dtype_and_layout(made, other):
     assert sum(len(kernel.direct) for kernel in made.values()) == 2
 
 
+def test_a_kernel_made_for_a_number_of_rows_is_for_no_other(made):
+    """The few rows of a product whose left side is a product are known when it is compiled."""
+    for rows in (20, 100):
+        shapes = {"A": (rows, 16), "B": (16, 32), "C": (32, 64)}
+        bound = bind(parse("y[m,q] = A[m,j] * B[j,k] * C[k,q]"), shapes)
+        assert kernels.runner(bound, torch.float16).resizable == (rows == 100)
+
+
 def test_devices_have_kernels_of_their_own(made, monkeypatch):
     a, b = operands()
     like = held(b).like

@@ -208,8 +208,10 @@ class Runner:
 
     @property
     def resizable(self) -> bool:
-        """Whether it can be `resized`."""
-        return not self._empty and resizable(self.bound)
+        """Whether it can be `resized`: not where kernels are made for a number of rows."""
+        if self._empty or not resizable(self.bound):
+            return False
+        return _leading(self.bound).isdisjoint(_static(self.bound, self._form))
 
     def resized(self, shapes: Mapping[str, Sequence[int]], shape: tuple[int, ...]) -> Runner:
         """The same for operands of other sizes, and a result of that shape, with the same tiles and kernels."""
