@@ -1,5 +1,7 @@
 """How kernels are launched, with a kernel that only writes down what it is given: nothing here computes."""
 
+import sys
+import threading
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +15,8 @@ import torch
 import pumice as pm
 from pumice.coords import launch
 from pumice.errors import DtypeError, OptionError, ShapeError
+from pumice.language.bind import bind
+from pumice.language.parse import parse
 from pumice.lower import direct, maps, plan, stamp
 from pumice.lower import triton as kernels
 from pumice.lower.remember import Bounded
@@ -235,9 +239,6 @@ def test_a_newer_setting_of_precision_is_read(made, monkeypatch):
 
 def held(b, rows=48):
     """C = A B, with B held."""
-    from pumice.language.bind import bind
-    from pumice.language.parse import parse
-
     bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": (rows, 64), "B": tuple(b.shape)})
     return kernels.runner(bound, b.dtype).holding({"B": b})
 
@@ -298,6 +299,43 @@ def test_an_address_that_is_not_aligned_goes_by_the_door_later_too(made):
     assert (len(kernel.doors), len(kernel.direct)) == (1, 2)
     run({"A": shifted(48, 64)})
     assert len(kernel.doors) == 2
+
+
+OTHERS = {
+    "dtype": lambda k: k.long(),
+    "layout": lambda k: torch.zeros(48, 2, dtype=torch.int32)[:, 0],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_arrays_that_are_held_count_with_dtype_and_layout(made, other):
+    """Two calls of the same sizes share a runner, whose kernels for one would misread what the other holds."""
+    bound = bind(parse("C[m,n] = A[k[m],n]"), {"A": (64, 32), "k": (48,)})
+    a, k = torch.zeros(64, 32).half(), torch.zeros(48, dtype=torch.int32)
+    for held_ in (k, OTHERS[other](k)):
+        run = kernels.runner(bound, torch.float16).holding({"k": held_})
+        for _ in range(2):
+            run({"A": a})
+    # Each by the door first: Triton's variants tell dtypes.
+    assert sum(len(kernel.doors) for kernel in made.values()) == 2
+    assert sum(len(kernel.direct) for kernel in made.values()) == 2
+
+
+def test_a_kernel_made_for_a_number_of_rows_is_for_no_other(made):
+    """The few rows of a product whose left side is a product are known when it is compiled."""
+    for rows in (20, 100):
+        shapes = {"A": (rows, 16), "B": (16, 32), "C": (32, 64)}
+        bound = bind(parse("y[m,q] = A[m,j] * B[j,k] * C[k,q]"), shapes)
+        assert kernels.runner(bound, torch.float16).resizable == (rows == 100)
+
+
+def test_devices_have_kernels_of_their_own(made, monkeypatch):
+    a, b = operands()
+    like = held(b).like
+    for device in (0, 1):
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda x, device=device: device)
+        like.holding({"B": b})({"A": a})
+    assert len(like.moulds.values()) == 2
 
 
 def test_default_tiles_are_those_before_any_tuning(made, monkeypatch):
@@ -805,6 +843,47 @@ def test_keys_that_are_forgotten_cost_time_alone(straight, monkeypatch):
     assert [len(kernel.doors) for kernel in straight.values()] == [1, 1]
 
 
+def test_what_calls_leave_keeps_no_memory(straight):
+    """Templates and keys outlive maps, and hold nothing of theirs."""
+    weight, refs = torch.zeros(16, 27, 16, dtype=torch.float16, requires_grad=True), []
+    for count in (400, 399, 400, 399, 397):
+        x, found = voxels(count, 0)
+        passes([count], {count: found}, weight)
+        with torch.no_grad():
+            for _ in range(2):
+                y = pm.ops.conv_features(x, weight, found, count, epilogue=finish(count))
+        arrays = [a for differentiable in (False, True) for a in maps.passed(found, differentiable)[1]]
+        refs += [weakref.ref(thing) for thing in (x, y, found, found.table, *arrays)]
+    assert direct.TEMPLATES.values()
+    del x, y, found, arrays
+    for kernel in straight.values():
+        # What the kernel that stands in for others has written down.
+        kernel.doors.clear()
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+def test_two_threads_may_forget_at_once():
+    kept, wrong, before = Bounded(2), [], sys.getswitchinterval()
+
+    def go(number):
+        try:
+            for n in range(20000):
+                kept.keep((number, n % 5), n)
+        except Exception as problem:
+            wrong.append(problem)
+
+    threads = [threading.Thread(target=go, args=(number,)) for number in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong and len(kept.values()) <= 2 + len(threads)
+
+
 def test_equal_facts_are_one_key_and_others_are_not():
     x, weight = torch.zeros(30, 16), torch.zeros(8, 27, 16)
 
@@ -904,6 +983,38 @@ def test_a_linear_map_and_its_norm_are_one_kernel_whatever_rows_there_are(as_on_
     (kernel,) = as_on_gpu.values()
     assert len(kernel.doors) == 1 and len(kernel.direct) == 4
     assert {t.data_ptr() for t in last} <= set(kernel.direct[-1][1])
+
+
+@pytest.mark.parametrize("channels", [(1, 32), (32, 1), (1, 1), (32, 32)], ids=str)
+@pytest.mark.parametrize("turned", [False, True], ids=["by rows", "by columns"])
+def test_the_kernel_for_some_rows_is_the_one_for_others(as_on_gpu, channels, turned):
+    """Rows are masked even where a tile divides their number, though they lie one behind the other: another call
+    starts the same kernel with other rows."""
+    linear = import_module("pumice.ops.linear")
+    weight, vectors = torch.zeros(channels[::-1]).half(), torch.rand(4, channels[1])
+    end = pm.ops.Epilogue(*vectors[:2], None, "", None, *vectors[2:], 1e-5)
+    whole = torch.zeros(channels[0], 2048).half().t() if turned else torch.zeros(2048, channels[0]).half()
+    for rows in (1024, 1100):
+        linear._CALLS.clear(), forget()
+        linear.linear_features(whole[:rows], weight, end)
+    (source,) = as_on_gpu
+    assert len(as_on_gpu[source].doors) == 2
+    # As often as there are rows.
+    assert "in_" in source.text
+
+
+@pytest.mark.parametrize("statement", ["O[m[e],n] = x[t[e],c] * w[n,k[e],c]", "d[n,k[e],c] = x[t[e],c] * g[m[e],n]"])
+@pytest.mark.parametrize("channels", [1, 16])
+def test_the_kernel_for_some_entries_is_the_one_for_others(statement, channels):
+    parsed, sources = parse(statement), []
+    for entries in (4096, 4100):
+        lists = {name: torch.zeros(entries, dtype=torch.int32) for name in "mtk"}
+        x, g, w = torch.zeros(300, channels), torch.zeros(300, 16), torch.zeros(16, 27, channels)
+        named = {**lists, **({"x": x, "w": w} if statement[0] == "O" else {"x": x, "g": g})}
+        out = torch.zeros_like(g if statement[0] == "O" else w)
+        bound = bind(parsed, {name: tensor.shape for name, tensor in named.items()}, out.shape)
+        sources.append(kernels.prepare(bound, named, out, Tile(16, 16, 16)).source)
+    assert sources[0] == sources[1]
 
 
 def test_a_residual_of_about_as_many_rows_is_refused(as_on_gpu):

@@ -233,6 +233,37 @@ def test_what_was_put_there_since_the_last_call_is_read(change, finished):
     assert not torch.allclose(y, before)
 
 
+class Adapted(nn.Conv3d):
+    """A layer whose class was exchanged, as adapters of few weights do."""
+
+    @property
+    def weight(self):
+        return self._parameters["weight"] + self.more
+
+
+def test_a_property_stands_before_a_parameter():
+    layer, x = nn.Conv3d(8, 16, 3), random_tensor(50, 8, 3)
+    own, bias = layer.weight.detach(), layer.bias.detach()
+    layer.__class__, layer.more = Adapted, torch.rand(16, 3, 3, 3, 8)
+    torch.testing.assert_close(layer(x).feats, pm.ops.conv(x, own + layer.more, bias).feats)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_without_a_bias_has_none_among_its_parameters(bias):
+    """Where it is not, whoever asks for it searches the module in vain at every call."""
+    layer = nn.Conv3d(8, 16, 3, bias=bias)
+    assert (layer._parameters["bias"] is not None) == bias and set(layer.state_dict()) == {"weight", "bias"} - (
+        set() if bias else {"bias"}
+    )
+    older = nn.Conv3d(8, 16, 3, bias=False)
+    # As it was pickled before.
+    del older._parameters["bias"]
+    older.__dict__["bias"] = None
+    older.load_state_dict({"weight": layer.weight})
+    x = random_tensor(50, 8, 3)
+    torch.testing.assert_close(older(x).feats + (layer.bias if bias else 0.0), layer(x).feats)
+
+
 def test_a_module_in_other_floats_is_read_in_those(finished):
     module, x = stirred(CHAINS["norm and activation"]()), random_tensor(100, 8, 3)
     with torch.no_grad():

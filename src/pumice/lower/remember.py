@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -35,7 +36,9 @@ class Bounded(Generic[Found]):
 
     def keep(self, key: Hashable, value: Found) -> Found:
         while len(self._held) >= self._most:
-            self._held.pop(next(iter(self._held)), None)
+            # Other threads may have taken the last one, or put one there, since it was looked for.
+            with suppress(RuntimeError, StopIteration):
+                self._held.pop(next(iter(self._held)), None)
         self._held[key] = value
         return value
 

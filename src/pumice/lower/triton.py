@@ -208,8 +208,10 @@ class Runner:
 
     @property
     def resizable(self) -> bool:
-        """Whether it can be `resized`."""
-        return not self._empty and resizable(self.bound)
+        """Whether it can be `resized`: not where kernels are made for a number of rows."""
+        if self._empty or not resizable(self.bound):
+            return False
+        return _leading(self.bound).isdisjoint(_static(self.bound, self._form))
 
     def resized(self, shapes: Mapping[str, Sequence[int]], shape: tuple[int, ...]) -> Runner:
         """The same for operands of other sizes, and a result of that shape, with the same tiles and kernels."""
@@ -363,13 +365,13 @@ class HeldRunner:
     ) -> None:
         self.like, self.held, self._at = runner, held, at
         self._shape = runner.bound.shape if at is None else at[1]
-        self._in_fp32, self._far, strides = False, math.prod(self._shape) >= FAR, []
+        self._in_fp32, self._far, laid = False, math.prod(self._shape) >= FAR, []
         for x in held.values():
-            stride = x.stride()
-            strides.append(stride)
-            self._in_fp32 |= x.dtype == torch.float32
+            kind = x.dtype
+            laid += (x.stride(), kind)
+            self._in_fp32 |= kind is torch.float32
             self._far |= is_far(x)
-        self._strides = tuple(strides)
+        self._laid = tuple(laid)
         self._aimed: dict[Any, Aimed] = {}
 
     @cached_property
@@ -391,7 +393,7 @@ class HeldRunner:
         together = {**self.held, **operands}
         found = self._runner(together)
         if aimed is None and (mould := self._runner.mould(together)) is not None:
-            like.moulds.keep((key, self._strides), mould)
+            like.moulds.keep((key, self._laid), mould)
             self._cast(key, operands)
         return found
 
@@ -405,13 +407,14 @@ class HeldRunner:
         for x in operands.values():
             kind = x.dtype
             asked |= kind is torch.float32
-            kinds += (x.stride(), kind)
+            # A kernel belongs to a device, which calls of one runner do not share.
+            kinds += (x.stride(), kind, x.get_device())
         precision = self.like.precision or (float32_precision() if asked else "")
         return (ledger().generation, tile_source(), precision, *kinds)
 
     def _cast(self, key: tuple[Any, ...], operands: Mapping[str, Tensor]) -> Aimed | None:
         """The kernel of calls like this one, which was made for another: with this one's sizes and addresses."""
-        mould = self.like.moulds.get((key, self._strides))
+        mould = self.like.moulds.get((key, self._laid))
         if mould is None or self._far or any(map(is_far, operands.values())):
             return None
         held, slots = self.held, mould.slots(self.held)
@@ -770,8 +773,9 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
     fixed = _static(bound, form)
     unit = frozenset((name, axis) for name, t in used.items() for axis, s in enumerate(t.stride()) if s == 1)
     extents = bound.extents
-    # Whether a tile divides an axis is known where its extent is, and asked where masks would cut loads to pieces.
-    settled = {*fixed, *contiguous(bound.statement, unit)}
+    # Whether a tile divides an axis is known where its extent is, and asked where masks would cut loads to pieces: not
+    # of rows or entries, which are others when the kernel is started again.
+    settled = {*fixed, *contiguous(bound.statement, unit)} - _leading(bound)
     own = form.segment.index if form.segment else None
     # How many entries a stack has is never known.
     stacked_entries = form.reduced if form.stacked else ()

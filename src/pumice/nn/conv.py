@@ -53,8 +53,15 @@ class Convolution(nn.Module):
         if channels[0] % groups or channels[1] % groups:
             raise ShapeError(f"groups={groups} must divide in_channels={channels[0]} and out_channels={channels[1]}")
         self.weight = nn.Parameter(torch.empty(channels[1], *window, channels[0] // groups))
-        self.bias = nn.Parameter(torch.empty(channels[1])) if bias else None
+        # None, too, is among the parameters, where `_parts` finds it at once.
+        self.register_parameter("bias", nn.Parameter(torch.empty(channels[1])) if bias else None)
         self.reset_parameters()
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if hasattr(cls, "weight") or hasattr(cls, "bias"):
+            # A property of the class stands before the parameter.
+            cls._parts = Convolution._parts_by_name
 
     def asked(self, target: Target = None) -> tuple[Relation, Geometry | None]:
         """The relation of a call, and the coordinates of its outputs where the call names them."""
@@ -77,7 +84,10 @@ class Convolution(nn.Module):
             return own["weight"], own["bias"]
         except KeyError:
             # Plain attributes stand in the place of parameters in what some of torch's tools make of a module.
-            return self.weight, self.bias
+            return self._parts_by_name()
+
+    def _parts_by_name(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
 
     def _over(self, x: SparseTensor, target: Target = None) -> SparseTensor:
         return self.finished(x, None, target)
@@ -146,6 +156,12 @@ class Conv(Convolution):
     def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
         """x: N voxels x in_channels -> SparseTensor with out_channels. `out` replaces the layer's own for this call."""
         return self._over(x, out)
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if hasattr(cls, "weight") or hasattr(cls, "bias"):
+            # A property of the class stands before the parameter.
+            cls._parts = Convolution._parts_by_name
 
     def asked(self, target: Target = None) -> tuple[Relation, Geometry | None]:
         if target is None:
