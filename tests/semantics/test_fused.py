@@ -988,3 +988,27 @@ def test_one_voxel_without_statistics_is_left_as_it_is():
     norm, x = nn.BatchNorm(8, affine=False, track_running_stats=False, eps=0.0), sample(1)
     for module in (norm.train(), norm.eval()):
         torch.testing.assert_close(module(x).feats, x.feats)
+
+
+def test_gradients_read_the_weight_as_it_was_multiplied(steps, monkeypatch):
+    """Under autocast narrow: a kernel for narrow rows takes no wide weight."""
+    seen, whole = [], pm.ops.register.HeldCall.gradients
+
+    def told(call, given, grad, wanted):
+        seen.append(({x.dtype for x in given}, grad.dtype, [*wanted]))
+        return whole(call, given, grad, wanted)
+
+    monkeypatch.setattr(pm.ops.register.HeldCall, "gradients", told)
+    outcome(made("norm and activation", torch.float32), sample(30, torch.float32), torch.bfloat16)
+    assert steps == [True]
+    assert seen == [({torch.bfloat16}, torch.bfloat16, [torch.bfloat16, torch.float32])]
+
+
+def test_compiled_statistics_that_are_not_tracked_any_more_stay():
+    module, x = made("bias"), sample(40).detach()
+    module[1].track_running_stats = False
+    kept = {name: b.clone() for name, b in module.named_buffers()}
+    torch.compiler.reset()
+    y = torch.compile(module, backend="eager", fullgraph=True)(x).feats
+    assert all(torch.equal(b, kept[name]) for name, b in module.named_buffers())
+    torch.testing.assert_close(y, module(x).feats)
