@@ -432,6 +432,140 @@ def test_the_deterministic_switch_on_a_network(gpu, deterministic):
     assert torch.isfinite(points.grad).all()
 
 
+# Training: a convolution with the norm, the residual and the ReLU behind it
+norm_of = functools.partial(pm.nn.BatchNorm, eps=0.01)
+
+UNITS = {
+    "norm": lambda: pm.nn.Sequential(pm.nn.Conv3d(12, 32, 3, bias=False), norm_of(32)),
+    "norm and activation": lambda: pm.nn.Sequential(pm.nn.Conv3d(12, 40, 3), norm_of(40), pm.nn.ReLU()),
+    "mean of all": lambda: pm.nn.Sequential(pm.nn.Conv3d(12, 32, 3), norm_of(32, momentum=None), pm.nn.ReLU()),
+    "nothing known": lambda: pm.nn.Sequential(pm.nn.Conv3d(12, 7, 3), norm_of(7, track_running_stats=False)),
+    "strided": lambda: pm.nn.Sequential(pm.nn.Conv3d(12, 64, 2, stride=2), norm_of(64), pm.nn.ReLU()),
+    "block": lambda: pm.nn.ResidualBlock(12, 12, norm=norm_of),
+    "block, shortcut": lambda: pm.nn.ResidualBlock(12, 32, norm=norm_of, bias=True),
+}
+CAST = {"float32": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Rounding, and the gradients of what a ReLU lets through or not by it.
+WITHIN = {"float32": (2e-5, 5e-3), "float16": (1e-2, 0.1), "bfloat16": (5e-2, 0.3)}
+
+
+def in_training(name, device, count, cast="float32", kept=torch.float32, x=None):
+    """By their names the result, gradients, and what norms have kept, of two passes."""
+    torch.manual_seed(0)
+    net = UNITS[name]().to(device, kept).train()
+    x = sample(torch.float32, device, count=count) if x is None else x
+    x = x.replace(x.feats.to(kept).requires_grad_())
+    for _ in range(2):
+        with torch.autocast(device.type, CAST[cast] or torch.bfloat16, enabled=CAST[cast] is not None):
+            y = net(x)
+        grad = torch.randn(y.feats.shape, generator=torch.Generator().manual_seed(2))
+        y.feats.backward(grad.to(device, y.dtype))
+    found = {f"gradient of {n}": p.grad for n, p in net.named_parameters()}
+    return {"y": y.feats.detach(), "gradient of x": x.feats.grad, **found, **dict(net.named_buffers())}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """One entry for each convolution that was one step with its norm."""
+    seen, fused = [], import_module("pumice.nn.fused")
+    whole = fused.conv_norm
+
+    def told(*given):
+        y = whole(*given)
+        if y is not None:
+            seen.append(y)
+        return y
+
+    monkeypatch.setattr(fused, "conv_norm", told)
+    return seen
+
+
+def off(got, want):
+    """The error over what there should be, of everything but counters."""
+    return {
+        name: float((got[name].cpu().double() - value.double()).norm() / (value.double().norm() + 1))
+        for name, value in want.items()
+        if value.is_floating_point()
+    }
+
+
+@pytest.mark.parametrize("cast", CAST)
+@pytest.mark.parametrize("count", [1, 2, 5000])
+@pytest.mark.parametrize("name", UNITS)
+def test_a_step_of_convolution_and_norm(gpu, name, count, cast, steps, monkeypatch):
+    """Against float64 on a CPU, and no further off than modules one by one on the GPU."""
+    want = in_training(name, torch.device("cpu"), count, kept=torch.float64)
+    assert not steps
+    got = in_training(name, gpu, count, cast)
+    assert len(steps) == (4 if "block" in name else 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(import_module("pumice.nn.fused"), "_worth", lambda x: False)
+        other = in_training(name, gpu, count, cast)
+    assert all(got[n].dtype == other[n].dtype and got[n].device == gpu for n in want)
+    assert all(torch.equal(got[n].cpu(), want[n]) for n in want if not want[n].is_floating_point())
+    # Of biases that a norm takes away again others have rounding.
+    biases = [n for n in got if n in ("gradient of 0.bias", "gradient of body.0.bias", "gradient of body.3.bias")]
+    assert len(got["y"]) < 2 or not any(got[n].any() for n in biases)
+    mine, theirs, (near, let) = off(got, want), off(other, want), WITHIN[cast]
+    for n, error in mine.items():
+        assert error < (let if n.startswith("gradient") else near) + 1.5 * theirs[n], f"{n}: {error}, {theirs[n]}"
+
+
+@pytest.mark.parametrize("cast", CAST)
+@pytest.mark.parametrize("name", UNITS)
+def test_steps_are_equal_bit_for_bit(gpu, name, cast, deterministic, steps):
+    first, second = (in_training(name, gpu, 5000, cast) for _ in range(2))
+    assert steps and all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize("name", ["norm and activation", "block, shortcut"])
+def test_a_step_on_another_stream(gpu, name, deterministic, steps):
+    """What programs leave for each other is another stream's own."""
+    host = sample(torch.float32, count=5000).pin_memory()
+    want = in_training(name, gpu, 5000, x=host.to(gpu))
+    stream = torch.cuda.Stream(gpu)
+    torch.cuda.synchronize(gpu)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        got = in_training(name, gpu, 5000, x=host.to(gpu, non_blocking=True))
+        # Work of the default stream meanwhile, with the same kernels.
+        with torch.cuda.stream(torch.cuda.default_stream(gpu)):
+            beside = in_training(name, gpu, 5000, x=host.to(gpu))
+    torch.cuda.synchronize(gpu)
+    assert steps and all(torch.equal(got[n], want[n]) and torch.equal(beside[n], want[n]) for n in want)
+
+
+def test_vectors_of_a_norm_that_lie_otherwise(gpu, steps):
+    """A scale and statistics that are columns are read and written there, and nothing beside them."""
+    x = sample(torch.float32, gpu, count=500)
+    torch.manual_seed(0)
+    conv, table = pm.nn.Conv3d(12, 32, 3).to(gpu), torch.rand(32, 2).to(gpu) + 0.5
+    found = []
+    for columns in (True, False):
+        norm, kept = norm_of(32).to(gpu), torch.stack([torch.zeros(32), torch.ones(32)], 1).to(gpu)
+        norm.weight = torch.nn.Parameter(table.clone()[:, 0] if columns else table[:, 0].clone())
+        norm.running_mean = kept[:, 0] if columns else kept[:, 0].clone()
+        conv.zero_grad()
+        y = pm.nn.Sequential(conv, norm, pm.nn.ReLU())(x).feats
+        y.square().sum().backward()
+        assert norm.weight.stride() == ((2,) if columns else (1,)) and bool((kept[:, 1] == 1).all())
+        found.append((y.detach(), norm.running_mean, norm.weight.grad, conv.weight.grad))
+    assert len(steps) == 2
+    for got, want in zip(*found, strict=True):
+        assert_close(got, want, dtype=torch.float32, scale=float(want.abs().max()))
+
+
+def test_a_norm_that_was_left_behind_is_named(gpu):
+    x, norm = sample(torch.float32, gpu, count=50), norm_of(32)
+    net = pm.nn.Sequential(pm.nn.Conv3d(12, 32, 3).to(gpu), norm)
+    with pytest.raises(DeviceError, match="the norm is on cpu, its input on cuda"):
+        net(x)
+    counter = norm.num_batches_tracked
+    norm.to(gpu).num_batches_tracked = counter.cpu()
+    with pytest.raises(DeviceError, match="the norm counts on cpu, its input is on cuda"):
+        net(x)
+
+
 # Compilation
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

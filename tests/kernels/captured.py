@@ -161,6 +161,39 @@ def check_norms() -> None:
             assert_close(got, want, scale=1.0 + float(want.abs().max()) if want.numel() else None)
 
 
+def check_few_rows() -> None:
+    """Norms of fewer than two rows, whatever is known: by it, or by 0 and 1, and with a bias that is taken away again
+    or, then, is not. Vectors that lie in a larger tensor are read, and written, where they are."""
+    for count in (0, 1, 2, 70):
+        for known in (True, False):
+            for momentum in (0.1, None):
+                for strided in (True, False):
+                    ended = [few_rows(count, known, momentum, strided, kernels) for kernels in (True, False)]
+                    for got, want in zip(*ended, strict=True):
+                        assert_close(got, want, scale=1.0 + float(want.abs().max()) if want.numel() else None)
+
+
+def few_rows(count: int, known: bool, momentum: float | None, strided: bool, kernels: bool) -> list[torch.Tensor]:
+    """The result of the living rows, gradients, and what is kept; kernels: whether they are used."""
+    generator = torch.Generator().manual_seed(count)
+    x, residual, grad = torch.randn(3, count + 3, 5, generator=generator) + 1
+    table = torch.rand(5, 5, 2, generator=generator) + 0.5
+    mean, variance, offset, weight, bias = table[..., 0] if strided else table[..., 0].clone()
+    tracked = torch.tensor(3)
+    cloud = Cloud(
+        torch.zeros(count + 3, 4, dtype=torch.int32), torch.tensor([count], dtype=torch.int32), BOUNDS, clear(x.device)
+    )
+    told = norm.Statistics((mean, variance) if known else None, 1e-3, known, momentum, tracked, offset)
+    given = [t.detach().requires_grad_() for t in (x, weight, bias, residual)]
+    with patch.object(norm, "_by_kernels", lambda x: kernels):
+        y = norm.batch_norm(given[0], cloud, norm.Norm(given[1], given[2], told, given[3], True))
+        found = torch.autograd.grad(y, given, grad)
+    assert int(tracked) == 3 + (known and count > 1)
+    rows = [y.detach(), found[0], found[3]]
+    # What lies between the entries of a vector is nobody's to write.
+    return [*(t[:count] for t in rows), *found[1:3], mean, variance, table[..., 1]]
+
+
 def check_largest() -> None:
     """Maxima by kernels and their gradients are those of plain torch: ties, NaN, given outputs that meet nothing."""
     for number, (relation, channels, dtype) in enumerate(
@@ -442,6 +475,7 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
         **map_checks(),
         **flow_checks(),
         "norms": check_norms,
+        "norms of few rows": check_few_rows,
         "maxima": check_largest,
         "a step of training": check_step,
         "a step without room": check_wider_step,

@@ -3,6 +3,7 @@
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import pumice as pm
+from pumice.coords import launch
 from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
@@ -1085,3 +1087,277 @@ def test_a_layer_that_was_called_before_goes_straight_to_its_kernel(straight, mo
         assert len(checks) == 2
     layer(tensors[0])
     assert len(checks) == 3, "gradients are asked for"
+
+
+# calls that autograd records
+
+
+def recorded(x, weight, found):
+    from pumice.ops.conv import recorded_call
+
+    return recorded_call(x, weight, found, found.num_outputs)
+
+
+def counted(kernels_):
+    """How many kernels there are, and how often they were started by Triton's door and by addresses."""
+    return len(kernels_), sum(len(k.doors) for k in kernels_.values()), sum(len(k.direct) for k in kernels_.values())
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """One entry for each call that was planned."""
+    seen, plan_of = [], plan.held_for
+    monkeypatch.setattr(plan, "held_for", lambda *given: seen.append(1) or plan_of(*given))
+    return seen
+
+
+def both(call, x, weight):
+    """The call and its gradients."""
+    y = call.result((x, weight))
+    dx, dw = call.gradients((x, weight), torch.zeros_like(y), (x.dtype, weight.dtype))
+    assert (y.shape, dx.shape, dw.shape) == ((len(x), 16), x.shape, weight.shape)
+    return y
+
+
+def turned(x):
+    """The same values, column by column."""
+    return x.t().contiguous().t()
+
+
+SETTINGS = {
+    "deterministic": lambda patch: patch.setattr(direct, "deterministic", lambda: True),
+    "tuned since": lambda patch: patch.setattr(direct, "ledger", lambda: SimpleNamespace(generation=77)),
+    "tiles": lambda patch: patch.setattr(kernels, "tile_source", lambda: kernels.DEFAULT),
+    "precision": lambda patch: patch.setattr(kernels, "float32_precision", lambda: "tf32"),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_recorded_call_is_another_one_where_something_else_is_set(straight, monkeypatch, setting):
+    dtype = torch.float32 if setting == "precision" else torch.float16
+    (x, found), weight = voxels(400, 0, dtype=dtype), torch.zeros(16, 27, 16, dtype=dtype)
+    call = recorded(x, weight, found)
+    both(call, x, weight)
+    before, keys = counted(straight), {*call._straight._held}
+    both(call, x, weight)
+    assert (
+        counted(straight) == (before[0], before[1], before[2] + 3)
+        and {*call._straight._held} == keys
+        and len(keys) == 3
+    )
+    with monkeypatch.context() as patch:
+        SETTINGS[setting](patch)
+        both(call, x, weight)
+        assert len({*call._straight._held} - keys) == 3
+
+
+def test_float32_precision_is_no_matter_of_narrower_floats(straight, monkeypatch):
+    (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
+    call = recorded(x, weight, found)
+    both(call, x, weight)
+    keys = {*call._straight._held}
+    monkeypatch.setattr(kernels, "float32_precision", lambda: "tf32")
+    both(call, x, weight)
+    assert {*call._straight._held} == keys
+
+
+def test_precision_of_a_recorded_call_is_that_of_its_kernel(straight, monkeypatch):
+    (x, found), weight = voxels(400, 0, dtype=torch.float32), torch.zeros(16, 27, 16)
+    call, seen = recorded(x, weight, found), []
+    for setting in ("ieee", "tf32", "ieee", "tf32"):
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
+        for kernel in straight.values():
+            kernel.doors.clear(), kernel.direct.clear()
+        call.result((x, weight))
+        (kernel,) = [k for k in straight.values() if k.doors or k.direct]
+        values = kernel.doors[0][1] if kernel.doors else kernel.direct[0][1]
+        seen.append(dict(zip([a.variable for a in kernel.source.arguments], values, strict=True))["PRECISION"])
+    assert seen == ["tf32x3", "tf32", "tf32x3", "tf32"]
+
+
+@pytest.mark.parametrize("which", ["x", "weight", "grad"])
+def test_a_recorded_call_with_other_strides_is_another_kernel(straight, planned, which):
+    (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
+    grad, call = torch.zeros(400, 16, dtype=torch.float16), recorded(x, weight, found)
+
+    def run(x, weight, grad):
+        y = call.result((x, weight))
+        call.gradients((x, weight), grad, (x.dtype, weight.dtype))
+        return y
+
+    run(x, weight, grad)
+    given = {"x": x, "weight": weight, "grad": grad}
+    other = weight.transpose(0, 2).contiguous().transpose(0, 2) if which == "weight" else turned(given[which])
+    assert other.stride() != given[which].stride() and other.shape == given[which].shape
+    before = counted(straight)
+    for _ in range(2):
+        run(**{**given, which: other})
+    kinds, doors, _ = counted(straight)
+    # The forward pass takes no gradient, and each gradient not what it is the gradient of.
+    assert kinds - before[0] == doors - before[1] == 2
+    read = {a for kernel in straight.values() for _, values in kernel.direct for a in values}
+    assert other.data_ptr() in read
+    # What was there before is as it was.
+    before = counted(straight)
+    run(x, weight, grad)
+    assert counted(straight) == (before[0], before[1], before[2] + 3)
+
+
+def test_a_gradient_of_another_dtype_is_another_kernel(straight):
+    (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
+    call = recorded(x, weight, found)
+    for number, dtype in enumerate((torch.float16, torch.float32, torch.bfloat16)):
+        grad = torch.zeros(400, 16, dtype=dtype)
+        for _ in range(2):
+            dx, dw = call.gradients((x, weight), grad, (torch.float16, torch.float32))
+            assert (dx.dtype, dw.dtype) == (torch.float16, torch.float32)
+        assert counted(straight)[1:] == (2 * number + 2, 2 * number + 2)
+
+
+def test_gradients_that_nobody_wants_are_not_computed(straight):
+    (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
+    call, grad = recorded(x, weight, found), torch.zeros(400, 16, dtype=torch.float16)
+    assert call.gradients((x, weight), grad, (None, None)) == [None, None] and counted(straight)[0] == 0
+    dx, dw = call.gradients((x, weight), grad, (None, torch.float16))
+    assert dx is None and dw is not None and counted(straight)[:2] == (1, 1)
+
+
+def test_calls_that_are_recorded_for_two_maps_have_one_template(straight, planned):
+    """Of about as many voxels, in whatever order they come; another dtype or another weight's is another call."""
+    weight = torch.zeros(16, 27, 16, dtype=torch.float16)
+    for count in (400, 399):
+        x, found = voxels(count, 0)
+        both(recorded(x, weight, found), x, weight)
+    before = len(planned)
+    for count in (398, 397, 396):
+        x, found = voxels(count, 0)
+        both(recorded(x, weight, found), x, weight)
+    assert len(planned) == before
+    for other in (torch.zeros(16, 27, 16, dtype=torch.bfloat16), torch.zeros(32, 27, 16, dtype=torch.float16)):
+        x, found = voxels(398, 0, dtype=other.dtype)
+        recorded(x, other, found).result((x, other))
+        assert len(planned) > before
+        before = len(planned)
+
+
+# kernels of fixed constants
+
+
+class Plain(Kernel):
+    """A kernel as coords.launch starts it; interpreted: it leaves nothing that could be started again."""
+
+    def __init__(self, interpreted=False):
+        super().__init__(None)
+        self.interpreted = interpreted
+
+    def __getitem__(self, grid):
+        def start(*values, num_warps):
+            self.doors.append((grid, values, num_warps))
+            return None if self.interpreted else Compiled(self)
+
+        return start
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """The device that is current; -1 stands for that of a CPU's tensors."""
+    there = SimpleNamespace(device=-1, entered=[])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: there.device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+
+    @contextmanager
+    def entered(device):
+        there.entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    return there
+
+
+def fixed(constants=(16, 0.1, True), warps=8, **options):
+    kernel = Plain(**options)
+    return kernel, launch.Fixed(launch.Launcher(kernel), constants, warps)
+
+
+def test_a_fixed_kernel_is_compiled_once(current):
+    kernel, start = fixed()
+    for number in (3, 5, 7):
+        a, b = torch.zeros(number, 4), torch.zeros(9)
+        start(number, (a, b), (number,))
+        if number == 3:
+            assert kernel.doors == [((3,), (a, b, 3, 16, 0.1, True), 8)]
+        else:
+            assert kernel.direct[-1] == ((number, 1, 1), (a.data_ptr(), b.data_ptr(), number, 16, 0.1, True))
+    assert len(kernel.doors) == 1 and len(kernel.direct) == 2
+
+
+def test_a_fixed_kernel_of_another_alignment_is_another_variant(current):
+    kernel, start = fixed()
+    a, b = torch.zeros(8, dtype=torch.float16), shifted(8)
+    first, second = (a, b), (b, a)
+    for number, tensors in enumerate(((a, a), first, second, (b, b))):
+        start(1, tensors)
+        assert len(kernel.doors) == number + 1 and not kernel.direct
+    for number, tensors in enumerate(((b, b), second, first, (a, a), (shifted(3), a))):
+        start(1, tensors)
+        assert kernel.direct[-1] == ((1, 1, 1), (*(t.data_ptr() for t in tensors), 16, 0.1, True))
+        assert len(kernel.direct) == number + 1
+    assert len(kernel.doors) == 4
+
+
+def test_a_fixed_kernel_without_programs_is_not_started(current):
+    kernel, start = fixed()
+    a = torch.zeros(8)
+    start(0, (a,))
+    start(1, (a,))
+    start(0, (a,))
+    assert len(kernel.doors) == 1 and not kernel.direct
+    start(1, (a,))
+    assert len(kernel.direct) == 1
+
+
+def test_fixed_kernels_of_other_constants_are_others(current):
+    """Of one launcher, which keeps what was compiled for each."""
+    kernel = Plain()
+    launcher, a = launch.Launcher(kernel), torch.zeros(8)
+    for constants, warps in (((16, 0.1), 4), ((16, 0.2), 4), ((32, 0.1), 4), ((16, 0.1), 8)):
+        launch.Fixed(launcher, constants, warps)(1, (a,))
+        assert kernel.doors[-1] == ((1,), (a, *constants), warps)
+    assert len(kernel.doors) == 4
+    launch.Fixed(launcher, (16, 0.2), 4)(1, (a,))
+    assert len(kernel.doors) == 4 and kernel.direct == [((1, 1, 1), (a.data_ptr(), 16, 0.2))]
+
+
+def test_a_fixed_kernel_that_is_interpreted_goes_by_the_door(current):
+    kernel, start = fixed(interpreted=True)
+    for _ in range(3):
+        start(2, (torch.zeros(8),))
+    assert len(kernel.doors) == 3 and not kernel.direct
+
+
+def on(device, tensor):
+    """A tensor as a launcher sees one of another device."""
+    return SimpleNamespace(get_device=lambda: device, data_ptr=tensor.data_ptr, dtype=tensor.dtype)
+
+
+def test_a_fixed_kernel_runs_where_its_tensors_lie(current):
+    """Whichever device is current, and what was compiled for one is not started on another."""
+    kernel, start = fixed()
+    current.device, a = 0, torch.zeros(8)
+    for device, entered in ((1, 1), (1, 2), (0, 2), (0, 2)):
+        start(1, (on(device, a),))
+        assert len(current.entered) == entered and set(current.entered) == {1}
+    assert len(kernel.doors) == 2 and len(kernel.direct) == 2
+    current.device = 1
+    start(1, (on(1, a),))
+    assert len(current.entered) == 2 and len(kernel.doors) == 2 and len(kernel.direct) == 3
+
+
+def test_a_fixed_kernel_tells_a_profiler(current, monkeypatch):
+    from triton import knobs
+
+    kernel, start = fixed()
+    start(1, (torch.zeros(8),))
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    start(1, (torch.zeros(8),))
+    assert (len(kernel.doors), len(kernel.watched), len(kernel.direct)) == (1, 1, 0)

@@ -95,7 +95,7 @@ class Normed:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """For a kernel; `facts` say which of them stand in for none."""
         pair, weight, bias = self.pair, self.weight, self.bias
-        return pair, pair if weight is None else weight, pair if bias is None else bias
+        return pair, pair if weight is None else weight.contiguous(), pair if bias is None else bias.contiguous()
 
     @property
     def facts(self) -> tuple[bool, ...]:
@@ -135,7 +135,8 @@ class _BatchNorm(torch.autograd.Function):
 def gradients_of(y: Tensor, grad: Tensor, given: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Any]:
     """The gradients of those of the given that need one, recorded in turn; None of the others."""
     sought = [x if need else None for x, need in zip(given, needed, strict=False)]
-    found = iter(torch.autograd.grad(y, [x for x in sought if x is not None], grad, create_graph=True))
+    wanted = [x for x in sought if x is not None]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
     return [None if x is None else next(found) for x in sought]
 
 
@@ -166,8 +167,9 @@ def gradients(
 def composed(x: Tensor, rows: Cloud, told: Normed, statistics: Statistics, y: Tensor | None) -> Tensor:
     """The result but for the residual, in torch's operators, which record gradients of any order; running statistics
     stay as they are. y: the result, where gradients depend on it."""
-    still = replace(statistics, follows=False)
-    again = told.affine(replace(told, pair=moments_twin(x, rows, still)).apart(x))
+    own = moments_twin(x, rows, replace(statistics, follows=False))
+    # What fewer than two rows were normalised by may have followed others since.
+    again = told.affine(replace(told, pair=torch.where(rows.count > 1, own, told.pair)).apart(x))
     if told.relu:
         again = again.relu() if y is None else torch.where(y > 0, again, 0)
     # Gradients of rows that do not live may be anything.
@@ -184,10 +186,15 @@ def _check(x: Tensor, norm: Norm) -> None:
     (rows, channels), device = x.shape, x.get_device()
     told, residual = norm.statistics, norm.residual
     for tensor in (norm.weight, norm.bias, told.offset, *(told.running or ())):
-        if tensor is not None and (tensor.shape[0] != channels or tensor.get_device() != device):
+        if tensor is None:
+            continue
+        # On a CPU there are tensors without values, which have no number either.
+        if tensor.shape[0] != channels or tensor.get_device() != device or (device < 0 and tensor.is_meta != x.is_meta):
             if tensor.device != x.device:
                 raise DeviceError(f"the norm is on {tensor.device}, its input on {x.device}")
             raise ShapeError(f"the norm has {tensor.shape[0]} channels, its input {channels}")
+    if told.tracked is not None and told.tracked.get_device() != device:
+        raise DeviceError(f"the norm counts on {told.tracked.device}, its input is on {x.device}")
     if residual is not None and (residual.shape != x.shape or residual.get_device() != device):
         raise ShapeError(
             f"the residual is {[rows, channels]} on {x.device}, found {list(residual.shape)} on {residual.device}"
@@ -206,9 +213,11 @@ the room that it took for more would be all others' loss. On an H200, fp16, mome
 
 def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
     """Mean and 1 / sqrt(variance + eps) of the living rows [2, C], in at least float32; running statistics follow."""
-    if not _by_kernels(x):
+    known = statistics.running
+    # Kernels write to those that follow as they lie.
+    if not _by_kernels(x) or (known is not None and not (known[0].is_contiguous() and known[1].is_contiguous())):
         return moments_twin(x, rows, statistics)
-    pair, known = _pair(x), statistics.running
+    pair = _pair(x)
     follows, tracked, offset = statistics.follows, statistics.tracked, statistics.offset
     momentum = -1.0 if statistics.momentum is None else statistics.momentum
     if follows and momentum < 0 and tracked is not None:
@@ -216,7 +225,7 @@ def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
         tracked.add_((rows.count > 1)[0])
     told = (*((pair, pair) if known is None else known), pair if tracked is None else tracked)
     facts = (statistics.eps, momentum, known is not None, follows, tracked is not None, offset is not None)
-    _by_parts("moments", (x, rows.count, *told, pair if offset is None else offset, pair), facts)
+    _by_parts("moments", (x, rows.count, *told, pair if offset is None else offset.contiguous(), pair), facts)
     return pair
 
 
@@ -311,39 +320,45 @@ def _pair(x: Tensor) -> Tensor:
 def _by_blocks(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) -> None:
     """Start a kernel with a program for each block of rows; the last tensor is the result [N, C]."""
     rows, channels = tensors[-1].shape
-    lanes = _lanes(channels)
-    fixed = _fixed(name, tuple([t.dtype for t in tensors]), (channels, _ROWS, lanes, *facts))
+    fixed, lanes = _of_blocks(name, channels, facts, *[t.dtype for t in tensors])
     fixed(-(-rows // _ROWS) * -(-channels // lanes), tensors)
 
 
 def _by_parts(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) -> None:
     """Start a kernel whose programs share the rows of the first tensor [N, C], and leave their sums for the last of
     them."""
-    rows, channels = tensors[0].shape
-    lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
-    turn = _ENTRIES // lanes
+    x = tensors[0]
+    rows, channels = x.shape
+    (once, ahead), lanes = _of_parts(name, channels, facts, *[t.dtype for t in tensors])
     # At least two turns each: the last one waits for the sums of all.
+    turn = _ENTRIES // lanes
     parts, sides = max(1, min(_PARTS, -(-rows // (2 * turn)))), -(-channels // lanes)
-    own = scratch(sides, 8 * parts * channels, tensors[0].device)
-    tensors = (*tensors, own.room, own.counters)
+    own = scratch(sides, 8 * parts * channels, x.device)
     # Loads run ahead where there are some to run ahead of.
-    stages = 3 if rows > 4 * parts * turn else 1
-    constants = (channels, turn, lanes, _JOINED // lanes, stages, *facts)
-    fixed = _fixed(name, tuple([t.dtype for t in tensors]), constants, 8)
-    fixed(parts * sides, tensors, (parts,))
+    fixed = ahead if rows > 4 * parts * turn else once
+    fixed(parts * sides, (*tensors, own.room, own.counters), (parts,))
 
 
 @lru_cache(maxsize=1024)
+def _of_blocks(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[Fixed, int]:
+    """A kernel for tensors of these dtypes, and how many channels a program has."""
+    lanes = _lanes(channels)
+    return Fixed(_launcher(name), (channels, _ROWS, lanes, *facts)), lanes
+
+
+@lru_cache(maxsize=1024)
+def _of_parts(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[tuple[Fixed, Fixed], int]:
+    """The same, without and with loads that run ahead."""
+    lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
+    shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes
+    once, ahead = (Fixed(_launcher(name), (*shape, stages, *facts), 8) for stages in (1, 3))
+    return (once, ahead), lanes
+
+
 def _lanes(channels: int) -> int:
     """Channels of a program: such as divide them, if they are not few."""
     divisor = min(_CHANNELS, channels & -channels)
     return divisor if divisor >= _SHARED else min(_CHANNELS, max(16, 1 << (channels - 1).bit_length()))
-
-
-@lru_cache(maxsize=1024)
-def _fixed(name: str, dtypes: tuple[torch.dtype, ...], constants: tuple[float, ...], warps: int = 4) -> Fixed:
-    """A kernel for tensors of these dtypes. Its file is imported here first: it needs Triton."""
-    return Fixed(_launcher(name), constants, warps)
 
 
 @lru_cache(maxsize=8)

@@ -92,13 +92,14 @@ def moments(
         variance = spread / total
         old_mean = tl.zeros([1, LANES], tl.float32)
         old_variance = tl.full([1, LANES], 1.0, tl.float32)
+        beyond = tl.zeros([1, LANES], tl.float32)
         if KNOWN:
             old_mean = tl.load(known_mean + c, mask=c < C, other=0).to(tl.float32)
             old_variance = tl.load(known_variance + c, mask=c < C, other=0).to(tl.float32)
-            beyond = tl.zeros([1, LANES], tl.float32)
-            if OFFSET:
-                beyond = tl.load(offset + c, mask=c < C, other=0).to(tl.float32)
-                old_mean -= beyond
+        if OFFSET:
+            beyond = tl.load(offset + c, mask=c < C, other=0).to(tl.float32)
+            old_mean -= beyond
+        if KNOWN:
             if FOLLOWS:
                 if rows > 1:
                     if MOMENTUM >= 0:

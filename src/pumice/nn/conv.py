@@ -157,12 +157,6 @@ class Conv(Convolution):
         """x: N voxels x in_channels -> SparseTensor with out_channels. `out` replaces the layer's own for this call."""
         return self._over(x, out)
 
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        if hasattr(cls, "weight") or hasattr(cls, "bias"):
-            # A property of the class stands before the parameter.
-            cls._parts = Convolution._parts_by_name
-
     def asked(self, target: Target = None) -> tuple[Relation, Geometry | None]:
         if target is None:
             return self.relation, None

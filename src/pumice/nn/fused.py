@@ -48,7 +48,10 @@ def chained(
                 place += taken
                 continue
             # What a residual is added to apart stands before the last module.
-            apart = residual is not None and (type(modules[-1]) not in _ACTIVATIONS or not _alike(x, residual))
+            within = type(modules[-1]) in _ACTIVATIONS
+            apart = residual is not None and not (
+                within and _within(module, x, residual, *more) and _alike(x, residual)
+            )
             epilogue, taken = _epilogue(modules[place + 1 : count - apart], None if apart else residual)
             x = module.finished(x, epilogue, *more)
             residual = None if epilogue is not None and epilogue.residual is not None else residual
@@ -86,7 +89,8 @@ def _trained(
     if not plain or not _takes_statistics(norm) or (residual is not None and len(behind) == 1):
         return _called(layer, x, target), 1, residual
     last = len(behind) == 2
-    own = residual if last and residual is not None and _alike(x, residual) else None
+    own = residual if last and residual is not None and _within(layer, x, residual, target) else None
+    own = own if own is not None and _alike(x, own) else None
     relu = len(behind) > 1 and _ACTIVATIONS.get(type(behind[1])) == "relu"
     if not relu or (last and residual is not None and own is None):
         relu, own = False, None
@@ -141,6 +145,11 @@ def _activated(norm: nn.Module, behind: nn.Module, x: object) -> SparseTensor | 
     return norm.over_living(x, relu=True) if _unheard(both) and _unheard_of_gradients(both) else None
 
 
+def _within(layer: Convolution, x: SparseTensor, residual: SparseTensor, target: Target = None) -> bool:
+    """Whether a residual has the rows of the layer's result; over other coordinates a sum is over those of both."""
+    return target is None and residual.geometry is x.geometry and layer.relation.policy == "same"
+
+
 def _alike(x: SparseTensor, residual: SparseTensor) -> bool:
     """Whether a residual has the dtype of a convolution's result: a sum of two dtypes would have the wider one's."""
     kind = x.device.type
@@ -163,8 +172,11 @@ def _unheard(modules: Sequence[nn.Module]) -> bool:
     if every._global_forward_hooks or every._global_forward_pre_hooks:
         return False
     # As a loop: a generator, or a list, is half of its time.
-    for module in modules:  # noqa: SIM110
+    for module in modules:
         if module._forward_hooks or module._forward_pre_hooks:
+            return False
+        # What somebody has put in the place of the class's own.
+        if "forward" in module.__dict__:
             return False
     return True
 

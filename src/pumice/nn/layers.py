@@ -36,8 +36,8 @@ class _Entrywise(_Featurewise):
 class BatchNorm(_Featurewise, nn.BatchNorm1d):
     """torch.nn.BatchNorm1d over all voxels: mean and variance per channel.
 
-    Fewer than two voxels have no variance: in training they are normalised by the running statistics, which they
-    leave alone (without running statistics, by mean 0 and variance 1).
+    Fewer than two voxels have no variance: where their own statistics would count, they are normalised by the running
+    ones, which they leave alone (without running statistics, by mean 0 and variance 1).
     """
 
     def forward(self, x: SparseTensor) -> SparseTensor:
@@ -48,10 +48,13 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
             return x.replace(_traced_norm(self, x.feats))
         if self.running_mean is None:
             x.geometry.known("a BatchNorm without running statistics takes those of all voxels")
-        if not self.training or len(x) > 1:
+        own = self.training or self.running_mean is None
+        if not own or len(x) > 1:
             return super().forward(x)
-        mean = self.running_mean if self.running_mean is not None else x.feats.new_zeros(self.num_features)
-        var = self.running_var if self.running_var is not None else x.feats.new_ones(self.num_features)
+        # Under autocast features are narrower than what is beside them.
+        like = x.feats if self.weight is None else self.weight.detach()
+        mean = self.running_mean if self.running_mean is not None else like.new_zeros(self.num_features)
+        var = self.running_var if self.running_var is not None else like.new_ones(self.num_features)
         return x.replace(functional.batch_norm(x.feats, mean, var, self.weight, self.bias, False, 0.0, self.eps))
 
     def of_living(self, x: SparseTensor) -> bool:
@@ -67,7 +70,8 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         mean, var, weight, bias = self.vectors()
         running = None if mean is None or var is None else (mean, var)
         tracked = self._buffers.get("num_batches_tracked")
-        told = lowered.Statistics(running, self.eps, self.training, self.momentum, tracked, offset)
+        follows = self.training and self.track_running_stats
+        told = lowered.Statistics(running, self.eps, follows, self.momentum, tracked, offset)
         return lowered.Norm(weight, bias, told, residual, relu)
 
     def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -103,7 +107,7 @@ def _statistics(norm: BatchNorm, x: Tensor, known: tuple[Tensor, Tensor]) -> tup
     many, some = count > 1, count.clamp(min=1)
     mean = x.sum(0) / some
     var = (x - mean).square().sum(0) / some
-    if norm.training and norm.running_mean is not None:
+    if norm.training and norm.track_running_stats and norm.running_mean is not None:
         with torch.no_grad():
             _track(norm, many, (mean.detach(), var.detach() * (some / (some - 1).clamp(min=1))))
     return torch.where(many, mean, known[0]), torch.where(many, var, known[1])

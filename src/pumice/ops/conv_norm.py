@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pumice.coords import Cloud, Geometry, Relation, kernel_map
 from pumice.errors import ShapeError
@@ -43,14 +44,15 @@ def conv_norm(
         return None
     relation, target = asked
     mapped = x.geometry.maps.get((relation, None)) if target is None else None
-    if mapped is None:
+    if mapped is None or not _known(weight, norm, relation):
         _check(x, weight, norm, relation)
+    if mapped is None:
         mapped = kernel_map(x.geometry, relation, target)
     feats = given[0] if given[0].dtype == dtype else given[0].to(dtype)
     # Autocast's cast of a weight that is trained is the call's own: its gradient is in the weight's dtype.
     weight = weight if weight.dtype == dtype or weight.requires_grad else weight.to(dtype)
     flat = _flat(weight.detach())
-    found, outputs = mapped[0], mapped[1] or x.geometry
+    found, outputs = mapped[0], x.geometry if mapped[1] is None else mapped[1]
     call = kept_call(feats, flat, found, outputs.coords.shape[0])
     if call is not None and x.geometry.buffered is None:
         return fitting(_ConvNorm.of((call, flat, outputs.cloud, norm), feats, weight), outputs)
@@ -64,7 +66,8 @@ def conv_norm(
 def _dtype(given: tuple[Tensor, ...]) -> torch.dtype | None:
     """In which the operands, features, weight and residual, are multiplied and added; None where that is another
     call's matter."""
-    if not register.recorded(given):
+    # The norm's own tensors may have tangents, too.
+    if forward_ad._current_level >= 0 or not register.recorded(given):
         return None
     feats, weight, *more = given
     kind = feats.device.type
@@ -72,6 +75,13 @@ def _dtype(given: tuple[Tensor, ...]) -> torch.dtype | None:
     dtype = torch.get_autocast_dtype(kind) if cast else feats.dtype
     fits = dtype in DTYPES and (cast or weight.dtype == dtype) and weight.is_floating_point()
     return dtype if fits and feats.is_floating_point() and all([x.dtype == dtype for x in more]) else None
+
+
+def _known(weight: Tensor, norm: Norm, relation: Relation) -> bool:
+    """Whether the axes of the weight, and the bias, are such as calls are kept for: the rest is in their keys."""
+    shape, bias = weight.shape, norm.statistics.offset
+    axes = relation.dim + 2 if relation.custom is None else 3
+    return len(shape) == axes and (bias is None or bias.shape == shape[:1])
 
 
 def _check(x: SparseTensor, weight: Tensor, norm: Norm, relation: Relation) -> None:
@@ -100,8 +110,9 @@ class _ConvNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.call, flat, ctx.rows, norm = told
         cast = ctx.call.cast((x, flat))
-        with register.as_given((x,)):
-            h = ctx.call.result(cast)
+        h = ctx.call.result(cast)
+        # Kernels choose their dtypes themselves; of torch's operators autocast would.
+        with nullcontext() if x.is_cuda else register.as_given((x,)):
             y, normed = norms.normed(h, ctx.rows, norm)
         ctx.statistics, ctx.finish, ctx.tiles = norm.statistics, (normed.relu, normed.adds), plan.kernels.tile_source()
         narrow = None if cast[1] is flat else cast[1]
@@ -134,20 +145,29 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _of_bias(dh: Tensor, ctx: Any) -> Tensor:
     """Its gradient: nothing, where it is taken away again."""
     rows, like = ctx.rows, ctx.statistics.offset
-    if rows.exact and rows.capacity > 1:
+    if _goes(rows):
         return torch.zeros_like(like)
     return (torch.where(rows.live()[:, None], dh, 0).sum(0) * (rows.count < 2)).to(like.dtype)
+
+
+def _goes(rows: Cloud) -> bool:
+    """Whether a bias is known to be taken away again."""
+    return rows.exact and rows.capacity > 1
 
 
 def _recorded(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """The same, for gradients of gradients: each is recorded in turn."""
     x, weight, scale, shift, _, _, pair, y = ctx.saved_tensors
     needed = ctx.needs_input_grad[1:]
-    h = ctx.call(x, _flat(weight))
+    h, bias = ctx.call(x, _flat(weight)), ctx.statistics.offset
+    counts = needed[2] and not _goes(ctx.rows)
+    if counts:
+        # Nothing is added: what it is the gradient of was taken from the running mean.
+        h = h + torch.where(ctx.rows.count < 2, bias - bias.detach(), 0).to(h.dtype)
     again = norms.composed(h, ctx.rows, norms.Normed(pair, scale, shift, *ctx.finish), ctx.statistics, y)
-    sought = (*needed[:2], *needed[3:5], needed[2])
-    dx, dweight, dscale, dshift, dh = norms.gradients_of(again, grad, (x, weight, scale, shift, h), sought)
-    dbias = None if dh is None else _of_bias(dh, ctx)
+    sought = (*needed[:2], counts, *needed[3:5])
+    dx, dweight, dbias, dscale, dshift = norms.gradients_of(again, grad, (x, weight, bias, scale, shift), sought)
+    dbias = torch.zeros_like(bias) if needed[2] and not counts else dbias
     return dx, dweight, dbias, dscale, dshift, norms.let_through(grad, y) if needed[5] else None
 
 

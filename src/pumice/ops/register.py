@@ -273,12 +273,13 @@ class HeldCall:
         call = self._straight.get(key) or self._over_another(key, given)
         if call is not None and (y := call(given)) is not None:
             return y
-        ready = self._results.get(plan.deterministic())
-        if ready is None:
-            ready = plan.held_for(self._together(given), self._ask)
-            self._results[plan.deterministic()] = ready
-        y = plan.carry_out(ready, given)
-        self._leave(key, ready, given, range(len(given)))
+        with as_given(given):
+            ready = self._results.get(plan.deterministic())
+            if ready is None:
+                ready = plan.held_for(self._together(given), self._ask)
+                self._results[plan.deterministic()] = ready
+            y = plan.carry_out(ready, given)
+            self._leave(key, ready, given, range(len(given)))
         return y
 
     def gradients(
@@ -385,8 +386,7 @@ class _RecordedHeld(torch.autograd.Function):
         ctx.call, ctx.tiles = call, plan.kernels.tile_source()
         cast = call.cast(given)
         ctx.save_for_backward(*given, *(x for x, own in zip(cast, given, strict=True) if x is not own))
-        with as_given(given):
-            return call.result(cast)
+        return call.result(cast)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,0 +1,260 @@
+"""Norms over the first rows of a buffer, in plain torch: values, gradients, statistics, and what they refuse."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pumice.coords import Bounds, Cloud
+from pumice.coords.cloud import clear
+from pumice.errors import DeviceError, ShapeError
+from pumice.lower import norm
+
+EPS = 0.01
+
+
+def cloud(count, capacity=None):
+    """So many living rows of a buffer; without a capacity all of them, as is known."""
+    coords = torch.zeros(capacity or count, 4, dtype=torch.int32)
+    if capacity is None:
+        return Cloud.of(coords, Bounds((0, 0, 0), (9, 9, 9), 1))
+    counted = torch.tensor([count], dtype=torch.int32)
+    return Cloud(coords, counted, Bounds((0, 0, 0), (9, 9, 9), 1), clear(coords.device))
+
+
+def vectors(number, channels=5):
+    return list(torch.rand(number, channels, generator=torch.Generator().manual_seed(2)).double() + 0.5)
+
+
+def rows(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def expected(x, told, weight=None, bias=None, residual=None, relu=False):
+    """What torch's own norm makes of the living rows; with fewer than two by what is known."""
+    (mean, var), own = told.running or (torch.zeros(5).double(), torch.ones(5).double()), len(x) > 1
+    mean, var, offset = mean.clone(), var.clone(), 0 if told.offset is None else told.offset
+    momentum = 1 / (int(told.tracked) + 1) if told.momentum is None and told.tracked is not None else told.momentum
+    y = torch.nn.functional.batch_norm(x + offset, mean, var, weight, bias, own, momentum or 0.0, told.eps)
+    y = y if residual is None else y + residual
+    return (y.relu() if relu else y), mean, var
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("momentum", [0.1, None, 1.0])
+@pytest.mark.parametrize(("count", "capacity"), [(0, 7), (1, 7), (2, 7), (7, 7), (1, None), (9, None)])
+def test_the_first_rows_alone_count(count, capacity, momentum, adds, relu):
+    (mean, var, weight, bias, offset), size = vectors(5), capacity or count
+    x, residual, grad = rows(size, 5), rows(size, 5, seed=1), rows(size, 5, seed=3)
+    # Whatever stands behind the living ones.
+    x[count:] = grad[count:] = torch.nan
+    given = [t.clone().requires_grad_() for t in (x, weight, bias, residual)]
+    told = norm.Statistics((mean.clone(), var.clone()), EPS, True, momentum, torch.tensor(4), offset)
+    y = norm.batch_norm(
+        given[0], cloud(count, capacity), norm.Norm(*given[1:3], told, given[3] if adds else None, relu)
+    )
+    twin = [t.detach().clone().requires_grad_() for t in (x[:count], weight, bias, residual[:count])]
+    still = norm.Statistics((mean, var), EPS, True, momentum, torch.tensor(4), offset)
+    if count == 0:
+        wanted = torch.zeros(0, 5).double(), mean, var
+    else:
+        wanted = expected(twin[0], still, *twin[1:3], twin[3] if adds else None, relu)
+    torch.testing.assert_close(y[:count], wanted[0])
+    assert told.running is not None and told.tracked is not None and int(told.tracked) == 4 + (count > 1)
+    if count > 1:
+        torch.testing.assert_close(told.running, wanted[1:])
+    else:
+        assert torch.equal(told.running[0], mean) and torch.equal(told.running[1], var)
+    if count:
+        found = torch.autograd.grad(y, given[: 3 + adds], grad)
+        theirs = torch.autograd.grad(wanted[0], twin[: 3 + adds], grad[:count])
+        for got, want in zip(found, theirs, strict=True):
+            torch.testing.assert_close(got[: len(want)], want)
+
+
+def test_fewer_than_two_rows_without_statistics_have_mean_0_and_variance_1():
+    x, (offset,) = rows(1, 5), vectors(1)
+    told = norm.Statistics(None, EPS, True, 0.1, None, offset)
+    y = norm.batch_norm(x, cloud(1), norm.Norm(None, None, told))
+    torch.testing.assert_close(y, (x + offset) / (1 + EPS) ** 0.5)
+    assert norm.batch_norm(rows(0, 5), cloud(0), norm.Norm(None, None, told)).shape == (0, 5)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_gradients_are_those_of_differences(count, adds, relu):
+    (mean, var, weight, bias), behind = vectors(4), rows(6 - count, 5, seed=4)
+
+    def function(x, weight, bias, residual):
+        # Gradients of what stands behind the living rows may be anything.
+        x, residual = torch.cat([x, behind]), torch.cat([residual, behind])
+        told = norm.Statistics((mean, var), EPS)
+        y = norm.batch_norm(x, cloud(count, 6), norm.Norm(weight, bias, told, residual if adds else None, relu))
+        return y[:count]
+
+    given = [t.requires_grad_() for t in (rows(count, 5), weight, bias, rows(count, 5, seed=1))]
+    given[3].requires_grad_(adds)
+    assert torch.autograd.gradcheck(function, given)
+    assert torch.autograd.gradgradcheck(function, given)
+
+
+def test_gradients_of_gradients_of_a_residual_alone():
+    residual = rows(6, 5, seed=1).requires_grad_()
+    told = norm.Norm(None, None, norm.Statistics(None, EPS), residual, True)
+    y = norm.batch_norm(rows(6, 5), cloud(6), told)
+    (first,) = torch.autograd.grad(y.square().sum(), residual, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), residual)
+    torch.testing.assert_close(second, 8 * y.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_narrow_rows_are_summed_in_wide_floats(dtype):
+    """And have the dtype that they came in; parameters keep theirs."""
+    x, (weight, bias) = (rows(5000, 5) + 20).to(dtype).requires_grad_(), vectors(2)
+    weight, bias = weight.float().requires_grad_(), bias.float().requires_grad_()
+    told = norm.Statistics((torch.zeros(5), torch.ones(5)), EPS, True, 1.0)
+    y = norm.batch_norm(x, cloud(5000), norm.Norm(weight, bias, told))
+    assert y.dtype == dtype and told.running is not None
+    wide = x.detach().double()
+    torch.testing.assert_close(told.running[0].double(), wide.mean(0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(told.running[1].double(), wide.var(0), rtol=1e-4, atol=0)
+    found = torch.autograd.grad(y, (x, weight, bias), torch.ones_like(y))
+    assert [g.dtype for g in found] == [dtype, torch.float32, torch.float32]
+    torch.testing.assert_close(found[2], torch.full((5,), 5000.0))
+
+
+def no_values(tensor):
+    return tensor.to("meta")
+
+
+WRONG = {
+    "weight": ({"weight": torch.ones(4)}, ShapeError, "the norm has 4 channels, its input 5"),
+    "bias": ({"bias": torch.ones(6)}, ShapeError, "the norm has 6 channels, its input 5"),
+    "mean": ({"running": (torch.ones(4), torch.ones(5))}, ShapeError, "4 channels"),
+    "variance": ({"running": (torch.ones(5), torch.ones(1))}, ShapeError, "1 channels"),
+    "offset": ({"offset": torch.ones(3)}, ShapeError, "3 channels"),
+    "weight elsewhere": ({"weight": no_values(torch.ones(5))}, DeviceError, "the norm is on meta, its input on cpu"),
+    "mean elsewhere": ({"running": (no_values(torch.ones(5)), torch.ones(5))}, DeviceError, "on meta"),
+    "other and elsewhere": ({"weight": no_values(torch.ones(4))}, DeviceError, "on meta"),
+    "residual": ({"residual": torch.ones(9, 4)}, ShapeError, r"the residual is \[9, 5\] on cpu, found \[9, 4\] on cpu"),
+    "rows": ({"residual": torch.ones(8, 5)}, ShapeError, r"found \[8, 5\]"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+@pytest.mark.parametrize("kernels", [False, True])
+def test_what_does_not_fit_reaches_no_kernel(which, kernels, monkeypatch):
+    given, error, text = WRONG[which]
+    monkeypatch.setattr(norm, "_by_kernels", lambda x: kernels)
+    told = norm.Statistics(given.get("running"), EPS, True, 0.1, None, given.get("offset"))
+    wanted = norm.Norm(given.get("weight"), given.get("bias"), told, given.get("residual"))
+    with pytest.raises(error, match=text):
+        norm.batch_norm(torch.ones(9, 5), cloud(9), wanted)
+
+
+def test_a_counter_elsewhere_reaches_no_kernel():
+    """As of a norm that was moved but for its counter; device 3 stands for a GPU."""
+    x = SimpleNamespace(shape=(9, 5), get_device=lambda: 3, device="cuda:3")
+    told = norm.Statistics(None, EPS, True, None, torch.tensor(0))
+    with pytest.raises(DeviceError, match="the norm counts on cpu, its input is on cuda:3"):
+        norm._check(x, norm.Norm(None, None, told))
+
+
+class Recorder:
+    """In place of a fixed kernel: what it is started with."""
+
+    def __init__(self, launcher, constants, warps=4):
+        self.seen, self.constants, self.warps = launcher, constants, warps
+
+    def __call__(self, programs, tensors, numbers=()):
+        self.seen.append((programs, tensors, numbers, self.constants, self.warps))
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The launches, none of which computes."""
+    seen = []
+    monkeypatch.setattr(norm, "_by_kernels", lambda x: True)
+    monkeypatch.setattr(norm, "Fixed", Recorder)
+    monkeypatch.setattr(norm, "_launcher", lambda name: seen)
+    for known in (norm._of_blocks, norm._of_parts):
+        known.cache_clear()
+    yield seen
+    for known in (norm._of_blocks, norm._of_parts):
+        known.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("count", "channels", "lanes", "parts"),
+    [(0, 64, 32, 1), (100, 64, 32, 1), (1024, 32, 32, 2), (5000, 96, 32, 10), (5000, 5, 16, 5), (5000, 40, 64, 20)],
+)
+def test_programs_share_rows_and_channels(started, count, channels, lanes, parts):
+    x = torch.zeros(count, channels)
+    norm.moments(x, cloud(count), norm.Statistics(None, EPS))
+    ((programs, tensors, numbers, constants, warps),) = started
+    assert (programs, numbers, warps) == (parts * -(-channels // lanes), (parts,), 8)
+    assert constants[:3] == (channels, 8192 // lanes, lanes) and constants[4] == 1
+    # Room for two sums of each part, and a counter for each block of channels.
+    room, counters = tensors[-2:]
+    assert room.numel() >= 8 * parts * channels and counters.numel() >= -(-channels // lanes) and not counters.any()
+
+
+def test_loads_run_ahead_where_there_are_many_rows(started):
+    for count, stages in ((100_000, 1), (132 * 256 * 4 + 1, 3), (132 * 256 * 4, 1)):
+        norm.moments(torch.zeros(count, 32), cloud(count), norm.Statistics(None, EPS))
+        assert started[-1][3][4] == stages, count
+
+
+def test_kernels_read_vectors_and_rows_in_a_row(started):
+    """A weight between others, rows that are columns: what lies otherwise is copied; statistics that do are written by
+    torch."""
+    table = torch.rand(5, 2)
+    x, residual, grad = (torch.rand(5, 9).t() for _ in range(3))
+    told = norm.Statistics(None, EPS, False, None, None, table[:, 1])
+    y, normed = norm.normed(x, cloud(9), norm.Norm(table[:, 0], table[:, 1], told, residual, True))
+    norm.gradients(grad, (x, y), cloud(9), normed, (True,) * 4)
+    assert len(started) == 4
+    for _, tensors, *_ in started:
+        assert all(t.is_contiguous() for t in tensors)
+    kept = torch.rand(5, 2)
+    before, count = kept.clone(), len(started)
+    follows = norm.Statistics((kept[:, 0], kept[:, 1]), EPS, True, 0.5)
+    norm.moments(x, cloud(9), follows)
+    assert len(started) == count
+    torch.testing.assert_close(kept[:, 0], (before[:, 0] + x.mean(0)) / 2)
+
+
+def test_what_kernels_are_told(started):
+    """Facts are constants, and each dtype and fact has a kernel of its own, which is made once."""
+    x, (mean, var, weight, offset), tracked = torch.zeros(9, 5), [v.float() for v in vectors(4)], torch.tensor(2)
+    cases = {
+        (EPS, -1.0, False, False, False, False): norm.Statistics(None, EPS),
+        (EPS, 0.2, True, True, True, True): norm.Statistics((mean, var), EPS, True, 0.2, tracked, offset),
+        (EPS, 0.2, True, False, True, False): norm.Statistics((mean, var), EPS, False, 0.2, tracked),
+        (0.5, -1.0, True, True, True, False): norm.Statistics((mean, var), 0.5, True, None, tracked),
+    }
+    for facts, told in cases.items():
+        for _ in range(2):
+            norm.moments(x, cloud(9), told)
+            assert started[-1][3][5:] == facts
+    # What the mean of all is of, torch counts before programs read it.
+    assert int(tracked) == 4 and norm._of_parts.cache_info().misses == 4
+    norm.moments(x.half(), cloud(9), norm.Statistics(None, EPS))
+    assert norm._of_parts.cache_info().misses == 5
+    pair = torch.zeros(2, 5)
+    for relu in (False, True):
+        for residual in (None, torch.zeros(9, 5)):
+            told = norm.Normed(pair, weight, None, relu, residual is not None)
+            norm.normalised(x, cloud(9), told, residual)
+            assert started[-1][3][3:] == (True, False, residual is not None, relu)
+            assert told.reads_result == (relu and residual is not None)
+
+
+def test_a_residual_without_a_relu_has_the_gradient_itself(started):
+    x, grad, sums = torch.zeros(9, 5), torch.ones(9, 5), torch.zeros(2, 5)
+    told = norm.Normed(torch.zeros(2, 5), None, None, False, True)
+    assert norm.gradient(grad, (x, None), cloud(9), told, sums)[1] is grad
+    none = norm.Normed(torch.zeros(2, 5), None, None, True, False)
+    assert norm.gradient(grad, (x, None), cloud(9), none, sums)[1] is None
