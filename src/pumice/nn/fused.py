@@ -48,9 +48,8 @@ def chained(
                 place += taken
                 continue
             # What a residual is added to apart stands before the last module.
-            within = type(modules[-1]) in _ACTIVATIONS
             apart = residual is not None and not (
-                within and _within(module, x, residual, *more) and _alike(x, residual)
+                type(modules[-1]) in _ACTIVATIONS and _within(module, x, residual, *more) and _alike(x, residual)
             )
             epilogue, taken = _epilogue(modules[place + 1 : count - apart], None if apart else residual)
             x = module.finished(x, epilogue, *more)
