@@ -264,6 +264,20 @@ def test_a_layer_without_a_bias_has_none_among_its_parameters(bias):
     torch.testing.assert_close(older(x).feats + (layer.bias if bias else 0.0), layer(x).feats)
 
 
+@pytest.mark.parametrize(
+    "last", [nn.BatchNorm, lambda n: nn.ReLU(), lambda n: nn.LeakyReLU(0.3)], ids=["norm", "relu", "other"]
+)
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_residual_is_added_before_the_last_module_whatever_that_is(last, normed, finished):
+    body = nn.Sequential(nn.Conv3d(8, 8, 3), *([nn.BatchNorm(8)] if normed else []))
+    block, x = nn.ResidualBlock(8, 8), random_tensor(60, 8, 3, dtype=torch.float64)
+    block.body, block.act = body, last(8)
+    block = stirred(block).double()
+    with torch.no_grad():
+        expected = block.act(block.body(x) + x)
+        torch.testing.assert_close(block(x).feats, expected.feats, rtol=1e-10, atol=1e-10)
+
+
 def test_a_module_in_other_floats_is_read_in_those(finished):
     module, x = stirred(CHAINS["norm and activation"]()), random_tensor(100, 8, 3)
     with torch.no_grad():

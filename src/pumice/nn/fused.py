@@ -48,7 +48,9 @@ def chained(
                 place += taken
                 continue
             # What a residual is added to apart stands before the last module.
-            apart = residual is not None and not (_within(module, x, residual, *more) and _alike(x, residual))
+            apart = residual is not None and not (
+                type(modules[-1]) in _ACTIVATIONS and _within(module, x, residual, *more) and _alike(x, residual)
+            )
             epilogue, taken = _epilogue(modules[place + 1 : count - apart], None if apart else residual)
             x = module.finished(x, epilogue, *more)
             residual = None if epilogue is not None and epilogue.residual is not None else residual
