@@ -81,7 +81,7 @@ def moments(
         turn += 1.0
         apart = tl.where(live, values - mean, 0.0)
         mean += apart * (1.0 / turn)
-        spread += apart * tl.where(live, values - mean, 0.0)
+        spread += apart * (values - mean)
         seen += tl.where(r < rows, 1.0, 0.0)
     centre, spread = _around(mean, spread, seen)
     tl.store(halves + part * C + c, centre, mask=c < C)
