@@ -61,11 +61,12 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """What Triton compiles: a kernel, the types of its tensors (a "!" where one is not aligned), its constants."""
+    """What Triton compiles: a kernel, the types of its tensors (a "!" where one is not aligned) and numbers, its
+    constants."""
 
     kernel: str
     tensors: tuple[str, ...]
-    numbers: int
+    numbers: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
     warps: int
 
@@ -90,7 +91,10 @@ class Launch:
     def of_json(held: dict[str, Any]) -> Launch:
         v = held["variant"]
         constants = tuple((name, value) for name, value in v["constants"])
-        return Launch(Variant(**{**v, "tensors": tuple(v["tensors"]), "constants": constants}), held["target"])
+        return Launch(
+            Variant(**{**v, "tensors": tuple(v["tensors"]), "numbers": tuple(v["numbers"]), "constants": constants}),
+            held["target"],
+        )
 
 
 # Writing down
@@ -107,7 +111,7 @@ class Recorder:
         launcher: Launcher,
         programs: int,
         tensors: Sequence[Tensor],
-        numbers: Sequence[int] = (),
+        numbers: Sequence[float] = (),
         constants: Mapping[str, Any] | Sequence[Any] = (),
         warps: int = 4,
     ) -> None:
@@ -117,7 +121,8 @@ class Recorder:
         if not isinstance(constants, Mapping):
             names = launcher.kernel.arg_names
             constants = dict(zip(names[len(names) - len(constants) :], constants, strict=True))
-        self.seen[Variant(name, kinds, len(numbers), tuple(constants.items()), warps)] = None
+        sizes = tuple("fp32" if isinstance(number, float) else "i64" for number in numbers)
+        self.seen[Variant(name, kinds, sizes, tuple(constants.items()), warps)] = None
 
 
 @lru_cache
@@ -278,7 +283,7 @@ def _compiled(job: Launch) -> tuple[Any, str]:
     room = "lower" if file in ("norm_kernels", "largest_kernels") else "coords"
     fn, v = getattr(importlib.import_module(f"pumice.{room}.{file}"), name), job.variant
     names = [p.name for p in fn.params]
-    kinds = [*(t.rstrip("!") for t in v.tensors), *("i64",) * v.numbers, *("constexpr",) * len(v.constants)]
+    kinds = [*(t.rstrip("!") for t in v.tensors), *v.numbers, *("constexpr",) * len(v.constants)]
     assert len(kinds) == len(names), f"{v.kernel} takes {names}"
     assert names[len(kinds) - len(v.constants) :] == [name for name, _ in v.constants], "constants in another order"
     constants = {(names.index(name),): value for name, value in v.constants}

@@ -1,5 +1,6 @@
 """Norms over the first rows of a buffer, in plain torch: values, gradients, statistics, and what they refuse."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -194,7 +195,7 @@ def test_programs_share_rows_and_channels(started, count, channels, lanes, parts
     x = torch.zeros(count, channels)
     norm.moments(x, cloud(count), norm.Statistics(None, EPS))
     ((programs, tensors, numbers, constants, warps),) = started
-    assert (programs, numbers, warps) == (parts * -(-channels // lanes), (parts,), 8)
+    assert (programs, numbers, warps) == (parts * -(-channels // lanes), (parts, 0.0), 8)
     assert constants[:3] == (channels, 8192 // lanes, lanes) and constants[4] == 1
     # Room for two sums of each part, and a counter for each block of channels.
     room, counters = tensors[-2:]
@@ -230,15 +231,16 @@ def test_what_kernels_are_told(started):
     """Facts are constants, and each dtype and fact has a kernel of its own, which is made once."""
     x, (mean, var, weight, offset), tracked = torch.zeros(9, 5), [v.float() for v in vectors(4)], torch.tensor(2)
     cases = {
-        (EPS, -1.0, False, False, False, False): norm.Statistics(None, EPS),
-        (EPS, 0.2, True, True, True, True): norm.Statistics((mean, var), EPS, True, 0.2, tracked, offset),
-        (EPS, 0.2, True, False, True, False): norm.Statistics((mean, var), EPS, False, 0.2, tracked),
-        (0.5, -1.0, True, True, True, False): norm.Statistics((mean, var), 0.5, True, None, tracked),
+        (EPS, True, False, False, False, False): norm.Statistics(None, EPS),
+        (EPS, False, True, True, True, True): norm.Statistics((mean, var), EPS, True, 0.2, tracked, offset),
+        (EPS, False, True, False, True, False): norm.Statistics((mean, var), EPS, False, 0.2, tracked),
+        (0.5, True, True, True, True, False): norm.Statistics((mean, var), 0.5, True, None, tracked),
     }
     for facts, told in cases.items():
-        for _ in range(2):
-            norm.moments(x, cloud(9), told)
-            assert started[-1][3][5:] == facts
+        # A momentum that changes as training goes on is no fact: the kernel is the same.
+        for momentum in (told.momentum, told.momentum and 0.7):
+            norm.moments(x, cloud(9), replace(told, momentum=momentum))
+            assert started[-1][3][5:] == facts and started[-1][2] == (1, momentum or 0.0)
     # What the mean of all is of, torch counts before programs read it.
     assert int(tracked) == 4 and norm._of_parts.cache_info().misses == 4
     norm.moments(x.half(), cloud(9), norm.Statistics(None, EPS))

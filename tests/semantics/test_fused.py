@@ -286,6 +286,14 @@ def test_a_module_in_other_floats_is_read_in_those(finished):
             assert y.dtype == dtype and {t.dtype for t in finished[-1].operands.values()} == {dtype}
 
 
+def test_a_block_whose_activation_became_a_function():
+    block, x = stirred(nn.ResidualBlock(8, 8)), random_tensor(40, 8, 3)
+    want = block(x).feats
+    del block.act
+    block.act = lambda y: y.map(torch.relu)
+    assert torch.equal(block(x).feats, want)
+
+
 def test_parts_of_a_block_that_were_exchanged_are_called(finished):
     block, x = stirred(CHAINS["residual"]()).double(), random_tensor(60, 8, 3, dtype=torch.float64)
     with torch.no_grad():

@@ -114,9 +114,10 @@ def kernel(name: str) -> Launcher:
 
 
 class Launcher:
-    """A kernel whose arguments are tensors, then integers, then constants, in this order.
+    """A kernel whose arguments are tensors, then numbers, then constants, in this order.
 
-    Integers are passed as 64 bits and never specialised on, so that sizes of a scan make no new variant. The first
+    Integers are passed as 64 bits and never specialised on, so that sizes of a scan make no new variant; other numbers
+    as float32. The first
     launch of a variant goes through Triton's own door; later ones start what it compiled.
     """
 
@@ -128,7 +129,7 @@ class Launcher:
         self,
         programs: int,
         tensors: Sequence[Tensor],
-        numbers: Sequence[int] = (),
+        numbers: Sequence[float] = (),
         constants: Mapping[str, Any] | Sequence[Any] = (),
         warps: int = 4,
     ) -> Compiled | None:
@@ -147,7 +148,7 @@ class Launcher:
         self,
         programs: int,
         tensors: Sequence[Tensor],
-        numbers: Sequence[int],
+        numbers: Sequence[float],
         known: tuple[Any, ...],
         where: tuple[int, int],
     ) -> Compiled | None:
@@ -178,7 +179,7 @@ class Fixed:
         self._launcher, self._constants, self._warps = launcher, tuple(constants), warps
         self._compiled: dict[tuple[int, ...], Compiled] = {}
 
-    def __call__(self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[int] = ()) -> None:
+    def __call__(self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
         """As Launcher."""
         device, bits = tensors[0].get_device(), 0
         addresses = [tensor.data_ptr() for tensor in tensors]

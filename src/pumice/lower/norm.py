@@ -219,13 +219,15 @@ def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
         return moments_twin(x, rows, statistics)
     pair = _pair(x)
     follows, tracked, offset = statistics.follows, statistics.tracked, statistics.offset
-    momentum = -1.0 if statistics.momentum is None else statistics.momentum
-    if follows and momentum < 0 and tracked is not None:
+    mean = statistics.momentum is None
+    if follows and mean and tracked is not None:
         # All programs read what one would write.
         tracked.add_((rows.count > 1)[0])
     told = (*((pair, pair) if known is None else known), pair if tracked is None else tracked)
-    facts = (statistics.eps, momentum, known is not None, follows, tracked is not None, offset is not None)
-    _by_parts("moments", (x, rows.count, *told, pair if offset is None else offset.contiguous(), pair), facts)
+    facts = (statistics.eps, mean, known is not None, follows, tracked is not None, offset is not None)
+    tensors = (x, rows.count, *told, pair if offset is None else offset.contiguous(), pair)
+    # Not a constant: those who train lower it as they go, and each value would be compiled for.
+    _by_parts("moments", tensors, facts, (float(statistics.momentum or 0.0),))
     return pair
 
 
@@ -324,7 +326,9 @@ def _by_blocks(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...])
     fixed(-(-rows // _ROWS) * -(-channels // lanes), tensors)
 
 
-def _by_parts(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) -> None:
+def _by_parts(
+    name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...], numbers: tuple[float, ...] = ()
+) -> None:
     """Start a kernel whose programs share the rows of the first tensor [N, C], and leave their sums for the last of
     them."""
     x = tensors[0]
@@ -336,7 +340,7 @@ def _by_parts(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) 
     own = scratch(sides, 8 * parts * channels, x.device)
     # Loads run ahead where there are some to run ahead of.
     fixed = ahead if rows > 4 * parts * turn else once
-    fixed(parts * sides, (*tensors, own.room, own.counters), (parts,))
+    fixed(parts * sides, (*tensors, own.room, own.counters), (parts, *numbers))
 
 
 @lru_cache(maxsize=1024)

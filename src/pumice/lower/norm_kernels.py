@@ -56,15 +56,17 @@ def _around(mean, spread, seen):
 
 @triton.jit(do_not_specialize=["parts"])
 def moments(
-    x, count, known_mean, known_variance, tracked, offset, pair, halves, waiting, parts: "i64", C: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr,
-    MOMENTUM: tl.constexpr, KNOWN: tl.constexpr, FOLLOWS: tl.constexpr, TRACKED: tl.constexpr, OFFSET: tl.constexpr
+    x, count, known_mean, known_variance, tracked, offset, pair, halves, waiting, parts: "i64", momentum,
+    C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr,
+    EPS: tl.constexpr, MEAN: tl.constexpr, KNOWN: tl.constexpr, FOLLOWS: tl.constexpr, TRACKED: tl.constexpr,
+    OFFSET: tl.constexpr
 ):  # fmt: skip
     """pair [2, C]: mean and 1 / sqrt(variance + eps) of all rows.
 
-    Those that are known follow, by 1 / tracked where MOMENTUM < 0. With OFFSET those that are known are of rows to
-    which it was added. Each part, which is every parts-th block of rows, leaves its mean and the sum of squares around
-    it in halves [2, parts, C]; the last one puts them together, in the same order each time.
+    Those that are known follow, by the momentum, or by 1 / tracked where they are to be the MEAN of all so far. With
+    OFFSET those that are known are of rows to which it was added. Each part, which is every parts-th block of rows,
+    leaves its mean and the sum of squares around it in halves [2, parts, C]; the last one puts them together, in the
+    same order each time.
     """
     halves = _room(halves)
     part, c = _place(C, LANES)
@@ -102,8 +104,8 @@ def moments(
         if KNOWN:
             if FOLLOWS:
                 if rows > 1:
-                    if MOMENTUM >= 0:
-                        share = tl.full([1, 1], MOMENTUM, tl.float32)
+                    if not MEAN:
+                        share = tl.zeros([1, 1], tl.float32) + momentum
                         if TRACKED:
                             if tl.program_id(0) % ((C + LANES - 1) // LANES) == 0:
                                 tl.store(tracked, tl.load(tracked) + 1)

@@ -24,8 +24,8 @@ INVERSE_CONV = {
 class Sequential(nn.Sequential):
     """Modules one after the other; those of torch.nn (a Linear, a ReLU) are applied to the features.
 
-    Without gradients, on a GPU, a batch norm in evaluation and an activation behind a convolution are part of its
-    kernel (pumice.nn.fused).
+    On a GPU a batch norm and an activation behind a convolution are part of its kernel without gradients, and of its
+    step of autograd in training (pumice.nn.fused).
     """
 
     def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -68,7 +68,11 @@ class ResidualBlock(nn.Module):
     def forward(self, x: SparseTensor) -> SparseTensor:
         # Past torch's search for attributes, which takes longer than all that is asked here.
         own: dict[str, Any] = self._modules
-        body, shortcut, act = own["body"], own["shortcut"], own["act"]
+        try:
+            body, shortcut, act = own["body"], own["shortcut"], own["act"]
+        except KeyError:
+            # Somebody put plain functions in the place of modules.
+            return self.act(self.body(x) + self.shortcut(x))
         parts = (*body, act)
         if fuses(x, body, *parts):
             return chained(parts, x, shortcut(x))

@@ -1,4 +1,5 @@
-"""Evaluation without gradients: what stands behind a convolution becomes part of its kernel (pumice.ops.Epilogue)."""
+"""What stands behind a convolution: part of its kernel without gradients (pumice.ops.Epilogue), in training one step of
+autograd with it (pumice.ops.conv_norm)."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ def chained(
 
     Where no gradients are asked for, on a GPU, a batch norm by running statistics, the residual and an activation that
     follow a convolution are worked out in its kernel, in float32, and so is a batch norm that follows a linear map: the
-    same but for a rounding after each. So is a ReLU that follows a batch norm while a captured step trains. Modules
-    that hooks listen to are called.
+    same but for a rounding after each. Where gradients are asked for, a batch norm by the convolution's results, the
+    residual and a ReLU are one step of autograd with it (pumice.ops.conv_norm), and so is a ReLU that follows another
+    batch norm while a captured step trains. Modules that hooks listen to are called.
     """
     count, place = len(modules), 0
     fused = fuses(x, *modules)
