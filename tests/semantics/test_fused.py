@@ -21,6 +21,7 @@ from pumice.errors import DeviceError, DtypeError, ShapeError
 from pumice.lower import epilogue as epilogues
 from pumice.lower import norm as norms
 from pumice.nn import fused
+from pumice.ops import register
 from pumice.testing import random_tensor
 
 
@@ -1034,3 +1035,28 @@ def test_compiled_statistics_that_are_not_tracked_any_more_stay():
     y = torch.compile(module, backend="eager", fullgraph=True)(x).feats
     assert all(torch.equal(b, kept[name]) for name, b in module.named_buffers())
     torch.testing.assert_close(y, module(x).feats)
+
+
+@pytest.mark.parametrize("name", ["norm and activation", "block", "layer alone"])
+def test_backward_within_autocast_is_that_outside(name, steps, monkeypatch):
+    """By the calls that the forward pass left, not by the statements of derivatives."""
+    torch.manual_seed(0)
+    make = TRAINED[name][0] if name in TRAINED else lambda: nn.Conv3d(8, 16, 3)
+    module, x = make().train(), random_tensor(60, 8, 3)
+
+    def refused(*given):
+        raise AssertionError("derived anew")
+
+    monkeypatch.setattr(register, "_gradients", refused)
+    found = []
+    for within in (False, True):
+        module.zero_grad()
+        feats = x.feats.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(x.replace(feats)).feats.float().square().sum()
+            if within:
+                loss.backward()
+        if not within:
+            loss.backward()
+        found.append([feats.grad, *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -399,7 +399,8 @@ class _RecordedHeld(torch.autograd.Function):
         else:
             cast = [x if x.dtype == dtype else next(saved) for x, dtype in zip(given, ctx.call.dtypes, strict=True)]
         wanted = [x.dtype if need else None for x, need in zip(given, needed, strict=True)]
-        with nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
+        # Whoever calls backward within autocast has every dtype as it was in the forward pass.
+        with as_given((grad,)), nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
             return None, *ctx.call.gradients(cast, grad, wanted)
 
 
