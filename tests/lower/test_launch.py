@@ -835,7 +835,7 @@ def test_arrays_of_a_map_that_are_not_aligned_are_no_straight_call(straight, mon
 
 def test_keys_that_are_forgotten_cost_time_alone(straight, monkeypatch):
     """What is kept under a key that was told is not found again, and is no other call's."""
-    monkeypatch.setattr(direct, "_TOLD", Bounded(1))
+    monkeypatch.setattr(direct, "_KNOWN", Bounded(1))
     x, found = voxels(100, 0)
     for dtype in (torch.float16, torch.float32) * 3:
         weight = torch.zeros(16, 27, 16, dtype=dtype)
@@ -1073,8 +1073,8 @@ def test_a_layer_that_was_called_before_goes_straight_to_its_kernel(straight, mo
         for tensor in tensors[:2]:
             layer(tensor)
         conv = import_module("pumice.ops.conv")
-        checks, whole = [], conv.check_weight
-        monkeypatch.setattr(conv, "check_weight", lambda *given, **more: checks.append(1) or whole(*given, **more))
+        checks, whole = [], conv._check_weight
+        monkeypatch.setattr(conv, "_check_weight", lambda *given, **more: checks.append(1) or whole(*given, **more))
         before = len(launches(straight))
         for tensor in tensors:
             y = layer(tensor)

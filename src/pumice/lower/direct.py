@@ -42,9 +42,7 @@ def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) 
         found += (shape[1:] if counts else shape, x.stride(), kind, x.get_device())
     if wide:
         found.append(kernels.float32_precision())
-    # It is compared here alone, and not again wherever something is kept under it.
-    key = tuple(found)
-    return _TOLD.get(key) or _TOLD.keep(key, object())
+    return interned(tuple(found))
 
 
 def settings() -> tuple[Hashable, ...]:
@@ -52,9 +50,10 @@ def settings() -> tuple[Hashable, ...]:
     return deterministic(), ledger().generation, kernels.tile_source()
 
 
-def kind_of(facts: Hashable) -> Hashable:
-    """An object of its own, which stands for long facts: they are compared here alone."""
-    return _KINDS.get(facts) or _KINDS.keep(facts, object())
+def interned(facts: Hashable) -> Hashable:
+    """An object of its own, which stands for long facts: they are compared here alone, and not again wherever something
+    is kept under it."""
+    return _KNOWN.get(facts) or _KNOWN.keep(facts, object())
 
 
 @lru_cache(maxsize=256)
@@ -81,7 +80,7 @@ class Pattern:
         # Of an array that is there twice, as in a map that is its own transpose, a template knows one place.
         shared = tuple(map(places.index, places))
         each = tuple((x.shape[1:], x.dtype, x.device) for x in arrays)
-        self.kind, self.leads = kind_of((tuple(tokens), each, strides, shared)), [stride[0] for stride in strides]
+        self.kind, self.leads = interned((tuple(tokens), each, strides, shared)), [stride[0] for stride in strides]
 
 
 class Held:
@@ -102,7 +101,7 @@ class Held:
         """rounded: the rows as tile.about has them; sizes: outputs and inputs, so rounded, and taps of the map."""
         self.arrays, self.rows, self.addresses = arrays, rows, [x.data_ptr() for x in arrays]
         self.far = any([n * lead >= kernels.FAR for n, lead in zip(rows, pattern.leads, strict=True)])
-        self.kind = kind_of((pattern.kind, sizes, *rounded))
+        self.kind = interned((pattern.kind, sizes, *rounded))
         self.cuts: stamp.Known = {}
 
     @staticmethod
@@ -238,5 +237,4 @@ def _alone(ready: Ready) -> kernels.HeldRunner | None:
 
 
 TEMPLATES: Bounded[Template] = Bounded(2048)
-_KINDS: Bounded[object] = Bounded(4096)
-_TOLD: Bounded[object] = Bounded(1 << 14)
+_KNOWN: Bounded[object] = Bounded(1 << 14)

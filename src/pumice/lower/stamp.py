@@ -32,7 +32,7 @@ _WINDOW = 512
 Shapes = Mapping[str, Sequence[int]]
 """Of operands by name, and of the result, ""."""
 Known = dict[Any, "Cut"]
-"""Segments of arrays that calls hold: what `Mould.cast` has found for others."""
+"""Segments of arrays that calls hold: what `Mould.cut` has found for others."""
 _Factor = tuple[int, tuple[int, ...], int]
 """A number, the places of sizes that it is multiplied with, and what the product is divided by, rounded up."""
 

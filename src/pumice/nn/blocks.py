@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ class Sequential(nn.Sequential):
     """
 
     def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return chained(tuple(self._modules.values()), x)  # pyright: ignore[reportArgumentType]
+        return chained(tuple(self), x)  # pyright: ignore[reportArgumentType]
 
 
 class ResidualBlock(nn.Module):
@@ -66,14 +65,7 @@ class ResidualBlock(nn.Module):
         self.act = ReLU()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        # Past torch's search for attributes, which takes longer than all that is asked here.
-        own: dict[str, Any] = self._modules
-        try:
-            body, shortcut, act = own["body"], own["shortcut"], own["act"]
-        except KeyError:
-            # Somebody put plain functions in the place of modules.
-            return self.act(self.body(x) + self.shortcut(x))
-        parts = (*body, act)
-        if fuses(x, body, *parts):
-            return chained(parts, x, shortcut(x))
-        return act(body(x) + shortcut(x))
+        parts = (*self.body, self.act)
+        if fuses(x, self.body, *parts):
+            return chained(parts, x, self.shortcut(x))
+        return self.act(self.body(x) + self.shortcut(x))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.errors import OptionError, ShapeError
@@ -53,15 +53,9 @@ class Convolution(nn.Module):
         if channels[0] % groups or channels[1] % groups:
             raise ShapeError(f"groups={groups} must divide in_channels={channels[0]} and out_channels={channels[1]}")
         self.weight = nn.Parameter(torch.empty(channels[1], *window, channels[0] // groups))
-        # None, too, is among the parameters, where `_parts` finds it at once.
+        # None, too, is among the parameters, as in torch.
         self.register_parameter("bias", nn.Parameter(torch.empty(channels[1])) if bias else None)
         self.reset_parameters()
-
-    def __init_subclass__(cls, **more: Any) -> None:
-        super().__init_subclass__(**more)
-        if hasattr(cls, "weight") or hasattr(cls, "bias"):
-            # A property of the class stands before the parameter.
-            cls._parts = Convolution._parts_by_name
 
     def asked(self, target: Target = None) -> tuple[Relation, Geometry | None]:
         """The relation of a call, and the coordinates of its outputs where the call names them."""
@@ -74,20 +68,7 @@ class Convolution(nn.Module):
 
     def finished(self, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
         """The layer's result behind an epilogue (pumice.ops.conv), in one kernel where there can be one."""
-        weight, bias = self._parts()
-        return convolve(x, weight, bias, self.groups, self.asked(target), self.dataflow, epilogue)
-
-    def _parts(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias, past torch's search for attributes, which takes as long as a launch."""
-        own: dict[str, Any] = self._parameters
-        try:
-            return own["weight"], own["bias"]
-        except KeyError:
-            # Plain attributes stand in the place of parameters in what some of torch's tools make of a module.
-            return self._parts_by_name()
-
-    def _parts_by_name(self) -> tuple[Tensor, Tensor | None]:
-        return self.weight, self.bias
+        return convolve(x, self.weight, self.bias, self.groups, self.asked(target), self.dataflow, epilogue)
 
     def _over(self, x: SparseTensor, target: Target = None) -> SparseTensor:
         return self.finished(x, None, target)

@@ -14,7 +14,7 @@ from pumice.lower.loops import EIGHT_BITS
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.ops import Epilogue, SparseTensor
-from pumice.ops.conv import Target
+from pumice.ops.conv import Target, autocast_dtype
 from pumice.ops.conv_norm import conv_norm
 from pumice.ops.linear import linear_features, takes
 from pumice.ops.tensor import rows_of
@@ -51,7 +51,7 @@ def chained(
                 continue
             # What a residual is added to apart stands before the last module.
             apart = residual is not None and not (
-                type(modules[-1]) in _ACTIVATIONS and _within(module, x, residual, *more) and _alike(x, residual)
+                type(modules[-1]) in _ACTIVATIONS and _fits(module, x, residual, *more)
             )
             epilogue, taken = _epilogue(modules[place + 1 : count - apart], None if apart else residual)
             x = module.finished(x, epilogue, *more)
@@ -90,8 +90,7 @@ def _trained(
     if not plain or not _takes_statistics(norm) or (residual is not None and len(behind) == 1):
         return _called(layer, x, target), 1, residual
     last = len(behind) == 2
-    own = residual if last and residual is not None and _within(layer, x, residual, target) else None
-    own = own if own is not None and _alike(x, own) else None
+    own = residual if last and residual is not None and _fits(layer, x, residual, target) else None
     relu = len(behind) > 1 and _ACTIVATIONS.get(type(behind[1])) == "relu"
     if not relu or (last and residual is not None and own is None):
         relu, own = False, None
@@ -146,16 +145,11 @@ def _activated(norm: nn.Module, behind: nn.Module, x: object) -> SparseTensor | 
     return norm.over_living(x, relu=True) if _unheard(both) and _unheard_of_gradients(both) else None
 
 
-def _within(layer: Convolution, x: SparseTensor, residual: SparseTensor, target: Target = None) -> bool:
-    """Whether a residual has the rows of the layer's result; over other coordinates a sum is over those of both."""
-    return target is None and residual.geometry is x.geometry and layer.relation.policy == "same"
-
-
-def _alike(x: SparseTensor, residual: SparseTensor) -> bool:
-    """Whether a residual has the dtype of a convolution's result: a sum of two dtypes would have the wider one's."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    return residual.dtype == dtype
+def _fits(layer: Convolution, x: SparseTensor, residual: SparseTensor, target: Target = None) -> bool:
+    """Whether a residual has the rows and the dtype of the layer's result: over other coordinates a sum is over those
+    of both, and one of two dtypes has the wider one's."""
+    same = target is None and residual.geometry is x.geometry and layer.relation.policy == "same"
+    return same and residual.dtype == (autocast_dtype(rows_of(x)) or x.dtype)
 
 
 def _known(module: nn.Module) -> bool:

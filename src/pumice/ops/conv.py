@@ -73,7 +73,7 @@ def conv(
     Dilation, stride and padding as in torch.nn.functional.conv3d; the submanifold rule is that of Graham, Engelcke
     and van der Maaten, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks", CVPR 2018, sec. 3.
     """
-    check_weight(x, weight, bias, groups, spatial=offsets is None)
+    _check_weight(x, weight, bias, groups, spatial=offsets is None)
     policy, target = target_of(out)
     if offsets is None:
         window = tuple(weight.shape[1:-1])
@@ -97,9 +97,7 @@ def convolve(
     relation, target = asked
     if bias is None and groups == 1 and dataflow is None and (y := _as_before(x, weight, asked, epilogue)) is not None:
         return y
-    check_weight(x, weight, bias, groups, spatial=relation.custom is None)
-    if relation.dim != x.dim:
-        raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
+    check_layer(x, weight, bias, groups, relation)
     return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue, dataflow)
 
 
@@ -148,7 +146,7 @@ def conv_transpose(
 
     Raises as conv does.
     """
-    check_weight(x, weight, bias, groups, spatial=True)
+    _check_weight(x, weight, bias, groups, spatial=True)
     relation = Relation.of_transposed(
         x.dim,
         tuple(weight.shape[1:-1]),
@@ -183,7 +181,7 @@ def conv_inverse(
 
     Raises as conv does.
     """
-    check_weight(x, weight, bias, groups, spatial=True)
+    _check_weight(x, weight, bias, groups, spatial=True)
     relation = Relation.of(
         x.dim,
         tuple(weight.shape[1:-1]),
@@ -244,7 +242,7 @@ def _told_by(x: Tensor, weight: Tensor, epilogue: Epilogue | None) -> tuple[tupl
 def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None) -> Tensor | None:
     """The result, where a call like this one was carried out before, over this map or another of about its sizes."""
     tensors, finish = _told_by(x, weight, epilogue)
-    if not direct.starts_kernels(x) or not _unwatched(tensors):
+    if not direct.starts_kernels(x) or not register.plain(tensors):
         return None
     if x.shape[0] != found.num_inputs or rows != found.num_outputs:
         return None
@@ -253,16 +251,6 @@ def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilog
     key = direct.told(tensors, direct.counting(finish), "direct", finish)
     call = found.kept(key) or _over_another_map(key, tensors, found, finish)
     return None if call is None else call(tensors)
-
-
-def _unwatched(tensors: Sequence[Tensor]) -> bool:
-    """register.plain, in half of its time without gradients: on which devices all but the first are a key tells."""
-    if torch.is_grad_enabled():
-        return register.plain(tensors)
-    return register.plain(tensors[:1]) and _ORDINARY.issuperset(map(type, tensors))
-
-
-_ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _straight(
@@ -475,8 +463,8 @@ def _over_map(
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
     given = rows_of(x)
-    within = groups == 1 and dataflow is None and epilogue is None and cast_within(given, weight)
-    feats, cast, bias = autocast(given, weight, bias, within)
+    within = groups == 1 and dataflow is None and epilogue is None and _cast_within(given, weight)
+    feats, cast, bias = _autocast(given, weight, bias, within)
     if feats.dtype != cast.dtype and not within:
         how = "quantize both" if {feats.dtype, cast.dtype} & {*EIGHT_BITS} else "convert one, or use torch.autocast"
         raise DtypeError(f"x is {feats.dtype}, weight is {cast.dtype}; {how}")
@@ -564,27 +552,29 @@ _INT8_TERMS = 1 << 17
 """How many products of int8 an int32 surely holds."""
 
 
-def autocast(
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast has x multiplied; None where it is off, and for what it leaves alone: float64, as in
+    torch, 8 bits, and tensors without values."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or x.dtype in EIGHT_BITS or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def _autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None, within: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in the autocast dtype where autocast is on; float64 is left alone, as torch does, and 8 bits are.
-
-    within: but for the weight.
-    """
-    kind = x.device.type
-    alone = x.dtype == torch.float64 or {x.dtype, weight.dtype} & {*EIGHT_BITS}
-    if kind == "meta" or not torch.is_autocast_enabled(kind) or alone:
+    """The operands in the dtype that autocast asks for, if it does; within: but for the weight."""
+    dtype = autocast_dtype(x)
+    if dtype is None or weight.dtype in EIGHT_BITS:
         return x, weight, bias
-    dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight if within else weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def cast_within(x: Tensor, weight: Tensor) -> bool:
+def _cast_within(x: Tensor, weight: Tensor) -> bool:
     """Whether autocast's cast of the weight is the recorded call's, whose gradient is in the weight's own dtype then:
     it is neither rounded to the narrow one nor copied."""
-    if not (torch.is_grad_enabled() and weight.requires_grad) or x.is_meta:
-        return False
-    if not torch.is_autocast_enabled(x.device.type):
+    if not (torch.is_grad_enabled() and weight.requires_grad) or autocast_dtype(x) is None:
         return False
     alike = weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     return alike and register.recorded((x, weight))
@@ -601,7 +591,14 @@ def target_of(out: Target) -> tuple[str | None, Geometry | None]:
     raise OptionError(f"out takes a policy's name, a SparseTensor or a Geometry, found {type(out).__name__}")
 
 
-def check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: bool) -> None:
+def check_layer(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, relation: Relation) -> None:
+    """Raise what is wrong with a call by a relation that is at hand."""
+    _check_weight(x, weight, bias, groups, spatial=relation.custom is None)
+    if relation.dim != x.dim:
+        raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
+
+
+def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: bool) -> None:
     if not isinstance(x, SparseTensor):
         raise DtypeError(f"x is a SparseTensor, found {type(x).__name__}; nn.Linear and the like take x.feats")
     if weight.ndim != (x.dim + 2 if spatial else 3):

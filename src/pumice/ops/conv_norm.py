@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pumice.coords import Cloud, Geometry, Relation, kernel_map
-from pumice.errors import ShapeError
 from pumice.lower import norm as norms
 from pumice.lower import plan
 from pumice.lower.norm import Norm
 from pumice.ops import register
-from pumice.ops.conv import check_weight, kept_call, recorded_call
+from pumice.ops.conv import autocast_dtype, check_layer, kept_call, recorded_call
 from pumice.ops.tensor import SparseTensor, fitting, on_rows, rows_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -45,7 +44,7 @@ def conv_norm(
     relation, target = asked
     mapped = x.geometry.maps.get((relation, None)) if target is None else None
     if mapped is None or not _known(weight, norm, relation):
-        _check(x, weight, norm, relation)
+        check_layer(x, weight, norm.statistics.offset, 1, relation)
     if mapped is None:
         mapped = kernel_map(x.geometry, relation, target)
     feats = given[0] if given[0].dtype == dtype else given[0].to(dtype)
@@ -56,7 +55,7 @@ def conv_norm(
     call = kept_call(feats, flat, found, outputs.coords.shape[0])
     if call is not None and x.geometry.buffered is None:
         return fitting(_ConvNorm.of((call, flat, outputs.cloud, norm), feats, weight), outputs)
-    _check(x, weight, norm, relation)
+    check_layer(x, weight, norm.statistics.offset, 1, relation)
     # What is made ready is a kernel's alone.
     with register.as_given((feats,)):
         call = recorded_call(feats, flat, found, outputs.coords.shape[0])
@@ -70,11 +69,11 @@ def _dtype(given: tuple[Tensor, ...]) -> torch.dtype | None:
     if forward_ad._current_level >= 0 or not register.recorded(given):
         return None
     feats, weight, *more = given
-    kind = feats.device.type
-    cast = torch.is_autocast_enabled(kind) and feats.dtype != torch.float64 and weight.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(kind) if cast else feats.dtype
-    fits = dtype in DTYPES and (cast or weight.dtype == dtype) and weight.is_floating_point()
-    return dtype if fits and feats.is_floating_point() and all([x.dtype == dtype for x in more]) else None
+    cast = autocast_dtype(feats)
+    dtype = feats.dtype if cast is None else cast
+    narrowed = cast is not None and weight.dtype in DTYPES and weight.dtype != torch.float64
+    fits = dtype in DTYPES and (weight.dtype == dtype or narrowed)
+    return dtype if fits and all([x.dtype == dtype for x in more]) else None
 
 
 def _known(weight: Tensor, norm: Norm, relation: Relation) -> bool:
@@ -82,12 +81,6 @@ def _known(weight: Tensor, norm: Norm, relation: Relation) -> bool:
     shape, bias = weight.shape, norm.statistics.offset
     axes = relation.dim + 2 if relation.custom is None else 3
     return len(shape) == axes and (bias is None or bias.shape == shape[:1])
-
-
-def _check(x: SparseTensor, weight: Tensor, norm: Norm, relation: Relation) -> None:
-    check_weight(x, weight, norm.statistics.offset, 1, spatial=relation.custom is None)
-    if relation.dim != x.dim:
-        raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
 
 
 class _ConvNorm(torch.autograd.Function):

@@ -61,7 +61,7 @@ def recorded(operands: Sequence[Tensor]) -> bool:
     """Whether nobody but torch's autograd watches: no tracing, no transform, no mode, ordinary tensors with values."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _transformed():
         return False
-    return not (_has_tangents(operands) or any(type(x) not in _ORDINARY or x.is_meta for x in operands))
+    return not (_has_tangents(operands) or not _ordinary(operands))
 
 
 def plain(operands: Sequence[Tensor]) -> bool:
@@ -71,11 +71,14 @@ def plain(operands: Sequence[Tensor]) -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _watched():
         return False
-    grads = torch.is_grad_enabled()
-    for x in operands:
-        if type(x) not in _ORDINARY or x.is_meta or (grads and x.requires_grad):
-            return False
+    if not _ordinary(operands) or (torch.is_grad_enabled() and any([x.requires_grad for x in operands])):
+        return False
     return not operands or not torch.is_autocast_enabled(operands[0].device.type)
+
+
+def _ordinary(operands: Sequence[Tensor]) -> bool:
+    """Whether all are tensors of torch's own, with values."""
+    return _ORDINARY.issuperset(map(type, operands)) and not any([x.is_meta for x in operands])
 
 
 def _has_tangents(operands: Sequence[Tensor]) -> bool:
@@ -95,7 +98,7 @@ def _watched() -> bool:
     return forward_ad._current_level >= 0 or bool(torch._C._len_torch_function_stack()) or _transformed()
 
 
-_ORDINARY = (Tensor, torch.nn.Parameter)
+_ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 
 def check_device(device: torch.device) -> None:
@@ -254,7 +257,7 @@ class HeldCall:
         self._counting = tuple([place not in ask.steady for place in ask.free])
         # What all its calls have in common with those over other maps, whose sizes round alike.
         facts = [(x.shape[1:] if n else x.shape, x.device) for x, n in zip(given, self._counting, strict=True)]
-        self._kind = direct.kind_of((ask.names, ask.text, ask.lowering, held.kind, dtype, *facts))
+        self._kind = direct.interned((ask.names, ask.text, ask.lowering, held.kind, dtype, *facts))
         # By whether algorithms are deterministic, and for gradients by which of the free operands.
         self._results: dict[bool, plan.Ready] = {}
         self._gradients: dict[tuple[int, torch.dtype, bool], list[_Derivative]] = {}
