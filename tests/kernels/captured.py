@@ -23,7 +23,7 @@ from torch import nn
 import pumice as pm
 from pumice.coords import Bounds, Cloud, Geometry, Relation, Site, compact, kernel_map
 from pumice.coords.cloud import clear
-from pumice.coords.launch import Launcher
+from pumice.coords.launch import Fixed
 from pumice.coords.ranking import ranked_twin
 from pumice.coords.rooms import Buffered, Planner, Settled
 from pumice.engine.capture import site_within
@@ -363,7 +363,7 @@ def check_waits() -> None:
     x = scene(50, 1)
     buffers, rooms = planned(x, 80)
     points, entered = pointed()
-    start, watch = Launcher.__call__, DeviceOnly()
+    start, watch = Fixed.__call__, DeviceOnly()
 
     def launched(*args: Any, **kwargs: Any) -> None:
         watch.inside = True
@@ -373,7 +373,7 @@ def check_waits() -> None:
             watch.inside = False
 
     # The first turn fills what is kept on the host and the device from call to call.
-    with patch.object(Launcher, "__call__", launched):
+    with patch.object(Fixed, "__call__", launched):
         for guard in (False, True):
             if guard:
                 watch.__enter__()

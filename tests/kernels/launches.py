@@ -12,7 +12,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -40,7 +40,7 @@ from pumice.coords import (
 )
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.cloud import RANGE, clear, tell
-from pumice.coords.launch import Launcher
+from pumice.coords.launch import Fixed
 from pumice.coords.lookup import mask_words, paired
 from pumice.coords.packing import Packer
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
@@ -101,28 +101,19 @@ class Launch:
 
 
 class Recorder:
-    """In place of Launcher: what would be launched."""
+    """In place of Fixed: what would be launched."""
 
     def __init__(self) -> None:
         self.seen: dict[Variant, None] = {}
 
-    def __call__(
-        self,
-        launcher: Launcher,
-        programs: int,
-        tensors: Sequence[Tensor],
-        numbers: Sequence[float] = (),
-        constants: Mapping[str, Any] | Sequence[Any] = (),
-        warps: int = 4,
-    ) -> None:
+    def __call__(self, fixed: Fixed, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
         assert programs > 0
-        name = f"{launcher.kernel.fn.__module__.rpartition('.')[2]}.{launcher.kernel.fn.__name__}"
+        name = f"{fixed.kernel.fn.__module__.rpartition('.')[2]}.{fixed.kernel.fn.__name__}"
         kinds = tuple(_TYPES[t.dtype] + "!" * (t.data_ptr() % 16 != 0) for t in tensors)
-        if not isinstance(constants, Mapping):
-            names = launcher.kernel.arg_names
-            constants = dict(zip(names[len(names) - len(constants) :], constants, strict=True))
         sizes = tuple("fp32" if isinstance(number, float) else "i64" for number in numbers)
-        self.seen[Variant(name, kinds, sizes, tuple(constants.items()), warps)] = None
+        names = fixed.kernel.arg_names[len(kinds) + len(sizes) :]
+        constants = tuple(zip(names, fixed.constants, strict=True))
+        self.seen[Variant(name, kinds, sizes, constants, fixed.warps)] = None
 
 
 @lru_cache
@@ -130,7 +121,7 @@ def variants() -> tuple[Variant, ...]:
     """What typical maps launch; nothing is computed, so that sizes are given and results are nonsense."""
     recorder = Recorder()
     with (
-        patch.object(Launcher, "__call__", lambda *args, **kwargs: recorder(*args, **kwargs)),
+        patch.object(Fixed, "__call__", lambda *args: recorder(*args)),
         patch.object(compact, "runs_kernels", lambda tensor: True),
         patch.object(lookup, "runs_kernels", lambda tensor: True),
         patch("pumice.coords.cloud.runs_kernels", lambda tensor: True),

@@ -56,7 +56,7 @@ from pumice.coords import (
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.choice import STRUCTURES as NAMES
 from pumice.coords.cloud import DUPLICATE, OVERFLOW, RANGE
-from pumice.coords.launch import Launcher
+from pumice.coords.launch import Fixed
 from pumice.coords.lookup import Found, mask_words, mask_words_twin
 from pumice.coords.outputs import Fused, Listed, Staged, made_of, room_of, site_of
 from pumice.coords.packing import Packer, pack_twin
@@ -830,7 +830,7 @@ class DeviceOnly(NoWaits):
 
 def check_waits() -> None:
     """From coordinates to tiles and lists of several levels, into buffers, without a value that Python sees."""
-    start = Launcher.__call__
+    start = Fixed.__call__
     watch = DeviceOnly()
 
     def launched(*args: Any, **kwargs: Any) -> None:
@@ -843,7 +843,7 @@ def check_waits() -> None:
     steps = [levels(3)[name] for name in ("floor k2 s2", "support k3 s2 p1", "transposed k2 s2")]
     cloud = Scene(3, 40, 7).cloud()
     # The first turn fills what is kept on the host and the device from call to call.
-    with patch.object(Launcher, "__call__", launched):
+    with patch.object(Fixed, "__call__", launched):
         _pipeline(cloud, steps)
         with watch:
             _pipeline(cloud, steps)

@@ -1276,7 +1276,7 @@ def current(monkeypatch):
 
 def fixed(constants=(16, 0.1, True), warps=8, **options):
     kernel = Plain(**options)
-    return kernel, launch.Fixed(launch.Launcher(kernel), constants, warps)
+    return kernel, launch.Fixed(kernel, constants, warps)
 
 
 def test_a_fixed_kernel_is_compiled_once(current):
@@ -1321,10 +1321,10 @@ def test_fixed_kernels_of_other_constants_are_others(current):
     kernel = Plain()
     launcher, a = launch.Launcher(kernel), torch.zeros(8)
     for constants, warps in (((16, 0.1), 4), ((16, 0.2), 4), ((32, 0.1), 4), ((16, 0.1), 8)):
-        launch.Fixed(launcher, constants, warps)(1, (a,))
+        launcher(1, (a,), (), dict(zip("AB", constants, strict=True)), warps)
         assert kernel.doors[-1] == ((1,), (a, *constants), warps)
     assert len(kernel.doors) == 4
-    launch.Fixed(launcher, (16, 0.2), 4)(1, (a,))
+    launcher(1, (a,), (), {"A": 16, "B": 0.2})
     assert len(kernel.doors) == 4 and kernel.direct == [((1, 1, 1), (a.data_ptr(), 16, 0.2))]
 
 

@@ -166,8 +166,8 @@ def test_a_counter_elsewhere_reaches_no_kernel():
 class Recorder:
     """In place of a fixed kernel: what it is started with."""
 
-    def __init__(self, launcher, constants, warps=4):
-        self.seen, self.constants, self.warps = launcher, constants, warps
+    def __init__(self, kernel, constants, warps=4):
+        self.seen, self.constants, self.warps = kernel, constants, warps
 
     def __call__(self, programs, tensors, numbers=()):
         self.seen.append((programs, tensors, numbers, self.constants, self.warps))
@@ -179,7 +179,7 @@ def started(monkeypatch):
     seen = []
     monkeypatch.setattr(norm, "_by_kernels", lambda x: True)
     monkeypatch.setattr(norm, "Fixed", Recorder)
-    monkeypatch.setattr(norm, "_launcher", lambda name: seen)
+    monkeypatch.setattr(norm, "_kernel", lambda name: seen)
     for known in (norm._of_blocks, norm._of_parts):
         known.cache_clear()
     yield seen

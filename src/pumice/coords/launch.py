@@ -117,78 +117,59 @@ class Launcher:
     """A kernel whose arguments are tensors, then numbers, then constants, in this order.
 
     Integers are passed as 64 bits and never specialised on, so that sizes of a scan make no new variant; other numbers
-    as float32. The first
-    launch of a variant goes through Triton's own door; later ones start what it compiled.
+    as float32.
     """
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._kernel = kernel
+        self._fixed: dict[tuple[Any, ...], Fixed] = {}
 
     def __call__(
         self,
         programs: int,
         tensors: Sequence[Tensor],
         numbers: Sequence[float] = (),
-        constants: Mapping[str, Any] | Sequence[Any] = (),
+        constants: Mapping[str, Any] | None = None,
         warps: int = 4,
-    ) -> Compiled | None:
-        """Run `programs` programs, on the tensors' device and its current stream; what is compiled, if anything is."""
-        if programs == 0:
-            return None
-        known = tuple(constants.values() if isinstance(constants, Mapping) else constants)
-        # -1 on a CPU.
-        device = tensors[0].get_device()
-        if device >= 0 and device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return self._start(programs, tensors, numbers, known, (device, warps))
-        return self._start(programs, tensors, numbers, known, (device, warps))
-
-    def _start(
-        self,
-        programs: int,
-        tensors: Sequence[Tensor],
-        numbers: Sequence[float],
-        known: tuple[Any, ...],
-        where: tuple[int, int],
-    ) -> Compiled | None:
-        """known: the constants; where: the device, and how many warps."""
-        addresses, bits = [], 0
-        for tensor in tensors:
-            address = tensor.data_ptr()
-            addresses.append(address)
-            bits |= address
-        # Triton makes another variant where a tensor is not aligned.
-        odd = [a % 16 for a in addresses] if bits % 16 else ()
-        key = (where, *odd, *[t.dtype for t in tensors], *known)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled(programs, (*addresses, *numbers, *known), where[0])
-            return compiled
-        made = self.kernel[(programs,)](*tensors, *numbers, *known, num_warps=where[1])
-        if made is not None:
-            self._compiled[key] = Compiled(made)
-        return self._compiled.get(key)
+    ) -> None:
+        """Run `programs` programs, on the tensors' device and its current stream."""
+        known = tuple((constants or {}).values())
+        key = (warps, *[t.dtype for t in tensors], *known)
+        fixed = self._fixed.get(key)
+        if fixed is None:
+            fixed = self._fixed[key] = Fixed(self._kernel, known, warps)
+        fixed(programs, tensors, numbers)
 
 
 class Fixed:
     """A kernel with its constants, for tensors of the same dtypes at each call: nothing is looked up but where they
-    lie."""
+    lie. The first launch of a variant goes through Triton's own door; later ones start what it compiled."""
 
-    def __init__(self, launcher: Launcher, constants: Sequence[Any], warps: int = 4) -> None:
-        self._launcher, self._constants, self._warps = launcher, tuple(constants), warps
+    def __init__(self, kernel: Any, constants: Sequence[Any], warps: int = 4) -> None:
+        self.kernel, self.constants, self.warps = kernel, tuple(constants), warps
         self._compiled: dict[tuple[int, ...], Compiled] = {}
 
     def __call__(self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
         """As Launcher."""
-        device, bits = tensors[0].get_device(), 0
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        if programs == 0:
+            return
+        # -1 on a CPU.
+        device = tensors[0].get_device()
+        if device >= 0 and device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self._start(device, programs, tensors, numbers)
+        self._start(device, programs, tensors, numbers)
+
+    def _start(self, device: int, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
+        addresses, bits = [tensor.data_ptr() for tensor in tensors], 0
         for address in addresses:
             bits |= address
         # Triton makes another variant where a tensor is not aligned.
         key = (device, *[a % 16 for a in addresses]) if bits % 16 else (device,)
         compiled = self._compiled.get(key)
-        if compiled is not None and programs and device == torch._C._cuda_getDevice():
-            compiled(programs, (*addresses, *numbers, *self._constants), device)
-        elif (found := self._launcher(programs, tensors, numbers, self._constants, self._warps)) is not None:
-            self._compiled[key] = found
+        if compiled is not None:
+            compiled(programs, (*addresses, *numbers, *self.constants), device)
+            return
+        made = self.kernel[(programs,)](*tensors, *numbers, *self.constants, num_warps=self.warps)
+        if made is not None:
+            self._compiled[key] = Compiled(made)

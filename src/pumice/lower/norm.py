@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Cloud
-from pumice.coords.launch import Fixed, Launcher, runs_kernels
+from pumice.coords.launch import Fixed, runs_kernels
 from pumice.errors import DeviceError, ShapeError
 from pumice.lower.scratch import scratch
 
@@ -347,7 +347,7 @@ def _by_parts(
 def _of_blocks(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[Fixed, int]:
     """A kernel for tensors of these dtypes, and how many channels a program has."""
     lanes = _lanes(channels)
-    return Fixed(_launcher(name), (channels, _ROWS, lanes, *facts)), lanes
+    return Fixed(_kernel(name), (channels, _ROWS, lanes, *facts)), lanes
 
 
 @lru_cache(maxsize=1024)
@@ -355,7 +355,7 @@ def _of_parts(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtyp
     """The same, without and with loads that run ahead."""
     lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
     shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes
-    once, ahead = (Fixed(_launcher(name), (*shape, stages, *facts), 8) for stages in (1, 3))
+    once, ahead = (Fixed(_kernel(name), (*shape, stages, *facts), 8) for stages in (1, 3))
     return (once, ahead), lanes
 
 
@@ -365,6 +365,6 @@ def _lanes(channels: int) -> int:
     return divisor if divisor >= _SHARED else min(_CHANNELS, max(16, 1 << (channels - 1).bit_length()))
 
 
-@lru_cache(maxsize=8)
-def _launcher(name: str) -> Launcher:
-    return Launcher(getattr(importlib.import_module("pumice.lower.norm_kernels"), name))
+def _kernel(name: str) -> Any:
+    """Its file is imported here first: it needs Triton."""
+    return getattr(importlib.import_module("pumice.lower.norm_kernels"), name)

@@ -101,21 +101,19 @@ def moments(
         if OFFSET:
             beyond = tl.load(offset + c, mask=c < C, other=0).to(tl.float32)
             old_mean -= beyond
-        if KNOWN:
-            if FOLLOWS:
-                if rows > 1:
-                    if not MEAN:
-                        share = tl.zeros([1, 1], tl.float32) + momentum
-                        if TRACKED:
-                            if tl.program_id(0) % ((C + LANES - 1) // LANES) == 0:
-                                tl.store(tracked, tl.load(tracked) + 1)
-                    elif TRACKED:
-                        share = tl.full([1, 1], 1.0, tl.float32) / tl.load(tracked).to(tl.float32)
-                    else:
-                        share = tl.zeros([1, 1], tl.float32)
-                    unbiased = variance * (total / (total - 1))
-                    tl.store(known_mean + c, old_mean + share * (centre - old_mean) + beyond, mask=c < C)
-                    tl.store(known_variance + c, old_variance + share * (unbiased - old_variance), mask=c < C)
+        if KNOWN and FOLLOWS:
+            if rows > 1:
+                share = tl.zeros([1, 1], tl.float32)
+                if not MEAN:
+                    share += momentum
+                    if TRACKED:
+                        if tl.program_id(0) % ((C + LANES - 1) // LANES) == 0:
+                            tl.store(tracked, tl.load(tracked) + 1)
+                elif TRACKED:
+                    share += 1.0 / tl.load(tracked).to(tl.float32)
+                unbiased = variance * (total / (total - 1))
+                tl.store(known_mean + c, old_mean + share * (centre - old_mean) + beyond, mask=c < C)
+                tl.store(known_variance + c, old_variance + share * (unbiased - old_variance), mask=c < C)
         centre = tl.where(rows > 1, centre, old_mean)
         variance = tl.where(rows > 1, variance, old_variance)
         tl.store(pair + c, centre, mask=c < C)
