@@ -1060,3 +1060,12 @@ def test_backward_within_autocast_is_that_outside(name, steps, monkeypatch):
             loss.backward()
         found.append([feats.grad, *(p.grad for p in module.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_two_dtypes_without_autocast_are_refused(steps):
+    """As they are by a layer alone."""
+    module = unit()
+    module[0].half()
+    with pytest.raises(DtypeError, match=r"x is torch.float32, weight is torch.float16; convert one, or use"):
+        module(random_tensor(40, 8, 3))
+    assert steps == [False]
