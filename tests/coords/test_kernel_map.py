@@ -361,7 +361,7 @@ def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
         waits.clear()
         for number in streams:
             monkeypatch.setattr(torch.cuda, "current_stream", lambda device, number=number: Stream(number))
-            found.kept("nothing")
+            found.kept("rows")
             found.transpose().storage("something", lambda _: 1)
         return waits
 
@@ -369,11 +369,16 @@ def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
     between: Any = Between(word, word, word, Settled({}), "here")
     found = replace(found, between=between)
     assert read(1) == []
-    between.behind("first")
-    assert read(1, 2, 1, 2) == [(1, "first"), (2, "first")]
-    between.behind("second")
-    assert (2, "second") in read(2)
+    between.behind("found", [None])
+    assert read(1, 2, 1, 2) == [(1, "found"), (2, "found")]
+    between.behind("laid out", [("rows", False)])
+    # What has no event of its own is made of the map.
+    assert read(2) == [(2, "laid out"), (2, "found")]
+    between.behind("and back", [("something", True)])
+    assert read(2, 3) == [(2, "laid out"), (2, "and back"), (3, "laid out"), (3, "and back")]
+    waits.clear()
     between.over()
+    assert waits == [(3, "found")]
     assert read(1, 2, 3) == []
 
 

@@ -329,7 +329,7 @@ def planned(x: pm.SparseTensor, capacity: int) -> tuple[Voxels, Settled]:
     VoxelScene(x.feats, x.coords, x.geometry, x).fill(buffers)
     planner = Planner(capacity, len(x), 2.0, None)
     levels(built(buffers, planner, x))
-    return buffers, Settled(planner.rooms)
+    return buffers, planner.settled()
 
 
 def check_maps() -> None:
@@ -396,7 +396,7 @@ def pointed() -> tuple[Points, Any]:
     like.fill(points)
     planner = Planner(120, 90, 2.0, None)
     points.enter(site, Buffered(planner))
-    return points, (site, Buffered(Settled(planner.rooms)))
+    return points, (site, Buffered(planner.settled()))
 
 
 def check_points() -> None:

@@ -76,6 +76,7 @@ def test_tiles_print():
     assert str(Tile(32, 128, lanes=4, slabs=True)) == "32/4x128x1 w4 s2 slabs"
     assert str(Tile(16, 128, 64, stacked=True, ahead=True)) == "16x128x64 w4 s2 stacked ahead"
     assert str(Tile(128, 32, 64, packed=True, ahead=True)) == "128x32x64 w4 s2 packed ahead"
+    assert str(Tile(128, 128, 32, ahead=True, slices=4)) == "128x128x32 w4 s2 ahead in 4 slices"
 
 
 def test_indices_are_loaded_ahead_in_longer_loops():
@@ -96,8 +97,13 @@ def test_indices_are_loaded_ahead_in_longer_loops():
         (485, 64, 18, "128x64x64 w4 s4 ahead"),
         (7800, 32, 15, "128x32x32 w4 s4 ahead"),
         (316, 32, 4.3, "64x32x32 w4 s5 pieces of 8"),
-        (122, 128, 19.2, "64x64x64 w4 s3 ahead"),
-        (24, 256, 16.4, "64x64x64 w4 s4 ahead pieces of 8"),
+        (122, 128, 19.2, "128x128x64 w4 s4 ahead"),
+        (24, 256, 16.4, "64x128x64 w4 s4 ahead pieces of 8"),
+        (216, 256, 16.8, "128x256x64 w8 s3 ahead"),
+        (81, 256, 17.3, "128x128x64 w4 s4 ahead"),
+        (31, 256, 23.9, "64x128x64 w4 s4 ahead"),
+        (1352, 96, 5.9, "128x128x32 w4 s4 ahead in 4 slices"),
+        (487, 96, 18.7, "128x128x32 w4 s4 ahead"),
     ],
 )
 def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected):
@@ -186,7 +192,7 @@ def test_few_tiles_are_made_narrower():
     "channels,tiles,expected",
     [
         (64, 3000, "128x128x64 w4 s3 ahead"),
-        (96, 3000, "128x128x32 w4 s5"),
+        (96, 3000, "128x128x32 w4 s4 ahead in 4 slices"),
         (96, 500, "128x128x32 w4 s4 ahead"),
         (128, 3000, "128x128x64 w4 s3 ahead"),
         (160, 3000, "128x128x64 w4 s3 ahead"),
@@ -257,6 +263,6 @@ def test_programs_at_once_are_those_that_fit():
 
 
 def test_a_tile_of_few_programs_has_the_stages_with_which_more_of_them_fit():
-    """396 programs run at once with three stages, and 264 with four; of 1,324 that are four rounds, and six."""
-    assert str(default(convolution(128, 15, 331, columns=256))) == "64x128x64 w4 s3 ahead"
-    assert str(default(convolution(128, 15, 130, columns=256))).startswith("64x128x64 w4 s4 ahead")
+    """264 programs run at once with three stages, and 132 with four, which serve 1.75 times as many as well."""
+    assert str(default(convolution(128, 15, 331, columns=128))) == "128x128x64 w4 s3 ahead"
+    assert str(default(convolution(128, 15, 230, columns=128))) == "128x128x64 w4 s4 ahead"

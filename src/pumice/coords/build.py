@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,7 +19,7 @@ from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found
 from pumice.coords.outputs import Listed, Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
-from pumice.coords.rooms import Between
+from pumice.coords.rooms import FIRST, Between
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 
 _GROWTH = 16
@@ -63,6 +64,46 @@ def kernel_map(
         geometry.maps[key] = kept
     found, outputs = kept
     return found, geometry if outputs is None else outputs
+
+
+@contextmanager
+def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
+    """Within it, while a CUDA graph is captured, maps are found on a stream of their own: layers over the first levels
+    run beside the search for the others. What it gives is told each map that was found, which readers then wait for.
+
+    Elsewhere it does nothing.
+    """
+    if not (geometry.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        yield lambda _: None
+        return
+    stream, found = torch.cuda.Stream(geometry.device, priority=FIRST), list[KernelMap]()
+    stream.wait_stream(torch.cuda.current_stream(geometry.device))
+    if geometry.late is not None:
+        stream.wait_event(geometry.late)
+
+    def told(one: KernelMap) -> None:
+        found.append(one)
+        if one.between is not None and None not in one.between.late:
+            one.between.behind(stream.record_event(), [None])
+
+    with torch.cuda.stream(stream):
+        yield told
+        event = stream.record_event()
+    for level in _levels_below(geometry):
+        level.late = event
+
+
+def _levels_below(geometry: Geometry) -> Iterator[Geometry]:
+    """It, and all that was made of it."""
+    seen = {id(geometry): geometry}
+    waiting = [geometry]
+    while waiting:
+        one = waiting.pop()
+        yield one
+        for _, outputs in one.maps.values():
+            if outputs is not None and id(outputs) not in seen:
+                seen[id(outputs)] = outputs
+                waiting.append(outputs)
 
 
 def _checked(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[Relation, Geometry | None]:

@@ -106,6 +106,8 @@ class Geometry:
         self.trail: Trail | None = None
         self._buffered: Buffered | None = None
         self._alive: Tensor | None = None
+        # Of a captured network: what was found beside it is there behind this event.
+        self.late: torch.cuda.Event | None = None
 
     @staticmethod
     def in_buffer(cloud: Cloud, site: Site, buffered: Buffered) -> Geometry:
@@ -282,6 +284,8 @@ class Geometry:
         schedule: another structure than the one that the cost model chooses; it is kept from then on. Raises
         OptionError where it cannot be had.
         """
+        if self.late is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.late)
         if self._lookup is None or schedule not in (None, self._schedule):
             with lasting():
                 self._lookup, self._schedule = lookup_of(self.cloud, schedule), schedule

@@ -18,6 +18,7 @@ from pumice.coords.lookup import Found, mask_words
 from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
 from pumice.coords.rooms import Between
+from pumice.coords.runs import cut_as_asked
 from pumice.errors import OptionError, ShapeError
 
 Kept = TypeVar("Kept")
@@ -164,8 +165,12 @@ class KernelMap:
     def kept(self, name: Hashable) -> Any:
         """What was made under that name, or None."""
         if self.between is not None:
-            self.between.join()
+            self.between.join((name, self.flipped))
         return self._storages.get((name, self.flipped))
+
+    def made(self) -> set[Hashable]:
+        """The keys of all storages, of both directions."""
+        return set(self._storages)
 
     def keep(self, name: Hashable, value: Kept) -> Kept:
         """Keep under that name what was made; gives it back."""
@@ -174,9 +179,9 @@ class KernelMap:
 
     def storage(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
-        if self.between is not None:
-            self.between.join()
         key = (name, self.flipped)
+        if self.between is not None:
+            self.between.join(key)
         found = self._storages.get(key, _MISSING)
         if found is _MISSING and torch.compiler.is_compiling():
             found = self._storages[key] = build(self)
@@ -316,11 +321,14 @@ def _in_room(found: KernelMap, between: Between, block: int, how: Order) -> Comp
     """The entries of a map between buffers, in the room that there is for them."""
     tiling = found.tiling(block, how)
     most = len(tiling.slots) * (how.last - how.first)
-    room = between.rooms.room(("entries", between.place, found.flipped, block, how), tiling.entries, most)
+    place = ("entries", between.place, found.flipped, block, how)
+    room = between.rooms.room(place, tiling.entries, most)
     if not runs_kernels(found.table):
         # Plain torch takes just as much as there is.
         room = min(room, int(tiling.entries))
-    return compact.filled(found.rows(), tiling, room, between.status)
+    made = compact.filled(found.rows(), tiling, room, between.status)
+    cut_as_asked(made.tiles, tiling.ends, between.rooms.pieces(place))
+    return made
 
 
 def pairs_in_room(found: KernelMap, between: Between) -> int:

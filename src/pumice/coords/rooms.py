@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,9 @@ from pumice.errors import CaptureError
 _STEP = 64
 """Capacities of levels are multiples of it, no two the same."""
 
+FIRST = -1
+"""The priority of streams on which maps are made: before what fills the device."""
+
 Shares = float | Mapping[Any, float] | None
 """Room of inner levels, as a share of the first one's: of all, or by stride (an int or one per axis)."""
 
@@ -25,6 +28,10 @@ class Rooms(Protocol):
 
     def room(self, place: Hashable, needed: Tensor, most: int) -> int:
         """Room at a place of the program: at most `most` is ever needed; needed: int32 [1] on the device, now."""
+        ...
+
+    def pieces(self, place: Hashable) -> set[int]:
+        """How long pieces of the runs of what has its room there are wanted: kept from pass to pass, to be added to."""
         ...
 
 
@@ -46,36 +53,44 @@ class Buffered:
 @dataclass(frozen=True, eq=False)
 class Between:
     """Of a map: it lies between buffers. inputs, outputs: rows of it as it was found that live, int32 [1] each on the
-    device; status: what is told that there was no room; place: names it among the maps of a program. late: what makes
-    its storages on other streams, until all is over; met: the streams that wait for that already."""
+    device; status: what is told that there was no room; place: names it among the maps of a program.
+
+    late: events on other streams behind which a storage is there, by its key, until all is over; under None the event
+    behind which the map itself is. met: what streams wait for already.
+    """
 
     inputs: Tensor
     outputs: Tensor
     status: Tensor
     rooms: Rooms
     place: Hashable
-    late: list[torch.cuda.Event] = field(default_factory=list)
-    met: set[int] = field(default_factory=set)
+    late: dict[Hashable, torch.cuda.Event] = field(default_factory=dict)
+    met: set[tuple[int, int]] = field(default_factory=set)
 
-    def behind(self, event: torch.cuda.Event) -> None:
-        """Storages are there behind this event."""
-        self.late.append(event)
+    def behind(self, event: torch.cuda.Event, keys: Iterable[Hashable]) -> None:
+        """These storages are there behind the event."""
+        for key in keys:
+            self.late[key] = event
+        # An event that is gone leaves its number to another one.
         self.met.clear()
 
-    def join(self) -> None:
-        """Let what the current stream does from now on wait for the storages."""
-        if not self.late:
-            return
-        stream = torch.cuda.current_stream(self.status.device)
-        if stream.stream_id not in self.met:
-            self.met.add(stream.stream_id)
-            for event in self.late:
-                stream.wait_event(event)
+    def join(self, key: Hashable) -> None:
+        """Let what the current stream does from now on wait for a storage, or for what one is made of."""
+        if self.late and (event := self.late.get(key) or self.late.get(None)) is not None:
+            self._wait(event)
 
     def over(self) -> None:
-        """`join`, at the end of a program: what is read later comes behind all of it."""
-        self.join()
+        """`join` for all, at the end of a program: what is read later comes behind all of it."""
+        for event in self.late.values():
+            self._wait(event)
         self.late.clear()
+
+    def _wait(self, event: torch.cuda.Event) -> None:
+        stream = torch.cuda.current_stream(self.status.device)
+        known = stream.stream_id, id(event)
+        if known not in self.met:
+            self.met.add(known)
+            stream.wait_event(event)
 
 
 class Planner:
@@ -90,13 +105,21 @@ class Planner:
         self._scale, self._capacity, self._shares = margin * capacity / count, capacity, shares
         self._least = least or {}
         self.rooms: dict[Hashable, int] = {}
-        self._taken = {capacity}
+        self._taken, self._pieces = {capacity}, dict[Hashable, set[int]]()
 
     def room(self, place: Hashable, needed: Tensor, most: int) -> int:
         """See Rooms."""
         if place not in self.rooms:
             self.rooms[place] = self._planned(place, needed, most)
         return self.rooms[place]
+
+    def pieces(self, place: Hashable) -> set[int]:
+        """See Rooms."""
+        return self._pieces.setdefault(place, set())
+
+    def settled(self) -> Settled:
+        """What was planned."""
+        return Settled(self.rooms, self._pieces)
 
     def _planned(self, place: Any, needed: Tensor, most: int) -> int:
         what, *_, last = place
@@ -125,6 +148,7 @@ class Settled:
     """Rooms that were planned."""
 
     rooms: Mapping[Any, int]
+    asked: dict[Any, set[int]] = field(default_factory=dict)
 
     def levels(self) -> Iterator[tuple[Any, int]]:
         """The places of levels, with their rooms."""
@@ -139,3 +163,7 @@ class Settled:
                 f"on the scene ({place})"
             )
         return found
+
+    def pieces(self, place: Hashable) -> set[int]:
+        """See Rooms."""
+        return self.asked.setdefault(place, set())

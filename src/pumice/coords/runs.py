@@ -155,6 +155,16 @@ def put_in_pieces(asked: Sequence[tuple[Tensor, int, int]]) -> None:
         told.pieces[most] = Pieces(*islice(lists, 5))
 
 
+def cut_as_asked(array: Tensor, ends: Tensor, asked: set[int]) -> None:
+    """Tell where the runs of an array end, and find now what `in_pieces` will give for pieces as long as passes before
+    asked for; `asked` is told what this one asks for."""
+    ENDS.tell(array, ends, asked)
+    told = ENDS.told(array, ends.shape[0])
+    if told is not None:
+        for most in tuple(asked):
+            told.pieces[most] = in_pieces(array, ends.shape[0], most)
+
+
 def in_pieces_twin(array: Tensor, count: int, most: int) -> Pieces:
     """As in_pieces, in plain torch."""
     bounds = bounds_of(array, count)

@@ -301,7 +301,7 @@ class Engine:
     def _planned(self, buffers: Buffers, planner: Planner) -> Bucket:
         """A bucket with the rooms that a first pass asks for."""
         self.program.run(buffers, planner)
-        return Bucket(buffers, Settled(planner.rooms))
+        return Bucket(buffers, planner.settled())
 
     def _check(self, bucket: Bucket, scene: Scene) -> None:
         """Compare with the eager network, with NaN wherever no voxel lives; tell what results are."""

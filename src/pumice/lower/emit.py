@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from pumice.errors import OptionError
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, index, indices_of
@@ -52,6 +51,7 @@ class Signature:
     accumulate: whether what was found before (BEFORE, laid out as the result) is added.
     ahead: whether the indices that loads of the loop wait for are loaded two turns before they are used.
     pieces: whether a segment may be shared by several programs, the last of which adds up what all have found.
+    slices: into how many parts the columns of a tile are split to be finished and written one after the other.
     hoisted: whether addresses are worked out before the loop as far as they can be.
     padded: whether arrays over the points of a segment are filled up with -1, so that nothing asks how many there are.
     activation, eps: of the epilogue (lower.epilogue), whose tensors are operands of their names.
@@ -72,6 +72,7 @@ class Signature:
     accumulate: bool = False
     ahead: bool = False
     pieces: bool = False
+    slices: int = 1
     hoisted: bool = True
     padded: bool = True
     activation: str = ""
@@ -176,6 +177,7 @@ class _Emitter:
     turn: list[str] = field(default_factory=list)
     ahead: list[tuple[str, str, str, str]] = field(default_factory=list)
     entry: tuple[str, str] = ("", "")
+    affine: tuple[Value | None, Value | None] | None = None
     arguments: dict[tuple[str, str, int], Argument] = field(default_factory=dict)
     number: Iterator[int] = field(default_factory=itertools.count)
 
@@ -222,6 +224,8 @@ class _Emitter:
     def _check(self) -> None:
         signature, roles = self.signature, self.roles
         owned = roles.segment is not None and not roles.laned and not roles.stacked
+        if signature.slices > 1 and (not roles.product or roles.folds or roles.laned or roles.stacked):
+            raise OptionError("the columns of a tile are in slices where a matrix product is written as it is")
         if signature.pieces and not owned:
             raise OptionError("a tile shares the segments of a matrix product whose rows are not the segments")
         if (roles.stacked or roles.packed) and not (signature.hoisted and signature.padded):
@@ -329,6 +333,8 @@ class _Emitter:
         if program == "rest":
             self.head += [f"blocks_{points} = tl.cdiv({total}, {block})"]
             self.head += [f"{points} = rest % blocks_{points} * {block} + tl.arange(0, {block})"]
+            if axis == "X" and self.signature.slices > 1:
+                self.head.append("first_x = rest % blocks_x * BX")
             self.head += [f"rest = rest // blocks_{points}"]
             self._points(axis, names, self.head)
 
@@ -901,11 +907,43 @@ class _Emitter:
             head.append(f"accumulator = tl.sum(tl.reshape(accumulator, (BY // {lanes}, {lanes}, BX)), 1)")
         if self.turned:
             head.append("accumulator = tl.sum(accumulator, 1)[:, None]")
-            self.values = {k: v for k, v in self.values.items() if "X" not in v.axes}
+            self._forget_columns()
+        if self.signature.slices > 1:
+            self._store_slices(outer)
+        else:
+            self._store_part(outer, "accumulator" if looped else "", "1" if roles.folds else "BX")
+
+    def _forget_columns(self) -> None:
+        self.values = {k: v for k, v in self.values.items() if "X" not in v.axes}
+
+    def _store_slices(self, outer: Sequence[int]) -> None:
+        """Part after part of the columns, as if each were a tile's: halves of halves of what the registers hold."""
+        parts, wide = ["accumulator"], self.signature.slices
+        for n in range(1, wide.bit_length()):
+            halves = f"(BY, 2, BX // {1 << n})"
+            for part in parts:
+                split = f"tl.split(tl.permute(tl.reshape({part}, {halves}), (0, 2, 1)))"
+                self.head.append(f"{part}_0, {part}_1 = {split}")
+            parts = [f"{part}_{side}" for part in parts for side in (0, 1)]
+        head, columns = self.head, self._volume(self.roles.columns)
+        for n, part in enumerate(parts):
+            self.head = self.body = []
+            self._forget_columns()
+            self.head.append(f"x = first_x + {n} * (BX // {wide}) + tl.arange(0, BX // {wide})")
+            self._points("X", self.roles.columns, self.head)
+            self._store_part(outer, part, f"BX // {wide}")
+            # Both are known when the kernel is compiled; of a tile that is full all parts are.
+            sure = n == 0 or "X" in self.even or not columns.isdigit()
+            head += self.head if sure else [f"if {n} * (BX // {wide}) < {columns}:", *(f"    {x}" for x in self.head)]
+        self.head = head
+
+    def _store_part(self, outer: Sequence[int], summed: str, width: str) -> None:
+        """The result from the sums, if there are any, for a tile of that width."""
+        head, roles = self.head, self.roles
         values = [self._load(self._factor(place), "YX") for place in outer]
         factors = [f"({value.at('YX')}).to({self.accumulator})" for value in values]
-        if looped:
-            factors.insert(0, "accumulator")
+        if summed:
+            factors.insert(0, summed)
         coefficient = self.statement.terms[0].coefficient
         if coefficient != 1 or not factors:
             factors.append(repr(float(coefficient)))
@@ -917,12 +955,12 @@ class _Emitter:
             masks.append(Value(f"({self.values[roles.segment.index].code} >= 0)", "Y"))
         if self.signature.pieces:
             masks.append(Value("done"))
-        shape = f"({self._rows_of_result()}, {'1' if roles.folds else 'BX'})"
+        shape = f"({self._rows_of_result()}, {width})"
         # Sums rather than broadcasts: the interpreter's atomics read whole arrays only.
         place = " + ".join([*(v.at("YX") for v in pointer), f"tl.zeros({shape}, tl.int32)"])
         head.append(f"where = {self._result()} + {place}")
         head.append(f"mask = {' & '.join([*(v.at('YX') for v in masks), f'tl.full({shape}, True, tl.int1)'])}")
-        if not looped or roles.folds:
+        if not summed or roles.folds:
             # What was not accumulated may lack an axis.
             head.append(f"result = result + tl.zeros({shape}, {self.accumulator})")
         self._add_before(place)
@@ -940,7 +978,7 @@ class _Emitter:
     def _finish(self) -> None:
         """The epilogue: a channel is what the result lies at behind its first axis."""
         indices = self.roles.target.indices
-        factor, offset = self._affine
+        factor, offset = self._affine() if self.affine is None else self.affine
         if factor is not None:
             self.head.append(f"result = result * {factor.at('YX')}")
         if offset is not None:
@@ -954,7 +992,6 @@ class _Emitter:
         if self.signature.activation:
             self.head.append(f"result = {ACTIVATIONS[self.signature.activation].code('result')}")
 
-    @cached_property
     def _affine(self) -> tuple[Value | None, Value | None]:
         """What results are multiplied by and what is added then, of each channel."""
         found: dict[str, Value] = {}
@@ -984,7 +1021,8 @@ class _Emitter:
         for expression in self.roles.target.indices:
             for array in expression.arrays:
                 self._load(array, "YX")
-        _ = self._affine
+        if self.signature.slices == 1:
+            self.affine = self._affine()
 
     @property
     def _shared(self) -> bool:

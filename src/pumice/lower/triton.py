@@ -806,6 +806,7 @@ def _signature(bound: Bound, operands: Mapping[str, Tensor], form: Roles, dtype:
         accumulate=BEFORE in operands,
         ahead=tile.ahead,
         pieces=tile.piece > 0,
+        slices=tile.slices,
         hoisted=tile.hoisted,
         padded=tile.padded,
     )

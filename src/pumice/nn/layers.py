@@ -11,8 +11,10 @@ from torch.nn import functional
 
 from pumice.errors import ShapeError
 from pumice.lower import norm as lowered
+from pumice.lower.epilogue import Epilogue
 from pumice.ops import pool
 from pumice.ops.conv import Size
+from pumice.ops.linear import linear_features, takes
 from pumice.ops.tensor import SparseTensor, living, on_rows, row_by_row, rows_of
 
 
@@ -252,7 +254,22 @@ class Linear(_Featurewise, nn.Linear):
     """y[n] = x[n] @ weight.T + bias: a convolution with a kernel of 1."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
+        if (self.in_features % 8 or self.out_features % 8) and (y := self._unaligned(x)) is not None:
+            return x.replace(y)
         return row_by_row(x, super(_Featurewise, self).forward)
+
+    def _unaligned(self, x: SparseTensor) -> Tensor | None:
+        """By a kernel of our own, where rows of 16-bit channels are no multiple of 16 bytes: libraries have slow
+        products alone for them (96 to 19 channels of 173,000 rows on an H200: 45 us)."""
+        feats, weight, bias = x.feats, self.weight, self.bias
+        tensors = (feats, weight) if bias is None else (feats, weight, bias)
+        if feats.dtype not in _HALF or any(t.dtype != feats.dtype for t in tensors) or feats.ndim != 2:
+            return None
+        fits = feats.shape[1] == self.in_features and not x.geometry.trains and takes(*tensors)
+        return linear_features(feats, weight, Epilogue(shift=bias)) if fits else None
+
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class _Pool(nn.Module):

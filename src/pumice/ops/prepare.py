@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from pumice.coords import Geometry, KernelMap, Relation, check_steps, kernel_map, local, pyramid
+from pumice.coords import Geometry, KernelMap, Relation, beside, check_steps, kernel_map, local, pyramid
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import lay_out
 from pumice.ops.recorded import Asked, by_graph
@@ -88,11 +88,13 @@ class _Wanted:
         """In buffers nothing is read: each is laid out, if it is to be, while the next is found. Those that are read as
         the planner picks."""
         found = []
-        for one, flows in self.maps(geometry):
-            if laid:
-                lay_out([(one, flows)], differentiable)
-            if None in flows:
-                found.append(one)
+        with beside(geometry) as told:
+            for one, flows in self.maps(geometry):
+                told(one)
+                if laid:
+                    lay_out([(one, flows)], differentiable)
+                if None in flows:
+                    found.append(one)
         return found
 
     def asked(self) -> Asked:

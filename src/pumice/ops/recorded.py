@@ -260,7 +260,7 @@ class Shelf:
         count = torch.zeros(1, dtype=torch.int32, device=device)
         planner = Planner(capacity, len(geometry), _MARGIN, None, None if before is None else before.rooms.rooms)
         within = replace(site, bounds=box, batch_size=box.batch)
-        made = Recorded(asked, within, coords, count, Settled(planner.rooms))
+        made = Recorded(asked, within, coords, count, planner.settled())
         made.fill(geometry)
         status = made.run(planner).words[0]
         if int(status) & (DUPLICATE | RANGE):

@@ -25,6 +25,8 @@ class Tile:
         of its few points of the reduction (language.roles.packed).
     piece: of a matrix product in segments: entries of one program at most. A longer segment is shared by several
     programs, the last of which adds up what all have found, always in the same order; 0: none is shared.
+    slices: of a matrix product: parts of its columns that are finished and written one after the other, and not at all
+    where there are no such columns; the more, the fewer registers.
     hoisted, padded: off, to show what they bring: addresses are worked out anew in every turn; each turn asks how many
     outputs there are, though a map is filled up with -1.
     """
@@ -41,11 +43,12 @@ class Tile:
     ahead: bool = False
     packed: bool = False
     piece: int = 0
+    slices: int = 1
     hoisted: bool = True
     padded: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("rows", "columns", "reduced", "lanes", "warps", "stages", "piece"):
+        for name in ("rows", "columns", "reduced", "lanes", "warps", "stages", "piece", "slices"):
             value = getattr(self, name)
             if (value < 1 or (name != "stages" and value & (value - 1))) and (name != "piece" or value != 0):
                 raise OptionError(f"{name} of a tile is a power of two, at least 1; found {value}")
@@ -76,6 +79,7 @@ class Tile:
         ways = ("swapped", "slabs", "stacked", "packed", "ahead")
         order = "".join(f" {way}" for way in ways if getattr(self, way))
         order += f" pieces of {self.piece}" if self.piece else ""
+        order += f" in {self.slices} slices" if self.slices > 1 else ""
         order += " not hoisted" * (not self.hoisted) + " not padded" * (not self.padded)
         return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}{order}"
 
@@ -269,6 +273,9 @@ def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
         if 32 <= depth <= _most_depth(problem):
             for stages, ahead in loads:
                 yield replace(first, reduced=depth, stages=stages, ahead=ahead)
+    if problem.chained and first.columns >= 64 and not problem.roles.folds:
+        for slices in {1, 2, 4} - {first.slices}:
+            yield replace(first, slices=slices)
     if problem.shares:
         for piece in (4, 8, 16):
             for stages, ahead in loads:
@@ -346,11 +353,15 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     def programs() -> int:
         return tiles * -(-rows // height) * -(-columns // width)
 
-    if height > 64 and tiles * -(-rows // height) < _FEW:
-        height = 64
-    if width > 64 and programs() < _FEW:
-        width = 64
     turns = problem.mean * -(-problem.volume(problem.roles.reduced) // depth)
+    # Half as wide, all that is gathered is gathered twice.
+    long = turns >= _LONG_LOOP and not problem.roles.adds
+    if height > 64 and (programs() < _FEW_LONG if long else tiles * -(-rows // height) < _FEW):
+        height = 64
+    if width > 64 and programs() < (_FEW_LONG if long else _FEW):
+        width = 64
+    if width == height == 128 and columns >= 256 and long and problem.bits <= 16 and tiles > _WIDE:
+        return Tile(height, 256, depth, warps=8, stages=3, swapped=swapped, ahead=True)
     # With 32 bits a side holds its values in parts, for which 4 warps have no registers.
     warps = 8 if problem.bits > 16 and height * width >= 128 * 128 else 4
     if turns < _SHORT_LOOP:
@@ -360,9 +371,12 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
         # A fourth stage costs room for programs: worth it where they are few, or each takes little.
         roomy = height <= 64 or (height * width < 128 * 128 and programs() < _MANY)
         more = replace(tile, stages=4)
+        few = problem.bits <= 16 and not problem.roles.adds and programs() <= 1.75 * _at_once(problem, more)
         if depth < _most_depth(problem) and problem.volume(problem.roles.reduced) > depth and programs() >= _MANY:
-            tile = replace(tile, stages=5, ahead=False)
-        elif depth <= 32 or (roomy and _rounds(problem, more, programs()) <= _rounds(problem, tile, programs())):
+            # A tile that is not full has columns that are not written: three programs fit where two did.
+            sparse = 4 * columns <= 3 * width and not problem.roles.folds
+            tile = replace(more, slices=4) if sparse else replace(tile, stages=5, ahead=False)
+        elif depth <= 32 or few or (roomy and _rounds(problem, more, programs()) <= _rounds(problem, tile, programs())):
             tile = more
     return replace(tile, piece=_piece(problem, tile, programs())) if problem.shares else tile
 
@@ -370,10 +384,11 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
 def _piece(problem: Problem, tile: Tile, programs: int) -> int:
     """How long a piece of a segment is: where the longest segment runs on far after the others, it is shared.
 
-    What several programs found costs a way through memory, so that nothing is shared where there is work for all.
+    What several programs found costs a way through memory, so that nothing is shared where there is work for all, or
+    where nearly every tap occurs in every tile.
     """
     each = problem.mean * programs / _at_once(problem, tile)
-    if max(_LONGEST, 1.4 * problem.mean) < 2.5 * each:
+    if max(_LONGEST, 1.4 * problem.mean) < 2.5 * each or 0.8 * _LONGEST < problem.mean <= _LONGEST:
         return 0
     return 8 if each <= 9 else 16
 
@@ -414,6 +429,19 @@ _MANY_SEGMENTS = 2048
 
 _FEW = 3 * PROCESSORS
 """Programs below which a tile is made smaller."""
+
+_FEW_LONG = 96
+"""The same where loops are long. On an H200 (fp16, convolutions over tiles of 64 outputs):
+channels, programs        256, 320   128, 334   256, 214   256, 124   256, 74   128, 124
+64 x 64, us                     73         44         62         39        24         15
+64 x 128, us                    51         34         50         32        24         15
+Over 122 tiles of 128 outputs, 128 channels take 25 us in tiles of 128 x 128 and 34 in tiles of 64 x 64."""
+
+_LONG_LOOP = 16
+"""Turns from which on a loop is long."""
+
+_WIDE = 200
+"""Tiles of 128 rows from which on 256 columns are one program's: 94 us where two took 100 (216 tiles on an H200)."""
 
 _MANY = 4 * PROCESSORS
 """Programs from which on a fourth stage has to leave room for as many at once."""
