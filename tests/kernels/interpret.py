@@ -506,13 +506,13 @@ def way_checks() -> Checks:
     } | {"a tile refuses what it cannot do": check_refused_ways}
 
 
-def way_problem(groups: int, channels: int) -> tuple[Problem, Tensor]:
+def way_problem(groups: int, channels: int, columns: int = 10) -> tuple[Problem, Tensor]:
     """A convolution over tiles, and its result."""
     found, _ = cloud(3, 1)
     generator = torch.Generator().manual_seed(channels)
     x = torch.randn(found.num_inputs, groups, channels, generator=generator)
-    operands = {"x": x, "w": torch.randn(groups, 10, 27, channels, generator=generator)}
-    shape = (found.num_outputs, groups, 10)
+    operands = {"x": x, "w": torch.randn(groups, columns, 27, channels, generator=generator)}
+    shape = (found.num_outputs, groups, columns)
     (whole,) = map_problems(found, operands, "pairs", GROUPED_CONV, shape)
     (p,) = map_problems(found, operands, "compacted", GROUPED_CONV, shape)
     return p, wanted(whole)
@@ -546,12 +546,85 @@ def check_refused_ways() -> None:
         (p, Tile(64, 16, 32, packed=True, hoisted=False)),
         (p, Tile(16, 16, 16, stacked=True)),
         (rows, Tile(8, 16, lanes=2, swapped=True)),
+        (rows, Tile(8, 16, lanes=2, slices=2)),
+        (rows, Tile(16, 16, 16, stacked=True, slices=2)),
+        (problem(CASES["tp:dV"].at(SMALL)), Tile(16, 16, 16, slices=2)),
     ):
         try:
             lowered.run(bad.bound, bad.operands, torch.float32, tile)
         except OptionError:
             continue
         raise AssertionError(f"tile {tile} is not refused")
+
+
+# Columns in slices
+def slice_checks() -> Checks:
+    """Slices that lie beyond the last column, of the only block and of the last of several; of one column each."""
+    found: dict[str, Callable[[], None]] = {
+        f"{columns} columns in {groups} groups, tile {tile}": partial(check_slices, groups, columns, tile)
+        for groups, columns, tile in (
+            (1, 11, Tile(32, 8, 16, slices=2)),
+            (1, 13, Tile(32, 8, 16, slices=8, swapped=True)),
+            (2, 9, Tile(32, 32, 16, slices=4, ahead=True)),
+            (1, 17, Tile(64, 16, 16, slices=4, piece=2, ahead=True)),
+            (2, 11, Tile(64, 8, 16, slices=8, piece=4, slabs=True)),
+            (1, 32, Tile(32, 16, 16, slices=4, hoisted=False, padded=False, swapped=True)),
+        )
+    }
+    for names in (("scale", "shift"), ("residual",), ("mean", "variance"), ("mean", "scale"), ("shift", "residual")):
+        found[f"slices with {' and '.join(names)}"] = partial(check_slices_with, names)
+    for activation in ACTIVATIONS:
+        found[f"slices with activation {activation or 'none'}"] = partial(check_slices_with, ("residual",), activation)
+    for form in ("split2", "grouped", "unsorted"):
+        found[f"{form} in slices"] = partial(check_sliced_form, form)
+    for name in ("matrix product", "matrix product, ranges", "batched"):
+        found[f"{name} in slices"] = partial(check_sliced_other, name)
+    return found
+
+
+def check_slices(groups: int, columns: int, tile: Tile) -> None:
+    """Bit for bit what whole tiles give, in 32 and 16 bits, and with an epilogue what the reference gives."""
+    p, want = way_problem(groups, 9, columns)
+    epilogue = epilogue_of(tuple(want.shape), "relu")
+    for dtype, limit in ((torch.float32, 2e-5), (torch.float16, 2e-3)):
+        p = p.to(dtype)
+        got, whole = (lowered.runner(p.bound, dtype, t)(p.operands) for t in (tile, replace(tile, slices=1)))
+        near(got, want, limit)
+        assert torch.equal(got, whole)
+        finished = lowered.runner(p.bound, dtype, tile, finish=epilogue.finish)
+        near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), limit)
+    segments_of = lowered._segments(p.bound, p.operands, form_of(p), tile)
+    text = lowered.prepare(p.bound, p.operands, got, tile, segments_of).source.text
+    assert text.count("tl.store(where") == tile.slices and text.count("tl.split(") == tile.slices - 1
+
+
+def check_slices_with(names: tuple[str, ...], activation: str = "relu") -> None:
+    """Each part of an epilogue alone: what one slice has loaded of channels is no other's."""
+    p, want = way_problem(1, 9, 23)
+    whole = epilogue_of(tuple(want.shape), activation)
+    kept = {name: value for name in names if (value := getattr(whole, name)) is not None}
+    epilogue = Epilogue(**kept, activation=activation, eps=0.25)
+    run = lowered.runner(p.bound, torch.float32, Tile(32, 16, 16, slices=4), finish=epilogue.finish)
+    near(run({**p.operands, **epilogue.operands}), applied(want, epilogue), 2e-5)
+
+
+def check_sliced_form(form: str) -> None:
+    """Parts that add to what is there, programs that add to one entry, rows in their order."""
+    found, operands = cloud(3, 1)
+    shape = (found.num_outputs, 11)
+    (whole,) = map_problems(found, operands, "pairs", WAYS["forward"], shape)
+    got = None
+    for p in map_problems(found, operands, form, WAYS["forward"], shape):
+        got = lowered.runner(p.bound, torch.float32, Tile(16, 8, 16, slices=4))(p.operands, got)
+    assert got is not None
+    near(got, wanted(whole), 2e-5)
+
+
+def check_sliced_other(name: str) -> None:
+    """Columns whose number is known when a kernel runs, and not before; those of a range."""
+    p, want = other_problem(name)
+    for tile in (Tile(16, 16, 16, slices=2), Tile(16, 64, 16, slices=4), Tile(32, 16, 32, slices=8, swapped=True)):
+        near(lowered.run(p.bound, p.operands, torch.float32, tile), want, 2e-5)
 
 
 # Epilogues
@@ -658,12 +731,17 @@ def other_checks() -> Checks:
     return found
 
 
-def check_other(name: str) -> None:
+def other_problem(name: str) -> tuple[Problem, Tensor]:
+    """The problem, and what the oracle says."""
     text, shapes = OTHERS[name]
     generator = torch.Generator().manual_seed(3)
     operands = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
-    p = Problem.of(text, operands)
     want = torch.from_numpy(evaluate(text, {n: t.double().numpy() for n, t in operands.items()}))
+    return Problem.of(text, operands), want
+
+
+def check_other(name: str) -> None:
+    p, want = other_problem(name)
     for tile in tiles(p):
         near(lowered.run(p.bound, p.operands, torch.float32, tile), want, 2e-5)
 
@@ -796,6 +874,7 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
     ),
     "tensor product": partial(joined, partial(study_checks, "tensor product"), chain_checks),
     "tensor tables": partial(joined, partial(study_checks, "tensor tables"), within_checks),
+    "ways": partial(joined, way_checks, slice_checks),
     "fuzz": partial(joined, other_checks, fuzz_checks),
 }
 """The checks, by name, of each group; a group is one process."""

@@ -96,7 +96,16 @@ def _bytes():
     yield from (Job("conv_compacted", "sm_90", kind, sizes=(("c", 16),), activation="") for kind in ("i8", "fp8"))
 
 
-STUDIED = (_all_cases, _precisions, _doubles, _wide, _tiles, _epilogues, _packs, _bytes)
+def _slices():
+    """96 channels over as many tiles as fill the device several times."""
+    sizes = (("c", 96), ("n", 96), ("T", 1400))
+    for kind in ("fp16", "bf16"):
+        yield Job("conv_compacted", "sm_90", kind, sizes=sizes, activation="relu")
+    shared = Tile(128, 128, 32, stages=4, ahead=True, slices=4, piece=8)
+    yield Job("conv_compacted", "sm_90", sizes=sizes, tile=shared, activation="")
+
+
+STUDIED = (_all_cases, _precisions, _doubles, _wide, _tiles, _epilogues, _packs, _bytes, _slices)
 JOBS = tuple(dict.fromkeys(job for made in STUDIED for job in made()))
 
 SPILLS = {
@@ -157,6 +166,12 @@ def test_nothing_spills(built, job):
     # What an epilogue spills it does once a tile, behind the loop.
     known = 800 if job.activation != "-" else SPILLS.get(job.name, SPILLS.get(job.case, 0))
     assert built.spilled <= known
+
+
+@every(_slices())
+def test_slices_spill_nothing(built):
+    """With a residual, for which whole tiles of so many sums have no registers."""
+    assert built.tile.slices == 4 and built.spilled == 0
 
 
 @every(job for job in JOBS if job.target == "gfx942")
