@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -30,9 +31,11 @@ from pumice.engine.capture import site_within
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
 from pumice.errors import CoordinateError
 from pumice.lower import dataflow, largest, maps, norm
+from pumice.lower import segments as segmented
 from pumice.lower.remember import OWN, Bounded
 from pumice.lower.segments import pieces, segments
 from pumice.ops.reduce import maximum
+from pumice.schedule.dataflow import DATAFLOWS
 from pumice.testing import assert_close, random_cloud
 
 preparing, recorded = (sys.modules[f"pumice.ops.{name}"] for name in ("prepare", "recorded"))
@@ -69,7 +72,7 @@ class Flows(nn.Module):
 def flow_checks() -> Checks:
     flows = ("implicit-gemm-sorted", "implicit-gemm-unsorted", "implicit-gemm-split2", "fetch-on-demand")
     found = {f"captured in {flow}": partial(check_flow, flow) for flow in flows}
-    return {**found, "no room for entries": check_entries}
+    return {**found, "no room for entries": check_entries, "pieces": check_pieces}
 
 
 def check_flow(flow: str) -> None:
@@ -88,6 +91,34 @@ def check_flow(flow: str) -> None:
             for a, b in zip(fast(x), want, strict=True):
                 assert_close(a, b)
     assert fast.replays == 3 and not fast.fallbacks
+
+
+def check_pieces() -> None:
+    """A pass cuts no runs where it reads them once one before it has, in rooms that were widened neither."""
+    flow = replace(DATAFLOWS["implicit-gemm-sorted"], piece=4)
+    net = pm.nn.Sequential(pm.nn.Linear(4, 16), pm.nn.Conv3d(16, 24, 3, dataflow=flow)).eval()
+    near, far = scene(70, 0, extent=5), scene(60, 1, extent=20)
+    cut, asked, real = [], [], segmented.in_pieces
+
+    def counted(*given: Any) -> Any:
+        cut.append(given[1:])
+        return real(*given)
+
+    with patch.object(segmented, "in_pieces", counted), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fast = pm.capture(net, far, max_voxels=70, buckets=[70], margin=1.0, box=((0, 0, 0), (20, 20, 20)))
+        asked.append(len(cut))
+        for x in (far, near, near, far):
+            with torch.no_grad():
+                want = net(x)
+            cut.clear()
+            assert_close(fast(x).feats, want.feats)
+            asked.append(len(cut))
+    (bucket,) = fast._engine.buckets.values()
+    assert any(bucket.rooms.asked.values()), "no kernel shares segments"
+    # The pass that plans and the eager one that it is compared with; the scene that has no room. No other.
+    assert asked[0] == 2 and asked[2] and asked[1] == asked[3] == asked[4] == 0, asked
+    assert fast.fallbacks == {"room": 1} and fast.replays == 3, (fast.fallbacks, fast.replays)
 
 
 def check_entries() -> None:
