@@ -5,6 +5,9 @@ import pytest
 import torch
 
 import pumice as pm
+from pumice.nn import layers
+from pumice.ops.linear import linear_features
+from pumice.testing import assert_close
 
 ACTIVATIONS = ["ReLU", "LeakyReLU", "GELU", "SiLU", "ELU", "Sigmoid", "Tanh", "Softplus"]
 NORMS = {
@@ -144,6 +147,59 @@ def test_containers(wrap):
     x = sample()
     inner = wrap(pm.nn.Conv2d(6, 6, 3).double(), pm.nn.ReLU())
     assert torch.equal(pm.nn.Sequential(inner, torch.nn.Identity())(x).feats, inner(x).feats)
+
+
+@pytest.fixture
+def own(monkeypatch):
+    """Where rows are multiplied by a kernel of ours wherever it takes them: how often it was."""
+    calls = []
+
+    def product(*given):
+        calls.append(given)
+        return linear_features(*given)
+
+    monkeypatch.setattr(layers, "takes", lambda *tensors: not torch.is_grad_enabled())
+    monkeypatch.setattr(layers, "linear_features", product)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(96, 19), (19, 96), (7, 3)])
+def test_rows_of_16_bits_that_are_unaligned_have_a_kernel(own, sizes, bias, dtype):
+    layer, x = pm.nn.Linear(*sizes, bias=bias).to(dtype), sample(channels=sizes[0], dtype=dtype)
+    with torch.no_grad():
+        y = layer(x)
+    want = x.feats.double() @ layer.weight.detach().double().T
+    want = want + layer.bias.detach().double() if bias else want
+    assert len(own) == 1 and y.geometry is x.geometry and y.dtype == dtype
+    assert_close(y.feats, want, dtype=dtype)
+
+
+def test_other_rows_are_multiplied_by_torch(own):
+    """Aligned ones, those of 32 bits, of several dtypes, those that train, and those that do not fit."""
+    half, x = torch.float16, sample(channels=96, dtype=torch.float16)
+    with torch.no_grad():
+        pm.nn.Linear(96, 24).to(half)(x)
+        pm.nn.Linear(96, 19)(x.to(torch.float32))
+        layer, mixed = (pm.nn.Linear(96, 19).to(half) for _ in range(2))
+        mixed.bias = torch.nn.Parameter(mixed.bias.float())
+        with pytest.raises(RuntimeError, match="dtype"):
+            mixed(x)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            layer(sample(channels=19, dtype=half))
+    layer(x).feats.sum().backward()
+    assert layer.weight.grad is not None and not own
+
+
+def test_rows_of_a_captured_step_are_multiplied_by_torch(own, monkeypatch):
+    """It has gradients of living rows alone, also where a pass of it is without."""
+    x = sample(channels=96, dtype=torch.float16)
+    monkeypatch.setattr(type(x.geometry), "trains", True)
+    monkeypatch.setattr(layers, "row_by_row", lambda x, function: x.replace(function(x.feats)))
+    with torch.no_grad():
+        pm.nn.Linear(96, 19).half()(x)
+    assert not own
 
 
 def test_residual_block():
