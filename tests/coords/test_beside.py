@@ -153,6 +153,28 @@ def test_a_second_search_comes_behind_the_first(streams):
     assert not streams.early
 
 
+def test_a_search_comes_behind_what_there_is(streams):
+    """Behind the coordinates themselves, and all that a search before has made, whatever this one reads of it."""
+    geometry, _ = inside()
+    streams.make("coordinates")
+    for _ in range(2):
+        late = geometry.late
+        with beside(geometry):
+            assert "coordinates" in streams.current.done and streams.current.waits == [late] * (late is not None)
+            streams.make(("found", late))
+    assert streams.made[-1].done >= {("found", None)} and "found" not in str(streams.main.done)
+
+
+def test_maps_that_were_found_before_are_laid_out_behind(streams):
+    """Also where nothing tells of them: they were found on the stream of layers."""
+    geometry, _ = inside()
+    found, _ = kernel_map(geometry, WINDOW)
+    maps.lay_out([(found, ("compacted",))])
+    assert len(streams.made) > 1 and not streams.early
+    maps.held(found, "compacted")
+    assert not streams.early and len(streams.main.waits) == 1
+
+
 def test_a_search_from_an_inner_level_waits_for_the_first(streams):
     geometry, _ = inside()
     prepared(geometry, STEPS[:1], SAME[:2])
@@ -296,6 +318,13 @@ def test_pieces_that_a_pass_asked_for_are_there_in_the_next(cut):
         equals_twin(got, tiles, count, 3)
         assert len(cut) == calls
     assert list(rooms.asked.values()) == [{3, MOST}]
+
+
+def test_what_a_pass_asks_for_is_kept_by_its_rooms():
+    """Also of a place that the pass that planned did not cut."""
+    for rooms in (Settled({}), Planner(64, 64, 1.0, None)):
+        rooms.pieces("here").add(8)
+        assert rooms.pieces("here") == {8} and rooms.pieces("there") == set()
 
 
 def test_pieces_are_of_their_own_tiles(cut):

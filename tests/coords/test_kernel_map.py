@@ -382,6 +382,10 @@ def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
     assert read(1, 2, 3) == []
 
 
+def test_tiles_are_smaller_where_there_are_few():
+    assert [maps.block_of(outputs) for outputs in (0, 23_999, 24_000, 48_000)] == [64, 64, 128, 128]
+
+
 def test_groups_in_buffers_are_as_long_as_the_room_for_pairs_says(monkeypatch):
     for name, value in (("_GROUP", 4), ("_MANY", 100), ("_ENOUGH", 3), ("_LONGEST", 128)):
         monkeypatch.setattr(maps, name, value)

@@ -111,6 +111,22 @@ def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected)
     assert str(default(convolution(channels, mean, tiles, channels))) == expected
 
 
+def test_loops_are_long_from_sixteen_turns_on():
+    """Few programs of many turns are few for the device, and wide all the same."""
+    short, long = (default(convolution(64, mean, 122, 128)) for mean in (15, 16))
+    assert (short.rows, short.columns) == (64, 64) and (long.rows, long.columns) == (128, 128)
+
+
+def test_values_of_32_bits_have_no_tiles_of_256_columns():
+    assert str(default(convolution(256, 16.8, 216, 256, bits=32))) == "128x128x32 w8 s4 ahead"
+
+
+def test_candidates_have_their_columns_in_slices():
+    """Where they are enough for several."""
+    for columns, wanted in ((96, {1, 2, 4}), (64, {1, 2, 4}), (32, {1})):
+        assert {tile.slices for tile in candidates(convolution(96, 5.9, 1352, columns))} == wanted
+
+
 def test_segments_are_shared_where_a_barrier_waits_for_what_was_stored():
     shared, alone = (convolution(128, 4.3, 316, 128, waits=waits) for waits in (True, False))
     assert default(shared).piece and any(tile.piece for tile in candidates(shared))
