@@ -19,7 +19,7 @@ from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found
 from pumice.coords.outputs import Listed, Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
-from pumice.coords.rooms import FIRST, Between
+from pumice.coords.rooms import FIRST, Between, mark
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 
 _GROWTH = 16
@@ -84,11 +84,11 @@ def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
     def told(one: KernelMap) -> None:
         found.append(one)
         if one.between is not None and None not in one.between.late:
-            one.between.behind(stream.record_event(), [None])
+            one.between.behind(mark(stream), [None])
 
     with torch.cuda.stream(stream):
         yield told
-        event = stream.record_event()
+        event = mark(stream)
     for level in _levels_below(geometry):
         level.late = event
 

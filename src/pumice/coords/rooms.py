@@ -50,6 +50,13 @@ class Buffered:
     trains: bool = False
 
 
+def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind all that the stream was given so far."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
 @dataclass(frozen=True, eq=False)
 class Between:
     """Of a map: it lies between buffers. inputs, outputs: rows of it as it was found that live, int32 [1] each on the
