@@ -104,11 +104,30 @@ def test_indices_are_loaded_ahead_in_longer_loops():
         (31, 256, 23.9, "64x128x64 w4 s4 ahead"),
         (1352, 96, 5.9, "128x128x32 w4 s4 ahead in 4 slices"),
         (487, 96, 18.7, "128x128x32 w4 s4 ahead"),
+        (1352, 96, 1.1, "128x128x32 w4 s3 ahead in 4 slices"),
+        (982, 32, 1.1, "128x32x32 w4 s3 ahead"),
     ],
 )
 def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected):
     """What a sweep on an H200 found best, by how many tiles of 128 outputs there are."""
     assert str(default(convolution(channels, mean, tiles, channels))) == expected
+
+
+@pytest.mark.parametrize(
+    "rows,channels,columns,expected",
+    [
+        (173_011, 128, 96, "128x128x32 w4 s4 in 4 slices"),
+        (173_011, 192, 128, "64x128x64 w4 s2"),
+        (173_011, 384, 128, "128x128x64 w8 s3"),
+        (173_011, 128, 256, "128x256x64 w8 s3"),
+        (20_000, 128, 96, "128x128x64 w8 s3"),
+    ],
+)
+def test_linear_maps_of_many_rows_are_small_programs(rows, channels, columns, expected):
+    linear = parse("y[n,m] = x[n,c] * w[m,c]")
+    sizes = {"n": rows, "m": columns, "c": channels}
+    assert str(default(Problem(roles(linear, sizes), sizes))) == expected
+    assert default(Problem(roles(linear, sizes), sizes, bits=32)).slices == 1
 
 
 def test_segments_are_shared_where_a_barrier_waits_for_what_was_stored():
@@ -136,7 +155,7 @@ def convolution(channels, mean, tiles=3000, columns=32, **more):
         (16, 30, 16, "128x32x64 w4 s4 packed ahead"),
         (16, 18, 8, "128x32x128 w4 s5 packed"),
         (32, 18, 16, "128x32x32 w4 s4 ahead"),
-        (16, 1, 16, "128x32x16 w4 s5"),
+        (16, 1, 16, "128x32x16 w4 s3 ahead"),
     ],
 )
 def test_entries_of_few_channels_are_packed(channels, mean, bits, expected):

@@ -21,8 +21,8 @@ def clear_rows(values: Tensor, count: Tensor) -> None:
     """
     if not runs_kernels(values):
         return clear_rows_twin(values, count)
-    rows, channels = values.shape
-    _kernel()(-(-values.numel() // _BLOCK), (values, count), (rows,), {"C": channels, "BLOCK": _BLOCK})
+    total = values.numel()
+    _kernel()(-(-total // _BLOCK), (values, count), (total, values.shape[1]), {"BLOCK": _BLOCK})
 
 
 def clear_rows_twin(values: Tensor, count: Tensor) -> None:
