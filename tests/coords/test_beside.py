@@ -1,6 +1,7 @@
 """Maps that are found on streams of their own while a CUDA graph is captured: what waits for what, without a GPU."""
 
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -183,7 +184,8 @@ def test_other_streams_wait_for_what_is_made_of_what_was_laid_out(device):
         maps._side_by_side([(found, "compacted")])
         work = next(s for s in Stream.numbers[2:] if len(s.clock) > 1).work()
         maps._side_by_side([(found, "unsorted")])
-        found.between.behind(Stream.numbers[work[0]].record_event(), [(("form", "compacted"), False)])
+        between: Any = found.between
+        between.behind(Stream.numbers[work[0]].record_event(), [(("form", "compacted"), False)])
 
     def handed_on():
         return found.storage("handed on", lambda m: maps.held(m, "compacted"))

@@ -19,7 +19,7 @@ from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found
 from pumice.coords.outputs import Listed, Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
-from pumice.coords.rooms import FIRST, Between
+from pumice.coords.rooms import FIRST, Between, mark
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 
 _GROWTH = 16
@@ -85,7 +85,7 @@ def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
             stream.wait_event(before)
 
     def told(one: KernelMap) -> None:
-        event = stream.record_event()
+        event = mark(stream)
         if one.between is not None and None not in one.between.late:
             one.between.behind(event, [None])
         for level in _levels_below(geometry):
@@ -95,7 +95,7 @@ def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
 
     with torch.cuda.stream(stream):
         yield told
-        event = stream.record_event()
+        event = mark(stream)
     for level in _levels_below(geometry):
         level.late = event
 
