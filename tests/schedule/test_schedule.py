@@ -61,6 +61,7 @@ def test_long_rows_of_halves_are_stacked():
         ({"rows": 48}, "rows of a tile is a power of two, at least 1; found 48"),
         ({"stages": 0}, "stages of a tile is a power of two, at least 1; found 0"),
         ({"lanes": 32}, "32 lanes do not divide 16 rows"),
+        ({"slices": 256}, "256 slices do not divide 128 columns"),
         ({"packed": True, "stacked": True}, "a packed tile is one segment's: it is not stacked"),
         ({"packed": True, "lanes": 4}, "a packed tile is one segment's: .* has no lanes"),
         ({"rows": 2048, "columns": 1024}, "at most 1048576 results, found 2048 x 1024"),
@@ -69,6 +70,14 @@ def test_long_rows_of_halves_are_stacked():
 def test_a_wrong_tile_says_what_is_wrong(wrong, said):
     with pytest.raises(OptionError, match=said):
         replace(Tile(16, 128), **wrong)
+
+
+def test_a_smaller_tile_has_no_more_slices_than_columns():
+    tile = Tile(16, 64, 16, slices=64)
+    found = []
+    while (tile := tile.smaller()) is not None:
+        found.append((tile.columns, tile.slices))
+    assert found == [(32, 32), (16, 16)]
 
 
 def test_tiles_print():

@@ -76,15 +76,22 @@ def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
     if not (geometry.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         yield lambda _: None
         return
-    stream, found = torch.cuda.Stream(geometry.device, priority=FIRST), list[KernelMap]()
+    stream = torch.cuda.Stream(geometry.device, priority=FIRST)
     stream.wait_stream(torch.cuda.current_stream(geometry.device))
-    if geometry.late is not None:
-        stream.wait_event(geometry.late)
+    known = set(_levels_below(geometry))
+    # Deeper levels may have been found beside by themselves.
+    for before in dict.fromkeys(level.late for level in known):
+        if before is not None:
+            stream.wait_event(before)
 
     def told(one: KernelMap) -> None:
-        found.append(one)
+        event = mark(stream)
         if one.between is not None and None not in one.between.late:
-            one.between.behind(mark(stream), [None])
+            one.between.behind(event, [None])
+        for level in _levels_below(geometry):
+            if level not in known:
+                known.add(level)
+                level.made_behind(event)
 
     with torch.cuda.stream(stream):
         yield told

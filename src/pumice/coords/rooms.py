@@ -81,6 +81,13 @@ class Between:
         # An event that is gone leaves its number to another one.
         self.met.clear()
 
+    def built(self, key: Hashable) -> None:
+        """A storage was made on the current stream, of what that waited for: others wait for it, too."""
+        if self.late and key not in self.late:
+            stream = torch.cuda.current_stream(self.status.device)
+            event = self.late[key] = mark(stream)
+            self.met.add((stream.stream_id, id(event)))
+
     def join(self, key: Hashable) -> None:
         """Let what the current stream does from now on wait for a storage, or for what one is made of."""
         if self.late and (event := self.late.get(key) or self.late.get(None)) is not None:

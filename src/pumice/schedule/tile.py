@@ -54,6 +54,8 @@ class Tile:
                 raise OptionError(f"{name} of a tile is a power of two, at least 1; found {value}")
         if self.rows % self.lanes:
             raise OptionError(f"{self.lanes} lanes do not divide {self.rows} rows")
+        if self.slices > self.columns:
+            raise OptionError(f"{self.slices} slices do not divide {self.columns} columns")
         if self.packed and (self.stacked or self.lanes > 1):
             raise OptionError("a packed tile is one segment's: it is not stacked, and has no lanes")
         if self.rows * self.columns > 1 << 20:
@@ -67,12 +69,16 @@ class Tile:
         if self.stages > 2:
             return replace(self, stages=self.stages - 1)
         if self.stacked:
-            return replace(self, columns=self.columns // 2) if self.columns > 16 else None
+            return self._narrower() if self.columns > 16 else None
         if max(self.rows // self.lanes, self.columns) <= 16:
             return None
         if self.columns >= self.rows // self.lanes:
-            return replace(self, columns=self.columns // 2)
+            return self._narrower()
         return replace(self, rows=self.rows // 2)
+
+    def _narrower(self) -> Tile:
+        columns = self.columns // 2
+        return replace(self, columns=columns, slices=min(self.slices, columns))
 
     def __str__(self) -> str:
         lanes = f"/{self.lanes}" if self.lanes > 1 else ""
