@@ -15,7 +15,10 @@ from pumice.coords import Geometry, KernelMap
 class Event:
     """What came before it on its stream."""
 
-    behind: frozenset
+    behind: frozenset = frozenset()
+
+    def record(self, stream):
+        self.behind = frozenset(stream.done)
 
 
 @dataclass(eq=False)
@@ -80,6 +83,7 @@ class Streams:
 def pretend(monkeypatch, streams):
     """A graph is captured, on a GPU whose memory is that of the CPU."""
     monkeypatch.setattr(torch.cuda, "Stream", streams.new)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", streams.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

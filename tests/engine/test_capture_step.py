@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 import pumice as pm
+from pumice.coords import Cloud, Geometry
+from pumice.coords.rooms import Buffered, Settled
 from pumice.errors import (
     CaptureError,
     CoordinateError,
@@ -26,7 +28,8 @@ from pumice.errors import (
     ShapeError,
 )
 from pumice.lower import norm
-from pumice.ops import row_mean, row_sum
+from pumice.ops import row_mean, row_sum, tensor
+from pumice.ops.tensor import fitting, row_by_row
 from pumice.testing import random_cloud
 
 SHAPE = (12, 11, 10)
@@ -211,6 +214,30 @@ def test_a_dense_head():
     for seed, count in enumerate((60, 100)):
         pair.both(scene(count, seed, shape=SHAPE)[0], torch.tensor(0.1 * seed, dtype=torch.float64))
     assert pair.step.replays == 2
+
+
+def test_linear_maps_clear_what_an_operation_has_made_and_nothing_that_is_somebodys(monkeypatch):
+    whole = scene(40)[0].geometry
+    cloud = Cloud(whole.coords, torch.tensor([25], dtype=torch.int32), whole.bounds, torch.zeros(1, dtype=torch.int32))
+    within = Geometry.in_buffer(cloud, whole.site, Buffered(Settled({}), (), False, True))
+    table, head = nn.Parameter(torch.randn(40, 4)), nn.Linear(4, 3)
+    for rows in (table, table[:40], table.detach(), (table + 0).t().contiguous().t()):
+        before = rows.detach().clone()
+        y = row_by_row(fitting(rows, within, True), head)
+        assert torch.equal(rows, before) and torch.equal(y.feats[:25], head(before)[:25])
+    made = table + 0
+    y = row_by_row(fitting(made, within, True), head)
+    # Not a copy, and what has saved it does not complain.
+    assert not made[25:].any() and torch.equal(made[:25], table[:25]) and made._version == 0
+    (y._feats * torch.randn(40, 3)).sum().backward()
+    assert not table.grad[25:].any() and table.grad[:25].all()
+    grads = torch.autograd.grad(row_by_row(fitting(made, within, True), head)._feats.sum(), head.bias)
+    assert torch.equal(grads[0], torch.full((3,), 25.0))
+    # The kernel takes rows one behind the other.
+    monkeypatch.setattr(tensor, "clear_rows", lambda *_: pytest.fail("columns one behind the other"))
+    turned = nn.Parameter(torch.randn(4, 40).t()) + 0
+    assert not turned._is_view() and not turned.is_contiguous()
+    assert torch.equal(row_by_row(fitting(turned, within, True), head)._feats[:25], head(turned)[:25])
 
 
 NETS = {

@@ -32,6 +32,7 @@ from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
 from pumice.errors import CoordinateError
 from pumice.lower import dataflow, largest, maps, norm
 from pumice.lower import segments as segmented
+from pumice.lower.living import clear_rows, clear_rows_twin
 from pumice.lower.remember import OWN, Bounded
 from pumice.lower.segments import pieces, segments
 from pumice.ops.reduce import maximum
@@ -155,6 +156,16 @@ class Trained(nn.Module):
 
 def loss(y: pm.SparseTensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(y.feats, labels)
+
+
+def check_cleared_rows() -> None:
+    """Of no row, of all, and from within a block of a program; what is behind the rows stays."""
+    for count, rows, channels in ((0, 3, 5), (3, 3, 5), (700, 1500, 7), (1300, 1500, 7), (4096, 4097, 1)):
+        room = torch.randn(rows * channels + 9)
+        given, living = room.clone(), torch.tensor([count], dtype=torch.int32)
+        clear_rows(given[: rows * channels].view(rows, channels), living)
+        clear_rows_twin(room[: rows * channels].view(rows, channels), living)
+        assert torch.equal(given, room) and not room[count * channels : rows * channels].any() and room[-9:].all()
 
 
 def check_norms() -> None:
@@ -505,6 +516,7 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
     "programs": lambda: {
         **map_checks(),
         **flow_checks(),
+        "cleared rows": check_cleared_rows,
         "norms": check_norms,
         "norms of few rows": check_few_rows,
         "maxima": check_largest,

@@ -44,7 +44,7 @@ from pumice.coords.launch import Fixed
 from pumice.coords.lookup import mask_words, paired
 from pumice.coords.packing import Packer
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
-from pumice.lower import largest, norm
+from pumice.lower import largest, living, norm
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
 
@@ -127,6 +127,7 @@ def variants() -> tuple[Variant, ...]:
         patch("pumice.coords.cloud.runs_kernels", lambda tensor: True),
         patch.object(ranking, "runs_kernels", lambda tensor: True),
         patch.object(norm, "runs_kernels", lambda tensor: True),
+        patch.object(living, "runs_kernels", lambda tensor: True),
         patch.object(largest, "runs_kernels", lambda tensor: True),
         patch.object(runs, "_fits", lambda array, count: True),
         patch.object(packing, "runs_kernels", lambda tensor: True),
@@ -153,6 +154,7 @@ def variants() -> tuple[Variant, ...]:
         tell(clear(told.device), RANGE, told.any())
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
+            living.clear_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
             _maxima(torch.zeros(60, channels, dtype=dtype))
     return tuple(recorder.seen)
 

@@ -61,6 +61,7 @@ def test_long_rows_of_halves_are_stacked():
         ({"rows": 48}, "rows of a tile is a power of two, at least 1; found 48"),
         ({"stages": 0}, "stages of a tile is a power of two, at least 1; found 0"),
         ({"lanes": 32}, "32 lanes do not divide 16 rows"),
+        ({"slices": 256}, "256 slices do not divide 128 columns"),
         ({"packed": True, "stacked": True}, "a packed tile is one segment's: it is not stacked"),
         ({"packed": True, "lanes": 4}, "a packed tile is one segment's: .* has no lanes"),
         ({"rows": 2048, "columns": 1024}, "at most 1048576 results, found 2048 x 1024"),
@@ -69,6 +70,14 @@ def test_long_rows_of_halves_are_stacked():
 def test_a_wrong_tile_says_what_is_wrong(wrong, said):
     with pytest.raises(OptionError, match=said):
         replace(Tile(16, 128), **wrong)
+
+
+def test_a_smaller_tile_has_no_more_slices_than_columns():
+    tile = Tile(16, 64, 16, slices=64)
+    found = []
+    while (tile := tile.smaller()) is not None:
+        found.append((tile.columns, tile.slices))
+    assert found == [(32, 32), (16, 16)]
 
 
 def test_tiles_print():
@@ -104,6 +113,8 @@ def test_indices_are_loaded_ahead_in_longer_loops():
         (31, 256, 23.9, "64x128x64 w4 s4 ahead"),
         (1352, 96, 5.9, "128x128x32 w4 s4 ahead in 4 slices"),
         (487, 96, 18.7, "128x128x32 w4 s4 ahead"),
+        (1352, 96, 1.1, "128x128x32 w4 s3 ahead in 4 slices"),
+        (982, 32, 1.1, "128x32x32 w4 s3 ahead"),
     ],
 )
 def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected):
@@ -125,6 +136,23 @@ def test_candidates_have_their_columns_in_slices():
     """Where they are enough for several."""
     for columns, wanted in ((96, {1, 2, 4}), (64, {1, 2, 4}), (32, {1})):
         assert {tile.slices for tile in candidates(convolution(96, 5.9, 1352, columns))} == wanted
+
+
+@pytest.mark.parametrize(
+    "rows,channels,columns,expected",
+    [
+        (173_011, 128, 96, "128x128x32 w4 s4 in 4 slices"),
+        (173_011, 192, 128, "64x128x64 w4 s2"),
+        (173_011, 384, 128, "128x128x64 w8 s3"),
+        (173_011, 128, 256, "128x256x64 w8 s3"),
+        (20_000, 128, 96, "128x128x64 w8 s3"),
+    ],
+)
+def test_linear_maps_of_many_rows_are_small_programs(rows, channels, columns, expected):
+    linear = parse("y[n,m] = x[n,c] * w[m,c]")
+    sizes = {"n": rows, "m": columns, "c": channels}
+    assert str(default(Problem(roles(linear, sizes), sizes))) == expected
+    assert default(Problem(roles(linear, sizes), sizes, bits=32)).slices == 1
 
 
 def test_segments_are_shared_where_a_barrier_waits_for_what_was_stored():
@@ -152,7 +180,7 @@ def convolution(channels, mean, tiles=3000, columns=32, **more):
         (16, 30, 16, "128x32x64 w4 s4 packed ahead"),
         (16, 18, 8, "128x32x128 w4 s5 packed"),
         (32, 18, 16, "128x32x32 w4 s4 ahead"),
-        (16, 1, 16, "128x32x16 w4 s5"),
+        (16, 1, 16, "128x32x16 w4 s3 ahead"),
     ],
 )
 def test_entries_of_few_channels_are_packed(channels, mean, bits, expected):

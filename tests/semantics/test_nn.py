@@ -5,8 +5,11 @@ import pytest
 import torch
 
 import pumice as pm
+from pumice.coords import Cloud, Geometry
+from pumice.coords.rooms import Buffered, Planner
 from pumice.nn import layers
 from pumice.ops.linear import linear_features
+from pumice.ops.tensor import on_rows
 from pumice.testing import assert_close
 
 ACTIVATIONS = ["ReLU", "LeakyReLU", "GELU", "SiLU", "ELU", "Sigmoid", "Tanh", "Softplus"]
@@ -120,6 +123,18 @@ def test_linear_is_a_convolution_with_a_kernel_of_one():
     x, layer = sample(), pm.nn.Linear(6, 4).double()
     want = pm.ops.conv(x, layer.weight[:, None, None], layer.bias)
     torch.testing.assert_close(layer(x).feats, want.feats)
+
+
+@pytest.mark.parametrize("channels", [8, 7])
+def test_linear_reads_features_of_a_captured_step_as_they_are(channels):
+    """Rows that do not live are cleared once, by what sums over rows, and not by a look at dtypes before."""
+    x = sample(channels=channels, dtype=torch.float32)
+    word = torch.zeros(1, dtype=torch.int32)
+    cloud = Cloud(x.coords, word + len(x), x.geometry.bounds, word.clone())
+    inside = Geometry.in_buffer(cloud, x.geometry.site, Buffered(Planner(len(x), len(x), 1.5, None), trains=True))
+    opened = on_rows(x.feats, inside)
+    pm.nn.Linear(channels, 8)(opened)
+    assert opened._open
 
 
 def test_dropout():

@@ -19,7 +19,7 @@ from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found
 from pumice.coords.outputs import Listed, Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
-from pumice.coords.rooms import FIRST, Between
+from pumice.coords.rooms import FIRST, Between, mark
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 
 _GROWTH = 16
@@ -76,19 +76,26 @@ def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
     if not (geometry.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         yield lambda _: None
         return
-    stream, found = torch.cuda.Stream(geometry.device, priority=FIRST), list[KernelMap]()
+    stream = torch.cuda.Stream(geometry.device, priority=FIRST)
     stream.wait_stream(torch.cuda.current_stream(geometry.device))
-    if geometry.late is not None:
-        stream.wait_event(geometry.late)
+    known = set(_levels_below(geometry))
+    # Deeper levels may have been found beside by themselves.
+    for before in dict.fromkeys(level.late for level in known):
+        if before is not None:
+            stream.wait_event(before)
 
     def told(one: KernelMap) -> None:
-        found.append(one)
+        event = mark(stream)
         if one.between is not None and None not in one.between.late:
-            one.between.behind(stream.record_event(), [None])
+            one.between.behind(event, [None])
+        for level in _levels_below(geometry):
+            if level not in known:
+                known.add(level)
+                level.made_behind(event)
 
     with torch.cuda.stream(stream):
         yield told
-        event = stream.record_event()
+        event = mark(stream)
     for level in _levels_below(geometry):
         level.late = event
 

@@ -106,8 +106,11 @@ class Geometry:
         self.trail: Trail | None = None
         self._buffered: Buffered | None = None
         self._alive: Tensor | None = None
-        # Of a captured network: what was found beside it is there behind this event.
+        # Of a captured network: what was found beside it is there behind this event. And the coordinates behind
+        # another one, for which some streams wait already.
         self.late: torch.cuda.Event | None = None
+        self._since: torch.cuda.Event | None = None
+        self._met: set[int] = set()
 
     @staticmethod
     def in_buffer(cloud: Cloud, site: Site, buffered: Buffered) -> Geometry:
@@ -163,6 +166,7 @@ class Geometry:
     @property
     def coords(self) -> Tensor:
         """int32 [N, 1+D], in units of this level's voxels."""
+        self._join()
         return self._coords
 
     @property
@@ -272,11 +276,34 @@ class Geometry:
     @property
     def cloud(self) -> Cloud:
         """The coordinates as kernels take them."""
+        self._join()
         if self._cloud is None:
             # What is made in inference serves training afterwards.
             with lasting():
                 self._cloud = Cloud.of(self._coords, self.bounds)
         return self._cloud
+
+    def made_behind(self, event: torch.cuda.Event) -> None:
+        """The coordinates are there behind this event on another stream."""
+        self._since = event
+
+    def _join(self) -> None:
+        """Let what the current stream does from now on wait for the coordinates."""
+        if self._since is not None:
+            stream = torch.cuda.current_stream(self.device)
+            if stream.stream_id not in self._met:
+                self._met.add(stream.stream_id)
+                stream.wait_event(self._since)
+
+    def over(self) -> None:
+        """At the end of a program: what is read later comes behind all that was found beside, also of maps that no
+        layer has read."""
+        if self.late is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.late)
+        self.late = self._since = None
+        for found, _ in self.maps.values():
+            if found.between is not None:
+                found.between.over()
 
     def lookup(self, schedule: MapSchedule | None = None) -> Lookup:
         """The structure that finds rows by coordinates, kept from call to call.

@@ -175,6 +175,8 @@ class KernelMap:
     def keep(self, name: Hashable, value: Kept) -> Kept:
         """Keep under that name what was made; gives it back."""
         self._storages[name, self.flipped] = value
+        if self.between is not None:
+            self.between.built((name, self.flipped))
         return value
 
     def storage(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
@@ -189,6 +191,8 @@ class KernelMap:
             # A map found in inference serves training afterwards.
             with lasting():
                 found = self._storages[key] = build(self)
+            if self.between is not None:
+                self.between.built(key)
         return found
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KernelMap:

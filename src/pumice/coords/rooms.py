@@ -50,6 +50,13 @@ class Buffered:
     trains: bool = False
 
 
+def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event behind all that the stream was given so far."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
 @dataclass(frozen=True, eq=False)
 class Between:
     """Of a map: it lies between buffers. inputs, outputs: rows of it as it was found that live, int32 [1] each on the
@@ -73,6 +80,13 @@ class Between:
             self.late[key] = event
         # An event that is gone leaves its number to another one.
         self.met.clear()
+
+    def built(self, key: Hashable) -> None:
+        """A storage was made on the current stream, of what that waited for: others wait for it, too."""
+        if self.late and key not in self.late:
+            stream = torch.cuda.current_stream(self.status.device)
+            event = self.late[key] = mark(stream)
+            self.met.add((stream.stream_id, id(event)))
 
     def join(self, key: Hashable) -> None:
         """Let what the current stream does from now on wait for a storage, or for what one is made of."""

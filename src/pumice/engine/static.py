@@ -141,11 +141,9 @@ def words_of(geometry: Geometry, levels: Iterable[Geometry]) -> Tensor:
     """The status of the first coordinates, then of each level how many voxels it has or, with room for all, would."""
     clouds = []
     for level in levels:
+        # What no layer has read tells of its room all the same.
+        level.over()
         clouds.append(level.cloud)
-        for found, _ in level.maps.values():
-            if found.between is not None:
-                # What no layer has read tells of its room all the same.
-                found.between.over()
     return torch.cat([geometry.cloud.status, *[c.count if c.needed is None else c.needed for c in clouds]])
 
 

@@ -247,3 +247,13 @@ def gradient(
         if WEIGHT:
             factor *= tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
         tl.store(dx + at, (own - shared * share) * factor, mask=live)
+
+
+@triton.jit(do_not_specialize=["total", "channels"])
+def clear_rows(values, count, total: tl.int64, channels: tl.int64, BLOCK: tl.constexpr):
+    """0 behind the first `count` rows of so many channels, up to `total` values."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    living = tl.load(count) * channels
+    if first + BLOCK > living:
+        at = first + tl.arange(0, BLOCK)
+        tl.store(values + at, tl.zeros((BLOCK,), values.dtype.element_ty), mask=(at >= living) & (at < total))

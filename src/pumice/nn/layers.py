@@ -254,7 +254,8 @@ class Linear(_Featurewise, nn.Linear):
     """y[n] = x[n] @ weight.T + bias: a convolution with a kernel of 1."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        if (self.in_features % 8 or self.out_features % 8) and (y := self._unaligned(x)) is not None:
+        odd = self.in_features % 8 or self.out_features % 8
+        if odd and not x.geometry.trains and (y := self._unaligned(x)) is not None:
             return x.replace(y)
         return row_by_row(x, super(_Featurewise, self).forward)
 
@@ -265,7 +266,7 @@ class Linear(_Featurewise, nn.Linear):
         tensors = (feats, weight) if bias is None else (feats, weight, bias)
         if feats.dtype not in _HALF or any(t.dtype != feats.dtype for t in tensors) or feats.ndim != 2:
             return None
-        fits = feats.shape[1] == self.in_features and not x.geometry.trains and takes(*tensors)
+        fits = feats.shape[1] == self.in_features and takes(*tensors)
         return linear_features(feats, weight, Epilogue(shift=bias)) if fits else None
 
 

@@ -144,6 +144,7 @@ class Reader:
         self._levels = _levels(geometry)
         self._words = [geometry.cloud.status]
         for one, *_ in self._levels:
+            one.over()
             self._words.append(one.cloud.count if one.cloud.needed is None else one.cloud.needed)
         self._read = len(self._words)
         self._told: dict[int, Length] = {}
@@ -170,8 +171,6 @@ class Reader:
         return Contents(self._arrays, self._lengths, levels, plans, torch.cat(self._words), asked)
 
     def _map(self, found: KernelMap, levels: tuple[int, int]) -> MapPlan:
-        if found.between is not None:
-            found.between.over()
         own = found.transpose() if found.flipped else found
         # Levels of the rows, and of what they meet, of the map as it was found.
         sides = levels if found.flipped else levels[::-1]

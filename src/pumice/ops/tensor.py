@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pumice.coords import Geometry, Relation, same_geometry
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
+from pumice.lower.living import clear_rows
 from pumice.lower.loops import EIGHT_BITS
 
 if TYPE_CHECKING:
@@ -352,27 +353,32 @@ def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseT
     """
     if not x.geometry.trains:
         return x.replace(function(x.feats))
-    alive = x.geometry.alive
-    y = function(_Cleared.apply(rows_of(x), alive, True))
-    return on_rows(_Cleared.apply(y, alive, False), x.geometry)
+    rows, geometry = rows_of(x), x.geometry
+    # What an operation has just made is nobody's parameter, of which other rows may live elsewhere.
+    if rows.grad_fn is not None and not rows._is_view() and rows.is_contiguous():
+        clear_rows(rows, geometry.cloud.count)
+    else:
+        rows = torch.where(geometry.alive, rows, 0.0)
+    return on_rows(_ClearedBack.apply(function(rows), geometry), geometry)
 
 
-class _Cleared(torch.autograd.Function):
-    """0 in rows that do not live: in features, or else in their gradients."""
+class _ClearedBack(torch.autograd.Function):
+    """0 in the gradients of rows that do not live."""
 
     @staticmethod
-    def forward(ctx: Any, feats: Tensor, alive: Tensor, forward: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.features = forward
-        if forward:
-            return torch.where(alive, feats, 0.0)
-        ctx.save_for_backward(alive)
+    def forward(ctx: Any, feats: Tensor, geometry: Geometry) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.alive, ctx.count = geometry.alive, geometry.cloud.count
         # Not a view: what comes next may write to it, as a ReLU in place does.
         ctx.mark_dirty(feats)
         return feats
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad if ctx.features else torch.where(ctx.saved_tensors[0], grad, 0.0), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad.requires_grad or not grad.is_contiguous():
+            return torch.where(ctx.alive, grad, 0.0), None
+        # To all that a gradient is handed to, such rows may be anything.
+        clear_rows(grad, ctx.count)
+        return grad, None
 
 
 class _Poisoned(torch.autograd.Function):

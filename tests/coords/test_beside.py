@@ -1,0 +1,197 @@
+"""Maps that are found on streams of their own while a CUDA graph is captured: what waits for what, without a GPU."""
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Relation, Site, beside, kernel_map
+from pumice.coords.rooms import Buffered, Planner
+from pumice.engine.static import levels_of, words_of
+from pumice.lower import maps
+from pumice.testing import random_cloud
+
+DOWN, SAME = Relation.of(2, 2, stride=2, policy="support"), Relation.of(2, 3)
+
+
+class Event:
+    """What had been done when it was recorded: by stream, how much."""
+
+    def __init__(self, **_):
+        self.clock = {}
+
+    def record(self, stream):
+        self.clock = dict(stream.clock)
+
+
+class Stream:
+    """Knows behind how much of the work of others its own comes."""
+
+    numbers: list["Stream"] = []
+
+    def __init__(self, *_, **__):
+        self.stream_id = len(self.numbers)
+        self.numbers.append(self)
+        self.clock = {self.stream_id: 0}
+
+    def work(self):
+        self.clock[self.stream_id] += 1
+        return self.stream_id, self.clock[self.stream_id]
+
+    def behind(self, work):
+        number, count = work
+        return self.clock.get(number, -1) >= count
+
+    def record_event(self):
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        for number, count in event.clock.items():
+            self.clock[number] = max(count, self.clock.get(number, -1))
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+
+class Device:
+    """Streams in place of torch's, `main` the one that is captured."""
+
+    def __init__(self):
+        Stream.numbers = []
+        self.main = self.current = Stream()
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def joined(self):
+        """Whether all streams that wait for others' work are waited for by the first."""
+        return all(self.main.behind((s.stream_id, s.clock[s.stream_id])) for s in Stream.numbers)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = Device()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", made.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: made.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Geometry, "device", property(lambda self: torch.device("cuda", 0)))
+    return made
+
+
+def in_buffer() -> Geometry:
+    coords = random_cloud(40, 2, extent=12)
+    bounds = Bounds((0, 0), (15, 15), 1 + int(coords[:, 0].max()))
+    word = torch.zeros(1, dtype=torch.int32)
+    cloud = Cloud(coords, word + len(coords), bounds, word.clone())
+    return Geometry.in_buffer(cloud, Site((1, 1), None, bounds.batch, bounds), Buffered(Planner(40, 40, 1.5, None)))
+
+
+def find(device: Device, geometry: Geometry, relation: Relation, told) -> tuple[KernelMap, Geometry, tuple[int, int]]:
+    """A map and its outputs, and the work that they are there behind."""
+    found, outputs = kernel_map(geometry, relation)
+    work = device.current.work()
+    told(found)
+    return found, outputs, work
+
+
+@pytest.mark.parametrize("what", ["coords", "cloud", "alive"])
+def test_coordinates_that_were_found_beside_are_waited_for(what, device):
+    """And not what was found after them."""
+    first = in_buffer()
+    with beside(first) as told:
+        _, level, work = find(device, first, DOWN, told)
+        _, _, later = find(device, level, DOWN, told)
+    getattr(first, what)
+    assert not device.main.behind(work)
+    getattr(level, what)
+    assert device.main.behind(work) and not device.main.behind(later)
+
+
+def test_every_stream_waits_for_the_coordinates(device):
+    first, other = in_buffer(), Stream()
+    with beside(first) as told:
+        _, level, work = find(device, first, DOWN, told)
+    assert level.coords is not None and device.main.behind(work)
+    with device.on(other):
+        assert level.coords is not None and other.behind(work)
+
+
+def test_a_lookup_comes_behind_all_that_was_found_beside_below(device):
+    """Also where deeper levels were prepared by themselves before."""
+    first = in_buffer()
+    _, level = kernel_map(first, DOWN)
+    with beside(level):
+        level.lookup()
+        work = device.current.work()
+    with beside(first):
+        pass
+    assert level.lookup() and device.main.behind(work)
+
+
+def end(geometry: Geometry) -> None:
+    words_of(geometry, dict(levels_of(geometry)).values())
+
+
+def test_all_streams_are_joined_at_the_end(device):
+    """Also those that found nothing new, and those behind the last map."""
+    first = in_buffer()
+    for _ in range(2):
+        with beside(first) as told:
+            find(device, first, DOWN, told)
+            device.current.work()
+    assert not device.joined()
+    end(first)
+    assert device.joined()
+
+
+def test_nothing_is_waited_for_after_the_end(device):
+    """An event of a graph is no longer one when the graph is there."""
+    first = in_buffer()
+    with beside(first) as told:
+        _, level, _ = find(device, first, DOWN, told)
+    end(first)
+    assert first.late is level.late is None
+    with device.on(Stream()) as _:
+        assert level.coords is not None and device.current.clock == {device.current.stream_id: 0}
+
+
+def test_what_is_laid_out_already_takes_no_stream(device):
+    first = in_buffer()
+    with beside(first) as told:
+        found, _, _ = find(device, first, SAME, told)
+        maps._side_by_side([(found, "compacted")])
+        maps._side_by_side([(found, "compacted")])
+    used = [s for s in Stream.numbers if len(s.clock) > 1]
+    # The one of the search, and one of the first call.
+    assert len(used) == 2
+
+
+def test_other_streams_wait_for_what_is_made_of_what_was_laid_out(device):
+    """Arrays are handed on under other names by whoever comes first: a second stream has to wait all the same."""
+    first, other = in_buffer(), Stream()
+    with beside(first) as told:
+        found, _, _ = find(device, first, SAME, told)
+        maps._side_by_side([(found, "compacted")])
+        work = next(s for s in Stream.numbers[2:] if len(s.clock) > 1).work()
+        maps._side_by_side([(found, "unsorted")])
+        between: Any = found.between
+        between.behind(Stream.numbers[work[0]].record_event(), [(("form", "compacted"), False)])
+
+    def handed_on():
+        return found.storage("handed on", lambda m: maps.held(m, "compacted"))
+
+    handed_on()
+    assert device.main.behind(work)
+    with device.on(other):
+        handed_on()
+    assert other.behind(work)
