@@ -155,7 +155,8 @@ def _side_by_side(asked: Iterable[tuple[KernelMap, str]]) -> None:
     Maps with one table share what is made of it, and a stream. They come before what fills the device.
     """
     main = torch.cuda.current_stream()
-    streams = [torch.cuda.Stream(priority=FIRST) for _ in range(_STREAMS)]
+    # As few as there are tables: torch has 32 of a priority, and gives them out in turns.
+    streams: list[torch.cuda.Stream] = []
     turns: dict[int, torch.cuda.Stream] = {}
     for found, name in asked:
         if found.has(("form", name)):
@@ -163,6 +164,8 @@ def _side_by_side(asked: Iterable[tuple[KernelMap, str]]) -> None:
             continue
         stream = turns.get(id(found.table))
         if stream is None:
+            if len(streams) < _STREAMS:
+                streams.append(torch.cuda.Stream(priority=FIRST))
             stream = turns[id(found.table)] = streams[len(turns) % _STREAMS]
             stream.wait_stream(main)
         before = found.made()
