@@ -73,7 +73,22 @@ def at_voxels(level, x):
     return level.feats[level.geometry.find(cells).clamp(min=0)]
 
 
+class Sampled(nn.Module):
+    """Features of a coarse level at the centres of the first voxels, between voxels and at the nearest one."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.head = pm.nn.Conv3d(4, 6, 2, stride=2), pm.nn.Linear(12, 3)
+
+    def forward(self, x):
+        level = self.down(x)
+        centres = torch.cat([x.coords[:, :1].float(), x.coords[:, 1:] + 0.5], dim=1)
+        ways = [pm.interpolate(level, centres, mode) for mode in ("trilinear", "nearest")]
+        return self.head(x.replace(torch.cat(ways, dim=1)))
+
+
 NETS = {
+    "interpolated": lambda: Sampled(),
     "asked once": lambda: Pyramid(),
     "asked twice": lambda: Pyramid(asked=(1, 3)),
     "not asked": lambda: Pyramid(asked=()),

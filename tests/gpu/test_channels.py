@@ -57,6 +57,7 @@ def test_a_linear_layer(gpu, sizes, bias, dtype):
 
 
 @HALF
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 def test_a_linear_layer_that_trains(gpu, dtype):
     """By torch, with its gradients."""
     layer, x = pm.nn.Linear(96, 19).to(gpu, dtype), sample(gpu, 3000, 96, dtype)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import pumice as pm
+from pumice.coords import launch
 
 MODES = ["nearest", "trilinear"]
 
@@ -108,3 +109,21 @@ def test_devoxelize_follows_the_rounding_of_voxelize():
     points = torch.rand(60, 3, dtype=torch.float64) * 4
     x = pm.voxelize(points, size=0.5, rounding="round")
     torch.testing.assert_close(pm.devoxelize(x, points), x.feats[x.inverse], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["trilinear", "nearest"])
+def test_what_each_axis_is_multiplied_by_is_at_hand_the_second_time(mode, monkeypatch):
+    """Numbers on their way to a GPU would wait for it, and no CUDA graph could be captured."""
+    points = 3 * torch.rand(40, 3)
+    x = pm.voxelize(points, torch.randn(40, 2), size=0.25, origin=(0.1, 0.2, 0.3))
+    want = pm.devoxelize(x, points, mode=mode)
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("made anew"))
+    with torch.inference_mode():
+        assert torch.equal(pm.devoxelize(x, points, mode=mode), want)
+
+
+def test_constants_made_in_inference_serve_gradients():
+    with torch.inference_mode():
+        made = launch.vector((0.123, 4.0, 5.0), torch.float64, torch.device("cpu"))
+    assert not made.is_inference() and launch.vector((0.123, 4.0, 5.0), torch.float64, torch.device("cpu")) is made
+    assert torch.equal(made, torch.tensor([0.123, 4.0, 5.0], dtype=torch.float64))

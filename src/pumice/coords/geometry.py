@@ -16,7 +16,7 @@ from pumice.coords.cloud import Cloud, read
 from pumice.coords.codes import morton_argsort
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
-from pumice.coords.launch import lasting
+from pumice.coords.launch import lasting, vector
 from pumice.coords.lookup import Lookup, find
 from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
@@ -40,8 +40,7 @@ class Frame:
 
     def positions(self, points: Tensor) -> Tensor:
         """Points [P, D] in units of the finest voxels, so that voxel c covers [c, c + 1); float64."""
-        size = torch.tensor(self.size, dtype=torch.float64, device=points.device)
-        origin = torch.tensor(self.origin, dtype=torch.float64, device=points.device)
+        size, origin = (vector(tuple(v), torch.float64, points.device) for v in (self.size, self.origin))
         units = (points.double() - origin) / size
         return units + 0.5 if self.rounding == "round" else units
 

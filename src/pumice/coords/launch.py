@@ -82,6 +82,19 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number for each axis, as a constant of the device: nothing waits for it, and a CUDA graph can be captured."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return _vector(values, dtype, device)
+
+
+@constant(256)
+def _vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with lasting():
+        return sent(torch.tensor(values, dtype=dtype), device)
+
+
 class Compiled:
     """What Triton compiled for a device, started with addresses in place of tensors.
 

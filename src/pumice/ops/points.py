@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Geometry, check_points, frame_of, merged, quantize
+from pumice.coords.launch import vector
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.reduce import REDUCTIONS, pick
 from pumice.ops.tensor import SparseTensor, numbers
@@ -137,7 +138,7 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
     if positions.device != x.device:
         raise DeviceError(f"positions are on {positions.device}, x is on {x.device}")
     numbers(x)
-    stride = torch.tensor([float(s) for s in x.stride], dtype=positions.dtype, device=x.device)
+    stride = vector(tuple(map(float, x.stride)), positions.dtype, x.device)
     batch = positions[:, :1].detach().int()
     return MODES[mode](x, batch, positions[:, 1:] / stride, normalize)
 
@@ -154,7 +155,7 @@ def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -
     feats = x.feats.to(wide)
     total = y = None
     for side in itertools.product((0, 1), repeat=x.dim):
-        sides = torch.tensor(side, dtype=corner.dtype, device=corner.device)
+        sides = vector(side, corner.dtype, corner.device)
         rows = x.geometry.find(_cells(batch, corner + sides))
         weight = torch.where(sides.bool(), ahead, 1 - ahead).prod(dim=1) * (rows >= 0)
         weight = weight.to(wide)
