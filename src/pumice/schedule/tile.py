@@ -365,42 +365,60 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
 
     The figures are those of sparse convolutions on an H200.
     """
-    rows, columns, depth = sides
+    (rows, columns, depth), roles = sides, problem.roles
+    turns = problem.mean * -(-problem.volume(roles.reduced) // depth)
+    height, width, count = _chained_sides(problem, (rows, columns), turns)
+    # With 32 bits a side holds its values in parts, for which 4 warps have no registers.
+    warps = 8 if problem.bits > 16 and height * width >= 128 * 128 else 4
+    tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, ahead=True)
+    if width == 256:
+        return replace(tile, warps=8)
+    own = roles.segment is not None and not (roles.packed or roles.adds or roles.folds)
+    if own and problem.mean < _SINGLE and problem.bits == 16:
+        return replace(tile, slices=4 if width == 128 else 1)
+    tile = _with_loads(problem, tile, (columns, count)) if turns >= _SHORT_LOOP else _not_ahead(tile)
+    return replace(tile, piece=_piece(problem, tile, count)) if problem.shares else tile
+
+
+def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tuple[int, int, int]:
+    """Rows and columns of a tile, and how many programs there are then. Half as wide, all that is gathered is gathered
+    twice; but a device is to be filled."""
+    rows, columns = sides
     height, width = _tile_side(rows, 128), _tile_side(columns, 128)
     tiles = problem.segments * problem.volume(problem.roles.batch)
+    long = turns >= _LONG_LOOP and not problem.roles.adds
 
     def programs() -> int:
         return tiles * -(-rows // height) * -(-columns // width)
 
-    turns = problem.mean * -(-problem.volume(problem.roles.reduced) // depth)
-    # Half as wide, all that is gathered is gathered twice.
-    long = turns >= _LONG_LOOP and not problem.roles.adds
     if height > 64 and (programs() < _FEW_LONG if long else tiles * -(-rows // height) < _FEW):
         height = 64
     if width > 64 and programs() < (_FEW_LONG if long else _FEW):
         width = 64
-    if width == height == 128 and columns >= 256 and long and problem.bits <= 16 and tiles > _WIDE:
-        return Tile(height, 256, depth, warps=8, stages=3, swapped=swapped, ahead=True)
-    own = problem.roles.segment is not None and not (problem.roles.packed or problem.roles.adds or problem.roles.folds)
-    if own and problem.mean < _SINGLE and problem.bits == 16:
-        return Tile(height, width, depth, stages=3, swapped=swapped, ahead=True, slices=4 if width == 128 else 1)
-    # With 32 bits a side holds its values in parts, for which 4 warps have no registers.
-    warps = 8 if problem.bits > 16 and height * width >= 128 * 128 else 4
-    if turns < _SHORT_LOOP:
-        tile = Tile(height, width, depth, warps=warps, stages=5, swapped=swapped)
-    else:
-        tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, ahead=True)
-        # A fourth stage costs room for programs: worth it where they are few, or each takes little.
-        roomy = height <= 64 or (height * width < 128 * 128 and programs() < _MANY)
-        more = replace(tile, stages=4)
-        few = problem.bits <= 16 and not problem.roles.adds and programs() <= 1.75 * _at_once(problem, more)
-        if depth < _most_depth(problem) and problem.volume(problem.roles.reduced) > depth and programs() >= _MANY:
-            # A tile that is not full has columns that are not written: three programs fit where two did.
-            sparse = 4 * columns <= 3 * width and not problem.roles.folds
-            tile = replace(more, slices=4) if sparse else replace(tile, stages=5, ahead=False)
-        elif depth <= 32 or few or (roomy and _rounds(problem, more, programs()) <= _rounds(problem, tile, programs())):
-            tile = more
-    return replace(tile, piece=_piece(problem, tile, programs())) if problem.shares else tile
+    if height == width == 128 and columns >= 256 and long and problem.bits <= 16 and tiles > _WIDE:
+        width = 256
+    return height, width, programs()
+
+
+def _with_loads(problem: Problem, tile: Tile, sizes: tuple[int, int]) -> Tile:
+    """With as many stages as there is room for; sizes: columns, and programs.
+
+    A fourth stage costs room for programs: worth it where they are few, or each takes little.
+    """
+    (columns, programs), more, area = sizes, replace(tile, stages=4), tile.rows * tile.columns
+    roomy = tile.rows <= 64 or (area < 128 * 128 and programs < _MANY)
+    few = problem.bits <= 16 and not problem.roles.adds and programs <= 1.75 * _at_once(problem, more)
+    halved = tile.reduced < _most_depth(problem) and problem.volume(problem.roles.reduced) > tile.reduced
+    if halved and programs >= _MANY:
+        # A tile that is not full has columns that are not written: three programs fit where two did.
+        sparse = 4 * columns <= 3 * tile.columns and not problem.roles.folds
+        return replace(more, slices=4) if sparse else _not_ahead(tile)
+    alike = roomy and _rounds(problem, more, programs) <= _rounds(problem, tile, programs)
+    return more if tile.reduced <= 32 or few or alike else tile
+
+
+def _not_ahead(tile: Tile) -> Tile:
+    return replace(tile, stages=5, ahead=False)
 
 
 def _piece(problem: Problem, tile: Tile, programs: int) -> int:
