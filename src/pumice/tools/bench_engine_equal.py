@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pumice.engine import Captured, capture
 from pumice.engine.compare import differ, shaken
 from pumice.ops import SparseTensor
+from pumice.ops.recorded import without_graphs
 from pumice.tools.engine_scenes import net_for
 from pumice.tools.ledger import Peer, Row, Subject, row
 from pumice.tools.study import DTYPES, Setup, quietly
@@ -183,7 +184,8 @@ def _compare(
 
 
 def _eager(net: nn.Module, feats: Tensor, coords: Tensor) -> SparseTensor:
-    with torch.no_grad():
+    # No two are alike: graphs that find maps of scenes of about a size would be recorded for nothing.
+    with torch.no_grad(), without_graphs():
         return net(SparseTensor(feats, coords))
 
 
