@@ -503,7 +503,19 @@ def way_checks() -> Checks:
             Tile(64, 16, 16, padded=False, ahead=True),
             Tile(32, 16, 16, hoisted=False, padded=False, ahead=True, piece=4),
         )
-    } | {"a tile refuses what it cannot do": check_refused_ways}
+    } | {"a tile refuses what it cannot do": check_refused_ways, "no segment is longer than taps": check_longest}
+
+
+def check_longest() -> None:
+    """What a tile is chosen for tells how many taps an output may have; of other statements nothing tells it."""
+    text = "O[o,n] = map[o,k,i] * X[i,c] * W[n,k,c]"
+    for size, stride, taps in ((3, 1, 27), (2, 2, 8), (5, 1, schedule.LONGEST)):
+        found, operands = cloud(size, stride)
+        given = {name: operands[name] for name in ("X", "W")}
+        for form in ("compacted", "unsorted", "table"):
+            for p in map_problems(found, given, form, text, (found.num_outputs, 11)):
+                longest = lowered._problem(p.bound, p.operands, form_of(p)).longest
+                assert longest == (taps if form != "table" else schedule.LONGEST), (size, form, longest)
 
 
 def way_problem(groups: int, channels: int, columns: int = 10) -> tuple[Problem, Tensor]:

@@ -113,8 +113,6 @@ def test_indices_are_loaded_ahead_in_longer_loops():
         (31, 256, 23.9, "64x128x64 w4 s4 ahead"),
         (1352, 96, 5.9, "128x128x32 w4 s4 ahead in 4 slices"),
         (487, 96, 18.7, "128x128x32 w4 s4 ahead"),
-        (1352, 96, 1.1, "128x128x32 w4 s3 ahead in 4 slices"),
-        (982, 32, 1.1, "128x32x32 w4 s3 ahead"),
     ],
 )
 def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected):
@@ -136,6 +134,20 @@ def test_candidates_have_their_columns_in_slices():
     """Where they are enough for several."""
     for columns, wanted in ((96, {1, 2, 4}), (64, {1, 2, 4}), (32, {1})):
         assert {tile.slices for tile in candidates(convolution(96, 5.9, 1352, columns))} == wanted
+
+
+@pytest.mark.parametrize(
+    "tiles,channels,mean,expected",
+    [
+        (1352, 96, 1.1, "128x128x32 w4 s3 ahead in 4 slices"),
+        (982, 32, 1.1, "128x32x32 w4 s3 ahead"),
+        (300, 32, 3.5, "64x32x32 w4 s5"),
+    ],
+)
+def test_windows_of_eight_taps_share_nothing(tiles, channels, mean, expected):
+    found = convolution(channels, mean, tiles, channels, longest=8)
+    assert str(default(found)) == expected
+    assert default(replace(found, longest=27)).piece == 8
 
 
 @pytest.mark.parametrize(
@@ -180,7 +192,7 @@ def convolution(channels, mean, tiles=3000, columns=32, **more):
         (16, 30, 16, "128x32x64 w4 s4 packed ahead"),
         (16, 18, 8, "128x32x128 w4 s5 packed"),
         (32, 18, 16, "128x32x32 w4 s4 ahead"),
-        (16, 1, 16, "128x32x16 w4 s3 ahead"),
+        (16, 1, 16, "128x32x16 w4 s5"),
     ],
 )
 def test_entries_of_few_channels_are_packed(channels, mean, bits, expected):

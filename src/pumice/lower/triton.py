@@ -867,7 +867,21 @@ def _problem(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> Probl
     bits = _bits([operands[name] for name in _used(bound)])
     stacks = _stacks(bound, operands)
     packs, waits = _packed_form(bound), torch.version.hip is None
-    return Problem(form, _extents_about(bound), entries, bits, chained, stacks, segments, packs, waits)
+    longest = _longest(bound, operands, form)
+    return Problem(form, _extents_about(bound), entries, bits, chained, stacks, segments, packs, waits, longest)
+
+
+def _longest(bound: Bound, operands: Mapping[str, Tensor], form: Roles) -> int:
+    """Entries of the longest segment that is to be expected: no more than there are places along an axis of which each
+    entry names one, as a map's taps."""
+    entry = set() if form.segment is None else {form.segment.position}
+    places = [
+        operands[access.name].shape[axis]
+        for access in accesses_of(*bound.statement.terms)
+        for axis, index in enumerate(access.indices)
+        if index.bare is None and any({*indices_of(array)} == entry for array in index.arrays)
+    ]
+    return min([tiles.LONGEST, *places])
 
 
 def _extents_about(bound: Bound) -> dict[str, int]:

@@ -102,6 +102,10 @@ def about(count: int) -> int:
     return count // step * step
 
 
+LONGEST = 27
+"""Entries of the longest segment that is to be expected where nothing tells: the taps of 3 x 3 x 3."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a tile is chosen for.
@@ -109,6 +113,7 @@ class Problem:
     roles and extents of the statement; mean: entries of a segment on average; bits: of the values; chained: whether
     loads in the loop wait for an index loaded there. packed: the roles of packed tiles, where there are such. waits:
     whether a barrier waits for what all threads of a program have stored, for other programs too; AMD's does not.
+    longest: entries of the longest segment that is to be expected.
     """
 
     roles: Roles
@@ -120,6 +125,7 @@ class Problem:
     segments: int = 1
     packed: Roles | None = None
     waits: bool = True
+    longest: int = LONGEST
 
     @property
     def shares(self) -> bool:
@@ -374,7 +380,7 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     if width == 256:
         return replace(tile, warps=8)
     own = roles.segment is not None and not (roles.packed or roles.adds or roles.folds)
-    if own and problem.mean < _SINGLE and problem.bits == 16:
+    if own and problem.mean < _SINGLE and problem.longest <= _SHORT and problem.bits == 16:
         return replace(tile, slices=4 if width == 128 else 1)
     tile = _with_loads(problem, tile, (columns, count)) if turns >= _SHORT_LOOP else _not_ahead(tile)
     return replace(tile, piece=_piece(problem, tile, count)) if problem.shares else tile
@@ -427,8 +433,9 @@ def _piece(problem: Problem, tile: Tile, programs: int) -> int:
     What several programs found costs a way through memory, so that nothing is shared where there is work for all, or
     where nearly every tap occurs in every tile.
     """
-    each = problem.mean * programs / _at_once(problem, tile)
-    if max(_LONGEST, 1.4 * problem.mean) < 2.5 * each or 0.8 * _LONGEST < problem.mean <= _LONGEST:
+    each, longest = problem.mean * programs / _at_once(problem, tile), max(problem.longest, 1.4 * problem.mean)
+    alike = 0.8 * LONGEST < problem.mean <= LONGEST
+    if longest < 2.5 * each or alike or problem.longest <= _SHORT:
         return 0
     return 8 if each <= 9 else 16
 
@@ -460,9 +467,6 @@ def resident(tile: Tile, bits: int) -> int:
     return max(1, min(_SHARED // max(1, shared), _REGISTERS // registers, _WARPS // tile.warps))
 
 
-_LONGEST = 27
-"""Entries of the longest segment that is to be expected: the taps of 3 x 3 x 3."""
-
 _MANY_SEGMENTS = 2048
 """From so many on segments are not shared: the others keep a GPU busy while the longest one runs on."""
 
@@ -489,6 +493,9 @@ _MANY = 4 * PROCESSORS
 _SHORT_LOOP = 6
 """Turns of a loop below which its indices are not loaded ahead."""
 
+
+_SHORT = 8
+"""Entries up to which no segment is shared: no piece is shorter."""
 
 _SINGLE = 2.5
 """Entries of a segment up to which most of a program is its beginning and its end, as of outputs that meet one input
