@@ -160,7 +160,7 @@ def test_nothing_is_waited_for_after_the_end(device):
     with beside(first) as told:
         _, level, _ = find(device, first, DOWN, told)
     end(first)
-    assert first.late is level.late is None
+    assert not first.late and not level.late
     with device.on(Stream()) as _:
         assert level.coords is not None and device.current.clock == {device.current.stream_id: 0}
 
@@ -185,7 +185,7 @@ def test_other_streams_wait_for_what_is_made_of_what_was_laid_out(device):
         work = next(s for s in Stream.numbers[2:] if len(s.clock) > 1).work()
         maps._side_by_side([(found, "unsorted")])
         between: Any = found.between
-        between.behind(Stream.numbers[work[0]].record_event(), [(("form", "compacted"), False)])
+        between.late.behind(Stream.numbers[work[0]].record_event(), [(("form", "compacted"), False)])
 
     def handed_on():
         return found.storage("handed on", lambda m: maps.held(m, "compacted"))

@@ -369,12 +369,12 @@ def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
     between: Any = Between(word, word, word, Settled({}), "here")
     found = replace(found, between=between)
     assert read(1) == []
-    between.behind("found", [None])
+    between.late.behind("found", [None])
     assert read(1, 2, 1, 2) == [(1, "found"), (2, "found")]
-    between.behind("laid out", [("rows", False)])
+    between.late.behind("laid out", [("rows", False)])
     # What has no event of its own is made of the map.
     assert read(2) == [(2, "laid out"), (2, "found")]
-    between.behind("and back", [("something", True)])
+    between.late.behind("and back", [("something", True)])
     assert read(2, 3) == [(2, "laid out"), (2, "and back"), (3, "laid out"), (3, "and back")]
     waits.clear()
     between.over()

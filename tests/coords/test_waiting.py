@@ -123,27 +123,27 @@ def test_lookups_wait_for_the_end_of_the_search(streams):
     finest, *inner = levels_of(geometry)
     assert len(inner) == 2
     for level in (*inner, finest):
-        assert level.late is not None
+        assert level.late
         level.lookup()
-        assert streams.main.waits[-1] is level.late
+        assert streams.main.waits[-1] is level.late["found"]
     kernel_map(inner[0], Relation.of(3, 3, dilation=2))[0].rows()
     assert not streams.early
     # Coordinates of which nothing was found beside wait for nothing.
     other, _ = inside(seed=1)
     waits = len(streams.main.waits)
     other.lookup()
-    assert other.late is None and len(streams.main.waits) == waits
+    assert not other.late and len(streams.main.waits) == waits
 
 
 def test_a_second_search_comes_behind_the_first(streams):
     """It starts from lookups that the first one made, and leaves the events of the maps that it finds again."""
     geometry, _ = inside()
     prepared(geometry, STEPS[:1], SAME[:2])
-    late = geometry.late
+    late = geometry.late.get("found")
     found = maps_of(geometry)
     events = [dict(one.between.late) for one in found]
     prepared(geometry)
-    assert any(late in one.waits for one in streams.made[1:]) and geometry.late is not late
+    assert any(late in one.waits for one in streams.made[1:]) and geometry.late["found"] is not late
     assert [{key: one.between.late[key] for key in was} for one, was in zip(found, events, strict=True)] == events
     assert len(maps_of(geometry)) == len(found) + 2
     for found in maps_of(geometry):
@@ -158,7 +158,7 @@ def test_a_search_comes_behind_what_there_is(streams):
     geometry, _ = inside()
     streams.make("coordinates")
     for _ in range(2):
-        late = geometry.late
+        late = geometry.late.get("found")
         with beside(geometry):
             assert "coordinates" in streams.current.done and streams.current.waits == [late] * (late is not None)
             streams.make(("found", late))
@@ -213,12 +213,12 @@ def test_nothing_is_beside_where_no_graph_is_captured(streams, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     geometry, _ = inside()
     (window, _) = found_beside(geometry)
-    assert len(streams.made) == 1 and geometry.late is None and not window.between.late
+    assert len(streams.made) == 1 and not geometry.late and not window.between.late
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(Geometry, "device", property(lambda one: one.coords.device))
     geometry, _ = inside()
     found_beside(geometry)
-    assert len(streams.made) == 1 and geometry.late is None
+    assert len(streams.made) == 1 and not geometry.late
 
 
 def test_an_error_leaves_nothing(streams):
@@ -227,7 +227,7 @@ def test_an_error_leaves_nothing(streams):
     with pytest.raises(KeyError), beside(geometry):
         assert streams.current is not streams.main
         raise KeyError
-    assert streams.current is streams.main and geometry.late is None
+    assert streams.current is streams.main and not geometry.late
     found = kernel_map(geometry, WINDOW)[0]
     found.rows()
     assert not streams.main.waits and not found.between.late
@@ -258,14 +258,14 @@ def test_events_are_those_of_keys():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_stream", lambda device: Fake())
-        between.behind(first, ["a", "b"])
-        between.behind(second, ["c"])
+        between.late.behind(first, ["a", "b"])
+        between.late.behind(second, ["c"])
         between.join("d")
         assert waits == []
         for key, want in (("a", [first]), ("b", [first]), ("c", [first, second]), ("a", [first, second])):
             between.join(key)
             assert waits == want
-        between.behind(third, ["a", None])
+        between.late.behind(third, ["a", None])
         for key in ("a", "d", "b"):
             between.join(key)
         assert waits == [first, second, third, first]

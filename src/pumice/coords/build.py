@@ -80,24 +80,23 @@ def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
     stream.wait_stream(torch.cuda.current_stream(geometry.device))
     known = set(_levels_below(geometry))
     # Deeper levels may have been found beside by themselves.
-    for before in dict.fromkeys(level.late for level in known):
-        if before is not None:
-            stream.wait_event(before)
+    for before in dict.fromkeys(filter(None, (level.late.get("found") for level in known))):
+        stream.wait_event(before)
 
     def told(one: KernelMap) -> None:
         event = mark(stream)
         if one.between is not None and None not in one.between.late:
-            one.between.behind(event, [None])
+            one.between.late.behind(event, [None])
         for level in _levels_below(geometry):
             if level not in known:
                 known.add(level)
-                level.made_behind(event)
+                level.late.behind(event, ["coords"])
 
     with torch.cuda.stream(stream):
         yield told
         event = mark(stream)
-    for level in _levels_below(geometry):
-        level.late = event
+    for level in known:
+        level.late.behind(event, ["found"])
 
 
 def _levels_below(geometry: Geometry) -> Iterator[Geometry]:

@@ -20,7 +20,7 @@ from pumice.coords.launch import lasting, vector
 from pumice.coords.lookup import Lookup, find
 from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
-from pumice.coords.rooms import Buffered
+from pumice.coords.rooms import Buffered, Late
 from pumice.coords.structures import explain, lookup_of
 from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
 
@@ -105,11 +105,8 @@ class Geometry:
         self.trail: Trail | None = None
         self._buffered: Buffered | None = None
         self._alive: Tensor | None = None
-        # Of a captured network: what was found beside it is there behind this event. And the coordinates behind
-        # another one, for which some streams wait already.
-        self.late: torch.cuda.Event | None = None
-        self._since: torch.cuda.Event | None = None
-        self._met: set[int] = set()
+        # Of a captured network: what other streams make, the "coords" and all that is "found" of them.
+        self.late = Late()
 
     @staticmethod
     def in_buffer(cloud: Cloud, site: Site, buffered: Buffered) -> Geometry:
@@ -165,7 +162,7 @@ class Geometry:
     @property
     def coords(self) -> Tensor:
         """int32 [N, 1+D], in units of this level's voxels."""
-        self._join()
+        self._join("coords")
         return self._coords
 
     @property
@@ -275,31 +272,22 @@ class Geometry:
     @property
     def cloud(self) -> Cloud:
         """The coordinates as kernels take them."""
-        self._join()
+        self._join("coords")
         if self._cloud is None:
             # What is made in inference serves training afterwards.
             with lasting():
                 self._cloud = Cloud.of(self._coords, self.bounds)
         return self._cloud
 
-    def made_behind(self, event: torch.cuda.Event) -> None:
-        """The coordinates are there behind this event on another stream."""
-        self._since = event
-
-    def _join(self) -> None:
-        """Let what the current stream does from now on wait for the coordinates."""
-        if self._since is not None:
-            stream = torch.cuda.current_stream(self.device)
-            if stream.stream_id not in self._met:
-                self._met.add(stream.stream_id)
-                stream.wait_event(self._since)
+    def _join(self, what: str) -> None:
+        """See Late: of a network that is captured, and of nothing else."""
+        if self.late:
+            self.late.join(what, self.device)
 
     def over(self) -> None:
         """At the end of a program: what is read later comes behind all that was found beside, also of maps that no
         layer has read."""
-        if self.late is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.late)
-        self.late = self._since = None
+        self.late.over(self.device)
         for found, _ in self.maps.values():
             if found.between is not None:
                 found.between.over()
@@ -310,8 +298,7 @@ class Geometry:
         schedule: another structure than the one that the cost model chooses; it is kept from then on. Raises
         OptionError where it cannot be had.
         """
-        if self.late is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.late)
+        self._join("found")
         if self._lookup is None or schedule not in (None, self._schedule):
             with lasting():
                 self._lookup, self._schedule = lookup_of(self.cloud, schedule), schedule

@@ -57,13 +57,51 @@ def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+class Late(dict[Hashable, torch.cuda.Event]):
+    """Events on other streams behind which things are there, by their keys, until all is over; under None the event
+    behind which what the others are made of is there. A stream waits for an event once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._met: set[tuple[int, int]] = set()
+
+    def behind(self, event: torch.cuda.Event, keys: Iterable[Hashable]) -> None:
+        """These things are there behind the event."""
+        self.update(dict.fromkeys(keys, event))
+        # An event that is gone leaves its number to another one.
+        self._met.clear()
+
+    def built(self, key: Hashable, device: torch.device) -> None:
+        """Something was made on the current stream, of what that waited for: others wait for it, too."""
+        if self and key not in self:
+            stream = torch.cuda.current_stream(device)
+            event = self[key] = mark(stream)
+            self._met.add((stream.stream_id, id(event)))
+
+    def join(self, key: Hashable, device: torch.device) -> None:
+        """Let what the current stream does from now on wait for something, or for what it is made of."""
+        if self and (event := self.get(key) or self.get(None)) is not None:
+            self._wait(event, device)
+
+    def over(self, device: torch.device) -> None:
+        """`join` for all, at the end of a program: what is read later comes behind all of it."""
+        for event in self.values():
+            self._wait(event, device)
+        self.clear()
+
+    def _wait(self, event: torch.cuda.Event, device: torch.device) -> None:
+        stream = torch.cuda.current_stream(device)
+        known = stream.stream_id, id(event)
+        if known not in self._met:
+            self._met.add(known)
+            stream.wait_event(event)
+
+
 @dataclass(frozen=True, eq=False)
 class Between:
     """Of a map: it lies between buffers. inputs, outputs: rows of it as it was found that live, int32 [1] each on the
-    device; status: what is told that there was no room; place: names it among the maps of a program.
-
-    late: events on other streams behind which a storage is there, by its key, until all is over; under None the event
-    behind which the map itself is. met: what streams wait for already.
+    device; status: what is told that there was no room; place: names it among the maps of a program. late: what other
+    streams make, by the keys of storages; under None the map itself.
     """
 
     inputs: Tensor
@@ -71,40 +109,19 @@ class Between:
     status: Tensor
     rooms: Rooms
     place: Hashable
-    late: dict[Hashable, torch.cuda.Event] = field(default_factory=dict)
-    met: set[tuple[int, int]] = field(default_factory=set)
-
-    def behind(self, event: torch.cuda.Event, keys: Iterable[Hashable]) -> None:
-        """These storages are there behind the event."""
-        for key in keys:
-            self.late[key] = event
-        # An event that is gone leaves its number to another one.
-        self.met.clear()
-
-    def built(self, key: Hashable) -> None:
-        """A storage was made on the current stream, of what that waited for: others wait for it, too."""
-        if self.late and key not in self.late:
-            stream = torch.cuda.current_stream(self.status.device)
-            event = self.late[key] = mark(stream)
-            self.met.add((stream.stream_id, id(event)))
+    late: Late = field(default_factory=Late)
 
     def join(self, key: Hashable) -> None:
-        """Let what the current stream does from now on wait for a storage, or for what one is made of."""
-        if self.late and (event := self.late.get(key) or self.late.get(None)) is not None:
-            self._wait(event)
+        """See Late."""
+        self.late.join(key, self.status.device)
+
+    def built(self, key: Hashable) -> None:
+        """See Late."""
+        self.late.built(key, self.status.device)
 
     def over(self) -> None:
-        """`join` for all, at the end of a program: what is read later comes behind all of it."""
-        for event in self.late.values():
-            self._wait(event)
-        self.late.clear()
-
-    def _wait(self, event: torch.cuda.Event) -> None:
-        stream = torch.cuda.current_stream(self.status.device)
-        known = stream.stream_id, id(event)
-        if known not in self.met:
-            self.met.add(known)
-            stream.wait_event(event)
+        """See Late."""
+        self.late.over(self.status.device)
 
 
 class Planner:

@@ -175,7 +175,7 @@ def _side_by_side(asked: Iterable[tuple[KernelMap, str]]) -> None:
         if found.between is None:
             main.wait_event(event)
         else:
-            found.between.behind(event, found.made() - before)
+            found.between.late.behind(event, found.made() - before)
 
 
 def counted(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:

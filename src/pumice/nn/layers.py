@@ -264,7 +264,7 @@ class Linear(_Featurewise, nn.Linear):
         products alone for them (96 to 19 channels of 173,000 rows on an H200: 45 us)."""
         feats, weight, bias = x.feats, self.weight, self.bias
         tensors = (feats, weight) if bias is None else (feats, weight, bias)
-        if feats.dtype not in _HALF or any(t.dtype != feats.dtype for t in tensors) or feats.ndim != 2:
+        if feats.dtype not in _HALF or any(t.dtype != feats.dtype for t in tensors):
             return None
         fits = feats.shape[1] == self.in_features and takes(*tensors)
         return linear_features(feats, weight, Epilogue(shift=bias)) if fits else None

@@ -367,7 +367,7 @@ class _ClearedBack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, feats: Tensor, geometry: Geometry) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.alive, ctx.count = geometry.alive, geometry.cloud.count
+        ctx.geometry = geometry
         # Not a view: what comes next may write to it, as a ReLU in place does.
         ctx.mark_dirty(feats)
         return feats
@@ -375,9 +375,9 @@ class _ClearedBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad.requires_grad or not grad.is_contiguous():
-            return torch.where(ctx.alive, grad, 0.0), None
+            return torch.where(ctx.geometry.alive, grad, 0.0), None
         # To all that a gradient is handed to, such rows may be anything.
-        clear_rows(grad, ctx.count)
+        clear_rows(grad, ctx.geometry.cloud.count)
         return grad, None
 
 

@@ -434,7 +434,7 @@ def _piece(problem: Problem, tile: Tile, programs: int) -> int:
     where nearly every tap occurs in every tile.
     """
     each, longest = problem.mean * programs / _at_once(problem, tile), max(problem.longest, 1.4 * problem.mean)
-    alike = 0.8 * LONGEST < problem.mean <= LONGEST
+    alike = 0.8 * problem.longest < problem.mean <= problem.longest
     if longest < 2.5 * each or alike or problem.longest <= _SHORT:
         return 0
     return 8 if each <= 9 else 16
