@@ -74,9 +74,7 @@ class Late(dict[Hashable, torch.cuda.Event]):
     def built(self, key: Hashable, device: torch.device) -> None:
         """Something was made on the current stream, of what that waited for: others wait for it, too."""
         if self and key not in self:
-            stream = torch.cuda.current_stream(device)
-            event = self[key] = mark(stream)
-            self._met.add((stream.stream_id, id(event)))
+            self[key] = mark(torch.cuda.current_stream(device))
 
     def join(self, key: Hashable, device: torch.device) -> None:
         """Let what the current stream does from now on wait for something, or for what it is made of."""
