@@ -3,6 +3,7 @@
 import itertools
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -256,16 +257,29 @@ def test_lists_end_where_their_room_ends():
 
 
 @pytest.mark.parametrize("group", [8, 64])
-def test_groups_of_a_tap_follow_one_another(group):
+def test_groups_lie_by_how_far_within_their_taps_they_are(group):
     m = found("3x3x3")
     taps, inputs, outputs = m.grouped(group)
     sizes = m.pairs().sizes.tolist()
-    assert taps.tolist() == [tap for tap, size in enumerate(sizes) for _ in range(-(-size // group))]
-    kept = (inputs >= 0).flatten()
-    assert torch.equal(inputs.flatten()[kept].long(), m.pairs().inputs)
-    assert torch.equal(outputs.flatten()[kept].long(), m.pairs().outputs)
+    counts = [-(-size // group) for size in sizes]
+    far = sorted((Fraction(2 * j + 1, 2 * n), tap) for tap, n in enumerate(counts) for j in range(n))
+    assert taps.tolist() == [tap for _, tap in far] and max(counts) > 2
+    back = taps.argsort(stable=True)
+    kept = (inputs[back] >= 0).flatten()
+    assert torch.equal(inputs[back].flatten()[kept].long(), m.pairs().inputs)
+    assert torch.equal(outputs[back].flatten()[kept].long(), m.pairs().outputs)
     turned = m.transpose().grouped(group)
     assert turned.taps is taps and turned.inputs is outputs and turned.outputs is inputs
+
+
+def test_groups_past_the_last_have_no_tap():
+    m = found("3x3x3")
+    whole = m.grouped(16)
+    made = compact.grouped(m.rows(), m.living(), m.tally(), (len(whole.taps) + 5, 16))
+    for more, just in zip(made, whole, strict=True):
+        assert torch.equal(more[:-5], just) and (more[-5:] == -1).all()
+    less = compact.grouped(m.rows(), m.living(), m.tally(), (9, 16), status := torch.zeros(1, dtype=torch.int32))
+    assert status.item() != 0 and all(len(part) == 9 for part in less)
 
 
 # How often the device is asked
@@ -338,7 +352,9 @@ def test_rows_that_were_given_have_the_same_storages():
     assert wanted(moved) == wanted(m) and replace(m, flipped=True).flipped
 
 
-@pytest.mark.parametrize("pairs, size", [(0, 2048), (1_999_999, 2048), (3_668_408, 16384), (14_760_624, 32768)])
+@pytest.mark.parametrize(
+    "pairs, size", [(0, 1024), (999_999, 1024), (1_000_000, 2048), (3_668_408, 2048), (14_760_624, 4096)]
+)
 def test_groups_are_longer_where_there_are_many_pairs(pairs, size, monkeypatch):
 
     found = kernel_map(Geometry.checked(random_cloud(30, 3, extent=9)), Relation.of(3, 3))[0]
@@ -387,8 +403,7 @@ def test_tiles_are_smaller_where_there_are_few():
 
 
 def test_groups_in_buffers_are_as_long_as_the_room_for_pairs_says(monkeypatch):
-    for name, value in (("_GROUP", 4), ("_MANY", 100), ("_ENOUGH", 3), ("_LONGEST", 128)):
-        monkeypatch.setattr(maps, name, value)
+    monkeypatch.setattr(maps, "_GROUPS_OF", ((500, 4), (1000, 8)))
     whole = Geometry.checked(random_cloud(60, 3, extent=6))
     planner = Planner(60, 60, 1.5, None)
     inside = Geometry.in_buffer(whole.cloud, whole.site, Buffered(planner))
@@ -396,8 +411,8 @@ def test_groups_in_buffers_are_as_long_as_the_room_for_pairs_says(monkeypatch):
     pairs = int(kernel_map(whole, Relation.of(3, 3))[0].pairs().sizes.sum())
     length = maps.group_of(found)
     (room,) = (room for place, room in planner.rooms.items() if place[0] == "pairs")
-    assert pairs > 100 and room == -(-3 * pairs // 2)
-    assert length == maps.group_of(found.transpose()) == min(1 << (room // 3).bit_length() - 1, 128) > 4
+    assert pairs < 500 < room == -(-3 * pairs // 2)
+    assert length == maps.group_of(found.transpose()) == 8
     taps, inputs, outputs = found.grouped(length)
     assert (inputs >= 0).sum() == (outputs >= 0).sum() == pairs and inputs.shape == (len(taps), length)
 

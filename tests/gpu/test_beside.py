@@ -165,7 +165,8 @@ def test_slow_searches(gpu, name, monkeypatch):
     monkeypatch.setattr(maps, "held", slowly)
     net, fast = captured(NETS[name](), gpu)
     monkeypatch.undo()
-    assert (len(set(rests)) > 2) == (name != "not asked")
+    # What nobody asked for before is found where it is needed, beside nothing.
+    assert (len(set(rests)) > 2) == (name not in ("not asked", "interpolated"))
     agrees(net, fast, [scene(gpu, 9500 - 900 * n, n) for n in range(8)], 0.01)
 
 

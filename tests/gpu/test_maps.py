@@ -276,7 +276,8 @@ def pipeline(cloud, relation, level, structure=HashTable):
         tiling = compact.tiled(masks, targets.count, order, how, (64, rows.shape[1]))
         found += [rows, masks, ends, order, tiling.slots, tiling.active, tiling.ends]
         found += [*compact.filled(rows, tiling, ROOM // 8, cloud.status)]
-        found += [*compact.listed(rows, targets.count, ends, ROOM, 8, cloud.status)]
+        found += [*compact.listed(rows, targets.count, ends, ROOM, cloud.status)]
+        found += [*compact.grouped(rows, targets.count, ends, (ROOM // 8, 8), cloud.status)]
     return [*found, outputs.coords, outputs.count, cloud.status]
 
 

@@ -306,12 +306,28 @@ WAYS = {
 
 
 def map_checks() -> Checks:
-    return {
+    found: dict[str, Callable[[], None]] = {
         f"kernel {size} stride {stride} {way} {form}": partial(check_map, size, stride, way, form)
         for size, stride in ((3, 1), (2, 2))
         for way in WAYS
         for form in FORMS
     }
+    return {**found, "groups of no tap": check_no_tap}
+
+
+def check_no_tap() -> None:
+    """What they hold is added nowhere, in no turn of a loop."""
+    found, operands = cloud(3, 1)
+    (p,) = map_problems(found, operands, "grouped", WAYS["wgrad"], (11, found.volume, 9))
+    want, groups = wanted(p), len(p.operands["map_k"])
+    ends = {"map_k": -1, "map_i": 0, "map_o": 0}
+    more = {name: torch.cat([p.operands[name], torch.full_like(p.operands[name][:3], x)]) for name, x in ends.items()}
+    p = Problem.of(p.bound.statement, {**p.operands, **more}, p.bound.shape)
+    near(wanted(p), want, 1e-12)
+    for tile in (None, Tile(16, 16, 16, ahead=True), Tile(16, 16, 16, ahead=False)):
+        near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
+    text = lowered.prepare(p.bound, p.operands, want, Tile(16, 16, 16)).source.text
+    assert "tl.range(0, until)" in text and p.bound.extents["g"] == groups + 3
 
 
 def check_map(size: int, stride: int, way: str, form: str) -> None:

@@ -235,7 +235,8 @@ def _stages(volume: int) -> None:
         tiling = compact.tiled(masks, count, order, how, (block, volume))
         compact.filled(rows, tiling, 50)
     compact.tiled(masks, count, None, Order(0, volume, sort=False), (64, volume))
-    compact.listed(rows, count, ends, 50, 8)
+    compact.listed(rows, count, ends, 50)
+    compact.grouped(rows, count, ends, (50, 8))
     compact.exchanged(rows, count, 600)
 
 

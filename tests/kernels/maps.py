@@ -683,20 +683,30 @@ def words() -> tuple[Tensor, Tensor]:
     return torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 
 
+Lists = Callable[..., tuple[Tensor, ...]]
+
+
+def check_list(make: Lists, whole: int, less: int) -> None:
+    """Lists with just enough room, with more, with less and with none."""
+    for room in (whole, whole + 3, max(0, whole - less), 0):
+        told = words()
+        got = make(room, told[0])
+        with plain():
+            same(got, make(room, told[1]), room)
+        same(told[0], told[1], room)
+        assert int(told[0]) == (OVERFLOW if room < whole else 0)
+        if room >= whole:
+            same(make(room), got)
+
+
 def check_lists(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
     ends = compact.tally_twin(masks, living, volume)
-    for group in (1, 8):
-        whole = int(((ends[:, -1] + group - 1) // group * group).sum())
-        for room in (whole, whole + 3, max(0, whole - 12), 0):
-            told = words()
-            got = compact.listed(rows, living, ends, room, group, told[0])
-            with plain():
-                same(got, compact.listed(rows, living, ends, room, group, told[1]), (group, room))
-            same(told[0], told[1], (group, room))
-            if room >= whole:
-                same(compact.listed(rows, living, ends, room, group), got)
-            assert int(told[0]) in ((0,) if room >= whole else (OVERFLOW,) if room == 0 < whole else (0, OVERFLOW))
+    lists: Lists = lambda *given: compact.listed(rows, living, ends, *given)  # noqa: E731
+    check_list(lists, int(ends[:, -1].sum()), 12)
+    for size in (1, 8):
+        groups: Lists = lambda room, *told, size=size: compact.grouped(rows, living, ends, (room, size), *told)  # noqa: E731
+        check_list(groups, int(((ends[:, -1] + size - 1) // size).sum()), 3)
     got = compact.exchanged(rows, living, len(rows) + 4)
     with plain():
         same(got, compact.exchanged(rows, living, len(rows) + 4))
@@ -871,8 +881,8 @@ def _lay_out(inputs: Cloud, outputs: Cloud, found: Found) -> None:
         groups = compact.groups_of(cube(volume), how, masks.device)
         order = compact.ordered(masks, count, groups, how) if how.sort else None
         compact.filled(rows, compact.tiled(masks, count, order, how, (16, volume)), 50, status)
-    compact.listed(rows, count, ends, 100, 8, status)
-    compact.group_taps(ends[:, -1], 20, 8)
+    compact.listed(rows, count, ends, 100, status)
+    compact.grouped(rows, count, ends, (20, 8), status)
     compact.exchanged(rows, count, inputs.capacity)
     mask_words(rows)
 

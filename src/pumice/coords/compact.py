@@ -7,6 +7,7 @@ take.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ _COUNTED = 128
 """Rows of one program that counts groups."""
 _KEYS = 512
 """Rows of one program that makes keys."""
+_RANKED = 64
+"""Groups of pairs that one program ranks."""
 _SUMMED = 2048
 """Tiles whose entries are added up at a time."""
 _FEW = 10
@@ -60,7 +63,8 @@ class Compacted(NamedTuple):
 class Grouped(NamedTuple):
     """The pairs of each tap in groups of Q, the last one of a tap filled up with -1.
 
-    taps int32 [G], not falling; inputs, outputs int32 [G, Q].
+    taps int32 [G], -1 past the last group; inputs, outputs int32 [G, Q]. Groups lie in the order of how far within
+    their taps they are: those that are near to each other read the same rows.
     """
 
     taps: Tensor
@@ -293,46 +297,91 @@ def filled_twin(rows: Tensor, tiling: Tiling, found: Compacted, status: Tensor) 
     found.inputs[: len(tile)] = torch.where(slots >= 0, met, -1)
 
 
-def listed(
-    rows: Tensor, count: Tensor, ends: Tensor, room: int, group: int = 1, status: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(inputs, outputs) int32 [room]: the pairs by tap, then by output; -1 between and after them.
+def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, status: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(inputs, outputs) int32 [room]: the pairs by tap, then by output; -1 past the last.
 
-    ends: as tally gives them. Each tap's list begins at a multiple of `group`. status: as in filled.
+    ends: as tally gives them. status: as in filled.
     """
     inputs, outputs = (_absent((room,), dtype=torch.int32, device=rows.device) for _ in range(2))
     told = clear(rows.device) if status is None else status
-    if not runs_kernels(rows):
-        return listed_twin(rows, count, ends, group, (inputs, outputs, told))
-    volume = rows.shape[1]
-    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
-    tensors = (rows, count, ends, inputs, outputs, told)
-    kernel("tiling.list_pairs")(-(-rows.shape[0] // _ROWS), tensors, (group, room, ends.shape[1]), constants)
+    if runs_kernels(rows):
+        _list_pairs((rows, count, ends, ends, inputs, outputs, told), (1, room), ranked=False)
+    else:
+        _, taps, at, met = _pairs_by_tap(rows, count, ends)
+        _put(torch.arange(len(taps), device=rows.device), (met, at), (inputs, outputs, told))
     return inputs, outputs
 
 
-def listed_twin(
-    rows: Tensor, count: Tensor, ends: Tensor, group: int, found: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
-    """As listed, in plain torch, into these tensors: inputs, outputs, status."""
-    inputs, outputs, status = found
-    totals = ends[:, -1].long()
-    whole = (totals + group - 1) // group * group
-    shift = whole.cumsum(0) - whole - (totals.cumsum(0) - totals)
+def grouped(rows: Tensor, count: Tensor, ends: Tensor, shape: tuple[int, int], status: Tensor | None = None) -> Grouped:
+    """The pairs in room for G groups of Q. ends: as tally gives them. shape: (G, Q). status: as in filled."""
+    groups, size = shape
+    inputs, outputs = (_absent(shape, dtype=torch.int32, device=rows.device) for _ in range(2))
+    told = clear(rows.device) if status is None else status
+    taps, ranks = group_ranks(ends, groups, size)
+    if runs_kernels(rows):
+        _list_pairs((rows, count, ends, ranks, inputs, outputs, told), (size, groups), ranked=True)
+        return Grouped(taps, inputs, outputs)
+    nth, of, at, met = _pairs_by_tap(rows, count, ends)
+    whole = (ends[:, -1].long() + size - 1) // size
+    place = (whole.cumsum(0) - whole)[of] + nth // size
+    rank = torch.cat([ranks, ranks.new_full((1,), groups)])[place.clamp(max=groups)].long()
+    _put(rank * size + nth % size, (met, at), (inputs.view(-1), outputs.view(-1), told))
+    return Grouped(taps, inputs, outputs)
+
+
+def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
+    """(taps, ranks) int32 [groups]: the tap of each group of pairs, -1 past the last; and the place of each group,
+    counted tap after tap, in the order of how far within their taps groups lie."""
+    taps = _absent((groups,), dtype=torch.int32, device=ends.device)
+    ranks = torch.empty_like(taps)
+    if not runs_kernels(ends):
+        group_ranks_twin(ends, size, (taps, ranks))
+        return taps, ranks
+    volume, blocks = ends.shape
+    constants = {"K": volume, "LANES": lanes_of(volume), "BLOCK": _RANKED}
+    kernel("tiling.rank_groups")(-(-groups // _RANKED), (ends, taps, ranks), (size, groups, blocks), constants)
+    return taps, ranks
+
+
+def group_ranks_twin(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> None:
+    """As group_ranks, in plain torch, into these tensors."""
+    taps, ranks = found
+    whole = (ends[:, -1].long() + size - 1) // size
+    own = torch.repeat_interleave(torch.arange(len(whole), device=ends.device), whole)
+    nth = torch.arange(len(own), device=ends.device) - (whole.cumsum(0) - whole)[own]
+    # Equal fractions are equal when rounded, and others differ by far more than that.
+    order = ((2 * nth + 1).double() / whole[own]).argsort(stable=True)
+    ranks.copy_(torch.arange(len(ranks)))
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=ends.device)
+    there = rank[: len(ranks)]
+    ranks[: len(there)] = there.int()
+    kept = there < len(taps)
+    taps[there[kept]] = own[: len(there)][kept].int()
+
+
+def _list_pairs(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
+    """shape: places of a group, and groups."""
+    rows, _, ends, *_ = tensors
+    volume = rows.shape[1]
+    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume), "RANKED": ranked}
+    kernel("tiling.list_pairs")(-(-rows.shape[0] // _ROWS), tensors, (*shape, ends.shape[1]), constants)
+
+
+def _pairs_by_tap(rows: Tensor, count: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each pair by tap, then by output: the how manieth of its tap it is, its tap, its output and its input."""
     met = torch.where(_live(rows, count)[:, None], rows, -1).t()
     taps, at = (met >= 0).nonzero().unbind(1)
-    place = torch.arange(len(at), device=rows.device) + shift[taps]
+    totals = ends[:, -1].long()
+    return torch.arange(len(at), device=rows.device) - (totals.cumsum(0) - totals)[taps], taps, at, met[taps, at]
+
+
+def _put(place: Tensor, pairs: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Pairs at their places; that there are more than places is told."""
+    (met, at), (inputs, outputs, status) = pairs, found
     kept = place < len(inputs)
     status.bitwise_or_(OVERFLOW * (~kept).any().int())
-    inputs[place[kept]], outputs[place[kept]] = met[taps, at][kept], at[kept].int()
-    return inputs, outputs
-
-
-def group_taps(totals: Tensor, groups: int, group: int) -> Tensor:
-    """int32 [groups]: the tap of each group of pairs; those past the last belong to the last tap."""
-    ends = ((totals.long() + group - 1) // group).cumsum(0)
-    found = torch.searchsorted(ends, torch.arange(groups, device=totals.device), right=True)
-    return found.clamp_(max=max(len(totals) - 1, 0)).int()
+    inputs[place[kept]], outputs[place[kept]] = met[kept], at[kept].int()
 
 
 def exchanged(rows: Tensor, count: Tensor, inputs: int) -> Tensor:

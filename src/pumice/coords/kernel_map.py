@@ -352,7 +352,4 @@ def _grouped(found: KernelMap, group: int) -> Grouped:
         groups, status = sum(-(-total // group) for total in _totals(found)), None
     else:
         groups, status = _groups_in_room(found, found.between, group), found.between.status
-    ends = found.tally()
-    inputs, outputs = compact.listed(found.rows(), found.living(), ends, groups * group, group, status)
-    taps = compact.group_taps(ends[:, -1], groups, group)
-    return Grouped(taps, inputs.view(groups, group), outputs.view(groups, group))
+    return compact.grouped(found.rows(), found.living(), found.tally(), (groups, group), status)

@@ -192,31 +192,80 @@ def fill_tiles(
         tl.store(inputs + e * BLOCK + b, (tl.zeros_like(e) - 1 + tl.zeros_like(b)).to(tl.int32), mask=on & (b >= 0))
 
 
+@triton.jit
+def _groups_of(ends, lane, group, blocks, K: tl.constexpr):
+    """How many groups of pairs each of these taps has."""
+    totals = tl.load(ends + lane * blocks + blocks - 1, mask=lane < K, other=0).to(tl.int64)
+    return (totals + group - 1) // group
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def rank_groups(
+    ends, taps, ranks, group: "i64", capacity: "i64", blocks: "i64",
+    K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ranks[g]: the place of group g, counted tap after tap, in the order of how far within its tap a group lies; the
+    lower tap is first where two are as far. taps[ranks[g]]: its tap. Past the last group a rank is g.
+
+    Group j of a tap with n lies (2 j + 1) / 2 n within it: before it lie as many of n' groups as there are odd numbers
+    below (2 j + 1) n' / n.
+    """
+    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.zeros([1], tl.int64)
+    tap, own, j = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    for start in range(0, K, LANES):
+        lane = start + tl.arange(0, LANES)
+        n = _groups_of(ends, lane, group, blocks, K)
+        last = first + tl.cumsum(n, axis=0)
+        past = g[:, None] - (last - n)[None, :]
+        inside = (past >= 0) & (g[:, None] < last[None, :])
+        tap += tl.sum(tl.where(inside, lane[None, :], 0), axis=1)
+        own += tl.sum(tl.where(inside, n[None, :], 0), axis=1)
+        j += tl.sum(tl.where(inside, past, 0), axis=1)
+        first += tl.sum(n)
+    rank = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, K, LANES):
+        lane = start + tl.arange(0, LANES)
+        n = _groups_of(ends, lane, group, blocks, K)[None, :]
+        far = (2 * j + 1)[:, None] * n - (lane[None, :] >= tap[:, None]).to(tl.int64)
+        rank += tl.sum(tl.minimum((far // tl.maximum(own, 1)[:, None] + 1) // 2, n), axis=1)
+    rank = tl.where(own > 0, rank, g)
+    tl.store(ranks + g, rank.to(tl.int32), mask=g < capacity)
+    tl.store(taps + rank, tap, mask=(own > 0) & (g < capacity) & (rank < capacity))
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def list_pairs(
-    rows, count, ends, inputs, outputs, status, group: "i64", capacity: "i64", blocks: "i64",
-    K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    rows, count, ends, ranks, inputs, outputs, status, group: "i64", capacity: "i64", blocks: "i64",
+    K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Pairs by tap, then by output; each tap's list begins at a multiple of `group`.
+    """Pairs by tap, then by output; where RANKED in groups of `group`, each at the place that its rank says.
 
-    ends[k, p]: pairs of tap k in the blocks of rows up to and with p, of `blocks` in all. capacity: places that there
-    is room for; that there are more is reported.
+    ends[k, p]: pairs of tap k in the blocks of rows up to and with p, of `blocks` in all. capacity: places, or groups,
+    that there is room for; that there are more is reported.
     """
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     entry = tl.zeros([1], tl.int64)
     for start in range(0, K, LANES):
         lane = start + tl.arange(0, LANES)
-        totals = tl.load(ends + lane * blocks + blocks - 1, mask=lane < K, other=0).to(tl.int64)
-        whole = (totals + group - 1) // group * group
-        k, begin = lane[None, :], (entry + tl.cumsum(whole, axis=0) - whole)[None, :]
-        entry += tl.sum(whole)
+        groups = _groups_of(ends, lane, group, blocks, K)
+        k, begin = lane[None, :], (entry + tl.cumsum(groups, axis=0) - groups)[None, :]
+        entry += tl.sum(groups)
         met = tl.load(rows + r * K + k, mask=live & (k < K), other=-1)
         has = (met >= 0).to(tl.int32)
         before = tl.load(ends + k * blocks + tl.program_id(0) - 1, mask=(k < K) & (tl.program_id(0) > 0), other=0)
-        at = begin + before + tl.cumsum(has, axis=0) - has
-        on = (has == 1) & (at < capacity)
-        if tl.sum(((has == 1) & (at >= capacity)).to(tl.int32)) > 0:
+        at = before + tl.cumsum(has, axis=0) - has
+        if RANKED:
+            size = group.to(tl.int32)
+            place, within = begin + at // size, at % size
+            rank = tl.load(ranks + place, mask=(has == 1) & (place < capacity), other=0).to(tl.int64)
+            at = rank * group + within
+            on = (has == 1) & (place < capacity) & (rank < capacity)
+        else:
+            place = begin + at
+            at, on = place, (has == 1) & (place < capacity)
+        if tl.sum(((has == 1) & (place >= capacity)).to(tl.int32)) > 0:
             tl.atomic_or(status, OVERFLOW)
         tl.store(inputs + at, met, mask=on)
         tl.store(outputs + at, (r + tl.zeros_like(at)).to(tl.int32), mask=on)

@@ -217,7 +217,7 @@ def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     taps, inputs, outputs = found.grouped(maps.group_of(found))
     flat = outputs.flatten()
     filled = int((flat < 0).sum())
-    order = flat.argsort(stable=True)[filled:]
+    order = (outputs.long() * found.volume + taps[:, None]).flatten().argsort()[filled:]
     places = torch.full_like(flat, -1)
     places[order] = torch.arange(len(order), dtype=flat.dtype, device=flat.device)
     return taps, inputs, places.view_as(outputs), flat[order]

@@ -649,6 +649,7 @@ class _Emitter:
             ]
             first, last = "split * share", "last"
         self._early()
+        last = self._until(last)
         if self.ahead:
             head.append(f"end = {last}")
             head += [*self._indices(first, ""), *self._indices(f"{first} + 1", "_next")]
@@ -663,6 +664,17 @@ class _Emitter:
         if self.signature.pieces:
             head += self._pieces()
         self.body = []
+
+    def _until(self, last: str) -> str:
+        """The end of the loop: where an array says that the program's results are nowhere, it has no turns."""
+        if not self.roles.adds:
+            return last
+        arrays = (array for expression in self.roles.target.indices for array in expression.arrays)
+        told = [f"({self._load(a, 'YX').code} >= 0)" for a in arrays if set(indices_of(a)) <= set(self.roles.batch)]
+        if not told:
+            return last
+        self.head.append(f"until = tl.where({' & '.join(told)}, {last}, 0)")
+        return "until"
 
     def _pieces(self) -> list[str]:
         """What the programs that share a segment have found, added up by the last of them in the order of the entries.

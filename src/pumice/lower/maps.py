@@ -227,14 +227,16 @@ def block_of(outputs: int) -> int:
     return 64 if outputs < 24_000 else 128
 
 
-_GROUP, _LONGEST = 2048, 1 << 15
-"""Pairs of a group where there are few pairs, and where there are very many."""
-_MANY, _ENOUGH = 2_000_000, 220
-"""Pairs from which on groups are longer, and as how many they fill a GPU twice.
+_GROUPS_OF = ((1_000_000, 1024), (4_000_000, 2048))
+"""Pairs below which groups are of so many pairs; of more of them they are of 4,096.
 
-On an H200, of 3.7 million pairs of 128 channels the gradient of the weights takes 0.41 ms in groups of 2,048 and 0.32
-in groups of 16,384, and of 14.8 million of 64 channels 0.77 in groups of 8,192 and 0.63 in groups of 32,768; of 0.6
-million 0.042 in groups of 2,048 and 0.053 in groups of 4,096.
+On an H200, gradients of weights in fp16, us, by the length of groups:
+pairs, channels       1024   2048   4096   8192
+0.5 million, 128        57     76     90     94
+1.2 million, 96        100    105    125    176
+1.8 million, 128       150    148    147    192
+7.4 million, 96        508    483    462    477
+29.5 million, 96      2114   1951   1896   1950
 """
 
 
@@ -243,7 +245,7 @@ def group_of(found: KernelMap) -> int:
     but not for a map between buffers, of which nothing is read: there it is what there is room for."""
     own = found.transpose() if found.flipped else found
     pairs = sum(counted(found)[0]) if own.between is None else pairs_in_room(own, own.between)
-    return _GROUP if pairs < _MANY else min(1 << (pairs // _ENOUGH).bit_length() - 1, _LONGEST)
+    return next((length for below, length in _GROUPS_OF if pairs < below), 4096)
 
 
 def _tile_sizes(found: KernelMap, splits: int) -> Sizes:
