@@ -248,6 +248,17 @@ def test_modules_take_one(module):
     assert_close(got.feats.detach(), want.feats.detach())
 
 
+def test_products_of_an_output_are_added_by_tap(monkeypatch):
+    """Whatever the order of groups is."""
+    monkeypatch.setattr(lowered.maps, "group_of", lambda found: 4)
+    found, _ = kernel_map(random_tensor(60, 1, 3).geometry, Relation.of(3, 3))
+    taps, inputs, places, outputs = lowered._pairs_in_order(found)
+    rows, order = found.rows(), places.flatten().argsort()[-len(outputs) :]
+    of = taps[:, None].expand_as(places).flatten()[order]
+    assert torch.equal(torch.stack([outputs.long(), of.long()], 1), (rows >= 0).nonzero())
+    assert torch.equal(inputs.flatten()[order], rows[outputs.long(), of.long()])
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_maps_are_found_without_arithmetic():
     """pm.prepare runs a model on meta tensors, in whatever dataflows its layers have."""

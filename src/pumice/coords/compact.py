@@ -330,8 +330,8 @@ def grouped(rows: Tensor, count: Tensor, ends: Tensor, shape: tuple[int, int], s
 
 
 def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
-    """(taps, ranks) int32 [groups]: the tap of each group of pairs, -1 past the last; and the place of each group,
-    counted tap after tap, in the order of how far within their taps groups lie."""
+    """(taps, ranks) int32 [groups]: the tap of each group of pairs, -1 past the last; and the place of each group that
+    there is, counted tap after tap, in the order of how far within their taps groups lie."""
     taps = _absent((groups,), dtype=torch.int32, device=ends.device)
     ranks = torch.empty_like(taps)
     if not runs_kernels(ends):
@@ -351,7 +351,6 @@ def group_ranks_twin(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> N
     nth = torch.arange(len(own), device=ends.device) - (whole.cumsum(0) - whole)[own]
     # Equal fractions are equal when rounded, and others differ by far more than that.
     order = ((2 * nth + 1).double() / whole[own]).argsort(stable=True)
-    ranks.copy_(torch.arange(len(ranks)))
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=ends.device)
     there = rank[: len(ranks)]

@@ -205,7 +205,7 @@ def rank_groups(
     K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ranks[g]: the place of group g, counted tap after tap, in the order of how far within its tap a group lies; the
-    lower tap is first where two are as far. taps[ranks[g]]: its tap. Past the last group a rank is g.
+    lower tap is first where two are as far. taps[ranks[g]]: its tap. Past the last group nothing is written.
 
     Group j of a tap with n lies (2 j + 1) / 2 n within it: before it lie as many of n' groups as there are odd numbers
     below (2 j + 1) n' / n.
@@ -229,9 +229,9 @@ def rank_groups(
         n = _groups_of(ends, lane, group, blocks, K)[None, :]
         far = (2 * j + 1)[:, None] * n - (lane[None, :] >= tap[:, None]).to(tl.int64)
         rank += tl.sum(tl.minimum((far // tl.maximum(own, 1)[:, None] + 1) // 2, n), axis=1)
-    rank = tl.where(own > 0, rank, g)
-    tl.store(ranks + g, rank.to(tl.int32), mask=g < capacity)
-    tl.store(taps + rank, tap, mask=(own > 0) & (g < capacity) & (rank < capacity))
+    there = (own > 0) & (g < capacity)
+    tl.store(ranks + g, rank.to(tl.int32), mask=there)
+    tl.store(taps + rank, tap, mask=there & (rank < capacity))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
