@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -56,7 +57,7 @@ def test_the_command(pumice, tmp_path, monkeypatch):
     # Two, and those that are always there: empty, one and two voxels, three about each of two capacities.
     assert rows["wrong"]["value"] == 0 and rows["wrong"]["unit"] == "of 11"
     assert rows["by graphs"]["value"] == 10 and 0 <= rows["largest error"]["value"] < 1e-4
-    assert "equal: 0 s" in ran.out or "equal: 1 s" in ran.out
+    assert re.search(r"equal: \d+ s", ran.out)
 
 
 def test_studies_that_are_known():
