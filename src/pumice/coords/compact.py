@@ -1,8 +1,8 @@
 """Kernel maps laid out for feature kernels: orders of rows, tiles that share their taps, lists of the pairs of a tap.
 
-Every stage is a kernel where kernels run and plain torch elsewhere (the functions that end in `_twin`), the same bit
-for bit. No stage waits for the host: sizes stay on the device until `filled` and `listed` are told how much room to
-take.
+Every stage is a kernel where kernels run and plain torch elsewhere (most often a function that ends in `_twin`), the
+same bit for bit. No stage waits for the host: sizes stay on the device until `filled`, `listed` and `grouped` are told
+how much room to take.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class Compacted(NamedTuple):
 class Grouped(NamedTuple):
     """The pairs of each tap in groups of Q, the last one of a tap filled up with -1.
 
-    taps int32 [G], -1 past the last group; inputs, outputs int32 [G, Q]. Groups lie in the order of how far within
-    their taps they are: those that are near to each other read the same rows.
+    taps int32 [G], -1 past the last group, and where one is missing for which there was no room; inputs, outputs
+    int32 [G, Q]. Groups lie in the order of how far within their taps they are: those that are near to each other read
+    the same rows.
     """
 
     taps: Tensor
