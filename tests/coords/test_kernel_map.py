@@ -1,6 +1,7 @@
 """Kernel maps: masks, orders, splits and superblocks, transposes, and how often the device is asked."""
 
 import itertools
+import math
 import sys
 from dataclasses import replace
 from fractions import Fraction
@@ -403,7 +404,7 @@ def test_tiles_are_smaller_where_there_are_few():
 
 
 def test_groups_in_buffers_are_as_long_as_the_room_for_pairs_says(monkeypatch):
-    monkeypatch.setattr(maps, "_GROUPS_OF", ((500, 4), (1000, 8)))
+    monkeypatch.setattr(maps, "_GROUPS_OF", ((500, 4), (1000, 8), (math.inf, 16)))
     whole = Geometry.checked(random_cloud(60, 3, extent=6))
     planner = Planner(60, 60, 1.5, None)
     inside = Geometry.in_buffer(whole.cloud, whole.site, Buffered(planner))

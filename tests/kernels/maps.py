@@ -702,11 +702,10 @@ def check_list(make: Lists, whole: int, less: int) -> None:
 def check_lists(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
     ends = compact.tally_twin(masks, living, volume)
-    lists: Lists = lambda *given: compact.listed(rows, living, ends, *given)  # noqa: E731
-    check_list(lists, int(ends[:, -1].sum()), 12)
+    check_list(partial(compact.listed, rows, living, ends), int(ends[:, -1].sum()), 12)
     for size in (1, 8):
-        groups: Lists = lambda room, *told, size=size: compact.grouped(rows, living, ends, (room, size), *told)  # noqa: E731
-        check_list(groups, int(((ends[:, -1] + size - 1) // size).sum()), 3)
+        whole = int(((ends[:, -1] + size - 1) // size).sum())
+        check_list(lambda room, *told, q=size: compact.grouped(rows, living, ends, (room, q), *told), whole, 3)
     got = compact.exchanged(rows, living, len(rows) + 4)
     with plain():
         same(got, compact.exchanged(rows, living, len(rows) + 4))

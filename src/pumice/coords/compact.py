@@ -1,8 +1,8 @@
 """Kernel maps laid out for feature kernels: orders of rows, tiles that share their taps, lists of the pairs of a tap.
 
-Every stage is a kernel where kernels run and plain torch elsewhere (most often a function that ends in `_twin`), the
-same bit for bit. No stage waits for the host: sizes stay on the device until `filled`, `listed` and `grouped` are told
-how much room to take.
+Every stage is a kernel where kernels run and plain torch elsewhere (the functions that end in `_twin`), the same bit
+for bit. No stage waits for the host: sizes stay on the device until `filled`, `listed` and `grouped` are told how much
+room to take.
 """
 
 from __future__ import annotations
@@ -305,11 +305,7 @@ def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, status: Tensor 
     """
     inputs, outputs = (_absent((room,), dtype=torch.int32, device=rows.device) for _ in range(2))
     told = clear(rows.device) if status is None else status
-    if runs_kernels(rows):
-        _list_pairs((rows, count, ends, ends, inputs, outputs, told), (1, room), ranked=False)
-    else:
-        _, taps, at, met = _pairs_by_tap(rows, count, ends)
-        _put(torch.arange(len(taps), device=rows.device), (met, at), (inputs, outputs, told))
+    _list((rows, count, ends, ends, inputs, outputs, told), (1, room), ranked=False)
     return inputs, outputs
 
 
@@ -319,14 +315,7 @@ def grouped(rows: Tensor, count: Tensor, ends: Tensor, shape: tuple[int, int], s
     inputs, outputs = (_absent(shape, dtype=torch.int32, device=rows.device) for _ in range(2))
     told = clear(rows.device) if status is None else status
     taps, ranks = group_ranks(ends, groups, size)
-    if runs_kernels(rows):
-        _list_pairs((rows, count, ends, ranks, inputs, outputs, told), (size, groups), ranked=True)
-        return Grouped(taps, inputs, outputs)
-    nth, of, at, met = _pairs_by_tap(rows, count, ends)
-    whole = (ends[:, -1].long() + size - 1) // size
-    place = (whole.cumsum(0) - whole)[of] + nth // size
-    rank = torch.cat([ranks, ranks.new_full((1,), groups)])[place.clamp(max=groups)].long()
-    _put(rank * size + nth % size, (met, at), (inputs.view(-1), outputs.view(-1), told))
+    _list((rows, count, ends, ranks, inputs, outputs, told), (size, groups), ranked=True)
     return Grouped(taps, inputs, outputs)
 
 
@@ -347,7 +336,7 @@ def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
 def group_ranks_twin(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> None:
     """As group_ranks, in plain torch, into these tensors."""
     taps, ranks = found
-    whole = (ends[:, -1].long() + size - 1) // size
+    whole = _groups_of(ends, size)
     own = torch.repeat_interleave(torch.arange(len(whole), device=ends.device), whole)
     nth = torch.arange(len(own), device=ends.device) - (whole.cumsum(0) - whole)[own]
     # Equal fractions are equal when rounded, and others differ by far more than that.
@@ -360,28 +349,37 @@ def group_ranks_twin(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> N
     taps[there[kept]] = own[: len(there)][kept].int()
 
 
-def _list_pairs(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
-    """shape: places of a group, and groups."""
+def _list(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
+    """tensors: rows, count, ends, ranks; inputs, outputs and the status. shape: pairs of a group, and groups."""
     rows, _, ends, *_ = tensors
+    if not runs_kernels(rows):
+        return _list_twin(tensors, shape, ranked)
     volume = rows.shape[1]
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume), "RANKED": ranked}
     kernel("tiling.list_pairs")(-(-rows.shape[0] // _ROWS), tensors, (*shape, ends.shape[1]), constants)
 
 
-def _pairs_by_tap(rows: Tensor, count: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each pair by tap, then by output: the how manieth of its tap it is, its tap, its output and its input."""
+def _list_twin(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
+    """As _list, in plain torch."""
+    rows, count, ends, ranks, inputs, outputs, status = tensors
+    (size, groups), totals = shape, ends[:, -1].long()
     met = torch.where(_live(rows, count)[:, None], rows, -1).t()
     taps, at = (met >= 0).nonzero().unbind(1)
-    totals = ends[:, -1].long()
-    return torch.arange(len(at), device=rows.device) - (totals.cumsum(0) - totals)[taps], taps, at, met[taps, at]
-
-
-def _put(place: Tensor, pairs: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Pairs at their places; that there are more than places is told."""
-    (met, at), (inputs, outputs, status) = pairs, found
-    kept = place < len(inputs)
+    nth = torch.arange(len(at), device=rows.device) - (totals.cumsum(0) - totals)[taps]
+    whole = _groups_of(ends, size)
+    group = (whole.cumsum(0) - whole)[taps] + nth // size
+    kept = group < groups
     status.bitwise_or_(OVERFLOW * (~kept).any().int())
-    inputs[place[kept]], outputs[place[kept]] = met[kept], at[kept].int()
+    if ranked:
+        group[kept] = ranks[group[kept]].long()
+        kept = group < groups
+    place = (group * size + nth % size)[kept]
+    inputs.view(-1)[place], outputs.view(-1)[place] = met[taps, at][kept], at[kept].int()
+
+
+def _groups_of(ends: Tensor, size: int) -> Tensor:
+    """How many groups of pairs each tap has."""
+    return (ends[:, -1].long() + size - 1) // size
 
 
 def exchanged(rows: Tensor, count: Tensor, inputs: int) -> Tensor:

@@ -11,6 +11,7 @@ grouped      groups of pairs of one tap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -227,8 +228,8 @@ def block_of(outputs: int) -> int:
     return 64 if outputs < 24_000 else 128
 
 
-_GROUPS_OF = ((1_000_000, 1024), (4_000_000, 2048))
-"""Pairs below which groups are of so many pairs; of more of them they are of 4,096.
+_GROUPS_OF = ((1_000_000, 1024), (4_000_000, 2048), (math.inf, 4096))
+"""Pairs below which groups are of so many pairs.
 
 On an H200, gradients of weights in fp16, us, by the length of groups:
 pairs, channels       1024   2048   4096   8192
@@ -245,7 +246,7 @@ def group_of(found: KernelMap) -> int:
     but not for a map between buffers, of which nothing is read: there it is what there is room for."""
     own = found.transpose() if found.flipped else found
     pairs = sum(counted(found)[0]) if own.between is None else pairs_in_room(own, own.between)
-    return next((length for below, length in _GROUPS_OF if pairs < below), 4096)
+    return next(length for below, length in _GROUPS_OF if pairs < below)
 
 
 def _tile_sizes(found: KernelMap, splits: int) -> Sizes:
