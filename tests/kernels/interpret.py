@@ -32,6 +32,7 @@ from pumice.language.rewrite import conscious, single_terms
 from pumice.language.roles import Roles, roles, stacked
 from pumice.lower import chained, dataflow, loops, maps, segments
 from pumice.lower import triton as lowered
+from pumice.lower.columns import put_columns, put_columns_twin
 from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NOTHING, Epilogue, applied
 from pumice.lower.maps import FORMS
@@ -666,6 +667,9 @@ def finish_checks() -> Checks:
     for activation in ACTIVATIONS:
         found[f"activation {activation or 'none'}"] = partial(check_finished_rows, activation)
     found["no epilogue where programs add"] = check_unfinished
+    for form in ("compacted", "unsorted", "split2"):
+        found[f"{form} beside spare columns"] = partial(check_spare, form)
+    found["columns put beside others"] = check_columns
     for form in ("compacted", "split2"):
         found[f"{form} of bytes"] = partial(check_bytes, form)
     return found
@@ -692,6 +696,44 @@ def check_finished_map(form: str) -> None:
     assert run.finishes
     got = run({**last.operands, **epilogue.operands}, got)
     near(got, applied(wanted(whole), epilogue), 2e-5)
+
+
+def check_spare(form: str) -> None:
+    """Rows with columns left free behind them, which nobody writes; not where the kernel adds to what is there."""
+    found, operands = cloud(3, 1)
+    shape = (found.num_outputs, 11)
+    (whole,) = map_problems(found, operands, "pairs", WAYS["forward"], shape)
+    epilogue = replace(epilogue_of(shape, "relu"), spare=5)
+    want = applied(wanted(whole), epilogue)
+    *parts, last = map_problems(found, operands, form, WAYS["forward"], shape)
+    before = None
+    for p in parts:
+        before = lowered.runner(p.bound, torch.float32)(p.operands, before)
+    for tile in (None, Tile(32, 8, 16, slices=2)):
+        run = lowered.runner(last.bound, torch.float32, tile, finish=epilogue.finish)
+        given, wide = {**last.operands, **epilogue.operands}, torch.full((shape[0], 16), 7.0)
+        if parts:
+            got = run(given, before)
+            assert got.is_contiguous()
+            near(got, want, 2e-5)
+            continue
+        assert run(given).stride() == (16, 1)
+        near(run(given), want, 2e-5)
+        with patch.object(run, "fresh", lambda *_, wide=wide, **more: wide[:, :11]):
+            run(given)
+        near(wide[:, :11], want, 2e-5)
+        assert (wide[:, 11:] == 7.0).all()
+
+
+def check_columns() -> None:
+    """Values with gaps and without, of no row and of many, in the middle of others and at their end."""
+    for rows, columns, width, begin in ((0, 4, 9, 2), (1, 32, 128, 96), (333, 7, 20, 13), (5000, 5, 16, 3)):
+        for dtype in (torch.float16, torch.float32):
+            values, wide = torch.randn(rows, 2 * columns).to(dtype)[:, :columns], torch.randn(rows, width).to(dtype)
+            want = wide.clone()
+            put_columns(values, wide, begin)
+            put_columns_twin(values.contiguous(), want, begin)
+            assert torch.equal(wide, want) and torch.equal(wide[:, begin : begin + columns], values)
 
 
 def check_finished_rows(activation: str) -> None:

@@ -44,7 +44,7 @@ from pumice.coords.launch import Fixed
 from pumice.coords.lookup import mask_words, paired
 from pumice.coords.packing import Packer
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
-from pumice.lower import largest, living, norm
+from pumice.lower import columns, largest, living, norm
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
 
@@ -128,8 +128,10 @@ def variants() -> tuple[Variant, ...]:
         patch.object(ranking, "runs_kernels", lambda tensor: True),
         patch.object(norm, "runs_kernels", lambda tensor: True),
         patch.object(living, "runs_kernels", lambda tensor: True),
+        patch.object(columns, "runs_kernels", lambda tensor: True),
         patch.object(largest, "runs_kernels", lambda tensor: True),
         patch.object(runs, "_fits", lambda array, count: True),
+        patch.object(runs, "runs_kernels", lambda tensor: True),
         patch.object(packing, "runs_kernels", lambda tensor: True),
     ):
         for dim in (3, 1, 2, 4):
@@ -144,17 +146,20 @@ def variants() -> tuple[Variant, ...]:
             runs.in_pieces(torch.zeros(9000, dtype=torch.int32), count, 8)
             runs.by_length(torch.zeros(9000, dtype=torch.int32), count)
             told = torch.zeros(9000, dtype=torch.int32)
-            runs.ENDS.tell(told, torch.full((count,), 9000, dtype=torch.int32))
+            runs.ENDS.tell(told, torch.full((count,), 9000, dtype=torch.int32), 27)
             runs.in_pieces(told, count, 8)
             runs.by_length(told, count)
-            runs.ENDS.tell(told, torch.full((count,), 9000, dtype=torch.int32))
-            runs.put_in_pieces([(told, count, 8)])
+            runs.put_in_pieces([(told, count, 8), (told, count, runs.WHOLE)])
         for number in (20, 120, 200):
             Packer.of([torch.zeros(7, 27, dtype=torch.int32)] * number).first([5] * number)
+        for dtype in (torch.float16, torch.float32):
+            coords, feats = torch.zeros(9, 4, dtype=torch.int32), torch.zeros(9, 3, dtype=dtype)
+            packing.put_first([coords, feats], [coords[:5], feats[:5]], torch.zeros(1, dtype=torch.int32))
         tell(clear(told.device), RANGE, told.any())
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
             living.clear_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
+            columns.put_columns(torch.zeros(40, 32, dtype=dtype), torch.zeros(40, channels + 32, dtype=dtype), channels)
             _maxima(torch.zeros(60, channels, dtype=dtype))
     return tuple(recorder.seen)
 

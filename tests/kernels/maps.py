@@ -59,7 +59,7 @@ from pumice.coords.cloud import DUPLICATE, OVERFLOW, RANGE
 from pumice.coords.launch import Fixed
 from pumice.coords.lookup import Found, mask_words, mask_words_twin
 from pumice.coords.outputs import Fused, Listed, Staged, made_of, room_of, site_of
-from pumice.coords.packing import Packer, pack_twin
+from pumice.coords.packing import Packer, pack_twin, put_first, put_first_twin
 from pumice.coords.ranking import Digits, ranked, ranked_twin
 from pumice.coords.runs import by_length, by_length_twin, in_pieces, in_pieces_twin
 from pumice.coords.sorted_keys import SortedKeys
@@ -520,10 +520,12 @@ def stage_checks() -> Checks:
     for count, bits in ((1, 5), (1500, 1), (1500, 9), (1500, 10), (3000, 27), (1024, 31)):
         found[f"ranks of {count} keys of {bits} bits"] = partial(check_ranks, count, bits)
     found["ranks of very many keys"] = check_many_ranks
-    for size, count, most in ((0, 1, 4), (50, 7, 4), (900, 128, 8), (900, 130, 1), (5000, 2048, 16), (5000, 2049, 16)):
+    for size, count, most in ((0, 1, 4), (50, 7, 4), (900, 128, 8), (900, 130, 1), (5000, 2048, 16), (5000, 5100, 16)):
         found[f"{count} runs of {size} entries"] = partial(check_runs, size, count, most)
     for name, shapes in PACKED.items():
         found[f"packed {name}"] = partial(check_packed, shapes)
+    for name, shapes in PUT.items():
+        found[f"put {name}"] = partial(check_put, *shapes)
     return found
 
 
@@ -625,23 +627,31 @@ def check_runs(size: int, count: int, most: int) -> None:
             with patch.object(runs, "_LONG", long), patch.object(runs, "_worth", lambda array: True):
                 same(in_pieces(array, count, most), in_pieces_twin(array, count, most), (size, count))
                 same(by_length(array, count), by_length_twin(array, count), (size, count))
-                # Told where runs end; what has been told of an array begins with the value 0.
-                there = array.clamp(min=0)
-                runs.ENDS.tell(there, runs.bounds_of(there, count)[1:])
-                same(in_pieces(there, count, most), in_pieces_twin(there, count, most), (size, count, "told"))
-                same(by_length(there, count), by_length_twin(there, count), (size, count, "told"))
-                few = there[: size // 2].contiguous()
-                for each in (there, few):
-                    runs.ENDS.tell(each, runs.bounds_of(each, count)[1:])
-                runs.put_in_pieces([(there, count, most), (few, count, most + 1), (there + 1, count, most)])
-                for each, longest in ((there, most), (few, most + 1)):
-                    found = runs.ENDS.told(each, count).pieces.get(longest)
-                    assert (found is None) == (count > runs._SIDES[-1])
-                    same(
-                        found or in_pieces(each, count, longest),
-                        in_pieces_twin(each, count, longest),
-                        (size, count, "together"),
-                    )
+        check_told(array.clamp(min=0), count, most)
+
+
+def check_told(array: Tensor, count: int, most: int) -> None:
+    """Of an array of values from 0 on where it is known where runs end."""
+    few = array[: len(array) // 2].contiguous()
+    for each in (array, few):
+        tell_ends(each, count)
+    with patch.object(runs, "_worth", lambda array: True):
+        same(in_pieces(array, count, most), in_pieces_twin(array, count, most), (len(array), count, "told"))
+        same(by_length(array, count), by_length_twin(array, count), (len(array), count, "told"))
+    asked = ((array, count, most), (few, count, most + 1), (few, count, runs.WHOLE))
+    runs.put_in_pieces([*asked, (array + 1, count, most)])
+    for each, _, length in asked:
+        told = runs.ENDS.told(each, count)
+        found = told.pieces.get(length)
+        assert (found is not None) == told.counted == (told.longest < 1023)
+        if found is not None:
+            same(found, in_pieces_twin(each, count, length or len(each) + 1), (len(array), count, length, "together"))
+
+
+def tell_ends(array: Tensor, count: int) -> None:
+    """Where the runs of an array of the values 0 to count - 1 end, and how long the longest is."""
+    bounds = runs.bounds_of(array, count)
+    runs.ENDS.tell(array, bounds[1:], int(bounds.diff().max()))
 
 
 PACKED = {
@@ -676,6 +686,36 @@ def check_packed(shapes: Sequence[tuple[int, ...]]) -> None:
         for array in got:
             array.fill_(-3)
         same(tuple(arrays), tuple(before), "what is copied is left alone")
+
+
+PUT = {
+    "nothing": ((0, 4), torch.float16, (0, 4)),
+    "two": ((700, 4), torch.float16, (700, 3)),
+    "three": ((513, 4), torch.float32, (513, 7), (513,)),
+    "one": ((2048, 1), torch.float64),
+}
+
+
+def check_put(first: tuple[int, ...], dtype: torch.dtype, *others: tuple[int, ...]) -> None:
+    """Arrays in the first rows of buffers with spare rows and with none; what lies behind is left alone."""
+    generator = torch.Generator().manual_seed(len(others))
+    arrays = [torch.randint(*INT32, first, generator=generator, dtype=torch.int32)]
+    arrays += [torch.randn(shape, generator=generator).to(dtype) for shape in others]
+    for spare in (0, 5, 4000):
+        buffers = [array.new_full((len(array) + spare, *array.shape[1:]), -7) for array in arrays]
+        want, (got, twin) = [buffer.clone() for buffer in buffers], words()
+        put_first(buffers, arrays, got)
+        put_first_twin(want, arrays, twin)
+        same(tuple(buffers), tuple(want), spare)
+        same(got, twin, spare)
+        for other in (
+            [array.repeat_interleave(2, dim=0)[::2] for array in arrays],
+            [array.double() if array.is_floating_point() else array.long() for array in arrays],
+        ):
+            for buffer in buffers:
+                buffer.fill_(-7)
+            put_first(buffers, other, got)
+            same(tuple(buffers), tuple(want), (spare, "with gaps, or of another dtype"))
 
 
 def words() -> tuple[Tensor, Tensor]:

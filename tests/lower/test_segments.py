@@ -70,7 +70,7 @@ def on_gpu(monkeypatch):
 
 def test_pieces_that_are_there_are_taken_until_the_array_is_written_to():
     array = torch.arange(40, dtype=torch.int32) // 4
-    runs.ENDS.tell(array, runs.bounds_of(array, 10)[1:])
+    runs.ENDS.tell(array, runs.bounds_of(array, 10)[1:], 4)
     told = runs.ENDS.told(array, 10)
     told.pieces[8] = there = runs.in_pieces_twin(array, 10, 8)
     found = pieces(array, 10, 8)

@@ -274,9 +274,9 @@ def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None
     found, told = Compacted(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
     if not runs_kernels(rows):
         filled_twin(rows, tiling, found, told)
-        ENDS.tell(tile, tiling.ends)
+        ENDS.tell(tile, tiling.ends, rows.shape[1])
         return found
-    ENDS.tell(tile, tiling.ends)
+    ENDS.tell(tile, tiling.ends, rows.shape[1])
     lanes = lanes_of(rows.shape[1])
     constants = {"K": rows.shape[1], "BLOCK": block, "LANES": lanes}
     tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs, told)

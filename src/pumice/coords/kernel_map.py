@@ -331,7 +331,7 @@ def _in_room(found: KernelMap, between: Between, block: int, how: Order) -> Comp
         # Plain torch takes just as much as there is.
         room = min(room, int(tiling.entries))
     made = compact.filled(found.rows(), tiling, room, between.status)
-    cut_as_asked(made.tiles, tiling.ends, between.rooms.pieces(place))
+    cut_as_asked(made.tiles, tiling.ends, found.volume, between.rooms.pieces(place))
     return made
 
 

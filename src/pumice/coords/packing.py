@@ -1,5 +1,5 @@
-"""The first rows of many arrays as new tensors in one block of memory: one kernel where kernels run, plain torch
-elsewhere."""
+"""The first rows of many arrays as new tensors in one block of memory, and arrays in the first rows of buffers: one
+kernel each where kernels run, plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pumice.errors import DtypeError
 
 _BLOCK = 2048
 """Entries of one program; every array begins at a multiple of it."""
+_PUT = 3
+"""Arrays that one kernel puts into buffers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,27 @@ class Packer:
 def alone(tensor: Tensor) -> Tensor:
     """Itself, or where other tensors lie in the same memory a copy: what is pickled takes that memory along, whole."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def put_first(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor) -> None:
+    """Copy arrays of n rows each, one to three, to the first rows of contiguous buffers, and n to count, int32 [1]."""
+    alike = all(a.dtype == b.dtype and a.is_contiguous() for a, b in zip(arrays, buffers, strict=True))
+    if not alike or not runs_kernels(count):
+        return put_first_twin(buffers, arrays, count)
+    sizes = [array.numel() for array in arrays]
+    programs = max(1, sum(-(-size // _BLOCK) for size in sizes))
+    # What is not there is the first array again, of no entries.
+    spare = range(_PUT - len(arrays))
+    tensors = (*arrays, *(arrays[0] for _ in spare), *buffers, *(buffers[0] for _ in spare), count)
+    numbers = (arrays[0].shape[0], *sizes, *(0 for _ in spare))
+    kernel("tiling.put")(programs, tensors, numbers, {"BLOCK": _BLOCK})
+
+
+def put_first_twin(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor) -> None:
+    """As put_first, in plain torch."""
+    for buffer, array in zip(buffers, arrays, strict=True):
+        buffer[: len(array)].copy_(array)
+    count.fill_(len(arrays[0]))
 
 
 def pack_twin(arrays: Sequence[Tensor], found: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Runs of equal values in a sorted array, the longest first; long ones in pieces.
 
-Both functions are a kernel where kernels run and runs are few, and plain torch elsewhere (the functions that end in
-`_twin`), the same bit for bit.
+Both functions are a kernel where kernels run and runs are few, or their ends are known and none is long, and plain
+torch elsewhere (the functions that end in `_twin`), the same bit for bit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,16 @@ _SIDES = (128, 512, 2048)
 """Runs that one program puts in order, at most: few variants, as each has a sort to compile."""
 _LONG = (1 << 20) - 2
 """Entries from which on runs count as equally long: lengths and places of runs make one integer of 31 bits."""
+_BINS = 1024
+"""Lengths that are counted one by one, at most, where the ends of runs are known."""
+_MANY = 1 << 15
+"""Runs that are put in order by such counts, at most: every program counts all of them."""
+_BLOCK, _CHUNKS = 64, (512, 2048)
+"""Runs whose places a program finds, and how many it counts at a time."""
+WHOLE = 0
+"""In place of how long pieces are: runs are not cut."""
+_NEVER = 1 << 30
+"""Entries that no run has."""
 
 
 class Runs(NamedTuple):
@@ -44,14 +54,26 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Told:
-    """What is known of an array. version: that it was told of. asked: is told how long pieces of its runs are wanted.
-    pieces: those that are there, by that."""
+    """What is known of an array. version: that it was told of. longest: entries of a run, at most. asked: is told how
+    long pieces of its runs are wanted, WHOLE among them. pieces: those that are there, by that."""
 
     array: weakref.ref[Tensor]
     version: int
     ends: Tensor
+    longest: int
     asked: set[int]
     pieces: dict[int, Pieces]
+
+    @property
+    def counted(self) -> bool:
+        """Whether runs can be put in order by counts of their lengths."""
+        return 0 < self.ends.shape[0] <= _MANY and self.longest + 2 <= _BINS and runs_kernels(self.ends)
+
+    def places(self, most: int) -> int:
+        """Pieces that there might be."""
+        array = self.array()
+        assert array is not None
+        return self.ends.shape[0] + (array.shape[0] // most if most else 0)
 
 
 class Ends:
@@ -61,12 +83,12 @@ class Ends:
     def __init__(self) -> None:
         self._told: dict[int, Told] = {}
 
-    def tell(self, array: Tensor, ends: Tensor, asked: set[int] | None = None) -> None:
-        """asked: see Told."""
+    def tell(self, array: Tensor, ends: Tensor, longest: int, asked: set[int] | None = None) -> None:
+        """longest, asked: see Told."""
         key = id(array)
         if not array.is_inference():
             known = weakref.ref(array, lambda _: self._told.pop(key, None))
-            self._told[key] = Told(known, array._version, ends, set() if asked is None else asked, {})
+            self._told[key] = Told(known, array._version, ends, longest, set() if asked is None else asked, {})
 
     def told(self, array: Tensor, count: int) -> Told | None:
         """What is known of the runs of so many values."""
@@ -88,6 +110,9 @@ def by_length(array: Tensor, count: int) -> Runs:
 
     The array may begin with values below 0 and end with others.
     """
+    told = ENDS.told(array, count)
+    if told is not None and told.counted:
+        return Runs(*_counted(told, array, WHOLE)[:3])
     if not _fits(array, count):
         return by_length_twin(array, count)
     found = _lists(3, count, array.device)
@@ -108,8 +133,9 @@ def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
     Longer runs come first, the pieces of one side by side; an empty run is one piece. The list is as long as it might
     have to be, so that nothing is read from a device.
     """
-    if (kept := pieces_at_hand(array, count, most)) is not None:
-        return kept
+    told = ENDS.told(array, count)
+    if told is not None and told.counted:
+        return _counted(told, array, most)
     if not _fits(array, count):
         return in_pieces_twin(array, count, most)
     places = count + array.shape[0] // most
@@ -128,41 +154,45 @@ def pieces_at_hand(array: Tensor, count: int, most: int) -> Pieces | None:
 
 
 def put_in_pieces(asked: Sequence[tuple[Tensor, int, int]]) -> None:
-    """Find by one kernel what `in_pieces` will give for arrays (array, count, most) whose ends are known; what cannot
-    be found so is left to it."""
-    wanted: list[tuple[Told, Tensor, int, int]] = []
+    """Find by one kernel what `in_pieces` will give for arrays (array, count, most) whose ends are known, and
+    `by_length` where most is WHOLE; what cannot be found so is left to them."""
+    wanted: list[tuple[Told, int]] = []
     for array, count, most in asked:
         told = ENDS.told(array, count)
-        if told is not None and _fits(array, count):
-            wanted.append((told, array, count, most))
+        if told is not None and told.counted:
+            wanted.append((told, most))
     if not wanted:
         return
     table, sizes, at = [], [], 0
-    for told, array, count, most in wanted:
-        places = count + array.shape[0] // most
+    for told, most in wanted:
+        places = told.places(most)
         each = -(-places // 4) * 4
-        table.append((told.ends.data_ptr(), at, each, places, array.shape[0], count, most))
+        array = told.array()
+        assert array is not None
+        table.append((told.ends.data_ptr(), at, each, array.shape[0], told.ends.shape[0], most or _NEVER, places))
         sizes += 5 * [places, each - places]
         at += 5 * each
-    device = wanted[0][1].device
+    device = wanted[0][0].ends.device
     out = torch.empty(at, dtype=torch.int32, device=device)
-    side = next(side for side in _SIDES if max(count for _, _, count, _ in wanted) <= side)
-    constants = {"LONG": _LONG, "SIDE": side, "BITS": side.bit_length() - 1}
+    count = max(told.ends.shape[0] for told, _ in wanted)
+    blocks = -(-count // _BLOCK)
+    constants = _counting(count, max(told.longest for told, _ in wanted))
     tensors = sent(torch.tensor(table), device), out
-    kernel("tiling.order_many")(len(wanted), tensors, (), constants, max(1, side // 256))
+    kernel("tiling.order_many")(len(wanted) * blocks, tensors, (blocks,), constants)
     lists = iter(out.split_with_sizes(sizes)[::2])
-    for told, _, _, most in wanted:
+    for told, most in wanted:
         told.pieces[most] = Pieces(*islice(lists, 5))
 
 
-def cut_as_asked(array: Tensor, ends: Tensor, asked: set[int]) -> None:
-    """Tell where the runs of an array end, and find now what `in_pieces` will give for pieces as long as passes before
-    asked for; `asked` is told what this one asks for."""
-    ENDS.tell(array, ends, asked)
+def cut_as_asked(array: Tensor, ends: Tensor, longest: int, asked: set[int]) -> None:
+    """Tell where the runs of an array end, and find now what `in_pieces` and `by_length` will give for pieces as long
+    as passes before asked for; `asked` is told what this one asks for."""
+    ENDS.tell(array, ends, longest, asked)
     told = ENDS.told(array, ends.shape[0])
     if told is not None:
         for most in tuple(asked):
-            told.pieces[most] = in_pieces(array, ends.shape[0], most)
+            if most or told.counted:
+                told.pieces[most] = in_pieces(array, ends.shape[0], most) if most else _counted(told, array, WHOLE)
 
 
 def in_pieces_twin(array: Tensor, count: int, most: int) -> Pieces:
@@ -177,12 +207,14 @@ def in_pieces_twin(array: Tensor, count: int, most: int) -> Pieces:
     owner = torch.searchsorted(ends, places, right=True)
     filling = owner >= count
     owner = owner.clamp_(max=count - 1)
-    firsts = torch.where(filling, places, (ends - numbers)[owner])
+    firsts = (ends - numbers)[owner]
     length = -(-lengths // numbers)[owner]
     stops = bounds[1:][order][owner]
     starts = torch.minimum(bounds[:-1][order][owner] + (places - firsts) * length, stops)
-    stops = torch.where(filling, starts, torch.minimum(starts + length, stops))
-    return Pieces(order.int()[owner], starts, stops, firsts, torch.where(filling, 0, numbers[owner]).int())
+    stops = torch.minimum(starts + length, stops)
+    found = (order[owner], starts, stops, numbers[owner])
+    values, starts, stops, numbers = (x.masked_fill(filling, 0).int() for x in found)
+    return Pieces(values, starts, stops, torch.where(filling, places, firsts), numbers)
 
 
 def bounds_of(array: Tensor, count: int) -> Tensor:
@@ -210,10 +242,24 @@ def _lists(number: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _order(array: Tensor, count: int, found: tuple[Tensor, ...], sizes: tuple[int, int], pieces: bool) -> None:
-    ends, array = ENDS.of(array, count), array.contiguous()
+    array = array.contiguous()
     side = next(side for side in _SIDES if count <= side)
     numbers = (array.shape[0], array.shape[0].bit_length(), count, *sizes)
     constants = {"LONG": _LONG, "SIDE": side, "BITS": side.bit_length() - 1, "PIECES": pieces}
-    constants["KNOWN"] = ends is not None
-    tensors = (array, array if ends is None else ends, *found)
-    kernel("tiling.order_runs")(1, tensors, numbers, constants, warps=max(1, side // 256))
+    kernel("tiling.order_runs")(1, (array, *found), numbers, constants, warps=max(1, side // 256))
+
+
+def _counted(told: Told, array: Tensor, most: int) -> Pieces:
+    """What `in_pieces` gives of runs whose ends are known, and `by_length` where most is WHOLE."""
+    count, places = told.ends.shape[0], told.places(most)
+    found = _lists(5, places, array.device)
+    numbers = (array.shape[0], count, most or _NEVER, places)
+    constants = _counting(count, told.longest)
+    kernel("tiling.order_counted")(-(-count // _BLOCK), (told.ends, *found), numbers, constants)
+    return Pieces(*found)
+
+
+def _counting(count: int, longest: int) -> dict[str, int]:
+    """Constants of kernels that count lengths: the last bin is for what is no run."""
+    chunk = _CHUNKS[count > _CHUNKS[0]]
+    return {"BINS": max(32, 1 << (longest + 1).bit_length()), "BLOCK": _BLOCK, "CHUNK": chunk}

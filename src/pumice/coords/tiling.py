@@ -354,26 +354,20 @@ def _first_not_below(array, value, size, steps):
     return low
 
 
-@triton.jit
-def _runs(
-    array, ends, values, starts, stops, firsts, numbers, size, steps, count, most, places,
-    LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr, KNOWN: tl.constexpr,
+@triton.jit(do_not_specialize=["size", "steps", "count", "most", "places"])
+def order_runs(
+    array, values, starts, stops, firsts, numbers,
+    size: "i64", steps: "i64", count: "i64", most: "i64", places: "i64",
+    LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """The runs of the values 0 to count - 1 in a sorted array of `size` entries, the longest first; one program.
 
     PIECES: in parts of at most `most` entries, in a list of so many places. steps: bits of the size. SIDE: 2**BITS.
-    KNOWN: entries up to and with each value are given, for a search takes longer than all else; they may be more than
-    the array has room for.
     """
     i = tl.arange(0, SIDE)
     live = i < count
-    if KNOWN:
-        begin = tl.minimum(tl.load(ends + i - 1, mask=live & (i > 0), other=0), size.to(tl.int32))
-        end = tl.minimum(tl.load(ends + i, mask=live, other=0), size.to(tl.int32))
-    else:
-        begin = _first_not_below(array, i, size, steps)
-        end = _first_not_below(array, i + 1, size, steps)
-    length = tl.where(live, end - begin, 0)
+    begin = _first_not_below(array, i, size, steps)
+    length = tl.where(live, _first_not_below(array, i + 1, size, steps) - begin, 0)
     own = tl.sort(tl.where(live, LONG - tl.minimum(length, LONG), LONG + 1) * SIDE + i) % SIDE
     begin, length = tl.gather(begin, own, 0), tl.gather(length, own, 0)
     if PIECES:
@@ -387,18 +381,16 @@ def _runs(
             for bit in tl.static_range(1, BITS + 1):
                 ahead = owner + (SIDE >> bit)
                 owner = tl.where(tl.gather(ends, ahead - 1, 0) <= p, ahead, owner)
-            filling = p >= tl.max(ends)
+            on, filling = p < places, p >= tl.max(ends)
             owner = tl.minimum(owner, count.to(tl.int32) - 1)
-            whole = tl.gather(number, owner, 0)
-            at = tl.where(filling, p, tl.gather(ends, owner, 0) - whole)
-            long, low = tl.gather(each, owner, 0), tl.gather(begin, owner, 0)
+            whole, long, low = tl.gather(number, owner, 0), tl.gather(each, owner, 0), tl.gather(begin, owner, 0)
+            at = tl.gather(ends, owner, 0) - whole
             stop = low + tl.gather(length, owner, 0)
             start = tl.minimum(low + (p - at) * long, stop)
-            on = p < places
-            tl.store(values + p, tl.gather(own, owner, 0), mask=on)
-            tl.store(starts + p, start, mask=on)
-            tl.store(stops + p, tl.where(filling, start, tl.minimum(start + long, stop)), mask=on)
-            tl.store(firsts + p, at, mask=on)
+            tl.store(values + p, tl.where(filling, 0, tl.gather(own, owner, 0)), mask=on)
+            tl.store(starts + p, tl.where(filling, 0, start), mask=on)
+            tl.store(stops + p, tl.where(filling, 0, tl.minimum(start + long, stop)), mask=on)
+            tl.store(firsts + p, tl.where(filling, p, at), mask=on)
             tl.store(numbers + p, tl.where(filling, 0, whole), mask=on)
     else:
         tl.store(values + i, own, mask=live)
@@ -406,34 +398,117 @@ def _runs(
         tl.store(stops + i, begin + length, mask=live)
 
 
-@triton.jit(do_not_specialize=["size", "steps", "count", "most", "places"])
-def order_runs(
-    array, ends, values, starts, stops, firsts, numbers,
-    size: "i64", steps: "i64", count: "i64", most: "i64", places: "i64",
-    LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr, KNOWN: tl.constexpr,
+@triton.jit
+def _run(ends, i, count, size):
+    """(where run i begins in an array of so many entries, how long it is); of what is no run 0."""
+    begin = tl.minimum(tl.load(ends + i - 1, mask=(i > 0) & (i < count), other=0), size)
+    return begin, tl.maximum(tl.minimum(tl.load(ends + i, mask=i < count, other=0), size) - begin, 0)
+
+
+@triton.jit
+def _in_order(
+    ends, values, starts, stops, firsts, numbers, program, programs, size, count, most, places,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The runs of an array; one program."""
-    _runs(
-        array, ends, values, starts, stops, firsts, numbers, size, steps, count, most, places,
-        LONG, SIDE, BITS, PIECES, KNOWN,
+    """The pieces of a program's runs, where they come in the order of all; of `programs`, each with BLOCK runs.
+
+    Before a run lie the longer ones and, of those as long, those before it: counts of lengths say how many. Lengths
+    are below BINS - 1.
+    """
+    first = program * BLOCK
+    bins = tl.arange(0, BINS)
+    total, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
+    for start in range(0, count, CHUNK):
+        j = start + tl.arange(0, CHUNK)
+        _, length = _run(ends, j, count, size)
+        total += tl.histogram(tl.where(j < count, length, BINS - 1), BINS)
+        if start < first:
+            before += tl.histogram(tl.where((j < first) & (j < count), length, BINS - 1), BINS)
+    parts = tl.maximum((bins + most - 1) // most, 1)
+    whole = tl.where(bins < BINS - 1, total * parts, 0)
+    used = tl.sum(whole)
+    lead = used - tl.cumsum(whole, axis=0) + before * parts
+    i, other = first + tl.arange(0, BLOCK), first + tl.arange(0, BLOCK)[None, :]
+    begin, length = _run(ends, i, count, size)
+    _, alike = _run(ends, other, count, size)
+    within = tl.sum(((alike == length[:, None]) & (other < i[:, None])).to(tl.int32), axis=1)
+    number = tl.maximum((length + most - 1) // most, 1)
+    each = (length + number - 1) // number
+    at = tl.sum(tl.where(length[:, None] == bins[None, :], lead[None, :], 0), axis=1) + within * number
+    live = i < count
+    for piece in range(0, tl.max(tl.where(live, number, 0))):
+        on = live & (piece < number) & (at + piece < places)
+        done = tl.minimum(piece * each, length)
+        tl.store(values + at + piece, i, mask=on)
+        tl.store(starts + at + piece, begin + done, mask=on)
+        tl.store(stops + at + piece, begin + tl.minimum(done + each, length), mask=on)
+        tl.store(firsts + at + piece, at, mask=on)
+        tl.store(numbers + at + piece, number, mask=on)
+    for place in range(used + first, places, programs * BLOCK):
+        p = place + tl.arange(0, BLOCK)
+        on, none = p < places, tl.zeros([BLOCK], tl.int32)
+        tl.store(values + p, none, mask=on)
+        tl.store(starts + p, none, mask=on)
+        tl.store(stops + p, none, mask=on)
+        tl.store(firsts + p, p, mask=on)
+        tl.store(numbers + p, none, mask=on)
+
+
+@triton.jit(do_not_specialize=["size", "count", "most", "places"])
+def order_counted(
+    ends, values, starts, stops, firsts, numbers, size: "i64", count: "i64", most: "i64", places: "i64",
+    BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """As order_runs in pieces, of short runs that end where ends[i] says, which may be past the array's `size`."""
+    _in_order(
+        ends, values, starts, stops, firsts, numbers, tl.program_id(0), tl.num_programs(0),
+        size.to(tl.int32), count.to(tl.int32), most.to(tl.int32), places.to(tl.int32), BINS, BLOCK, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def order_many(arrays, out, blocks: "i64", BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """As order_counted for several arrays, with so many programs each.
+
+    arrays int64 [A, 7]: the address of the ends, where the array's five lists begin in `out`, how long each is with
+    what aligns the next, then the array's size, count, most and places.
+    """
+    programs = blocks.to(tl.int32)
+    row = arrays + tl.program_id(0) // programs * 7
+    ends = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)
+    lists, each = out + tl.load(row + 1), tl.load(row + 2)
+    size, count, most, places = (
+        tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32),
+        tl.load(row + 5).to(tl.int32), tl.load(row + 6).to(tl.int32),
+    )  # fmt: skip
+    _in_order(
+        ends, lists, lists + each, lists + 2 * each, lists + 3 * each, lists + 4 * each,
+        tl.program_id(0) % programs, programs, size, count, most, places, BINS, BLOCK, CHUNK,
     )  # fmt: skip
 
 
 @triton.jit
-def order_many(arrays, out, LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr):
-    """The runs of an array for each program, in pieces, their ends known.
+def _copy(source, to, block, size, BLOCK: tl.constexpr):
+    """to[i] = source[i] for the entries i < size of a block."""
+    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(to + i, tl.load(source + i, mask=i < size), mask=i < size)
 
-    arrays int64 [programs, 7]: the address of the ends, where the array's five lists begin in `out`, how long each is
-    with what aligns the next, how many places it has, then the array's size, count and most.
-    """
-    row = arrays + tl.program_id(0) * 7
-    ends = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)
-    lists, each = out + tl.load(row + 1), tl.load(row + 2)
-    places, size, count, most = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
-    _runs(
-        ends, ends, lists, lists + each, lists + 2 * each, lists + 3 * each, lists + 4 * each,
-        size, size, count, most, places, LONG, SIDE, BITS, True, True,
-    )  # fmt: skip
+
+@triton.jit(do_not_specialize=["rows", "size_a", "size_b", "size_c"])
+def put(
+    a, b, c, to_a, to_b, to_c, count, rows: "i64", size_a: "i64", size_b: "i64", size_c: "i64", BLOCK: tl.constexpr
+):  # fmt: skip
+    """The entries of a in to_a, and so on; count[0] = rows."""
+    p = tl.program_id(0)
+    if p == 0:
+        tl.store(count, rows.to(tl.int32))
+    own_a, own_b = tl.cdiv(size_a, BLOCK), tl.cdiv(size_b, BLOCK)
+    if p < own_a:
+        _copy(a, to_a, p, size_a, BLOCK)
+    elif p < own_a + own_b:
+        _copy(b, to_b, p - own_a, size_b, BLOCK)
+    else:
+        _copy(c, to_c, p - own_a - own_b, size_c, BLOCK)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

@@ -22,6 +22,8 @@ from pumice.ops import SparseTensor
 
 Box = tuple[Sequence[int], Sequence[int]]
 """The least and the greatest coordinate along each axis."""
+_CELLS = 32
+"""Extents of boxes are multiples of it."""
 
 
 def capture(
@@ -60,7 +62,7 @@ def capture(
     buckets: the factor between capacities, or the capacities themselves. Each is captured when a scene first needs it,
         or by `ready()`.
     box: the least and the greatest coordinates; a scene outside runs eagerly. By default the example's spatial_shape,
-        which later scenes then share, or its own box, half as long again along each axis and up to a power of two.
+        which later scenes then share, or its own box, half as long again along each axis.
 
     Raises
     ------
@@ -249,9 +251,9 @@ def site_within(site: Site, batch: int, box: Box | None) -> Site:
 
 
 def _roomier(low: int, high: int) -> tuple[int, int]:
-    """An axis half as long again, and then to the next power of two: what finds neighbours grows by these anyway."""
+    """An axis half as long again, and then to the next multiple of _CELLS."""
     extent = high - low + 1
-    room = (1 << (extent + 2 * (extent // 4 + 8) - 1).bit_length()) - extent
+    room = -(-(extent + 2 * (extent // 4 + 8)) // _CELLS) * _CELLS - extent
     return max(-(2**31), low - room // 2), min(INT32_MAX, high + room - room // 2)
 
 

@@ -13,6 +13,7 @@ from pumice.coords import Bounds, Cloud, Geometry, Relation, Site, made_of
 from pumice.coords.cloud import RANGE, clear
 from pumice.coords.geometry import Frame
 from pumice.coords.outputs import Listed, room_of
+from pumice.coords.packing import put_first
 from pumice.coords.rooms import Buffered
 from pumice.errors import GeometryError
 from pumice.ops import SparseTensor, voxelize
@@ -163,10 +164,7 @@ class VoxelScene:
         return None if self.own is None else self.own.bounds
 
     def fill(self, buffers: Voxels) -> None:
-        count = self.count
-        buffers.coords[:count].copy_(self.coords)
-        buffers.feats[:count].copy_(self.feats)
-        buffers.count.fill_(count)
+        put_first((buffers.coords, buffers.feats), (self.coords, self.feats), buffers.count)
 
     def tensor(self) -> SparseTensor:
         feats = self.feats.to(self.like.dtype)
@@ -310,15 +308,16 @@ class PointScene:
         return None
 
     def fill(self, buffers: Points) -> None:
-        count = self.count
-        buffers.points[:count].copy_(self.points)
+        to, arrays = [buffers.points], [self.points]
         if buffers.feats is not None and self.feats is not None:
-            buffers.feats[:count].copy_(self.feats)
+            to.append(buffers.feats)
+            arrays.append(self.feats)
         if self.items is None:
-            buffers.items[:count].zero_()
+            buffers.items[: self.count].zero_()
         else:
-            buffers.items[:count].copy_(self.items)
-        buffers.count.fill_(count)
+            to.append(buffers.items)
+            arrays.append(self.items)
+        put_first(to, arrays, buffers.count)
 
     def tensor(self) -> SparseTensor:
         frame, shape = self.grid.frame, self.grid.spatial_shape

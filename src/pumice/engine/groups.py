@@ -48,7 +48,7 @@ class Then:
     def like(self, y: Tensor) -> Epilogue:
         """Such an epilogue of a result y [N, C_out]."""
         rows = {"residual": y.shape}
-        held = {name: y.new_ones(rows.get(name, y.shape[1:]), dtype=dtype) for name, dtype in self.tensors}
+        held: dict[str, Any] = {n: y.new_ones(rows.get(n, y.shape[1:]), dtype=dtype) for n, dtype in self.tensors}
         return Epilogue(activation=self.activation, dtype=self.dtype, eps=self.eps, **held)
 
 

@@ -56,23 +56,25 @@ RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 @dataclass(frozen=True)
 class Finish:
-    """What a kernel has of an epilogue: the names of its tensors, the activation, the dtype of what it writes, eps."""
+    """What a kernel has of an epilogue: the names of its tensors, the activation, the dtype of what it writes, eps, and
+    how many columns of memory it leaves free behind each row of its result."""
 
     names: tuple[str, ...] = ()
     activation: str = ""
     dtype: torch.dtype | None = None
     eps: float = 0.0
+    spare: int = 0
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.names, self.activation, self.dtype, self.eps))
+        return hash((self.names, self.activation, self.dtype, self.eps, self.spare))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Hashes of names are not those of other processes.
-        return Finish, (self.names, self.activation, self.dtype, self.eps)
+        return Finish, (self.names, self.activation, self.dtype, self.eps, self.spare)
 
 
 NOTHING = Finish()
@@ -85,7 +87,8 @@ class Epilogue:
     ACTIVATIONS.
 
     dtype: of the result, one of RESULTS; by default what it is without an epilogue. Casts to float8_e4m3fn keep within
-    +-448, its largest value. eps: what is added to a variance.
+    +-448, its largest value. eps: what is added to a variance. spare: columns of memory that a kernel may leave free
+    behind each row of a result [N, C_out].
     """
 
     scale: Tensor | None = None
@@ -96,6 +99,7 @@ class Epilogue:
     mean: Tensor | None = None
     variance: Tensor | None = None
     eps: float = 0.0
+    spare: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in RESULTS:
@@ -112,11 +116,15 @@ class Epilogue:
     @cached_property
     def finish(self) -> Finish:
         """What a kernel is made for."""
-        return _finish(tuple(self.operands), self.activation, self.dtype, self.eps)
+        return _finish(tuple(self.operands), self.activation, self.dtype, self.eps, self.spare)
 
     @staticmethod
     def of_norm(
-        vectors: Sequence[Tensor | None], eps: float, residual: Tensor | None = None, activation: str = ""
+        vectors: Sequence[Tensor | None],
+        eps: float,
+        residual: Tensor | None = None,
+        activation: str = "",
+        spare: int = 0,
     ) -> Epilogue:
         """That of a norm by known statistics, whose vectors are (mean, variance, scale, shift), and of an activation
         that is known: the same as by its fields, in a third of the time."""
@@ -128,9 +136,9 @@ class Epilogue:
             operands = {name: x for name, x in operands.items() if x is not None}
         made = object.__new__(Epilogue)
         # What is worked out when it is asked for is there at once.
-        held = {"operands": operands, "finish": _finish(tuple(operands), activation, None, eps)}
+        held = {"operands": operands, "finish": _finish(tuple(operands), activation, None, eps, spare)}
         held |= {"mean": mean, "variance": variance, "eps": eps, "scale": scale, "shift": shift}
-        held |= {"residual": residual, "activation": activation, "dtype": None}
+        held |= {"residual": residual, "activation": activation, "dtype": None, "spare": spare}
         object.__setattr__(made, "__dict__", held)
         return made
 
@@ -148,7 +156,8 @@ class Epilogue:
         if groups == 1:
             return self
         held = ((name, getattr(self, name)) for name in TENSORS)
-        return replace(self, **{name: x.unflatten(-1, (groups, -1)) for name, x in held if x is not None})
+        parts = {name: x.unflatten(-1, (groups, -1)) for name, x in held if x is not None}
+        return replace(self, spare=0, **parts)
 
 
 def check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.device) -> None:

@@ -257,3 +257,16 @@ def clear_rows(values, count, total: tl.int64, channels: tl.int64, BLOCK: tl.con
     if first + BLOCK > living:
         at = first + tl.arange(0, BLOCK)
         tl.store(values + at, tl.zeros((BLOCK,), values.dtype.element_ty), mask=(at >= living) & (at < total))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def put_columns(
+    values, wide, rows: tl.int64,
+    FROM: tl.constexpr, TO: tl.constexpr, BEGIN: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """wide[r, BEGIN + c] = values[r, c] for r < rows, c < COLUMNS; FROM, TO: from row to row."""
+    r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    c = tl.arange(0, LANES)[None, :]
+    there = (r < rows) & (c < COLUMNS)
+    tl.store(wide + r * TO + BEGIN + c, tl.load(values + r * FROM + c, mask=there), mask=there)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pumice.coords.runs import Pieces, bounds_of, by_length, in_pieces, pieces_at_hand
+from pumice.coords.runs import WHOLE, Pieces, bounds_of, by_length, in_pieces, pieces_at_hand
 from pumice.lower.remember import OWN, per_tensor
 
 _LONG_ARRAY = 1 << 17
@@ -52,7 +52,8 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     Nothing else is read. The array may begin with -1.
     """
     if not window:
-        return Segments(*by_length(array, count))
+        found = pieces_at_hand(array, count, WHOLE)
+        return Segments(*(by_length(array, count) if found is None else found[:3]))
     bounds = bounds_of(array, count)
     starts, stops = bounds[:-1], bounds[1:]
     mean = array.shape[0] // max(count, 1)

@@ -238,9 +238,13 @@ class Runner:
         """The same with these operands given once and for all: they are not written to any more."""
         return HeldRunner(self, held)
 
-    def fresh(self, like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-        """What the kernel writes where nothing was found before, beside a tensor."""
+    def fresh(self, like: Tensor, shape: tuple[int, ...] | None = None, spare: bool = True) -> Tensor:
+        """What the kernel writes where nothing was found before, beside a tensor. spare: with the columns that the
+        epilogue leaves free."""
         shape = self.bound.shape if shape is None else shape
+        if spare and self.finish.spare:
+            rows, columns = shape
+            return like.new_empty((rows, columns + self.finish.spare), dtype=self._summed)[:, :columns]
         if self._whole:
             return like.new_empty(shape) if like.dtype is self._summed else like.new_empty(shape, dtype=self._summed)
         return like.new_zeros(shape, dtype=self._summed)
@@ -310,7 +314,8 @@ class Runner:
         if before is not None and not self._whole:
             out = before.to(self._summed, copy=not given, memory_format=torch.contiguous_format)
             return out, out
-        out = self.fresh(operands[self._used[0]])
+        # What is added to lies where the result does.
+        out = self.fresh(operands[self._used[0]], spare=before is None)
         return out, None if before is None else before.contiguous()
 
     def _launch_key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:

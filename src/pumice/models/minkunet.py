@@ -48,8 +48,9 @@ class Decoder(nn.Module):
 
     def forward(self, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
         parts = (self.up, *self.norm)
-        finer = chained(parts, x, target=skip) if fuses(x, self.norm, *parts) else self.norm(self.up(x, skip))
-        return self.blocks(cat([finer, skip]))
+        if fuses(x, self.norm, *parts):
+            return self.blocks(chained(parts, x, target=skip, beside=skip))
+        return self.blocks(cat([self.norm(self.up(x, skip)), skip]))
 
 
 class MinkUNet(nn.Module):

@@ -10,13 +10,16 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
+from pumice.lower.columns import put_columns
 from pumice.lower.loops import EIGHT_BITS
+from pumice.lower.stamp import FAR
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.ops import Epilogue, SparseTensor
+from pumice.ops import Epilogue, SparseTensor, cat
 from pumice.ops.conv import Target, autocast_dtype
 from pumice.ops.conv_norm import conv_norm
 from pumice.ops.linear import linear_features, takes
+from pumice.ops.sets import same_geometry
 from pumice.ops.tensor import rows_of
 
 _ACTIVATIONS: Mapping[type[nn.Module], str] = MappingProxyType(
@@ -26,11 +29,16 @@ _ACTIVATIONS: Mapping[type[nn.Module], str] = MappingProxyType(
 
 
 def chained(
-    modules: Sequence[nn.Module], x: SparseTensor, residual: SparseTensor | None = None, target: Target = None
+    modules: Sequence[nn.Module],
+    x: SparseTensor,
+    residual: SparseTensor | None = None,
+    target: Target = None,
+    beside: SparseTensor | None = None,
 ) -> SparseTensor:
     """Modules one after the other; those of torch.nn (a Linear, a ReLU) are applied to the features.
 
     residual: what is added before the last one. target: what the first one, a convolution, is called with beside x.
+    beside: whose channels stand behind those of the result, as by `cat`.
 
     Where no gradients are asked for, on a GPU, a batch norm by running statistics, the residual and an activation that
     follow a convolution are worked out in its kernel, in float32, and so is a batch norm that follows a linear map: the
@@ -38,7 +46,7 @@ def chained(
     residual and a ReLU are one step of autograd with it (pumice.ops.conv_norm), and so is a ReLU that follows another
     batch norm while a captured step trains. Modules that hooks listen to are called.
     """
-    count, place = len(modules), 0
+    count, place, spare = len(modules), 0, 0
     fused = fuses(x, *modules)
     while place < count:
         module, more = modules[place], () if place or target is None else (target,)
@@ -53,7 +61,9 @@ def chained(
             apart = residual is not None and not (
                 type(modules[-1]) in _ACTIVATIONS and _fits(module, x, residual, *more)
             )
-            epilogue, taken = _epilogue(modules[place + 1 : count - apart], None if apart else residual)
+            spare = 0 if beside is None or apart else _spare(module, beside)
+            epilogue, taken = _epilogue(modules[place + 1 : count - apart], None if apart else residual, spare)
+            spare = 0 if epilogue is None else epilogue.spare
             x = module.finished(x, epilogue, *more)
             residual = None if epilogue is not None and epilogue.residual is not None else residual
             place += 1 + taken
@@ -67,7 +77,27 @@ def chained(
             continue
         x = module(x, *more) if more else _call(module, x)
         place += 1
-    return x
+    if beside is None:
+        return x
+    return _joined(x, beside) if spare else cat([x, beside])
+
+
+def _spare(layer: Convolution, beside: SparseTensor) -> int:
+    """Columns that rows of a layer's result are to leave free for others; 0 where addresses would need 64 bits."""
+    wide = layer.out_channels + beside.channels
+    return beside.channels if layer.groups == 1 and len(beside) * wide < FAR else 0
+
+
+def _joined(x: SparseTensor, beside: SparseTensor) -> SparseTensor:
+    """cat([x, beside]), where the rows of x may have left room for those of the other: its own are not copied then."""
+    feats, other = x.feats, beside.feats
+    (rows, channels), width = feats.shape, x.channels + beside.channels
+    alike = feats.dtype == other.dtype and other.stride(1) == 1 and same_geometry(x, beside)
+    if not alike or feats.stride() != (width, 1):
+        return cat([x, beside])
+    wide = feats.as_strided((rows, width), (width, 1))
+    put_columns(other, wide, channels)
+    return x.replace(wide)
 
 
 def fuses(x: object, *modules: nn.Module) -> bool:
@@ -110,17 +140,21 @@ def _takes_statistics(norm: nn.Module | None) -> TypeGuard[layers.BatchNorm]:
     return type(norm) is layers.BatchNorm and (norm.training or norm.running_mean is None)
 
 
-def _epilogue(behind: Sequence[nn.Module], residual: SparseTensor | None) -> tuple[Epilogue | None, int]:
-    """What of the modules behind a convolution can be its epilogue, and how many that are."""
+def _epilogue(
+    behind: Sequence[nn.Module], residual: SparseTensor | None, spare: int = 0
+) -> tuple[Epilogue | None, int]:
+    """What of the modules behind a convolution can be its epilogue, and how many that are; spare: columns that are to
+    be left free if it is all of them."""
     norm = behind[0] if behind and _known(behind[0]) else None
     taken = 0 if norm is None else 1
     last = len(behind) > taken
     activation = _ACTIVATIONS.get(type(behind[taken]), "") if last else ""
     own = residual if activation and len(behind) == taken + 1 else None
-    feats = None if own is None else own.feats
+    feats, taken = None if own is None else own.feats, taken + bool(activation)
+    spare = spare if taken == len(behind) else 0
     if isinstance(norm, layers.BatchNorm):
-        return Epilogue.of_norm(norm.vectors(), norm.eps, feats, activation), taken + bool(activation)
-    return (Epilogue(residual=feats, activation=activation), 1) if activation else (None, 0)
+        return Epilogue.of_norm(norm.vectors(), norm.eps, feats, activation, spare), taken
+    return (Epilogue(residual=feats, activation=activation, spare=spare), 1) if activation else (None, 0)
 
 
 def _normed(module: nn.Module, norm: nn.Module, x: SparseTensor) -> Tensor | None:

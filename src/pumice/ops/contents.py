@@ -129,7 +129,7 @@ class Contents:
         for plan in self.maps:
             for tiles, ends in plan.ends.items():
                 array, asked = arrays[tiles], self.asked[tiles]
-                ENDS.tell(array, arrays[ends], asked)
+                ENDS.tell(array, arrays[ends], len(plan.relation.offsets), asked)
                 # Other threads' calls may ask for more meanwhile.
                 wanted += [(array, arrays[ends].shape[0], most) for most in tuple(asked)]
         put_in_pieces(wanted)

@@ -1,0 +1,36 @@
+"""Features put into the columns of others: what a concatenation does with the part that is not yet in its place."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+
+from torch import Tensor
+
+from pumice.coords.launch import Launcher, runs_kernels
+
+_VALUES = 4096
+"""Values of one program."""
+
+
+def put_columns(values: Tensor, wide: Tensor, begin: int) -> None:
+    """wide[:, begin : begin + C] = values [N, C], of the same dtype, columns side by side in both: in place."""
+    if not runs_kernels(wide):
+        return put_columns_twin(values, wide, begin)
+    rows, columns = values.shape
+    lanes = 1 << max(0, columns - 1).bit_length()
+    each = max(1, _VALUES // lanes)
+    constants = {"FROM": values.stride(0), "TO": wide.stride(0), "BEGIN": begin, "COLUMNS": columns}
+    constants |= {"ROWS": each, "LANES": lanes}
+    _kernel()(-(-rows // each), (values, wide), (rows,), constants)
+
+
+def put_columns_twin(values: Tensor, wide: Tensor, begin: int) -> None:
+    """As put_columns, in plain torch."""
+    wide[:, begin : begin + values.shape[1]].copy_(values)
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> Launcher:
+    """Its file is imported here first: it needs Triton."""
+    return Launcher(importlib.import_module("pumice.lower.norm_kernels").put_columns)
