@@ -23,7 +23,7 @@ from pumice.tools import (
 )
 from pumice.tools.bench_engine_equal import KINDS, SIDE, Compared, cases, geometry
 from pumice.tools.bench_engine_varied import Memory, Seen, _parts, quantiles
-from pumice.tools.bench_engine_ways import Reached, Timed, in_time
+from pumice.tools.bench_engine_ways import Reached, Timed, by_scene, in_time
 from pumice.tools.charts import Bars
 from pumice.tools.engine_charts import captured, latencies
 from pumice.tools.engine_scenes import INFERENCE, TINY, TRAINING, Known, sample_of
@@ -100,10 +100,11 @@ def test_goals_and_recorded_peers_stand_beside(monkeypatch):
     setup = replace(setup_of(said), device=torch.device("cuda"), quick=False)
     monkeypatch.setattr("pumice.tools.bench_engine_ways.clocks", lambda device: ("wall", "gpu"))
     spent = {"eager": 5.0, "captured": 1.0, "spconv": 12.0}
-    monkeypatch.setattr(Timed, "_times", lambda self, clock, seconds: {n: Times(t, t, t) for n, t in spent.items()})
+    monkeypatch.setattr(Timed, "_times", lambda self, clock: {n: Times(t, t, t) for n, t in spent.items()})
     monkeypatch.setattr("pumice.tools.ledger.device_name", lambda device: "a GPU")
     ways = [Ready(name, lambda: None, "spconv" * (name == "spconv"), 1e-3) for name in spent]
-    rows = list(Timed(setup, "scene", "inference", ways, Known(11.8, 1.2, 4.0)).rows(1.0))
+    timed = Timed(setup, "scene", "inference", ways, Known(11.8, 1.2, 4.0), 1.0)
+    rows = [*timed.rows("wall"), *timed.rows("gpu")]
     held = {(row.case.rpartition("/")[2], row.clock, row.peer): row for row in rows}
     assert held["captured", "wall", "goal"].peer_value == 1.2 and held["eager", "wall", "goal"].peer_value == 4.0
     assert held["captured", "wall", "best recorded"].peer_source == "recorded"
@@ -115,6 +116,25 @@ def test_goals_and_recorded_peers_stand_beside(monkeypatch):
         found.add(row)
     assert found.ratios["captured", "spconv", "wall"] == {"scene": 12.0}
     assert ("captured", "goal", "wall") not in found.ratios
+
+
+def test_the_wall_of_all_scenes_comes_before_the_first_trace(monkeypatch):
+    """A profiler leaves launches slower than they were."""
+    order = []
+
+    class Scene:
+        def __init__(self, name):
+            self.name = name
+
+        def rows(self, clock):
+            order.append((self.name, clock))
+            return iter(())
+
+    monkeypatch.setattr("pumice.tools.bench_engine_ways.clocks", lambda device: ("wall", "gpu"))
+    setup, sample = setup_of([]), sample_of(setup_of([]), "a", surface(TINY, CPU))
+    samples = iter([sample, replace(sample, name="none"), replace(sample, name="b")])
+    assert not list(by_scene(setup, samples, "inference", lambda _, x: None if x.name == "none" else Scene(x.name)))
+    assert order == [("a", "wall"), ("b", "wall"), ("a", "gpu"), ("b", "gpu")]
 
 
 def test_the_tables_are_those_of_the_goals():

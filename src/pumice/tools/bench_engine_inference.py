@@ -41,19 +41,23 @@ def inference(setup: Setup) -> Iterator[Row]:
     return by_scene(setup, scenes(setup, INFERENCE), "inference", _scene)
 
 
-def _scene(setup: Setup, sample: Sample) -> Iterator[Row]:
+def _scene(setup: Setup, sample: Sample) -> Timed | None:
     setup.say(f"{sample.name}: {len(sample)} voxels")
     net = net_for(setup, sample)
     told = Case(case_of(setup, sample.name, "inference"), setup.half, exact(net, sample))
     own, given = net.to(setup.half), replace(sample, feats=sample.feats.to(setup.half))
     made: list[Captured] = []
     ways = [one for one in (ready(setup, told, way, not way.package) for way in _ways(setup, own, given, made)) if one]
-    if any(way.name != SPCONV for way in ways):
-        known = INFERENCE.get(sample.name)
-        yield from Timed(setup, sample.name, "inference", ways, known).rows(_SECONDS * setup.seconds)
-    if made and made[0].fallbacks:
-        # Captured calls must not be eager ones in disguise.
-        setup.failed(f"{told.name}: captured calls ran eagerly: {dict(made[0].fallbacks)}")
+    if all(way.name == SPCONV for way in ways):
+        return None
+
+    def check() -> None:
+        if made and made[0].fallbacks:
+            # Captured calls must not be eager ones in disguise.
+            setup.failed(f"{told.name}: captured calls ran eagerly: {dict(made[0].fallbacks)}")
+
+    known = INFERENCE.get(sample.name)
+    return Timed(setup, sample.name, "inference", ways, known, _SECONDS * setup.seconds, check)
 
 
 def exact(net: nn.Module, sample: Sample) -> Any:

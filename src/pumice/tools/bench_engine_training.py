@@ -50,13 +50,15 @@ def training(setup: Setup) -> Iterator[Row]:
     return by_scene(setup, scenes(setup, TRAINING, BATCH), "training", _scene)
 
 
-def _scene(setup: Setup, sample: Sample) -> Iterator[Row]:
+def _scene(setup: Setup, sample: Sample) -> Timed | None:
     setup.say(f"{sample.name}: {len(sample)} voxels in {sample.batch} items")
     net = net_for(setup, sample).train()
     truths = _truths(net, sample)
     ways = [one for one in (_checked(setup, way, sample, net, truths) for way in WAYS) if one]
-    if any(way.name == EAGER for way in ways):
-        yield from Timed(setup, sample.name, "training", ways, TRAINING.get(sample.name)).rows(_SECONDS * setup.seconds)
+    if all(way.name != EAGER for way in ways):
+        return None
+    known = TRAINING.get(sample.name)
+    return Timed(setup, sample.name, "training", ways, known, _SECONDS * setup.seconds)
 
 
 def _truths(net: nn.Module, sample: Sample) -> dict[str, Any]:
