@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Relation, Site, beside, kernel_map
+from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Relation, Site, behind_maps, beside, kernel_map
 from pumice.coords.rooms import Buffered, Planner
 from pumice.engine.static import levels_of, words_of
 from pumice.lower import maps
@@ -195,3 +195,39 @@ def test_other_streams_wait_for_what_is_made_of_what_was_laid_out(device):
     with device.on(other):
         handed_on()
     assert other.behind(work)
+
+
+def test_what_is_told_of_maps_comes_behind_them_and_not_behind_layers(device):
+    """And the end of the program behind it, and behind everything else."""
+    first = in_buffer()
+    with beside(first) as told:
+        found, _, work = find(device, first, DOWN, told)
+        maps._side_by_side([(found, "compacted")])
+    laying: Any = next(s for s in reversed(Stream.numbers) if len(s.clock) > 1)
+    between, laid = found.between, laying.work()
+    assert between is not None
+    between.late.behind(laying.record_event(), [(("form", "compacted"), False)])
+    layers = device.main.work()
+    with behind_maps(first):
+        own = device.current
+        end(first)
+        assert own.behind(work) and own.behind(laid) and not own.behind(layers)
+        last = own.work()
+    assert device.current is device.main and device.main.behind(last) and device.joined()
+
+
+@pytest.mark.parametrize("when", ["before the others", "after the others", "alone", "never"])
+def test_what_is_told_comes_behind_maps_that_layers_found_themselves(when, device):
+    first = in_buffer()
+    if when in ("before the others", "alone"):
+        kernel_map(first, SAME)
+    if when in ("before the others", "after the others"):
+        with beside(first) as told:
+            find(device, first, DOWN, told)
+    if when == "after the others":
+        kernel_map(first, SAME)
+    work = device.main.work()
+    with behind_maps(first):
+        assert device.current is device.main and device.current.behind(work)
+        end(first)
+    assert device.joined()

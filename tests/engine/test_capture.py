@@ -6,6 +6,7 @@ On a CPU the static program runs call by call; tests/gpu/test_capture.py has the
 import gc
 import warnings
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import pumice as pm
 from pumice.engine.compare import differ, shaken
+from pumice.engine.graphs import Bucket
 from pumice.engine.static import Program
 from pumice.errors import (
     CaptureError,
@@ -559,3 +561,65 @@ def test_memory_stays(unet):
         for x in scenes:
             fast(x.feats, x.coords)
     assert held() <= before
+
+
+# What a graph tells early
+
+
+class Graph:
+    """Its words are there after so many looks at the stream, or never."""
+
+    def __init__(self, told, words, looks):
+        self.told, self.words, self.looks = told, words, looks
+
+    def replay(self):
+        assert (self.told == -1).all()
+        self.seen = 0
+
+    def query(self):
+        self.seen += 1
+        if self.seen == self.looks and self.words is not None:
+            self.told.copy_(torch.tensor(self.words))
+        return self.seen > self.looks
+
+
+@pytest.mark.parametrize("words", [[0, 40, 7], [4, 0, 0], None])
+def test_words_are_read_where_the_graph_writes_them(words, monkeypatch):
+    """And where it never does, from the device when all is over."""
+    told = torch.tensor([0, 3, 3], dtype=torch.int32)
+    graph = Graph(told, words, 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: graph)
+    results = SimpleNamespace(words=torch.tensor([0, 1, 2], dtype=torch.int32))
+    bucket = Bucket(SimpleNamespace(device=None), None, graph, results, told)
+    assert bucket.run(None) is results
+    assert bucket.words(results) == (words or [0, 1, 2]) and graph.seen == (3 if words else 4)
+    bucket = Bucket(SimpleNamespace(device=None), None, graph, results)
+    assert bucket.words(results) == [0, 1, 2]
+
+
+def test_a_fault_of_the_device_is_raised(monkeypatch):
+    told = torch.zeros(2, dtype=torch.int32)
+    graph = Graph(told, None, 0)
+    monkeypatch.setattr(graph, "query", lambda: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: graph)
+    bucket = Bucket(SimpleNamespace(device=None), None, graph, "results", told)
+    bucket.run(None)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        bucket.words("results")
+
+
+def test_calls_on_several_streams_come_one_behind_the_other(monkeypatch):
+    """A call returns while layers are still at work on its stream."""
+    order, current = [], []
+    streams = [SimpleNamespace(wait_stream=lambda other, n=n: order.append((n, streams.index(other)))) for n in (0, 1)]
+    net = strange(Levels(4))
+    fast = captured(net, scene(60))
+    engine = fast._engine
+    engine._follow()
+    assert engine._stream is None, "there is no stream on a CPU"
+    engine._pool = "a pool"
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    for number in (0, 0, 1, 1, 0):
+        current.append(streams[number])
+        engine._follow()
+    assert order == [(1, 0), (0, 1)]

@@ -16,6 +16,7 @@ from waits import no_wait
 
 import pumice as pm
 from pumice.coords import CodeLayout
+from pumice.engine.graphs import Bucket
 from pumice.errors import CaptureError, CoordinateError, OptionError
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.testing import assert_close, random_cloud
@@ -150,20 +151,38 @@ def test_a_thousand_random_geometries(gpu):
 # Waits, and memory
 
 
-def test_nothing_waits_but_one_transfer(gpu, monkeypatch):
-    net, x = strange(pm.models.MinkUNet(4, 3, 0.5)).to(gpu), scene(gpu, 20_000)
-    fast = captured(net, x)
-    feats, coords = x.feats, x.coords
+@pytest.mark.parametrize("name", ["minkunet", "levels"])
+def test_nothing_waits_but_for_a_few_words(gpu, name, monkeypatch):
+    """Of a network that finds its maps beside its layers, and of one that does not."""
+    net, x = strange(NETS[name]()).to(gpu), scene(gpu, 20_000)
+    fast, feats, coords = captured(net, x), x.feats, x.coords
     fast(feats, coords)
-    engine = fast._engine
-    bucket = engine.bucket(len(x))
+    asked, words = [], Bucket.words
+    monkeypatch.setattr(Bucket, "words", lambda *given: asked.append(given[0].told) or words(*given))
     with no_wait():
-        engine.example.fill(bucket.buffers)
-        bucket.run(engine.program)
-    waits, before = [], torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: waits.append(1) or before(tensor))
-    fast(feats, coords)
-    assert len(waits) == 1
+        fast(feats, coords)
+    assert len(asked) == 1 and asked[0].is_pinned()
+
+
+def test_a_call_returns_while_layers_are_at_work(gpu):
+    """And the next ones come behind it, on whatever streams."""
+    net = strange(pm.models.MinkUNet(4, 3)).to(gpu)
+    scenes = [scene(gpu, 150_000, seed, extent=128) for seed in range(3)]
+    fast = captured(net, scenes[0], max_voxels=150_000).ready(150_000)
+    wants, streams = [eager(net, x).feats for x in scenes], [torch.cuda.Stream(gpu) for _ in range(2)]
+    early = 0
+    for turn in range(12):
+        torch.cuda.synchronize()
+        got = []
+        for number in range(6):
+            with torch.cuda.stream(streams[number * turn % 2]):
+                x = scenes[number % 3]
+                got.append(fast(x.feats, x.coords).feats)
+                early += not torch.cuda.current_stream().query()
+        torch.cuda.synchronize()
+        for number, feats in enumerate(got):
+            agrees(feats, wants[number % 3], 0.01)
+    assert early > 60 and not fast.fallbacks
 
 
 def test_the_static_program_waits_for_nothing(gpu):

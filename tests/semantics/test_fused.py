@@ -99,7 +99,7 @@ def roomy(finished, monkeypatch):
         y = whole(self, x, epilogue, *more)
         if epilogue is None or not epilogue.spare:
             return y
-        wide = y.feats.new_full((len(y), y.channels + epilogue.spare), torch.nan)
+        wide = y.feats.new_full((y.feats.shape[0], y.channels + epilogue.spare), torch.nan)
         wide[:, : y.channels] = y.feats
         left.append(wide)
         return y.replace(wide[:, : y.channels])
@@ -169,6 +169,19 @@ def test_columns_of_others_are_not_written_to(finished, copied):
         y = fused.chained([layer, nn.ReLU()], x, beside=x.replace(torch.ones(50, 4)))
         y = fused.chained([nn.Conv3d(8, 8, 3), layer], x, beside=x.replace(torch.ones(50, 4)))
     assert not wide[:, 8:].any() and (y.feats[:, 8:] == 1).all() and len(copied) == 2
+
+
+def test_a_network_that_is_captured_leaves_room_too(roomy, copied):
+    """Where nobody but the device knows how many voxels there are."""
+    net, x = stirred(pm.models.MinkUNet(4, 3, 0.25)), random_tensor(120, 4, 3)
+    with torch.no_grad():
+        want = net(x).feats
+        # What is compared beforehand has NaN where no voxel lives, in copies.
+        fast = pm.capture(net, x, max_voxels=150)
+        roomy.clear()
+        copied.clear()
+        torch.testing.assert_close(fast(x).feats, want)
+    assert (len(roomy), len(copied)) == (4, 0)
 
 
 @pytest.fixture

@@ -99,6 +99,27 @@ def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
         level.late.behind(event, ["found"])
 
 
+@contextmanager
+def behind_maps(geometry: Geometry) -> Iterator[None]:
+    """Within it, at the end of a program, while a CUDA graph is captured whose maps were all found beside the layers:
+    what runs waits for the maps alone, on a stream of its own. What runs later waits for it.
+
+    Elsewhere it does nothing.
+    """
+    levels = list(_levels_below(geometry))
+    maps = [found for level in levels for found, _ in level.maps.values()]
+    apart = maps and all(found.between is not None and found.between.late for found in maps)
+    if not apart or geometry.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    main, stream = torch.cuda.current_stream(geometry.device), torch.cuda.Stream(geometry.device, priority=FIRST)
+    with torch.cuda.stream(stream):
+        for level in levels:
+            level.over()
+        yield
+    main.wait_stream(stream)
+
+
 def _levels_below(geometry: Geometry) -> Iterator[Geometry]:
     """It, and all that was made of it."""
     seen = {id(geometry): geometry}

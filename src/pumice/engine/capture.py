@@ -44,8 +44,10 @@ def capture(
         y = fast(x)
 
     The network's own forward pass runs on buffers: rows past the scene's voxels do not live, and meet nothing. What it
-    costs then depends on the scene's voxels and little on the capacity. Nothing waits for the device but one transfer
-    of a few numbers behind the graph. On a CPU the same calls run one by one, without a graph, which is for tests.
+    costs then depends on the scene's voxels and little on the capacity. Nothing waits for the device but for a few
+    numbers: where the network finds its maps beside its layers (SparseTensor.prepare) the device tells them once these
+    are there, and a call returns while the layers are still at work, as any operation of torch on the current stream.
+    On a CPU the same calls run one by one, without a graph, which is for tests.
 
     Parameters
     ----------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,10 @@ _WIDENED = 3
 """Times that a capacity is planned anew."""
 _STEP = 128
 """Capacities are multiples of it, but for the largest."""
+_NOT_YET = -1
+"""In place of words, none of which is below 0, while the device has not told them."""
+_TURNS = 1000
+"""Looks at the words behind which the stream is asked whether it still works."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +90,15 @@ class Ran(Protocol):
 class Bucket:
     """A capacity, made ready. graph: None where there are none, on a CPU. results: those that the graph writes.
 
-    read: the parameters and buffers that it reads, and constants, held so that their memory stays theirs. widened: how
-    often it was planned anew.
+    told: where the graph writes the words of the results, pinned, if it does. read: the parameters and buffers that it
+    reads, and constants, held so that their memory stays theirs. widened: how often it was planned anew.
     """
 
     buffers: Buffers
     rooms: Settled
     graph: torch.cuda.CUDAGraph | None = None
     results: Any = None
+    told: Tensor | None = None
     read: Sequence[object] = ()
     widened: int = 0
 
@@ -100,8 +106,29 @@ class Bucket:
         """The results for what is in the buffers; the next call overwrites them."""
         if self.graph is None or self.results is None:
             return program.run(self.buffers, self.rooms)
+        if self.told is not None:
+            self.told.fill_(_NOT_YET)
         self.graph.replay()
         return self.results
+
+    def words(self, results: Ran) -> Sequence[int]:
+        """What the device tells of the pass that `run` began: where the graph writes it, layers may still be at work.
+
+        Raises RuntimeError for what went wrong on the device.
+        """
+        if self.graph is None or self.told is None:
+            return results.words.tolist()
+        there, stream, turns = self.told.numpy(), torch.cuda.current_stream(self.buffers.device), 0
+        while True:
+            words = there.tolist()
+            if min(words) > _NOT_YET:
+                return words
+            turns += 1
+            if not turns % _TURNS and stream.query():
+                # It is over, or broken, which the query raises.
+                return results.words.tolist()
+            # Other threads have their turn.
+            time.sleep(0)
 
 
 @dataclass(frozen=True)
@@ -124,6 +151,9 @@ class Engine:
     did not.
     """
 
+    early = True
+    """Whether graphs tell their words where the host reads them, before they are over."""
+
     def __init__(self, program: Any, buffers: Buffers, example: Scene, limits: Limits, margins: Margins) -> None:
         self.program, self.example, self.limits = program, example, limits
         self._buffers, self._margins = buffers, margins
@@ -133,6 +163,7 @@ class Engine:
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._told = set[str]()
+        self._stream: torch.cuda.Stream | None = None
         self.fallbacks: Counter[str] = Counter()
         self.replays = 0
 
@@ -149,11 +180,12 @@ class Engine:
             return self._eagerly(scene, *problem)
         with on(self.device):
             bucket = self.bucket(scene.count)
+            self._follow()
             scene.fill(bucket.buffers)
             results = bucket.run(self.program)
             # Copies are queued before the device is waited for, where their sizes are known.
             found = self._given_back(scene, results, ()) if self._known(scene) else None
-            words = results.words.tolist()
+            words = bucket.words(results)
             if words[0]:
                 why, told = self._refused(scene, results, words)
                 found = self._eagerly(scene, why, told)
@@ -162,6 +194,15 @@ class Engine:
                 return found
             self.replays += 1
             return self._given_back(scene, results, words) if found is None else found
+
+    def _follow(self) -> None:
+        """Let the current stream come behind the call before, which may be at work on another one."""
+        if self._pool is None:
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
 
     def _unfit(self, scene: Scene) -> tuple[str, str] | None:
         """Why a scene is not for a graph, as far as the host knows: a word and what it says."""
@@ -339,14 +380,17 @@ class Engine:
         with torch.cuda.stream(side):
             self.program.run(bucket.buffers, bucket.rooms)
             with _no_wait():
-                self.program.run(bucket.buffers, bucket.rooms)
+                ran: Ran = self.program.run(bucket.buffers, bucket.rooms)
         torch.cuda.current_stream(self.device).wait_stream(side)
+        told = torch.full(ran.words.shape, _NOT_YET, dtype=torch.int32, pin_memory=True) if self.early else None
         graph = torch.cuda.CUDAGraph()
         with (
             constants_read() as constants,
             torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"),
         ):
-            bucket.results = self.program.run(bucket.buffers, bucket.rooms)
+            more = {} if told is None else {"told": told}
+            bucket.results = self.program.run(bucket.buffers, bucket.rooms, **more)
+        bucket.told = told
         model = self.program.model
         bucket.graph = graph
         bucket.read = [*constants, *(t.detach() for t in (*model.parameters(), *model.buffers()))]

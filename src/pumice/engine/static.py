@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pumice.coords import Geometry, Relation, Site
+from pumice.coords import Geometry, Relation, Site, behind_maps
 from pumice.coords.launch import lasting
 from pumice.coords.outputs import site_of
 from pumice.coords.rooms import Buffered, Rooms
@@ -98,8 +98,9 @@ class Program:
     site: Site
     autocast: Autocast
 
-    def run(self, buffers: Buffers, rooms: Rooms, poison: bool = False) -> Results:
-        """One pass. poison: features of rows that do not live are NaN, wherever a tensor is made."""
+    def run(self, buffers: Buffers, rooms: Rooms, poison: bool = False, told: Tensor | None = None) -> Results:
+        """One pass. poison: features of rows that do not live are NaN, wherever a tensor is made. told: pinned, where
+        the words of the results are copied to, as soon as all maps are there if layers run beside these."""
         with torch.no_grad(), lasting():
             entered = buffers.enter(self.site, Buffered(rooms, (), poison))
         geometry = entered.x.geometry
@@ -108,7 +109,11 @@ class Program:
         # Of the maps nothing is kept: their memory is another graph's.
         levels = {path: Level(g.coords, g.stride) for path, g in found.items()}
         leaves = [_of_points(_bare(leaf), entered) for leaf in leaves]
-        return Results(leaves, spec, levels, words_of(geometry, found.values()))
+        with behind_maps(geometry):
+            words = words_of(geometry, found.values())
+            if told is not None:
+                told.copy_(words, non_blocking=True)
+        return Results(leaves, spec, levels, words)
 
     def eager(self, x: SparseTensor) -> Any:
         """The forward pass as it is."""

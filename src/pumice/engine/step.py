@@ -176,6 +176,7 @@ _SCALE = 1024.0
 class _Steps(Engine):
     """The engine of a step."""
 
+    early = False
     program: StepProgram  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(

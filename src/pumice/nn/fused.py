@@ -85,7 +85,7 @@ def chained(
 def _spare(layer: Convolution, beside: SparseTensor) -> int:
     """Columns that rows of a layer's result are to leave free for others; 0 where addresses would need 64 bits."""
     wide = layer.out_channels + beside.channels
-    return beside.channels if layer.groups == 1 and len(beside) * wide < FAR else 0
+    return beside.channels if layer.groups == 1 and rows_of(beside).shape[0] * wide < FAR else 0
 
 
 def _joined(x: SparseTensor, beside: SparseTensor) -> SparseTensor:
