@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Relation, Site, behind_maps, beside, kernel_map
+from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Relation, Site, at_the_end, beside, compact, kernel_map
 from pumice.coords.rooms import Buffered, Planner
 from pumice.engine.static import levels_of, words_of
 from pumice.lower import maps
@@ -139,7 +139,8 @@ def test_a_lookup_comes_behind_all_that_was_found_beside_below(device):
 
 
 def end(geometry: Geometry) -> None:
-    words_of(geometry, dict(levels_of(geometry)).values())
+    with at_the_end(geometry):
+        words_of(geometry, dict(levels_of(geometry)).values())
 
 
 def test_all_streams_are_joined_at_the_end(device):
@@ -197,23 +198,49 @@ def test_other_streams_wait_for_what_is_made_of_what_was_laid_out(device):
     assert other.behind(work)
 
 
-def test_what_is_told_of_maps_comes_behind_them_and_not_behind_layers(device):
+@pytest.fixture
+def telling(device, monkeypatch):
+    """The work that tells whether there was room for what is laid out."""
+    works, real = [], compact.filled
+
+    def filled(*given):
+        works.append(device.current.work())
+        return real(*given)
+
+    monkeypatch.setattr(compact, "filled", filled)
+    return works
+
+
+def test_what_is_told_of_maps_comes_behind_them_and_not_behind_layers(device, telling):
     """And the end of the program behind it, and behind everything else."""
     first = in_buffer()
     with beside(first) as told:
         found, _, work = find(device, first, DOWN, told)
         maps._side_by_side([(found, "compacted")])
-    laying: Any = next(s for s in reversed(Stream.numbers) if len(s.clock) > 1)
-    between, laid = found.between, laying.work()
-    assert between is not None
-    between.late.behind(laying.record_event(), [(("form", "compacted"), False)])
+        search = device.current.work()
     layers = device.main.work()
-    with behind_maps(first):
+    # A layer reads what was laid out, under another name.
+    found.storage("handed on", lambda m: maps.held(m, "compacted"))
+    with at_the_end(first):
         own = device.current
-        end(first)
-        assert own.behind(work) and own.behind(laid) and not own.behind(layers)
+        assert all(map(own.behind, (work, search, *telling))) and telling and not own.behind(layers)
+        words_of(first, dict(levels_of(first)).values())
+        assert not own.behind(layers)
         last = own.work()
     assert device.current is device.main and device.main.behind(last) and device.joined()
+
+
+def test_what_is_told_comes_behind_layers_that_lay_out_maps(device, telling):
+    first = in_buffer()
+    with beside(first) as told:
+        found, _, _ = find(device, first, DOWN, told)
+    before = device.main.work()
+    maps.held(found, "compacted")
+    behind = device.main.work()
+    with at_the_end(first):
+        own = device.current
+        assert own.behind(before) and own.behind(telling[-1]) and not own.behind(behind)
+    assert device.joined()
 
 
 @pytest.mark.parametrize("when", ["before the others", "after the others", "alone", "never"])
@@ -227,7 +254,6 @@ def test_what_is_told_comes_behind_maps_that_layers_found_themselves(when, devic
     if when == "after the others":
         kernel_map(first, SAME)
     work = device.main.work()
-    with behind_maps(first):
+    with at_the_end(first):
         assert device.current is device.main and device.current.behind(work)
-        end(first)
     assert device.joined()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from streams import Streams, pretend, watch
 
-from pumice.coords import Cloud, Geometry, Relation, Site, beside, kernel_map, runs
+from pumice.coords import Cloud, Geometry, Relation, Site, at_the_end, beside, kernel_map, runs
 from pumice.coords.rooms import Between, Buffered, Planner, Settled
 from pumice.engine.static import words_of
 from pumice.lower import maps, segments
@@ -198,8 +198,8 @@ def test_the_end_of_a_program_waits_for_all(streams):
     """Also for what no layer has read: a graph in whose capture a stream is left alone is none."""
     geometry, _ = inside()
     prepared(geometry)
-    levels = list(levels_of(geometry))
-    words_of(geometry, levels)
+    with at_the_end(geometry):
+        words_of(geometry, levels_of(geometry))
     # Behind the last map nothing is made on the stream of the search.
     assert all(one.done <= streams.main.done for one in streams.made)
     assert all(not found.between.late for found in maps_of(geometry))

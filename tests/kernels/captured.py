@@ -174,7 +174,9 @@ def check_norms() -> None:
     for number, ((count, rows), channels, momentum) in enumerate(
         zip(cases, (5, 70, 16, 3, 96, 17, 32), (0.1, 0.1, None, 0.1, None, 0.3, 0.1), strict=True)
     ):
-        x, grad = 3 * torch.randn(rows, channels) + 20, torch.randn(rows, channels)
+        x, grad = 3 * torch.randn(rows, channels) + 20, torch.randn(rows, channels + 3)
+        # Rows of a gradient may lie apart, as a part of a concatenation's do, and columns, too.
+        grad = (grad[:, 3:], grad[:, :channels].contiguous(), grad.t().contiguous().t()[:, :channels])[number % 3]
         x[count:], grad[count:] = torch.nan, torch.nan
         cloud = Cloud(
             torch.zeros(rows, 4, dtype=torch.int32), torch.tensor([count], dtype=torch.int32), BOUNDS, clear(x.device)

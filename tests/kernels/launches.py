@@ -181,6 +181,8 @@ def _norms(x: Tensor) -> None:
                 wanted = norm.Norm(*affine, statistics, residual, relu)
                 norm.batch_norm(x.requires_grad_(), cloud, wanted).sum().backward()
     norm.batch_norm(x.requires_grad_(), cloud, norm.Norm(None, None, told[0])).sum().backward()
+    apart = torch.zeros(len(x), channels + 32, dtype=x.dtype)[:, :channels]
+    norm.batch_norm(x.requires_grad_(), cloud, norm.Norm(*affine, told[0], None, True)).backward(apart)
 
 
 def _maxima(x: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Who meets whom: integers in, integers out."""
 
 from pumice.coords import operators  # noqa: F401  (registers them)
-from pumice.coords.build import behind_maps, beside, check_steps, kernel_map, pyramid
+from pumice.coords.build import at_the_end, beside, check_steps, kernel_map, pyramid
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud
 from pumice.coords.codes import CodeLayout, morton_argsort, morton_unique
@@ -37,7 +37,7 @@ __all__ = [
     "Relation",
     "Site",
     "as_axes",
-    "behind_maps",
+    "at_the_end",
     "beside",
     "check_points",
     "check_steps",

@@ -100,24 +100,29 @@ def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
 
 
 @contextmanager
-def behind_maps(geometry: Geometry) -> Iterator[None]:
-    """Within it, at the end of a program, while a CUDA graph is captured whose maps were all found beside the layers:
-    what runs waits for the maps alone, on a stream of its own. What runs later waits for it.
+def at_the_end(geometry: Geometry) -> Iterator[None]:
+    """Within it, at the end of a program, what tells of coordinates and maps is read; what runs later waits for it and
+    for all that was found beside.
 
-    Elsewhere it does nothing.
+    While a CUDA graph is captured whose maps were all found beside the layers it has a stream of its own, which waits
+    for what tells of these, and not for the layers.
     """
     levels = list(_levels_below(geometry))
     maps = [found for level in levels for found, _ in level.maps.values()]
-    apart = maps and all(found.between is not None and found.between.late for found in maps)
-    if not apart or geometry.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        yield
-        return
-    main, stream = torch.cuda.current_stream(geometry.device), torch.cuda.Stream(geometry.device, priority=FIRST)
-    with torch.cuda.stream(stream):
+    if maps and all(found.between is not None and None in found.between.late for found in maps):
+        main, stream = torch.cuda.current_stream(geometry.device), torch.cuda.Stream(geometry.device, priority=FIRST)
+        with torch.cuda.stream(stream):
+            for level in levels:
+                level.told()
+            yield
+        main.wait_stream(stream)
+    else:
         for level in levels:
             level.over()
         yield
-    main.wait_stream(stream)
+    for level in levels:
+        # What no layer has read is waited for all the same.
+        level.over()
 
 
 def _levels_below(geometry: Geometry) -> Iterator[Geometry]:

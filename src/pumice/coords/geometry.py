@@ -284,6 +284,13 @@ class Geometry:
         if self.late:
             self.late.join(what, self.device)
 
+    def told(self) -> None:
+        """Let the current stream wait for what tells whether there was room for these coordinates and their maps."""
+        self.late.told(self.device)
+        for found, _ in self.maps.values():
+            if found.between is not None:
+                found.between.told()
+
     def over(self) -> None:
         """At the end of a program: what is read later comes behind all that was found beside, also of maps that no
         layer has read."""

@@ -331,6 +331,7 @@ def _in_room(found: KernelMap, between: Between, block: int, how: Order) -> Comp
         # Plain torch takes just as much as there is.
         room = min(room, int(tiling.entries))
     made = compact.filled(found.rows(), tiling, room, between.status)
+    between.tells()
     cut_as_asked(made.tiles, tiling.ends, found.volume, between.rooms.pieces(place))
     return made
 
@@ -348,8 +349,11 @@ def _groups_in_room(found: KernelMap, between: Between, group: int) -> int:
 
 def _grouped(found: KernelMap, group: int) -> Grouped:
     """Of a map that is not flipped."""
-    if found.between is None:
-        groups, status = sum(-(-total // group) for total in _totals(found)), None
-    else:
-        groups, status = _groups_in_room(found, found.between, group), found.between.status
-    return compact.grouped(found.rows(), found.living(), found.tally(), (groups, group), status)
+    between = found.between
+    if between is None:
+        groups = sum(-(-total // group) for total in _totals(found))
+        return compact.grouped(found.rows(), found.living(), found.tally(), (groups, group))
+    groups = _groups_in_room(found, between, group)
+    made = compact.grouped(found.rows(), found.living(), found.tally(), (groups, group), between.status)
+    between.tells()
+    return made

@@ -57,6 +57,10 @@ def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
+_LEVEL = "coords", "found"
+"""What other streams make of a level: its coordinates, and all that was found with them."""
+
+
 class Late(dict[Hashable, torch.cuda.Event]):
     """Events on other streams behind which things are there, by their keys, until all is over; under None the event
     behind which what the others are made of is there. A stream waits for an event once."""
@@ -64,6 +68,7 @@ class Late(dict[Hashable, torch.cuda.Event]):
     def __init__(self) -> None:
         super().__init__()
         self._met: set[tuple[int, int]] = set()
+        self._tellers: list[torch.cuda.Event] = []
 
     def behind(self, event: torch.cuda.Event, keys: Iterable[Hashable]) -> None:
         """These things are there behind the event."""
@@ -81,10 +86,21 @@ class Late(dict[Hashable, torch.cuda.Event]):
         if self and (event := self.get(key) or self.get(None)) is not None:
             self._wait(event, device)
 
+    def tells(self, device: torch.device) -> None:
+        """What was started on the current stream tells when there was no room."""
+        if self:
+            self._tellers.append(mark(torch.cuda.current_stream(device)))
+
+    def told(self, device: torch.device) -> None:
+        """Let what the current stream does from now on wait for all that tells when there was no room."""
+        for event in (*self._tellers, *(self[key] for key in (None, *_LEVEL) if key in self)):
+            self._wait(event, device)
+
     def over(self, device: torch.device) -> None:
         """`join` for all, at the end of a program: what is read later comes behind all of it."""
         for event in self.values():
             self._wait(event, device)
+        self._tellers.clear()
         self.clear()
 
     def _wait(self, event: torch.cuda.Event, device: torch.device) -> None:
@@ -116,6 +132,14 @@ class Between:
     def built(self, key: Hashable) -> None:
         """See Late."""
         self.late.built(key, self.status.device)
+
+    def tells(self) -> None:
+        """See Late."""
+        self.late.tells(self.status.device)
+
+    def told(self) -> None:
+        """See Late."""
+        self.late.told(self.status.device)
 
     def over(self) -> None:
         """See Late."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pumice.coords import Geometry, Relation, Site, behind_maps
+from pumice.coords import Geometry, Relation, Site, at_the_end
 from pumice.coords.launch import lasting
 from pumice.coords.outputs import site_of
 from pumice.coords.rooms import Buffered, Rooms
@@ -109,7 +109,7 @@ class Program:
         # Of the maps nothing is kept: their memory is another graph's.
         levels = {path: Level(g.coords, g.stride) for path, g in found.items()}
         leaves = [_of_points(_bare(leaf), entered) for leaf in leaves]
-        with behind_maps(geometry):
+        with at_the_end(geometry):
             words = words_of(geometry, found.values())
             if told is not None:
                 told.copy_(words, non_blocking=True)
@@ -143,12 +143,9 @@ def _of_points(leaf: Any, entered: Entered) -> Any:
 
 
 def words_of(geometry: Geometry, levels: Iterable[Geometry]) -> Tensor:
-    """The status of the first coordinates, then of each level how many voxels it has or, with room for all, would."""
-    clouds = []
-    for level in levels:
-        # What no layer has read tells of its room all the same.
-        level.over()
-        clouds.append(level.cloud)
+    """The status of the first coordinates, then of each level how many voxels it has or, with room for all, would; see
+    `at_the_end`."""
+    clouds = [level.cloud for level in levels]
     return torch.cat([geometry.cloud.status, *[c.count if c.needed is None else c.needed for c in clouds]])
 
 

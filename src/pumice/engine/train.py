@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import get_total_norm
 
-from pumice.coords import Bounds, Geometry, Site
+from pumice.coords import Bounds, Geometry, Site, at_the_end
 from pumice.coords.launch import lasting
 from pumice.coords.rooms import Buffered, Rooms
 from pumice.engine.entry import Entered, Voxels, VoxelScene, taken
@@ -237,7 +237,8 @@ class StepProgram:
             geometry = entered.x.geometry
             loss = self.learn(entered.x, buffers.told(geometry.alive), scale)
             levels = dict(levels_of(geometry))
-            words = words_of(geometry, levels.values())
+            with at_the_end(geometry):
+                words = words_of(geometry, levels.values())
             if self.gradients.infinite is not None:
                 words = torch.cat([words, self.gradients.infinite.int()])
             return Done(loss, {path: Level(g.coords, g.stride) for path, g in levels.items()}, words)

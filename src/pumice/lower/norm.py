@@ -155,8 +155,9 @@ def normed(x: Tensor, rows: Cloud, norm: Norm) -> tuple[Tensor, Normed]:
 def gradients(
     grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: Cloud, told: Normed, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Those of x, weight, bias and residual that are needed. kept: x, and y where that is read."""
-    kept, grad = (kept[0].contiguous(), kept[1]), grad.contiguous()
+    """Those of x, weight, bias and residual that are needed. kept: x, and y where that is read. Rows of grad may lie
+    apart, as those of a part of a concatenation do."""
+    kept, grad = (kept[0].contiguous(), kept[1]), grad if grad.stride(1) == 1 else grad.contiguous()
     sums = sums_of(grad, kept, rows, told)
     dx, dresidual = gradient(grad, kept, rows, told, sums) if needed[0] or needed[3] else (None, None)
     dweight = sums[1].to(told.weight.dtype) if needed[1] and told.weight is not None else None
@@ -273,7 +274,8 @@ def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: Cloud, told:
         wide = torch.where(alive, _passed(grad, apart, y, told), 0)
         return torch.stack([wide.sum(0), torch.where(alive, wide * apart, 0).sum(0)])
     sums = _pair(x)
-    _by_parts("products", (grad, x, rows.count, *told.tensors, x if y is None else y, sums), told.facts)
+    facts = (*told.facts, grad.stride(0))
+    _by_parts("products", (grad, x, rows.count, *told.tensors, x if y is None else y, sums), facts)
     return sums
 
 
@@ -306,7 +308,7 @@ def gradient(
     # Without a ReLU the residual's is the result's.
     dresidual = torch.empty_like(x) if told.reads_result else grad if told.adds else None
     more = (x if y is None else y, sums, dx if dresidual is None else dresidual, dx)
-    _by_blocks("gradient", (grad, x, rows.count, *told.tensors, *more), told.facts)
+    _by_blocks("gradient", (grad, x, rows.count, *told.tensors, *more), (*told.facts, grad.stride(0)))
     return dx, dresidual
 
 

@@ -186,9 +186,10 @@ def _let_through(
 def products(
     grad, x, count, pair, weight, bias, y, sums, halves, waiting, parts: "i64", C: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr
+    BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """sums [2, C]: those of grad, and of grad * (x - mean) * scale; of parts in halves, as in `moments`."""
+    """sums [2, C]: those of grad, and of grad * (x - mean) * scale; of parts in halves, as in `moments`. STEP: from row
+    to row of grad."""
     halves = _room(halves)
     part, c = _place(C, LANES)
     rows = tl.load(count)
@@ -200,7 +201,7 @@ def products(
         r = start + tl.arange(0, ROWS)[:, None]
         live = (r < rows) & (c < C)
         at = r.to(tl.int64) * C + c
-        values = tl.load(grad + at, mask=live, other=0).to(tl.float32)
+        values = tl.load(grad + r.to(tl.int64) * STEP + c, mask=live, other=0).to(tl.float32)
         apart = tl.where(live, tl.load(x + at, mask=live, other=0).to(tl.float32) - centre, 0.0)
         values = _let_through(values, apart * factor, y + at, weight, bias, c, live, C, WEIGHT, BIAS, ADDS, RELU)
         own += values
@@ -224,10 +225,11 @@ def products(
 @triton.jit
 def gradient(
     grad, x, count, pair, weight, bias, y, sums, dresidual, dx, C: tl.constexpr, ROWS: tl.constexpr,
-    LANES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr
+    LANES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr,
+    STEP: tl.constexpr
 ):  # fmt: skip
     """dx = scale * weight * (grad - (sums[0] + (x - mean) * scale * sums[1]) / rows), where grad counts; with ADDS and
-    RELU dresidual = grad there, too."""
+    RELU dresidual = grad there, too. STEP: from row to row of grad."""
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None]
     rows = tl.load(count)
@@ -237,7 +239,7 @@ def gradient(
         factor = tl.load(pair + C + c, mask=c < C, other=0)
         apart = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(pair + c, mask=c < C, other=0)
         apart *= factor
-        own = tl.load(grad + at, mask=live, other=0).to(tl.float32)
+        own = tl.load(grad + r.to(tl.int64) * STEP + c, mask=live, other=0).to(tl.float32)
         own = _let_through(own, apart, y + at, weight, bias, c, live, C, WEIGHT, BIAS, ADDS, RELU)
         if ADDS and RELU:
             tl.store(dresidual + at, own, mask=live)
