@@ -92,6 +92,7 @@ class Bucket:
 
     told: where the graph writes the words of the results, pinned, if it does. read: the parameters and buffers that it
     reads, and constants, held so that their memory stays theirs. widened: how often it was planned anew.
+    unread: whether a call has begun the graph and not read the words.
     """
 
     buffers: Buffers
@@ -101,13 +102,18 @@ class Bucket:
     told: Tensor | None = None
     read: Sequence[object] = ()
     widened: int = 0
+    unread: bool = False
 
     def run(self, program: Any) -> Any:
         """The results for what is in the buffers; the next call overwrites them."""
         if self.graph is None or self.results is None:
             return program.run(self.buffers, self.rooms)
         if self.told is not None:
+            if self.unread:
+                # A call that broke off: what its graph tells yet is not this one's.
+                torch.cuda.current_stream(self.buffers.device).synchronize()
             self.told.fill_(_NOT_YET)
+            self.unread = True
         self.graph.replay()
         return self.results
 
@@ -118,15 +124,16 @@ class Bucket:
         """
         if self.graph is None or self.told is None:
             return results.words.tolist()
-        there, stream, turns = self.told.numpy(), torch.cuda.current_stream(self.buffers.device), 0
+        there, stream, turns = self.told.numpy(), torch.cuda.current_stream(self.buffers.device), 1
         while True:
             words = there.tolist()
+            if min(words) == _NOT_YET and not turns % _TURNS and stream.query():
+                # It is over, or broken, which the query raises.
+                words = results.words.tolist()
             if min(words) > _NOT_YET:
+                self.unread = False
                 return words
             turns += 1
-            if not turns % _TURNS and stream.query():
-                # It is over, or broken, which the query raises.
-                return results.words.tolist()
             # Other threads have their turn.
             time.sleep(0)
 
