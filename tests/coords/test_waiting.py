@@ -387,3 +387,69 @@ def test_pieces_are_made_where_maps_are_laid_out(streams, cut, monkeypatch):
         for part in found.split(maps.block_of(found.num_outputs), 1 if found.volume > 8 else 0):
             segments.pieces(part.tiles, len(part.rows), MOST)
     assert cut == [] and not streams.early
+
+
+# What tells whether there was room
+
+
+class Word(torch.Tensor):
+    """A status that notes on which stream it is written, as ("told", n)."""
+
+    streams: Any = None
+    written = 0
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.bitwise_or_, torch.Tensor.copy_, torch.Tensor.fill_) and isinstance(args[0], Word):
+            cls.streams.make(("told", cls.written))
+            cls.written += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.fixture
+def told(streams, monkeypatch):
+    """Coordinates in a buffer, of whose status every write is noted."""
+    monkeypatch.setattr(Word, "streams", streams)
+    monkeypatch.setattr(Word, "written", 0)
+    given, rooms = inside()
+    cloud = given.cloud
+    word = torch.zeros(1, dtype=torch.int32).as_subclass(Word)
+    geometry = Geometry.in_buffer(Cloud(cloud.coords, cloud.count, cloud.bounds, word), given.site, Buffered(rooms))
+    geometry.lookup()
+    assert Word.written, "no write is seen"
+    return geometry
+
+
+LATER: dict[str, Any] = {
+    "nothing": lambda geometry: None,
+    "another form": lambda geometry: [found.split(BLOCK, 2) for found in maps_of(geometry)],
+    "groups": lambda geometry: [maps.held(found, "grouped") for found in maps_of(geometry)],
+    "the way back": lambda geometry: [maps.held(found.transpose(), "split2") for found in maps_of(geometry)],
+    "a map that nobody told of": lambda geometry: kernel_map(geometry, Relation.of(3, 3, dilation=2))[0].split(
+        BLOCK, 1
+    ),
+    "coordinates that nobody told of": lambda geometry: kernel_map(geometry, Relation.of(3, 3, stride=3))[0].rows(),
+    "a second search": lambda geometry: prepared(geometry, (STEP, STEP, STEP), (*SAME, (WINDOW,))),
+}
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("later", LATER)
+def test_words_come_behind_whatever_writes_the_status(told, streams, later, differentiable):
+    """And behind no more, where all maps were found beside the layers."""
+    prepared(told, differentiable=differentiable)
+    before = Word.written
+    for found in maps_of(told):
+        maps.passed(found, differentiable)
+    LATER[later](told)
+    there = later == "nothing" or (differentiable and later == "groups")
+    assert (Word.written == before) == there
+    streams.make("layers")
+    assert streams.current is streams.main
+    with at_the_end(told):
+        writes = {("told", number) for number in range(Word.written)}
+        assert writes <= streams.current.done
+        assert ("layers" in streams.current.done) == ("nobody told of" in later)
+        words_of(told, levels_of(told))
+    assert streams.current is streams.main and not streams.early
+    assert all(one.done <= streams.main.done for one in streams.made)
