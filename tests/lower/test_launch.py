@@ -17,7 +17,7 @@ from pumice.coords import launch
 from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
-from pumice.lower import direct, maps, plan, stamp
+from pumice.lower import direct, epilogue, maps, plan, stamp
 from pumice.lower import triton as kernels
 from pumice.lower.remember import Bounded
 from pumice.lower.scratch import Scratch
@@ -362,6 +362,16 @@ def test_programs_share_no_loop_where_that_is_not_deterministic():
     finally:
         torch.use_deterministic_algorithms(False)
     assert kernels.runner(bound, torch.float32).splits > 1
+
+
+def test_columns_that_are_left_free_count_for_addresses():
+    """Of 64 bits: rows lie as far apart as these make them."""
+    a, b = operands()
+    bound = held(b)._runner.bound
+    rows = kernels.FAR // 64
+    for spare, far in ((0, False), (23, False), (24, True)):
+        run = kernels.runner(bound, torch.float32, finish=epilogue.Finish(spare=spare))
+        assert run.is_far((rows, 40)) == far and run.is_far((rows, 64))
 
 
 def test_what_was_tuned_counts_for_what_is_held(made):

@@ -6,7 +6,6 @@ shapes start, and a `Template`, from which calls over other maps of about the sa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 
@@ -139,14 +138,14 @@ class Direct:
 class Template:
     """What calls over maps of one kind have in common."""
 
-    __slots__ = ("_array", "_free", "_held", "_mould", "_rows", "_runner", "_slots")
+    __slots__ = ("_array", "_free", "_held", "_mould", "_rows", "_slots", "runner")
 
     def __init__(
         self, aimed: stamp.Aimed, runner: kernels.Runner, held: Mapping[str, int], free: Mapping[str, int]
     ) -> None:
         """aimed: of one of these calls; held: which array of a map each held operand is; free: which of the call's
         tensors each other one is."""
-        self._mould, self._slots, self._runner = aimed.mould, aimed.slots, runner
+        self._mould, self._slots, self.runner = aimed.mould, aimed.slots, runner
         self._held = tuple(held[name] for _, name in self._slots.held)
         self._free = tuple((place, free[name]) for place, name in self._slots.free)
         self._array = None if self._mould.array is None else held.get(self._mould.array, -1)
@@ -163,7 +162,7 @@ class Template:
                 return None
         addresses = held.addresses
         aimed = mould.cast(self._slots, [addresses[n] for n in self._held], rows, cut)
-        return None if aimed is None else Direct(aimed, self._runner, shape, self._free)
+        return None if aimed is None else Direct(aimed, self.runner, shape, self._free)
 
 
 class Call:
@@ -183,7 +182,7 @@ class Call:
     def from_template(self, held: Held) -> Direct | None:
         """The call as one like it was carried out; its tensors fit but for their rows, which are known to."""
         template = TEMPLATES.get(self.kind)
-        if template is None or held.far or math.prod(self.shape) >= kernels.FAR:
+        if template is None or held.far or template.runner.is_far(self.shape):
             return None
         for x, counts in zip(self.tensors, self.counting, strict=True):
             # Of the others it is as it was.

@@ -104,6 +104,8 @@ class Epilogue:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in RESULTS:
             raise DtypeError(f"a result is cast to one of {', '.join(map(str, RESULTS))}, found {self.dtype}")
+        if not isinstance(self.spare, int) or self.spare < 0:
+            raise OptionError(f"spare columns are 0 or more, found {self.spare!r}")
         if self.activation not in ACTIVATIONS:
             known = ", ".join(name for name in ACTIVATIONS if name)
             raise OptionError(f"activation {self.activation!r} is unknown; there are {known}, and '' for none")

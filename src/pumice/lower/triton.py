@@ -249,6 +249,10 @@ class Runner:
             return like.new_empty(shape) if like.dtype is self._summed else like.new_empty(shape, dtype=self._summed)
         return like.new_zeros(shape, dtype=self._summed)
 
+    def is_far(self, shape: tuple[int, ...]) -> bool:
+        """Whether addresses of such a result, with the columns that are left free behind it, need 64 bits."""
+        return math.prod(shape) + (shape[0] if shape else 1) * self.finish.spare >= FAR
+
     def mould(self, operands: Mapping[str, Tensor]) -> Mould | None:
         """What calls like one with these operands start, which has been run.
 
@@ -370,7 +374,7 @@ class HeldRunner:
     ) -> None:
         self.like, self.held, self._at = runner, held, at
         self._shape = runner.bound.shape if at is None else at[1]
-        self._in_fp32, self._far, laid = False, math.prod(self._shape) >= FAR, []
+        self._in_fp32, self._far, laid = False, runner.is_far(self._shape), []
         for x in held.values():
             kind = x.dtype
             laid += (x.stride(), kind)
