@@ -633,8 +633,11 @@ def check_runs(size: int, count: int, most: int) -> None:
 def check_told(array: Tensor, count: int, most: int) -> None:
     """Of an array of values from 0 on where it is known where runs end."""
     few = array[: len(array) // 2].contiguous()
-    for each in (array, few):
+    # Room that nothing lies in, for far more pieces than there are.
+    roomy = torch.cat([few, few.new_full((max(3000, 200 * most),), count + 5)])
+    for each in (array, few, roomy):
         tell_ends(each, count)
+    same(in_pieces(roomy, count, most), in_pieces_twin(roomy, count, most), (len(array), count, "roomy"))
     with patch.object(runs, "_worth", lambda array: True):
         same(in_pieces(array, count, most), in_pieces_twin(array, count, most), (len(array), count, "told"))
         same(by_length(array, count), by_length_twin(array, count), (len(array), count, "told"))

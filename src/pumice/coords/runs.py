@@ -54,26 +54,31 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Told:
-    """What is known of an array. version: that it was told of. longest: entries of a run, at most. asked: is told how
-    long pieces of its runs are wanted, WHOLE among them. pieces: those that are there, by that."""
+    """What is known of an array. version: that it was told of; size: its entries. longest: entries of a run, at most.
+    asked: is told how long pieces of its runs are wanted, WHOLE among them. pieces: those that are there, by that."""
 
     array: weakref.ref[Tensor]
     version: int
+    size: int
     ends: Tensor
     longest: int
     asked: set[int]
     pieces: dict[int, Pieces]
 
     @property
+    def count(self) -> int:
+        """How many runs there are."""
+        return self.ends.shape[0]
+
+    @property
     def counted(self) -> bool:
         """Whether runs can be put in order by counts of their lengths."""
-        return 0 < self.ends.shape[0] <= _MANY and self.longest + 2 <= _BINS and runs_kernels(self.ends)
+        return 0 < self.count <= _MANY and self.longest + 2 <= _BINS and runs_kernels(self.ends)
 
-    def places(self, most: int) -> int:
-        """Pieces that there might be."""
-        array = self.array()
-        assert array is not None
-        return self.ends.shape[0] + (array.shape[0] // most if most else 0)
+    def numbers(self, most: int) -> tuple[int, int, int, int]:
+        """What kernels that cut them are told: entries and runs of the array, how long pieces are, and how many there
+        might be."""
+        return self.size, self.count, most or _NEVER, self.count + (self.size // most if most else 0)
 
 
 class Ends:
@@ -88,14 +93,15 @@ class Ends:
         key = id(array)
         if not array.is_inference():
             known = weakref.ref(array, lambda _: self._told.pop(key, None))
-            self._told[key] = Told(known, array._version, ends, longest, set() if asked is None else asked, {})
+            facts = known, array._version, array.shape[0], ends, longest
+            self._told[key] = Told(*facts, set() if asked is None else asked, {})
 
     def told(self, array: Tensor, count: int) -> Told | None:
         """What is known of the runs of so many values."""
         told = self._told.get(id(array))
         if told is None or told.array() is not array or told.version != array._version:
             return None
-        return told if told.ends.shape[0] == count else None
+        return told if told.count == count else None
 
     def of(self, array: Tensor, count: int) -> Tensor | None:
         told = self.told(array, count)
@@ -112,7 +118,7 @@ def by_length(array: Tensor, count: int) -> Runs:
     """
     told = ENDS.told(array, count)
     if told is not None and told.counted:
-        return Runs(*_counted(told, array, WHOLE)[:3])
+        return Runs(*_counted(told, WHOLE)[:3])
     if not _fits(array, count):
         return by_length_twin(array, count)
     found = _lists(3, count, array.device)
@@ -135,7 +141,7 @@ def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
     """
     told = ENDS.told(array, count)
     if told is not None and told.counted:
-        return _counted(told, array, most)
+        return _counted(told, most)
     if not _fits(array, count):
         return in_pieces_twin(array, count, most)
     places = count + array.shape[0] // most
@@ -165,16 +171,14 @@ def put_in_pieces(asked: Sequence[tuple[Tensor, int, int]]) -> None:
         return
     table, sizes, at = [], [], 0
     for told, most in wanted:
-        places = told.places(most)
+        *_, places = numbers = told.numbers(most)
         each = -(-places // 4) * 4
-        array = told.array()
-        assert array is not None
-        table.append((told.ends.data_ptr(), at, each, array.shape[0], told.ends.shape[0], most or _NEVER, places))
+        table.append((told.ends.data_ptr(), at, each, *numbers))
         sizes += 5 * [places, each - places]
         at += 5 * each
     device = wanted[0][0].ends.device
     out = torch.empty(at, dtype=torch.int32, device=device)
-    count = max(told.ends.shape[0] for told, _ in wanted)
+    count = max(told.count for told, _ in wanted)
     blocks = -(-count // _BLOCK)
     constants = _counting(count, max(told.longest for told, _ in wanted))
     tensors = sent(torch.tensor(table), device), out
@@ -191,8 +195,10 @@ def cut_as_asked(array: Tensor, ends: Tensor, longest: int, asked: set[int]) -> 
     told = ENDS.told(array, ends.shape[0])
     if told is not None:
         for most in tuple(asked):
-            if most or told.counted:
-                told.pieces[most] = in_pieces(array, ends.shape[0], most) if most else _counted(told, array, WHOLE)
+            if told.counted:
+                told.pieces[most] = _counted(told, most)
+            elif most != WHOLE:
+                told.pieces[most] = in_pieces(array, told.count, most)
 
 
 def in_pieces_twin(array: Tensor, count: int, most: int) -> Pieces:
@@ -249,13 +255,12 @@ def _order(array: Tensor, count: int, found: tuple[Tensor, ...], sizes: tuple[in
     kernel("tiling.order_runs")(1, (array, *found), numbers, constants, warps=max(1, side // 256))
 
 
-def _counted(told: Told, array: Tensor, most: int) -> Pieces:
+def _counted(told: Told, most: int) -> Pieces:
     """What `in_pieces` gives of runs whose ends are known, and `by_length` where most is WHOLE."""
-    count, places = told.ends.shape[0], told.places(most)
-    found = _lists(5, places, array.device)
-    numbers = (array.shape[0], count, most or _NEVER, places)
-    constants = _counting(count, told.longest)
-    kernel("tiling.order_counted")(-(-count // _BLOCK), (told.ends, *found), numbers, constants)
+    *_, places = numbers = told.numbers(most)
+    found = _lists(5, places, told.ends.device)
+    constants = _counting(told.count, told.longest)
+    kernel("tiling.order_counted")(-(-told.count // _BLOCK), (told.ends, *found), numbers, constants)
     return Pieces(*found)
 
 
