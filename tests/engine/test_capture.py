@@ -593,7 +593,6 @@ def test_words_are_read_where_the_graph_writes_them(words, monkeypatch):
     bucket = Bucket(SimpleNamespace(device=None), None, graph, results, told)
     assert bucket.run(None) is results
     assert bucket.words(results) == (words or [0, 1, 2]) and graph.seen == (3 if words else 4)
-    assert not bucket.unread
     bucket = Bucket(SimpleNamespace(device=None), None, graph, results)
     assert bucket.words(results) == [0, 1, 2]
 
@@ -610,20 +609,25 @@ def test_a_fault_of_the_device_is_raised(monkeypatch):
 
 
 def test_what_a_call_that_broke_off_is_told_is_no_other_calls(monkeypatch):
-    """Its graph may still write its words."""
-    order, told = [], torch.tensor([0, 3], dtype=torch.int32)
+    """Its graph may still write its words, if they are not all there."""
+    order, told = [], torch.zeros(2, dtype=torch.int32)
     stream = SimpleNamespace(synchronize=lambda: order.append(told.tolist()))
     graph = SimpleNamespace(replay=lambda: order.append("begins"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     bucket = Bucket(SimpleNamespace(device=None), None, graph, "results", told)
+    for there in ([-1, -1], [0, -1]):
+        bucket.run(None)
+        told.copy_(torch.tensor(there))
+        bucket.run(None)
+        assert order == ["begins", there, "begins"] and told.tolist() == [-1, -1]
+        told.copy_(torch.tensor([0, 7]))
+        assert bucket.words("results") == [0, 7]
+        order.clear()
+    # All of them are: nothing writes there any more.
     bucket.run(None)
-    told.copy_(torch.tensor([0, 5]))
+    told.copy_(torch.tensor([4, 0]))
     bucket.run(None)
-    assert order == ["begins", [0, 5], "begins"] and told.tolist() == [-1, -1]
-    told.copy_(torch.tensor([0, 7]))
-    assert bucket.words("results") == [0, 7]
-    bucket.run(None)
-    assert order[3:] == ["begins"]
+    assert order == ["begins", "begins"]
 
 
 def test_calls_on_several_streams_come_one_behind_the_other(monkeypatch):

@@ -92,7 +92,6 @@ class Bucket:
 
     told: where the graph writes the words of the results, pinned, if it does. read: the parameters and buffers that it
     reads, and constants, held so that their memory stays theirs. widened: how often it was planned anew.
-    unread: whether a call has begun the graph and not read the words.
     """
 
     buffers: Buffers
@@ -102,18 +101,16 @@ class Bucket:
     told: Tensor | None = None
     read: Sequence[object] = ()
     widened: int = 0
-    unread: bool = False
 
     def run(self, program: Any) -> Any:
         """The results for what is in the buffers; the next call overwrites them."""
         if self.graph is None or self.results is None:
             return program.run(self.buffers, self.rooms)
         if self.told is not None:
-            if self.unread:
-                # A call that broke off: what its graph tells yet is not this one's.
+            if _NOT_YET in self.told.tolist():
+                # A call broke off: what its graph tells yet is not this one's.
                 torch.cuda.current_stream(self.buffers.device).synchronize()
             self.told.fill_(_NOT_YET)
-            self.unread = True
         self.graph.replay()
         return self.results
 
@@ -124,18 +121,15 @@ class Bucket:
         """
         if self.graph is None or self.told is None:
             return results.words.tolist()
-        there, stream, turns = self.told.numpy(), torch.cuda.current_stream(self.buffers.device), 1
-        while True:
-            words = there.tolist()
-            if min(words) == _NOT_YET and not turns % _TURNS and stream.query():
-                # It is over, or broken, which the query raises.
-                words = results.words.tolist()
-            if min(words) > _NOT_YET:
-                self.unread = False
-                return words
+        stream, turns = torch.cuda.current_stream(self.buffers.device), 0
+        while _NOT_YET in (words := self.told.tolist()):
             turns += 1
+            if turns % _TURNS == 0 and stream.query():
+                # It is over, or broken, which the query raises.
+                return results.words.tolist()
             # Other threads have their turn.
             time.sleep(0)
+        return words
 
 
 @dataclass(frozen=True)
@@ -389,7 +383,7 @@ class Engine:
             with _no_wait():
                 ran: Ran = self.program.run(bucket.buffers, bucket.rooms)
         torch.cuda.current_stream(self.device).wait_stream(side)
-        told = torch.full(ran.words.shape, _NOT_YET, dtype=torch.int32, pin_memory=True) if self.early else None
+        told = torch.zeros(ran.words.shape, dtype=torch.int32, pin_memory=True) if self.early else None
         graph = torch.cuda.CUDAGraph()
         with (
             constants_read() as constants,
