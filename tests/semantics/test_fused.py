@@ -148,11 +148,10 @@ def test_what_does_not_fit_into_spare_columns_is_copied(roomy, copied):
             assert len(copied) == number
         with pytest.raises(pm.errors.GeometryError, match="one geometry"):
             fused.chained(list(module), x, beside=random_tensor(61, 4, 3, seed=9))
-        # Addresses past the reach of 32 bits are the kernel's own matter no more.
-        before = len(roomy)
-        with patch.object(fused, "FAR", 60 * 19):
-            fused.chained(list(module), x, beside=others["another dtype"])
-        assert len(roomy) == before
+        # Groups are columns of their own.
+        roomy.clear()
+        fused.chained(list(stirred(nn.Sequential(nn.Conv3d(8, 16, 3, groups=2), nn.BatchNorm(16)))), x, beside=x)
+        assert not roomy
 
 
 def test_columns_of_others_are_not_written_to(finished, copied):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pumice.lower.columns import put_columns
 from pumice.lower.loops import EIGHT_BITS
-from pumice.lower.stamp import FAR
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.ops import Epilogue, SparseTensor, cat
@@ -61,7 +60,7 @@ def chained(
             apart = residual is not None and not (
                 type(modules[-1]) in _ACTIVATIONS and _fits(module, x, residual, *more)
             )
-            spare = 0 if beside is None or apart else _spare(module, beside)
+            spare = 0 if beside is None or apart or module.groups > 1 else beside.channels
             epilogue, taken = _epilogue(modules[place + 1 : count - apart], None if apart else residual, spare)
             spare = 0 if epilogue is None else epilogue.spare
             x = module.finished(x, epilogue, *more)
@@ -80,12 +79,6 @@ def chained(
     if beside is None:
         return x
     return _joined(x, beside) if spare else cat([x, beside])
-
-
-def _spare(layer: Convolution, beside: SparseTensor) -> int:
-    """Columns that rows of a layer's result are to leave free for others; 0 where addresses would need 64 bits."""
-    wide = layer.out_channels + beside.channels
-    return beside.channels if layer.groups == 1 and rows_of(beside).shape[0] * wide < FAR else 0
 
 
 def _joined(x: SparseTensor, beside: SparseTensor) -> SparseTensor:
