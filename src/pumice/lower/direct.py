@@ -40,13 +40,18 @@ def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) 
             wide = True
         found += (shape[1:] if counts else shape, x.stride(), kind, x.get_device())
     if wide:
-        found.append(kernels.float32_precision())
+        found.append(float32_precision())
     return interned(tuple(found))
 
 
 def settings() -> tuple[Hashable, ...]:
     """What is set for all calls, but for how float32 is multiplied."""
     return deterministic(), ledger().generation, kernels.tile_source()
+
+
+def float32_precision() -> str:
+    """How float32 is multiplied."""
+    return kernels.float32_precision()
 
 
 def interned(facts: Hashable) -> Hashable:
@@ -152,10 +157,10 @@ class Template:
         # The result, an array of the map, or one of the call's tensors.
         self._rows = tuple((0, 0) if not n else (1, held[n]) if n in held else (2, free[n]) for n in self._mould.rows)
 
-    def at(self, held: Held, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Direct | None:
-        """The call over a map with these tensors; shape: of the result."""
+    def at(self, held: Held, counts: Sequence[int], shape: tuple[int, ...]) -> Direct | None:
+        """The call over a map with tensors of so many rows; shape: of the result."""
         mould, number, cut = self._mould, self._array, None
-        rows = [held.rows[n] if side == 1 else shape[0] if side == 0 else tensors[n].shape[0] for side, n in self._rows]
+        rows = [held.rows[n] if side == 1 else shape[0] if side == 0 else counts[n] for side, n in self._rows]
         if number is not None:
             cut = mould.cut(held.arrays[number] if number >= 0 else None, rows, held.cuts, number)
             if cut is None:
@@ -181,14 +186,9 @@ class Call:
 
     def from_template(self, held: Held) -> Direct | None:
         """The call as one like it was carried out; its tensors fit but for their rows, which are known to."""
-        template = TEMPLATES.get(self.kind)
-        if template is None or held.far or template.runner.is_far(self.shape):
-            return None
-        for x, counts in zip(self.tensors, self.counting, strict=True):
-            # Of the others it is as it was.
-            if counts and kernels.is_far(x):
-                return None
-        return template.at(held, self.tensors, self.shape)
+        counted = zip(self.tensors, self.counting, strict=True)
+        rows = [(x.shape[0], x.stride(0)) if counts and x.ndim else (0, 0) for x, counts in counted]
+        return cast(self.kind, held, rows, self.shape)
 
     def leave(
         self, ready: Ready, held: Held, tensors: Sequence[Tensor], numbers: Sequence[int], finish: Finish = NOTHING
@@ -206,6 +206,19 @@ class Call:
         if template is not None:
             TEMPLATES.keep(self.kind, template)
         return _of_ready(ready, given, order)
+
+
+def cast(kind: Hashable, held: Held, rows: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Direct | None:
+    """A call as one of this kind (see Call) was carried out, over another map. rows: of its tensors, and how far they
+    are apart, 0 and 0 of one that counts none; shape: the result's."""
+    template = TEMPLATES.get(kind)
+    if template is None or held.far or template.runner.is_far(shape):
+        return None
+    for count, lead in rows:
+        # Of the others it is as it was.
+        if count * lead >= kernels.FAR:
+            return None
+    return template.at(held, [count for count, _ in rows], shape)
 
 
 def _of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Direct | None:

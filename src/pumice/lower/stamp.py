@@ -15,7 +15,7 @@ from pumice.language.nodes import accesses_of
 from pumice.language.roles import Roles, segment_axis
 from pumice.lower.emit import SPLITS, STACKS, grid_of
 from pumice.lower.remember import OWN
-from pumice.lower.scratch import scratch
+from pumice.lower.scratch import Scratch, scratch
 from pumice.lower.segments import Segments, pieces, segments, stacks
 from pumice.schedule.tile import Tile
 
@@ -270,22 +270,33 @@ class Aimed:
 
         given: the tensors of slots.free; places: the place of each among the arguments, and which of those it is.
         """
-        mould, slots = self.mould, self.slots
+        mould = self.mould
         if mould.on_cuda and mould.index != torch._C._cuda_getDevice():
             return False
-        values = self.values.copy()
-        values[slots.result] = bits = out.data_ptr()
-        for place, which in places:
-            values[place] = address = given[which].data_ptr()
+        bits = result = out.data_ptr()
+        addresses = {}
+        for _, which in places:
+            addresses[which] = address = given[which].data_ptr()
             bits |= address
         if bits & 15:
             return False
-        if slots.scratch is None:
-            self.compiled(self.programs, values, mould.index)
-            return True
         # Held until the kernel is under way.
-        own = scratch(self.programs, self.programs * mould.room, mould.device)
-        waiting, room = slots.scratch
-        values[waiting], values[room] = own.counters.data_ptr(), own.room.data_ptr()
-        self.compiled(self.programs, values, mould.index)
+        own = None if self.slots.scratch is None else scratch(*self.needs, mould.device)
+        self.begin(addresses, places, result, own)
         return True
+
+    @property
+    def needs(self) -> tuple[int, int]:
+        """Counters, and bytes, that its programs share where slots.scratch tells their places."""
+        return self.programs, self.programs * self.mould.room
+
+    def begin(self, addresses: Any, places: Sequence[tuple[int, Any]], result: int, own: Scratch | None) -> None:
+        """Start the kernel, on the current device, with addresses that are aligned; own: what its programs share."""
+        values, slots = self.values.copy(), self.slots
+        values[slots.result] = result
+        for place, which in places:
+            values[place] = addresses[which]
+        if own is not None and slots.scratch is not None:
+            waiting, room = slots.scratch
+            values[waiting], values[room] = own.counters.data_ptr(), own.room.data_ptr()
+        self.compiled(self.programs, values, self.mould.index)

@@ -249,6 +249,11 @@ class Runner:
             return like.new_empty(shape) if like.dtype is self._summed else like.new_empty(shape, dtype=self._summed)
         return like.new_zeros(shape, dtype=self._summed)
 
+    @property
+    def fills(self) -> torch.dtype | None:
+        """The dtype of what the kernel writes where that is all of the result, as it is given back; else None."""
+        return self.dtype if self._whole and self._summed is self.dtype else None
+
     def is_far(self, shape: tuple[int, ...]) -> bool:
         """Whether addresses of such a result, with the columns that are left free behind it, need 64 bits."""
         return math.prod(shape) + (shape[0] if shape else 1) * self.finish.spare >= FAR

@@ -10,6 +10,7 @@ from pumice.nn import BatchNorm, Linear, ReLU, ResidualBlock, Sequential
 from pumice.nn.blocks import CONV, INVERSE_CONV
 from pumice.nn.conv import convolutions
 from pumice.nn.fused import chained, fuses
+from pumice.nn.prepared import Parts, prepared
 from pumice.ops import SparseTensor, Users, cat
 
 WIDTHS = (32, 32, 64, 128, 256, 256, 128, 96, 96)
@@ -31,7 +32,8 @@ class Encoder(nn.Module):
         )
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return self.blocks(self.down(x))
+        parts = Parts((self.down, self.blocks))
+        return chained(parts.modules, x, known=prepared(self, x, parts))
 
 
 class Decoder(nn.Module):
@@ -48,8 +50,9 @@ class Decoder(nn.Module):
 
     def forward(self, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
         parts = (self.up, *self.norm)
-        if fuses(x, self.norm, *parts):
-            return self.blocks(chained(parts, x, target=skip, beside=skip))
+        known = prepared(self, x, Parts(parts, None, (self.norm,)))
+        if known is not None or fuses(x, self.norm, *parts):
+            return self.blocks(chained(parts, x, target=skip, beside=skip, known=known))
         return self.blocks(cat([self.norm(self.up(x, skip)), skip]))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pumice.nn import conv as convs
 from pumice.nn.fused import chained, fuses
 from pumice.nn.layers import BatchNorm, Identity, Linear, ReLU
+from pumice.nn.prepared import Parted, Parts, prepared
 from pumice.ops.tensor import SparseTensor
 
 CONV = {1: convs.Conv1d, 2: convs.Conv2d, 3: convs.Conv3d, 4: convs.Conv4d}
@@ -20,7 +21,7 @@ INVERSE_CONV = {
 }
 
 
-class Sequential(nn.Sequential):
+class Sequential(Parted, nn.Sequential):
     """Modules one after the other; those of torch.nn (a Linear, a ReLU) are applied to the features.
 
     On a GPU a batch norm and an activation behind a convolution are part of its kernel without gradients, and of its
@@ -28,10 +29,14 @@ class Sequential(nn.Sequential):
     """
 
     def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return chained(tuple(self), x)  # pyright: ignore[reportArgumentType]
+        parts = self.parts()
+        return chained(parts.modules, x, known=prepared(self, x, parts))  # pyright: ignore[reportArgumentType]
+
+    def parts(self) -> Parts:
+        return Parts(tuple(self._modules.values()))  # pyright: ignore[reportArgumentType]
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(Parted):
     """y = act(norm(conv(act(norm(conv(x))))) + shortcut(x)), both convolutions of `kernel_size`, coordinates kept.
 
     The shortcut is the identity, or a pointwise map and a norm where the channels change. He et al., "Deep Residual
@@ -65,7 +70,18 @@ class ResidualBlock(nn.Module):
         self.act = ReLU()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        parts = (*self.body, self.act)
-        if fuses(x, self.body, *parts):
-            return chained(parts, x, self.shortcut(x))
+        parts = self.parts()
+        known = prepared(self, x, parts)
+        if known is not None and (y := known.whole(x)) is not None:
+            return y
+        if parts.modules and fuses(x, self.body, *parts.modules):
+            return chained(parts.modules, x, self.shortcut(x))
         return self.act(self.body(x) + self.shortcut(x))
+
+    def parts(self) -> Parts:
+        try:
+            body, act, shortcut = (self._modules[name] for name in ("body", "act", "shortcut"))
+        except KeyError:
+            # A function is in the place of one.
+            return Parts(())
+        return Parts((*body, act), shortcut, (body,))  # pyright: ignore

@@ -3,9 +3,8 @@ autograd with it (pumice.ops.conv_norm)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import TypeGuard
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +13,16 @@ from pumice.lower.columns import put_columns
 from pumice.lower.loops import EIGHT_BITS
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.ops import Epilogue, SparseTensor, cat
+from pumice.nn.ends import ACTIVATIONS, epilogue_of, is_known, unheard
+from pumice.ops import SparseTensor, cat
 from pumice.ops.conv import Target, autocast_dtype
 from pumice.ops.conv_norm import conv_norm
 from pumice.ops.linear import linear_features, takes
 from pumice.ops.sets import same_geometry
 from pumice.ops.tensor import rows_of
 
-_ACTIVATIONS: Mapping[type[nn.Module], str] = MappingProxyType(
-    {layers.ReLU: "relu", nn.ReLU: "relu", layers.SiLU: "silu", nn.SiLU: "silu"}
-)
-"""Those without options that change what they compute."""
+if TYPE_CHECKING:
+    from pumice.nn.prepared import Prepared
 
 
 def chained(
@@ -33,11 +31,13 @@ def chained(
     residual: SparseTensor | None = None,
     target: Target = None,
     beside: SparseTensor | None = None,
+    known: Prepared | None = None,
 ) -> SparseTensor:
     """Modules one after the other; those of torch.nn (a Linear, a ReLU) are applied to the features.
 
     residual: what is added before the last one. target: what the first one, a convolution, is called with beside x.
-    beside: whose channels stand behind those of the result, as by `cat`.
+    beside: whose channels stand behind those of the result, as by `cat`. known: what their owner keeps of these modules
+    (pumice.nn.prepared), where they may be started straight away.
 
     Where no gradients are asked for, on a GPU, a batch norm by running statistics, the residual and an activation that
     follow a convolution are worked out in its kernel, in float32, and so is a batch norm that follows a linear map: the
@@ -46,7 +46,9 @@ def chained(
     batch norm while a captured step trains. Modules that hooks listen to are called.
     """
     count, place, spare = len(modules), 0, 0
-    fused = fuses(x, *modules)
+    if known is not None:
+        x, place, spare = known.ahead(x, target, 0 if beside is None else beside.channels)
+    fused = place < count and fuses(x, *modules)
     while place < count:
         module, more = modules[place], () if place or target is None else (target,)
         if residual is not None and place == count - 1:
@@ -58,10 +60,11 @@ def chained(
                 continue
             # What a residual is added to apart stands before the last module.
             apart = residual is not None and not (
-                type(modules[-1]) in _ACTIVATIONS and _fits(module, x, residual, *more)
+                type(modules[-1]) in ACTIVATIONS and _fits(module, x, residual, *more)
             )
             spare = 0 if beside is None or apart or module.groups > 1 else beside.channels
-            epilogue, taken = _epilogue(modules[place + 1 : count - apart], None if apart else residual, spare)
+            own = None if residual is None or apart else residual.feats
+            epilogue, taken = epilogue_of(modules[place + 1 : count - apart], own, spare)
             spare = 0 if epilogue is None else epilogue.spare
             x = module.finished(x, epilogue, *more)
             residual = None if epilogue is not None and epilogue.residual is not None else residual
@@ -95,7 +98,7 @@ def _joined(x: SparseTensor, beside: SparseTensor) -> SparseTensor:
 
 def fuses(x: object, *modules: nn.Module) -> bool:
     """Whether kernels may do what these modules do, rather than that they are called."""
-    if not _worth(x) or torch.compiler.is_compiling() or not _unheard(modules):
+    if not _worth(x) or torch.compiler.is_compiling() or not unheard(modules):
         return False
     return not torch.is_grad_enabled() or _unheard_of_gradients(modules)
 
@@ -114,7 +117,7 @@ def _trained(
         return _called(layer, x, target), 1, residual
     last = len(behind) == 2
     own = residual if last and residual is not None and _fits(layer, x, residual, target) else None
-    relu = len(behind) > 1 and _ACTIVATIONS.get(type(behind[1])) == "relu"
+    relu = len(behind) > 1 and ACTIVATIONS.get(type(behind[1])) == "relu"
     if not relu or (last and residual is not None and own is None):
         relu, own = False, None
     wanted = norm.told(None if own is None else rows_of(own), relu, layer.bias)
@@ -133,28 +136,11 @@ def _takes_statistics(norm: nn.Module | None) -> TypeGuard[layers.BatchNorm]:
     return type(norm) is layers.BatchNorm and (norm.training or norm.running_mean is None)
 
 
-def _epilogue(
-    behind: Sequence[nn.Module], residual: SparseTensor | None, spare: int = 0
-) -> tuple[Epilogue | None, int]:
-    """What of the modules behind a convolution can be its epilogue, and how many that are; spare: columns that are to
-    be left free if it is all of them."""
-    norm = behind[0] if behind and _known(behind[0]) else None
-    taken = 0 if norm is None else 1
-    last = len(behind) > taken
-    activation = _ACTIVATIONS.get(type(behind[taken]), "") if last else ""
-    own = residual if activation and len(behind) == taken + 1 else None
-    feats, taken = None if own is None else own.feats, taken + bool(activation)
-    spare = spare if taken == len(behind) else 0
-    if isinstance(norm, layers.BatchNorm):
-        return Epilogue.of_norm(norm.vectors(), norm.eps, feats, activation, spare), taken
-    return (Epilogue(residual=feats, activation=activation, spare=spare), 1) if activation else (None, 0)
-
-
 def _normed(module: nn.Module, norm: nn.Module, x: SparseTensor) -> Tensor | None:
     """A linear map with the batch norm behind it, where they are one and one kernel does both."""
-    if not isinstance(module, layers.Linear) or type(module) is not layers.Linear or not _known(norm):
+    if not isinstance(module, layers.Linear) or type(module) is not layers.Linear or not is_known(norm):
         return None
-    epilogue, _ = _epilogue((norm,), None)
+    epilogue, _ = epilogue_of((norm,), None)
     feats, weight = x.feats, module.weight
     alike = feats.dtype == weight.dtype and feats.dtype not in EIGHT_BITS
     if epilogue is None or not alike or not takes(feats, weight, *epilogue.operands.values()):
@@ -166,10 +152,10 @@ def _activated(norm: nn.Module, behind: nn.Module, x: object) -> SparseTensor | 
     """A batch norm with the ReLU behind it, where one kernel does both: in a captured step of training."""
     if not isinstance(norm, layers.BatchNorm) or type(norm) is not layers.BatchNorm or not isinstance(x, SparseTensor):
         return None
-    if not norm.of_living(x) or _ACTIVATIONS.get(type(behind)) != "relu":
+    if not norm.of_living(x) or ACTIVATIONS.get(type(behind)) != "relu":
         return None
     both = norm, behind
-    return norm.over_living(x, relu=True) if _unheard(both) and _unheard_of_gradients(both) else None
+    return norm.over_living(x, relu=True) if unheard(both) and _unheard_of_gradients(both) else None
 
 
 def _fits(layer: Convolution, x: SparseTensor, residual: SparseTensor, target: Target = None) -> bool:
@@ -179,28 +165,9 @@ def _fits(layer: Convolution, x: SparseTensor, residual: SparseTensor, target: T
     return same and residual.dtype == (autocast_dtype(rows_of(x)) or x.dtype)
 
 
-def _known(module: nn.Module) -> bool:
-    """Whether it is a batch norm by statistics that are there."""
-    return type(module) is layers.BatchNorm and not module.training and module._buffers.get("running_mean") is not None
-
-
 def _worth(x: object) -> bool:
     """On a CPU an epilogue is torch's operators one by one, which are more than those of the modules."""
     return isinstance(x, SparseTensor) and (rows_of(x).is_cuda or x.geometry.trains)
-
-
-def _unheard(modules: Sequence[nn.Module]) -> bool:
-    every = nn.modules.module
-    if every._global_forward_hooks or every._global_forward_pre_hooks:
-        return False
-    # As a loop: a generator, or a list, is half of its time.
-    for module in modules:
-        if module._forward_hooks or module._forward_pre_hooks:
-            return False
-        # What somebody has put in the place of the class's own.
-        if "forward" in module.__dict__:
-            return False
-    return True
 
 
 def _unheard_of_gradients(modules: Sequence[nn.Module]) -> bool:

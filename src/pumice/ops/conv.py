@@ -228,8 +228,7 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     y = _in_full(x, flat, found, rows, 1, epilogue)
     tensors, finish = _told_by(x, weight, epilogue)
     if direct.starts_kernels(x) and register.plain(tensors):
-        key = direct.told(tensors, direct.counting(finish), "direct", finish)
-        _leave(key, tensors, flat, found, finish)
+        _leave(key_of(tensors, finish), tensors, flat, found, finish)
     return y
 
 
@@ -244,31 +243,36 @@ def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilog
     tensors, finish = _told_by(x, weight, epilogue)
     if not direct.starts_kernels(x) or not register.plain(tensors):
         return None
+    return _started(tensors, found, rows, finish)
+
+
+def key_of(tensors: Sequence[Tensor], finish: Finish) -> Hashable:
+    """What calls with tensors like these are kept under: features, a weight, and the operands of an epilogue."""
+    return direct.told(tensors, direct.counting(finish), "direct", finish)
+
+
+def _started(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Finish) -> Tensor | None:
+    """What a call gives that was carried out before, over this map or another of about its sizes; nobody watches."""
+    x, weight, *_ = tensors
     if x.shape[0] != found.num_inputs or rows != found.num_outputs:
         return None
-    if not direct.residual_fits(tensors, finish, (rows, weight.shape[0])):
+    if x.ndim != 2 or not direct.residual_fits(tensors, finish, (rows, weight.shape[0])):
         return None
-    key = direct.told(tensors, direct.counting(finish), "direct", finish)
-    call = found.kept(key) or _over_another_map(key, tensors, found, finish)
+    key = key_of(tensors, finish)
+    call = found.kept(key)
+    if call is None:
+        counted = zip(tensors, direct.counting(finish), strict=True)
+        call = cast_over(found, key, [(t.shape[0], t.stride(0)) if n else (0, 0) for t, n in counted], weight.shape[0])
     return None if call is None else call(tensors)
 
 
-def _straight(
-    key: Hashable, tensors: Sequence[Tensor], found: KernelMap, held: direct.Held, finish: Finish
-) -> direct.Call:
-    """key: as direct.told gives it; held: the arrays of the map."""
-    shape = found.num_outputs, tensors[1].shape[0]
-    return direct.Call(tensors, direct.counting(finish), shape, (key, held.kind))
+def cast_over(found: KernelMap, key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> direct.Direct | None:
+    """The call of which one like it was carried out over a map of about the same sizes, kept for later ones.
 
-
-def _over_another_map(
-    key: Hashable, tensors: Sequence[Tensor], found: KernelMap, finish: Finish
-) -> direct.Direct | None:
-    """The call of which one like it was carried out over a map of about the same sizes."""
-    if tensors[0].ndim != 2:
-        return None
+    key: that of `key_of`; rows: as direct.cast takes them; columns: of the result.
+    """
     held = _held_arrays(found, False)
-    call = _straight(key, tensors, found, held, finish).from_template(held)
+    call = direct.cast((key, held.kind), held, rows, (found.num_outputs, columns))
     return None if call is None else found.keep(key, call)
 
 
@@ -280,7 +284,9 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
         # Where the window's axes lie in no row, a copy was multiplied, and later calls bring the weight itself.
         return
     held = _held_arrays(found, False)
-    call = _straight(key, tensors, found, held, finish).leave(ready, held, (x, flat, *more), (0, 1), finish)
+    shape = found.num_outputs, weight.shape[0]
+    call = direct.Call(tensors, direct.counting(finish), shape, (key, held.kind))
+    call = call.leave(ready, held, (x, flat, *more), (0, 1), finish)
     if call is not None:
         found.keep(key, call)
 

@@ -25,37 +25,46 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     Raises ShapeError, DtypeError and DeviceError for what does not fit.
     """
     finish, tensors = epilogue.finish, (x, weight, *epilogue.operands.values())
-    key = x.shape[0], direct.told(tensors, direct.counting(finish), "linear", finish)
-    # The key tells how many rows x has, and of no other tensor.
-    fits = x.ndim == 2 and direct.residual_fits(tensors, finish, (x.shape[0], weight.shape[0]))
-    call = (_CALLS.get(key) or _of_other_sizes(key, tensors, finish)) if fits else None
-    if call is not None and (y := call(tensors)) is not None:
-        return y
+    key, counting = key_of(tensors, finish), direct.counting(finish)
+    # The key tells the rows of no tensor.
+    if x.ndim == 2 and direct.residual_fits(tensors, finish, (x.shape[0], weight.shape[0])):
+        rows = [(t.shape[0], t.stride(0)) if n else (0, 0) for t, n in zip(tensors, counting, strict=True)]
+        call = known_call(key, rows, weight.shape[0])
+        if call is not None and (y := call(tensors)) is not None:
+            return y
     _check(x, weight)
     shape = x.shape[0], weight.shape[0]
     check_epilogue(epilogue, shape, x.device)
     ready = plan.held_for((x, weight), plan.Ask(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
     y = plan.carry_out(ready, (x, weight), epilogue)
-    call = _straight(key, tensors, finish).leave(ready, _NOTHING, tensors, (0, 1), finish)
+    call = direct.Call(tensors, counting, shape, (about(x.shape[0]), key))
+    call = call.leave(ready, _NOTHING, tensors, (0, 1), finish)
     if call is not None:
-        _CALLS.keep(key, call)
+        _CALLS.keep((x.shape[0], key), call)
     return y
+
+
+def key_of(tensors: Sequence[Tensor], finish: Finish) -> Hashable:
+    """What calls with tensors like these are kept under: features, a weight, and the operands of an epilogue."""
+    return direct.told(tensors, direct.counting(finish), "linear", finish)
+
+
+def known_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> direct.Direct | None:
+    """A call that was carried out before, with so many rows or about as many; None where there was none.
+
+    key: that of `key_of`; rows: as direct.cast takes them, of the features first; columns: of the result.
+    """
+    count, _ = rows[0]
+    call = _CALLS.get((count, key))
+    if call is None:
+        call = direct.cast((about(count), key), _NOTHING, rows, (count, columns))
+        return None if call is None else _CALLS.keep((count, key), call)
+    return call
 
 
 def takes(*tensors: Tensor) -> bool:
     """Whether there is one kernel for these: on a GPU, with nobody watching."""
     return tensors[0].is_cuda and register.plain(tensors)
-
-
-def _straight(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Call:
-    x, weight, *_ = tensors
-    shape, kind = (x.shape[0], weight.shape[0]), (about(key[0]), key[1])
-    return direct.Call(tensors, direct.counting(finish), shape, kind)
-
-
-def _of_other_sizes(key: tuple[int, Hashable], tensors: Sequence[Tensor], finish: Finish) -> direct.Direct | None:
-    call = _straight(key, tensors, finish).from_template(_NOTHING)
-    return None if call is None else _CALLS.keep(key, call)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

@@ -33,6 +33,7 @@ _BY_FILE: Mapping[str, str] = MappingProxyType(
         "pumice/coords/launch.py": STARTING,
         "pumice/lower/triton.py": STARTING,
         "pumice/lower/direct.py": STARTING,
+        "pumice/ops/line.py": STARTING,
         "/triton/": STARTING,
         **dict.fromkeys((f"pumice/coords/{name}.py" for name in ("compact", "tiling", "ranking", "runs")), LAYING),
         **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("maps", "segments")), LAYING),

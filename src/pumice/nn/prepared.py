@@ -1,0 +1,318 @@
+"""Modules as kernels that are started again: what modules there are, and what their launches depend on, is looked up
+once and compared with what there is in each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pumice.lower import direct
+from pumice.lower.epilogue import NOTHING
+from pumice.lower.loops import EIGHT_BITS
+from pumice.nn import layers
+from pumice.nn.conv import Convolution
+from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard
+from pumice.ops import SparseTensor, line, register
+from pumice.ops.conv import Target
+from pumice.ops.conv import key_of as key_of_conv
+from pumice.ops.linear import key_of as key_of_linear
+from pumice.ops.tensor import fitting, rows_of
+
+_NAME = "_prepared"
+_OURS = "pumice.nn.blocks"
+
+
+class Parts(NamedTuple):
+    """Modules one after the other. shortcut: whose result, of what the first is given, is added before the last one;
+    within: what holds some of them."""
+
+    modules: tuple[nn.Module, ...]
+    shortcut: nn.Module | None = None
+    within: tuple[nn.Module, ...] = ()
+
+
+class Parted(nn.Module):
+    """A module that does what its parts do, and nothing else."""
+
+    def parts(self) -> Parts:
+        """What they are now."""
+        raise NotImplementedError
+
+
+def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
+    """What the owner of these parts keeps of them, where they may be started straight away: without gradients, on a
+    GPU, where nobody watches. None elsewhere."""
+    if torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
+        return None
+    kept = owner.__dict__.get(_NAME)
+    if kept is None or kept.parts != parts or not kept.alike():
+        # Past torch's own way, which looks for modules and parameters in whatever is set.
+        kept = owner.__dict__[_NAME] = Prepared(parts)
+    feats = rows_of(x)
+    if not kept.steps or x.geometry.buffered is not None or not direct.starts_kernels(feats):
+        return None
+    if torch.is_grad_enabled() or not register.plain((feats,)) or not unheard(kept.watched):
+        return None
+    return kept
+
+
+class _Step(NamedTuple):
+    """A layer with the norm by known statistics and the activation behind it, as one kernel. opens to ends: as in
+    line.Launch."""
+
+    layer: Convolution | layers.Linear
+    behind: tuple[nn.Module, ...]
+    opens: bool = False
+    aside: bool = False
+    adds: bool = False
+    ends: int = 0
+
+    @property
+    def norm(self) -> layers.BatchNorm | None:
+        """The one behind it."""
+        first = self.behind[0] if self.behind else None
+        return first if type(first) is layers.BatchNorm else None
+
+    @property
+    def activated(self) -> bool:
+        """Whether an activation is behind all else."""
+        return bool(self.behind) and type(self.behind[-1]) in ACTIVATIONS
+
+
+_FACTS: Sequence[Callable[[Any], Any]] = (
+    torch._C.TensorBase.data_ptr,
+    torch._C.TensorBase.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C.TensorBase.numel,
+    torch._C.TensorBase.is_contiguous,
+)
+"""What tells whether a tensor is what it was, with its type: where it lies tells the device."""
+_OF_WEIGHTS: Sequence[Callable[[Any], Any]] = (
+    torch._C.TensorBase.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C.TensorBase.stride,
+)
+"""And a weight, which has several axes."""
+_OF_NORMS, _OF_CONVOLUTIONS = attrgetter("training", "eps"), attrgetter("groups", "dataflow", "relation")
+
+
+class Prepared:
+    """How far parts are kernels, each of a convolution or a linear map and the norm and activation behind it.
+
+    steps: these; watched: all modules that they take the place of. A copy of it begins anew.
+    """
+
+    __slots__ = (
+        "_convolutions",
+        "_first",
+        "_known",
+        "_nested",
+        "_norms",
+        "_owned",
+        "_types",
+        "parts",
+        "steps",
+        "watched",
+    )
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, made = parts, _Plan()
+        made.add(parts)
+        self.steps, self.watched, self._nested = tuple(made.steps), tuple(made.watched), tuple(made.nested)
+        self._types = [*map(type, self.watched)]
+        self._norms = [step.norm for step in self.steps if step.norm is not None]
+        self._convolutions = [step.layer for step in self.steps if isinstance(step.layer, Convolution)]
+        # The tensors of each step; looked at for each call, as others may be put in their places.
+        self._owned, self._first = [], []
+        for step in self.steps:
+            self._first.append(len(self._owned))
+            self._owned += _tensors_of(step)
+        # Types of these tensors, all else that launches depend on, and the launches.
+        self._known: tuple[list[type], list[Any], list[line.Launch]] = [], [], []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Prepared, (Parts(()),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prepared:
+        return Prepared(Parts(()))
+
+    def alike(self) -> bool:
+        """Whether all modules are of the kinds, and those that have parts of the parts, that they were."""
+        if [*map(type, self.watched)] != self._types:
+            return False
+        # As a loop: a generator is half of its time.
+        for module, parts in self._nested:  # noqa: SIM110
+            if module.parts() != parts:
+                return False
+        return True
+
+    def whole(self, x: SparseTensor) -> SparseTensor | None:
+        """The result of all parts; None where not all of it is kernels that calls before have left."""
+        y, taken, _ = self.ahead(x, None, 0)
+        return y if taken == len(self.parts.modules) else None
+
+    def ahead(self, x: SparseTensor, target: Target, spare: int) -> tuple[SparseTensor, int, int]:
+        """The result of as many of the modules as calls before have left all of, how many they are, and how many
+        columns are left free behind its rows.
+
+        target: what the first one is called with beside x; spare: columns to be left free behind the last one's rows.
+        """
+        launches, feats = self._launches(rows_of(x), spare), rows_of(x)
+        layer = self.steps[0].layer
+        asked = layer.asked(target) if target is not None and isinstance(layer, Convolution) else None
+        if not launches or (target is not None and asked is None):
+            return x, 0, 0
+        found = line.found_of(launches, feats, x.geometry, asked)
+        y = line.started(found, feats) if found else None
+        if y is None:
+            return x, 0, 0
+        last = found[-1]
+        return fitting(y, last.outputs), last.launch.ends, last.launch.spare
+
+    def _launches(self, x: Tensor, spare: int) -> list[line.Launch]:
+        """Those of the steps, on features like these; none where that cannot be told, or there is none."""
+        try:
+            every = [own[name] for own, name in self._owned]
+        except KeyError:
+            # Somebody has put it elsewhere.
+            return []
+        types, known = [*map(type, every)], self._known
+        if types != known[0] and not _ORDINARY.issuperset(types):
+            return []
+        there = [t for t in every if t is not None]
+        facts: list[Any] = [spare, x.dtype, x.shape[1], x.stride(), x.get_device(), direct.settings()]
+        facts += map(_OF_NORMS, self._norms)
+        facts += map(_OF_CONVOLUTIONS, self._convolutions)
+        for fact in _FACTS:
+            facts += map(fact, there)
+        for fact in _OF_WEIGHTS:
+            # None are laid out as nothing: a layer has a weight.
+            facts += map(fact, [t for n in self._first if (t := every[n]) is not None])
+        if torch.float32 in facts:
+            facts.append(direct.float32_precision())
+        if types != known[0] or facts != known[1]:
+            known = self._known = types, facts, [*self._made(every, x, spare)]
+        return known[2]
+
+    def _made(self, every: Sequence[Tensor | None], x: Tensor, spare: int) -> Iterator[line.Launch]:
+        """The launches, as far as there are any. every: the tensors of all steps, in the order of _tensors_of."""
+        held, ends = x, [*self._first[1:], len(every)]
+        for step, first, end in zip(self.steps, self._first, ends, strict=True):
+            weight, *others = every[first:end]
+            held = x if step.opens else held
+            if weight is None or weight.dtype is not x.dtype or x.dtype in EIGHT_BITS or not _kernel(step, others):
+                return
+            room = spare if step.ends == len(self.parts.modules) else 0
+            epilogue, _ = epilogue_of(step.behind, held if step.adds else None, room)
+            more = () if epilogue is None else epilogue.operands.values()
+            finish = NOTHING if epilogue is None else epilogue.finish
+            own = tuple(t.data_ptr() for t in (weight, *more) if t is not held)
+            if any(address & 15 for address in own):
+                return
+            relation = step.layer.relation if isinstance(step.layer, Convolution) else None
+            key = (key_of_linear if relation is None else key_of_conv)((x, weight, *more), finish)
+            columns, flags = weight.shape[0], (step.opens, step.aside, step.adds, step.ends)
+            yield line.Launch(key, relation, own, columns, finish.spare, x.stride(0), *flags)
+            # Nothing but the layout of what the kernel writes.
+            result = x.new_empty((0, columns))
+            held, x = (result, x) if step.aside else (held, result)
+
+
+_ORDINARY = frozenset((Tensor, nn.Parameter, type(None)))
+
+
+def _tensors_of(step: _Step) -> list[tuple[dict[str, Any], str]]:
+    """Where the tensors of a step are to be looked for: weight, bias, mean, variance, scale and shift."""
+    own, norm = step.layer._parameters, step.norm
+    found: list[tuple[dict[str, Any], str]] = [(own, "weight"), (own, "bias")]
+    if norm is not None:
+        found += [(norm._buffers, "running_mean"), (norm._buffers, "running_var")]
+        found += [(norm._parameters, "weight"), (norm._parameters, "bias")]
+    return found
+
+
+def _kernel(step: _Step, others: Sequence[Tensor | None]) -> bool:
+    """Whether a step is one kernel now; others: its tensors but for the weight."""
+    bias, *vectors = others
+    if bias is not None or (step.norm is not None and (step.norm.training or any(v is None for v in vectors[:2]))):
+        return False
+    layer = step.layer
+    return not isinstance(layer, Convolution) or (layer.groups == 1 and layer.dataflow is None)
+
+
+class _Plan:
+    """Steps as they are found. watched: the modules that they take the place of; nested: those with parts of theirs."""
+
+    def __init__(self) -> None:
+        self.steps: list[_Step] = []
+        self.watched: list[nn.Module] = []
+        self.nested: list[tuple[Parted, Parts]] = []
+
+    def add(self, parts: Parts) -> bool:
+        """The steps of these parts, as far as there are any; whether all of them are steps."""
+        self.watched += parts.within
+        if parts.shortcut is not None:
+            return self._block(parts.modules, parts.shortcut)
+        taken = 0
+        for taken in self._each(parts.modules):
+            self._mark(-1, ends=taken)
+        return bool(parts.modules) and taken == len(parts.modules)
+
+    def _block(self, modules: Sequence[nn.Module], shortcut: nn.Module) -> bool:
+        """Those of a residual block, or none."""
+        first = len(self.steps)
+        if type(shortcut) is layers.Identity:
+            self.watched.append(shortcut)
+        elif [*self._each((shortcut,))] == [1] and len(self.steps) == first + 1:
+            self._mark(first, opens=True, aside=True)
+        else:
+            return self._without(first)
+        begin = len(self.steps)
+        if [*self._each(modules)][-1:] != [len(modules)] or not self.steps[-1].activated:
+            return self._without(first)
+        self._mark(begin, opens=begin == first)
+        self._mark(-1, adds=True, ends=len(modules))
+        return True
+
+    def _each(self, modules: Sequence[nn.Module]) -> Iterator[int]:
+        """How many modules are steps, behind each that is done."""
+        place = 0
+        while place < len(modules):
+            module, first = modules[place], len(self.steps)
+            self.watched.append(module)
+            if isinstance(module, Parted) and type(module).__module__ == _OURS:
+                self.nested.append((module, module.parts()))
+                if not self.add(self.nested[-1][1]):
+                    self._without(first)
+                    return
+                # Within it nothing is done before all is.
+                self.steps[first:] = [step._replace(ends=0) for step in self.steps[first:]]
+                place += 1
+            elif (end := _end(modules, place)) > place:
+                behind = modules[place + 1 : end]
+                self.watched += behind
+                self.steps.append(_Step(module, tuple(behind)))  # pyright: ignore[reportArgumentType]
+                place = end
+            else:
+                return
+            yield place
+
+    def _mark(self, place: int, **what: Any) -> None:
+        self.steps[place] = self.steps[place]._replace(**what)
+
+    def _without(self, first: int) -> bool:
+        del self.steps[first:]
+        return False
+
+
+def _end(modules: Sequence[nn.Module], place: int) -> int:
+    """Where the modules end that are one kernel with the layer at this place: there, if it is no such layer."""
+    layer, end = modules[place], place + 1
+    of_ours = isinstance(layer, Convolution) and type(layer).__module__ == Convolution.__module__
+    normed = end < len(modules) and type(modules[end]) is layers.BatchNorm
+    if not of_ours:
+        return end + 1 if normed and type(layer) is layers.Linear else place
+    end += normed
+    return end + (end < len(modules) and type(modules[end]) in ACTIVATIONS)
