@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -80,6 +81,11 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def integers(values: Sequence[int], device: torch.device) -> Tensor:
+    """int64 on the device, without a wait for it: in a third of the time of `sent(torch.tensor(values))`."""
+    return sent(torch.frombuffer(array("q", values), dtype=torch.int64), device)
 
 
 def vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import kernel, runs_kernels, sent
+from pumice.coords.launch import integers, kernel, runs_kernels
 from pumice.errors import DtypeError
 
 _BLOCK = 2048
@@ -52,9 +52,9 @@ class Packer:
             for n, (shape, _, strides), start in zip(rows, self.layouts, starts, strict=True)
         ]
         if runs_kernels(out):
-            told = sent(torch.tensor([starts, sizes]), out.device)
+            told = integers((*starts, *sizes), out.device)
             constants = {"MOST": 1 << (len(starts) - 1).bit_length(), "BLOCK": _BLOCK}
-            kernel("tiling.pack")(end, (self.addresses, told[0], told[1], out), (len(starts),), constants)
+            kernel("tiling.pack")(end, (self.addresses, told, out), (len(starts),), constants)
         else:
             pack_twin(self.arrays, found)
         return found

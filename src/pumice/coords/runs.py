@@ -9,13 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import kernel, runs_kernels, sent
+from pumice.coords.launch import integers, kernel, runs_kernels
 
 _SIDES = (128, 512, 2048)
 """Runs that one program puts in order, at most: few variants, as each has a sort to compile."""
@@ -169,23 +168,22 @@ def put_in_pieces(asked: Sequence[tuple[Tensor, int, int]]) -> None:
             wanted.append((told, most))
     if not wanted:
         return
-    table, sizes, at = [], [], 0
+    table, layouts, at = [], [], 0
     for told, most in wanted:
         *_, places = numbers = told.numbers(most)
         each = -(-places // 4) * 4
-        table.append((told.ends.data_ptr(), at, each, *numbers))
-        sizes += 5 * [places, each - places]
+        table += (told.ends.data_ptr(), at, each, *numbers)
+        layouts.append(((5, places), (each, 1), at))
         at += 5 * each
     device = wanted[0][0].ends.device
     out = torch.empty(at, dtype=torch.int32, device=device)
     count = max(told.count for told, _ in wanted)
     blocks = -(-count // _BLOCK)
     constants = _counting(count, max(told.longest for told, _ in wanted))
-    tensors = sent(torch.tensor(table), device), out
+    tensors = integers(table, device), out
     kernel("tiling.order_many")(len(wanted) * blocks, tensors, (blocks,), constants)
-    lists = iter(out.split_with_sizes(sizes)[::2])
-    for told, most in wanted:
-        told.pieces[most] = Pieces(*islice(lists, 5))
+    for (told, most), layout in zip(wanted, layouts, strict=True):
+        told.pieces[most] = Pieces(*out.as_strided(*layout).unbind())
 
 
 def cut_as_asked(array: Tensor, ends: Tensor, longest: int, asked: set[int]) -> None:

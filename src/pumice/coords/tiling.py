@@ -512,8 +512,10 @@ def put(
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def pack(sources, starts, sizes, out, arrays: "i64", MOST: tl.constexpr, BLOCK: tl.constexpr):
-    """out[starts[a] * BLOCK + i] = array a's entry i, for i < sizes[a]; sources: addresses of arrays of int32."""
+def pack(sources, starts, out, arrays: "i64", MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """out[starts[a] * BLOCK + i] = array a's entry i, for i < sizes[a]; sources: addresses of arrays of int32; sizes:
+    behind the starts."""
+    sizes = starts + arrays
     block = tl.program_id(0).to(tl.int64)
     a = tl.arange(0, MOST)
     begins = tl.load(starts + a, mask=a < arrays, other=1 << 62)

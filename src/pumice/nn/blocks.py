@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -79,9 +80,9 @@ class ResidualBlock(Parted):
         return self.act(self.body(x) + self.shortcut(x))
 
     def parts(self) -> Parts:
-        try:
-            body, act, shortcut = (self._modules[name] for name in ("body", "act", "shortcut"))
-        except KeyError:
+        own: dict[str, Any] = self._modules
+        if "body" not in own or "act" not in own or "shortcut" not in own:
             # A function is in the place of one.
             return Parts(())
-        return Parts((*body, act), shortcut, (body,))  # pyright: ignore
+        body = own["body"]
+        return Parts((*body, own["act"]), own["shortcut"], (body,))

@@ -15,7 +15,7 @@ from pumice.lower.epilogue import NOTHING
 from pumice.lower.loops import EIGHT_BITS
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard
+from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard_of
 from pumice.ops import SparseTensor, line, register
 from pumice.ops.conv import Target
 from pumice.ops.conv import key_of as key_of_conv
@@ -55,7 +55,7 @@ def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
     feats = rows_of(x)
     if not kept.steps or x.geometry.buffered is not None or not direct.starts_kernels(feats):
         return None
-    if torch.is_grad_enabled() or not register.plain((feats,)) or not unheard(kept.watched):
+    if torch.is_grad_enabled() or not register.plain((feats,)) or not kept.unheard():
         return None
     return kept
 
@@ -98,6 +98,17 @@ _OF_WEIGHTS: Sequence[Callable[[Any], Any]] = (
 _OF_NORMS, _OF_CONVOLUTIONS = attrgetter("training", "eps"), attrgetter("groups", "dataflow", "relation")
 
 
+class _Known(NamedTuple):
+    """Launches, and what they depend on: the types of tensors, whether one is float32 and how that is multiplied, and
+    all other facts."""
+
+    types: list[type]
+    facts: list[Any]
+    wide: bool
+    precision: str
+    launches: list[line.Launch]
+
+
 class Prepared:
     """How far parts are kernels, each of a convolution or a linear map and the norm and activation behind it.
 
@@ -111,6 +122,7 @@ class Prepared:
         "_nested",
         "_norms",
         "_owned",
+        "_owns",
         "_types",
         "parts",
         "steps",
@@ -121,7 +133,7 @@ class Prepared:
         self.parts, made = parts, _Plan()
         made.add(parts)
         self.steps, self.watched, self._nested = tuple(made.steps), tuple(made.watched), tuple(made.nested)
-        self._types = [*map(type, self.watched)]
+        self._types, self._owns = [*map(type, self.watched)], [module.__dict__ for module in self.watched]
         self._norms = [step.norm for step in self.steps if step.norm is not None]
         self._convolutions = [step.layer for step in self.steps if isinstance(step.layer, Convolution)]
         # The tensors of each step; looked at for each call, as others may be put in their places.
@@ -129,8 +141,7 @@ class Prepared:
         for step in self.steps:
             self._first.append(len(self._owned))
             self._owned += _tensors_of(step)
-        # Types of these tensors, all else that launches depend on, and the launches.
-        self._known: tuple[list[type], list[Any], list[line.Launch]] = [], [], []
+        self._known = _Known([], [], False, "", [])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Prepared, (Parts(()),)
@@ -147,6 +158,10 @@ class Prepared:
             if module.parts() != parts:
                 return False
         return True
+
+    def unheard(self) -> bool:
+        """Whether no hook listens to what these modules do."""
+        return unheard_of(self._owns)
 
     def whole(self, x: SparseTensor) -> SparseTensor | None:
         """The result of all parts; None where not all of it is kernels that calls before have left."""
@@ -179,7 +194,7 @@ class Prepared:
             # Somebody has put it elsewhere.
             return []
         types, known = [*map(type, every)], self._known
-        if types != known[0] and not _ORDINARY.issuperset(types):
+        if types != known.types and not _ORDINARY.issuperset(types):
             return []
         there = [t for t in every if t is not None]
         facts: list[Any] = [spare, x.dtype, x.shape[1], x.stride(), x.get_device(), direct.settings()]
@@ -190,11 +205,12 @@ class Prepared:
         for fact in _OF_WEIGHTS:
             # None are laid out as nothing: a layer has a weight.
             facts += map(fact, [t for n in self._first if (t := every[n]) is not None])
-        if torch.float32 in facts:
-            facts.append(direct.float32_precision())
-        if types != known[0] or facts != known[1]:
-            known = self._known = types, facts, [*self._made(every, x, spare)]
-        return known[2]
+        precision = direct.float32_precision() if known.wide else ""
+        if types != known.types or facts != known.facts or precision != known.precision:
+            wide = any(t.dtype is torch.float32 for t in (x, *there))
+            precision = direct.float32_precision() if wide else ""
+            known = self._known = _Known(types, facts, wide, precision, [*self._made(every, x, spare)])
+        return known.launches
 
     def _made(self, every: Sequence[Tensor | None], x: Tensor, spare: int) -> Iterator[line.Launch]:
         """The launches, as far as there are any. every: the tensors of all steps, in the order of _tensors_of."""

@@ -22,7 +22,7 @@ from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Site
 from pumice.coords.cloud import DUPLICATE, RANGE, clear
 from pumice.coords.keys import INT32_MAX
 from pumice.coords.launch import constants_read, lasting
-from pumice.coords.packing import Packer
+from pumice.coords.packing import Packer, put_first
 from pumice.coords.rooms import Buffered, Planner, Rooms, Settled
 from pumice.env import settings
 from pumice.errors import CoordinateError, PumiceError
@@ -132,8 +132,7 @@ class Recorded:
         return self.site.bounds.holds(bounds) and bounds.batch <= self.site.bounds.batch
 
     def fill(self, geometry: Geometry) -> None:
-        self.coords[: len(geometry)].copy_(geometry.coords)
-        self.count.fill_(len(geometry))
+        put_first((self.coords,), (geometry.coords,), self.count)
 
     def run(self, rooms: Rooms) -> Contents:
         """What is found of the coordinates in the buffer."""
