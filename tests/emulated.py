@@ -1,8 +1,9 @@
-"""A GPU that is none: kernels that are started compute, in plain torch, on the memory whose addresses they are given."""
+"""A GPU that is none: kernels that are started compute, in plain torch, on memory whose addresses they are given."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,13 +40,18 @@ class Started:
 
 @dataclass
 class Gpu:
-    """started: all kernels; lines: those of each line that was started; made: what `new_empty` gave within lines."""
+    """started: all kernels; lines: those of each line that was started; made: what `new_empty` gave within each.
+
+    finishes: of each source what is behind its product; arrays: where they lie of each map, and its table; own: what is
+    one thread's.
+    """
 
     started: list[Started] = field(default_factory=list)
     lines: list[list[Started]] = field(default_factory=list)
     made: list[list[torch.Tensor]] = field(default_factory=list)
     finishes: dict = field(default_factory=dict)
     arrays: dict[int, tuple] = field(default_factory=dict)
+    own: threading.local = field(default_factory=threading.local)
 
     def clear(self) -> None:
         self.started.clear(), self.lines.clear(), self.made.clear()
@@ -82,6 +88,8 @@ class Compiled:
         for argument, value in zip(kernel.source.arguments, values, strict=True):
             if argument.kind in TENSORS:
                 self.layouts[argument.name] = value.dtype, value.shape[1:], value.stride(), value.shape[0]
+        # Triton makes a variant for what is aligned, and another for what is not.
+        self.aligned = [isinstance(v, torch.Tensor) and v.data_ptr() % 16 == 0 for v in values]
 
     def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *values) -> None:
         assert (y, z, stream, function, packed) == (1, 1, STREAM, self.function, self.packed_metadata)
@@ -93,6 +101,7 @@ class Compiled:
     def compute(self, programs: int, values, by_address: bool) -> None:
         source, gpu = self.kernel.source, self.kernel.gpu
         assert programs > 0 and not any(v is None for v in values)
+        assert not any(v % 16 for v, aligned in zip(values, self.aligned, strict=True) if aligned), "not aligned"
         sizes = {(a.kind, a.name, a.axis): v for a, v in zip(source.arguments, values, strict=True)}
         finish = gpu.finishes[source]
         over = ("operand", "map_met", 0) in sizes
@@ -103,7 +112,6 @@ class Compiled:
             if name.startswith("map_"):
                 continue
             address = sizes["operand" if name else "result", name, 0]
-            assert not (by_address and address & 15)
             shape = counts.get(name, fixed), *tail
             strides = [sizes.get(("stride", name, n), s) for n, s in enumerate(strides)]
             found[name], touched[name] = at(address, dtype, shape, strides)
@@ -117,9 +125,11 @@ class Compiled:
             assert all(ref() is not None for ref in alive), "the arrays of this map are gone"
             assert own == {name: sizes["operand", name, 0] for name in own}, "arrays of several maps"
             assert table.shape[0] == rows and inputs == len(x)
-            x = torch.cat([x, x.new_zeros(1, x.shape[1])])[table.long()].flatten(1)
-            w = w.flatten(1)
-        y = x @ w.T
+            x = torch.cat([x, torch.zeros_like(x[:1])])[table.long()]
+            grouped = x.ndim == 4
+            y = torch.einsum("okgc,gnkc->ogn", x, w) if grouped else x.flatten(1) @ w.flatten(1).T
+        else:
+            y = x @ w.T
         more = {name[1:]: t.float() for name, t in found.items() if name.startswith("*")}
         y = y - more["mean"] if "mean" in more else y
         y = y * torch.rsqrt(more["variance"] + finish.eps) if "variance" in more else y
@@ -130,7 +140,9 @@ class Compiled:
         assert {f"*{name}" for name in more} == {*finish.names}
         found[""].copy_(act(y))
         told = [None if (a.kind, a.name) in MOVING else v for a, v in zip(source.arguments, values, strict=True)]
-        gpu.started.append(Started((source.text, programs, *told), touched, by_address))
+        one = Started((source.text, programs, *told), touched, by_address)
+        gpu.started.append(one)
+        getattr(gpu.own, "line", []).append(one)
 
 
 def at(address: int, dtype: torch.dtype, shape, strides) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -161,7 +173,7 @@ REAL = [
 def emulated(folder) -> Iterator[Gpu]:
     """Within it, tensors of the CPU are as those of a GPU to everything that asks."""
     gpu, ours, loaded = Gpu(), Ledger(folder / "tiles.json"), {}
-    emitted, read, started = kernels.emitted, maps.read, line.started
+    emitted, read, started, empty = kernels.emitted, maps.read, line.started, torch.Tensor.new_empty
 
     def emitted_too(bound, given, tile, how):
         made = emitted(bound, given, tile, how)
@@ -179,17 +191,21 @@ def emulated(folder) -> Iterator[Gpu]:
         return tokens, arrays
 
     def started_too(calls, x):
-        before, made = len(gpu.started), []
-        empty = torch.Tensor.new_empty
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                torch.Tensor, "new_empty", lambda self, *a, **k: made.append(empty(self, *a, **k)) or made[-1]
-            )
+        # Others may start theirs meanwhile.
+        gpu.own.line, gpu.own.made = [], []
+        try:
             y = started(calls, x)
-        if y is not None:
-            gpu.lines.append(gpu.started[before:])
-            gpu.made.append(made)
-        return y
+            if y is not None:
+                gpu.lines.append(gpu.own.line)
+                gpu.made.append(gpu.own.made)
+            return y
+        finally:
+            del gpu.own.line, gpu.own.made
+
+    def empty_too(self, *given, **more):
+        made = empty(self, *given, **more)
+        getattr(gpu.own, "made", []).append(made)
+        return made
 
     with pytest.MonkeyPatch.context() as patch:
         for cache in CACHES:
@@ -207,6 +223,7 @@ def emulated(folder) -> Iterator[Gpu]:
         patch.setattr(kernels, "emitted", emitted_too)
         patch.setattr(maps, "read", read_too)
         patch.setattr(line, "started", started_too)
+        patch.setattr(torch.Tensor, "new_empty", empty_too)
         yield gpu
 
 

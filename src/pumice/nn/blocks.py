@@ -30,11 +30,14 @@ class Sequential(Parted, nn.Sequential):
     """
 
     def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parts = self.parts()
+        parts = self._parts()
         return chained(parts.modules, x, known=prepared(self, x, parts))  # pyright: ignore[reportArgumentType]
 
-    def parts(self) -> Parts:
+    def _parts(self) -> Parts:
         return Parts(tuple(self._modules.values()))  # pyright: ignore[reportArgumentType]
+
+
+_CHAINS = (Sequential.forward, nn.Sequential.forward)
 
 
 class ResidualBlock(Parted):
@@ -71,7 +74,7 @@ class ResidualBlock(Parted):
         self.act = ReLU()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        parts = self.parts()
+        parts = self._parts()
         known = prepared(self, x, parts)
         if known is not None and (y := known.whole(x)) is not None:
             return y
@@ -79,10 +82,10 @@ class ResidualBlock(Parted):
             return chained(parts.modules, x, self.shortcut(x))
         return self.act(self.body(x) + self.shortcut(x))
 
-    def parts(self) -> Parts:
+    def _parts(self) -> Parts:
         own: dict[str, Any] = self._modules
-        if "body" not in own or "act" not in own or "shortcut" not in own:
-            # A function is in the place of one.
+        body, act, shortcut = own.get("body"), own.get("act"), own.get("shortcut")
+        # A function, or None, may be in the place of one, and the body may do something else than what is in it.
+        if body is None or act is None or shortcut is None or type(body).forward not in _CHAINS:
             return Parts(())
-        body = own["body"]
-        return Parts((*body, own["act"]), own["shortcut"], (body,))
+        return Parts((*body, act), shortcut, (body,))

@@ -4,6 +4,7 @@ once and compared with what there is in each call."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from pumice.lower.epilogue import NOTHING
 from pumice.lower.loops import EIGHT_BITS
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard_of
+from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard
 from pumice.ops import SparseTensor, line, register
 from pumice.ops.conv import Target
 from pumice.ops.conv import key_of as key_of_conv
@@ -38,7 +39,7 @@ class Parts(NamedTuple):
 class Parted(nn.Module):
     """A module that does what its parts do, and nothing else."""
 
-    def parts(self) -> Parts:
+    def _parts(self) -> Parts:
         """What they are now."""
         raise NotImplementedError
 
@@ -55,27 +56,22 @@ def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
     feats = rows_of(x)
     if not kept.steps or x.geometry.buffered is not None or not direct.starts_kernels(feats):
         return None
-    if torch.is_grad_enabled() or not register.plain((feats,)) or not kept.unheard():
+    if torch.is_grad_enabled() or not register.plain((feats,)) or not unheard(kept.watched):
         return None
     return kept
 
 
 class _Step(NamedTuple):
-    """A layer with the norm by known statistics and the activation behind it, as one kernel. opens to ends: as in
-    line.Launch."""
+    """A layer with the norm by known statistics and the activation behind it, as one kernel. behind: these modules;
+    opens to ends: as in line.Launch."""
 
     layer: Convolution | layers.Linear
+    norm: layers.BatchNorm | None
     behind: tuple[nn.Module, ...]
     opens: bool = False
     aside: bool = False
     adds: bool = False
     ends: int = 0
-
-    @property
-    def norm(self) -> layers.BatchNorm | None:
-        """The one behind it."""
-        first = self.behind[0] if self.behind else None
-        return first if type(first) is layers.BatchNorm else None
 
     @property
     def activated(self) -> bool:
@@ -86,15 +82,10 @@ class _Step(NamedTuple):
 _FACTS: Sequence[Callable[[Any], Any]] = (
     torch._C.TensorBase.data_ptr,
     torch._C.TensorBase.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch._C.TensorBase.numel,
-    torch._C.TensorBase.is_contiguous,
-)
-"""What tells whether a tensor is what it was, with its type: where it lies tells the device."""
-_OF_WEIGHTS: Sequence[Callable[[Any], Any]] = (
     torch._C.TensorBase.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     torch._C.TensorBase.stride,
 )
-"""And a weight, which has several axes."""
+"""What tells whether a tensor is what it was, with its type: where it lies tells the device."""
 _OF_NORMS, _OF_CONVOLUTIONS = attrgetter("training", "eps"), attrgetter("groups", "dataflow", "relation")
 
 
@@ -117,12 +108,9 @@ class Prepared:
 
     __slots__ = (
         "_convolutions",
-        "_first",
         "_known",
         "_nested",
         "_norms",
-        "_owned",
-        "_owns",
         "_types",
         "parts",
         "steps",
@@ -133,14 +121,9 @@ class Prepared:
         self.parts, made = parts, _Plan()
         made.add(parts)
         self.steps, self.watched, self._nested = tuple(made.steps), tuple(made.watched), tuple(made.nested)
-        self._types, self._owns = [*map(type, self.watched)], [module.__dict__ for module in self.watched]
+        self._types = [*map(type, self.watched)]
         self._norms = [step.norm for step in self.steps if step.norm is not None]
         self._convolutions = [step.layer for step in self.steps if isinstance(step.layer, Convolution)]
-        # The tensors of each step; looked at for each call, as others may be put in their places.
-        self._owned, self._first = [], []
-        for step in self.steps:
-            self._first.append(len(self._owned))
-            self._owned += _tensors_of(step)
         self._known = _Known([], [], False, "", [])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -155,13 +138,9 @@ class Prepared:
             return False
         # As a loop: a generator is half of its time.
         for module, parts in self._nested:  # noqa: SIM110
-            if module.parts() != parts:
+            if module._parts() != parts:
                 return False
         return True
-
-    def unheard(self) -> bool:
-        """Whether no hook listens to what these modules do."""
-        return unheard_of(self._owns)
 
     def whole(self, x: SparseTensor) -> SparseTensor | None:
         """The result of all parts; None where not all of it is kernels that calls before have left."""
@@ -188,11 +167,12 @@ class Prepared:
 
     def _launches(self, x: Tensor, spare: int) -> list[line.Launch]:
         """Those of the steps, on features like these; none where that cannot be told, or there is none."""
-        try:
-            every = [own[name] for own, name in self._owned]
-        except KeyError:
-            # Somebody has put it elsewhere.
-            return []
+        every: list[Tensor | None] = []
+        for step in self.steps:
+            own = _tensors_of(step)
+            if own is None:
+                return []
+            every += own
         types, known = [*map(type, every)], self._known
         if types != known.types and not _ORDINARY.issuperset(types):
             return []
@@ -202,9 +182,6 @@ class Prepared:
         facts += map(_OF_CONVOLUTIONS, self._convolutions)
         for fact in _FACTS:
             facts += map(fact, there)
-        for fact in _OF_WEIGHTS:
-            # None are laid out as nothing: a layer has a weight.
-            facts += map(fact, [t for n in self._first if (t := every[n]) is not None])
         precision = direct.float32_precision() if known.wide else ""
         if types != known.types or facts != known.facts or precision != known.precision:
             wide = any(t.dtype is torch.float32 for t in (x, *there))
@@ -214,9 +191,9 @@ class Prepared:
 
     def _made(self, every: Sequence[Tensor | None], x: Tensor, spare: int) -> Iterator[line.Launch]:
         """The launches, as far as there are any. every: the tensors of all steps, in the order of _tensors_of."""
-        held, ends = x, [*self._first[1:], len(every)]
-        for step, first, end in zip(self.steps, self._first, ends, strict=True):
-            weight, *others = every[first:end]
+        held, left = x, iter(every)
+        for step in self.steps:
+            weight, *others = islice(left, 2 if step.norm is None else 6)
             held = x if step.opens else held
             if weight is None or weight.dtype is not x.dtype or x.dtype in EIGHT_BITS or not _kernel(step, others):
                 return
@@ -239,14 +216,22 @@ class Prepared:
 _ORDINARY = frozenset((Tensor, nn.Parameter, type(None)))
 
 
-def _tensors_of(step: _Step) -> list[tuple[dict[str, Any], str]]:
-    """Where the tensors of a step are to be looked for: weight, bias, mean, variance, scale and shift."""
-    own, norm = step.layer._parameters, step.norm
-    found: list[tuple[dict[str, Any], str]] = [(own, "weight"), (own, "bias")]
-    if norm is not None:
-        found += [(norm._buffers, "running_mean"), (norm._buffers, "running_var")]
-        found += [(norm._parameters, "weight"), (norm._parameters, "bias")]
-    return found
+def _tensors_of(step: _Step) -> tuple[Tensor | None, ...] | None:
+    """Weight and bias, and of a norm mean, variance, scale and shift; looked at for each call, as others may be put in
+    their places. None where a plain attribute stands before one."""
+    layer, norm = step.layer, step.norm
+    own = layer._parameters
+    if "weight" not in own or "bias" not in own or not _PLAIN.isdisjoint(layer.__dict__):
+        return None
+    if norm is None:
+        return own["weight"], own["bias"]
+    kept, more = norm._buffers, norm._parameters
+    if "running_mean" not in kept or "running_var" not in kept or "weight" not in more or "bias" not in more:
+        return None
+    return own["weight"], own["bias"], kept["running_mean"], kept["running_var"], more["weight"], more["bias"]
+
+
+_PLAIN = frozenset(("weight", "bias"))
 
 
 def _kernel(step: _Step, others: Sequence[Tensor | None]) -> bool:
@@ -288,6 +273,9 @@ class _Plan:
         begin = len(self.steps)
         if [*self._each(modules)][-1:] != [len(modules)] or not self.steps[-1].activated:
             return self._without(first)
+        if any(step.opens or step.aside for step in self.steps[begin:]):
+            # A block within it holds something of its own.
+            return self._without(first)
         self._mark(begin, opens=begin == first)
         self._mark(-1, adds=True, ends=len(modules))
         return True
@@ -299,7 +287,7 @@ class _Plan:
             module, first = modules[place], len(self.steps)
             self.watched.append(module)
             if isinstance(module, Parted) and type(module).__module__ == _OURS:
-                self.nested.append((module, module.parts()))
+                self.nested.append((module, module._parts()))
                 if not self.add(self.nested[-1][1]):
                     self._without(first)
                     return
@@ -307,9 +295,10 @@ class _Plan:
                 self.steps[first:] = [step._replace(ends=0) for step in self.steps[first:]]
                 place += 1
             elif (end := _end(modules, place)) > place:
-                behind = modules[place + 1 : end]
+                behind = tuple(modules[place + 1 : end])
+                norm = behind[0] if behind and type(behind[0]) is layers.BatchNorm else None
                 self.watched += behind
-                self.steps.append(_Step(module, tuple(behind)))  # pyright: ignore[reportArgumentType]
+                self.steps.append(_Step(module, norm, behind))  # pyright: ignore[reportArgumentType]
                 place = end
             else:
                 return

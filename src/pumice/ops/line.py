@@ -72,12 +72,16 @@ def found_of(
             call = None if asked is not None else known_call(launch.key, ((rows, launch.lead),), launch.columns)
         else:
             kept = geometry.maps.get((relation, None)) if asked is None else kernel_map(geometry, *asked)
+            if kept is None and not found and relation.dim == geometry.dim:
+                # Later ones are for later lines: until they are found the device has these kernels to run.
+                kept = kernel_map(geometry, relation)
             if kept is not None:
                 outputs = kept[1] or geometry
                 count = outputs.coords.shape[0]
                 call = _over(kept[0], launch, (rows, count), outputs is began)
-        # What a kernel does not write all of, or in another dtype, is made and finished around it.
-        if call is None or call.runner.fills is not x.dtype:
+        # What a kernel does not write all of, or in another dtype, is made and finished around it. What is added has
+        # the rows of what a block began with.
+        if call is None or call.runner.fills is not x.dtype or (launch.aside and outputs is not geometry):
             break
         found.append(Found(launch, call, outputs, count))
         if not launch.aside:
