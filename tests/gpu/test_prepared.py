@@ -101,9 +101,14 @@ def test_lines_are_the_layers_one_by_one(gpu, name, dtype, lines):
 def test_weights_that_changed(gpu, name, lines):
     net, x = net_of(name, gpu), scan(3000, 1, gpu)
     for _ in range(3):
-        first = results(net, x)
+        before = results(net, x)
     layer = next(m for m in net.modules() if isinstance(m, nn.Conv3d) and m.in_channels == m.out_channels)
     norm = next(m for m in net.modules() if isinstance(m, nn.BatchNorm))
+
+    def moved():
+        norm.bias.data.add_(1)
+        net.float().half()
+
     changes = (
         lambda: layer.weight.data.mul_(2),
         lambda: setattr(layer.weight, "data", layer.weight.data.clone() * 0.5),
@@ -111,15 +116,16 @@ def test_weights_that_changed(gpu, name, lines):
         lambda: setattr(layer.weight, "data", layer.weight.data.transpose(0, -1)),
         lambda: norm.running_var.mul_(3),
         lambda: setattr(norm, "eps", 0.7),
-        lambda: net.float().half(),
+        moved,
     )
     for change in changes:
         change()
         for _ in range(2):
             lines.clear()
             got = results(net, x)
-            assert equal(got, one_by_one(net, x)) and not equal(got, first)
-        assert sum(lines) > 0
+            assert equal(got, one_by_one(net, x))
+        assert sum(lines) > 0 and not equal(got, before)
+        before = got
 
 
 def test_lines_on_several_streams(gpu, lines):

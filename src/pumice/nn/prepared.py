@@ -186,7 +186,7 @@ class Prepared:
         if types != known.types or facts != known.facts or precision != known.precision:
             wide = any(t.dtype is torch.float32 for t in (x, *there))
             precision = direct.float32_precision() if wide else ""
-            known = self._known = _Known(types, facts, wide, precision, [*self._made(every, x, spare)])
+            known = self._known = _Known(types, facts, wide, precision, [*line.placed(self._made(every, x, spare))])
         return known.launches
 
     def _made(self, every: Sequence[Tensor | None], x: Tensor, spare: int) -> Iterator[line.Launch]:
@@ -218,10 +218,10 @@ _ORDINARY = frozenset((Tensor, nn.Parameter, type(None)))
 
 def _tensors_of(step: _Step) -> tuple[Tensor | None, ...] | None:
     """Weight and bias, and of a norm mean, variance, scale and shift; looked at for each call, as others may be put in
-    their places. None where a plain attribute stands before one."""
+    their places. None where an attribute of the layer's own stands before what is of its class."""
     layer, norm = step.layer, step.norm
     own = layer._parameters
-    if "weight" not in own or "bias" not in own or not _PLAIN.isdisjoint(layer.__dict__):
+    if "weight" not in own or "bias" not in own or not layer.__dict__.keys().isdisjoint(_OWN):
         return None
     if norm is None:
         return own["weight"], own["bias"]
@@ -231,7 +231,8 @@ def _tensors_of(step: _Step) -> tuple[Tensor | None, ...] | None:
     return own["weight"], own["bias"], kept["running_mean"], kept["running_var"], more["weight"], more["bias"]
 
 
-_PLAIN = frozenset(("weight", "bias"))
+_OWN = frozenset(("weight", "bias", "finished", "asked"))
+"""What a line does without looking it up: whoever puts another one there is to be heard."""
 
 
 def _kernel(step: _Step, others: Sequence[Tensor | None]) -> bool:

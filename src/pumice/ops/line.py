@@ -3,8 +3,8 @@ its own, but places in one piece of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ _ALIGNED = 256
 """Bytes."""
 _PLACES = 3
 """At most: of what a kernel reads, what is added later, and what it writes."""
+_GIVEN = -1
+"""The place of what a line is given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +33,8 @@ class Launch:
     spare: those left free behind them; lead: how far rows of the features are apart, in values.
 
     opens: its features are what a residual block begins with; aside: its result is what the block adds; adds: it adds
-    that, or what the block began with. ends: how many modules are done behind it, 0 within one.
+    that, or what the block began with. ends: how many modules are done behind it, 0 within one. reads, held, writes:
+    the places of features, of what is added later, and of the result (`placed`).
     """
 
     key: Hashable
@@ -44,6 +47,19 @@ class Launch:
     aside: bool
     adds: bool
     ends: int
+    reads: int = _GIVEN
+    held: int = _GIVEN
+    writes: int = 0
+
+
+def placed(launches: Iterable[Launch]) -> Iterator[Launch]:
+    """Launches one after the other with their places: none writes to what it reads, or to what is added later."""
+    reads = held = _GIVEN
+    for launch in launches:
+        held = reads if launch.opens else held
+        writes = next(n for n in range(_PLACES) if n not in (reads, held))
+        yield replace(launch, reads=reads, held=held, writes=writes)
+        reads, held = (reads, writes) if launch.aside else (writes, held)
 
 
 class Found(NamedTuple):
@@ -108,27 +124,35 @@ def started(found: Sequence[Found], x: Tensor) -> Tensor | None:
     address, last = x.data_ptr(), found[-1]
     if address & 15 or (x.is_cuda and x.get_device() != torch._C._cuda_getDevice()):
         return None
-    size = max((f.rows * f.launch.columns for f in found[:-1]), default=0) * x.element_size()
-    size = max(1, -(-size // _ALIGNED)) * _ALIGNED
-    count = min(_PLACES, len(found) - 1)
-    memory = x.new_empty(count * size, dtype=torch.uint8)
-    places = [memory.data_ptr() + n * size for n in range(count)]
+    out = last.call.runner.fresh(x, (last.rows, last.launch.columns))
+    result = out.data_ptr()
+    memory, at = _places(found, x, result)
+    at[_GIVEN] = address
     needs = [f.call.aimed.needs for f in found if f.call.aimed.slots.scratch is not None]
     # Held until the kernels are under way, as the memory is.
     own = scratch(max(n for n, _ in needs), max(n for _, n in needs), x.device) if needs else None
-    out = last.call.runner.fresh(x, (last.rows, last.launch.columns))
-    held = address
     for one in found:
         launch, call = one.launch, one.call
-        if launch.opens:
-            held = address
-        if one is last:
-            result = out.data_ptr()
-        else:
-            result = next(place for place in places if place != address and place != held)
-        call.aimed.begin((address, *launch.addresses, held), call.places, result, own)
-        if launch.aside:
-            held = result
-        else:
-            address = result
+        addresses = at[launch.reads], *launch.addresses, at[launch.held]
+        call.aimed.begin(addresses, call.places, result if one is last else at[launch.writes], own)
+    del memory
     return out
+
+
+def _places(found: Sequence[Found], x: Tensor, result: int) -> tuple[Tensor, dict[int, int]]:
+    """Memory for what lies between the kernels, and the address of each place. One that the last kernel reads nothing
+    from is where that one writes, if there is room."""
+    between, end = found[:-1], found[-1]
+    most = max((f.rows * f.launch.columns for f in between), default=0)
+    roomy = most <= end.rows * (end.launch.columns + end.launch.spare)
+    size = max(1, -(-most * x.element_size() // _ALIGNED)) * _ALIGNED
+    used = sorted({f.launch.writes for f in between})
+    at, own = {}, []
+    for place in used:
+        if roomy and result not in at.values() and place not in (end.launch.reads, end.launch.held):
+            at[place] = result
+        else:
+            own.append(place)
+    memory = x.new_empty(len(own) * size, dtype=torch.uint8)
+    at |= {place: memory.data_ptr() + n * size for n, place in enumerate(own)}
+    return memory, at
