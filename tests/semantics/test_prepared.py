@@ -660,6 +660,7 @@ ERRORS = {
     "no weight": lambda n: put(inner(n), "weight", None),
     "no shortcut's weight": lambda n: delattr(n[2].shortcut[0], "weight"),
     "no body": lambda n: delattr(n[1], "body"),
+    "groups": lambda n: put(inner(n), "groups", 2),
 }
 
 
@@ -998,6 +999,9 @@ PLAIN = {
         8, 8, *unit(8, 8, 3, out="support"), nn.Conv3d(8, 8, 3, bias=False), nn.BatchNorm(8)
     ),
     "an activation of a norm": lambda: around(8, 8, *unit(8, 8), act=lambda: nn.LayerNorm(8)),
+    "a norm as activation": lambda: around(8, 8, nn.Conv3d(8, 8, 3, bias=False), act=lambda: nn.BatchNorm(8)),
+    "a layer as activation": lambda: around(8, 8, *unit(8, 8), act=lambda: nn.Conv3d(8, 8, 3, bias=False)),
+    "a chain as activation": lambda: around(8, 8, *unit(8, 8), act=lambda: unit(8, 8)),
     "a bare body": lambda: around(8, 8, nn.Conv3d(8, 8, 3, bias=False), nn.LayerNorm(8)),
     "a body of a linear map": lambda: around(8, 8, nn.Linear(8, 8, bias=False), nn.BatchNorm(8)),
     "no body": lambda: around(8, 8),
@@ -1281,6 +1285,65 @@ def test_a_shortcut_over_other_coordinates(gpu, name):
         assert problem_of(odd, x) == unprepared_problem_of(odd, x) is not None
 
 
+@pytest.mark.parametrize("linear", [False, True], ids=["identity", "linear"])
+def test_a_body_over_other_coordinates(gpu, linear):
+    """Though a kernel that adds features is known over its map."""
+    count, x = 16 if linear else 8, cloud()
+    block = around(8, count, nn.Conv3d(8, count, 3, bias=False, out="support"), nn.BatchNorm(count))
+    layer, norm = stirred(block).body
+    for _ in range(2):
+        y = layer(x)
+        layer.finished(x, pm.ops.Epilogue.of_norm(norm.vectors(), norm.eps, torch.zeros_like(y.feats), "relu"))
+    for seed in (0, 1):
+        gpu.clear()
+        agree(gpu, block, anew(x, seed))
+        assert not any("*residual" in each.bytes for each in gpu.started)
+
+
+def test_where_rows_lie_in_a_buffer_nothing_is_prepared(gpu, monkeypatch):
+    """Of which the device alone knows how many live."""
+    x = cloud()
+    net = known_chain(gpu, x)
+    parts = Parts(tuple(net))
+    assert prepared(net, x, parts) is not None
+    monkeypatch.setattr(type(x.geometry), "buffered", SimpleNamespace(trains=False))
+    assert prepared(net, x, parts) is None
+
+
+class Marked(torch.Tensor):
+    """Of the same values, which somebody watches."""
+
+
+@pytest.mark.parametrize("which", ["weight", "mean", "shift"])
+def test_tensors_of_the_users_own_are_in_no_line(gpu, which):
+    x = cloud()
+    net = known_chain(gpu, x)
+    layer, norm = net[1].body[0], net[1].body[1]
+    if which == "mean":
+        norm.running_mean = norm.running_mean.as_subclass(Marked)
+    else:
+        name, module = ("weight", layer) if which == "weight" else ("bias", norm)
+        module._parameters[name] = module._parameters[name].detach().as_subclass(Marked)
+    for seed in (1, 2):
+        gpu.clear()
+        want = one_by_one(net, anew(x, seed)).feats.as_subclass(torch.Tensor)
+        y = net(anew(x, seed)).feats.as_subclass(torch.Tensor)
+        torch.testing.assert_close(y, want, **NEAR[torch.float32])
+        # What is before the block, and the one behind it.
+        assert sorted(len(each) for each in gpu.lines) == [1, 3]
+
+
+def test_the_same_memory_in_other_floats(gpu):
+    """Where it lies, and how, is what it was."""
+    x = cloud(dtype=torch.float16)
+    net = known_chain(gpu, x)
+    before, norm = net(x).feats, net[1].body[1]
+    exchanged(norm.bias, lambda v: v.view(torch.bfloat16))
+    for _ in range(2):
+        y = net(x)
+        assert torch.equal(y.feats, agree_with(net, x).feats) and not torch.equal(y.feats, before)
+
+
 @pytest.mark.parametrize("part", ["shortcut", "act", "body"])
 def test_a_block_without_a_part_is_told_alike(gpu, part):
     x = cloud()
@@ -1370,3 +1433,19 @@ def test_room_is_what_is_asked_for(gpu, monkeypatch):
         assert torch.equal(y.feats, want if beside is None else torch.cat([want, beside.feats], 1))
         assert y.feats.is_contiguous() and not copied
         assert number in (0, 2, 4) or [len(each) for each in gpu.lines] == [2]
+
+
+def test_layers_with_a_finished_of_their_own_are_heard(gpu):
+    """As whoever tunes a network puts there to see what it does."""
+    from pumice.engine.groups import seeing
+
+    x = cloud()
+    net = known_chain(gpu, x)
+    wanted = [name for name, m in net.named_modules() if isinstance(m, nn.Conv3d)]
+    agree(gpu, net, anew(x, 1))
+    with torch.no_grad(), seeing(net) as calls:
+        net(anew(x, 2))
+    assert sorted(call.name for call in calls) == sorted(wanted)
+    gpu.clear()
+    agree(gpu, net, anew(x, 3))
+    assert gpu.in_lines
