@@ -1329,8 +1329,8 @@ def test_tensors_of_the_users_own_are_in_no_line(gpu, which):
         want = one_by_one(net, anew(x, seed)).feats.as_subclass(torch.Tensor)
         y = net(anew(x, seed)).feats.as_subclass(torch.Tensor)
         torch.testing.assert_close(y, want, **NEAR[torch.float32])
-        # What is before the block, and the one behind it.
-        assert sorted(len(each) for each in gpu.lines) == [1, 3]
+        # What is before the block; behind it features are of that kind, too.
+        assert [len(each) for each in gpu.lines] == [1]
 
 
 def test_the_same_memory_in_other_floats(gpu):

@@ -47,18 +47,16 @@ class Parted(nn.Module):
 def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
     """What the owner of these parts keeps of them, where they may be started straight away: without gradients, on a
     GPU, where nobody watches. None elsewhere."""
-    if torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not isinstance(x, SparseTensor):
+        return None
+    feats = rows_of(x)
+    if x.geometry.buffered is not None or not direct.starts_kernels(feats) or not register.plain((feats,)):
         return None
     kept = owner.__dict__.get(_NAME)
     if kept is None or kept.parts != parts or not kept.alike():
         # Past torch's own way, which looks for modules and parameters in whatever is set.
         kept = owner.__dict__[_NAME] = Prepared(parts)
-    feats = rows_of(x)
-    if not kept.steps or x.geometry.buffered is not None or not direct.starts_kernels(feats):
-        return None
-    if torch.is_grad_enabled() or not register.plain((feats,)) or not unheard(kept.watched):
-        return None
-    return kept
+    return kept if kept.steps and unheard(kept.watched) else None
 
 
 class _Step(NamedTuple):
