@@ -119,6 +119,9 @@ class Compiled:
             # What is written is nowhere read.
             first, more = touched[""]
             assert not name or begin + length <= first or first + more <= begin, f"{name} lies where the result does"
+        rooms = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in getattr(gpu.own, "made", [])]
+        inside = [begin <= touched[""][0] and sum(touched[""]) <= begin + length for begin, length in rooms]
+        assert not rooms or any(inside), "what is written does not fit"
         x, w = found["x"].float(), found["w"].float()
         if over:
             table, inputs, own, alive = gpu.arrays[sizes["operand", "map_met", 0]]

@@ -148,6 +148,9 @@ LINES = {
         nn.Linear(16, 8, bias=False),
         nn.BatchNorm(8),
     ),
+    "blocks that end in one of one": lambda: nn.Sequential(
+        nn.ResidualBlock(8, 8), nn.ResidualBlock(8, 8), nn.ResidualBlock(8, 8), around(8, 8, *unit(8, 8)[:2])
+    ),
     "one block three times": twice,
     "coarser": lambda: nn.Sequential(unit(8, 16, 2, stride=2), nn.ResidualBlock(16, 16), nn.ResidualBlock(16, 8)),
     "coarser twice": lambda: nn.Sequential(

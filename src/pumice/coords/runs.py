@@ -168,12 +168,12 @@ def put_in_pieces(asked: Sequence[tuple[Tensor, int, int]]) -> None:
             wanted.append((told, most))
     if not wanted:
         return
-    table, layouts, at = [], [], 0
+    table, layouts, at = [], list[tuple[int, int, int]](), 0
     for told, most in wanted:
         *_, places = numbers = told.numbers(most)
         each = -(-places // 4) * 4
         table += (told.ends.data_ptr(), at, each, *numbers)
-        layouts.append(((5, places), (each, 1), at))
+        layouts.append((places, each, at))
         at += 5 * each
     device = wanted[0][0].ends.device
     out = torch.empty(at, dtype=torch.int32, device=device)
@@ -182,8 +182,9 @@ def put_in_pieces(asked: Sequence[tuple[Tensor, int, int]]) -> None:
     constants = _counting(count, max(told.longest for told, _ in wanted))
     tensors = integers(table, device), out
     kernel("tiling.order_many")(len(wanted) * blocks, tensors, (blocks,), constants)
-    for (told, most), layout in zip(wanted, layouts, strict=True):
-        told.pieces[most] = Pieces(*out.as_strided(*layout).unbind())
+    begin = out.storage_offset()
+    for (told, most), (places, each, at) in zip(wanted, layouts, strict=True):
+        told.pieces[most] = Pieces(*out.as_strided((5, places), (each, 1), begin + at).unbind())
 
 
 def cut_as_asked(array: Tensor, ends: Tensor, longest: int, asked: set[int]) -> None:
