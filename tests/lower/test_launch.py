@@ -1371,3 +1371,18 @@ def test_a_fixed_kernel_tells_a_profiler(current, monkeypatch):
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
     start(1, (torch.zeros(8),))
     assert (len(kernel.doors), len(kernel.watched), len(kernel.direct)) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["bare", "epilogue"])
+def test_a_template_is_told_the_rows_of_every_tensor(straight, monkeypatch, ended):
+    """Also of those that have as many in all calls: what a kernel asks of them is not known here."""
+    weight, seen, at = torch.zeros(16, 27, 16, dtype=torch.float16), [], direct.Template.at
+    monkeypatch.setattr(
+        direct.Template, "at", lambda self, held, counts, shape: seen.append(counts) or at(self, held, counts, shape)
+    )
+    for count in (400, 399, 397):
+        x, found = voxels(count, 0)
+        end = finish(count) if ended else None
+        pm.ops.conv_features(x, weight, found, count, epilogue=end)
+    tensors = (x, weight, *(end.operands.values() if end else ()))
+    assert seen and seen[-1] == [t.shape[0] for t in tensors]

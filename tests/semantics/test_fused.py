@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.utils.prune
+from nets import stirred
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -36,17 +37,6 @@ def finished(monkeypatch):
         lambda self, x, epilogue, *more: seen.append(epilogue) or whole(self, x, epilogue, *more),
     )
     return seen
-
-
-def stirred(module):
-    """Norms whose statistics and weights are not those of a new one."""
-    torch.manual_seed(3)
-    for part in module.modules():
-        if isinstance(part, nn.BatchNorm):
-            for values in (part.running_mean, part.running_var, part.weight, part.bias):
-                if values is not None:
-                    values.data.uniform_(0.5, 2)
-    return module.eval()
 
 
 CHAINS = {

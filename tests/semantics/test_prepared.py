@@ -8,6 +8,7 @@ import pickle
 import threading
 import weakref
 from collections import OrderedDict
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import torch.nn.utils.parametrize
 import torch.nn.utils.prune
 from emulated import emulated, on_cpu, unprepared
+from nets import stirred
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +29,7 @@ from pumice.lower import triton as kernels
 from pumice.models.minkunet import Decoder, Encoder
 from pumice.nn import fused
 from pumice.nn.prepared import Parts, Prepared, prepared
-from pumice.ops import line
+from pumice.ops import line, linear
 from pumice.ops.tensor import fitting
 from pumice.schedule.ledger import Ledger
 from pumice.schedule.tile import Tile
@@ -43,17 +45,6 @@ NEAR = {
 def gpu(tmp_path):
     with emulated(tmp_path) as found, torch.no_grad():
         yield found
-
-
-def stirred(module):
-    """Norms whose statistics and weights are not those of a new one."""
-    torch.manual_seed(3)
-    for part in module.modules():
-        if isinstance(part, nn.BatchNorm):
-            for values in (part.running_mean, part.running_var, part.weight, part.bias):
-                if values is not None:
-                    values.data.uniform_(0.5, 2)
-    return module.eval()
 
 
 COORDS = random_cloud(400, 3, extent=(24, 24, 12), seed=1)
@@ -866,7 +857,7 @@ def test_precision_of_products_is_what_is_set(gpu, monkeypatch):
 def test_precision_is_no_matter_of_half(gpu, monkeypatch):
     x = cloud(dtype=torch.float16)
     net = known_chain(gpu, x)
-    monkeypatch.setattr(direct, "float32_precision", lambda: pytest.fail("asked"))
+    monkeypatch.setattr(kernels, "float32_precision", lambda: pytest.fail("asked"))
     agree_in_line = net(x)
     assert agree_in_line.dtype == torch.float16 and [len(each) for each in gpu.lines] == [7]
 
@@ -1452,3 +1443,34 @@ def test_layers_with_a_finished_of_their_own_are_heard(gpu):
     gpu.clear()
     agree(gpu, net, anew(x, 3))
     assert gpu.in_lines
+
+
+def test_a_template_is_told_the_same_rows_by_a_line(gpu, monkeypatch):
+    """Those of every tensor of the call."""
+    net = stirred(nn.Sequential(unit(8, 16), nn.ResidualBlock(16, 24), nn.ResidualBlock(24, 24)))
+    for rows in (400, 399) * 2:
+        net(cloud(rows=rows))
+    seen, told, at = [], [], direct.Template.at
+
+    def noted(self, held, counts, shape):
+        seen.append(tuple(counts))
+        return at(self, held, counts, shape)
+
+    monkeypatch.setattr(direct.Template, "at", noted)
+    for known in (True, False):
+        seen.clear(), gpu.clear(), linear._CALLS.clear()
+        with nullcontext() if known else unprepared():
+            net(cloud(rows=397))
+        assert bool(gpu.in_lines) == known
+        told.append(sorted(seen))
+    assert told[0] == told[1] and {len(counts) for counts in told[0]} >= {6, 7}
+
+
+def test_what_a_kernel_does_not_fill_is_no_line(gpu, monkeypatch):
+    """It is made and finished around the kernel."""
+    x = cloud()
+    net = known_chain(gpu, x)
+    monkeypatch.setattr(kernels.Runner, "fills", None)
+    gpu.clear()
+    agree(gpu, net, anew(x, 1))
+    assert not gpu.in_lines

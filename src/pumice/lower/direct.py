@@ -40,18 +40,13 @@ def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) 
             wide = True
         found += (shape[1:] if counts else shape, x.stride(), kind, x.get_device())
     if wide:
-        found.append(float32_precision())
+        found.append(kernels.float32_precision())
     return interned(tuple(found))
 
 
 def settings() -> tuple[Hashable, ...]:
     """What is set for all calls, but for how float32 is multiplied."""
     return deterministic(), ledger().generation, kernels.tile_source()
-
-
-def float32_precision() -> str:
-    """How float32 is multiplied."""
-    return kernels.float32_precision()
 
 
 def interned(facts: Hashable) -> Hashable:
@@ -186,9 +181,7 @@ class Call:
 
     def from_template(self, held: Held) -> Direct | None:
         """The call as one like it was carried out; its tensors fit but for their rows, which are known to."""
-        counted = zip(self.tensors, self.counting, strict=True)
-        rows = [(x.shape[0], x.stride(0)) if counts and x.ndim else (0, 0) for x, counts in counted]
-        return cast(self.kind, held, rows, self.shape)
+        return cast(self.kind, held, counted(self.tensors, self.counting), self.shape)
 
     def leave(
         self, ready: Ready, held: Held, tensors: Sequence[Tensor], numbers: Sequence[int], finish: Finish = NOTHING
@@ -208,9 +201,17 @@ class Call:
         return _of_ready(ready, given, order)
 
 
+def counted(tensors: Sequence[Tensor], counting: Sequence[bool]) -> list[tuple[int, int]]:
+    """How many rows each tensor has, and how far they are apart: 0 where they are as many in all calls of a kind."""
+    return [
+        (x.shape[0], x.stride(0) if counts else 0) if x.ndim else (0, 0)
+        for x, counts in zip(tensors, counting, strict=True)
+    ]
+
+
 def cast(kind: Hashable, held: Held, rows: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Direct | None:
-    """A call as one of this kind (see Call) was carried out, over another map. rows: of its tensors, and how far they
-    are apart, 0 and 0 of one that counts none; shape: the result's."""
+    """A call as one of this kind (see Call) was carried out, over another map. rows: as `counted` tells them; shape:
+    the result's."""
     template = TEMPLATES.get(kind)
     if template is None or held.far or template.runner.is_far(shape):
         return None

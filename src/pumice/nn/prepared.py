@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pumice.lower import direct
+from pumice.lower import triton as kernels
 from pumice.lower.epilogue import NOTHING
-from pumice.lower.loops import EIGHT_BITS
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard
@@ -180,10 +180,10 @@ class Prepared:
         facts += map(_OF_CONVOLUTIONS, self._convolutions)
         for fact in _FACTS:
             facts += map(fact, there)
-        precision = direct.float32_precision() if known.wide else ""
+        precision = kernels.float32_precision() if known.wide else ""
         if types != known.types or facts != known.facts or precision != known.precision:
             wide = any(t.dtype is torch.float32 for t in (x, *there))
-            precision = direct.float32_precision() if wide else ""
+            precision = kernels.float32_precision() if wide else ""
             known = self._known = _Known(types, facts, wide, precision, [*line.placed(self._made(every, x, spare))])
         return known.launches
 
@@ -193,7 +193,7 @@ class Prepared:
         for step in self.steps:
             weight, *others = islice(left, 2 if step.norm is None else 6)
             held = x if step.opens else held
-            if weight is None or weight.dtype is not x.dtype or x.dtype in EIGHT_BITS or not _kernel(step, others):
+            if weight is None or not _kernel(step, others):
                 return
             room = spare if step.ends == len(self.parts.modules) else 0
             epilogue, _ = epilogue_of(step.behind, held if step.adds else None, room)

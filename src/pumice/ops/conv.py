@@ -261,15 +261,14 @@ def _started(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Fin
     key = key_of(tensors, finish)
     call = found.kept(key)
     if call is None:
-        counted = zip(tensors, direct.counting(finish), strict=True)
-        call = cast_over(found, key, [(t.shape[0], t.stride(0)) if n else (0, 0) for t, n in counted], weight.shape[0])
+        call = cast_over(found, key, direct.counted(tensors, direct.counting(finish)), weight.shape[0])
     return None if call is None else call(tensors)
 
 
 def cast_over(found: KernelMap, key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> direct.Direct | None:
     """The call of which one like it was carried out over a map of about the same sizes, kept for later ones.
 
-    key: that of `key_of`; rows: as direct.cast takes them; columns: of the result.
+    key: that of `key_of`; rows: as direct.counted tells them; columns: of the result.
     """
     held = _held_arrays(found, False)
     call = direct.cast((key, held.kind), held, rows, (found.num_outputs, columns))

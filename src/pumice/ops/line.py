@@ -51,6 +51,12 @@ class Launch:
     held: int = _GIVEN
     writes: int = 0
 
+    def counted(self, inputs: int, outputs: int) -> list[tuple[int, int]]:
+        """As direct.counted tells the rows of its tensors; weights and vectors have one for each column. Rows that are
+        added lie as those that the block began with, which were looked at, or side by side."""
+        own = [(inputs, self.lead), *((self.columns, 0) for _ in self.addresses)]
+        return [*own, (outputs, self.columns)] if self.adds else own
+
 
 def placed(launches: Iterable[Launch]) -> Iterator[Launch]:
     """Launches one after the other with their places: none writes to what it reads, or to what is added later."""
@@ -85,14 +91,14 @@ def found_of(
             began = geometry
         relation, outputs, count, call = launch.relation, geometry, rows, None
         if relation is None:
-            call = None if asked is not None else known_call(launch.key, ((rows, launch.lead),), launch.columns)
+            call = None if asked is not None else known_call(launch.key, launch.counted(rows, rows), launch.columns)
         else:
             kept = geometry.maps.get((relation, None)) if asked is None else kernel_map(geometry, *asked)
             if kept is None and not found and relation.dim == geometry.dim:
                 # Later ones are for later lines: until they are found the device has these kernels to run.
                 kept = kernel_map(geometry, relation)
             if kept is not None:
-                outputs = kept[1] or geometry
+                outputs = geometry if kept[1] is None else kept[1]
                 count = outputs.coords.shape[0]
                 call = _over(kept[0], launch, (rows, count), outputs is began)
         # What a kernel does not write all of, or in another dtype, is made and finished around it. What is added has
@@ -112,9 +118,7 @@ def _over(found: KernelMap, launch: Launch, rows: tuple[int, int], kept: bool) -
         return None
     call = found.kept(launch.key)
     if call is None:
-        counted = [(rows[0], launch.lead), *((0, 0) for _ in launch.addresses)]
-        counted += [(rows[1], launch.columns)] if launch.adds else []
-        call = cast_over(found, launch.key, counted, launch.columns)
+        call = cast_over(found, launch.key, launch.counted(*rows), launch.columns)
     return call
 
 

@@ -28,8 +28,7 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     key, counting = key_of(tensors, finish), direct.counting(finish)
     # The key tells the rows of no tensor.
     if x.ndim == 2 and direct.residual_fits(tensors, finish, (x.shape[0], weight.shape[0])):
-        rows = [(t.shape[0], t.stride(0)) if n else (0, 0) for t, n in zip(tensors, counting, strict=True)]
-        call = known_call(key, rows, weight.shape[0])
+        call = known_call(key, direct.counted(tensors, counting), weight.shape[0])
         if call is not None and (y := call(tensors)) is not None:
             return y
     _check(x, weight)
@@ -52,7 +51,7 @@ def key_of(tensors: Sequence[Tensor], finish: Finish) -> Hashable:
 def known_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> direct.Direct | None:
     """A call that was carried out before, with so many rows or about as many; None where there was none.
 
-    key: that of `key_of`; rows: as direct.cast takes them, of the features first; columns: of the result.
+    key: that of `key_of`; rows: as direct.counted tells them, of the features first; columns: of the result.
     """
     count, _ = rows[0]
     call = _CALLS.get((count, key))
