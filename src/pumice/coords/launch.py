@@ -179,6 +179,11 @@ class Fixed:
                 return self._start(device, programs, tensors, numbers)
         self._start(device, programs, tensors, numbers)
 
+    def compiled(self, device: int, beyond: Sequence[int]) -> Compiled | None:
+        """What was compiled for tensors that lie so many bytes beyond an alignment to 16; None where that was not
+        yet."""
+        return self._compiled.get((device, *beyond) if any(beyond) else (device,))
+
     def _start(self, device: int, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
         addresses, bits = [tensor.data_ptr() for tensor in tensors], 0
         for address in addresses:

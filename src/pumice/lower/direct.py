@@ -152,6 +152,16 @@ class Template:
         # The result, an array of the map, or one of the call's tensors.
         self._rows = tuple((0, 0) if not n else (1, held[n]) if n in held else (2, free[n]) for n in self._mould.rows)
 
+    def over(self, held: Held, rows: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Direct | None:
+        """The same; rows: as `counted` tells them. None where addresses need 64 bits."""
+        if held.far or self.runner.is_far(shape):
+            return None
+        for count, lead in rows:
+            # Of the others it is as it was.
+            if count * lead >= kernels.FAR:
+                return None
+        return self.at(held, [count for count, _ in rows], shape)
+
     def at(self, held: Held, counts: Sequence[int], shape: tuple[int, ...]) -> Direct | None:
         """The call over a map with tensors of so many rows; shape: of the result."""
         mould, number, cut = self._mould, self._array, None
@@ -213,13 +223,7 @@ def cast(kind: Hashable, held: Held, rows: Sequence[tuple[int, int]], shape: tup
     """A call as one of this kind (see Call) was carried out, over another map. rows: as `counted` tells them; shape:
     the result's."""
     template = TEMPLATES.get(kind)
-    if template is None or held.far or template.runner.is_far(shape):
-        return None
-    for count, lead in rows:
-        # Of the others it is as it was.
-        if count * lead >= kernels.FAR:
-            return None
-    return template.at(held, [count for count, _ in rows], shape)
+    return None if template is None else template.over(held, rows, shape)
 
 
 def _of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Direct | None:

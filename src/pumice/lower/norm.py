@@ -14,7 +14,7 @@ written.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -43,6 +43,12 @@ class Statistics:
     momentum: float | None = None
     tracked: Tensor | None = None
     offset: Tensor | None = None
+
+    @property
+    def facts(self) -> tuple[float, ...]:
+        """For a kernel."""
+        there = self.running is not None, self.follows, self.tracked is not None, self.offset is not None
+        return self.eps, self.momentum is None, *there
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,16 +225,14 @@ def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
     if not _by_kernels(x) or (known is not None and not (known[0].is_contiguous() and known[1].is_contiguous())):
         return moments_twin(x, rows, statistics)
     pair = _pair(x)
-    follows, tracked, offset = statistics.follows, statistics.tracked, statistics.offset
-    mean = statistics.momentum is None
-    if follows and mean and tracked is not None:
+    tracked, offset = statistics.tracked, statistics.offset
+    if statistics.follows and statistics.momentum is None and tracked is not None:
         # All programs read what one would write.
         tracked.add_((rows.count > 1)[0])
     told = (*((pair, pair) if known is None else known), pair if tracked is None else tracked)
-    facts = (statistics.eps, mean, known is not None, follows, tracked is not None, offset is not None)
     tensors = (x, rows.count, *told, pair if offset is None else offset.contiguous(), pair)
     # Not a constant: those who train lower it as they go, and each value would be compiled for.
-    _by_parts("moments", tensors, facts, (float(statistics.momentum or 0.0),))
+    _by_parts("moments", tensors, statistics.facts, (float(statistics.momentum or 0.0),))
     return pair
 
 
@@ -336,13 +340,19 @@ def _by_parts(
     x = tensors[0]
     rows, channels = x.shape
     (once, ahead), lanes = _of_parts(name, channels, facts, *[t.dtype for t in tensors])
+    parts, far = _shares(rows, lanes)
+    sides = -(-channels // lanes)
+    own = scratch(sides, 8 * parts * channels, x.device)
+    fixed = ahead if far else once
+    fixed(parts * sides, (*tensors, own.room, own.counters), (parts, *numbers))
+
+
+def _shares(rows: int, lanes: int) -> tuple[int, bool]:
+    """Into how many parts rows are shared, and whether loads run ahead: where there are some to run ahead of."""
     # At least two turns each: the last one waits for the sums of all.
     turn = _ENTRIES // lanes
-    parts, sides = max(1, min(_PARTS, -(-rows // (2 * turn)))), -(-channels // lanes)
-    own = scratch(sides, 8 * parts * channels, x.device)
-    # Loads run ahead where there are some to run ahead of.
-    fixed = ahead if rows > 4 * parts * turn else once
-    fixed(parts * sides, (*tensors, own.room, own.counters), (parts, *numbers))
+    parts = max(1, min(_PARTS, -(-rows // (2 * turn))))
+    return parts, rows > 4 * parts * turn
 
 
 @lru_cache(maxsize=1024)
@@ -370,3 +380,72 @@ def _lanes(channels: int) -> int:
 def _kernel(name: str) -> Any:
     """Its file is imported here first: it needs Triton."""
     return getattr(importlib.import_module("pumice.lower.norm_kernels"), name)
+
+
+class Settled:
+    """The kernels of a norm by float32 vectors, for features of one dtype: started with addresses, as they were
+    compiled for tensors."""
+
+    def __init__(self, told: Statistics, facts: tuple[bool, ...], of: tuple[int, torch.dtype, int]) -> None:
+        """facts: as Normed has them; of: the channels, dtype and device of the features."""
+        self._channels, dtype, self._device = of
+        channels, single, count = self._channels, torch.float32, torch.int32
+        vectors, back = (count, single, single, single), (*facts, channels)
+        tracked = single if told.tracked is None else told.tracked.dtype
+        moved = (dtype, count, single, single, tracked, single, single)
+        self._moments = _of_parts("moments", channels, told.facts, *moved)
+        self._normalise = _of_blocks("normalise", channels, facts, dtype, *vectors, dtype, dtype)
+        self._products = _of_parts("products", channels, back, dtype, dtype, *vectors, dtype, single)
+        self._gradient = _of_blocks("gradient", channels, back, dtype, dtype, *vectors, dtype, single, dtype, dtype)
+
+    def over(self, rows: int, beyond: int) -> Started | None:
+        """They, for so many rows, which are counted so many bytes beyond an alignment; None where one was not compiled
+        yet."""
+        (each, lanes), (blocks, wide) = self._moments, self._normalise
+        parts, far = _shares(rows, lanes)
+        fixed = each[far], blocks, self._products[0][far], self._gradient[0]
+        found = [one.compiled(self._device, at(beyond)) for one, at in zip(fixed, _COUNTS, strict=True)]
+        if not rows or any(one is None for one in found):
+            return None
+        kernels = tuple((one, kernel.constants) for one, kernel in zip(found, fixed, strict=True))
+        sides, channels = -(-self._channels // lanes), self._channels
+        programs = parts * sides, -(-rows // _ROWS) * -(-channels // wide)
+        return Started(kernels, programs, parts, (sides, 8 * parts * channels), self._device)
+
+
+def _counts(place: int, tensors: int) -> Callable[[int], tuple[int, ...]]:
+    return lambda beyond: (*(0,) * place, beyond, *(0,) * (tensors - place - 1))
+
+
+_COUNTS = (_counts(1, 9), _counts(1, 7), _counts(2, 10), _counts(2, 10))
+"""Where each kernel takes the number of rows among its tensors."""
+
+
+class Started:
+    """The kernels of a norm over some number of rows. needs: counters and bytes that the programs of one share.
+
+    Each takes the addresses of its tensors in the order of its arguments, on the current device.
+    """
+
+    __slots__ = ("_device", "_kernels", "_parts", "_programs", "needs")
+
+    def __init__(
+        self, kernels: Any, programs: tuple[int, int], parts: int, needs: tuple[int, int], device: int
+    ) -> None:
+        self._kernels, self._programs, self._parts, self.needs, self._device = kernels, programs, parts, needs, device
+
+    def moments(self, addresses: Sequence[int], momentum: float) -> None:
+        run, constants = self._kernels[0]
+        run(self._programs[0], (*addresses, self._parts, momentum, *constants), self._device)
+
+    def normalise(self, addresses: Sequence[int]) -> None:
+        run, constants = self._kernels[1]
+        run(self._programs[1], (*addresses, *constants), self._device)
+
+    def products(self, addresses: Sequence[int]) -> None:
+        run, constants = self._kernels[2]
+        run(self._programs[0], (*addresses, self._parts, *constants), self._device)
+
+    def gradient(self, addresses: Sequence[int]) -> None:
+        run, constants = self._kernels[3]
+        run(self._programs[1], (*addresses, *constants), self._device)

@@ -254,6 +254,11 @@ class Runner:
         """The dtype of what the kernel writes where that is all of the result, as it is given back; else None."""
         return self.dtype if self._whole and self._summed is self.dtype else None
 
+    @property
+    def writes(self) -> torch.dtype:
+        """The dtype of what the kernel writes, or adds to."""
+        return self._summed
+
     def is_far(self, shape: tuple[int, ...]) -> bool:
         """Whether addresses of such a result, with the columns that are left free behind it, need 64 bits."""
         return math.prod(shape) + (shape[0] if shape else 1) * self.finish.spare >= FAR

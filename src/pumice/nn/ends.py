@@ -48,3 +48,11 @@ def unheard(modules: Sequence[nn.Module]) -> bool:
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
             return False
     return True
+
+
+def unheard_of_gradients(modules: Sequence[nn.Module]) -> bool:
+    """The same of hooks that listen to gradients."""
+    every = nn.modules.module
+    if every._global_backward_hooks or every._global_backward_pre_hooks:
+        return False
+    return not any([module._backward_hooks or module._backward_pre_hooks for module in modules])

@@ -13,7 +13,7 @@ from pumice.lower.columns import put_columns
 from pumice.lower.loops import EIGHT_BITS
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.nn.ends import ACTIVATIONS, epilogue_of, is_known, unheard
+from pumice.nn.ends import ACTIVATIONS, epilogue_of, is_known, unheard, unheard_of_gradients
 from pumice.ops import SparseTensor, cat
 from pumice.ops.conv import Target, autocast_dtype
 from pumice.ops.conv_norm import conv_norm
@@ -100,7 +100,7 @@ def fuses(x: object, *modules: nn.Module) -> bool:
     """Whether kernels may do what these modules do, rather than that they are called."""
     if not _worth(x) or torch.compiler.is_compiling() or not unheard(modules):
         return False
-    return not torch.is_grad_enabled() or _unheard_of_gradients(modules)
+    return not torch.is_grad_enabled() or unheard_of_gradients(modules)
 
 
 def _trained(
@@ -155,7 +155,7 @@ def _activated(norm: nn.Module, behind: nn.Module, x: object) -> SparseTensor | 
     if not norm.of_living(x) or ACTIVATIONS.get(type(behind)) != "relu":
         return None
     both = norm, behind
-    return norm.over_living(x, relu=True) if unheard(both) and _unheard_of_gradients(both) else None
+    return norm.over_living(x, relu=True) if unheard(both) and unheard_of_gradients(both) else None
 
 
 def _fits(layer: Convolution, x: SparseTensor, residual: SparseTensor, target: Target = None) -> bool:
@@ -168,13 +168,6 @@ def _fits(layer: Convolution, x: SparseTensor, residual: SparseTensor, target: T
 def _worth(x: object) -> bool:
     """On a CPU an epilogue is torch's operators one by one, which are more than those of the modules."""
     return isinstance(x, SparseTensor) and (rows_of(x).is_cuda or x.geometry.trains)
-
-
-def _unheard_of_gradients(modules: Sequence[nn.Module]) -> bool:
-    every = nn.modules.module
-    if every._global_backward_hooks or every._global_backward_pre_hooks:
-        return False
-    return not any([module._backward_hooks or module._backward_pre_hooks for module in modules])
 
 
 def _call(module: nn.Module, x: SparseTensor) -> SparseTensor:

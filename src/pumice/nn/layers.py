@@ -7,12 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from pumice.errors import ShapeError
+from pumice.lower import direct
 from pumice.lower import norm as lowered
 from pumice.lower.epilogue import Epilogue
-from pumice.ops import pool
+from pumice.ops import pool, register
 from pumice.ops.conv import Size
 from pumice.ops.linear import linear_features, takes
 from pumice.ops.tensor import SparseTensor, living, on_rows, row_by_row, rows_of
@@ -43,7 +45,7 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
     """
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        if self.of_living(x):
+        if self.of_living(x) or self._by_kernels(x):
             return self.over_living(x)
         if torch.compiler.is_compiling():
             # Whether there are two, or any, is not known before the traced code runs; torch's own asks.
@@ -62,6 +64,15 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
     def of_living(self, x: SparseTensor) -> bool:
         """Whether it takes statistics of which the device alone knows the number of voxels: in a captured step."""
         return x.geometry.trains and (self.training or self.running_mean is None)
+
+    def _by_kernels(self, x: SparseTensor) -> bool:
+        """Whether it trains on a GPU, and nobody watches but autograd."""
+        feats, own = rows_of(x), self.training or self.running_mean is None
+        if not own or not torch.is_grad_enabled() or not direct.starts_kernels(feats) or feats.dtype == torch.float64:
+            return False
+        return forward_ad._current_level < 0 and register.recorded(
+            [feats, *(t for t in self.vectors() if t is not None)]
+        )
 
     def over_living(self, x: SparseTensor, relu: bool = False) -> SparseTensor:
         """The norm by those statistics, with a ReLU behind it."""

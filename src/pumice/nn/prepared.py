@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from pumice.lower import direct
 from pumice.lower import triton as kernels
 from pumice.lower.epilogue import NOTHING
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard
+from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard, unheard_of_gradients
+from pumice.nn.trained import Trained
 from pumice.ops import SparseTensor, line, register
 from pumice.ops.conv import Target
 from pumice.ops.conv import key_of as key_of_conv
@@ -45,21 +47,30 @@ class Parted(nn.Module):
 
 
 def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
-    """What the owner of these parts keeps of them, where they may be started straight away: without gradients, on a
-    GPU, where nobody watches. None elsewhere."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not isinstance(x, SparseTensor):
+    """What the owner of these parts keeps of them, where they may be started straight away: on a GPU, where nobody
+    watches but autograd. None elsewhere."""
+    if torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
         return None
-    feats = rows_of(x)
-    if x.geometry.buffered is not None or not direct.starts_kernels(feats) or not register.plain((feats,)):
+    feats, trains = rows_of(x), torch.is_grad_enabled()
+    if x.geometry.buffered is not None or not direct.starts_kernels(feats):
+        return None
+    if not (_alone_with_autograd(feats) if trains else register.plain((feats,))):
         return None
     kept = owner.__dict__.get(_NAME)
     if kept is None or kept.parts != parts or not kept.alike():
         # Past torch's own way, which looks for modules and parameters in whatever is set.
         kept = owner.__dict__[_NAME] = Prepared(parts)
-    return kept if kept.steps and unheard(kept.watched) else None
+    if not kept.steps or not unheard(kept.watched) or (trains and not unheard_of_gradients(kept.watched)):
+        return None
+    return kept
 
 
-class _Step(NamedTuple):
+def _alone_with_autograd(x: Tensor) -> bool:
+    # A norm's own tensors may have tangents, too.
+    return forward_ad._current_level < 0 and register.recorded((x,))
+
+
+class Step(NamedTuple):
     """A layer with the norm by known statistics and the activation behind it, as one kernel. behind: these modules;
     opens to ends: as in line.Launch."""
 
@@ -109,6 +120,7 @@ class Prepared:
         "_known",
         "_nested",
         "_norms",
+        "_trained",
         "_types",
         "parts",
         "steps",
@@ -122,7 +134,7 @@ class Prepared:
         self._types = [*map(type, self.watched)]
         self._norms = [step.norm for step in self.steps if step.norm is not None]
         self._convolutions = [step.layer for step in self.steps if isinstance(step.layer, Convolution)]
-        self._known = _Known([], [], False, "", [])
+        self._known, self._trained = _Known([], [], False, "", []), Trained(self.steps)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Prepared, (Parts(()),)
@@ -151,12 +163,14 @@ class Prepared:
 
         target: what the first one is called with beside x; spare: columns to be left free behind the last one's rows.
         """
+        if torch.is_grad_enabled():
+            return *self._trained.ahead(x, target), 0
         launches, feats = self._launches(rows_of(x), spare), rows_of(x)
         layer = self.steps[0].layer
         asked = layer.asked(target) if target is not None and isinstance(layer, Convolution) else None
         if not launches or (target is not None and asked is None):
             return x, 0, 0
-        found = line.found_of(launches, feats, x.geometry, asked)
+        found = line.found_of(launches, feats.shape[0], x.geometry, asked)
         y = line.started(found, feats) if found else None
         if y is None:
             return x, 0, 0
@@ -205,7 +219,7 @@ class Prepared:
             relation = step.layer.relation if isinstance(step.layer, Convolution) else None
             key = (key_of_linear if relation is None else key_of_conv)((x, weight, *more), finish)
             columns, flags = weight.shape[0], (step.opens, step.aside, step.adds, step.ends)
-            yield line.Launch(key, relation, own, columns, finish.spare, x.stride(0), *flags)
+            yield line.Launch(key, relation, own, columns, finish.spare, x.stride(0), x.dtype, *flags)
             # Nothing but the layout of what the kernel writes.
             result = x.new_empty((0, columns))
             held, x = (result, x) if step.aside else (held, result)
@@ -214,7 +228,7 @@ class Prepared:
 _ORDINARY = frozenset((Tensor, nn.Parameter, type(None)))
 
 
-def _tensors_of(step: _Step) -> tuple[Tensor | None, ...] | None:
+def _tensors_of(step: Step) -> tuple[Tensor | None, ...] | None:
     """Weight and bias, and of a norm mean, variance, scale and shift; looked at for each call, as others may be put in
     their places. None where an attribute of the layer's own stands before what is of its class."""
     layer, norm = step.layer, step.norm
@@ -233,7 +247,7 @@ _OWN = frozenset(("weight", "bias", "finished", "asked"))
 """What a line does without looking it up: whoever puts another one there is to be heard."""
 
 
-def _kernel(step: _Step, others: Sequence[Tensor | None]) -> bool:
+def _kernel(step: Step, others: Sequence[Tensor | None]) -> bool:
     """Whether a step is one kernel now; others: its tensors but for the weight."""
     bias, *vectors = others
     if bias is not None or (step.norm is not None and (step.norm.training or any(v is None for v in vectors[:2]))):
@@ -246,7 +260,7 @@ class _Plan:
     """Steps as they are found. watched: the modules that they take the place of; nested: those with parts of theirs."""
 
     def __init__(self) -> None:
-        self.steps: list[_Step] = []
+        self.steps: list[Step] = []
         self.watched: list[nn.Module] = []
         self.nested: list[tuple[Parted, Parts]] = []
 
@@ -297,7 +311,7 @@ class _Plan:
                 behind = tuple(modules[place + 1 : end])
                 norm = behind[0] if behind and type(behind[0]) is layers.BatchNorm else None
                 self.watched += behind
-                self.steps.append(_Step(module, norm, behind))  # pyright: ignore[reportArgumentType]
+                self.steps.append(Step(module, norm, behind))  # pyright: ignore[reportArgumentType]
                 place = end
             else:
                 return

@@ -270,7 +270,7 @@ def cast_over(found: KernelMap, key: Hashable, rows: Sequence[tuple[int, int]], 
 
     key: that of `key_of`; rows: as direct.counted tells them; columns: of the result.
     """
-    held = _held_arrays(found, False)
+    held = held_arrays(found, False)
     call = direct.cast((key, held.kind), held, rows, (found.num_outputs, columns))
     return None if call is None else found.keep(key, call)
 
@@ -282,7 +282,7 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
     if ready is None or flat.data_ptr() != weight.data_ptr():
         # Where the window's axes lie in no row, a copy was multiplied, and later calls bring the weight itself.
         return
-    held = _held_arrays(found, False)
+    held = held_arrays(found, False)
     shape = found.num_outputs, weight.shape[0]
     call = direct.Call(tensors, direct.counting(finish), shape, (key, held.kind))
     call = call.leave(ready, held, (x, flat, *more), (0, 1), finish)
@@ -290,7 +290,8 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
         found.keep(key, call)
 
 
-def _held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
+def held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
+    """The arrays of a map that its calls hold."""
     name = "held", differentiable
     return found.kept(name) or found.storage(name, lambda m: _made_held(m, differentiable))
 
@@ -414,7 +415,7 @@ def _held(
     names, text, shape = _told(tokens, given[1], rows, groups)
     ask = plan.Ask(names, text, shape, _STEADY, (0, 1), _lowering(found, given))
     like = _grouped(*given, groups), given[0].dtype
-    return register.HeldCall((None, None, *arrays), ask, like, _held_arrays(found, differentiable))
+    return register.HeldCall((None, None, *arrays), ask, like, held_arrays(found, differentiable))
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Launch:
 
     key: what its calls are kept under (key_of of ops.conv, ops.linear). relation: a convolution's; None of a linear
     map. addresses: of its tensors, in the order of the call, but for features and residual. columns: of its result;
-    spare: those left free behind them; lead: how far rows of the features are apart, in values.
+    spare: those left free behind them; lead: how far rows of the features are apart, in values; dtype: of both.
 
     opens: its features are what a residual block begins with; aside: its result is what the block adds; adds: it adds
     that, or what the block began with. ends: how many modules are done behind it, 0 within one. reads, held, writes:
@@ -43,6 +43,7 @@ class Launch:
     columns: int
     spare: int
     lead: int
+    dtype: torch.dtype
     opens: bool
     aside: bool
     adds: bool
@@ -50,6 +51,24 @@ class Launch:
     reads: int = _GIVEN
     held: int = _GIVEN
     writes: int = 0
+
+    def alone(self, outputs: Geometry, rows: int) -> Direct | None:  # noqa: ARG002
+        """A linear map's call."""
+        return self._filled(known_call(self.key, self.counted(rows, rows), self.columns))
+
+    def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> Direct | None:  # noqa: ARG002
+        """The call over a map; kept: whether the result has the rows that are added."""
+        if self.adds and not kept:
+            return None
+        call = found.kept(self.key)
+        if call is None:
+            counts = self.counted(found.num_inputs, found.num_outputs)
+            call = cast_over(found, self.key, counts, self.columns)
+        return self._filled(call)
+
+    def _filled(self, call: Direct | None) -> Direct | None:
+        # What a kernel does not write all of, or in another dtype, is made and finished around it.
+        return None if call is None or call.runner.fills is not self.dtype else call
 
     def counted(self, inputs: int, outputs: int) -> list[tuple[int, int]]:
         """As direct.counted tells the rows of its tensors; weights and vectors have one for each column. Rows that are
@@ -68,61 +87,71 @@ def placed(launches: Iterable[Launch]) -> Iterator[Launch]:
         reads, held = (reads, writes) if launch.aside else (writes, held)
 
 
-class Found(NamedTuple):
-    """A launch with its call, and the coordinates of the result."""
+class Layer(Protocol):
+    """What `found_of` asks of a layer; C is what it calls."""
 
-    launch: Launch
-    call: Direct
+    @property
+    def relation(self) -> Relation | None: ...
+    @property
+    def opens(self) -> bool: ...
+    @property
+    def aside(self) -> bool: ...
+    @property
+    def ends(self) -> int: ...
+    def alone(self, outputs: Geometry, rows: int) -> Any: ...
+    def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> Any: ...
+
+
+L = TypeVar("L", bound=Layer)
+
+
+@dataclass(frozen=True, eq=False)
+class Found(Generic[L]):
+    """A layer with its call, the map that this is over, and the coordinates of the result."""
+
+    launch: L
+    call: Any
+    over: KernelMap | None
     outputs: Geometry
     rows: int
 
 
 def found_of(
-    launches: Sequence[Launch], x: Tensor, geometry: Geometry, asked: tuple[Relation, Geometry | None] | None
-) -> list[Found]:
-    """The calls of as many launches as were carried out before, up to the last one behind which a module is done.
+    launches: Sequence[L], rows: int, geometry: Geometry, asked: tuple[Relation, Geometry | None] | None
+) -> list[Found[L]]:
+    """The calls of as many layers as were carried out before, up to the last one behind which a module is done.
 
-    x: the features, on the coordinates `geometry`. asked: what the first one asks for, where it names a target.
+    rows: of the features, on the coordinates `geometry`. asked: what the first one asks for, where it names a target.
     """
-    found: list[Found] = []
-    rows, began, done = x.shape[0], geometry, 0
+    found: list[Found[L]] = []
+    began, done = geometry, 0
     for launch in launches:
         if launch.opens:
             began = geometry
-        relation, outputs, count, call = launch.relation, geometry, rows, None
+        relation, outputs, count, call, over = launch.relation, geometry, rows, None, None
         if relation is None:
-            call = None if asked is not None else known_call(launch.key, launch.counted(rows, rows), launch.columns)
+            call = None if asked is not None else launch.alone(geometry, rows)
         else:
             kept = geometry.maps.get((relation, None)) if asked is None else kernel_map(geometry, *asked)
             if kept is None and not found and relation.dim == geometry.dim:
                 # Later ones are for later lines: until they are found the device has these kernels to run.
                 kept = kernel_map(geometry, relation)
             if kept is not None:
-                outputs = geometry if kept[1] is None else kept[1]
+                over, outputs = kept[0], geometry if kept[1] is None else kept[1]
                 count = outputs.coords.shape[0]
-                call = _over(kept[0], launch, (rows, count), outputs is began)
-        # What a kernel does not write all of, or in another dtype, is made and finished around it. What is added has
-        # the rows of what a block began with.
-        if call is None or call.runner.fills is not x.dtype or (launch.aside and outputs is not geometry):
+                if (rows, count) == (over.num_inputs, over.num_outputs):
+                    call = launch.over(over, outputs, outputs is began)
+        # What is added has the rows of what a block began with.
+        if call is None or (launch.aside and outputs is not geometry):
             break
-        found.append(Found(launch, call, outputs, count))
+        found.append(Found(launch, call, over, outputs, count))
         if not launch.aside:
             geometry, rows = outputs, count
         asked, done = None, len(found) if launch.ends else done
     return found[:done]
 
 
-def _over(found: KernelMap, launch: Launch, rows: tuple[int, int], kept: bool) -> Direct | None:
-    """The call over a map; rows: of features and result; kept: whether the result has the rows that are added."""
-    if rows != (found.num_inputs, found.num_outputs) or (launch.adds and not kept):
-        return None
-    call = found.kept(launch.key)
-    if call is None:
-        call = cast_over(found, launch.key, launch.counted(*rows), launch.columns)
-    return call
-
-
-def started(found: Sequence[Found], x: Tensor) -> Tensor | None:
+def started(found: Sequence[Found[Launch]], x: Tensor) -> Tensor | None:
     """The result of these calls one after the other, of which the last one's alone is a tensor; None, where x is not
     aligned, or not on the current device."""
     address, last = x.data_ptr(), found[-1]
@@ -143,7 +172,7 @@ def started(found: Sequence[Found], x: Tensor) -> Tensor | None:
     return out
 
 
-def _places(found: Sequence[Found], x: Tensor, result: int) -> tuple[Tensor, dict[int, int]]:
+def _places(found: Sequence[Found[Launch]], x: Tensor, result: int) -> tuple[Tensor, dict[int, int]]:
     """Memory for what lies between the kernels, and the address of each place. One that the last kernel reads nothing
     from is where that one writes, if there is room."""
     between, end = found[:-1], found[-1]

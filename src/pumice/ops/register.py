@@ -256,8 +256,8 @@ class HeldCall:
         self._wide = dtype is torch.float32
         self._counting = tuple([place not in ask.steady for place in ask.free])
         # What all its calls have in common with those over other maps, whose sizes round alike.
-        facts = [(x.shape[1:] if n else x.shape, x.device) for x, n in zip(given, self._counting, strict=True)]
-        self._kind = direct.interned((ask.names, ask.text, ask.lowering, held.kind, dtype, *facts))
+        shapes = [x.shape[1:] if n else x.shape for x, n in zip(given, self._counting, strict=True)]
+        self._kind = call_kind((ask.text, ask.lowering), held, dtype, shapes)
         # By whether algorithms are deterministic, and for gradients by which of the free operands.
         self._results: dict[bool, plan.Ready] = {}
         self._gradients: dict[tuple[int, torch.dtype, bool], list[_Derivative]] = {}
@@ -317,9 +317,7 @@ class HeldCall:
 
     def _told(self, tensors: Sequence[Tensor], *facts: Hashable) -> Hashable:
         """What the launch of a call depends on beside what is given once and for all, and addresses."""
-        precision = plan.kernels.float32_precision() if self._wide else None
-        strides = [x.stride() for x in tensors]
-        return (facts, *direct.settings(), precision, tensors[-1].dtype, *strides)
+        return told_call(facts, self._wide, tensors[-1].dtype, [x.stride() for x in tensors])
 
     def _like(self, key: Hashable, tensors: Sequence[Tensor], sought: int | None) -> direct.Call:
         """The call, or that of the gradient of one of the operands, which takes the result's gradient, too, as others
@@ -375,6 +373,29 @@ class HeldCall:
     def _together(self, given: Sequence[Tensor]) -> list[Tensor]:
         left = iter(given)
         return [next(left) if x is None else x for x in self._operands]
+
+
+def call_kind(
+    text: tuple[str, str], held: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
+) -> Hashable:
+    """What the calls of a HeldCall have in common with those over other maps, whose sizes round alike.
+
+    text: the statement and the lowering; held: which tells the names of its arrays, and their device; dtype, shapes: of
+    what is given, without the rows that count.
+    """
+    return direct.interned((text, held.kind, dtype, *map(tuple, shapes)))
+
+
+def told_call(
+    facts: tuple[Hashable, ...], wide: bool, last: torch.dtype, strides: Sequence[tuple[int, ...]]
+) -> Hashable:
+    """What the launch of one of them depends on beside that, and addresses.
+
+    facts: none of the result; of a gradient the number of the operand and the dtype that is wanted. wide: whether
+    float32 is multiplied. last: the dtype of the last tensor; strides: of all.
+    """
+    precision = plan.kernels.float32_precision() if wide else None
+    return (facts, *direct.settings(), precision, last, *strides)
 
 
 _Derivative = tuple[plan.Ready, tuple[int, ...]]

@@ -1,0 +1,373 @@
+"""Layers with norms behind them, one after the other, as one step of autograd: kernels of both passes are started
+without anything in between.
+
+Each layer computes what pumice.ops.conv_norm says, and its gradients are the same. All that a pass makes lies in a few
+pieces of memory, weights are cast by one kernel, and gradients of weights are added up in one piece of zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.coords import Geometry, KernelMap, Relation
+from pumice.lower import direct
+from pumice.lower import norm as norms
+from pumice.lower.dataflow import CONV
+from pumice.lower.direct import Direct
+from pumice.lower.norm import Norm
+from pumice.lower.remember import Bounded
+from pumice.lower.scratch import scratch
+from pumice.ops import register
+from pumice.ops.conv import conv_features, held_arrays
+from pumice.ops.line import Found
+
+_ALIGNED = 128
+"""Values: what begins at a multiple of them is aligned for every kernel."""
+_GIVEN = -1
+"""The place of what the first layer is given; others are the numbers of the layers whose results they are."""
+
+
+class Call(NamedTuple):
+    """What a layer starts over some coordinates. Its own kernels are None of a linear map, and that of the gradient of
+    its features where that is not wanted."""
+
+    norm: norms.Started
+    result: Direct | None = None
+    features: Direct | None = None
+    weight: Direct | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer as it is known before its map is.
+
+    relation: a convolution's; None of a linear map. shape: C_out, taps, C_in. dtype: of the features; own: of the
+    weight. strides: of the features. settled: the norm behind it, whose momentum it is; vectors: the addresses of its
+    mean, variance, count of batches, scale and shift, 0 for none; relu: whether a ReLU is behind that. inner: whether a
+    gradient of the features is wanted. key: what its calls over a map are kept under; templates: of these, by kinds of
+    maps.
+
+    opens to ends: as in line.Launch. reads, held: the places of features, and of what is added.
+    """
+
+    relation: Relation | None
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    own: torch.dtype
+    strides: tuple[int, ...]
+    settled: norms.Settled
+    eps: float
+    momentum: float
+    relu: bool
+    vectors: tuple[int, ...]
+    inner: bool
+    key: Hashable
+    templates: Bounded[tuple[direct.Template, ...]]
+    opens: bool
+    aside: bool
+    adds: bool
+    ends: int
+    reads: int = _GIVEN
+    held: int = _GIVEN
+
+    def alone(self, outputs: Geometry, rows: int) -> Call | None:
+        """A linear map's call."""
+        norm = self.settled.over(rows, outputs.cloud.count.data_ptr() & 15) if rows > 1 else None
+        return None if norm is None else Call(norm)
+
+    def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> Call | None:
+        """The call over a map; kept: whether the result has the rows that are added."""
+        # What one row, or none, is normalised by is not its own.
+        if (self.adds and not kept) or found.between is not None or found.num_outputs < 2:
+            return None
+        beyond = outputs.cloud.count.data_ptr() & 15
+        call = found.kept((self.key, beyond))
+        if call is None and (call := self._cast(found, beyond)) is not None:
+            found.keep((self.key, beyond), call)
+        return call
+
+    def _cast(self, found: KernelMap, beyond: int) -> Call | None:
+        """As the calls were carried out that autograd records layer by layer (register.HeldCall)."""
+        norm, held = self.settled.over(found.num_outputs, beyond), held_arrays(found, True)
+        like = self.templates.get(held.kind) or self._like(held)
+        if norm is None or like is None:
+            return None
+        outputs, _, channels = self.shape
+        rows = (found.num_inputs, self.strides[0]), (outputs, 0), (found.num_outputs, outputs)
+        result = like[0].over(held, rows[:2], (found.num_outputs, outputs))
+        weight = like[1].over(held, rows, self.shape)
+        features = like[2].over(held, rows, (found.num_inputs, channels)) if self.inner else None
+        if result is None or weight is None or (self.inner and features is None):
+            return None
+        return Call(norm, result, features, weight)
+
+    def _like(self, held: direct.Held) -> tuple[direct.Template, ...] | None:
+        """Of the result, and of the gradients of weight and, where it is wanted, features: kept for maps of a kind."""
+        outputs, taps, channels = self.shape
+        wide, strides = self.dtype is torch.float32, (self.strides, (taps * channels, channels, 1), (outputs, 1))
+        kind = register.call_kind((CONV, ""), held, self.dtype, ((channels,), self.shape))
+        asked = [((), strides[:2]), ((1, self.own), strides), *([((0, self.dtype), strides)] if self.inner else [])]
+        keys = [(kind, register.told_call(facts, wide, self.dtype, own)) for facts, own in asked]
+        found = tuple(one for one in map(direct.TEMPLATES.get, keys) if one is not None)
+        if len(found) < len(keys) or found[1].runner.writes is not self.own:
+            return None
+        return self.templates.keep(held.kind, found)
+
+
+def placed(layers: Iterable[Layer]) -> Iterator[Layer]:
+    """Layers one after the other with their places."""
+    reads = held = _GIVEN
+    for number, layer in enumerate(layers):
+        held = reads if layer.opens else held
+        yield replace(layer, reads=reads, held=held)
+        reads, held = (reads, number) if layer.aside else (number, held)
+
+
+def started(found: Sequence[Found[Layer]], x: Tensor, own: Sequence[Tensor | None]) -> Tensor | None:
+    """The result of these layers one after the other; None where x is not aligned, or not on the current device.
+
+    own: weight, scale and shift of each.
+    """
+    if x.data_ptr() & 15 or (x.is_cuda and x.get_device() != torch._C._cuda_getDevice()):
+        return None
+    return _Line.apply(found, x, *own)
+
+
+class _Line(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, found: Sequence[Found[Layer]], x: Tensor, *own: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with register.as_given((x,)):
+            run = _Run.begun(found, x, own[::3])
+            out = run.forward()
+        ctx.found, ctx.plan = found, run.plan
+        ctx.save_for_backward(x, out, run.between, run.pairs, run.narrow, *own)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, out, between, pairs, narrow, *own = ctx.saved_tensors
+        # Whoever calls backward within autocast has every dtype as it was in the forward pass.
+        with register.as_given((grad,)):
+            if torch.is_grad_enabled():
+                return None, *_recorded(ctx.found, x, own, grad, ctx.needs_input_grad[1:])
+            run = _Run(ctx.found, ctx.plan, x, own[::3], narrow, between, pairs, out)
+            return None, *run.backward(grad, ctx.needs_input_grad[1:])
+
+
+class _Plan(NamedTuple):
+    """Where things begin, in values. taken, results: of all layers, and of all but the last, in one piece of `between`
+    values; weights, vectors: of all layers in pieces of their own, with the ends of these behind them; pieces: how
+    long the vectors are, and what is left free behind each two. needs: counters and bytes that the programs of each of
+    the kernels share."""
+
+    taken: list[int]
+    results: list[int]
+    between: int
+    weights: list[int]
+    vectors: list[int]
+    pieces: list[int]
+    needs: tuple[int, int]
+
+    @staticmethod
+    def of(found: Sequence[Found[Layer]]) -> _Plan:
+        shapes = [one.launch.shape for one in found]
+        each = [_aligned(one.rows * shape[0]) for one, shape in zip(found, shapes, strict=True)]
+        ends = [0, *accumulate(each), *accumulate(each[:-1], initial=sum(each))]
+        count = len(found)
+        weights = accumulate([_aligned(a * b * c) for a, b, c in shapes], initial=0)
+        vectors = [*accumulate([_aligned(2 * shape[0]) for shape in shapes], initial=0)]
+        pieces = [n for shape in shapes for n in (shape[0], shape[0], _aligned(2 * shape[0]) - 2 * shape[0])]
+        needs = [one.call.norm.needs for one in found]
+        for one in found:
+            _, *calls = one.call
+            needs += [call.aimed.needs for call in calls if call is not None and call.aimed.slots.scratch is not None]
+        most = max([n for n, _ in needs]), max([n for _, n in needs])
+        return _Plan(ends[:count], ends[count + 1 : -1], ends[-1], [*weights], vectors, pieces, most)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+_copy_each = attrgetter("_foreach_copy_")(torch)
+
+
+class _Run:
+    """Layers with their calls and the memory of a pass.
+
+    weights: of all layers; narrow: these in the dtype of the features, where theirs is another. between: of all layers
+    what the norms take, and of all but the last the results; pairs: what rows were normalised by; out: the last result.
+    """
+
+    def __init__(
+        self,
+        found: Sequence[Found[Layer]],
+        plan: _Plan,
+        x: Tensor,
+        weights: Sequence[Any],
+        narrow: Tensor | None,
+        between: Tensor,
+        pairs: Tensor,
+        out: Tensor,
+    ) -> None:
+        self.found, self.plan, self.x, self.weights, self.narrow = found, plan, x, weights, narrow
+        self.between, self.pairs, self.out = between, pairs, out
+        size, base, first = x.element_size(), between.data_ptr(), pairs.data_ptr()
+        self._taken = [base + size * n for n in plan.taken]
+        # Behind all others that of what is given: it is number -1.
+        self._at = [*[base + size * n for n in plan.results], out.data_ptr(), x.data_ptr()]
+        self._pairs = [first + 4 * n for n in plan.vectors]
+        begin = 0 if narrow is None else narrow.data_ptr()
+        self._weights = [begin + size * n for n in plan.weights] if begin else [w.data_ptr() for w in weights]
+        self._scratch = scratch(*plan.needs, x.device)
+        self._shared = self._scratch.room.data_ptr(), self._scratch.counters.data_ptr()
+        self._counts = [one.outputs.cloud.count.data_ptr() for one in found]
+
+    @staticmethod
+    def begun(found: Sequence[Found[Layer]], x: Tensor, weights: Sequence[Any]) -> _Run:
+        """With memory to be written to, and weights that are cast."""
+        plan, last, narrow = _Plan.of(found), found[-1], None
+        if weights[0].dtype is not x.dtype:
+            narrow = x.new_empty(plan.weights[-1])
+            _copy_each([_like(w, narrow, place) for w, place in zip(weights, plan.weights, strict=False)], weights)
+        between, pairs = x.new_empty(plan.between), x.new_empty(plan.vectors[-1], dtype=torch.float32)
+        out = x.new_empty((last.rows, last.launch.shape[0]))
+        return _Run(found, plan, x, weights, narrow, between, pairs, out)
+
+    def forward(self) -> Tensor:
+        """The result."""
+        for n, one in enumerate(self.found):
+            layer, norm, h = one.launch, one.call.norm, self._taken[n]
+            self._multiplied(n)
+            (mean, variance, tracked, scale, shift), pair, count = layer.vectors, self._pairs[n], self._counts[n]
+            norm.moments((h, count, mean, variance, tracked or pair, pair, pair, *self._shared), layer.momentum)
+            more = self._at[layer.held] if layer.adds else h
+            norm.normalise((h, count, pair, scale or pair, shift or pair, more, self._at[n]))
+        return self.out
+
+    def _multiplied(self, n: int) -> None:
+        """What a layer gives to its norm."""
+        one, call = self.found[n], self.found[n].call.result
+        if call is None:
+            torch.mm(self._features(n), self._matrix(n).t(), out=self._of(n))
+            return
+        given = self._at[one.launch.reads], self._weights[n]
+        if call.runner.fills is self.x.dtype:
+            call.aimed.begin(given, call.places, self._taken[n], self._scratch)
+            return
+        summed = call.runner.fresh(self.x, (one.rows, one.launch.shape[0]))
+        call.aimed.begin(given, call.places, summed.data_ptr(), self._scratch)
+        self._of(n).copy_(summed)
+
+    def backward(self, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of what is given, and of weight, scale and shift of each layer."""
+        found, plan, x = self.found, self.plan, self.x
+        weights = x.new_zeros(plan.weights[-1], dtype=found[0].launch.own)
+        sums = x.new_empty(plan.vectors[-1], dtype=torch.float32)
+        (begin, size), first = (weights.data_ptr(), weights.element_size()), sums.data_ptr()
+        dh = x.new_empty(max([one.rows * one.launch.shape[0] for one in found]))
+        taken, grads, linear = dh.data_ptr(), {len(found) - 1: grad}, {}
+        for n in range(len(found) - 1, -1, -1):
+            one, layer = found[n], found[n].launch
+            self._through_norm(n, grads, taken, first + 4 * plan.vectors[n])
+            norm, result, features, weight = one.call
+            if result is None:
+                shape = one.rows, layer.shape[0]
+                linear[n] = self._through_linear(n, grads, dh[: shape[0] * shape[1]].view(shape))
+                continue
+            given = self._at[layer.reads], self._weights[n], taken
+            weight.aimed.begin(given, weight.places, begin + size * plan.weights[n], self._scratch)
+            if features is not None:
+                rows = x.shape[0] if layer.reads == _GIVEN else found[layer.reads].rows
+                dx = features.runner.fresh(x, (rows, layer.shape[2]))
+                features.aimed.begin(given, features.places, dx.data_ptr(), self._scratch)
+                _add(grads, layer.reads, dx if dx.dtype is x.dtype else dx.to(x.dtype))
+        return [grads.get(_GIVEN) if needed[0] else None, *self._own(weights, sums, linear, needed[1:])]
+
+    def _through_norm(self, n: int, grads: dict[int, Tensor], dh: int, sums: int) -> None:
+        """dh: where the gradient of what a norm takes is put; that of what is added is one more of the grads."""
+        one, layer, given = self.found[n], self.found[n].launch, grads.pop(n)
+        # Kernels are known for rows side by side.
+        if not given.is_contiguous() or given.data_ptr() & 15:
+            given = given.clone(memory_format=torch.contiguous_format)
+        (*_, scale, shift), pair, h, norm = layer.vectors, self._pairs[n], self._taken[n], one.call.norm
+        told = self._counts[n], pair, scale or pair, shift or pair, self._at[n] if layer.adds else h, sums
+        norm.products((given.data_ptr(), h, *told, *self._shared))
+        dheld = self.x.new_empty((one.rows, layer.shape[0])) if layer.adds else None
+        norm.gradient((given.data_ptr(), h, *told, dh if dheld is None else dheld.data_ptr(), dh))
+        if dheld is not None:
+            _add(grads, layer.held, dheld)
+
+    def _through_linear(self, n: int, grads: dict[int, Tensor], dh: Tensor) -> Tensor:
+        """The gradient of a linear map's weight; that of its features is one more of the grads."""
+        layer = self.found[n].launch
+        if layer.inner:
+            _add(grads, layer.reads, torch.mm(dh, self._matrix(n)))
+        return torch.mm(dh.t(), self._features(n)).to(layer.own)
+
+    def _own(
+        self, weights: Tensor, sums: Tensor, linear: Mapping[int, Tensor], needed: Sequence[bool]
+    ) -> Iterator[Tensor | None]:
+        """The gradients of weight, scale and shift of each layer, of the weights and the sums of all; linear: those
+        that are elsewhere."""
+        wanted, vectors, first = iter(needed), iter(sums.split(self.plan.pieces)), self.plan.weights
+        for n, one in enumerate(self.found):
+            *_, scale, shift = one.launch.vectors
+            own = linear[n] if n in linear else _like(self.weights[n], weights, first[n])
+            yield own if next(wanted) else None
+            dshift, dscale, _ = next(vectors), next(vectors), next(vectors)
+            yield dscale if next(wanted) and scale else None
+            yield dshift if next(wanted) and shift else None
+
+    def _features(self, n: int) -> Tensor:
+        """What a layer is given."""
+        place = self.found[n].launch.reads
+        if place == _GIVEN:
+            return self.x
+        shape = self.found[place].rows, self.found[place].launch.shape[0]
+        return self.between.as_strided(shape, (shape[1], 1), self.plan.results[place])
+
+    def _of(self, n: int) -> Tensor:
+        """What a layer gives to its norm."""
+        shape = self.found[n].rows, self.found[n].launch.shape[0]
+        return self.between.as_strided(shape, (shape[1], 1), self.plan.taken[n])
+
+    def _matrix(self, n: int) -> Tensor:
+        outputs, _, channels = self.found[n].launch.shape
+        weight = self.weights[n] if self.narrow is None else _like(self.weights[n], self.narrow, self.plan.weights[n])
+        return weight.view(outputs, channels)
+
+
+def _like(weight: Tensor, whole: Tensor, place: int) -> Tensor:
+    """A tensor like a weight in a piece of memory."""
+    return whole.as_strided(weight.shape, weight.stride(), place)
+
+
+def _add(grads: dict[int, Tensor], place: int, grad: Tensor) -> None:
+    """One more gradient of what lies at a place: both are nobody else's."""
+    grads[place] = grads[place].add_(grad) if place in grads else grad
+
+
+def _recorded(
+    found: Sequence[Found[Layer]], x: Tensor, own: Sequence[Tensor | None], grad: Tensor, needed: Sequence[bool]
+) -> list[Any]:
+    """The gradients, for gradients of gradients: each is recorded in turn."""
+    results, left = [x], iter(own)
+    for one in found:
+        layer, weight, scale, shift = one.launch, next(left), next(left), next(left)
+        assert weight is not None
+        outputs, taps, channels = layer.shape
+        given, flat = results[layer.reads + 1], weight.reshape(outputs, taps, channels).to(x.dtype)
+        held = results[layer.held + 1] if layer.adds else None
+        h = given @ flat[:, 0].t() if one.over is None else conv_features(given, flat, one.over, one.rows)
+        # Running statistics have followed.
+        norm = Norm(scale, shift, norms.Statistics(None, layer.eps), held, layer.relu)
+        results.append(norms.batch_norm(h, one.outputs.cloud, norm))
+    return norms.gradients_of(results[-1], grad, (x, *own), needed)
