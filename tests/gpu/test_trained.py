@@ -44,7 +44,8 @@ NETS = {
             nn.BatchNorm(32, affine=False),
             nn.Sequential(nn.ResidualBlock(32, 48), nn.ResidualBlock(48, 48)),
         ),
-        7,
+        # The strided convolution finds a map of its own.
+        6,
     ),
 }
 
@@ -117,7 +118,7 @@ def test_gradients_of_gradients(gpu, lines):
         step(net, scan(3000, 2, gpu), None)
         want = twice()
     near(twice(), want, 1e-4)
-    assert sum(lines) == 7
+    assert sum(lines) == 6
 
 
 def test_memory_is_given_back(gpu, lines):

@@ -143,9 +143,9 @@ class Trained:
             facts = dtype, own.dtype, strides, inner, flags, norm.eps, tracked is None or tracked.dtype
             precision = kernels.float32_precision() if dtype is torch.float32 else ""
             key = direct.interned(("trained", shape, *facts, precision, direct.settings()))
-            vectors = tuple(0 if t is None else t.data_ptr() for t in tensors[2:])
+            written = tuple(0 if t is None else t.data_ptr() for t in tensors[2:5])
             ends = step.opens, step.aside, step.adds, step.ends
-            known = settled, norm.eps, float(norm.momentum or 0.0), step.activated, vectors
+            known = settled, norm.eps, float(norm.momentum or 0.0), step.activated, written
             yield trained.Layer(relation, shape, dtype, own.dtype, strides, *known, inner, key, Bounded(64), *ends)
             result = (shape[0], 1), True
             held, (strides, inner) = (result, (strides, inner)) if step.aside else (held, result)

@@ -105,15 +105,13 @@ class Layer(Protocol):
 L = TypeVar("L", bound=Layer)
 
 
-@dataclass(frozen=True, eq=False)
 class Found(Generic[L]):
     """A layer with its call, the map that this is over, and the coordinates of the result."""
 
-    launch: L
-    call: Any
-    over: KernelMap | None
-    outputs: Geometry
-    rows: int
+    __slots__ = ("call", "launch", "outputs", "over", "rows")
+
+    def __init__(self, launch: L, call: Any, over: KernelMap | None, outputs: Geometry, rows: int) -> None:
+        self.launch, self.call, self.over, self.outputs, self.rows = launch, call, over, outputs, rows
 
 
 def found_of(
@@ -133,7 +131,7 @@ def found_of(
             call = None if asked is not None else launch.alone(geometry, rows)
         else:
             kept = geometry.maps.get((relation, None)) if asked is None else kernel_map(geometry, *asked)
-            if kept is None and not found and relation.dim == geometry.dim:
+            if kept is None and not done and relation.dim == geometry.dim:
                 # Later ones are for later lines: until they are found the device has these kernels to run.
                 kept = kernel_map(geometry, relation)
             if kept is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -49,12 +48,13 @@ class Layer:
     """A layer as it is known before its map is.
 
     relation: a convolution's; None of a linear map. shape: C_out, taps, C_in. dtype: of the features; own: of the
-    weight. strides: of the features. settled: the norm behind it, whose momentum it is; vectors: the addresses of its
-    mean, variance, count of batches, scale and shift, 0 for none; relu: whether a ReLU is behind that. inner: whether a
+    weight. strides: of the features. settled: the norm behind it, whose momentum it is; known: the addresses of its
+    running mean and variance, and count of batches, 0 for none; relu: whether a ReLU is behind that. inner: whether a
     gradient of the features is wanted. key: what its calls over a map are kept under; templates: of these, by kinds of
     maps.
 
-    opens to ends: as in line.Launch. reads, held: the places of features, and of what is added.
+    opens to ends: as in line.Launch. reads, held: the places of features, and of what is added; weights, vectors: where
+    those of this layer begin in a piece of memory with those of all, in values.
     """
 
     relation: Relation | None
@@ -66,7 +66,7 @@ class Layer:
     eps: float
     momentum: float
     relu: bool
-    vectors: tuple[int, ...]
+    known: tuple[int, ...]
     inner: bool
     key: Hashable
     templates: Bounded[tuple[direct.Template, ...]]
@@ -76,6 +76,19 @@ class Layer:
     ends: int
     reads: int = _GIVEN
     held: int = _GIVEN
+    weights: int = 0
+    vectors: int = 0
+
+    @property
+    def ends_of(self) -> tuple[int, int]:
+        """Where weights and vectors of the next one begin."""
+        outputs, taps, channels = self.shape
+        return self.weights + _aligned(outputs * taps * channels), self.vectors + _aligned(2 * outputs)
+
+    @property
+    def beyond(self) -> int:
+        """How much is left free behind two vectors."""
+        return _aligned(2 * self.shape[0]) - 2 * self.shape[0]
 
     def alone(self, outputs: Geometry, rows: int) -> Call | None:
         """A linear map's call."""
@@ -124,10 +137,17 @@ class Layer:
 def placed(layers: Iterable[Layer]) -> Iterator[Layer]:
     """Layers one after the other with their places."""
     reads = held = _GIVEN
+    weights = vectors = 0
     for number, layer in enumerate(layers):
         held = reads if layer.opens else held
-        yield replace(layer, reads=reads, held=held)
+        own = replace(layer, reads=reads, held=held, weights=weights, vectors=vectors)
+        yield own
+        weights, vectors = own.ends_of
         reads, held = (reads, number) if layer.aside else (number, held)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
 
 
 def started(found: Sequence[Found[Layer]], x: Tensor, own: Sequence[Tensor | None]) -> Tensor | None:
@@ -144,7 +164,7 @@ class _Line(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: Sequence[Found[Layer]], x: Tensor, *own: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         with register.as_given((x,)):
-            run = _Run.begun(found, x, own[::3])
+            run = _Run.begun(found, x, own)
             out = run.forward()
         ctx.found, ctx.plan = found, run.plan
         ctx.save_for_backward(x, out, run.between, run.pairs, run.narrow, *own)
@@ -157,43 +177,36 @@ class _Line(torch.autograd.Function):
         with register.as_given((grad,)):
             if torch.is_grad_enabled():
                 return None, *_recorded(ctx.found, x, own, grad, ctx.needs_input_grad[1:])
-            run = _Run(ctx.found, ctx.plan, x, own[::3], narrow, between, pairs, out)
+            run = _Run(ctx.found, ctx.plan, x, own, narrow, between, pairs, out)
             return None, *run.backward(grad, ctx.needs_input_grad[1:])
 
 
 class _Plan(NamedTuple):
     """Where things begin, in values. taken, results: of all layers, and of all but the last, in one piece of `between`
-    values; weights, vectors: of all layers in pieces of their own, with the ends of these behind them; pieces: how
-    long the vectors are, and what is left free behind each two. needs: counters and bytes that the programs of each of
-    the kernels share."""
+    values; weights, vectors: how long pieces are with those of all. needs: counters and bytes that the programs of each
+    of the kernels share."""
 
     taken: list[int]
     results: list[int]
     between: int
-    weights: list[int]
-    vectors: list[int]
-    pieces: list[int]
+    weights: int
+    vectors: int
     needs: tuple[int, int]
 
     @staticmethod
     def of(found: Sequence[Found[Layer]]) -> _Plan:
-        shapes = [one.launch.shape for one in found]
-        each = [_aligned(one.rows * shape[0]) for one, shape in zip(found, shapes, strict=True)]
-        ends = [0, *accumulate(each), *accumulate(each[:-1], initial=sum(each))]
-        count = len(found)
-        weights = accumulate([_aligned(a * b * c) for a, b, c in shapes], initial=0)
-        vectors = [*accumulate([_aligned(2 * shape[0]) for shape in shapes], initial=0)]
-        pieces = [n for shape in shapes for n in (shape[0], shape[0], _aligned(2 * shape[0]) - 2 * shape[0])]
-        needs = [one.call.norm.needs for one in found]
+        taken, results, end = [], [], 0
+        counters = room = 0
         for one in found:
-            _, *calls = one.call
-            needs += [call.aimed.needs for call in calls if call is not None and call.aimed.slots.scratch is not None]
-        most = max([n for n, _ in needs]), max([n for _, n in needs])
-        return _Plan(ends[:count], ends[count + 1 : -1], ends[-1], [*weights], vectors, pieces, most)
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNED) * _ALIGNED
+            size = _aligned(one.rows * one.launch.shape[0])
+            taken.append(end)
+            results.append(end + size)
+            end += 2 * size
+            norm, *calls = one.call
+            needs = [norm.needs, *[c.aimed.needs for c in calls if c is not None and c.aimed.slots.scratch is not None]]
+            counters, room = max(counters, *[n for n, _ in needs]), max(room, *[n for _, n in needs])
+        # The last result is a tensor of its own.
+        return _Plan(taken, results[:-1], results[-1], *found[-1].launch.ends_of, (counters, room))
 
 
 _copy_each = attrgetter("_foreach_copy_")(torch)
@@ -202,8 +215,9 @@ _copy_each = attrgetter("_foreach_copy_")(torch)
 class _Run:
     """Layers with their calls and the memory of a pass.
 
-    weights: of all layers; narrow: these in the dtype of the features, where theirs is another. between: of all layers
-    what the norms take, and of all but the last the results; pairs: what rows were normalised by; out: the last result.
+    own: weight, scale and shift of each; narrow: the weights in the dtype of the features, where theirs is another.
+    between: of all layers what the norms take, and of all but the last the results; pairs: what rows were normalised
+    by; out: the last result.
     """
 
     def __init__(
@@ -211,45 +225,53 @@ class _Run:
         found: Sequence[Found[Layer]],
         plan: _Plan,
         x: Tensor,
-        weights: Sequence[Any],
+        own: Sequence[Any],
         narrow: Tensor | None,
         between: Tensor,
         pairs: Tensor,
         out: Tensor,
     ) -> None:
-        self.found, self.plan, self.x, self.weights, self.narrow = found, plan, x, weights, narrow
+        self.found, self.plan, self.x, self.weights, self.narrow = found, plan, x, own[::3], narrow
         self.between, self.pairs, self.out = between, pairs, out
         size, base, first = x.element_size(), between.data_ptr(), pairs.data_ptr()
         self._taken = [base + size * n for n in plan.taken]
         # Behind all others that of what is given: it is number -1.
         self._at = [*[base + size * n for n in plan.results], out.data_ptr(), x.data_ptr()]
-        self._pairs = [first + 4 * n for n in plan.vectors]
-        begin = 0 if narrow is None else narrow.data_ptr()
-        self._weights = [begin + size * n for n in plan.weights] if begin else [w.data_ptr() for w in weights]
+        self._pairs = [first + 4 * one.launch.vectors for one in found]
+        if narrow is None:
+            self._weights = [w.data_ptr() for w in self.weights]
+        else:
+            begin = narrow.data_ptr()
+            self._weights = [begin + size * one.launch.weights for one in found]
+        # Where they lie now; a pair stands in for what is not there.
+        pairs_for = [pair for pair in self._pairs for _ in range(2)]
+        affine = [t for n, t in enumerate(own) if n % 3]
+        places = [p if t is None else t.data_ptr() for t, p in zip(affine, pairs_for, strict=True)]
+        self._affine = [*zip(places[::2], places[1::2], strict=True)]
         self._scratch = scratch(*plan.needs, x.device)
         self._shared = self._scratch.room.data_ptr(), self._scratch.counters.data_ptr()
         self._counts = [one.outputs.cloud.count.data_ptr() for one in found]
 
     @staticmethod
-    def begun(found: Sequence[Found[Layer]], x: Tensor, weights: Sequence[Any]) -> _Run:
+    def begun(found: Sequence[Found[Layer]], x: Tensor, own: Sequence[Any]) -> _Run:
         """With memory to be written to, and weights that are cast."""
-        plan, last, narrow = _Plan.of(found), found[-1], None
+        plan, last, weights, narrow = _Plan.of(found), found[-1], own[::3], None
         if weights[0].dtype is not x.dtype:
-            narrow = x.new_empty(plan.weights[-1])
-            _copy_each([_like(w, narrow, place) for w, place in zip(weights, plan.weights, strict=False)], weights)
-        between, pairs = x.new_empty(plan.between), x.new_empty(plan.vectors[-1], dtype=torch.float32)
+            narrow = x.new_empty(plan.weights)
+            _copy_each([_like(w, narrow, one.launch) for w, one in zip(weights, found, strict=True)], weights)
+        between, pairs = x.new_empty(plan.between), x.new_empty(plan.vectors, dtype=torch.float32)
         out = x.new_empty((last.rows, last.launch.shape[0]))
-        return _Run(found, plan, x, weights, narrow, between, pairs, out)
+        return _Run(found, plan, x, own, narrow, between, pairs, out)
 
     def forward(self) -> Tensor:
         """The result."""
         for n, one in enumerate(self.found):
             layer, norm, h = one.launch, one.call.norm, self._taken[n]
             self._multiplied(n)
-            (mean, variance, tracked, scale, shift), pair, count = layer.vectors, self._pairs[n], self._counts[n]
+            (mean, variance, tracked), pair, count = layer.known, self._pairs[n], self._counts[n]
             norm.moments((h, count, mean, variance, tracked or pair, pair, pair, *self._shared), layer.momentum)
             more = self._at[layer.held] if layer.adds else h
-            norm.normalise((h, count, pair, scale or pair, shift or pair, more, self._at[n]))
+            norm.normalise((h, count, pair, *self._affine[n], more, self._at[n]))
         return self.out
 
     def _multiplied(self, n: int) -> None:
@@ -269,21 +291,21 @@ class _Run:
     def backward(self, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of what is given, and of weight, scale and shift of each layer."""
         found, plan, x = self.found, self.plan, self.x
-        weights = x.new_zeros(plan.weights[-1], dtype=found[0].launch.own)
-        sums = x.new_empty(plan.vectors[-1], dtype=torch.float32)
+        weights = x.new_zeros(plan.weights, dtype=found[0].launch.own)
+        sums = x.new_empty(plan.vectors, dtype=torch.float32)
         (begin, size), first = (weights.data_ptr(), weights.element_size()), sums.data_ptr()
         dh = x.new_empty(max([one.rows * one.launch.shape[0] for one in found]))
         taken, grads, linear = dh.data_ptr(), {len(found) - 1: grad}, {}
         for n in range(len(found) - 1, -1, -1):
             one, layer = found[n], found[n].launch
-            self._through_norm(n, grads, taken, first + 4 * plan.vectors[n])
+            self._through_norm(n, grads, taken, first + 4 * layer.vectors)
             norm, result, features, weight = one.call
             if result is None:
                 shape = one.rows, layer.shape[0]
                 linear[n] = self._through_linear(n, grads, dh[: shape[0] * shape[1]].view(shape))
                 continue
             given = self._at[layer.reads], self._weights[n], taken
-            weight.aimed.begin(given, weight.places, begin + size * plan.weights[n], self._scratch)
+            weight.aimed.begin(given, weight.places, begin + size * layer.weights, self._scratch)
             if features is not None:
                 rows = x.shape[0] if layer.reads == _GIVEN else found[layer.reads].rows
                 dx = features.runner.fresh(x, (rows, layer.shape[2]))
@@ -297,8 +319,8 @@ class _Run:
         # Kernels are known for rows side by side.
         if not given.is_contiguous() or given.data_ptr() & 15:
             given = given.clone(memory_format=torch.contiguous_format)
-        (*_, scale, shift), pair, h, norm = layer.vectors, self._pairs[n], self._taken[n], one.call.norm
-        told = self._counts[n], pair, scale or pair, shift or pair, self._at[n] if layer.adds else h, sums
+        h, norm, result = self._taken[n], one.call.norm, self._at[n] if layer.adds else self._taken[n]
+        told = self._counts[n], self._pairs[n], *self._affine[n], result, sums
         norm.products((given.data_ptr(), h, *told, *self._shared))
         dheld = self.x.new_empty((one.rows, layer.shape[0])) if layer.adds else None
         norm.gradient((given.data_ptr(), h, *told, dh if dheld is None else dheld.data_ptr(), dh))
@@ -317,14 +339,16 @@ class _Run:
     ) -> Iterator[Tensor | None]:
         """The gradients of weight, scale and shift of each layer, of the weights and the sums of all; linear: those
         that are elsewhere."""
-        wanted, vectors, first = iter(needed), iter(sums.split(self.plan.pieces)), self.plan.weights
-        for n, one in enumerate(self.found):
-            *_, scale, shift = one.launch.vectors
-            own = linear[n] if n in linear else _like(self.weights[n], weights, first[n])
+        wanted, layers = iter(needed), [one.launch for one in self.found]
+        pieces = [n for layer in layers for n in (layer.shape[0], layer.shape[0], layer.beyond)]
+        vectors = iter(sums.split(pieces))
+        for n, layer in enumerate(layers):
+            own = linear[n] if n in linear else _like(self.weights[n], weights, layer)
             yield own if next(wanted) else None
             dshift, dscale, _ = next(vectors), next(vectors), next(vectors)
-            yield dscale if next(wanted) and scale else None
-            yield dshift if next(wanted) and shift else None
+            # What is not there needs none.
+            yield dscale if next(wanted) else None
+            yield dshift if next(wanted) else None
 
     def _features(self, n: int) -> Tensor:
         """What a layer is given."""
@@ -341,13 +365,13 @@ class _Run:
 
     def _matrix(self, n: int) -> Tensor:
         outputs, _, channels = self.found[n].launch.shape
-        weight = self.weights[n] if self.narrow is None else _like(self.weights[n], self.narrow, self.plan.weights[n])
+        weight = self.weights[n] if self.narrow is None else _like(self.weights[n], self.narrow, self.found[n].launch)
         return weight.view(outputs, channels)
 
 
-def _like(weight: Tensor, whole: Tensor, place: int) -> Tensor:
-    """A tensor like a weight in a piece of memory."""
-    return whole.as_strided(weight.shape, weight.stride(), place)
+def _like(weight: Tensor, whole: Tensor, layer: Layer) -> Tensor:
+    """A tensor like a layer's weight in a piece of memory with those of all."""
+    return whole.as_strided(weight.shape, weight.stride(), layer.weights)
 
 
 def _add(grads: dict[int, Tensor], place: int, grad: Tensor) -> None:
