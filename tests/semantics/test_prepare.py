@@ -3,6 +3,7 @@
 import importlib
 
 import pytest
+import torch
 
 import pumice as pm
 from pumice.lower import maps
@@ -61,3 +62,33 @@ def test_without_users_all_is_laid_out_both_ways(monkeypatch):
     assert forms == [{"compacted"}, {"unsorted"}, {"compacted"}, {"unsorted"}], "few taps of few rows are not sorted"
     monkeypatch.setattr(maps, "_SORTED", 1)
     assert [maps.names_of(found, True) for found, _ in wanted] == [("compacted", "compacted_t", "grouped")] * 4
+
+
+def test_what_is_prepared_is_not_looked_for_again(monkeypatch):
+    x, asked, real = random_tensor(60, 4, 3), [], prepare._Wanted.find_together
+
+    def find(self, geometry):
+        asked.append(len(geometry))
+        real(self, geometry)
+
+    monkeypatch.setattr(prepare._Wanted, "find_together", find)
+    for _ in range(2):
+        x.prepare((STEP,), ((WINDOW,), (WINDOW,)))
+        x.replace(x.feats + 1).prepare((STEP,), ((WINDOW,), (WINDOW,)))
+    assert len(asked) == 1
+    with torch.no_grad():
+        x.prepare((STEP,), ((WINDOW,), (WINDOW,)))
+    x.prepare((STEP,), ((WINDOW,), (pm.Relation.of(3, 5),)))
+    assert len(asked) == 3, "without gradients, and of another window, other arrays are read"
+    pm.SparseTensor(x.feats, x.coords).prepare((STEP,), ((WINDOW,), (WINDOW,)))
+    assert len(asked) == 4
+
+
+def test_what_failed_is_looked_for_again(monkeypatch):
+    x = random_tensor(60, 4, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "pyramid", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            x.prepare((STEP,))
+    x.prepare((STEP,))
+    assert (STEP, None) in x.geometry.maps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -102,6 +102,8 @@ class Geometry:
         self._settled = True
         # See coords.traced: whether compiled code relies on the maps; and of those that a trace made their origin.
         self.prepared = False
+        # What networks have asked for together, by their keys: it is among the maps (pumice.ops.prepare).
+        self.asked: set[Hashable] = set()
         self.trail: Trail | None = None
         self._buffered: Buffered | None = None
         self._alive: Tensor | None = None

@@ -56,11 +56,13 @@ def prepare_levels(
         return SparseTensor(x.feats, local(x.geometry))
     check_steps(steps)
     wanted = _Wanted(tuple(steps), tuple(map(tuple, same)), None if users is None else _flows_over(steps, same, users))
-    geometry = x.geometry
+    geometry, asked = x.geometry, wanted.asked()
     if geometry.buffered is not None:
-        wanted.find(geometry, torch.is_grad_enabled(), geometry.device.type == "cuda")
-    elif not by_graph(geometry, wanted.asked()):
-        wanted.find_together(geometry)
+        wanted.find(geometry, asked.differentiable, geometry.device.type == "cuda")
+    elif asked.key not in geometry.asked:
+        if not by_graph(geometry, asked):
+            wanted.find_together(geometry)
+        geometry.asked.add(asked.key)
     return x
 
 
