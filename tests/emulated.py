@@ -8,21 +8,25 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import import_module
 
 import pytest
 import torch
 
 import pumice as pm
-from pumice.lower import direct, maps, plan
+from pumice.language.nodes import accesses_of, indices_of
+from pumice.lower import direct, maps, norm, plan, stamp
 from pumice.lower import triton as kernels
 from pumice.nn import fused
-from pumice.ops import line, linear, register
+from pumice.ops import line, linear, register, trained
 from pumice.schedule.ledger import Ledger
 
 STREAM = 7
 TENSORS = ("operand", "result")
 MOVING = {("operand", "x"), ("operand", "*residual"), ("result", ""), ("room", ""), ("waiting", "")}
+SIDES = {"x": "inputs", "dx": "inputs", "O": "outputs", "grad": "outputs"}
+"""Of a convolution and its gradients: what has rows for the inputs of a map, and for its outputs."""
 
 
 @dataclass(frozen=True)
@@ -38,27 +42,76 @@ class Started:
     by_address: bool
 
 
+@dataclass(frozen=True)
+class Form:
+    """The arrays of a map in one form: where they lie, and how many rows there are on each side; known: indices that
+    were read from them."""
+
+    places: dict[str, int]
+    arrays: dict[str, weakref.ref]
+    inputs: int
+    outputs: int
+    known: dict = field(default_factory=dict)
+
+    @property
+    def alive(self) -> bool:
+        return all(ref() is not None for ref in self.arrays.values())
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a source was made of, whether it adds to what lies in the result, and what is behind its product."""
+
+    statement: object
+    adds: bool
+    finish: object
+    room: object
+
+
 @dataclass
 class Gpu:
-    """started: all kernels; lines: those of each line that was started; made: what `new_empty` gave within each.
+    """started: all kernels of statements, norms: names of those of norms and whether they were begun by addresses;
+    lines: those of each line that was started; made: what `new_empty` gave within each.
 
-    finishes: of each source what is behind its product; arrays: where they lie of each map, and its table; own: what is
-    one thread's.
+    trained, back: of each line in training, and of its gradients, how many layers it had.
+
+    sources: of each what it was made of; forms: of the place of each array of a map; rooms: how much is at a place that
+    programs share; own: what is one thread's. caches, loaded, of_norms: what is known of kernels, for as long as it is.
     """
 
     started: list[Started] = field(default_factory=list)
+    norms: list[tuple[str, bool]] = field(default_factory=list)
     lines: list[list[Started]] = field(default_factory=list)
     made: list[list[torch.Tensor]] = field(default_factory=list)
-    finishes: dict = field(default_factory=dict)
-    arrays: dict[int, tuple] = field(default_factory=dict)
+    trained: list[int] = field(default_factory=list)
+    back: list[int] = field(default_factory=list)
+    sources: dict = field(default_factory=dict)
+    forms: dict[tuple[str, int], list[Form]] = field(default_factory=dict)
+    rooms: dict[int, int] = field(default_factory=dict)
     own: threading.local = field(default_factory=threading.local)
+    caches: list[dict] = field(default_factory=lambda: [{} for _ in CACHES])
+    loaded: dict = field(default_factory=dict)
+    of_norms: list = field(default_factory=lambda: [lru_cache(1024)(each.__wrapped__) for each in OF_NORMS])
 
     def clear(self) -> None:
-        self.started.clear(), self.lines.clear(), self.made.clear()
+        for each in (self.started, self.norms, self.lines, self.made, self.trained, self.back):
+            each.clear()
 
     @property
     def in_lines(self) -> list[Started]:
         return [one for each in self.lines for one in each]
+
+    def form_of(self, places: dict[str, int], rows: dict[str, int]) -> Form:
+        """That whose arrays lie there; rows: of what has some for its sides."""
+        known = [form for item in places.items() for form in self.forms.get(item, ())]
+        fits = [form for form in known if form.places.items() >= places.items()]
+        assert fits, "arrays of no map, or of several"
+        alive = [form for form in fits if form.alive]
+        assert alive, "the arrays of this map are gone"
+        # A map and its transpose share arrays.
+        fits = [form for form in alive if all(getattr(form, SIDES[name]) == count for name, count in rows.items())]
+        assert fits, "other rows than the map has"
+        return fits[-1]
 
 
 class Kernel:
@@ -71,17 +124,33 @@ class Kernel:
         def launch(*values, num_warps, num_stages):
             compiled = Compiled(self, values)
             plainly = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
-            compiled.compute(grid[0], plainly, False)
+            compiled.begin(grid[0], plainly, False)
             return compiled
 
         return launch
 
 
-class Compiled:
-    """What Triton's launch gives. Dtypes and layouts are those of the tensors that it was made for; rows, which are
-    arguments, are not."""
+class Begun:
+    """What is begun with addresses, on the current stream."""
 
     function, packed_metadata = "function", "packed"
+
+    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *values) -> None:
+        assert (y, z, stream, function, packed) == (1, 1, STREAM, self.function, self.packed_metadata)
+        self.begin(x, values, True)
+
+    def __getitem__(self, grid):
+        raise AssertionError("nobody profiles")
+
+    def begin(self, programs: int, values, by_address: bool) -> None:
+        # Neither autocast nor autograd hears of what a kernel does.
+        with torch._C._DisableAutocast(), torch.no_grad():
+            self.compute(programs, values, by_address)
+
+
+class Compiled(Begun):
+    """What Triton's launch gives. Dtypes and layouts are those of the tensors that it was made for; rows, which are
+    arguments, are not."""
 
     def __init__(self, kernel: Kernel, values) -> None:
         self.kernel, self.layouts = kernel, {}
@@ -91,48 +160,39 @@ class Compiled:
         # Triton makes a variant for what is aligned, and another for what is not.
         self.aligned = [isinstance(v, torch.Tensor) and v.data_ptr() % 16 == 0 for v in values]
 
-    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *values) -> None:
-        assert (y, z, stream, function, packed) == (1, 1, STREAM, self.function, self.packed_metadata)
-        self.compute(x, values, True)
-
-    def __getitem__(self, grid):
-        raise AssertionError("nobody profiles")
-
     def compute(self, programs: int, values, by_address: bool) -> None:
         source, gpu = self.kernel.source, self.kernel.gpu
         assert programs > 0 and not any(v is None for v in values)
         assert not any(v % 16 for v, aligned in zip(values, self.aligned, strict=True) if aligned), "not aligned"
         sizes = {(a.kind, a.name, a.axis): v for a, v in zip(source.arguments, values, strict=True)}
-        finish = gpu.finishes[source]
-        over = ("operand", "map_met", 0) in sizes
-        rows = sizes["size", "", 0] if over else sizes["extent", "n", 0]
-        counts = {"": rows, "x": sizes["size", "x", 0] if over else rows, "*residual": rows}
+        made = gpu.sources[source]
+        finish, statement = made.finish, made.statement
+        accesses = {a.name: a for a in accesses_of(*statement.terms)} | {"": statement.target}
         found, touched = {}, {}
         for name, (dtype, tail, strides, fixed) in self.layouts.items():
             if name.startswith("map_"):
                 continue
             address = sizes["operand" if name else "result", name, 0]
-            shape = counts.get(name, fixed), *tail
+            like = "" if name == "*residual" else name
+            bare = accesses[like].indices[0].bare if like in accesses else None
+            shape = sizes.get(("size", like, 0), sizes.get(("extent", bare, 0), fixed)), *tail
             strides = [sizes.get(("stride", name, n), s) for n, s in enumerate(strides)]
             found[name], touched[name] = at(address, dtype, shape, strides)
-        for name, (begin, length) in touched.items():
-            # What is written is nowhere read.
-            first, more = touched[""]
-            assert not name or begin + length <= first or first + more <= begin, f"{name} lies where the result does"
+        nowhere_read([touched[""]], [place for name, place in touched.items() if name])
+        begin, length = touched[""]
         rooms = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in getattr(gpu.own, "made", [])]
-        inside = [begin <= touched[""][0] and sum(touched[""]) <= begin + length for begin, length in rooms]
+        inside = [first <= begin and begin + length <= first + more for first, more in rooms]
         assert not rooms or any(inside), "what is written does not fit"
-        x, w = found["x"].float(), found["w"].float()
-        if over:
-            table, inputs, own, alive = gpu.arrays[sizes["operand", "map_met", 0]]
-            assert all(ref() is not None for ref in alive), "the arrays of this map are gone"
-            assert own == {name: sizes["operand", name, 0] for name in own}, "arrays of several maps"
-            assert table.shape[0] == rows and inputs == len(x)
-            x = torch.cat([x, torch.zeros_like(x[:1])])[table.long()]
-            grouped = x.ndim == 4
-            y = torch.einsum("okgc,gnkc->ogn", x, w) if grouped else x.flatten(1) @ w.flatten(1).T
-        else:
-            y = x @ w.T
+        if ("waiting", "", 0) in sizes:
+            assert gpu.rooms[sizes["waiting", "", 0]] >= 4 * programs, "too few counters"
+            assert gpu.rooms[sizes["room", "", 0]] >= made.room(programs), "too little room"
+        places = {name[4:]: sizes["operand", name, 0] for name in self.layouts if name.startswith("map_")}
+        operands = {name: t.float() for name, t in found.items() if name and not name.startswith("*")}
+        if places:
+            rows = {name or statement.target.name: len(t) for name, t in found.items()}
+            form = gpu.form_of(places, {name: count for name, count in rows.items() if name in SIDES})
+            operands |= {f"map_{local}": ref() for local, ref in form.arrays.items()}
+        y, written = computed(statement, operands, found[""].shape, form.known if places else {})
         more = {name[1:]: t.float() for name, t in found.items() if name.startswith("*")}
         y = y - more["mean"] if "mean" in more else y
         y = y * torch.rsqrt(more["variance"] + finish.eps) if "variance" in more else y
@@ -141,11 +201,237 @@ class Compiled:
         y = y + more["residual"] if "residual" in more else y
         act = {"": lambda y: y, "relu": torch.relu, "silu": torch.nn.functional.silu}[finish.activation]
         assert {f"*{name}" for name in more} == {*finish.names}
-        found[""].copy_(act(y))
+        out = found[""]
+        out.copy_(out + y if made.adds else torch.where(written, act(y), out))
         told = [None if (a.kind, a.name) in MOVING else v for a, v in zip(source.arguments, values, strict=True)]
         one = Started((source.text, programs, *told), touched, by_address)
         gpu.started.append(one)
         getattr(gpu.own, "line", []).append(one)
+
+
+def computed(statement, operands: dict[str, torch.Tensor], shape, known) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a statement of one term gives, and which of it is written: of operands by name, in plain torch.
+
+    known: indices of these arrays that were read before.
+    """
+    ((term,), ranges) = statement.terms, dict(statement.ranges)
+    assert term.coefficient == 1 and not statement.accumulate and not ranges
+    letters = {}
+
+    def own(name):
+        return letters.setdefault(name, chr(ord("a") + len(letters)))
+
+    def values(array) -> tuple[torch.Tensor, list[str]]:
+        """Of an array of indices, and the indices that it runs over; -1 where there is none."""
+        value = operands[array.name].long()
+        (axis, read), *more = [(n, e) for n, e in enumerate(array.indices) if e.bare is None] or [(0, None)]
+        if read is None:
+            return value, [e.bare for e in array.indices]
+        ((coefficient, inner),) = read.terms
+        assert not more and coefficient == 1 and axis == 0
+        first, names = values(inner)
+        assert int(first.min()) >= 0 and int(first.max()) < len(value)
+        return value[first], [*names, *(e.bare for e in array.indices[1:])]
+
+    def placed(access, extents):
+        """(axis, where along it, its indices) of the one axis of an access that is no index; and the other indices."""
+        names = [e.bare for e in access.indices]
+        if None not in names:
+            return None, names
+        axis = names.index(None)
+        key = access.indices[axis], extents[axis]
+        if key not in known:
+            assert names.count(None) == 1 and not access.indices[axis].constant
+            ((coefficient, array),) = access.indices[axis].terms
+            assert coefficient == 1
+            where, over = values(array)
+            assert int(where.max()) < extents[axis], "an index is outside"
+            flat = where.flatten()
+            there = (flat >= 0).nonzero()[:, 0]
+            known[key] = where.shape, torch.where(flat < 0, extents[axis], flat), (there, flat[there]), over
+        return (axis, *known[key]), names
+
+    factors, inputs = [], []
+    for access in term.factors:
+        value = operands[access.name]
+        place, names = placed(access, value.shape)
+        if place is not None:
+            axis, sizes, flat, _, over = place
+            # What is nowhere is 0.
+            longer = torch.cat([value, torch.zeros_like(value.narrow(axis, 0, 1))], axis)
+            value = longer.index_select(axis, flat).unflatten(axis, sizes)
+            names[axis : axis + 1] = over
+        factors.append(value)
+        inputs.append("".join(map(own, names)))
+    place, names = placed(statement.target, shape)
+    over = names if place is None else [*names[: place[0]], *place[-1], *names[place[0] + 1 :]]
+    assert {*over} <= {name for access in (*term.factors, statement.target) for name in indices_of(access)}
+    y = torch.einsum(f"{','.join(inputs)}->{''.join(map(own, over))}", *factors)
+    if place is None:
+        return y, torch.ones_like(y, dtype=torch.bool)
+    axis, _, _, (there, rows), own_names = place
+    out, written = y.new_zeros(shape), torch.zeros(shape[axis], dtype=torch.bool)
+    out.index_add_(axis, rows, y.flatten(axis, axis + len(own_names) - 1).index_select(axis, there))
+    written[rows] = True
+    return out, written.view([-1 if n == axis else 1 for n in range(len(shape))])
+
+
+def nowhere_read(written, read) -> None:
+    """That what is written is apart from what is read: (begin, bytes) of each."""
+    for first, more in written:
+        for begin, length in read:
+            assert begin + length <= first or first + more <= begin, "what is read lies where the result does"
+
+
+class OfNorm:
+    """What Triton's JIT function is to pumice.lower.norm."""
+
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self.gpu, self.name = gpu, name
+
+    def __getitem__(self, grid):
+        def launch(*values, num_warps):
+            compiled = CompiledNorm(self, values)
+            plainly = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+            compiled.begin(grid[0], plainly, False)
+            return compiled
+
+        return launch
+
+
+class CompiledNorm(Begun):
+    """One of the kernels of pumice.lower.norm_kernels, for tensors of certain dtypes, and constants."""
+
+    def __init__(self, kernel: OfNorm, values) -> None:
+        self.kernel, numbers = kernel, {"moments": 2, "products": 1}.get(kernel.name, 0)
+        self.dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor)]
+        self.constants = values[len(self.dtypes) + numbers :]
+        self.aligned = [isinstance(v, torch.Tensor) and v.data_ptr() % 16 == 0 for v in values]
+
+    def compute(self, programs: int, values, by_address: bool) -> None:
+        gpu, count = self.kernel.gpu, len(self.dtypes)
+        assert programs > 0 and not any(v % 16 for v, aligned in zip(values, self.aligned, strict=True) if aligned)
+        constants = values[len(values) - len(self.constants) :]
+        assert tuple(constants) == tuple(self.constants), "another variant"
+        places, numbers = [*zip(values[:count], self.dtypes, strict=True)], values[count : len(values) - len(constants)]
+        getattr(self, f"_{self.kernel.name}")(programs, places, numbers, constants)
+        gpu.norms.append((self.kernel.name, by_address))
+        getattr(gpu.own, "norms", []).append(by_address)
+
+    def _shared(self, programs, room, counters, parts, channels, lanes) -> None:
+        """Room is filled with what is no number; counters are 0."""
+        sides = -(-channels // lanes)
+        assert programs == parts * sides
+        for (address, _), least in ((room, 8 * parts * channels), (counters, 4 * sides)):
+            assert self.kernel.gpu.rooms[address] >= least, "too little is shared"
+        at(room[0], torch.uint8, (8 * parts * channels,), (1,))[0].fill_(255)
+        assert not at(counters[0], torch.int32, (sides,), (1,))[0].any()
+
+    def _moments(self, programs, places, numbers, constants) -> None:
+        x, count, known, variance, tracked, offset, pair, room, counters = places
+        (parts, momentum), (c, _, lanes, _, _, eps, mean_of_all, is_known, follows, tracks, offsets) = (
+            numbers,
+            constants,
+        )
+        self._shared(programs, room, counters, parts, c, lanes)
+        rows = int(vector(count, 1)[0])
+        (x, at_x), (pair, at_pair) = matrix(x, rows, c), matrix(pair, 2, c)
+        wide = x.float()
+        mean = wide.sum(0) / max(rows, 1)
+        spread = (wide - mean).square().sum(0) / max(rows, 1)
+        olds = [vector(known, c), vector(variance, c)] if is_known else [torch.zeros(c), torch.ones(c)]
+        beyond = vector(offset, c) if offsets else torch.zeros(c)
+        written, old = [at_pair], [olds[0] - beyond, olds[1].clone()]
+        if is_known and follows and rows > 1:
+            share, counter = 0.0 if mean_of_all else momentum, vector(tracked, 1) if tracks else None
+            if counter is not None and mean_of_all:
+                share = 1.0 / float(counter[0])
+            elif counter is not None:
+                counter.add_(1)
+                written.append((tracked[0], 8))
+            olds[0].copy_(old[0] + share * (mean - old[0]) + beyond)
+            olds[1].copy_(old[1] + share * (spread * (rows / (rows - 1)) - old[1]))
+            written += [(known[0], 4 * c), (variance[0], 4 * c)]
+        nowhere_read(written, [at_x, (count[0], 4), *([(offset[0], 4 * c)] if offsets else [])])
+        nowhere_read([at_pair], written[1:])
+        pair[0] = mean if rows > 1 else old[0]
+        pair[1] = torch.rsqrt((spread if rows > 1 else old[1]) + eps)
+
+    def _normalise(self, programs, places, numbers, constants) -> None:
+        x, count, pair, weight, bias, residual, y = places
+        c, block, lanes, has_weight, has_bias, adds, relu = constants
+        rows = int(vector(count, 1)[0])
+        assert programs >= -(-rows // block) * -(-c // lanes)
+        (x, at_x), (pair, at_pair), (y, at_y) = matrix(x, rows, c), matrix(pair, 2, c), matrix(y, rows, c)
+        found, read = (x.float() - pair[0]) * pair[1], [at_x, at_pair, (count[0], 4)]
+        found = affine(found, weight if has_weight else None, bias if has_bias else None, read)
+        if adds:
+            residual, place = matrix(residual, rows, c)
+            found, read = found + residual.float(), [*read, place]
+        nowhere_read([at_y], read)
+        y.copy_(found.relu() if relu else found)
+
+    def _passed(self, grad, apart, y, given, constants, read) -> torch.Tensor:
+        """The gradient of what is normalised."""
+        (weight, bias), (has_weight, has_bias, adds, relu, _) = given, constants[-5:]
+        if not relu:
+            return grad
+        if adds:
+            result, place = matrix(y, *grad.shape)
+            read.append(place)
+        else:
+            result = affine(apart, weight if has_weight else None, bias if has_bias else None, read)
+        return torch.where(result > 0, grad, 0)
+
+    def _products(self, programs, places, numbers, constants) -> None:
+        grad, x, count, pair, weight, bias, y, sums, room, counters = places
+        (parts,), (c, _, lanes, *_, step) = numbers, constants
+        self._shared(programs, room, counters, parts, c, lanes)
+        rows = int(vector(count, 1)[0])
+        (grad, at_grad), (x, at_x) = matrix(grad, rows, c, step), matrix(x, rows, c)
+        (pair, at_pair), (sums, at_sums) = matrix(pair, 2, c), matrix(sums, 2, c)
+        apart, read = (x.float() - pair[0]) * pair[1], [at_grad, at_x, at_pair, (count[0], 4)]
+        let = self._passed(grad.float(), apart, y, (weight, bias), constants, read)
+        nowhere_read([at_sums], read)
+        sums[0], sums[1] = let.sum(0), (let * apart).sum(0)
+
+    def _gradient(self, programs, places, numbers, constants) -> None:
+        grad, x, count, pair, weight, bias, y, sums, dresidual, dx = places
+        c, block, lanes, has_weight, _, adds, relu, step = constants
+        rows = int(vector(count, 1)[0])
+        assert programs >= -(-rows // block) * -(-c // lanes)
+        (grad, at_grad), (x, at_x) = matrix(grad, rows, c, step), matrix(x, rows, c)
+        (pair, at_pair), (sums, at_sums), (dx, at_dx) = matrix(pair, 2, c), matrix(sums, 2, c), matrix(dx, rows, c)
+        apart, read = (x.float() - pair[0]) * pair[1], [at_grad, at_x, at_pair, at_sums, (count[0], 4)]
+        let = self._passed(grad.float(), apart, y, (weight, bias), constants, read)
+        factor = affine(pair[1], weight if has_weight else None, None, read)
+        written = [at_dx]
+        if adds and relu:
+            dresidual, place = matrix(dresidual, rows, c)
+            nowhere_read([at_dx], [place])
+            written.append(place)
+        nowhere_read(written, read)
+        if adds and relu:
+            dresidual.copy_(let)
+        dx.copy_((let - (sums[0] + apart * sums[1]) * (1 / rows if rows > 1 else 0)) * factor)
+
+
+def vector(place, length: int) -> torch.Tensor:
+    address, dtype = place
+    return at(address, dtype, (length,), (1,))[0]
+
+
+def matrix(place, rows: int, columns: int, step: int = 0) -> tuple[torch.Tensor, tuple[int, int]]:
+    address, dtype = place
+    return at(address, dtype, (rows, columns), (step or columns, 1))
+
+
+def affine(values, weight, bias, read) -> torch.Tensor:
+    for given, function in ((weight, torch.mul), (bias, torch.add)):
+        if given is not None:
+            values = function(values, vector(given, values.shape[-1]).float())
+            read.append((given[0], values.shape[-1] * given[1].itemsize))
+    return values
 
 
 def at(address: int, dtype: torch.dtype, shape, strides) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -169,28 +455,34 @@ REAL = [
     (fused, "_worth", fused._worth),
     (fused, "takes", fused.takes),
     (LAYERS, "takes", LAYERS.takes),
+    (norm, "_by_kernels", norm._by_kernels),
 ]
+OF_NORMS = (norm._of_blocks, norm._of_parts)
 
 
 @contextmanager
-def emulated(folder) -> Iterator[Gpu]:
-    """Within it, tensors of the CPU are as those of a GPU to everything that asks."""
-    gpu, ours, loaded = Gpu(), Ledger(folder / "tiles.json"), {}
+def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
+    """Within it, tensors of the CPU are as those of a GPU to everything that asks. gpu: one that knows kernels."""
+    gpu, ours = gpu or Gpu(), Ledger(folder / "tiles.json")
+    gpu.clear()
     emitted, read, started, empty = kernels.emitted, maps.read, line.started, torch.Tensor.new_empty
+    trains, goes_back, shared = trained.started, trained._Run.backward, norm.scratch
 
     def emitted_too(bound, given, tile, how):
         made = emitted(bound, given, tile, how)
-        assert gpu.finishes.setdefault(made.source, how.finish).activation == how.finish.activation
-        assert gpu.finishes[made.source].eps == how.finish.eps
+        known = Made(bound.statement, made.form.adds or how.splits > 1, how.finish, made.room)
+        before = gpu.sources.setdefault(made.source, known)
+        assert (before.finish.activation, before.finish.eps) == (how.finish.activation, how.finish.eps)
+        assert str(before.statement) == str(bound.statement) and before.adds == known.adds
         return made
 
     def read_too(found, name):
         tokens, arrays = read(found, name)
         own = {t.split("@")[-1]: x for t, x in zip(tokens, arrays, strict=True)}
-        if name in ("compacted", "unsorted"):
-            places = {f"map_{local}": own[local].data_ptr() for local in ("met", "rows", "k")}
-            alive = [weakref.ref(x) for x in own.values()]
-            gpu.arrays[places["map_met"]] = found.rows().clone(), found.num_inputs, places, alive
+        places = {local: x.data_ptr() for local, x in own.items()}
+        form = Form(places, {n: weakref.ref(x) for n, x in own.items()}, found.num_inputs, found.num_outputs)
+        for item in places.items():
+            gpu.forms[item] = [*(one for one in gpu.forms.get(item, ()) if one.alive), form]
         return tokens, arrays
 
     def started_too(calls, x):
@@ -205,16 +497,47 @@ def emulated(folder) -> Iterator[Gpu]:
         finally:
             del gpu.own.line, gpu.own.made
 
+    def trains_too(found, x, own):
+        gpu.own.line, gpu.own.norms = [], []
+        try:
+            y = trains(found, x, own)
+            assert all(one.by_address for one in gpu.own.line) and all(gpu.own.norms)
+            if y is not None:
+                gpu.trained.append(len(found))
+            return y
+        finally:
+            del gpu.own.line, gpu.own.norms
+
+    def back_too(self, grad, needed):
+        gpu.own.line, gpu.own.norms = [], []
+        try:
+            found = goes_back(self, grad, needed)
+            assert all(one.by_address for one in gpu.own.line) and all(gpu.own.norms)
+            gpu.back.append(len(self.found))
+            return found
+        finally:
+            del gpu.own.line, gpu.own.norms
+
+    def shared_too(count, size, device):
+        made = shared(count, size, device)
+        gpu.rooms[made.counters.data_ptr()], gpu.rooms[made.room.data_ptr()] = 4 * made.count, made.size
+        return made
+
     def empty_too(self, *given, **more):
         made = empty(self, *given, **more)
+        if made.numel() and made.device.type == "cpu" and made.is_contiguous():
+            # What nobody has written is no number.
+            made.detach().view(-1).view(torch.uint8).fill_(255)
         getattr(gpu.own, "made", []).append(made)
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        for cache in CACHES:
-            patch.setattr(cache, "_held", {})
+        for cache, held in zip(CACHES, gpu.caches, strict=True):
+            patch.setattr(cache, "_held", held)
+        for name, cache in zip(("_of_blocks", "_of_parts"), gpu.of_norms, strict=True):
+            patch.setattr(norm, name, cache)
         patch.setattr(kernels, "interpreted", lambda: True)
-        patch.setattr(kernels, "loaded", lambda source: loaded.setdefault(source, Kernel(gpu, source)))
+        patch.setattr(kernels, "loaded", lambda source: gpu.loaded.setdefault(source, Kernel(gpu, source)))
         patch.setattr(kernels, "ledger", lambda: ours)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
         patch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
@@ -227,6 +550,12 @@ def emulated(folder) -> Iterator[Gpu]:
         patch.setattr(maps, "read", read_too)
         patch.setattr(line, "started", started_too)
         patch.setattr(torch.Tensor, "new_empty", empty_too)
+        patch.setattr(norm, "_by_kernels", lambda x: x.dtype != torch.float64)
+        patch.setattr(norm, "_kernel", lambda name: OfNorm(gpu, name))
+        patch.setattr(trained, "started", trains_too)
+        patch.setattr(trained._Run, "backward", back_too)
+        for module in (kernels, stamp, line, norm, trained):
+            patch.setattr(module, "scratch", shared_too)
         yield gpu
 
 

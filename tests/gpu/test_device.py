@@ -466,9 +466,17 @@ def in_training(name, device, count, cast="float32", kept=torch.float32, x=None)
 
 @pytest.fixture
 def steps(monkeypatch):
-    """One entry for each convolution that was one step with its norm."""
-    seen, fused = [], import_module("pumice.nn.fused")
-    whole = fused.conv_norm
+    """One entry for each convolution that was one step with its norm, alone or in a line."""
+    seen, fused, lines = [], import_module("pumice.nn.fused"), import_module("pumice.ops.trained")
+    whole, started = fused.conv_norm, lines.started
+
+    def together(found, *given):
+        y = started(found, *given)
+        if y is not None:
+            seen.extend(one for one in found if one.over is not None)
+        return y
+
+    monkeypatch.setattr(lines, "started", together)
 
     def told(*given):
         y = whole(*given)
@@ -500,6 +508,7 @@ def test_a_step_of_convolution_and_norm(gpu, name, count, cast, steps, monkeypat
     assert len(steps) == (4 if "block" in name else 2)
     with monkeypatch.context() as patch:
         patch.setattr(import_module("pumice.nn.fused"), "_worth", lambda x: False)
+        patch.setattr(import_module("pumice.nn.blocks"), "prepared", lambda *given: None)
         other = in_training(name, gpu, count, cast)
     assert all(got[n].dtype == other[n].dtype and got[n].device == gpu for n in want)
     assert all(torch.equal(got[n].cpu(), want[n]) for n in want if not want[n].is_floating_point())

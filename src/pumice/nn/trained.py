@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pumice.lower import direct
 from pumice.lower import triton as kernels
@@ -122,16 +122,23 @@ class Trained:
     def _made(self, every: Sequence[Tensor | None], x: Tensor, dtype: torch.dtype) -> Iterator[trained.Layer]:
         """The layers, as far as there are any."""
         left, own = iter(every), every[0]
-        strides, inner = (x.stride() if x.dtype is dtype else (x.shape[1], 1)), x.requires_grad
-        held, cast = (strides, inner), autocast_dtype(x) is not None
+        cast = x.dtype is not dtype
+        # Channels and strides of what the next one is given, and of what is added; whether there is a gradient, and
+        # whether it was rounded for the line alone.
+        given = x.shape[1], (x.shape[1], 1) if cast else x.stride(), x.requires_grad, cast
+        held = given
         # Without autocast weights are of the dtype of the features.
-        if own is None or not (own.dtype is dtype or (cast and own.dtype is torch.float32)):
+        narrowed = autocast_dtype(x) is not None and own is not None and own.dtype is torch.float32
+        if own is None or not (own.dtype is dtype or narrowed):
             return
         for step in self._steps:
             tensors = [*islice(left, _EACH)]
             weight, norm = tensors[0], step.norm
-            held = (strides, inner) if step.opens else held
-            if weight is None or weight.dtype is not own.dtype or norm is None or not _kernel(step, tensors):
+            held = given if step.opens else held
+            if weight is None or weight.dtype is not own.dtype or norm is None or not _kernel(step, tensors, given[0]):
+                return
+            result = weight.shape[0], (weight.shape[0], 1), True, False
+            if step.adds and (held[:2] != result[:2] or held[3]):
                 return
             relation = step.layer.relation if isinstance(step.layer, Convolution) else None
             shape = weight.shape[0], weight[0].numel() // weight.shape[-1], weight.shape[-1]
@@ -140,15 +147,14 @@ class Trained:
             flags = scale is not None, shift is not None, step.adds, step.activated
             told = Statistics((mean, variance), norm.eps, True, norm.momentum, tracked)
             settled = Settled(told, flags, (shape[0], dtype, x.get_device()))
-            facts = dtype, own.dtype, strides, inner, flags, norm.eps, tracked is None or tracked.dtype
+            facts = dtype, own.dtype, *given[1:3], flags, norm.eps, tracked is None or tracked.dtype
             precision = kernels.float32_precision() if dtype is torch.float32 else ""
             key = direct.interned(("trained", shape, *facts, precision, direct.settings()))
             written = tuple(0 if t is None else t.data_ptr() for t in tensors[2:5])
             ends = step.opens, step.aside, step.adds, step.ends
             known = settled, norm.eps, float(norm.momentum or 0.0), step.activated, written
-            yield trained.Layer(relation, shape, dtype, own.dtype, strides, *known, inner, key, Bounded(64), *ends)
-            result = (shape[0], 1), True
-            held, (strides, inner) = (result, (strides, inner)) if step.aside else (held, result)
+            yield trained.Layer(relation, shape, dtype, own.dtype, given[1], *known, given[2], key, Bounded(64), *ends)
+            held, given = (result, given) if step.aside else (held, result)
 
 
 _OWN = frozenset(("weight", "bias", "finished", "asked", "forward"))
@@ -161,8 +167,8 @@ def _trains(step: Step) -> bool:
     return step.norm is not None and (relu or not (behind or step.adds))
 
 
-def _kernel(step: Step, tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a step is known kernels now; all of its parameters are trained."""
+def _kernel(step: Step, tensors: Sequence[Tensor | None], channels: int) -> bool:
+    """Whether a step is known kernels now, on so many channels; all of its parameters are trained."""
     weight, bias, mean, variance, tracked, *affine = tensors
     norm, layer = step.norm, step.layer
     assert norm is not None and weight is not None
@@ -176,7 +182,18 @@ def _kernel(step: Step, tensors: Sequence[Tensor | None]) -> bool:
     if any(t is not None and not t.requires_grad for t in (weight, *affine)):
         return False
     there = [t for t in (weight, *vectors, tracked) if t is not None]
+    if weight.ndim != _axes(layer) or weight.shape[-1] != channels or any(v.shape != weight.shape[:1] for v in vectors):
+        return False
+    if any(t.device != weight.device or t.is_meta for t in there):
+        return False
     return weight.is_contiguous() and not any(t.data_ptr() & 15 for t in there)
+
+
+def _axes(layer: nn.Module) -> int:
+    """Of its weight."""
+    if not isinstance(layer, Convolution):
+        return 2
+    return 3 if layer.relation.custom is not None else layer.relation.dim + 2
 
 
 _hooks_of_saved_tensors = attrgetter("_autograd._top_saved_tensors_default_hooks")(torch._C)

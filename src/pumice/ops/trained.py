@@ -100,6 +100,8 @@ class Layer:
         # What one row, or none, is normalised by is not its own.
         if (self.adds and not kept) or found.between is not None or found.num_outputs < 2:
             return None
+        if found.volume != self.shape[1]:
+            return None
         beyond = outputs.cloud.count.data_ptr() & 15
         call = found.kept((self.key, beyond))
         if call is None and (call := self._cast(found, beyond)) is not None:
@@ -164,10 +166,14 @@ class _Line(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: Sequence[Found[Layer]], x: Tensor, *own: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         with register.as_given((x,)):
-            run = _Run.begun(found, x, own)
-            out = run.forward()
+            last = found[-1]
+            out = x.new_empty((last.rows, last.launch.shape[0]))
+            run = _Run.begun(found, x, own, out)
+            run.forward()
         ctx.found, ctx.plan = found, run.plan
-        ctx.save_for_backward(x, out, run.between, run.pairs, run.narrow, *own)
+        # Gradients depend on no other result of the last layer, which may be written to.
+        read = out if found[-1].launch.adds else None
+        ctx.save_for_backward(x, read, run.between, run.pairs, run.narrow, *own)
         return out
 
     @staticmethod
@@ -217,7 +223,7 @@ class _Run:
 
     own: weight, scale and shift of each; narrow: the weights in the dtype of the features, where theirs is another.
     between: of all layers what the norms take, and of all but the last the results; pairs: what rows were normalised
-    by; out: the last result.
+    by; out: the last result, where it is read or written.
     """
 
     def __init__(
@@ -229,14 +235,14 @@ class _Run:
         narrow: Tensor | None,
         between: Tensor,
         pairs: Tensor,
-        out: Tensor,
+        out: Tensor | None,
     ) -> None:
         self.found, self.plan, self.x, self.weights, self.narrow = found, plan, x, own[::3], narrow
-        self.between, self.pairs, self.out = between, pairs, out
+        self.between, self.pairs = between, pairs
         size, base, first = x.element_size(), between.data_ptr(), pairs.data_ptr()
         self._taken = [base + size * n for n in plan.taken]
         # Behind all others that of what is given: it is number -1.
-        self._at = [*[base + size * n for n in plan.results], out.data_ptr(), x.data_ptr()]
+        self._at = [*[base + size * n for n in plan.results], 0 if out is None else out.data_ptr(), x.data_ptr()]
         self._pairs = [first + 4 * one.launch.vectors for one in found]
         if narrow is None:
             self._weights = [w.data_ptr() for w in self.weights]
@@ -253,18 +259,17 @@ class _Run:
         self._counts = [one.outputs.cloud.count.data_ptr() for one in found]
 
     @staticmethod
-    def begun(found: Sequence[Found[Layer]], x: Tensor, own: Sequence[Any]) -> _Run:
+    def begun(found: Sequence[Found[Layer]], x: Tensor, own: Sequence[Any], out: Tensor) -> _Run:
         """With memory to be written to, and weights that are cast."""
-        plan, last, weights, narrow = _Plan.of(found), found[-1], own[::3], None
+        plan, weights, narrow = _Plan.of(found), own[::3], None
         if weights[0].dtype is not x.dtype:
             narrow = x.new_empty(plan.weights)
             _copy_each([_like(w, narrow, one.launch) for w, one in zip(weights, found, strict=True)], weights)
         between, pairs = x.new_empty(plan.between), x.new_empty(plan.vectors, dtype=torch.float32)
-        out = x.new_empty((last.rows, last.launch.shape[0]))
         return _Run(found, plan, x, own, narrow, between, pairs, out)
 
-    def forward(self) -> Tensor:
-        """The result."""
+    def forward(self) -> None:
+        """The result is put where it belongs."""
         for n, one in enumerate(self.found):
             layer, norm, h = one.launch, one.call.norm, self._taken[n]
             self._multiplied(n)
@@ -272,7 +277,6 @@ class _Run:
             norm.moments((h, count, mean, variance, tracked or pair, pair, pair, *self._shared), layer.momentum)
             more = self._at[layer.held] if layer.adds else h
             norm.normalise((h, count, pair, *self._affine[n], more, self._at[n]))
-        return self.out
 
     def _multiplied(self, n: int) -> None:
         """What a layer gives to its norm."""
