@@ -1174,3 +1174,21 @@ def test_nothing_is_left_behind(tmp_path):
         assert all(cache.cache_info().currsize for cache in gpu.of_norms)
     assert [cache.cache_info().currsize for cache in OF_NORMS] == before
     assert (norm._of_blocks, norm._of_parts) == OF_NORMS
+
+
+def test_gradients_are_written_to_one_by_one(gpu):
+    """They lie in one piece of memory, and none is another's view."""
+    x = cloud()
+    net = known_chain(gpu, x)
+    parameters = [*net.parameters()]
+    grads = torch.autograd.grad(loss_of(net(x)), parameters)
+    assert gpu.back == [7]
+    scale = torch.ones_like(grads[0], requires_grad=True)
+    product = (grads[0] * scale).sum()
+    before = grads[0].clone()
+    for grad in grads[1:]:
+        grad.mul_(2)
+    product.backward()
+    assert torch.equal(scale.grad, before) and torch.equal(grads[0], before)
+    grads[1].add_(parameters[1])
+    assert grads[1].requires_grad and not grads[0].requires_grad

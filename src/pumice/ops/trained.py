@@ -347,12 +347,13 @@ class _Run:
         pieces = [n for layer in layers for n in (layer.shape[0], layer.shape[0], layer.beyond)]
         vectors = iter(sums.split(pieces))
         for n, layer in enumerate(layers):
-            own = linear[n] if n in linear else _like(self.weights[n], weights, layer)
+            # `data`: who writes to one of them has not written to the others.
+            own = linear[n] if n in linear else _like(self.weights[n], weights, layer).data
             yield own if next(wanted) else None
             dshift, dscale, _ = next(vectors), next(vectors), next(vectors)
             # What is not there needs none.
-            yield dscale if next(wanted) else None
-            yield dshift if next(wanted) else None
+            yield dscale.data if next(wanted) else None
+            yield dshift.data if next(wanted) else None
 
     def _features(self, n: int) -> Tensor:
         """What a layer is given."""
