@@ -135,7 +135,10 @@ class Trained:
             tensors = [*islice(left, _EACH)]
             weight, norm = tensors[0], step.norm
             held = given if step.opens else held
-            if weight is None or weight.dtype is not own.dtype or norm is None or not _kernel(step, tensors, given[0]):
+            # Kernels take addresses as they are.
+            if weight is None or norm is None or weight.dtype is not own.dtype or weight.device != x.device:
+                return
+            if not _kernel(step, tensors, given[0]):
                 return
             result = weight.shape[0], (weight.shape[0], 1), True, False
             if step.adds and (held[:2] != result[:2] or held[3]):
