@@ -485,38 +485,36 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
             gpu.forms[item] = [*(one for one in gpu.forms.get(item, ()) if one.alive), form]
         return tokens, arrays
 
-    def started_too(calls, x):
+    @contextmanager
+    def within(*kept):
         # Others may start theirs meanwhile.
-        gpu.own.line, gpu.own.made = [], []
+        vars(gpu.own).update({name: [] for name in ("line", "norms", *kept)})
         try:
+            yield
+            assert all(one.by_address for one in gpu.own.line) and all(gpu.own.norms)
+        finally:
+            vars(gpu.own).clear()
+
+    def started_too(calls, x):
+        with within("made"):
             y = started(calls, x)
             if y is not None:
                 gpu.lines.append(gpu.own.line)
                 gpu.made.append(gpu.own.made)
             return y
-        finally:
-            del gpu.own.line, gpu.own.made
 
     def trains_too(found, x, own):
-        gpu.own.line, gpu.own.norms = [], []
-        try:
+        with within():
             y = trains(found, x, own)
-            assert all(one.by_address for one in gpu.own.line) and all(gpu.own.norms)
             if y is not None:
                 gpu.trained.append(len(found))
             return y
-        finally:
-            del gpu.own.line, gpu.own.norms
 
     def back_too(self, grad, needed):
-        gpu.own.line, gpu.own.norms = [], []
-        try:
+        with within():
             found = goes_back(self, grad, needed)
-            assert all(one.by_address for one in gpu.own.line) and all(gpu.own.norms)
             gpu.back.append(len(self.found))
             return found
-        finally:
-            del gpu.own.line, gpu.own.norms
 
     def shared_too(count, size, device):
         made = shared(count, size, device)

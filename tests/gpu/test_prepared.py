@@ -12,13 +12,6 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-@pytest.fixture
 def lines(monkeypatch):
     """How many kernels each line had that was started."""
     seen, started = [], line.started

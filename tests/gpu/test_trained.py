@@ -15,13 +15,6 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-@pytest.fixture
 def lines(monkeypatch):
     """How many layers each line had that was started."""
     seen, started = [], trained.started

@@ -16,6 +16,20 @@ import torch
 import torch.nn.utils.parametrize
 import torch.nn.utils.prune
 from emulated import emulated, on_cpu, unprepared
+from lined import (
+    Twofold,
+    anew,
+    around,
+    askew,
+    exchanged,
+    inner,
+    problem_of,
+    put,
+    twice,
+    ungrouped,
+    unit,
+    unnormed,
+)
 from nets import stirred
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -61,12 +75,6 @@ def scan(dtype=torch.float32):
     return pm.SparseTensor(torch.zeros(len(WIDE), 4, dtype=dtype), WIDE)
 
 
-def anew(x, seed=0):
-    """Other features on the same coordinates: what lies where something was before is none of it."""
-    values = torch.randn(x.feats.shape, generator=torch.Generator().manual_seed(seed))
-    return x.replace(values.to(x.dtype))
-
-
 TWINS = weakref.WeakKeyDictionary()
 """Of coordinates others, with maps of their own."""
 
@@ -96,22 +104,6 @@ def agree(gpu, module, x, y=None):
 def kernels_of(module):
     """Of a module whose calls are known, in one line."""
     return sum(isinstance(part, nn.conv.Convolution | nn.Linear) for part in module.modules())
-
-
-def unit(before, after, size=3, act=nn.ReLU, **options):
-    return nn.Sequential(nn.Conv3d(before, after, size, bias=False, **options), nn.BatchNorm(after, eps=0.1), act())
-
-
-def around(before, after, *body, act=nn.ReLU):
-    """A residual block with another body."""
-    block = nn.ResidualBlock(before, after)
-    block.body, block.act = nn.Sequential(*body), act()
-    return block
-
-
-def twice():
-    block = nn.ResidualBlock(8, 8)
-    return nn.Sequential(block, block, block)
 
 
 # Data flow
@@ -319,15 +311,6 @@ def agree_with(module, *given):
         return module(*given)
 
 
-def problem_of(module, *given):
-    """What a call raises."""
-    try:
-        module(*given)
-    except Exception as problem:
-        return type(problem), str(problem)
-    return None
-
-
 def unprepared_problem_of(module, *given):
     with unprepared():
         return problem_of(module, *given)
@@ -427,33 +410,8 @@ class DoubledConv(nn.Conv3d):
         return self._parameters["weight"] * 2
 
 
-class Twofold(torch.nn.Module):
-    def forward(self, weight):
-        return weight * 2
-
-
-def put(holder, name, value):
-    """Assignment as an expression."""
-    if isinstance(name, int):
-        holder[name] = value
-    else:
-        setattr(holder, name, value)
-
-
-def exchanged(tensor, function):
-    tensor.data = function(tensor.data)
-
-
 def classed(module, kind):
     module.__class__ = kind
-
-
-def unnormed(norm):
-    norm.running_mean = norm.running_var = None
-
-
-def ungrouped(conv):
-    conv.groups, conv.weight = 2, torch.nn.Parameter(torch.randn(16, 3, 3, 3, 8))
 
 
 def plainly(module):
@@ -473,11 +431,6 @@ def another():
 
 def swapped(one, other):
     torch.utils.swap_tensors(one, other)
-
-
-def inner(net):
-    """The first convolution of the block whose shortcut is the identity."""
-    return net[1].body[0]
 
 
 # How many kernels lines have when it is called again, and once more; 7 where all is as before.
@@ -928,11 +881,6 @@ def test_a_block_is_started_whole_or_not_at_all(gpu, linear):
     assert [len(each) for each in gpu.lines] == [3 + linear]
 
 
-def askew(x):
-    """The same values, not aligned to 16 bytes."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
 def test_features_that_are_not_aligned(gpu):
     x = cloud(dtype=torch.float16)
     net = known_chain(gpu, x)
@@ -1183,14 +1131,6 @@ def test_a_shallow_copy_may_get_parts_of_its_own(gpu):
     for seed in (1, 2):
         first, second = agree(gpu, net, anew(x, seed)), agree(gpu, other, anew(x, seed))
         assert not torch.allclose(first.feats, second.feats)
-
-
-@pytest.fixture
-def uncollected():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_weights_that_were_replaced_are_freed(gpu, uncollected):

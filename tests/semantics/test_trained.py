@@ -13,6 +13,7 @@ import torch
 import torch.nn.utils.parametrize
 import torch.nn.utils.prune
 from emulated import OF_NORMS, Gpu, OfNorm, emulated, on_cpu, unprepared
+from lined import Twofold, anew, around, askew, exchanged, inner, problem_of, put, twice, ungrouped, unit, unnormed
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -53,23 +54,6 @@ def gpu(request, tmp_path, settled):
 def cloud(channels=8, dtype=torch.float32, rows=120):
     feats = torch.randn(rows, channels, generator=torch.Generator().manual_seed(rows))
     return pm.SparseTensor(feats.to(dtype), COORDS[:rows])
-
-
-def anew(x, seed=0):
-    """Other features on the same coordinates."""
-    values = torch.randn(x.feats.shape, generator=torch.Generator().manual_seed(seed))
-    return x.replace(values.to(x.dtype))
-
-
-def unit(before, after, size=3, act=nn.ReLU, **options):
-    return nn.Sequential(nn.Conv3d(before, after, size, bias=False, **options), nn.BatchNorm(after, eps=0.1), act())
-
-
-def around(before, after, *body, act=nn.ReLU):
-    """A residual block with another body."""
-    block = nn.ResidualBlock(before, after)
-    block.body, block.act = nn.Sequential(*body), act()
-    return block
 
 
 def stirred(module):
@@ -154,19 +138,6 @@ def agree(gpu, module, x, inner=True, cast=None, most=0.0, plain=FAR, more=(), t
     return lines
 
 
-def problem_of(module, x):
-    """What a step raises."""
-    return problem_of_call(lambda x: step(module, x), x)
-
-
-def problem_of_call(module, x):
-    try:
-        module(x)
-    except Exception as problem:
-        return type(problem), str(problem)
-    return None
-
-
 def chain():
     """Seven layers: in containers, in blocks of both kinds, and alone."""
     return stirred(
@@ -189,11 +160,6 @@ def known_chain(gpu, x):
     assert gpu.trained == gpu.back == [7]
     gpu.clear()
     return net
-
-
-def twice():
-    block = nn.ResidualBlock(8, 8)
-    return nn.Sequential(block, block, block)
 
 
 def of_one_weight():
@@ -290,9 +256,9 @@ CAST = {
 def test_a_step_under_autocast(gpu, name):
     """Weights are float32, and so are their gradients; where features were cast twice, sums are rounded otherwise."""
     module, x = stirred(LINES[name][0]()), cloud()
-    for inner in (True, False):
+    for sought in (True, False):
         for seed in (0, 1, 2):
-            lines = agree(gpu, module, anew(x, seed), inner, torch.bfloat16, most=0.01, plain=0.1 * (seed == 2))
+            lines = agree(gpu, module, anew(x, seed), sought, torch.bfloat16, most=0.01, plain=0.1 * (seed == 2))
         assert lines == [CAST[name]]
     # And without it again.
     for seed in (0, 1):
@@ -537,9 +503,9 @@ def test_a_result_that_gradients_depend_on_is_not_written_to(gpu):
     for _ in range(2):
         step(net[0], x)
     gpu.clear()
-    assert problem_of(net, x)[0] is RuntimeError and gpu.trained == [2]
+    assert problem_of(step, net, x)[0] is RuntimeError and gpu.trained == [2]
     with unprepared():
-        assert problem_of(net, x)[0] is RuntimeError
+        assert problem_of(step, net, x)[0] is RuntimeError
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
@@ -600,41 +566,6 @@ def test_weights_that_are_worked_out(gpu):
 
 
 # What has changed since
-
-
-def put(holder, name, value):
-    """Assignment as an expression."""
-    if isinstance(name, int):
-        holder[name] = value
-    else:
-        setattr(holder, name, value)
-
-
-def exchanged(tensor, function):
-    tensor.data = function(tensor.data)
-
-
-def inner(net):
-    """The first convolution of the block whose shortcut is the identity."""
-    return net[1].body[0]
-
-
-class Twofold(torch.nn.Module):
-    def forward(self, weight):
-        return weight * 2
-
-
-def unnormed(norm):
-    norm.running_mean = norm.running_var = None
-
-
-def ungrouped(conv):
-    conv.groups, conv.weight = 2, torch.nn.Parameter(torch.randn(16, 3, 3, 3, 8))
-
-
-def askew(x):
-    """The same values, not aligned to 16 bytes."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 # How many layers lines have in all when two more steps were made.
@@ -738,8 +669,8 @@ def test_what_does_not_fit_is_in_no_line(gpu, name, monkeypatch):
     monkeypatch.setattr(trained, "started", lambda found, x, own: started.append(len(found)))
     for _ in range(2):
         with unprepared():
-            want = problem_of(net, x)
-        assert problem_of(net, x) == want is not None
+            want = problem_of(step, net, x)
+        assert problem_of(step, net, x) == want is not None
     assert max(started) == 1
 
 
@@ -750,8 +681,8 @@ def test_features_of_more_channels_than_a_weight_are_told_alike(gpu):
     for _ in range(2):
         step(module, x.replace(torch.randn(120, 8)[:, :4]))
     with unprepared():
-        want = problem_of(module, x)
-    assert problem_of(module, x) == want is not None
+        want = problem_of(step, module, x)
+    assert problem_of(step, module, x) == want is not None
 
 
 # Who listens
@@ -1009,8 +940,8 @@ def test_features_of_other_rows_than_the_map_are_told_alike(gpu):
     for rows in (119, 121, 1):
         wrong = fitting(torch.zeros(rows, 8), x.geometry)
         with unprepared():
-            want = problem_of_call(net, wrong)
-        assert problem_of_call(net, wrong) == want is not None
+            want = problem_of(net, wrong)
+        assert problem_of(net, wrong) == want is not None
     assert not gpu.trained
 
 
@@ -1032,14 +963,6 @@ def test_copies_begin_anew(gpu, way):
     before = [b.clone() for b in net.buffers()]
     step(copied, x)
     near(net.buffers(), before)
-
-
-@pytest.fixture
-def uncollected():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_maps_and_features_are_freed_behind_a_step(gpu, uncollected):
