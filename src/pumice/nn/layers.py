@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 
 from pumice.errors import ShapeError
@@ -70,9 +69,7 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         feats, own = rows_of(x), self.training or self.running_mean is None
         if not own or not torch.is_grad_enabled() or not direct.starts_kernels(feats) or feats.dtype == torch.float64:
             return False
-        return forward_ad._current_level < 0 and register.recorded(
-            [feats, *(t for t in self.vectors() if t is not None)]
-        )
+        return register.by_autograd_alone([feats, *(t for t in self.vectors() if t is not None)])
 
     def over_living(self, x: SparseTensor, relu: bool = False) -> SparseTensor:
         """The norm by those statistics, with a ReLU behind it."""

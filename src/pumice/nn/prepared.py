@@ -3,14 +3,14 @@ once and compared with what there is in each call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from pumice.lower import direct
 from pumice.lower import triton as kernels
@@ -18,6 +18,7 @@ from pumice.lower.epilogue import NOTHING
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard, unheard_of_gradients
+from pumice.nn.facts import OF_CONVOLUTIONS, OF_TENSORS, OWN
 from pumice.nn.trained import Trained
 from pumice.ops import SparseTensor, line, register
 from pumice.ops.conv import Target
@@ -38,12 +39,12 @@ class Parts(NamedTuple):
     within: tuple[nn.Module, ...] = ()
 
 
-class Parted(nn.Module):
+class Parted(nn.Module, ABC):
     """A module that does what its parts do, and nothing else."""
 
+    @abstractmethod
     def _parts(self) -> Parts:
         """What they are now."""
-        raise NotImplementedError
 
 
 def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
@@ -54,7 +55,7 @@ def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
     feats, trains = rows_of(x), torch.is_grad_enabled()
     if x.geometry.buffered is not None or not direct.starts_kernels(feats):
         return None
-    if not (_alone_with_autograd(feats) if trains else register.plain((feats,))):
+    if not (register.by_autograd_alone((feats,)) if trains else register.plain((feats,))):
         return None
     kept = owner.__dict__.get(_NAME)
     if kept is None or kept.parts != parts or not kept.alike():
@@ -63,11 +64,6 @@ def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
     if not kept.steps or not unheard(kept.watched) or (trains and not unheard_of_gradients(kept.watched)):
         return None
     return kept
-
-
-def _alone_with_autograd(x: Tensor) -> bool:
-    # A norm's own tensors may have tangents, too.
-    return forward_ad._current_level < 0 and register.recorded((x,))
 
 
 class Step(NamedTuple):
@@ -88,14 +84,7 @@ class Step(NamedTuple):
         return bool(self.behind) and type(self.behind[-1]) in ACTIVATIONS
 
 
-_FACTS: Sequence[Callable[[Any], Any]] = (
-    torch._C.TensorBase.data_ptr,
-    torch._C.TensorBase.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch._C.TensorBase.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch._C.TensorBase.stride,
-)
-"""What tells whether a tensor is what it was, with its type: where it lies tells the device."""
-_OF_NORMS, _OF_CONVOLUTIONS = attrgetter("training", "eps"), attrgetter("groups", "dataflow", "relation")
+_OF_NORMS = attrgetter("training", "eps")
 
 
 class _Known(NamedTuple):
@@ -163,12 +152,14 @@ class Prepared:
 
         target: what the first one is called with beside x; spare: columns to be left free behind the last one's rows.
         """
-        if torch.is_grad_enabled():
-            return *self._trained.ahead(x, target), 0
-        launches, feats = self._launches(rows_of(x), spare), rows_of(x)
         layer = self.steps[0].layer
         asked = layer.asked(target) if target is not None and isinstance(layer, Convolution) else None
-        if not launches or (target is not None and asked is None):
+        if target is not None and asked is None:
+            return x, 0, 0
+        if torch.is_grad_enabled():
+            return *self._trained.ahead(x, asked), 0
+        launches, feats = self._launches(rows_of(x), spare), rows_of(x)
+        if not launches:
             return x, 0, 0
         found = line.found_of(launches, feats.shape[0], x.geometry, asked)
         y = line.started(found, feats) if found else None
@@ -191,8 +182,8 @@ class Prepared:
         there = [t for t in every if t is not None]
         facts: list[Any] = [spare, x.dtype, x.shape[1], x.stride(), x.get_device(), direct.settings()]
         facts += map(_OF_NORMS, self._norms)
-        facts += map(_OF_CONVOLUTIONS, self._convolutions)
-        for fact in _FACTS:
+        facts += map(OF_CONVOLUTIONS, self._convolutions)
+        for fact in OF_TENSORS:
             facts += map(fact, there)
         precision = kernels.float32_precision() if known.wide else ""
         if types != known.types or facts != known.facts or precision != known.precision:
@@ -219,7 +210,7 @@ class Prepared:
             relation = step.layer.relation if isinstance(step.layer, Convolution) else None
             key = (key_of_linear if relation is None else key_of_conv)((x, weight, *more), finish)
             columns, flags = weight.shape[0], (step.opens, step.aside, step.adds, step.ends)
-            yield line.Launch(key, relation, own, columns, finish.spare, x.stride(0), x.dtype, *flags)
+            yield line.Launch(relation, *flags, key, own, columns, finish.spare, x.stride(0), x.dtype)
             # Nothing but the layout of what the kernel writes.
             result = x.new_empty((0, columns))
             held, x = (result, x) if step.aside else (held, result)
@@ -233,7 +224,7 @@ def _tensors_of(step: Step) -> tuple[Tensor | None, ...] | None:
     their places. None where an attribute of the layer's own stands before what is of its class."""
     layer, norm = step.layer, step.norm
     own = layer._parameters
-    if "weight" not in own or "bias" not in own or not layer.__dict__.keys().isdisjoint(_OWN):
+    if "weight" not in own or "bias" not in own or not layer.__dict__.keys().isdisjoint(OWN):
         return None
     if norm is None:
         return own["weight"], own["bias"]
@@ -241,10 +232,6 @@ def _tensors_of(step: Step) -> tuple[Tensor | None, ...] | None:
     if "running_mean" not in kept or "running_var" not in kept or "weight" not in more or "bias" not in more:
         return None
     return own["weight"], own["bias"], kept["running_mean"], kept["running_var"], more["weight"], more["bias"]
-
-
-_OWN = frozenset(("weight", "bias", "finished", "asked"))
-"""What a line does without looking it up: whoever puts another one there is to be heard."""
 
 
 def _kernel(step: Step, others: Sequence[Tensor | None]) -> bool:

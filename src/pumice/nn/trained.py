@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pumice.coords import Geometry, Relation
 from pumice.lower import direct
 from pumice.lower import triton as kernels
 from pumice.lower.norm import Settled, Statistics
 from pumice.lower.remember import Bounded
 from pumice.nn.conv import Convolution
 from pumice.nn.ends import ACTIVATIONS
+from pumice.nn.facts import OF_CONVOLUTIONS, OF_TENSORS, OWN, TRAINS
 from pumice.ops import SparseTensor, register, trained
-from pumice.ops.conv import Target, autocast_dtype
+from pumice.ops.conv import autocast_dtype
 from pumice.ops.line import found_of
 from pumice.ops.tensor import fitting, rows_of
 
@@ -26,14 +28,6 @@ if TYPE_CHECKING:
     from pumice.nn.prepared import Step
 
 _OF_NORMS = attrgetter("training", "eps", "momentum", "track_running_stats")
-_OF_CONVOLUTIONS = attrgetter("groups", "dataflow", "relation")
-_FACTS = (
-    torch._C.TensorBase.data_ptr,
-    torch._C.TensorBase.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch._C.TensorBase.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-    torch._C.TensorBase.stride,
-    torch._C.TensorBase.requires_grad.__get__,  # pyright: ignore[reportAttributeAccessIssue]
-)
 _EACH = 7
 """Tensors of a step: weight and bias, and of the norm mean, variance, count of batches, scale and shift."""
 
@@ -43,7 +37,7 @@ class _Known(NamedTuple):
 
     types: list[type]
     facts: list[Any]
-    layers: list[trained.Layer]
+    layers: list[trained.Unit]
 
 
 class Trained:
@@ -58,9 +52,9 @@ class Trained:
         self._convolutions = [step.layer for step in self._steps if isinstance(step.layer, Convolution)]
         self._known = _Known([], [], [])
 
-    def ahead(self, x: SparseTensor, target: Target) -> tuple[SparseTensor, int]:
+    def ahead(self, x: SparseTensor, asked: tuple[Relation, Geometry | None] | None) -> tuple[SparseTensor, int]:
         """The result of as many of the modules as calls before, with their gradients, have left all of, and how many
-        they are; as Prepared.ahead."""
+        they are. asked: what the first one asks for, where it names a target."""
         dtype = autocast_dtype(rows_of(x)) or x.dtype
         feats, every = rows_of(x), self._tensors()
         if every is None or not self._steps or dtype not in _DTYPES:
@@ -69,10 +63,6 @@ class Trained:
         if _hooks_of_saved_tensors(True) is not None:
             return x, 0
         layers = self._layers(every, feats, dtype)
-        first = self._steps[0].layer
-        asked = first.asked(target) if target is not None and isinstance(first, Convolution) else None
-        if not layers or (target is not None and asked is None):
-            return x, 0
         found = found_of(layers, feats.shape[0], x.geometry, asked)
         own = [every[_EACH * n + place] for n in range(len(found)) for place in (0, 5, 6)]
         y = trained.started(found, feats if feats.dtype is dtype else feats.to(dtype), own) if found else None
@@ -89,11 +79,11 @@ class Trained:
                 every += kept["num_batches_tracked"], more["weight"], more["bias"]
             except KeyError:
                 return None
-            if not layer.__dict__.keys().isdisjoint(_OWN):
+            if not layer.__dict__.keys().isdisjoint(OWN):
                 return None
         return every
 
-    def _layers(self, every: Sequence[Tensor | None], x: Tensor, dtype: torch.dtype) -> list[trained.Layer]:
+    def _layers(self, every: Sequence[Tensor | None], x: Tensor, dtype: torch.dtype) -> list[trained.Unit]:
         """Those of the steps, on features like these; none where that cannot be told, or there is none."""
         types, known = [*map(type, every)], self._known
         there = [t for t in every if t is not None]
@@ -111,15 +101,15 @@ class Trained:
         ]
         facts += [kernels.float32_precision()] if dtype is torch.float32 else []
         facts += map(_OF_NORMS, self._norms)
-        facts += map(_OF_CONVOLUTIONS, self._convolutions)
-        for fact in _FACTS:
+        facts += map(OF_CONVOLUTIONS, self._convolutions)
+        for fact in (*OF_TENSORS, TRAINS):
             facts += map(fact, there)
         if types != known.types or facts != known.facts:
             made = [*trained.placed(self._made(every, x, dtype))]
             known = self._known = _Known(types, facts, made)
         return known.layers
 
-    def _made(self, every: Sequence[Tensor | None], x: Tensor, dtype: torch.dtype) -> Iterator[trained.Layer]:
+    def _made(self, every: Sequence[Tensor | None], x: Tensor, dtype: torch.dtype) -> Iterator[trained.Unit]:
         """The layers, as far as there are any."""
         left, own = iter(every), every[0]
         cast = x.dtype is not dtype
@@ -156,11 +146,8 @@ class Trained:
             written = tuple(0 if t is None else t.data_ptr() for t in tensors[2:5])
             ends = step.opens, step.aside, step.adds, step.ends
             known = settled, norm.eps, float(norm.momentum or 0.0), step.activated, written
-            yield trained.Layer(relation, shape, dtype, own.dtype, given[1], *known, given[2], key, Bounded(64), *ends)
+            yield trained.Unit(relation, *ends, shape, dtype, own.dtype, given[1], *known, given[2], key, Bounded(64))
             held, given = (result, given) if step.aside else (held, result)
-
-
-_OWN = frozenset(("weight", "bias", "finished", "asked", "forward"))
 
 
 def _trains(step: Step) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from pumice.coords import Cloud, Geometry, Relation, kernel_map
 from pumice.lower import norm as norms
@@ -65,8 +64,7 @@ def conv_norm(
 def _dtype(given: tuple[Tensor, ...]) -> torch.dtype | None:
     """In which the operands, features, weight and residual, are multiplied and added; None where that is another
     call's matter."""
-    # The norm's own tensors may have tangents, too.
-    if forward_ad._current_level >= 0 or not register.recorded(given):
+    if not register.by_autograd_alone(given):
         return None
     feats, weight, *more = given
     cast = autocast_dtype(feats)

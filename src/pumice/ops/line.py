@@ -3,9 +3,10 @@ its own, but places in one piece of memory."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,44 +21,62 @@ _ALIGNED = 256
 """Bytes."""
 _PLACES = 3
 """At most: of what a kernel reads, what is added later, and what it writes."""
-_GIVEN = -1
+GIVEN = -1
 """The place of what a line is given."""
 
 
 @dataclass(frozen=True, eq=False)
-class Launch:
-    """A layer's kernel as it is known before its map is.
+class Layer(ABC):
+    """A layer of a line, as it is known before its map is.
 
-    key: what its calls are kept under (key_of of ops.conv, ops.linear). relation: a convolution's; None of a linear
-    map. addresses: of its tensors, in the order of the call, but for features and residual. columns: of its result;
-    spare: those left free behind them; lead: how far rows of the features are apart, in values; dtype: of both.
+    relation: a convolution's; None of a linear map. opens: its features are what a residual block begins with; aside:
+    its result is what the block adds; adds: it adds that, or what the block began with. ends: how many modules are done
+    behind it, 0 within one.
+    """
 
-    opens: its features are what a residual block begins with; aside: its result is what the block adds; adds: it adds
-    that, or what the block began with. ends: how many modules are done behind it, 0 within one. reads, held, writes:
-    the places of features, of what is added later, and of the result (`placed`).
+    relation: Relation | None
+    opens: bool
+    aside: bool
+    adds: bool
+    ends: int
+
+    @abstractmethod
+    def alone(self, outputs: Geometry, rows: int) -> Any:
+        """A linear map's call on so many rows, as one like it was carried out before; None where there was none."""
+
+    @abstractmethod
+    def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> Any:
+        """The same of a convolution over a map; kept: whether the result has the rows that are added."""
+
+
+L = TypeVar("L", bound=Layer)
+
+
+@dataclass(frozen=True, eq=False)
+class Launch(Layer):
+    """A layer as one kernel.
+
+    key: what its calls are kept under (key_of of ops.conv, ops.linear). addresses: of its tensors, in the order of the
+    call, but for features and residual. columns: of its result; spare: those left free behind them; lead: how far rows
+    of the features are apart, in values; dtype: of both.
+
+    reads, held, writes: the places of features, of what is added later, and of the result (`placed`).
     """
 
     key: Hashable
-    relation: Relation | None
     addresses: tuple[int, ...]
     columns: int
     spare: int
     lead: int
     dtype: torch.dtype
-    opens: bool
-    aside: bool
-    adds: bool
-    ends: int
-    reads: int = _GIVEN
-    held: int = _GIVEN
+    reads: int = GIVEN
+    held: int = GIVEN
     writes: int = 0
 
     def alone(self, outputs: Geometry, rows: int) -> Direct | None:  # noqa: ARG002
-        """A linear map's call."""
         return self._filled(known_call(self.key, self.counted(rows, rows), self.columns))
 
     def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> Direct | None:  # noqa: ARG002
-        """The call over a map; kept: whether the result has the rows that are added."""
         if self.adds and not kept:
             return None
         call = found.kept(self.key)
@@ -79,30 +98,12 @@ class Launch:
 
 def placed(launches: Iterable[Launch]) -> Iterator[Launch]:
     """Launches one after the other with their places: none writes to what it reads, or to what is added later."""
-    reads = held = _GIVEN
+    reads = held = GIVEN
     for launch in launches:
         held = reads if launch.opens else held
         writes = next(n for n in range(_PLACES) if n not in (reads, held))
         yield replace(launch, reads=reads, held=held, writes=writes)
         reads, held = (reads, writes) if launch.aside else (writes, held)
-
-
-class Layer(Protocol):
-    """What `found_of` asks of a layer; C is what it calls."""
-
-    @property
-    def relation(self) -> Relation | None: ...
-    @property
-    def opens(self) -> bool: ...
-    @property
-    def aside(self) -> bool: ...
-    @property
-    def ends(self) -> int: ...
-    def alone(self, outputs: Geometry, rows: int) -> Any: ...
-    def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> Any: ...
-
-
-L = TypeVar("L", bound=Layer)
 
 
 class Found(Generic[L]):
@@ -158,7 +159,7 @@ def started(found: Sequence[Found[Launch]], x: Tensor) -> Tensor | None:
     out = last.call.runner.fresh(x, (last.rows, last.launch.columns))
     result = out.data_ptr()
     memory, at = _places(found, x, result)
-    at[_GIVEN] = address
+    at[GIVEN] = address
     needs = [f.call.aimed.needs for f in found if f.call.aimed.slots.scratch is not None]
     # Held until the kernels are under way, as the memory is.
     own = scratch(max(n for n, _ in needs), max(n for _, n in needs), x.device) if needs else None

@@ -64,6 +64,11 @@ def recorded(operands: Sequence[Tensor]) -> bool:
     return not (_has_tangents(operands) or not _ordinary(operands))
 
 
+def by_autograd_alone(operands: Sequence[Tensor]) -> bool:
+    """The same, and nothing is differentiated forwards: other tensors of the call may have tangents, too."""
+    return forward_ad._current_level < 0 and recorded(operands)
+
+
 def plain(operands: Sequence[Tensor]) -> bool:
     """Whether nobody watches: no gradients, no tracing, no transform, no mode, ordinary tensors with values.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pumice.coords import Geometry, KernelMap, Relation
+from pumice.coords import Geometry, KernelMap
 from pumice.lower import direct
 from pumice.lower import norm as norms
 from pumice.lower.dataflow import CONV
@@ -23,14 +23,12 @@ from pumice.lower.direct import Direct
 from pumice.lower.norm import Norm
 from pumice.lower.remember import Bounded
 from pumice.lower.scratch import scratch
-from pumice.ops import register
+from pumice.ops import line, register
 from pumice.ops.conv import conv_features, held_arrays
-from pumice.ops.line import Found
+from pumice.ops.line import GIVEN, Found
 
 _ALIGNED = 128
 """Values: what begins at a multiple of them is aligned for every kernel."""
-_GIVEN = -1
-"""The place of what the first layer is given; others are the numbers of the layers whose results they are."""
 
 
 class Call(NamedTuple):
@@ -44,20 +42,19 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
-    """A layer as it is known before its map is.
+class Unit(line.Layer):
+    """A layer and the norm behind it as kernels of both passes.
 
-    relation: a convolution's; None of a linear map. shape: C_out, taps, C_in. dtype: of the features; own: of the
+    shape: C_out, taps, C_in. dtype: of the features; own: of the
     weight. strides: of the features. settled: the norm behind it, whose momentum it is; known: the addresses of its
     running mean and variance, and count of batches, 0 for none; relu: whether a ReLU is behind that. inner: whether a
     gradient of the features is wanted. key: what its calls over a map are kept under; templates: of these, by kinds of
     maps.
 
-    opens to ends: as in line.Launch. reads, held: the places of features, and of what is added; weights, vectors: where
-    those of this layer begin in a piece of memory with those of all, in values.
+    reads, held: whose results features are, and what is added, by number, or GIVEN; weights, vectors: where those of
+    this layer begin in a piece of memory with those of all, in values.
     """
 
-    relation: Relation | None
     shape: tuple[int, int, int]
     dtype: torch.dtype
     own: torch.dtype
@@ -70,17 +67,13 @@ class Layer:
     inner: bool
     key: Hashable
     templates: Bounded[tuple[direct.Template, ...]]
-    opens: bool
-    aside: bool
-    adds: bool
-    ends: int
-    reads: int = _GIVEN
-    held: int = _GIVEN
+    reads: int = GIVEN
+    held: int = GIVEN
     weights: int = 0
     vectors: int = 0
 
     @property
-    def ends_of(self) -> tuple[int, int]:
+    def following(self) -> tuple[int, int]:
         """Where weights and vectors of the next one begin."""
         outputs, taps, channels = self.shape
         return self.weights + _aligned(outputs * taps * channels), self.vectors + _aligned(2 * outputs)
@@ -91,12 +84,10 @@ class Layer:
         return _aligned(2 * self.shape[0]) - 2 * self.shape[0]
 
     def alone(self, outputs: Geometry, rows: int) -> Call | None:
-        """A linear map's call."""
         norm = self.settled.over(rows, outputs.cloud.count.data_ptr() & 15) if rows > 1 else None
         return None if norm is None else Call(norm)
 
     def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> Call | None:
-        """The call over a map; kept: whether the result has the rows that are added."""
         # What one row, or none, is normalised by is not its own.
         if (self.adds and not kept) or found.between is not None or found.num_outputs < 2:
             return None
@@ -136,15 +127,15 @@ class Layer:
         return self.templates.keep(held.kind, found)
 
 
-def placed(layers: Iterable[Layer]) -> Iterator[Layer]:
+def placed(layers: Iterable[Unit]) -> Iterator[Unit]:
     """Layers one after the other with their places."""
-    reads = held = _GIVEN
+    reads = held = GIVEN
     weights = vectors = 0
     for number, layer in enumerate(layers):
         held = reads if layer.opens else held
         own = replace(layer, reads=reads, held=held, weights=weights, vectors=vectors)
         yield own
-        weights, vectors = own.ends_of
+        weights, vectors = own.following
         reads, held = (reads, number) if layer.aside else (number, held)
 
 
@@ -152,7 +143,7 @@ def _aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def started(found: Sequence[Found[Layer]], x: Tensor, own: Sequence[Tensor | None]) -> Tensor | None:
+def started(found: Sequence[Found[Unit]], x: Tensor, own: Sequence[Tensor | None]) -> Tensor | None:
     """The result of these layers one after the other; None where x is not aligned, or not on the current device.
 
     own: weight, scale and shift of each.
@@ -164,7 +155,7 @@ def started(found: Sequence[Found[Layer]], x: Tensor, own: Sequence[Tensor | Non
 
 class _Line(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, found: Sequence[Found[Layer]], x: Tensor, *own: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, found: Sequence[Found[Unit]], x: Tensor, *own: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         with register.as_given((x,)):
             last = found[-1]
             out = x.new_empty((last.rows, last.launch.shape[0]))
@@ -173,17 +164,17 @@ class _Line(torch.autograd.Function):
         ctx.found, ctx.plan = found, run.plan
         # Gradients depend on no other result of the last layer, which may be written to.
         read = out if found[-1].launch.adds else None
-        ctx.save_for_backward(x, read, run.between, run.pairs, run.narrow, *own)
+        ctx.save_for_backward(x, *run.memory._replace(out=read), *own)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, out, between, pairs, narrow, *own = ctx.saved_tensors
+        x, between, pairs, narrow, out, *own = ctx.saved_tensors
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
         with register.as_given((grad,)):
             if torch.is_grad_enabled():
                 return None, *_recorded(ctx.found, x, own, grad, ctx.needs_input_grad[1:])
-            run = _Run(ctx.found, ctx.plan, x, own, narrow, between, pairs, out)
+            run = _Run(ctx.found, ctx.plan, x, own, _Memory(between, pairs, narrow, out))
             return None, *run.backward(grad, ctx.needs_input_grad[1:])
 
 
@@ -200,7 +191,7 @@ class _Plan(NamedTuple):
     needs: tuple[int, int]
 
     @staticmethod
-    def of(found: Sequence[Found[Layer]]) -> _Plan:
+    def of(found: Sequence[Found[Unit]]) -> _Plan:
         taken, results, end = [], [], 0
         counters = room = 0
         for one in found:
@@ -212,33 +203,31 @@ class _Plan(NamedTuple):
             needs = [norm.needs, *[c.aimed.needs for c in calls if c is not None and c.aimed.slots.scratch is not None]]
             counters, room = max(counters, *[n for n, _ in needs]), max(room, *[n for _, n in needs])
         # The last result is a tensor of its own.
-        return _Plan(taken, results[:-1], results[-1], *found[-1].launch.ends_of, (counters, room))
+        return _Plan(taken, results[:-1], results[-1], *found[-1].launch.following, (counters, room))
 
 
 _copy_each = attrgetter("_foreach_copy_")(torch)
 
 
-class _Run:
-    """Layers with their calls and the memory of a pass.
+class _Memory(NamedTuple):
+    """Of a pass. between: what the norms of all layers take, and the results of all but the last; pairs: what rows were
+    normalised by; narrow: the weights in the dtype of the features, where theirs is another; out: the last result,
+    where it is read or written."""
 
-    own: weight, scale and shift of each; narrow: the weights in the dtype of the features, where theirs is another.
-    between: of all layers what the norms take, and of all but the last the results; pairs: what rows were normalised
-    by; out: the last result, where it is read or written.
-    """
+    between: Tensor
+    pairs: Tensor
+    narrow: Tensor | None
+    out: Tensor | None
+
+
+class _Run:
+    """Layers with their calls and the memory of a pass. own: weight, scale and shift of each."""
 
     def __init__(
-        self,
-        found: Sequence[Found[Layer]],
-        plan: _Plan,
-        x: Tensor,
-        own: Sequence[Any],
-        narrow: Tensor | None,
-        between: Tensor,
-        pairs: Tensor,
-        out: Tensor | None,
+        self, found: Sequence[Found[Unit]], plan: _Plan, x: Tensor, own: Sequence[Any], memory: _Memory
     ) -> None:
-        self.found, self.plan, self.x, self.weights, self.narrow = found, plan, x, own[::3], narrow
-        self.between, self.pairs = between, pairs
+        self.found, self.plan, self.x, self.weights, self.memory = found, plan, x, own[::3], memory
+        between, pairs, narrow, out = memory
         size, base, first = x.element_size(), between.data_ptr(), pairs.data_ptr()
         self._taken = [base + size * n for n in plan.taken]
         # Behind all others that of what is given: it is number -1.
@@ -259,14 +248,14 @@ class _Run:
         self._counts = [one.outputs.cloud.count.data_ptr() for one in found]
 
     @staticmethod
-    def begun(found: Sequence[Found[Layer]], x: Tensor, own: Sequence[Any], out: Tensor) -> _Run:
+    def begun(found: Sequence[Found[Unit]], x: Tensor, own: Sequence[Any], out: Tensor) -> _Run:
         """With memory to be written to, and weights that are cast."""
         plan, weights, narrow = _Plan.of(found), own[::3], None
         if weights[0].dtype is not x.dtype:
             narrow = x.new_empty(plan.weights)
             _copy_each([_like(w, narrow, one.launch) for w, one in zip(weights, found, strict=True)], weights)
         between, pairs = x.new_empty(plan.between), x.new_empty(plan.vectors, dtype=torch.float32)
-        return _Run(found, plan, x, own, narrow, between, pairs, out)
+        return _Run(found, plan, x, own, _Memory(between, pairs, narrow, out))
 
     def forward(self) -> None:
         """The result is put where it belongs."""
@@ -311,11 +300,11 @@ class _Run:
             given = self._at[layer.reads], self._weights[n], taken
             weight.aimed.begin(given, weight.places, begin + size * layer.weights, self._scratch)
             if features is not None:
-                rows = x.shape[0] if layer.reads == _GIVEN else found[layer.reads].rows
+                rows = x.shape[0] if layer.reads == GIVEN else found[layer.reads].rows
                 dx = features.runner.fresh(x, (rows, layer.shape[2]))
                 features.aimed.begin(given, features.places, dx.data_ptr(), self._scratch)
                 _add(grads, layer.reads, dx if dx.dtype is x.dtype else dx.to(x.dtype))
-        return [grads.get(_GIVEN) if needed[0] else None, *self._own(weights, sums, linear, needed[1:])]
+        return [grads.get(GIVEN) if needed[0] else None, *self._own(weights, sums, linear, needed[1:])]
 
     def _through_norm(self, n: int, grads: dict[int, Tensor], dh: int, sums: int) -> None:
         """dh: where the gradient of what a norm takes is put; that of what is added is one more of the grads."""
@@ -358,23 +347,23 @@ class _Run:
     def _features(self, n: int) -> Tensor:
         """What a layer is given."""
         place = self.found[n].launch.reads
-        if place == _GIVEN:
+        if place == GIVEN:
             return self.x
         shape = self.found[place].rows, self.found[place].launch.shape[0]
-        return self.between.as_strided(shape, (shape[1], 1), self.plan.results[place])
+        return self.memory.between.as_strided(shape, (shape[1], 1), self.plan.results[place])
 
     def _of(self, n: int) -> Tensor:
         """What a layer gives to its norm."""
         shape = self.found[n].rows, self.found[n].launch.shape[0]
-        return self.between.as_strided(shape, (shape[1], 1), self.plan.taken[n])
+        return self.memory.between.as_strided(shape, (shape[1], 1), self.plan.taken[n])
 
     def _matrix(self, n: int) -> Tensor:
-        outputs, _, channels = self.found[n].launch.shape
-        weight = self.weights[n] if self.narrow is None else _like(self.weights[n], self.narrow, self.found[n].launch)
+        (outputs, _, channels), narrow = self.found[n].launch.shape, self.memory.narrow
+        weight = self.weights[n] if narrow is None else _like(self.weights[n], narrow, self.found[n].launch)
         return weight.view(outputs, channels)
 
 
-def _like(weight: Tensor, whole: Tensor, layer: Layer) -> Tensor:
+def _like(weight: Tensor, whole: Tensor, layer: Unit) -> Tensor:
     """A tensor like a layer's weight in a piece of memory with those of all."""
     return whole.as_strided(weight.shape, weight.stride(), layer.weights)
 
@@ -385,7 +374,7 @@ def _add(grads: dict[int, Tensor], place: int, grad: Tensor) -> None:
 
 
 def _recorded(
-    found: Sequence[Found[Layer]], x: Tensor, own: Sequence[Tensor | None], grad: Tensor, needed: Sequence[bool]
+    found: Sequence[Found[Unit]], x: Tensor, own: Sequence[Tensor | None], grad: Tensor, needed: Sequence[bool]
 ) -> list[Any]:
     """The gradients, for gradients of gradients: each is recorded in turn."""
     results, left = [x], iter(own)
