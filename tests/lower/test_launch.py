@@ -1386,3 +1386,14 @@ def test_a_template_is_told_the_rows_of_every_tensor(straight, monkeypatch, ende
         pm.ops.conv_features(x, weight, found, count, epilogue=end)
     tensors = (x, weight, *(end.operands.values() if end else ()))
     assert seen and seen[-1] == [t.shape[0] for t in tensors]
+
+
+def test_rows_that_are_far_apart_have_no_template(straight, monkeypatch):
+    """Addresses then need 64 bits, and the kernel that was compiled has fewer."""
+    (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
+    pm.ops.conv_features(x, weight, found, 400)
+    (template,) = direct.TEMPLATES.values()
+    held = import_module("pumice.ops.conv").held_arrays(found, False)
+    rows = [[(400, lead), (16, 0)] for lead in (16, (kernels.FAR - 1) // 400, kernels.FAR // 400 + 1)]
+    assert [template.over(held, each, (400, 16)) is None for each in rows] == [False, False, True]
+    assert template.over(held, rows[0], (400, kernels.FAR // 400 + 1)) is None

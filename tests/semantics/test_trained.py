@@ -336,6 +336,15 @@ def test_few_rows(gpu, rows):
     assert sum(lines) == (6 if rows > 1 else 0)
 
 
+@pytest.mark.usefixtures("cold")
+def test_a_line_finds_the_map_without_which_it_ends_nothing(gpu):
+    """Where a linear map, which reads none, is ahead of it."""
+    block = stirred(nn.ResidualBlock(8, 16))
+    for rows in (120, 119) * 2:
+        agree(gpu, block, cloud(rows=rows), plain=0)
+    assert agree(gpu, block, cloud(rows=117)) == [3]
+
+
 def test_rows_that_lie_apart_are_read_where_they_lie(gpu):
     """Features that are columns of something wider; where nothing but a product reads them."""
     module, x = stirred(nn.Sequential(nn.ResidualBlock(8, 16), nn.ResidualBlock(16, 8))), cloud()
