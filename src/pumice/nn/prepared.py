@@ -68,7 +68,7 @@ def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
 
 class Step(NamedTuple):
     """A layer with the norm by known statistics and the activation behind it, as one kernel. behind: these modules;
-    opens to ends: as in line.Launch."""
+    opens to ends: as in line.Layer."""
 
     layer: Convolution | layers.Linear
     norm: layers.BatchNorm | None
