@@ -390,20 +390,28 @@ class Settled:
         """facts: as Normed has them; of: the channels, dtype and device of the features."""
         self._channels, dtype, self._device = of
         channels, single, count = self._channels, torch.float32, torch.int32
-        vectors, back = (count, single, single, single), (*facts, channels)
+        vectors = count, single, single, single
         tracked = single if told.tracked is None else told.tracked.dtype
         moved = (dtype, count, single, single, tracked, single, single)
         self._moments = _of_parts("moments", channels, told.facts, *moved)
         self._normalise = _of_blocks("normalise", channels, facts, dtype, *vectors, dtype, dtype)
-        self._products = _of_parts("products", channels, back, dtype, dtype, *vectors, dtype, single)
-        self._gradient = _of_blocks("gradient", channels, back, dtype, dtype, *vectors, dtype, single, dtype, dtype)
+        self._facts, self._dtypes = facts, (dtype, dtype, *vectors, dtype, single)
+        self._back = {channels: self._reading(channels)}
 
-    def over(self, rows: int, beyond: int) -> Started | None:
+    def _reading(self, step: int) -> tuple[tuple[Fixed, Fixed], Fixed]:
+        """The kernels of gradients whose rows are so far apart."""
+        back, dtype = (*self._facts, step), self._dtypes[0]
+        products, _ = _of_parts("products", self._channels, back, *self._dtypes)
+        return products, _of_blocks("gradient", self._channels, back, *self._dtypes, dtype, dtype)[0]
+
+    def over(self, rows: int, beyond: int, step: int | None = None) -> Started | None:
         """They, for so many rows, which are counted so many bytes beyond an alignment; None where one was not compiled
-        yet."""
+        yet. step: how far the rows of the result's gradient are apart, by default side by side."""
         (each, lanes), (blocks, wide) = self._moments, self._normalise
+        step = self._channels if step is None else step
+        products, gradient = self._back.get(step) or self._back.setdefault(step, self._reading(step))
         parts, far = _shares(rows, lanes)
-        fixed = each[far], blocks, self._products[0][far], self._gradient[0]
+        fixed = each[far], blocks, products[far], gradient
         found = [one.compiled(self._device, at(beyond)) for one, at in zip(fixed, _COUNTS, strict=True)]
         if not rows or any(one is None for one in found):
             return None

@@ -140,13 +140,14 @@ class Trained:
             flags = scale is not None, shift is not None, step.adds, step.activated
             told = Statistics((mean, variance), norm.eps, True, norm.momentum, tracked)
             settled = Settled(told, flags, (shape[0], dtype, x.get_device()))
-            facts = dtype, own.dtype, *given[1:3], flags, norm.eps, tracked is None or tracked.dtype
             precision = kernels.float32_precision() if dtype is torch.float32 else ""
-            key = direct.interned(("trained", shape, *facts, precision, direct.settings()))
+            facts = "trained", shape, dtype, own.dtype, *given[1:3], precision, direct.settings()
+            ends_in = flags, norm.eps, tracked is None or tracked.dtype
+            keys = direct.interned(facts), direct.interned((*facts, *ends_in))
             written = tuple(0 if t is None else t.data_ptr() for t in tensors[2:5])
             ends = step.opens, step.aside, step.adds, step.ends
             known = settled, norm.eps, float(norm.momentum or 0.0), step.activated, written
-            yield trained.Unit(relation, *ends, shape, dtype, own.dtype, given[1], *known, given[2], key, Bounded(64))
+            yield trained.Unit(relation, *ends, shape, dtype, own.dtype, given[1], *known, given[2], keys, Bounded(64))
             held, given = (result, given) if step.aside else (held, result)
 
 

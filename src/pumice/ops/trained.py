@@ -8,6 +8,7 @@ pieces of memory, weights are cast by one kernel, and gradients of weights are a
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -18,27 +19,59 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap
 from pumice.lower import direct
 from pumice.lower import norm as norms
+from pumice.lower import triton as kernels
 from pumice.lower.dataflow import CONV
 from pumice.lower.direct import Direct
 from pumice.lower.norm import Norm
 from pumice.lower.remember import Bounded
-from pumice.lower.scratch import scratch
+from pumice.lower.scratch import Scratch, scratch
 from pumice.ops import line, register
-from pumice.ops.conv import conv_features, held_arrays
+from pumice.ops.conv import conv_features, held_arrays, recorded_call
 from pumice.ops.line import GIVEN, Found
 
 _ALIGNED = 128
 """Values: what begins at a multiple of them is aligned for every kernel."""
 
 
+class Gradients(NamedTuple):
+    """The kernels of the gradients of a weight and, where that is wanted, of the features."""
+
+    weight: Direct
+    features: Direct | None
+
+
+class Products:
+    """The kernels of a convolution over a map. Those of its gradients are aimed when they are asked for: until then the
+    device has others to run."""
+
+    __slots__ = ("_gradients", "_held", "_like", "_rows", "_shape", "result")
+
+    def __init__(self, result: Direct, like: Sequence[direct.Template], held: direct.Held, of: _Sizes) -> None:
+        """like: of the gradients."""
+        self.result, self._like, self._held = result, like, held
+        self._rows, self._shape = of
+        self._gradients: Gradients | None = None
+
+    def gradients(self) -> Gradients | None:
+        """None where one is not compiled yet for such numbers of rows."""
+        if self._gradients is None:
+            (weight, *features), held, rows = self._like, self._held, self._rows
+            dw = weight.over(held, rows, self._shape)
+            dx = [each.over(held, rows, (rows[0][0], self._shape[2])) for each in features]
+            if dw is not None and None not in dx:
+                self._gradients = Gradients(dw, *dx or (None,))
+        return self._gradients
+
+
+_Sizes = tuple[Sequence[tuple[int, int]], tuple[int, int, int]]
+"""Rows of features, weight and gradient, as direct.counted tells them, and the shape of the weight."""
+
+
 class Call(NamedTuple):
-    """What a layer starts over some coordinates. Its own kernels are None of a linear map, and that of the gradient of
-    its features where that is not wanted."""
+    """What a layer starts over some coordinates; a linear map has no kernels of its own."""
 
     norm: norms.Started
-    result: Direct | None = None
-    features: Direct | None = None
-    weight: Direct | None = None
+    own: Products | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +81,8 @@ class Unit(line.Layer):
     shape: C_out, taps, C_in. dtype: of the features; own: of the
     weight. strides: of the features. settled: the norm behind it, whose momentum it is; known: the addresses of its
     running mean and variance, and count of batches, 0 for none; relu: whether a ReLU is behind that. inner: whether a
-    gradient of the features is wanted. key: what its calls over a map are kept under; templates: of these, by kinds of
-    maps.
+    gradient of the features is wanted. keys: what its products over a map are kept under, and those with the norm;
+    templates: of the products, by kinds of maps.
 
     reads, held: whose results features are, and what is added, by number, or GIVEN; weights, vectors: where those of
     this layer begin in a piece of memory with those of all, in values.
@@ -65,7 +98,7 @@ class Unit(line.Layer):
     relu: bool
     known: tuple[int, ...]
     inner: bool
-    key: Hashable
+    keys: tuple[Hashable, Hashable]
     templates: Bounded[tuple[direct.Template, ...]]
     reads: int = GIVEN
     held: int = GIVEN
@@ -94,25 +127,31 @@ class Unit(line.Layer):
         if found.volume != self.shape[1]:
             return None
         beyond = outputs.cloud.count.data_ptr() & 15
-        call = found.kept((self.key, beyond))
+        key = self.keys[1], beyond
+        call = found.kept(key)
         if call is None and (call := self._cast(found, beyond)) is not None:
-            found.keep((self.key, beyond), call)
+            found.keep(key, call)
         return call
 
     def _cast(self, found: KernelMap, beyond: int) -> Call | None:
-        """As the calls were carried out that autograd records layer by layer (register.HeldCall)."""
-        norm, held = self.settled.over(found.num_outputs, beyond), held_arrays(found, True)
-        like = self.templates.get(held.kind) or self._like(held)
-        if norm is None or like is None:
+        norm = self.settled.over(found.num_outputs, beyond)
+        if norm is None:
             return None
-        outputs, _, channels = self.shape
+        own = found.kept(self.keys[0])
+        if own is None and (own := self._products(found)) is not None:
+            found.keep(self.keys[0], own)
+        return None if own is None else Call(norm, own)
+
+    def _products(self, found: KernelMap) -> Products | None:
+        """As the calls were carried out that autograd records layer by layer (register.HeldCall)."""
+        held = held_arrays(found, True)
+        like = self.templates.get(held.kind) or self._like(held)
+        if like is None:
+            return None
+        outputs = self.shape[0]
         rows = (found.num_inputs, self.strides[0]), (outputs, 0), (found.num_outputs, outputs)
         result = like[0].over(held, rows[:2], (found.num_outputs, outputs))
-        weight = like[1].over(held, rows, self.shape)
-        features = like[2].over(held, rows, (found.num_inputs, channels)) if self.inner else None
-        if result is None or weight is None or (self.inner and features is None):
-            return None
-        return Call(norm, result, features, weight)
+        return None if result is None else Products(result, like[1:], held, (rows, self.shape))
 
     def _like(self, held: direct.Held) -> tuple[direct.Template, ...] | None:
         """Of the result, and of the gradients of weight and, where it is wanted, features: kept for maps of a kind."""
@@ -161,7 +200,7 @@ class _Line(torch.autograd.Function):
             out = x.new_empty((last.rows, last.launch.shape[0]))
             run = _Run.begun(found, x, own, out)
             run.forward()
-        ctx.found, ctx.plan = found, run.plan
+        ctx.found, ctx.plan, ctx.tiles = found, run.plan, kernels.tile_source()
         # Gradients depend on no other result of the last layer, which may be written to.
         read = out if found[-1].launch.adds else None
         ctx.save_for_backward(x, *run.memory._replace(out=read), *own)
@@ -170,8 +209,10 @@ class _Line(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, between, pairs, narrow, out, *own = ctx.saved_tensors
+        # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
+        same = ctx.tiles == kernels.tile_source()
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
-        with register.as_given((grad,)):
+        with register.as_given((grad,)), nullcontext() if same else kernels.tiles_from(ctx.tiles):
             if torch.is_grad_enabled():
                 return None, *_recorded(ctx.found, x, own, grad, ctx.needs_input_grad[1:])
             run = _Run(ctx.found, ctx.plan, x, own, _Memory(between, pairs, narrow, out))
@@ -180,30 +221,24 @@ class _Line(torch.autograd.Function):
 
 class _Plan(NamedTuple):
     """Where things begin, in values. taken, results: of all layers, and of all but the last, in one piece of `between`
-    values; weights, vectors: how long pieces are with those of all. needs: counters and bytes that the programs of each
-    of the kernels share."""
+    values; weights, vectors: how long pieces are with those of all."""
 
     taken: list[int]
     results: list[int]
     between: int
     weights: int
     vectors: int
-    needs: tuple[int, int]
 
     @staticmethod
     def of(found: Sequence[Found[Unit]]) -> _Plan:
         taken, results, end = [], [], 0
-        counters = room = 0
         for one in found:
             size = _aligned(one.rows * one.launch.shape[0])
             taken.append(end)
             results.append(end + size)
             end += 2 * size
-            norm, *calls = one.call
-            needs = [norm.needs, *[c.aimed.needs for c in calls if c is not None and c.aimed.slots.scratch is not None]]
-            counters, room = max(counters, *[n for n, _ in needs]), max(room, *[n for _, n in needs])
         # The last result is a tensor of its own.
-        return _Plan(taken, results[:-1], results[-1], *found[-1].launch.following, (counters, room))
+        return _Plan(taken, results[:-1], results[-1], *found[-1].launch.following)
 
 
 _copy_each = attrgetter("_foreach_copy_")(torch)
@@ -243,8 +278,6 @@ class _Run:
         affine = [t for n, t in enumerate(own) if n % 3]
         places = [p if t is None else t.data_ptr() for t, p in zip(affine, pairs_for, strict=True)]
         self._affine = [*zip(places[::2], places[1::2], strict=True)]
-        self._scratch = scratch(*plan.needs, x.device)
-        self._shared = self._scratch.room.data_ptr(), self._scratch.counters.data_ptr()
         self._counts = [one.outputs.cloud.count.data_ptr() for one in found]
 
     @staticmethod
@@ -257,87 +290,110 @@ class _Run:
         between, pairs = x.new_empty(plan.between), x.new_empty(plan.vectors, dtype=torch.float32)
         return _Run(found, plan, x, own, _Memory(between, pairs, narrow, out))
 
+    def _scratch(self, calls: Iterable[Direct]) -> Scratch:
+        """What the programs of each of the kernels of a pass share: these and those of the norms."""
+        needs = [one.call.norm.needs for one in self.found]
+        needs += [call.aimed.needs for call in calls if call.aimed.slots.scratch is not None]
+        return scratch(max([n for n, _ in needs]), max([n for _, n in needs]), self.x.device)
+
     def forward(self) -> None:
         """The result is put where it belongs."""
+        own = self._scratch([one.call.own.result for one in self.found if one.call.own is not None])
+        shared = own.room.data_ptr(), own.counters.data_ptr()
         for n, one in enumerate(self.found):
             layer, norm, h = one.launch, one.call.norm, self._taken[n]
-            self._multiplied(n)
+            self._multiplied(n, own)
             (mean, variance, tracked), pair, count = layer.known, self._pairs[n], self._counts[n]
-            norm.moments((h, count, mean, variance, tracked or pair, pair, pair, *self._shared), layer.momentum)
+            norm.moments((h, count, mean, variance, tracked or pair, pair, pair, *shared), layer.momentum)
             more = self._at[layer.held] if layer.adds else h
             norm.normalise((h, count, pair, *self._affine[n], more, self._at[n]))
 
-    def _multiplied(self, n: int) -> None:
+    def _multiplied(self, n: int, shared: Scratch) -> None:
         """What a layer gives to its norm."""
-        one, call = self.found[n], self.found[n].call.result
-        if call is None:
+        one, own = self.found[n], self.found[n].call.own
+        if own is None:
             torch.mm(self._features(n), self._matrix(n).t(), out=self._of(n))
             return
-        given = self._at[one.launch.reads], self._weights[n]
+        given, call = (self._at[one.launch.reads], self._weights[n]), own.result
         if call.runner.fills is self.x.dtype:
-            call.aimed.begin(given, call.places, self._taken[n], self._scratch)
+            call.aimed.begin(given, call.places, self._taken[n], shared)
             return
         summed = call.runner.fresh(self.x, (one.rows, one.launch.shape[0]))
-        call.aimed.begin(given, call.places, summed.data_ptr(), self._scratch)
+        call.aimed.begin(given, call.places, summed.data_ptr(), shared)
         self._of(n).copy_(summed)
 
     def backward(self, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of what is given, and of weight, scale and shift of each layer."""
         found, plan, x = self.found, self.plan, self.x
+        calls = [None if one.call.own is None else one.call.own.gradients() for one in found]
+        own = self._scratch([call for pair in calls if pair is not None for call in pair if call is not None])
         weights = x.new_zeros(plan.weights, dtype=found[0].launch.own)
         sums = x.new_empty(plan.vectors, dtype=torch.float32)
         (begin, size), first = (weights.data_ptr(), weights.element_size()), sums.data_ptr()
         dh = x.new_empty(max([one.rows * one.launch.shape[0] for one in found]))
-        taken, grads, linear = dh.data_ptr(), {len(found) - 1: grad}, {}
+        taken, grads, apart = dh.data_ptr(), {len(found) - 1: grad}, {}
         for n in range(len(found) - 1, -1, -1):
-            one, layer = found[n], found[n].launch
-            self._through_norm(n, grads, taken, first + 4 * layer.vectors)
-            norm, result, features, weight = one.call
-            if result is None:
-                shape = one.rows, layer.shape[0]
-                linear[n] = self._through_linear(n, grads, dh[: shape[0] * shape[1]].view(shape))
+            layer, pair = found[n].launch, calls[n]
+            self._through_norm(n, grads, (taken, first + 4 * layer.vectors), own)
+            if pair is None:
+                apart[n] = self._through_layer(n, grads, dh)
                 continue
-            given = self._at[layer.reads], self._weights[n], taken
-            weight.aimed.begin(given, weight.places, begin + size * layer.weights, self._scratch)
+            given, (weight, features) = (self._at[layer.reads], self._weights[n], taken), pair
+            weight.aimed.begin(given, weight.places, begin + size * layer.weights, own)
             if features is not None:
                 rows = x.shape[0] if layer.reads == GIVEN else found[layer.reads].rows
                 dx = features.runner.fresh(x, (rows, layer.shape[2]))
-                features.aimed.begin(given, features.places, dx.data_ptr(), self._scratch)
+                features.aimed.begin(given, features.places, dx.data_ptr(), own)
                 _add(grads, layer.reads, dx if dx.dtype is x.dtype else dx.to(x.dtype))
-        return [grads.get(GIVEN) if needed[0] else None, *self._own(weights, sums, linear, needed[1:])]
+        return [grads.get(GIVEN) if needed[0] else None, *self._own(weights, sums, apart, needed[1:])]
 
-    def _through_norm(self, n: int, grads: dict[int, Tensor], dh: int, sums: int) -> None:
-        """dh: where the gradient of what a norm takes is put; that of what is added is one more of the grads."""
-        one, layer, given = self.found[n], self.found[n].launch, grads.pop(n)
-        # Kernels are known for rows side by side.
-        if not given.is_contiguous() or given.data_ptr() & 15:
-            given = given.clone(memory_format=torch.contiguous_format)
-        h, norm, result = self._taken[n], one.call.norm, self._at[n] if layer.adds else self._taken[n]
+    def _through_norm(self, n: int, grads: dict[int, Tensor], written: tuple[int, int], own: Scratch) -> None:
+        """written: where the gradient of what a norm takes is put, and its sums; that of what is added is one more of
+        the grads."""
+        one, layer, given, (dh, sums) = self.found[n], self.found[n].launch, grads.pop(n), written
+        norm, step = one.call.norm, given.stride(0)
+        if step != layer.shape[0] and given.stride(1) == 1:
+            # Of a part of a concatenation.
+            norm = layer.settled.over(one.rows, self._counts[n] & 15, step)
+        if norm is None or given.stride(1) != 1 or given.data_ptr() & 15:
+            norm, given = one.call.norm, given.clone(memory_format=torch.contiguous_format)
+        h, result = self._taken[n], self._at[n] if layer.adds else self._taken[n]
         told = self._counts[n], self._pairs[n], *self._affine[n], result, sums
-        norm.products((given.data_ptr(), h, *told, *self._shared))
+        norm.products((given.data_ptr(), h, *told, own.room.data_ptr(), own.counters.data_ptr()))
         dheld = self.x.new_empty((one.rows, layer.shape[0])) if layer.adds else None
         norm.gradient((given.data_ptr(), h, *told, dh if dheld is None else dheld.data_ptr(), dh))
         if dheld is not None:
             _add(grads, layer.held, dheld)
 
-    def _through_linear(self, n: int, grads: dict[int, Tensor], dh: Tensor) -> Tensor:
-        """The gradient of a linear map's weight; that of its features is one more of the grads."""
-        layer = self.found[n].launch
-        if layer.inner:
-            _add(grads, layer.reads, torch.mm(dh, self._matrix(n)))
-        return torch.mm(dh.t(), self._features(n)).to(layer.own)
+    def _through_layer(self, n: int, grads: dict[int, Tensor], room: Tensor) -> Tensor:
+        """The gradient of the weight of a linear map, or of a convolution whose kernels are still to be compiled; that
+        of its features is one more of the grads. room: where the gradient of its result lies."""
+        one, layer = self.found[n], self.found[n].launch
+        (outputs, _, channels), features = layer.shape, self._features(n)
+        dh = room[: one.rows * outputs].view(one.rows, outputs)
+        if one.over is None:
+            dx = torch.mm(dh, self._matrix(n)) if layer.inner else None
+            weight = torch.mm(dh.t(), features).to(layer.own)
+        else:
+            flat = self._weight(n).view(outputs, -1, channels)
+            call = recorded_call(features, flat, one.over, one.rows)
+            dx, weight = call.gradients((features, flat), dh, (self.x.dtype if layer.inner else None, layer.own))
+            assert weight is not None
+        if dx is not None:
+            _add(grads, layer.reads, dx)
+        return weight.view_as(self.weights[n])
 
     def _own(
-        self, weights: Tensor, sums: Tensor, linear: Mapping[int, Tensor], needed: Sequence[bool]
+        self, weights: Tensor, sums: Tensor, apart: Mapping[int, Tensor], needed: Sequence[bool]
     ) -> Iterator[Tensor | None]:
-        """The gradients of weight, scale and shift of each layer, of the weights and the sums of all; linear: those
+        """The gradients of weight, scale and shift of each layer, of the weights and the sums of all; apart: those
         that are elsewhere."""
         wanted, layers = iter(needed), [one.launch for one in self.found]
         pieces = [n for layer in layers for n in (layer.shape[0], layer.shape[0], layer.beyond)]
         vectors = iter(sums.split(pieces))
         for n, layer in enumerate(layers):
             # `data`: who writes to one of them has not written to the others.
-            own = linear[n] if n in linear else _like(self.weights[n], weights, layer).data
+            own = apart[n] if n in apart else _like(self.weights[n], weights, layer).data
             yield own if next(wanted) else None
             dshift, dscale, _ = next(vectors), next(vectors), next(vectors)
             # What is not there needs none.
@@ -357,10 +413,14 @@ class _Run:
         shape = self.found[n].rows, self.found[n].launch.shape[0]
         return self.memory.between.as_strided(shape, (shape[1], 1), self.plan.taken[n])
 
+    def _weight(self, n: int) -> Tensor:
+        """In the dtype of the features."""
+        narrow = self.memory.narrow
+        return self.weights[n] if narrow is None else _like(self.weights[n], narrow, self.found[n].launch)
+
     def _matrix(self, n: int) -> Tensor:
-        (outputs, _, channels), narrow = self.found[n].launch.shape, self.memory.narrow
-        weight = self.weights[n] if narrow is None else _like(self.weights[n], narrow, self.found[n].launch)
-        return weight.view(outputs, channels)
+        outputs, _, channels = self.found[n].launch.shape
+        return self._weight(n).view(outputs, channels)
 
 
 def _like(weight: Tensor, whole: Tensor, layer: Unit) -> Tensor:
