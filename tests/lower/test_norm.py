@@ -189,21 +189,32 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "channels", "lanes", "parts"),
-    [(0, 64, 32, 1), (100, 64, 32, 1), (1024, 32, 32, 2), (5000, 96, 32, 10), (5000, 5, 16, 5), (5000, 40, 64, 20)],
+    [
+        (0, 64, 32, 1),
+        (100, 64, 32, 1),
+        (1024, 32, 32, 4),
+        (5000, 96, 32, 20),
+        (5000, 5, 16, 10),
+        (5000, 40, 64, 40),
+        # As many programs at most, whatever the channels.
+        (100_000, 32, 32, 264),
+        (10_000, 256, 32, 33),
+        (9, 8480, 32, 1),
+    ],
 )
 def test_programs_share_rows_and_channels(started, count, channels, lanes, parts):
     x = torch.zeros(count, channels)
     norm.moments(x, cloud(count), norm.Statistics(None, EPS))
     ((programs, tensors, numbers, constants, warps),) = started
-    assert (programs, numbers, warps) == (parts * -(-channels // lanes), (parts, 0.0), 8)
-    assert constants[:3] == (channels, 8192 // lanes, lanes) and constants[4] == 1
+    assert (programs, numbers, warps) == (parts * -(-channels // lanes), (parts, 0.0), 4)
+    assert constants[:3] == (channels, 4096 // lanes, lanes) and constants[4] == 1
     # Room for two sums of each part, and a counter for each block of channels.
     room, counters = tensors[-2:]
     assert room.numel() >= 8 * parts * channels and counters.numel() >= -(-channels // lanes) and not counters.any()
 
 
 def test_loads_run_ahead_where_there_are_many_rows(started):
-    for count, stages in ((100_000, 1), (132 * 256 * 4 + 1, 3), (132 * 256 * 4, 1)):
+    for count, stages in ((100_000, 1), (264 * 128 * 4 + 1, 3), (264 * 128 * 4, 1)):
         norm.moments(torch.zeros(count, 32), cloud(count), norm.Statistics(None, EPS))
         assert started[-1][3][4] == stages, count
 

@@ -247,11 +247,12 @@ def test_few_tiles_are_made_narrower():
 @pytest.mark.parametrize(
     "channels,tiles,expected",
     [
-        (64, 3000, "128x128x64 w4 s3 ahead"),
+        (64, 3000, "128x128x64 w4 s3 ahead in 4 slices"),
         (96, 3000, "128x128x32 w4 s4 ahead in 4 slices"),
         (96, 500, "128x128x32 w4 s4 ahead"),
-        (128, 3000, "128x128x64 w4 s3 ahead"),
-        (160, 3000, "128x128x64 w4 s3 ahead"),
+        (128, 3000, "128x128x64 w4 s3 ahead in 4 slices"),
+        (128, 500, "128x128x64 w4 s3 ahead"),
+        (160, 3000, "128x128x64 w4 s3 ahead in 4 slices"),
     ],
 )
 def test_turns_are_half_as_deep_where_the_last_would_be_mostly_empty(channels, tiles, expected):
@@ -260,6 +261,19 @@ def test_turns_are_half_as_deep_where_the_last_would_be_mostly_empty(channels, t
     # Both depths are tried, whichever is the default.
     assert {32, 64} <= {tile.reduced for tile in candidates(problem) if not tile.packed}
     assert default(convolution(channels, 12, tiles, 96, bits=32)).reduced == 32
+
+
+@pytest.mark.parametrize(
+    "channels,columns,tiles,expected",
+    [
+        (96, 128, 3000, "128x128x32 w4 s4 ahead in 4 slices"),
+        (96, 128, 500, "128x128x32 w4 s4 ahead"),
+        (96, 64, 3000, "128x64x32 w4 s5"),
+        (128, 128, 3000, "128x128x64 w4 s3 ahead"),
+    ],
+)
+def test_a_full_tile_of_short_turns_is_written_in_slices(channels, columns, tiles, expected):
+    assert str(default(convolution(channels, 12, tiles, columns))) == expected
 
 
 @pytest.mark.parametrize("groups,stages", [(450, 3), (250, 4)])
