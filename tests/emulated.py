@@ -444,7 +444,7 @@ def at(address: int, dtype: torch.dtype, shape, strides) -> tuple[torch.Tensor, 
     return whole.as_strided(shape, strides), (address, count * dtype.itemsize)
 
 
-CACHES = (kernels._RUNNERS, plan._READY, plan._SERIES, plan._CHOSEN, direct.TEMPLATES, linear._CALLS)
+CACHES = (kernels._RUNNERS, plan._READY, plan._SERIES, plan._CHOSEN, direct.TEMPLATES, linear._CALLS, linear._HELD)
 LAYERS = import_module("pumice.nn.layers")
 REAL = [
     (kernels, "interpreted", kernels.interpreted),

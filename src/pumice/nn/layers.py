@@ -15,7 +15,7 @@ from pumice.lower import norm as lowered
 from pumice.lower.epilogue import Epilogue
 from pumice.ops import pool, register
 from pumice.ops.conv import Size
-from pumice.ops.linear import linear_features, takes
+from pumice.ops.linear import HALF, linear_features, recorded_features, takes
 from pumice.ops.tensor import SparseTensor, living, on_rows, row_by_row, rows_of
 
 
@@ -262,23 +262,25 @@ class Linear(_Featurewise, nn.Linear):
     """y[n] = x[n] @ weight.T + bias: a convolution with a kernel of 1."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
+        # Where rows of 16-bit channels are no multiple of 16 bytes libraries have slow products alone: 96 to 19
+        # channels of 173,000 rows took 45 us of an H200.
         odd = self.in_features % 8 or self.out_features % 8
-        if odd and not x.geometry.trains and (y := self._unaligned(x)) is not None:
+        if odd and not x.geometry.trains and (y := self._in_one_kernel(x)) is not None:
             return x.replace(y)
-        return row_by_row(x, super(_Featurewise, self).forward)
+        return row_by_row(x, self._recorded if odd else super(_Featurewise, self).forward)
 
-    def _unaligned(self, x: SparseTensor) -> Tensor | None:
-        """By a kernel of our own, where rows of 16-bit channels are no multiple of 16 bytes: libraries have slow
-        products alone for them (96 to 19 channels of 173,000 rows on an H200: 45 us)."""
+    def _in_one_kernel(self, x: SparseTensor) -> Tensor | None:
+        """Where no gradients are asked for."""
         feats, weight, bias = x.feats, self.weight, self.bias
         tensors = (feats, weight) if bias is None else (feats, weight, bias)
-        if feats.dtype not in _HALF or any(t.dtype != feats.dtype for t in tensors):
+        if feats.dtype not in HALF or any(t.dtype != feats.dtype for t in tensors):
             return None
         fits = feats.shape[1] == self.in_features and takes(*tensors)
         return linear_features(feats, weight, Epilogue(shift=bias)) if fits else None
 
-
-_HALF = (torch.float16, torch.bfloat16)
+    def _recorded(self, feats: Tensor) -> Tensor:
+        y = recorded_features(feats, self.weight, self.bias)
+        return super(_Featurewise, self).forward(feats) if y is None else y
 
 
 class _Pool(nn.Module):

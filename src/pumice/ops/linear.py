@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from pumice.errors import DeviceError, DtypeError, ShapeError
@@ -11,6 +14,7 @@ from pumice.lower import direct, plan
 from pumice.lower.epilogue import Epilogue, Finish, check_epilogue
 from pumice.lower.remember import Bounded
 from pumice.ops import register
+from pumice.ops.conv import autocast_dtype
 from pumice.schedule.tile import about
 
 _LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
@@ -64,6 +68,71 @@ def known_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> 
 def takes(*tensors: Tensor) -> bool:
     """Whether there is one kernel for these: on a GPU, with nobody watching."""
     return tensors[0].is_cuda and register.plain(tensors)
+
+
+def recorded_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """y[n] = x[n] @ weight.T + bias in half precision, differentiable any number of times; autocast counts. Weights
+    that autocast casts have gradients that are not rounded to half precision on their way.
+
+    x [N, C_in], weight [C_out, C_in], bias [C_out] -> [N, C_out]. None where torch's own product is asked for: in other
+    dtypes, on a CPU, where somebody beside autograd watches, where sums are to have one order, and for what does not
+    fit.
+    """
+    given = (x, weight) if bias is None else (x, weight, bias)
+    if not direct.starts_kernels(x) or plan.deterministic() or not register.by_autograd_alone(given):
+        return None
+    cast = autocast_dtype(x)
+    dtype = x.dtype if cast is None else cast
+    kinds = (dtype,) if cast is None else (dtype, torch.float32)
+    if dtype not in HALF or any([t.dtype not in kinds or t.device != x.device for t in given]):
+        return None
+    # An empty product has no kernel.
+    if x.ndim != 2 or not x.numel() or weight.shape != (weight.shape[0], x.shape[1]):
+        return None
+    return _Recorded.apply(dtype, x, weight, bias)
+
+
+class _Recorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        feats, narrow = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(x, weight, bias, None if narrow is weight else narrow)
+        ctx.dtype, ctx.tiles = dtype, plan.kernels.tile_source()
+        with register.as_given((x,)):
+            return linear_features(feats, narrow, Epilogue(shift=bias))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, bias, narrow = ctx.saved_tensors
+        feats, needed = x.to(ctx.dtype), ctx.needs_input_grad[1:]
+        # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
+        same = ctx.tiles == plan.kernels.tile_source()
+        # Whoever calls backward within autocast has every dtype as it was in the forward pass.
+        with register.as_given((grad,)), nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
+            dbias = grad.sum(0, dtype=torch.float32).to(bias.dtype) if needed[2] else None
+            if torch.is_grad_enabled():
+                # Of gradients of gradients torch records the products.
+                dx, dweight = grad @ weight.to(ctx.dtype), grad.t() @ feats
+                return None, dx.to(x.dtype), dweight.to(weight.dtype), dbias
+            wanted = [t.dtype if need else None for t, need in zip((x, weight), needed, strict=False)]
+            own = feats, weight if narrow is None else narrow
+            return None, *_call(*own).gradients(own, grad, wanted), dbias
+
+
+def _call(x: Tensor, weight: Tensor) -> register.HeldCall:
+    """The call that autograd records: over no map, and of so many rows."""
+    rows, outputs = x.shape[0], weight.shape[0]
+    key = rows, weight.shape, x.dtype, x.device
+    known = _HELD.get(key)
+    if known is None:
+        ask = plan.Ask(_NAMES, _LINEAR, (rows, outputs), (1,), (0, 1), "triton")
+        nothing = direct.Held.of((), direct.Pattern((str(x.device),), ()), (rows, rows, 1))
+        known = _HELD.keep(key, register.HeldCall((None, None), ask, ((x, weight), x.dtype), nothing))
+    return known
+
+
+HALF = (torch.float16, torch.bfloat16)
+_HELD: Bounded[register.HeldCall] = Bounded(256)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

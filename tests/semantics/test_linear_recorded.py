@@ -1,0 +1,163 @@
+"""Linear maps of few or odd channels in training, by kernels of ours: results, and gradients of any order, are those of
+torch's. Kernels compute, on memory of the CPU (tests/emulated.py)."""
+
+import pytest
+import torch
+from emulated import emulated, on_cpu
+from torch.testing import assert_close
+
+import pumice as pm
+from pumice import nn
+from pumice.lower import direct
+from pumice.lower import triton as kernels
+from pumice.ops import linear
+from pumice.testing import random_cloud
+
+COORDS = random_cloud(700, 3, extent=(40, 40, 20), seed=1)
+BF = torch.bfloat16
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    torch.manual_seed(3)
+    with emulated(tmp_path) as found:
+        yield found
+
+
+def rows(count, channels, dtype=BF, **more):
+    return pm.SparseTensor(torch.randn(count, channels).to(dtype).requires_grad_(), COORDS[:count], **more)
+
+
+def step(layer, x, cast=None):
+    """The result and the gradients of features, weight and bias."""
+    for tensor in (x.feats, *layer.parameters()):
+        tensor.grad = None
+    with torch.autocast("cpu", cast, enabled=cast is not None):
+        y = layer(x).feats
+    weights = torch.linspace(-1, 2, y.numel()).view_as(y)
+    (y.float() * weights).sum().backward()
+    return [y.detach(), *[t.grad.clone() for t in (x.feats, *layer.parameters())]]
+
+
+def agree(found, want, dtype=BF):
+    for a, b in zip(found, want, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert float((a.double() - b.double()).norm() / b.double().norm()) < (8e-3 if dtype == BF else 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(96, 19), (7, 40), (3, 1), (1, 5)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gradients_are_those_of_torch(gpu, sizes, bias, dtype, mixed):
+    """mixed: float32 weights and autocast. Other rows start what those before have compiled."""
+    layer = nn.Linear(*sizes, bias=bias).to(torch.float32 if mixed else dtype)
+    cast = dtype if mixed else None
+    for count in (640, 639, 640, 700):
+        x = rows(count, sizes[0], torch.float32 if mixed and count == 639 else dtype)
+        gpu.clear()
+        found = step(layer, x, cast)
+        assert len(gpu.started) == 3, "the result and two gradients"
+        with on_cpu():
+            agree(found, step(layer, x, cast), dtype)
+
+
+def test_later_steps_look_for_nothing(gpu, monkeypatch):
+    layer = nn.Linear(96, 19).to(BF)
+    for count in (640, 639):
+        step(layer, rows(count, 96))
+    monkeypatch.setattr(linear.plan, "held_for", None)
+    for count in (640, 639, 638):
+        gpu.clear()
+        step(layer, rows(count, 96))
+        assert len(gpu.started) == 3 and all(one.by_address for one in gpu.started)
+
+
+def test_a_gradient_that_is_not_wanted_has_no_kernel(gpu):
+    layer, x = nn.Linear(96, 19).to(BF), rows(640, 96)
+    layer.weight.requires_grad_(False)
+    gpu.clear()
+    layer(x.replace(x.feats.detach())).feats.sum().backward()
+    assert len(gpu.started) == 1 and layer.bias.grad.eq(640).all()
+    layer.weight.requires_grad_()
+    layer(x.replace(x.feats.detach())).feats.sum().backward()
+    assert len(gpu.started) == 3 and x.feats.grad is None and layer.weight.grad is not None
+
+
+def test_gradients_of_gradients(gpu):
+    layer, x = nn.Linear(8, 3).to(BF), rows(640, 8)
+
+    def twice():
+        y = layer(x).feats
+        (first,) = torch.autograd.grad(y.float().square().sum(), x.feats, create_graph=True)
+        return torch.autograd.grad(first.float().square().sum(), (x.feats, layer.weight))
+
+    found = twice()
+    with on_cpu():
+        agree(found, twice())
+
+
+def test_gradients_whose_rows_are_apart(gpu):
+    """Of a part of a concatenation, and of a sum, whose are all one number."""
+    layer, x = nn.Linear(8, 3).to(BF), rows(640, 8)
+    for end in (lambda y: torch.cat([y, y], 1)[:, 1:].float().square().sum(), torch.sum):
+        found = torch.autograd.grad(end(layer(x).feats), (x.feats, layer.weight))
+        with on_cpu():
+            agree(found, torch.autograd.grad(end(layer(x).feats), (x.feats, layer.weight)))
+
+
+def test_the_caller_says_where_tiles_come_from_behind_it_too(gpu, monkeypatch):
+    """Gradients are computed in a thread of their own."""
+    layer, seen, asked = nn.Linear(8, 3).to(BF), [], kernels.tile_of
+    monkeypatch.setattr(kernels, "tile_of", lambda *given: seen.append(kernels.tile_source()) or asked(*given))
+    with kernels.tiles_from(kernels.DEFAULT):
+        y = layer(rows(640, 8)).feats
+    y.sum().backward()
+    assert len(seen) >= 3 and set(seen) == {kernels.DEFAULT}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer, x: (layer.float(), x.replace(x.feats.float())),
+        lambda layer, x: (layer, rows(0, 8)),
+        lambda layer, x: (nn.Linear(8, 16).to(BF), x),
+    ],
+    ids=["float32", "no rows", "even channels"],
+)
+def test_other_products_are_torch_s(gpu, change):
+    layer, x = change(nn.Linear(8, 3).to(BF), rows(640, 8))
+    gpu.clear()
+    layer(x).feats.sum().backward()
+    assert not gpu.started and layer.weight.grad is not None
+
+
+def test_sums_in_one_order_are_torch_s(gpu):
+    layer, x = nn.Linear(8, 3).to(BF), rows(640, 8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        layer(x).feats.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not gpu.started and layer.weight.grad is not None
+
+
+def test_what_does_not_fit_is_torch_s_to_refuse(gpu):
+    layer = nn.Linear(8, 3).to(BF)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layer(rows(640, 7))
+    with pytest.raises(RuntimeError, match="dtype"):
+        layer(rows(640, 8, torch.float16))
+    assert not gpu.started
+
+
+def test_on_a_cpu_torch_multiplies():
+    assert not direct.starts_kernels(torch.zeros(1))
+    assert linear.recorded_features(torch.zeros(4, 8, dtype=BF), torch.zeros(3, 8, dtype=BF), None) is None
+
+
+def test_a_tangent_goes_torch_s_way(gpu):
+    layer, x = nn.Linear(8, 3).to(BF), torch.randn(640, 8).to(BF)
+    y, tangent = torch.func.jvp(lambda f: layer(pm.SparseTensor(f, COORDS[:640])).feats, (x,), (torch.ones_like(x),))
+    assert not gpu.started
+    assert_close(tangent[0].float(), layer.weight.detach().float().sum(1), rtol=2e-2, atol=2e-2)
