@@ -244,18 +244,19 @@ def list_pairs(
     ends[k, p]: pairs of tap k in the blocks of rows up to and with p, of `blocks` in all. capacity: places, or groups,
     that there is room for; that there are more is reported.
     """
-    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    # Rows are the fast axis: those that a tap meets are put side by side.
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
     live = r < tl.load(count)
     entry = tl.zeros([1], tl.int64)
     for start in range(0, K, LANES):
         lane = start + tl.arange(0, LANES)
         groups = _groups_of(ends, lane, group, blocks, K)
-        k, begin = lane[None, :], (entry + tl.cumsum(groups, axis=0) - groups)[None, :]
+        k, begin = lane[:, None], (entry + tl.cumsum(groups, axis=0) - groups)[:, None]
         entry += tl.sum(groups)
         met = tl.load(rows + r * K + k, mask=live & (k < K), other=-1)
         has = (met >= 0).to(tl.int32)
         before = tl.load(ends + k * blocks + tl.program_id(0) - 1, mask=(k < K) & (tl.program_id(0) > 0), other=0)
-        at = before + tl.cumsum(has, axis=0) - has
+        at = before + tl.cumsum(has, axis=1) - has
         if RANKED:
             size = group.to(tl.int32)
             place, within = begin + at // size, at % size
