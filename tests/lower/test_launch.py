@@ -1345,6 +1345,58 @@ def test_a_fixed_kernel_that_is_interpreted_goes_by_the_door(current):
     assert len(kernel.doors) == 3 and not kernel.direct
 
 
+class Handing:
+    """Triton's launcher: it looks for memory, and hands all on to what is written in C, `launch`.
+
+    hand: how it does; started: what arrives.
+    """
+
+    def __init__(self, hand, room=0):
+        self.hand, self.room, self.asked, self.started = hand, room, 0, []
+        self.launch = self.in_c = lambda *given: self.started.append(given)
+
+    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *values):
+        self.asked += 1
+        if self.room:
+            self.room = x * y * z * self.room
+        self.hand(self, (x, y, z, stream, function, False), (packed, metadata, enter, leave), values)
+
+
+def twice_handed(own, first, more, values):
+    own.launch(*first, *more, *values)
+    own.launch(*first, *more, *values)
+
+
+HANDING = {
+    "one by one": (lambda own, first, more, values: own.launch(*first, None, *more, *values), 0, True),
+    "as one": (lambda own, first, more, values: own.launch(*first, *more, None, ("a", "b"), values), 0, True),
+    "with memory": (lambda own, first, more, values: own.launch(*first, *more, *values), 64, False),
+    "two kernels": (twice_handed, 0, False),
+    "other values": (lambda own, first, more, values: own.launch(*first, *more, *map(str, values)), 0, False),
+    "without the stream": (lambda own, first, more, values: own.launch(*first[:3], *more, *values), 0, False),
+    "in no order": (lambda own, first, more, values: own.launch(*values, *first, *more), 0, False),
+    "of a number": (lambda own, first, more, values: own.launch(first[0] + 0, *first[1:], *more, *values), 0, False),
+    "not at all": (lambda own, first, more, values: own.started.append((*first, *more, *values)), 0, False),
+}
+
+
+@pytest.mark.parametrize("name", HANDING)
+def test_kernels_are_started_past_a_launcher_that_hands_on_alone(current, name):
+    """What is written in C gets the same, whichever way it is reached."""
+    hand, room, past = HANDING[name]
+    own, other = Handing(hand, room), Handing(hand, room)
+    start = launch.Compiled(SimpleNamespace(run=own, function="function", packed_metadata="packed"))
+    assert own.launch is own.in_c
+    own.started.clear()
+    asked, own.room = own.asked, room
+    for programs, values in ((5, [1, 2, 0.5]), (7, (3, 4, 0.25)), (5, [1, 2, 0.5])):
+        start(programs, values, 0)
+        other(programs, 1, 1, STREAM, "function", "packed", None, None, None, *values)
+        other.room = own.room = room
+    assert own.started == other.started and len(own.started) >= 3
+    assert own.asked == asked + (0 if past else 3)
+
+
 def on(device, tensor):
     """A tensor as a launcher sees one of another device."""
     return SimpleNamespace(get_device=lambda: device, data_ptr=tensor.data_ptr, dtype=tensor.dtype)

@@ -1,6 +1,8 @@
 """Linear maps of few or odd channels in training, by kernels of ours: results, and gradients of any order, are those of
 torch's. Kernels compute, on memory of the CPU (tests/emulated.py)."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from emulated import emulated, on_cpu
@@ -18,8 +20,9 @@ BF = torch.bfloat16
 
 
 @pytest.fixture
-def gpu(tmp_path):
+def gpu(tmp_path, monkeypatch):
     torch.manual_seed(3)
+    monkeypatch.setattr(import_module("pumice.nn.layers"), "_MANY", 600)
     with emulated(tmp_path) as found:
         yield found
 
@@ -121,9 +124,10 @@ def test_the_caller_says_where_tiles_come_from_behind_it_too(gpu, monkeypatch):
     [
         lambda layer, x: (layer.float(), x.replace(x.feats.float())),
         lambda layer, x: (layer, rows(0, 8)),
+        lambda layer, x: (layer, rows(599, 8)),
         lambda layer, x: (nn.Linear(8, 16).to(BF), x),
     ],
-    ids=["float32", "no rows", "even channels"],
+    ids=["float32", "no rows", "few rows", "even channels"],
 )
 def test_other_products_are_torch_s(gpu, change):
     layer, x = change(nn.Linear(8, 3).to(BF), rows(640, 8))

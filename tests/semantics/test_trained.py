@@ -405,6 +405,68 @@ def test_gradients_that_come_in_other_layouts(gpu, name):
     near(*results)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_gradients_whose_rows_are_apart_are_copied_where_no_kernel_reads_them(gpu, cold, monkeypatch, known):
+    """known: a layer by itself has read such rows before."""
+    x, copies, clone = cloud(), [], torch.Tensor.clone
+    net = known_chain(gpu, x)
+    other, part = copy.deepcopy(net), ASKS["a part of a concatenation"]
+    if known:
+        with unprepared():
+            part(copy.deepcopy(net)(x)).backward()
+    for _ in range(2):
+        monkeypatch.setattr(torch.Tensor, "clone", lambda x, **more: copies.extend(more) or clone(x, **more))
+        net.zero_grad()
+        part(net(x)).backward()
+        monkeypatch.undo()
+    assert gpu.back == [7, 7] and len(copies) == (0 if known else 2)
+    with unprepared():
+        part(other(x)).backward()
+    near([p.grad for p in net.parameters()], [p.grad for p in other.parameters()])
+
+
+def missing(monkeypatch, layers):
+    """As if kernels of the gradients of these layers were still to be compiled for such numbers of rows: how often
+    others were sought, and whose tiles they would take."""
+    sought, real, aimed = [], trained.recorded_call, trained.Products.gradients
+    products = []
+
+    def gradients(own):
+        if own not in products:
+            products.append(own)
+        return None if products.index(own) in layers else aimed(own)
+
+    def call(*given):
+        sought.append(kernels.tile_source())
+        return real(*given)
+
+    monkeypatch.setattr(trained.Products, "gradients", gradients)
+    monkeypatch.setattr(trained, "recorded_call", call)
+    return sought
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+@pytest.mark.parametrize("layers", [{0}, {1, 4}, set(range(6))], ids=str)
+def test_gradients_whose_kernels_are_still_to_be_compiled(gpu, monkeypatch, layers, cast):
+    """Within a line that has begun they go the way of layers one by one, which leaves them."""
+    x, net = cloud(), chain()
+    for _ in range(3):
+        step(net, x, True, cast)
+    sought = missing(monkeypatch, layers)
+    # No two layers of it have the same products but those of one block.
+    assert agree(gpu, net, x, True, cast, plain=2e-2 if cast else FAR) == [7] and len(layers) <= len(sought) <= 6
+
+
+def test_gradients_that_are_still_to_be_compiled_have_the_tiles_of_the_caller(gpu, monkeypatch):
+    """Gradients are computed in a thread of their own."""
+    x = cloud()
+    with kernels.tiles_from(kernels.DEFAULT):
+        net = known_chain(gpu, x)
+        y, sought = net(x), missing(monkeypatch, {0, 1})
+    loss_of(y).backward()
+    assert gpu.back == [7] and {*sought} == {kernels.DEFAULT}
+
+
 def test_gradients_are_added_over_steps(gpu):
     x = cloud()
     net = known_chain(gpu, x)

@@ -267,7 +267,9 @@ class Linear(_Featurewise, nn.Linear):
         odd = self.in_features % 8 or self.out_features % 8
         if odd and not x.geometry.trains and (y := self._in_one_kernel(x)) is not None:
             return x.replace(y)
-        return row_by_row(x, self._recorded if odd else super(_Featurewise, self).forward)
+        # The host has more to do for them, but not when it replays a graph.
+        worth = odd and (x.geometry.trains or len(rows_of(x)) >= _MANY)
+        return row_by_row(x, self._recorded if worth else super(_Featurewise, self).forward)
 
     def _in_one_kernel(self, x: SparseTensor) -> Tensor | None:
         """Where no gradients are asked for."""
@@ -281,6 +283,12 @@ class Linear(_Featurewise, nn.Linear):
     def _recorded(self, feats: Tensor) -> Tensor:
         y = recorded_features(feats, self.weight, self.bias)
         return super(_Featurewise, self).forward(feats) if y is None else y
+
+
+_MANY = 1 << 16
+"""Rows from which on a linear map of odd channels trains by kernels of our own. Of an H200 and its host, 96 to 19
+channels, both passes, fp16 autocast: 36,000 rows take 34 us where torch takes 63, but 0.1 ms more of the host; 346,000
+rows 113 and 245 us, 2 million 479 and 1,151."""
 
 
 class _Pool(nn.Module):
