@@ -415,17 +415,13 @@ def _with_loads(problem: Problem, tile: Tile, sizes: tuple[int, int]) -> Tile:
     roomy = tile.rows <= 64 or (area < 128 * 128 and programs < _MANY)
     few = problem.bits <= 16 and not problem.roles.adds and programs <= 1.75 * _at_once(problem, more)
     halved = tile.reduced < _most_depth(problem) and problem.volume(problem.roles.reduced) > tile.reduced
-    # A tile that is not full has columns that are not written: three programs fit where two did.
-    sparse = 4 * columns <= 3 * tile.columns and not problem.roles.folds
     if halved and programs >= _MANY:
+        # A tile that is not full has columns that are not written: three programs fit where two did.
+        sparse = 4 * columns <= 3 * tile.columns and not problem.roles.folds
         # 96 to 128 channels on an H200 (346,000 voxels of Waymo, a million of a shell): 112 and 885 us where loads that
         # wait for others took 122 and 979.
         full = columns == tile.columns == 128 and problem.bits <= 16 and not (problem.roles.folds or problem.roles.adds)
         return replace(more, slices=4) if sparse or full else _not_ahead(tile)
-    if sparse and programs >= _MANY and problem.bits <= 16 and not problem.roles.adds:
-        # 128 to 96 channels with all that an epilogue may have: 85 us where a tile at once took 93, a million 1,053 and
-        # 1,128.
-        return replace(tile, slices=4)
     alike = roomy and _rounds(problem, more, programs) <= _rounds(problem, tile, programs)
     return more if tile.reduced <= 32 or few or alike else tile
 
