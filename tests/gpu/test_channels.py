@@ -1,5 +1,7 @@
 """On a GPU channels that fill no tile, and rows that are no multiple of 16 bytes."""
 
+from importlib import import_module
+
 import pytest
 import torch
 from kernels.cases import Problem
@@ -57,18 +59,32 @@ def test_a_linear_layer(gpu, sizes, bias, dtype):
 
 
 @HALF
+@pytest.mark.parametrize("mixed", [False, True], ids=["half", "mixed"])
+@pytest.mark.parametrize("sizes", [(96, 19), (7, 40)], ids=str)
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
-def test_a_linear_layer_that_trains(gpu, dtype):
-    """By torch, with its gradients."""
-    layer, x = pm.nn.Linear(96, 19).to(gpu, dtype), sample(gpu, 3000, 96, dtype)
-    other = torch.nn.Linear(96, 19).to(gpu, dtype)
-    other.load_state_dict(layer.state_dict())
-    x = x.replace(x.feats.requires_grad_())
-    grad = torch.randn(3000, 19, device=gpu, dtype=dtype)
-    got = torch.autograd.grad(layer(x).feats, [x.feats, *layer.parameters()], grad)
-    want = torch.autograd.grad(other(x.feats), [x.feats, *other.parameters()], grad)
-    for a, b in zip(got, want, strict=True):
-        assert_close(a, b, scale=rms(b.double()))
+def test_a_linear_layer_that_trains(gpu, monkeypatch, sizes, mixed, dtype):
+    """Against torch's in float64: of few rows by torch, of many by kernels of ours, prepared for other numbers too."""
+    layers, seen = import_module("pumice.nn.layers"), []
+    real = layers.recorded_features
+    monkeypatch.setattr(layers, "recorded_features", lambda *given: seen.append(real(*given)) or seen[-1])
+    layer = pm.nn.Linear(*sizes).to(gpu, torch.float32 if mixed else dtype)
+    exact = torch.nn.Linear(*sizes).to(gpu).double()
+    exact.load_state_dict(layer.state_dict())
+    for count in (3000, 80_000, 79_990, 80_000, 79_984):
+        x = sample(gpu, count, sizes[0], dtype, seed=count)
+        x = x.replace(x.feats.requires_grad_())
+        seen.clear()
+        with torch.autocast("cuda", dtype, enabled=mixed):
+            y = layer(x).feats
+        assert [one is not None for one in seen] == [True] * (count > 3000) and y.dtype == dtype
+        grad = torch.randn(count, sizes[1], device=gpu, dtype=dtype)
+        got = torch.autograd.grad(y, [x.feats, *layer.parameters()], grad)
+        wide = x.feats.detach().double().requires_grad_()
+        want = torch.autograd.grad(exact(wide), [wide, *exact.parameters()], grad.double())
+        for a, b, like in zip(got, want, (x.feats, *layer.parameters()), strict=True):
+            assert a.dtype == like.dtype
+            # Under autocast weights are rounded to the dtype before they are multiplied.
+            assert_close(a, b, dtype=dtype, scale=rms(b))
 
 
 def test_a_linear_layer_without_rows(gpu):

@@ -265,13 +265,17 @@ class Linear(_Featurewise, nn.Linear):
         # Where rows of 16-bit channels are no multiple of 16 bytes libraries have slow products alone: 96 to 19
         # channels of 173,000 rows took 45 us of an H200.
         odd = self.in_features % 8 or self.out_features % 8
-        if odd and not x.geometry.trains and (y := self._in_one_kernel(x)) is not None:
+        if odd and not x.geometry.trains and (y := self._unaligned(x)) is not None:
             return x.replace(y)
-        # The host has more to do for them, but not when it replays a graph.
-        worth = odd and (x.geometry.trains or len(rows_of(x)) >= _MANY)
-        return row_by_row(x, self._recorded if worth else super(_Featurewise, self).forward)
+        return row_by_row(x, self._recorded if odd and self._worth(x) else super(_Featurewise, self).forward)
 
-    def _in_one_kernel(self, x: SparseTensor) -> Tensor | None:
+    @staticmethod
+    def _worth(x: SparseTensor) -> bool:
+        """The host has more to do for kernels of our own, but not when it replays a graph."""
+        # Compiled code is for any number of rows.
+        return not torch.compiler.is_compiling() and (x.geometry.trains or len(rows_of(x)) >= _MANY)
+
+    def _unaligned(self, x: SparseTensor) -> Tensor | None:
         """Where no gradients are asked for."""
         feats, weight, bias = x.feats, self.weight, self.bias
         tensors = (feats, weight) if bias is None else (feats, weight, bias)
