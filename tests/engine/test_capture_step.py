@@ -6,6 +6,8 @@ On a CPU the static program runs call by call; tests/gpu/test_capture_step.py ha
 
 import copy
 import warnings
+from contextlib import nullcontext
+from importlib import import_module
 
 import pytest
 import torch
@@ -157,6 +159,21 @@ def test_many_steps_stay_together():
         close(got, want, 1e-3)
         values.append(float(got))
     assert sum(values[-3:]) < 0.9 * sum(values[:3])
+
+
+@pytest.mark.parametrize("still", [False, True])
+def test_a_step_that_seems_to_differ_is_asked_what_many_roundings_change(still, monkeypatch):
+    """Before it is refused: of a ReLU that changes sides one rounding tells little."""
+    step, asked = import_module("pumice.engine.step"), []
+
+    def differ(names, steps, kind, more):
+        asked.append((len(steps), more))
+        return "the loss: much" if still or more > 1 else None
+
+    monkeypatch.setattr(step, "steps_differ", differ)
+    with pytest.raises(CaptureError, match="in the loss: much") if still else nullcontext():
+        Pair(unet(), by_class, scene(60), max_voxels=100)
+    assert asked == [(3, 16), (6, 1)]
 
 
 def test_norms_pools_and_groups():

@@ -57,25 +57,24 @@ def differ(got: Any, want: Any, again: Any = None) -> str | None:
     return None if got == want else f"{got!r} where there should be {want!r}"
 
 
-_AMPLIFIED = 16
+AMPLIFIED = 16
 """How much more than a rounding of the input all roundings on the way are reckoned to change."""
 
 
-def steps_differ(
-    names: Sequence[str], steps: tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], kind: torch.dtype
-) -> str | None:
+def steps_differ(names: Sequence[str], steps: Sequence[Sequence[Tensor]], kind: torch.dtype, more: int) -> str | None:
     """How what a step gave (loss, gradients, statistics; of these names) differs by more than rounding; or None.
 
-    steps: as it is, as it should be, and as it would be with an input that was rounded to `kind` once more: norms of
-    few voxels and sums that cancel make much of that. A gradient that is 0 but for rounding (of a bias before a norm)
-    is measured by the others.
+    steps: as it is, as it should be, and as it would be with inputs that were rounded to `kind` once more, or more
+    often: norms of few voxels and sums that cancel make much of that. more: how many times what that changes is
+    rounding. A gradient that is 0 but for rounding (of a bias before a norm) is measured by the others.
     """
+    got, wanted, *others = steps
     limit = 2 * _LIMITS[kind][0]
-    sizes = torch.stack([_size(want) for want in steps[1]])
+    sizes = torch.stack([_size(want) for want in wanted])
     usual = 0.02 * float(sizes.nan_to_num().square().mean().sqrt())
-    noise = torch.stack([_size(a.double() - b.double()) for a, b in zip(steps[2], steps[1], strict=True)])
-    errors = torch.stack([_size(a.double() - b.double()) for a, b in zip(steps[0], steps[1], strict=True)])
-    most = limit * sizes.clamp(min=usual + torch.finfo(kind).tiny) + _AMPLIFIED * noise
+    noise = torch.stack([_apart(other, wanted) for other in others]).amax(0)
+    errors = _apart(got, wanted)
+    most = limit * sizes.clamp(min=usual + torch.finfo(kind).tiny) + more * noise
     # What is not finite is no rounding, unless it should not be finite.
     wrong = ~(errors <= most) & sizes.isfinite()
     if not bool(wrong.any()):
@@ -83,6 +82,10 @@ def steps_differ(
     first = int(wrong.int().argmax())
     told = f"rms error {float(errors[first]):.3g} of {float(sizes[first]):.3g}, at most {float(most[first]):.3g}"
     return f"{names[first]}: {told} ({kind})"
+
+
+def _apart(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+    return torch.stack([_size(a.double() - b.double()) for a, b in zip(first, second, strict=True)])
 
 
 def _size(values: Tensor) -> Tensor:
