@@ -71,7 +71,7 @@ def test_a_linear_layer_that_trains(gpu, monkeypatch, sizes, mixed, dtype):
     exact = torch.nn.Linear(*sizes).to(gpu).double()
     exact.load_state_dict(layer.state_dict())
     for count in (3000, 80_000, 79_990, 80_000, 79_984):
-        x = sample(gpu, count, sizes[0], dtype, seed=count)
+        x = sample(gpu, count, sizes[0], dtype, extent=EXTENT, seed=count)
         x = x.replace(x.feats.requires_grad_())
         seen.clear()
         with torch.autocast("cuda", dtype, enabled=mixed):
