@@ -476,6 +476,12 @@ def tiles_from(source: str) -> Iterator[None]:
         _TILES_FROM.reset(token)
 
 
+def tiles_of(source: str) -> AbstractContextManager[object]:
+    """As tiles_from, for gradients, which are computed in a thread of their own and see nothing of the caller's
+    context: at no cost where tiles come from there anyway."""
+    return nullcontext() if source == tile_source() else tiles_from(source)
+
+
 def tuning(on: bool = True) -> AbstractContextManager[None]:
     """Within it, the tiles of every kernel that is met and was not tuned are timed, and the fastest is kept on disk.
 

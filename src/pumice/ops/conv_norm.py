@@ -112,10 +112,8 @@ class _ConvNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
-        same = ctx.tiles == plan.kernels.tile_source()
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
-        with register.as_given((grad,)), nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
+        with register.as_given((grad,)), plan.kernels.tiles_of(ctx.tiles):
             return None, *(_recorded(ctx, grad) if torch.is_grad_enabled() else _gradients(ctx, grad))
 
 

@@ -10,7 +10,6 @@ so that the gradients of a pass are the two others, each in its own dataflow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -86,9 +85,7 @@ class _Trilinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         places = [place for place in (_X, _W, _Y) if place != ctx.missing]
         held = {**dict(zip(places, ctx.saved_tensors, strict=True)), ctx.missing: grad}
-        # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
-        same = ctx.tiles == plan.kernels.tile_source()
-        with nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
+        with plan.kernels.tiles_of(ctx.tiles):
             found = [
                 _gradient(ctx.form, place, held, wanted)
                 for place, wanted in zip(places, ctx.needs_input_grad[2:], strict=True)

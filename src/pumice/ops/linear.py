@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -105,10 +104,8 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, bias, narrow = ctx.saved_tensors
         feats, needed = x.to(ctx.dtype), ctx.needs_input_grad[1:]
-        # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
-        same = ctx.tiles == plan.kernels.tile_source()
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
-        with register.as_given((grad,)), nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
+        with register.as_given((grad,)), plan.kernels.tiles_of(ctx.tiles):
             dbias = grad.sum(0, dtype=torch.float32).to(bias.dtype) if needed[2] else None
             if torch.is_grad_enabled():
                 # Of gradients of gradients torch records the products.

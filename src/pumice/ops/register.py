@@ -215,8 +215,7 @@ def _all_gradients(ctx: Any, grad: Tensor, needed: Sequence[bool]) -> list[Tenso
     call = _Call(operands, ctx.names, ctx.text, ctx.lowering, grad.shape)
     if not any(needed):
         return [None] * len(operands)
-    # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
-    with plan.kernels.tiles_from(ctx.tiles):
+    with plan.kernels.tiles_of(ctx.tiles):
         if not call.given.forms or call.statement.reduction == "sum":
             return _gradients(call, grad, last, needed)
         # Which points are there, a sparse operand says only in the form that is stored.
@@ -419,8 +418,7 @@ class _RecordedHeld(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
-        same, needed = ctx.tiles == plan.kernels.tile_source(), ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[1:]
         saved = iter(ctx.saved_tensors)
         given = list(islice(saved, len(needed)))
         if torch.is_grad_enabled():
@@ -429,7 +427,7 @@ class _RecordedHeld(torch.autograd.Function):
             cast = [x if x.dtype == dtype else next(saved) for x, dtype in zip(given, ctx.call.dtypes, strict=True)]
         wanted = [x.dtype if need else None for x, need in zip(given, needed, strict=True)]
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
-        with as_given((grad,)), nullcontext() if same else plan.kernels.tiles_from(ctx.tiles):
+        with as_given((grad,)), plan.kernels.tiles_of(ctx.tiles):
             return None, *ctx.call.gradients(cast, grad, wanted)
 
 

@@ -8,7 +8,6 @@ pieces of memory, weights are cast by one kernel, and gradients of weights are a
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -209,10 +208,8 @@ class _Line(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, between, pairs, narrow, out, *own = ctx.saved_tensors
-        # Gradients are computed in a thread of their own, which sees nothing of the caller's context.
-        same = ctx.tiles == kernels.tile_source()
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
-        with register.as_given((grad,)), nullcontext() if same else kernels.tiles_from(ctx.tiles):
+        with register.as_given((grad,)), kernels.tiles_of(ctx.tiles):
             if torch.is_grad_enabled():
                 return None, *_recorded(ctx.found, x, own, grad, ctx.needs_input_grad[1:])
             run = _Run(ctx.found, ctx.plan, x, own, _Memory(between, pairs, narrow, out))
