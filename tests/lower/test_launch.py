@@ -1380,6 +1380,21 @@ HANDING = {
 }
 
 
+def test_a_launcher_that_is_written_in_c_itself_is_called(current):
+    class Sealed(Handing):
+        launch = property(lambda own: own.in_c, lambda own, given: own.sealed(given))
+
+        def sealed(self, given):
+            if hasattr(self, "in_c"):
+                raise AttributeError("launch is read-only")
+
+    own = Sealed(HANDING["one by one"][0])
+    start = launch.Compiled(SimpleNamespace(run=own, function="function", packed_metadata="packed"))
+    assert own.asked == 0
+    start(3, [1, 2], 0)
+    assert own.asked == len(own.started) == 1 and own.started[0][-2:] == (1, 2)
+
+
 @pytest.mark.parametrize("name", HANDING)
 def test_kernels_are_started_past_a_launcher_that_hands_on_alone(current, name):
     """What is written in C gets the same, whichever way it is reached."""

@@ -144,6 +144,10 @@ def _in_c(compiled: Any) -> Run | None:
     programs, stream, value = object(), object(), object()
     try:
         run.launch = lambda *given: handed.append(given)
+    except AttributeError:
+        return None
+    try:
+        # What it works out of them, as how much memory so many programs need, there is none of.
         run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, value)
     except Exception:
         return None

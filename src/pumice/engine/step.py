@@ -287,12 +287,10 @@ class _Steps(Engine):
         scale = 1.0 if program.options.scaler is None else _SCALE
         kind = program.autocast.dtype if program.autocast.enabled else x.dtype
 
-        def learned(seed: int = 0, roundings: int = 0) -> dict[str, Tensor]:
-            noise = torch.rand(x.feats.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(seed))
-            step = 2 * roundings * torch.finfo(kind).eps * (noise - 0.5).to(x.dtype)
-            return self._found(lambda: program.learn(x.replace(x.feats * (1 + step)), targets, scale))
+        def learned(x: SparseTensor) -> dict[str, Tensor]:
+            return self._found(lambda: program.learn(x, targets, scale))
 
-        want, rounded = learned(), learned(0, 1)
+        want, rounded = learned(x), learned(_rounded(x, kind, 1))
         bucket.buffers.poison(scene.count)
         words: list[Sequence[int]] = []
 
@@ -305,7 +303,7 @@ class _Steps(Engine):
         told = None if words[0][0] else steps_differ([*want], _alike(got, want, rounded), kind, AMPLIFIED)
         if told:
             # Where a ReLU changes sides one rounding changes nothing, mostly, and many of them much.
-            others = [learned(seed, AMPLIFIED) for seed in range(_AGAIN)]
+            others = [learned(_rounded(x, kind, AMPLIFIED, seed)) for seed in range(_AGAIN)]
             told = steps_differ([*want], _alike(got, want, *others), kind, 1)
         if told:
             raise CaptureError(
@@ -329,6 +327,12 @@ class _Steps(Engine):
 
 _AGAIN = 4
 """How often a step that seems to differ is asked what many roundings change."""
+
+
+def _rounded(x: SparseTensor, kind: torch.dtype, times: int, seed: int = 0) -> SparseTensor:
+    """With features so many roundings of that dtype away, at most."""
+    noise = torch.rand(x.feats.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(seed)) - 0.5
+    return x.replace(x.feats * (1 + 2 * times * torch.finfo(kind).eps * noise.to(x.dtype)))
 
 
 def _alike(*found: Mapping[str, Tensor]) -> list[list[Tensor]]:

@@ -295,13 +295,13 @@ class _Run:
 
     def forward(self) -> None:
         """The result is put where it belongs."""
-        own = self._scratch([one.call.own.result for one in self.found if one.call.own is not None])
-        shared = own.room.data_ptr(), own.counters.data_ptr()
+        shared = self._scratch([one.call.own.result for one in self.found if one.call.own is not None])
+        room = shared.room.data_ptr(), shared.counters.data_ptr()
         for n, one in enumerate(self.found):
             layer, norm, h = one.launch, one.call.norm, self._taken[n]
-            self._multiplied(n, own)
+            self._multiplied(n, shared)
             (mean, variance, tracked), pair, count = layer.known, self._pairs[n], self._counts[n]
-            norm.moments((h, count, mean, variance, tracked or pair, pair, pair, *shared), layer.momentum)
+            norm.moments((h, count, mean, variance, tracked or pair, pair, pair, *room), layer.momentum)
             more = self._at[layer.held] if layer.adds else h
             norm.normalise((h, count, pair, *self._affine[n], more, self._at[n]))
 
@@ -323,7 +323,7 @@ class _Run:
         """The gradients of what is given, and of weight, scale and shift of each layer."""
         found, plan, x = self.found, self.plan, self.x
         calls = [None if one.call.own is None else one.call.own.gradients() for one in found]
-        own = self._scratch([call for pair in calls if pair is not None for call in pair if call is not None])
+        shared = self._scratch([call for pair in calls if pair is not None for call in pair if call is not None])
         weights = x.new_zeros(plan.weights, dtype=found[0].launch.own)
         sums = x.new_empty(plan.vectors, dtype=torch.float32)
         (begin, size), first = (weights.data_ptr(), weights.element_size()), sums.data_ptr()
@@ -331,20 +331,20 @@ class _Run:
         taken, grads, apart = dh.data_ptr(), {len(found) - 1: grad}, {}
         for n in range(len(found) - 1, -1, -1):
             layer, pair = found[n].launch, calls[n]
-            self._through_norm(n, grads, (taken, first + 4 * layer.vectors), own)
+            self._through_norm(n, grads, (taken, first + 4 * layer.vectors), shared)
             if pair is None:
                 apart[n] = self._through_layer(n, grads, dh)
                 continue
             given, (weight, features) = (self._at[layer.reads], self._weights[n], taken), pair
-            weight.aimed.begin(given, weight.places, begin + size * layer.weights, own)
+            weight.aimed.begin(given, weight.places, begin + size * layer.weights, shared)
             if features is not None:
                 rows = x.shape[0] if layer.reads == GIVEN else found[layer.reads].rows
                 dx = features.runner.fresh(x, (rows, layer.shape[2]))
-                features.aimed.begin(given, features.places, dx.data_ptr(), own)
+                features.aimed.begin(given, features.places, dx.data_ptr(), shared)
                 _add(grads, layer.reads, dx if dx.dtype is x.dtype else dx.to(x.dtype))
         return [grads.get(GIVEN) if needed[0] else None, *self._own(weights, sums, apart, needed[1:])]
 
-    def _through_norm(self, n: int, grads: dict[int, Tensor], written: tuple[int, int], own: Scratch) -> None:
+    def _through_norm(self, n: int, grads: dict[int, Tensor], written: tuple[int, int], shared: Scratch) -> None:
         """written: where the gradient of what a norm takes is put, and its sums; that of what is added is one more of
         the grads."""
         one, layer, given, (dh, sums) = self.found[n], self.found[n].launch, grads.pop(n), written
@@ -356,7 +356,7 @@ class _Run:
             norm, given = one.call.norm, given.clone(memory_format=torch.contiguous_format)
         h, result = self._taken[n], self._at[n] if layer.adds else self._taken[n]
         told = self._counts[n], self._pairs[n], *self._affine[n], result, sums
-        norm.products((given.data_ptr(), h, *told, own.room.data_ptr(), own.counters.data_ptr()))
+        norm.products((given.data_ptr(), h, *told, shared.room.data_ptr(), shared.counters.data_ptr()))
         dheld = self.x.new_empty((one.rows, layer.shape[0])) if layer.adds else None
         norm.gradient((given.data_ptr(), h, *told, dh if dheld is None else dheld.data_ptr(), dh))
         if dheld is not None:
