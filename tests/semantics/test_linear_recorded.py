@@ -1,6 +1,7 @@
 """Linear maps of few or odd channels in training, by kernels of ours: results, and gradients of any order, are those of
 torch's. Kernels compute, on memory of the CPU (tests/emulated.py)."""
 
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -10,9 +11,10 @@ from torch.testing import assert_close
 
 import pumice as pm
 from pumice import nn
-from pumice.lower import direct
+from pumice.lower import direct, plan
 from pumice.lower import triton as kernels
 from pumice.ops import linear
+from pumice.schedule.cost import Work
 from pumice.testing import random_cloud
 
 COORDS = random_cloud(700, 3, extent=(40, 40, 20), seed=1)
@@ -134,6 +136,32 @@ def test_other_products_are_torch_s(gpu, change):
     gpu.clear()
     layer(x).feats.sum().backward()
     assert not gpu.started and layer.weight.grad is not None
+
+
+def test_no_rows_have_no_kernel(gpu):
+    """Whoever asks for them."""
+    assert linear.recorded_features(torch.zeros(0, 8, dtype=BF), torch.zeros(3, 8, dtype=BF), None) is None
+
+
+def test_few_rows_of_a_captured_step_have_kernels(gpu, monkeypatch):
+    """The host, which has more to do for them, does it once."""
+    layer, x = nn.Linear(8, 3).to(BF), rows(90, 8)
+    monkeypatch.setattr(type(x.geometry), "trains", True)
+    monkeypatch.setattr(
+        import_module("pumice.nn.layers"), "row_by_row", lambda x, function: x.replace(function(x.feats))
+    )
+    layer(x).feats.sum().backward()
+    assert len(gpu.started) == 3
+
+
+def test_gradients_are_kernels_whatever_else_seems_to_cost(gpu, monkeypatch):
+    free = replace(plan.LOWERINGS["graph"], work=lambda *given: Work(launches=0))
+    monkeypatch.setattr(plan, "LOWERINGS", {**plan.LOWERINGS, "graph": free})
+    layer, x = nn.Linear(8, 3).to(BF), rows(640, 8)
+    y = layer(x).feats
+    gpu.clear()
+    y.sum().backward()
+    assert len(gpu.started) == 2
 
 
 def test_sums_in_one_order_are_torch_s(gpu):

@@ -24,7 +24,7 @@ from pumice.lower import direct, norm
 from pumice.lower import triton as kernels
 from pumice.models.minkunet import Decoder, Encoder
 from pumice.nn.prepared import Parts
-from pumice.ops import trained
+from pumice.ops import register, trained
 from pumice.ops.tensor import fitting
 from pumice.testing import random_cloud
 
@@ -426,9 +426,9 @@ def test_gradients_whose_rows_are_apart_are_copied_where_no_kernel_reads_them(gp
 
 
 def missing(monkeypatch, layers):
-    """As if kernels of the gradients of these layers were still to be compiled for such numbers of rows: how often
-    others were sought, and whose tiles they would take."""
-    sought, real, aimed = [], trained.recorded_call, trained.Products.gradients
+    """As if kernels of the gradients of these layers were still to be compiled for such numbers of rows: for each call
+    that is sought in their place where tiles come from, and whether it is asked for the gradient of the features."""
+    sought, real, aimed = [], register.HeldCall.gradients, trained.Products.gradients
     products = []
 
     def gradients(own):
@@ -436,25 +436,34 @@ def missing(monkeypatch, layers):
             products.append(own)
         return None if products.index(own) in layers else aimed(own)
 
-    def call(*given):
-        sought.append(kernels.tile_source())
-        return real(*given)
+    def sought_too(own, given, grad, wanted):
+        sought.append((kernels.tile_source(), wanted[0] is not None))
+        return real(own, given, grad, wanted)
 
     monkeypatch.setattr(trained.Products, "gradients", gradients)
-    monkeypatch.setattr(trained, "recorded_call", call)
+    monkeypatch.setattr(register.HeldCall, "gradients", sought_too)
     return sought
 
 
+@pytest.mark.parametrize("inner", [True, False])
 @pytest.mark.parametrize("cast", [None, torch.bfloat16])
 @pytest.mark.parametrize("layers", [{0}, {1, 4}, set(range(6))], ids=str)
-def test_gradients_whose_kernels_are_still_to_be_compiled(gpu, monkeypatch, layers, cast):
+def test_gradients_whose_kernels_are_still_to_be_compiled(gpu, monkeypatch, layers, cast, inner):
     """Within a line that has begun they go the way of layers one by one, which leaves them."""
     x, net = cloud(), chain()
     for _ in range(3):
-        step(net, x, True, cast)
-    sought = missing(monkeypatch, layers)
-    # No two layers of it have the same products but those of one block.
-    assert agree(gpu, net, x, True, cast, plain=2e-2 if cast else FAR) == [7] and len(layers) <= len(sought) <= 6
+        step(net, x, inner, cast)
+    with monkeypatch.context() as patch:
+        sought = missing(patch, layers)
+        gpu.clear()
+        step(copy.deepcopy(net), x, inner, cast)
+        # No two layers of it have the same products but those of one block.
+        assert gpu.back == [7] and len(layers) <= len(sought) <= 6
+        # That of the features of the first layer alone may not be wanted.
+        unwanted = sum(not features for _, features in sought)
+        assert unwanted == (not inner) if len(layers) == 6 else unwanted <= (not inner)
+    missing(monkeypatch, layers)
+    assert agree(gpu, net, x, inner, cast, plain=2e-2 if cast else FAR) == [7]
 
 
 def test_gradients_that_are_still_to_be_compiled_have_the_tiles_of_the_caller(gpu, monkeypatch):
@@ -464,7 +473,43 @@ def test_gradients_that_are_still_to_be_compiled_have_the_tiles_of_the_caller(gp
         net = known_chain(gpu, x)
         y, sought = net(x), missing(monkeypatch, {0, 1})
     loss_of(y).backward()
-    assert gpu.back == [7] and {*sought} == {kernels.DEFAULT}
+    assert gpu.back == [7] and {tiles for tiles, _ in sought} == {kernels.DEFAULT}
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_layers_alike_share_products_but_for_gradients_that_are_not_wanted(gpu, inner):
+    """The first one, whose features may need none, has the shape and the map of the others."""
+    net, x = stirred(nn.Sequential(unit(8, 8), unit(8, 8), unit(8, 8))), cloud()
+    for seed in (0, 1, 2):
+        lines = agree(gpu, net, anew(x, seed), inner)
+    assert lines == [3]
+    found, _ = x.geometry.maps[net[0][0].relation, None]
+    products = {id(made) for made in found._storages.values() if isinstance(made, trained.Products)}
+    assert len(products) == (1 if inner else 2)
+
+
+class Aims:
+    """A template: whether its kernel is compiled by now."""
+
+    def __init__(self, there):
+        self.there, self.asked = there, []
+
+    def over(self, held, rows, shape):
+        self.asked.append((held, rows, shape))
+        return object() if self.there else None
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_gradients_are_aimed_once_all_of_their_kernels_are_compiled(late):
+    like, rows = [Aims(True), Aims(True)], ((5, 8), (16, 0), (7, 16))
+    like[late].there = False
+    own = trained.Products(object(), like, "held", (rows, (16, 27, 8)))
+    assert own.gradients() is None
+    like[late].there = True
+    found = own.gradients()
+    assert found is not None and None not in found and own.gradients() is found
+    assert [each.asked[-1] for each in like] == [("held", rows, (16, 27, 8)), ("held", rows, (5, 8))]
+    assert len(like[late].asked) == 2
 
 
 def test_gradients_are_added_over_steps(gpu):
