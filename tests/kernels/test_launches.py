@@ -21,6 +21,9 @@ SPILLS = {
     "probes.neighbours D=3 K=27 KIND=wide": 32,
     # 128 rows times 32 taps at once.
     "tiling.list_pairs K=125": 128,
+    "tiling.list_pairs sm_80 K=125": 184,
+    # 32 entries of a thread, each with its mean and its squares: the fastest on sm_90.
+    "norm_kernels.moments sm_80 ROWS=128 LANES=32 w4": 16,
 }
 """Known spills: bytes at most."""
 
