@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import lru_cache, reduce, wraps
 from typing import Any
 
@@ -13,6 +15,9 @@ def take() -> None:
     _patch_once()
     _find_dtypes_once()
     _make_blocks_once()
+    _tell_shapes_once()
+    _take_what_fits()
+    _ask_for_no_overflow()
     _reduce_rows()
 
 
@@ -73,6 +78,63 @@ def _make_blocks_once() -> None:
         return made[key]
 
     tl.block_type.with_element_ty = once
+
+
+def _tell_shapes_once() -> None:
+    """Shapes of blocks and tensors are objects of objects, for each number one."""
+    from triton.language import core
+
+    known: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}
+
+    def told(shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
+        """Of a block, and of a tensor; and how many entries that has."""
+        if shape not in known:
+            of_tensor = core.tuple([core.constexpr(n) for n in shape])
+            known[shape] = core.tuple([*shape]), of_tensor, core.constexpr(math.prod(shape))
+        return known[shape]
+
+    def begin_block(block: Any, element: Any, shape: Any) -> None:
+        plain = tuple(n.value if type(n) is core.constexpr else n for n in shape)
+        if not plain:
+            raise TypeError("0d block_type is forbidden")
+        block.element_ty, block.shape, block.numel = element, told(plain)[0], _checked(plain)
+
+    @lru_cache(1024)
+    def _checked(shape: tuple[int, ...]) -> int:
+        return core.validate_block_shape([*shape])
+
+    def begin_tensor(tensor: Any, handle: Any, kind: Any) -> None:
+        tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+        _, tensor.shape, tensor.numel = told(tuple(kind.shape.values) if kind.is_block() else ())
+
+    core.block_type.__init__ = begin_block
+    core.block_type.name = property(lambda block: f"<{block.shape}, {block.element_ty}>")
+    core.tensor.__init__ = begin_tensor
+
+
+def _take_what_fits() -> None:
+    """Operands of one shape need no broadcast."""
+    from triton.language.semantic import TritonSemantic
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    @wraps(broadcast)
+    def fitting(semantic: Any, left: Any, right: Any) -> Any:
+        a, b = left.type, right.type
+        if a.is_block() and b.is_block() and a.shape.values == b.shape.values:
+            return left, right
+        return broadcast(semantic, left, right)
+
+    TritonSemantic.broadcast_impl_value = fitting
+
+
+def _ask_for_no_overflow() -> None:
+    """That 32 bits have room for each sum is asserted for debugging alone: what would be asserted is not worked out."""
+    from triton.runtime import interpreter
+
+    interpreter.interpreter_semantic.builder.options = replace(
+        interpreter.interpreter_semantic.builder.options, sanitize_overflow=False
+    )
 
 
 def _reduce_rows() -> None:
