@@ -10,7 +10,7 @@ order, and nothing is scattered. The tap of a submanifold map that meets each ro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import torch
 from jaxtyping import Float
@@ -151,15 +151,14 @@ def _grouped_dense(x: Tensor, filter: Tensor) -> Tensor:
     return _grouped(x, filter.unsqueeze(0))
 
 
-def _outer_gemm(
-    x: Float[Tensor, "pairs c_in"], grad: Float[Tensor, "pairs c_out"], out: Float[Tensor, "c_in c_out"]
-) -> None:
+@no_type_check  # here and below: called for every tap, behind the checks of weight_gradient
+def _outer_gemm(x: Tensor, grad: Tensor, out: Tensor) -> None:
+    """out [C_in, C_out] += x.T @ grad, of the pairs of a tap: x [pairs, C_in], grad [pairs, C_out]."""
     out.addmm_(x.t(), grad)
 
 
-def _outer_convolution(
-    x: Float[Tensor, "pairs c_in"], grad: Float[Tensor, "pairs c_out"], out: Float[Tensor, "c_in c_out"]
-) -> None:
+@no_type_check
+def _outer_convolution(x: Tensor, grad: Tensor, out: Tensor) -> None:
     """The same as the gradient of a 1x1 convolution: the pairs are the pixels of one channels-last image."""
     count, (c_in, c_out) = len(x), out.shape
     image = x.view(1, count, 1, c_in).permute(0, 3, 1, 2)
