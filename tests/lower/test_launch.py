@@ -1412,6 +1412,19 @@ def test_kernels_are_started_past_a_launcher_that_hands_on_alone(current, name):
     assert own.asked == asked + (0 if past else 3)
 
 
+def test_a_launcher_that_is_asked_starts_kernels_of_others_meanwhile(current):
+    """Another thread may come by it: what that starts is started."""
+    seen = []
+
+    def hand(own, first, more, values):
+        seen.append(own is not shared and shared.launch is shared.in_c)
+        own.launch(*first, *more, *values)
+
+    shared = Handing(hand)
+    launch.Compiled(SimpleNamespace(run=shared, function="function", packed_metadata="packed"))(3, [1], 0)
+    assert seen == [True] and len(shared.started) == 1
+
+
 def on(device, tensor):
     """A tensor as a launcher sees one of another device."""
     return SimpleNamespace(get_device=lambda: device, data_ptr=tensor.data_ptr, dtype=tensor.dtype)

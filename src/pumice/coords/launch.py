@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from copy import copy
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -135,24 +136,21 @@ def _by_triton(compiled: Any) -> Run:
 
 
 def _in_c(compiled: Any) -> Run | None:
-    """The same past what Triton's launcher does in Python: it is asked once what it hands on, and where. None where it
+    """The same past what Triton's launcher does in Python: it is asked once what it hands to C. None where it
     asks for memory, or does anything else than to hand on."""
-    run, launch = compiled.run, getattr(compiled.run, "launch", None)
+    launch = getattr(compiled.run, "launch", None)
     if launch is None:
         return None
     handed: list[tuple[Any, ...]] = []
     programs, stream, value = object(), object(), object()
     try:
+        # A copy is asked: other threads start kernels by the launcher itself.
+        run = copy(compiled.run)
         run.launch = lambda *given: handed.append(given)
-    except AttributeError:
-        return None
-    try:
         # What it works out of them, as how much memory so many programs need, there is none of.
         run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, value)
     except Exception:
         return None
-    finally:
-        run.launch = launch
     (given,) = handed if len(handed) == 1 else ((),)
     before, last = [*given[:-1]], given[-1:]
     places = [[n for n, x in enumerate(before) if x is mark] for mark in (programs, stream)]
