@@ -421,9 +421,9 @@ def vector(place, length: int) -> torch.Tensor:
     return at(address, dtype, (length,), (1,))[0]
 
 
-def matrix(place, rows: int, columns: int, step: int = 0) -> tuple[torch.Tensor, tuple[int, int]]:
+def matrix(place, rows: int, columns: int, step: int | None = None) -> tuple[torch.Tensor, tuple[int, int]]:
     address, dtype = place
-    return at(address, dtype, (rows, columns), (step or columns, 1))
+    return at(address, dtype, (rows, columns), (columns if step is None else step, 1))
 
 
 def affine(values, weight, bias, read) -> torch.Tensor:

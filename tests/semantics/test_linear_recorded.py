@@ -89,6 +89,49 @@ def test_a_gradient_that_is_not_wanted_has_no_kernel(gpu):
     assert len(gpu.started) == 3 and x.feats.grad is None and layer.weight.grad is not None
 
 
+@pytest.mark.parametrize(
+    ("written", "wants"), [("bias", ["x", "weight", "bias"]), ("weight", ["weight", "bias"]), ("x", ["x"])]
+)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_no_gradient_depends_on_may_be_written_to(gpu, written, wants, mixed):
+    """Behind the result; as with torch's own product."""
+    layer = nn.Linear(8, 3).to(torch.float32 if mixed else BF)
+    x = torch.randn(640, 8).to(BF)
+    own = {"x": x, "weight": layer.weight, "bias": layer.bias}
+    start = {name: t.detach().clone() for name, t in own.items()}
+
+    def gradients():
+        for name, t in own.items():
+            t.requires_grad_(False).copy_(start[name]).requires_grad_(name in wants)
+        with torch.autocast("cpu", BF, enabled=mixed):
+            y = layer(pm.SparseTensor(x, COORDS[:640])).feats
+        with torch.no_grad():
+            own[written].fill_(7)
+        return torch.autograd.grad(y.float().square().sum(), [own[name] for name in wants])
+
+    found = gradients()
+    assert len(gpu.started) == 1 + len({"x", "weight"} & {*wants})
+    with on_cpu():
+        agree(found, gradients())
+
+
+def test_a_gradient_that_is_not_wanted_holds_nothing(gpu):
+    layer = nn.Linear(8, 3).to(BF).requires_grad_(False)
+    y = layer(rows(640, 8)).feats
+    held = [t for t in y.grad_fn.saved_tensors if t is not None]
+    assert held and all(t is layer.weight for t in held)
+
+
+def test_many_gradients_at_once(gpu):
+    """Which stand for one: torch multiplies."""
+    layer, x, many = nn.Linear(8, 3).to(BF), rows(640, 8), torch.randn(4, 640, 3).to(BF)
+    y = layer(x).feats
+    own = x.feats, layer.weight, layer.bias
+    every = torch.autograd.grad(y, own, many, is_grads_batched=True, retain_graph=True)
+    for n, grad in enumerate(many):
+        agree([g[n] for g in every], torch.autograd.grad(y, own, grad, retain_graph=True))
+
+
 def test_gradients_of_gradients(gpu):
     layer, x = nn.Linear(8, 3).to(BF), rows(640, 8)
 

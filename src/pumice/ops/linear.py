@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -95,25 +96,41 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         feats, narrow = x.to(dtype), weight.to(dtype)
-        ctx.save_for_backward(x, weight, bias, None if narrow is weight else narrow)
+        to_x, to_weight, _ = ctx.needs_input_grad[1:]
+        # What no gradient depends on is not held, and may be written to.
+        held = x if to_weight else None, weight if to_x else None, narrow if to_x and narrow is not weight else None
+        ctx.save_for_backward(*held)
+        ctx.like = [None if t is None else (t.shape, t.dtype) for t in (x, weight, bias)]
         ctx.dtype, ctx.tiles = dtype, plan.kernels.tile_source()
         with register.as_given((x,)):
             return linear_features(feats, narrow, Epilogue(shift=bias))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, narrow = ctx.saved_tensors
-        feats, needed = x.to(ctx.dtype), ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[1:]
+        wanted = [like[1] if need else None for need, like in zip(needed, ctx.like, strict=True)]
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
         with register.as_given((grad,)), plan.kernels.tiles_of(ctx.tiles):
-            dbias = grad.sum(0, dtype=torch.float32).to(bias.dtype) if needed[2] else None
-            if torch.is_grad_enabled():
-                # Of gradients of gradients torch records the products.
-                dx, dweight = grad @ weight.to(ctx.dtype), grad.t() @ feats
-                return None, dx.to(x.dtype), dweight.to(weight.dtype), dbias
-            wanted = [t.dtype if need else None for t, need in zip((x, weight), needed, strict=False)]
-            own = feats, weight if narrow is None else narrow
-            return None, *_call(*own).gradients(own, grad, wanted), dbias
+            dbias = grad.sum(0, dtype=torch.float32).to(wanted[2]) if needed[2] else None
+            return None, *_gradients(ctx, grad, wanted[:2]), dbias
+
+
+def _gradients(ctx: Any, grad: Tensor, wanted: Sequence[torch.dtype | None]) -> Sequence[Tensor | None]:
+    """Those of x and weight, in the dtypes that are wanted; None where none is."""
+    x, weight, narrow = ctx.saved_tensors
+    if torch.is_grad_enabled() or _is_batched(grad):
+        # Of gradients of gradients torch records the products.
+        dx = None if wanted[0] is None else (grad @ weight.to(ctx.dtype)).to(wanted[0])
+        return dx, None if wanted[1] is None else (grad.t() @ x.to(ctx.dtype)).to(wanted[1])
+    # What is not held is not read either: it has a shape alone.
+    (of_x, _), (of_weight, _), nothing = *ctx.like[:2], grad.new_empty(1)
+    feats = nothing.expand(of_x) if wanted[1] is None else x.to(ctx.dtype)
+    own = nothing.expand(of_weight) if wanted[0] is None else weight if narrow is None else narrow
+    return _call(feats, own).gradients((feats, own), grad, wanted)
+
+
+_is_batched = attrgetter("_functorch.is_legacy_batchedtensor")(torch._C)
+"""Whether it stands for several (torch.autograd.grad with is_grads_batched): no kernel takes them together."""
 
 
 def _call(x: Tensor, weight: Tensor) -> register.HeldCall:

@@ -77,11 +77,10 @@ class Call(NamedTuple):
 class Unit(line.Layer):
     """A layer and the norm behind it as kernels of both passes.
 
-    shape: C_out, taps, C_in. dtype: of the features; own: of the
-    weight. strides: of the features. settled: the norm behind it, whose momentum it is; known: the addresses of its
-    running mean and variance, and count of batches, 0 for none; relu: whether a ReLU is behind that. inner: whether a
-    gradient of the features is wanted. keys: what its products over a map are kept under, and those with the norm;
-    templates: of the products, by kinds of maps.
+    shape: C_out, taps, C_in. dtype: of the features; own: of the weight. strides: of the features. settled: the norm
+    behind it, whose momentum it is; known: the addresses of its running mean and variance, and count of batches, 0 for
+    none; relu: whether a ReLU is behind that. inner: whether a gradient of the features is wanted. keys: what its
+    products over a map are kept under, and those with the norm; templates: of the products, by kinds of maps.
 
     reads, held: whose results features are, and what is added, by number, or GIVEN; weights, vectors: where those of
     this layer begin in a piece of memory with those of all, in values.
