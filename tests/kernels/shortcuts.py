@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import lru_cache, reduce, wraps
 from typing import Any
@@ -90,18 +89,15 @@ def _tell_shapes_once() -> None:
         """Of a block, and of a tensor; and how many entries that has."""
         if shape not in known:
             of_tensor = core.tuple([core.constexpr(n) for n in shape])
-            known[shape] = core.tuple([*shape]), of_tensor, core.constexpr(math.prod(shape))
+            known[shape] = core.tuple([*shape]), of_tensor, core.constexpr(core.validate_block_shape([*shape]))
         return known[shape]
 
     def begin_block(block: Any, element: Any, shape: Any) -> None:
         plain = tuple(n.value if type(n) is core.constexpr else n for n in shape)
         if not plain:
             raise TypeError("0d block_type is forbidden")
-        block.element_ty, block.shape, block.numel = element, told(plain)[0], _checked(plain)
-
-    @lru_cache(1024)
-    def _checked(shape: tuple[int, ...]) -> int:
-        return core.validate_block_shape([*shape])
+        block.element_ty, (block.shape, _, numel) = element, told(plain)
+        block.numel = numel.value
 
     def begin_tensor(tensor: Any, handle: Any, kind: Any) -> None:
         tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar

@@ -136,8 +136,8 @@ def _by_triton(compiled: Any) -> Run:
 
 
 def _in_c(compiled: Any) -> Run | None:
-    """The same past what Triton's launcher does in Python: it is asked once what it hands to C. None where it
-    asks for memory, or does anything else than to hand on."""
+    """The same past what Triton's launcher does in Python: it is asked once what it hands to C. None where it asks
+    for memory, or does anything else than to hand on."""
     launch = getattr(compiled.run, "launch", None)
     if launch is None:
         return None
