@@ -172,14 +172,14 @@ def test_a_call_returns_while_layers_are_at_work(gpu):
     wants, streams = [eager(net, x).feats for x in scenes], [torch.cuda.Stream(gpu) for _ in range(2)]
     early = 0
     for turn in range(12):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(gpu)
         got = []
         for number in range(6):
             with torch.cuda.stream(streams[number * turn % 2]):
                 x = scenes[number % 3]
                 got.append(fast(x.feats, x.coords).feats)
                 early += not torch.cuda.current_stream().query()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(gpu)
         for number, feats in enumerate(got):
             agrees(feats, wants[number % 3], 0.01)
     assert early > 60 and not fast.fallbacks
@@ -201,12 +201,12 @@ def test_memory_is_flat(gpu):
     scenes = [scene(gpu, count, count) for count in (100, 3000, 9000, 15_000)]
     for x in scenes:
         fast(x)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(gpu)
     allocated, reserved = torch.cuda.memory_allocated(gpu), torch.cuda.memory_reserved(gpu)
     for _ in range(50):
         for x in scenes:
             fast(x.feats, x.coords)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(gpu)
     assert torch.cuda.memory_allocated(gpu) == allocated and torch.cuda.memory_reserved(gpu) == reserved
 
 
@@ -217,7 +217,7 @@ def test_graphs_of_several_networks_on_several_streams(gpu):
     both = [captured(net, x) for net in nets]
     wants = [eager(net, x).feats for net in nets]
     streams = [torch.cuda.Stream(gpu) for _ in nets]
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(gpu)
     for _ in range(20):
         for fast, stream, want in zip(both, streams, wants, strict=True):
             with torch.cuda.stream(stream):

@@ -355,7 +355,7 @@ def test_one_wait_and_flat_memory(gpu, monkeypatch):
     scenes = [scene(gpu, count, count) for count in (3000, 9000, 15_000)]
     for given in scenes * 2:
         step(*given)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(gpu)
     waits, before = [], torch.Tensor.tolist
 
     def waiting(tensor):
@@ -374,7 +374,7 @@ def test_one_wait_and_flat_memory(gpu, monkeypatch):
     for _ in range(30):
         for given in scenes:
             step(*given)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(gpu)
     assert torch.cuda.memory_allocated(gpu) == allocated and torch.cuda.memory_reserved(gpu) == reserved
 
 

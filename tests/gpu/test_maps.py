@@ -324,7 +324,7 @@ def test_a_captured_pipeline_replays_for_other_coordinates(gpu, level, structure
         pipeline(held, relation, LEVELS[level], made)
     torch.cuda.current_stream(gpu).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.device(gpu), torch.cuda.graph(graph):
         got = pipeline(held, relation, LEVELS[level], made)
     for mine, other in zip(here, there, strict=True):
         held.coords.copy_(other.coords), held.count.copy_(other.count), held.status.zero_()
