@@ -256,9 +256,12 @@ def clear_rows(values, count, total: tl.int64, channels: tl.int64, BLOCK: tl.con
     """0 behind the first `count` rows of so many channels, up to `total` values."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     living = tl.load(count) * channels
-    if first + BLOCK > living:
-        at = first + tl.arange(0, BLOCK)
-        tl.store(values + at, tl.zeros((BLOCK,), values.dtype.element_ty), mask=(at >= living) & (at < total))
+    at, nothing = first + tl.arange(0, BLOCK), tl.zeros((BLOCK,), values.dtype.element_ty)
+    if (first >= living) & (first + BLOCK <= total):
+        # Without a mask stores are as wide as they can be.
+        tl.store(values + at, nothing)
+    elif first + BLOCK > living:
+        tl.store(values + at, nothing, mask=(at >= living) & (at < total))
 
 
 @triton.jit(do_not_specialize=["rows"])
