@@ -159,8 +159,8 @@ def loss(y: pm.SparseTensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def check_cleared_rows() -> None:
-    """Of no row, of all, and from within a block of a program; what is behind the rows stays."""
-    for count, rows, channels in ((0, 3, 5), (3, 3, 5), (700, 1500, 7), (1300, 1500, 7), (4096, 4097, 1)):
+    """Of no row, of all, from within a block of a program, whole blocks among them; what is behind the rows stays."""
+    for count, rows, channels in ((0, 3, 5), (3, 3, 5), (9, 1500, 7), (700, 1500, 7), (1300, 1500, 7), (4096, 4097, 1)):
         room = torch.randn(rows * channels + 9)
         given, living = room.clone(), torch.tensor([count], dtype=torch.int32)
         clear_rows(given[: rows * channels].view(rows, channels), living)
