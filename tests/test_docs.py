@@ -109,7 +109,7 @@ def test_the_exported_network_of_the_guide(tmp_path, monkeypatch):
 
 
 def test_the_workloads_of_the_benchmarks():
-    from pumice.tools.workloads import WORKLOADS
+    from benchmarks.scenes.workloads import WORKLOADS
 
     text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     for name in WORKLOADS:

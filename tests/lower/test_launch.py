@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.coords import launch
 from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import direct, epilogue, maps, plan, stamp
 from pumice.lower import triton as kernels
-from pumice.lower.remember import Bounded
-from pumice.lower.scratch import Scratch
+from pumice.runtime import launch
+from pumice.runtime.cache import Bounded
+from pumice.runtime.workspace import Scratch
 from pumice.schedule.ledger import Ledger
 from pumice.schedule.tile import Tile
 

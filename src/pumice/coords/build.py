@@ -15,12 +15,12 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud
 from pumice.coords.geometry import Geometry, alike
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found
 from pumice.coords.outputs import Listed, Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
 from pumice.coords.rooms import FIRST, Between, mark
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
+from pumice.runtime.launch import lasting, runs_kernels
 
 _GROWTH = 16
 """Worst cases of a pyramid's levels, over the voxels of the first, up to which all are counted in one transfer."""

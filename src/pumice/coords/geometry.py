@@ -16,13 +16,13 @@ from pumice.coords.cloud import Cloud, read
 from pumice.coords.codes import morton_argsort
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
-from pumice.coords.launch import lasting, vector
 from pumice.coords.lookup import Lookup, find
 from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
 from pumice.coords.rooms import Buffered, Late
 from pumice.coords.structures import explain, lookup_of
 from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
+from pumice.runtime.launch import lasting, vector
 
 Stride = tuple["int | Fraction", ...]
 

@@ -22,9 +22,9 @@ from pumice.coords.cloud import OVERFLOW, Cloud, read, tell
 from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Geometry, Site
 from pumice.coords.keys import INT32_MAX, Bounds
-from pumice.coords.launch import runs_kernels
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
+from pumice.runtime.launch import runs_kernels
 
 Axis = tuple[int, int, int, int, int]
 """Of an axis: least and greatest coordinate, least and greatest offset, stride."""

@@ -33,7 +33,7 @@ from pumice.language.nodes import (
     indices_of,
 )
 from pumice.lower.loops import dtypes_of, equal_dtype, equals, read_names, working_dtype, worst
-from pumice.lower.remember import Bounded
+from pumice.runtime.cache import Bounded
 
 LIMIT = 16 << 30
 """Bytes of gathered operands at which `refusal` refuses."""

@@ -25,7 +25,7 @@ from pumice.coords.rooms import FIRST, mark
 from pumice.coords.traced import told
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored
-from pumice.lower.remember import OWN
+from pumice.runtime.cache import OWN
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"

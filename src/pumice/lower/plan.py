@@ -27,7 +27,7 @@ from pumice.language.rewrite import Conscious, Stored, conscious, single_terms
 from pumice.lower import bagged, chained, gathered, graph, loops, maps, work
 from pumice.lower import triton as kernels
 from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
-from pumice.lower.remember import Bounded
+from pumice.runtime.cache import Bounded
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import about
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import Compiled
 from pumice.language.bind import Bound, bare_places
 from pumice.language.nodes import accesses_of
 from pumice.language.roles import Roles, segment_axis
 from pumice.lower.emit import SPLITS, STACKS, grid_of
-from pumice.lower.remember import OWN
-from pumice.lower.scratch import Scratch, scratch
 from pumice.lower.segments import Segments, pieces, segments, stacks
+from pumice.runtime.cache import OWN
+from pumice.runtime.launch import Compiled
+from pumice.runtime.workspace import Scratch, scratch
 from pumice.schedule.tile import Tile
 
 if TYPE_CHECKING:

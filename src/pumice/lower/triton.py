@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import Compiled
 from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import Bound, resizable, resized
@@ -40,10 +39,11 @@ from pumice.lower.emit import (
 )
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
 from pumice.lower.loops import EIGHT_BITS
-from pumice.lower.remember import Bounded
-from pumice.lower.scratch import Scratch, scratch
 from pumice.lower.segments import Segments
 from pumice.lower.stamp import FAR, SCRATCH, Aimed, Mould, captured, segments_of
+from pumice.runtime.cache import Bounded
+from pumice.runtime.launch import Compiled
+from pumice.runtime.workspace import Scratch, scratch
 from pumice.schedule import tile as tiles
 from pumice.schedule.ledger import Key, ledger
 from pumice.schedule.tile import Problem, Tile

@@ -15,7 +15,6 @@ from pumice.coords import Geometry, Relation
 from pumice.lower import direct
 from pumice.lower import triton as kernels
 from pumice.lower.norm import Settled, Statistics
-from pumice.lower.remember import Bounded
 from pumice.nn.conv import Convolution
 from pumice.nn.ends import ACTIVATIONS
 from pumice.nn.facts import OF_CONVOLUTIONS, OF_TENSORS, OWN, TRAINS
@@ -23,6 +22,7 @@ from pumice.ops import SparseTensor, register, trained
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.line import found_of
 from pumice.ops.tensor import fitting, rows_of
+from pumice.runtime.cache import Bounded
 
 if TYPE_CHECKING:
     from pumice.nn.prepared import Step

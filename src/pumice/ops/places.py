@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pumice.errors import CoordinateError
 from pumice.language.nodes import Access, Statement, accesses_of
-from pumice.lower.remember import per_tensor
+from pumice.runtime.cache import per_tensor
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pumice.language.derive import count, declare, derivative, gradient_name, re
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.rewrite import VALUES
 from pumice.lower import direct, layouts, maps, plan  # noqa: F401  (layouts registers its operator)
-from pumice.lower.remember import Bounded
+from pumice.runtime.cache import Bounded
 
 _LIBRARY = torch.library.Library("pumice", "DEF")
 _LIBRARY.define(
