@@ -73,9 +73,14 @@ def report(
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("bench/report"),
     device: Annotated[str, typer.Option(help="rows of devices whose name contains this text")] = "",
     commit: Annotated[list[str] | None, typer.Option(help="rows of commits that begin so; may be repeated")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="print the table of the front page instead")] = False,
 ) -> None:
     """The results file as one HTML page and PNGs; nothing is measured."""
-    _say(report_.told(report_.write(ledger, out, report_.Choice(device, tuple(commit or ())))))
+    choice = report_.Choice(device, tuple(commit or ()))
+    if markdown:
+        typer.echo(report_.markdown(ledger, choice))
+        return
+    _say(report_.told(report_.write(ledger, out, choice)))
 
 
 @app.command("profile")

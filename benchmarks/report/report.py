@@ -22,6 +22,7 @@ from benchmarks.report.html import drawn
 from benchmarks.report.networks import choices, parts
 from benchmarks.report.png import draw
 from benchmarks.report.results import history, overview, redundancy, speedups
+from benchmarks.report.stream import stream_table, streams
 from benchmarks.report.summary import CLOCKS, Line, about, bounded, lines, without_lines
 from pumice.cli.page import Page, card, panel, plural, write_page
 
@@ -51,6 +52,7 @@ class Section:
 SECTIONS: tuple[Section, ...] = (
     Section("Speed-ups in short", overview, "no rows yet that hold us against another library"),
     Section("Speed-ups, case by case", speedups, "no rows yet that hold us against another library"),
+    Section("Streams of scenes never seen", streams, "no rows yet: python -m benchmarks stream"),
     Section("Captured networks", captured, "no rows yet: python -m benchmarks engine --case inference and training"),
     Section("Latency over varied scans", latencies, "no rows yet: python -m benchmarks engine --case varied"),
     Section(
@@ -92,6 +94,12 @@ def write(ledger: Path, folder: Path, choice: Choice | None = None) -> Written:
     body = "\n".join((_header(ledger, rows, kept), _summary(kept), _bounds(kept), *map(_section, made, made.values())))
     page = Page("Pumice: results", body, _data(made), ("report.css", STYLE), SCRIPT)
     return Written(write_page(folder / PAGE, page), pictures, len(rows), len(kept))
+
+
+def markdown(ledger: Path, choice: Choice | None = None) -> str:
+    """The table of streams for the front page. Raises as `write`."""
+    choice = choice or Choice()
+    return stream_table(current(chosen(read(ledger), choice.device, choice.commits)))
 
 
 def _data(made: Mapping[Section, Sequence[Chart]]) -> dict[str, Any]:
