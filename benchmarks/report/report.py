@@ -22,7 +22,7 @@ from benchmarks.report.html import drawn
 from benchmarks.report.networks import choices, parts
 from benchmarks.report.png import draw
 from benchmarks.report.results import history, overview, redundancy, speedups
-from benchmarks.report.stream import stream_table, streams
+from benchmarks.report.stream import streams
 from benchmarks.report.summary import CLOCKS, Line, about, bounded, lines, without_lines
 from pumice.cli.page import Page, card, panel, plural, write_page
 
@@ -94,12 +94,6 @@ def write(ledger: Path, folder: Path, choice: Choice | None = None) -> Written:
     body = "\n".join((_header(ledger, rows, kept), _summary(kept), _bounds(kept), *map(_section, made, made.values())))
     page = Page("Pumice: results", body, _data(made), ("report.css", STYLE), SCRIPT)
     return Written(write_page(folder / PAGE, page), pictures, len(rows), len(kept))
-
-
-def markdown(ledger: Path, choice: Choice | None = None) -> str:
-    """The table of streams for the front page. Raises as `write`."""
-    choice = choice or Choice()
-    return stream_table(current(chosen(read(ledger), choice.device, choice.commits)))
 
 
 def _data(made: Mapping[Section, Sequence[Chart]]) -> dict[str, Any]:

@@ -107,8 +107,8 @@ def stream_table(rows: Sequence[Row]) -> str:
         "spconv, ms",
         "eager, ms",
         "captured, ms",
-        "eager",
-        "captured",
+        "eager over spconv",
+        "captured over spconv",
         "first result, s: spconv, eager, captured",
     )
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
