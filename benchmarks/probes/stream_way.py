@@ -36,6 +36,8 @@ Tell = Callable[[str, Any], object]
 
 MODES = ("infer", "train")
 WAYS = ("spconv", "eager", "compiled", "captured")
+CLOCKS: Mapping[str, Callable[[], float]] = MappingProxyType({"wall": time.perf_counter, "cpu": time.process_time})
+"""Seconds by clock. The second is that of the process on all threads: on a CPU it does not see what else runs there."""
 CHECKED = 3
 """Scenes whose results are compared."""
 LOSS = 2.0**-8
@@ -62,15 +64,17 @@ class Asked:
 
 @dataclass
 class Seen:
-    """What a process told. calls, again: ms of each scene, and of those scenes a second time. make: seconds before the
-    first call, of a capture or compilation. voxels: the least and the most. fallbacks: calls of a captured network that
-    ran eagerly. errors: relative ones by what was compared. wrong: why its rows are refused, "" if all is right.
-    absent: why its library is not there.
+    """What a process told.
+
+    calls, again: ms of each scene by each of CLOCKS, and of those scenes a second time. make: the same before the first
+    call, of a capture or compilation. voxels: the least and the most. fallbacks: calls of a captured network that ran
+    eagerly. errors: relative ones by what was compared. wrong: why its rows are refused, "" if all is right. absent:
+    why its library is not there.
     """
 
-    calls: list[float] = field(default_factory=list)
-    again: list[float] = field(default_factory=list)
-    make: float | None = None
+    calls: list[list[float]] = field(default_factory=list)
+    again: list[list[float]] = field(default_factory=list)
+    make: list[float] | None = None
     voxels: tuple[int, int] = (0, 0)
     fallbacks: int | None = None
     errors: dict[str, float] = field(default_factory=dict)
@@ -100,14 +104,14 @@ class Ready:
             return spconv_nets.tensor_maker(sample)
         return lambda: pm.SparseTensor(sample.feats, sample.coords, spatial_shape=sample.spatial_shape)
 
-    def timed(self, sample: Sample) -> float:
-        """Milliseconds from an idle device, with features and coordinates there, to an idle device."""
+    def timed(self, sample: Sample) -> list[float]:
+        """Milliseconds, by each of CLOCKS, from an idle device with features and coordinates on it to an idle one."""
         make, device = self.maker(sample), sample.coords.device
         _wait(device)
-        begin = time.perf_counter()
+        begin = _now()
         self.run(make())
         _wait(device)
-        return 1e3 * (time.perf_counter() - begin)
+        return _since(begin)
 
     def results(self, sample: Sample, training: bool) -> dict[str, Any]:
         """What is compared."""
@@ -130,13 +134,13 @@ def measure(asked: Asked, tell: Tell) -> None:
     net = _network(asked, given[0])
     kept = copy.deepcopy(net)
     _wait(device)
-    begin = time.perf_counter()
+    begin = _now()
     ready = _ready(asked, net, max(given, key=len))
     if asked.way in ("compiled", "captured"):
-        tell("make", time.perf_counter() - begin)
+        tell("make", _since(begin))
     for name in ("calls", "again"):
         for one in given:
-            if time.perf_counter() - begin < asked.limit:
+            if _since(begin)[0] < 1e3 * asked.limit:
                 tell(name, ready.timed(one))
     if ready.captured is not None:
         tell("fallbacks", sum(ready.captured.fallbacks.values()))
@@ -154,6 +158,14 @@ def _network(asked: Asked, sample: Sample) -> nn.Module:
             norm.running_mean.normal_(0, 0.1)
             norm.running_var.uniform_(0.5, 1.5)
     return net.to(sample.feats.device, sample.feats.dtype).train(asked.mode == "train")
+
+
+def _now() -> list[float]:
+    return [clock() for clock in CLOCKS.values()]
+
+
+def _since(begin: Sequence[float]) -> list[float]:
+    return [1e3 * (now - then) for now, then in zip(_now(), begin, strict=True)]
 
 
 def _wait(device: torch.device) -> None:

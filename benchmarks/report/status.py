@@ -24,9 +24,9 @@ metric, peer, clock and device.
 CAVEATS: Mapping[str, str] = MappingProxyType(
     {
         "stream": "Networks written with public layers alone, over scenes none of which comes twice; each way is a "
-        "process of its own. Milliseconds: the median, in brackets the worst scene of the second half; speed-ups are of "
-        "medians. The first result is the first call, behind a capture if there is one. `most-12000`: scenes cropped "
-        "to 12,000 voxels at most. Cases that end in `repeated` (results file) are the same scenes a second time.",
+        "process of its own. Milliseconds: the median, in brackets the worst scene of the second half; speed-ups are "
+        "of medians. The first result is the first call, behind a capture if there is one. `most-12000`: scenes "
+        "cropped to 12,000 voxels at most. Cases that end in `repeated` (results file): the same scenes a second time.",
         "workloads": "Each case repeats one scene, so that kernel maps of new shapes are not in it (`varied scans`: "
         "several scenes in turn). A user's stream of new scenes is the suite `stream`.",
         "tuner": "Repeated scenes. `its default` is the same network untuned.",

@@ -13,6 +13,7 @@ from benchmarks.harness.families import STREAM
 from benchmarks.harness.results import told
 from benchmarks.harness.rows import Row
 from benchmarks.report.charts import Chart, Ranges, Span, stem
+from benchmarks.report.summary import CLOCKS
 
 MODES: Mapping[str, str] = {"infer": "inference", "train": "training"}
 _WAYS = ("eager", "compiled", "captured")
@@ -22,11 +23,12 @@ _P50, _WORST, _FIRST, _MAKE = "p50", "max_second_half", "first_call", "make"
 
 @dataclass
 class Cell:
-    """A network in one mode on one device: milliseconds by way, then by metric."""
+    """A network in one mode on one device, by one clock: milliseconds by way, then by metric."""
 
     net: str
     mode: str
     device: str
+    clock: str
     rows: list[Row] = field(default_factory=list)
     found: dict[str, dict[str, float]] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
@@ -72,23 +74,27 @@ class Cell:
 
 def cells(rows: Sequence[Row]) -> list[Cell]:
     """The networks, modes and devices of rows of the suite, in their order; no tiny ones."""
-    found: dict[tuple[str, str, str], Cell] = {}
+    found: dict[tuple[str, str, str, str], Cell] = {}
     for row in rows:
         place = re.fullmatch(rf"{STREAM}/(?P<mode>\w+)/(?P<way>\w+)(?P<again>/repeated)?", row.case)
-        if row.suite != "stream" or row.clock != "wall" or place is None or row.case.startswith("tiny/"):
+        if row.suite != "stream" or row.clock not in CLOCKS or place is None or row.case.startswith("tiny/"):
             continue
-        key = place["group"], place["mode"], row.device
+        key = place["group"], place["mode"], row.device, row.clock
         found.setdefault(key, Cell(*key)).add(row, place["way"] + (", repeated" if place["again"] else ""))
     return list(found.values())
 
 
 def streams(rows: Sequence[Row]) -> Iterator[Chart]:
-    """For each device a panel of each mode: p50 as a bar, and a line to the worst call of the second half."""
+    """For each device and clock a panel of each mode: p50 as a bar, and a line to the worst call of the second half."""
     found = [cell for cell in cells(rows) if cell.ways]
-    for device in dict.fromkeys(cell.device for cell in found):
-        own = [cell for cell in found if cell.device == device]
+    for device, clock in dict.fromkeys((cell.device, cell.clock) for cell in found):
+        own = [cell for cell in found if (cell.device, cell.clock) == (device, clock)]
         panels = tuple(
-            Ranges(f"{title}", "ms", tuple(cell.span(way) for cell in own if cell.mode == mode for way in cell.ways))
+            Ranges(
+                f"{title}, clock {clock}",
+                "ms",
+                tuple(cell.span(way) for cell in own if cell.mode == mode for way in cell.ways),
+            )
             for mode, title in MODES.items()
             if any(cell.mode == mode for cell in own)
         )
@@ -97,13 +103,14 @@ def streams(rows: Sequence[Row]) -> Iterator[Chart]:
             "line ends at the worst one of the second half. Networks of public layers alone. Lower is better."
         )
         every = [row for cell in own for row in cell.rows]
-        yield Chart(stem(f"stream-{device}"), "Streams of scenes never seen", note, told(every), panels)
+        name = stem(f"stream-{device}{'' if clock == 'wall' else f'-{clock}'}")
+        yield Chart(name, "Streams of scenes never seen", note, told(every), panels)
 
 
 def stream_table(rows: Sequence[Row]) -> str:
     """Markdown: a line for each network, mode and device, where we lose too; "" where there are no rows."""
     head = (
-        "network, mode, device",
+        "network, mode, device, clock",
         "spconv, ms",
         "eager, ms",
         "captured, ms",
@@ -116,7 +123,7 @@ def stream_table(rows: Sequence[Row]) -> str:
     for cell in found:
         firsts = ", ".join(cell.first(way) for way in (_SPCONV, "eager", "captured"))
         columns = (
-            f"{cell.net}, {MODES.get(cell.mode, cell.mode)}, {cell.device}",
+            ", ".join((cell.net, MODES.get(cell.mode, cell.mode), cell.device, cell.clock)),
             *(cell.times(way) for way in (_SPCONV, "eager", "captured")),
             *(cell.ratio(way) for way in ("eager", "captured")),
             firsts,

@@ -2,7 +2,8 @@
 
 A case reads NET/MODE/WAY, as unet/infer/eager; behind it `/repeated` where the same scenes come a second time. Each is
 measured in a process of its own (probes/stream_way.py), so that its first call is a process's first, and its rows are
-refused where its results are not spconv's. Metrics, by the wall clock; the first call counts in `first_call` alone:
+refused where its results are not spconv's. Metrics, by the wall clock and on a CPU by the processor's time too; the
+first call counts in `first_call` alone:
 
     p50, p90          ms of a scene
     max_second_half   ms of the worst scene of the second half
@@ -35,7 +36,7 @@ from benchmarks.harness.study import DTYPES, Options, Say, Setup
 from benchmarks.harness.timing import Times
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.probes import stream_way
-from benchmarks.probes.stream_way import MODES, WAYS, Asked, Seen
+from benchmarks.probes.stream_way import CLOCKS, MODES, WAYS, Asked, Seen
 from benchmarks.scenes.stream import Source
 from benchmarks.scenes.stream_nets import NETS
 from pumice.cli.job import pick_device
@@ -50,8 +51,8 @@ GRACE = 30.0
 _CACHES = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _UNITS = {"over_p50": "x", "scenes": "scenes", "fallbacks": "scenes"}
 
-Figures = Mapping[str, Times]
-"""By metric; most are one number, three times."""
+Figures = Mapping[tuple[str, str], Times]
+"""By clock and metric; most are one number, three times."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def stream(say: Say, options: Options) -> Iterator[Row]:
     source = Source(options.scenes, options.most or (FEW if options.quick else 0))
     run = Stream(setup, source, options.limit, options.thorough, options.inline)
     files = ", ".join(path.stem for path in source.files()) or "generated streets"
-    say(f"{device_name(device)}, torch {torch.__version__}; {files}; milliseconds by the wall clock")
+    clock = "the wall clock" if device.type == "cuda" else "the processor's time"
+    say(f"{device_name(device)}, torch {torch.__version__}; {files}; milliseconds by {clock}")
     for net in [options.case] if options.case else list(NETS):
         for mode in MODES:
             yield from _mode(run, net, mode)
@@ -163,36 +165,49 @@ def _one(value: float) -> Times:
     return Times(value, value, value)
 
 
-def _told(run: Stream, name: str, way: str, seen: Seen) -> dict[str, Times]:
+def _told(run: Stream, name: str, way: str, seen: Seen) -> dict[tuple[str, str], Times]:
     """The metrics of a way, those of the repeated scenes behind "repeated/"; of what was not right, or not compared,
     none but how many scenes it did."""
-    setup = run.setup
+    setup, scenes = run.setup, {("count", "scenes"): _one(len(seen.calls))}
     if seen.absent:
         setup.say(f"{name} is left out: {seen.absent}")
         return {}
     setup.say(f"{name}: {_sentence(run, seen)}")
     if seen.wrong:
         setup.failed(f"{name}: {seen.wrong}") if way != "spconv" else setup.say(f"  refused: {seen.wrong}")
-        return {"scenes": _one(len(seen.calls))}
-    found = figures_of(seen.calls)
-    if run.cold and "first_call" in found:
+        return scenes
+    more = {} if seen.fallbacks is None else {("count", "fallbacks"): _one(seen.fallbacks)}
+    clocks = list(CLOCKS) if setup.device.type == "cpu" else ["wall"]
+    by_clock = {
+        (clock, metric): times
+        for place, clock in enumerate(clocks)
+        for metric, times in _by_clock(seen, place, run.cold).items()
+    }
+    return {**by_clock, **scenes, **more}
+
+
+def _by_clock(seen: Seen, place: int, cold: bool) -> dict[str, Times]:
+    calls = [spent[place] for spent in seen.calls]
+    found = figures_of(calls)
+    if cold and "first_call" in found:
         found["first_call_cold"] = found.pop("first_call")
-    found |= {"total": _one(1e3 * (seen.make or 0.0) + sum(seen.calls)), "scenes": _one(len(seen.calls))}
     if seen.make is not None:
-        found["make"] = _one(1e3 * seen.make)
-    if seen.fallbacks is not None:
-        found["fallbacks"] = _one(seen.fallbacks)
-    return found | {f"repeated/{metric}": times for metric, times in figures_of(seen.again, first=False).items()}
+        found["make"] = _one(seen.make[place])
+    found["total"] = _one(sum(calls) + (seen.make[place] if seen.make else 0.0))
+    again = figures_of([spent[place] for spent in seen.again], first=False)
+    return found | {f"repeated/{metric}": times for metric, times in again.items()}
 
 
 def _sentence(run: Stream, seen: Seen) -> str:
-    asked = run.asked("", "", "")
-    parts = [f"{len(seen.calls)} of {asked.count} scenes, {seen.voxels[0]} to {seen.voxels[1]} voxels"]
+    place = 0 if run.setup.device.type == "cuda" else 1
+    calls, again = ([spent[place] for spent in found] for found in (seen.calls, seen.again))
+    count = run.asked("", "", "").count
+    parts = [f"{len(calls)} of {count} scenes, {seen.voxels[0]} to {seen.voxels[1]} voxels"]
     if seen.make is not None:
-        parts.append(f"made in {seen.make:.2f} s")
-    if seen.calls:
-        parts.append(f"first call {seen.calls[0]:.4g}")
-    for title, found in (("p50", figures_of(seen.calls)), ("repeated p50", figures_of(seen.again, first=False))):
+        parts.append(f"made in {seen.make[place] / 1e3:.2f} s")
+    if calls:
+        parts.append(f"first call {calls[0]:.4g}")
+    for title, found in (("p50", figures_of(calls)), ("repeated p50", figures_of(again, first=False))):
         if "p50" in found:
             p50, p90, worst = (found[metric].median for metric in ("p50", "p90", "max_second_half"))
             parts.append(f"{title} {p50:.4g} (p90 {p90:.4g}, worst of the second half {worst:.4g})")
@@ -203,14 +218,10 @@ def _sentence(run: Stream, seen: Seen) -> str:
 
 
 def _rows(setup: Setup, name: str, figures: Figures, rivals: Figures) -> Iterator[Row]:
-    package = (spconv_peer.package(),) if rivals else ()
     for key, times in figures.items():
-        again, _, metric = key.rpartition("/")
+        clock, (again, _, metric) = key[0], key[1].rpartition("/")
+        held = key in rivals and clock != "count"
+        packages = (spconv_peer.package(),) if held else ()
         case = f"{name}/{again}" if again else name
-        unit = _UNITS.get(metric, "ms")
-        held = key in rivals and unit != "scenes"
-        subject = Subject("stream", case, DTYPES[setup.half], setup.device, package * held, metric, unit)
-        clock = "count" if unit == "scenes" else "wall"
-        yield row(
-            subject, times, clock, Peer("spconv" if held else "itself", (rivals if held else figures)[key].median)
-        )
+        subject = Subject("stream", case, DTYPES[setup.half], setup.device, packages, metric, _UNITS.get(metric, "ms"))
+        yield row(subject, times, clock, Peer("spconv", rivals[key].median) if held else Peer("itself", times.median))
