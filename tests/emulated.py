@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ class Gpu:
     norms: list[tuple[str, bool]] = field(default_factory=list)
     lines: list[list[Started]] = field(default_factory=list)
     made: list[list[torch.Tensor]] = field(default_factory=list)
-    launches: list[tuple[object, int, dict[str, object]]] = field(default_factory=list)
+    launches: Any = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
     back: list[int] = field(default_factory=list)
     sources: dict = field(default_factory=dict)

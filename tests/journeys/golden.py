@@ -1,4 +1,4 @@
-"""The launches that journeys are compared with. `PYTHONPATH=src:tests python -m journeys.golden` writes the file anew."""
+"""The launches that journeys are compared with. `PYTHONPATH=src:tests python -m journeys.golden` writes them anew."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -237,12 +238,12 @@ def on_the_device() -> dict[str, Callable[[], Journey]]:
 
 def in_the_interpreter() -> dict[str, Callable[[], Journey]]:
     rows, values = torch.tensor([0, 0, 2, 5, 5, 5]), torch.randn(6, 20)
-    found = {f"einsum, {form}": lambda form=form: spmm(form) for form in FORMS}
+    found: dict[str, Callable[[], Journey]] = {f"einsum, {form}": partial(spmm, form) for form in FORMS}
     found["einsum, dense, gradients"] = lambda: einsum(MATMUL, True, A=torch.randn(40, 48), B=torch.randn(48, 20))
     found["einsum, sorted rows, gradients"] = lambda: einsum(
         "T[R[e],n] = V[e,n] ; R:sorted, T:[6,20]", True, R=rows, V=values
     )
-    found |= {f"kernel maps, {structure}": lambda structure=structure: maps(structure) for structure in STRUCTURES}
+    found |= {f"kernel maps, {structure}": partial(maps, structure) for structure in STRUCTURES}
     found["captured Sequential"] = captured
     return found
 
