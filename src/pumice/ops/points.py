@@ -139,7 +139,7 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
         raise DeviceError(f"positions are on {positions.device}, x is on {x.device}")
     numbers(x)
     stride = vector(tuple(map(float, x.stride)), positions.dtype, x.device)
-    batch = positions[:, :1].detach().int()
+    batch = torch.floor(positions[:, :1].detach())
     return MODES[mode](x, batch, positions[:, 1:] / stride, normalize)
 
 
@@ -149,7 +149,7 @@ def _nearest(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> 
 
 def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> Tensor:
     corner = torch.floor(units.detach() - 0.5)
-    ahead = units - 0.5 - corner
+    ahead = (units - 0.5 - corner).masked_fill(corner.isinf(), 0)
     # A half would round the weights, and the sums of eight parts and eight gradients: all is kept wide, rounded once.
     wide = torch.promote_types(x.dtype, torch.float32)
     feats = x.feats.to(wide)
@@ -174,8 +174,10 @@ MODES: dict[str, Callable[[SparseTensor, Tensor, Tensor, bool], Tensor]] = {
 
 
 def _cells(batch: Tensor, cells: Tensor) -> Tensor:
-    # Far cells are absent anyway; clamping keeps the cast to int32 defined.
-    return torch.cat([batch, cells.clamp(-(2.0**31), 2.0**31 - 512).int()], dim=1)
+    """int32 coordinates of cells given as floats; item -1, which no voxel has, for what int32 does not hold."""
+    coords = torch.cat([batch, cells], dim=1)
+    held = (coords >= -(2.0**31)) & (coords < 2.0**31)
+    return coords.where(held, 0).int().masked_fill(~held.all(dim=1, keepdim=True), -1)
 
 
 def _take(feats: Tensor, rows: Tensor) -> Tensor:
