@@ -136,13 +136,15 @@ class Geometry:
         """
         check_form(coords)
         dim = coords.shape[1] - 1
-        coords = coords.contiguous()
         shape = None if spatial_shape is None else _axes_of(spatial_shape, dim, "spatial_shape")
         strides = _axes_of((stride,) * dim if isinstance(stride, int) else stride, dim, "stride")
         if torch.compiler.is_compiling():
             from pumice.coords.traced import checked
 
-            return checked(coords, strides, shape, batch_size)
+            return checked(coords.contiguous(), strides, shape, batch_size)
+        # A copy: maps are kept, and what the caller writes to his tensor later must not change what they are of.
+        with lasting():
+            coords = coords.clone(memory_format=torch.contiguous_format)
         bounds = bounds_of(coords, shape, batch_size)
         site = Site(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
         geometry = Geometry(coords, site)
