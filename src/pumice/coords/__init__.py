@@ -7,7 +7,7 @@ from pumice.coords.cloud import Cloud
 from pumice.coords.codes import CodeLayout, morton_argsort, morton_unique
 from pumice.coords.compact import Compacted, Grouped, Order
 from pumice.coords.curve import CURVES, deserialize, serialize
-from pumice.coords.geometry import Frame, Geometry, Site, same_geometry
+from pumice.coords.geometry import ROUNDINGS, Frame, Geometry, Site, same_geometry
 from pumice.coords.kernel_map import KernelMap, Pairs, settle
 from pumice.coords.keys import Bounds, KeySpace
 from pumice.coords.lookup import mask_words
@@ -16,7 +16,7 @@ from pumice.coords.outputs import made_of
 from pumice.coords.relation import POLICIES, Relation, as_axes
 from pumice.coords.structures import lookup_of
 from pumice.coords.traced import local
-from pumice.coords.voxel import ROUNDINGS, check_points, frame_of, quantize
+from pumice.coords.voxel import check_points, frame_of, quantize
 
 __all__ = [
     "CURVES",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -22,9 +23,10 @@ from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
 from pumice.coords.rooms import Buffered, Late
 from pumice.coords.structures import explain, lookup_of
-from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
+from pumice.errors import CoordinateError, DtypeError, GeometryError, OptionError, ShapeError
 
 Stride = tuple["int | Fraction", ...]
+ROUNDINGS = ("floor", "round")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,14 @@ class Frame:
     size: tuple[float, ...]
     origin: tuple[float, ...]
     rounding: str = "floor"
+
+    def __post_init__(self) -> None:
+        if not all(0 < s < math.inf for s in self.size):
+            raise OptionError(f"size takes positive, finite lengths, found {self.size}")
+        if not all(map(math.isfinite, self.origin)):
+            raise OptionError(f"origin takes finite numbers, found {self.origin}")
+        if self.rounding not in ROUNDINGS:
+            raise OptionError(f"rounding={self.rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
 
     def positions(self, points: Tensor) -> Tensor:
         """Points [P, D] in units of the finest voxels, so that voxel c covers [c, c + 1); float64."""
@@ -88,7 +98,7 @@ class Geometry:
     found for one serve both. D is 1 to 4; coordinates may be negative unless `spatial_shape` bounds them.
     """
 
-    def __init__(self, coords: Tensor, site: Site, inverse: Tensor | None = None) -> None:
+    def __init__(self, coords: Tensor, site: Site, inverse: Tensor | None = None, settled: bool = True) -> None:
         self._coords = coords
         self._site = site
         self._inverse = inverse
@@ -99,7 +109,7 @@ class Geometry:
         self._cloud: Cloud | None = None
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
-        self._settled = True
+        self._settled = settled
         # See coords.traced: whether compiled code relies on the maps; and of those that a trace made their origin.
         self.prepared = False
         # What networks have asked for together, by their keys: it is among the maps (pumice.ops.prepare).
@@ -147,8 +157,7 @@ class Geometry:
             coords = coords.clone(memory_format=torch.contiguous_format)
         bounds = bounds_of(coords, shape, batch_size)
         site = Site(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
-        geometry = Geometry(coords, site)
-        geometry._settled = False
+        geometry = Geometry(coords, site, settled=False)
         if not coords.is_cuda:
             geometry.settle()
         return geometry
@@ -271,7 +280,7 @@ class Geometry:
 
     def pin_memory(self) -> Geometry:
         inverse = None if self._inverse is None else self._inverse.pin_memory()
-        return Geometry(self._coords.pin_memory(), self.site, inverse)
+        return Geometry(self._coords.pin_memory(), self.site, inverse, self._settled)
 
     @property
     def cloud(self) -> Cloud:
@@ -312,7 +321,10 @@ class Geometry:
         self._join("found")
         if self._lookup is None or schedule not in (None, self._schedule):
             with lasting():
-                self._lookup, self._schedule = lookup_of(self.cloud, schedule), schedule
+                found = lookup_of(self.cloud, schedule)
+            if not self._settled and not self._coords.is_cuda:
+                self.settle(int(self.cloud.status))
+            self._lookup, self._schedule = found, schedule
         return self._lookup
 
     def explain(self) -> str:
@@ -335,7 +347,7 @@ class Geometry:
         if self._settled:
             return None
         self.lookup()
-        return self.cloud.status
+        return None if self._settled else self.cloud.status
 
     def settle(self, status: int | None = None) -> None:
         """Raise what was found wrong with the coordinates. status: the value of `unsettled`, if it was read already."""
@@ -432,16 +444,35 @@ def _plain(site: Site) -> tuple[Any, ...]:
     """A site in plain numbers, which every pickle reader accepts."""
     stride = tuple((Fraction(s).numerator, Fraction(s).denominator) for s in site.stride)
     frame = None if site.frame is None else (site.frame.size, site.frame.origin, site.frame.rounding)
-    bounds = (site.bounds.low, site.bounds.high, site.bounds.batch)
-    return stride, site.spatial_shape, site.batch_size, bounds, frame
+    return stride, site.spatial_shape, site.batch_size, frame
 
 
-def _rebuild(
-    coords: Tensor, stride: Any, shape: Any, batch_size: int, bounds: Any, frame: Any, inverse: Tensor | None
-) -> Geometry:
-    strides = tuple(_tidy(Fraction(n, d)) for n, d in stride)
+def _rebuild(coords: Tensor, stride: Any, shape: Any, batch_size: int, frame: Any, inverse: Tensor | None) -> Geometry:
+    """A geometry from a file or another process, either of which may hold anything.
+
+    Duplicates are raised when neighbours are first looked for: a data loader's batches are not sorted before they move
+    to a GPU. Raises what `Geometry.checked` raises for all else.
+    """
+    check_form(coords)
+    strides, lengths = tuple(_tidy(Fraction(n, d)) for n, d in stride), [len(stride)]
     kept_frame = None if frame is None else Frame(*frame)
-    return Geometry(coords, Site(strides, shape, batch_size, Bounds(*bounds), kept_frame), inverse)
+    lengths += [] if shape is None else [len(shape)]
+    lengths += [] if kept_frame is None else [len(kept_frame.size), len(kept_frame.origin)]
+    if any(length != coords.shape[1] - 1 for length in lengths):
+        raise ShapeError(f"coordinates of {coords.shape[1] - 1} axes have stride, spatial_shape, frame of {lengths}")
+    bounds = Bounds.of(coords)
+    _check_range(bounds, shape, batch_size)
+    if inverse is not None:
+        _check_inverse(inverse, len(coords))
+    return Geometry(coords, Site(strides, shape, batch_size, bounds, kept_frame), inverse, settled=False)
+
+
+def _check_inverse(inverse: Tensor, rows: int) -> None:
+    if inverse.dtype != torch.int64 or inverse.ndim != 1:
+        raise DtypeError(f"inverse is int64 [P], found {inverse.dtype} {list(inverse.shape)}")
+    low, high = torch.stack(torch.aminmax(inverse)).tolist() if len(inverse) else (-1, -1)
+    if low < -1 or high >= rows:
+        raise CoordinateError(f"inverse reaches {low} to {high}, there are {rows} voxels (and -1)")
 
 
 def _move(
@@ -449,12 +480,13 @@ def _move(
 ) -> Geometry:
     if geometry in done:
         return done[geometry]
-    geometry.settle()
+    if geometry.maps or geometry.device.type != "cpu":
+        geometry.settle()
     inverse = geometry.inverse
     if inverse is not None:
         inverse = inverse.to(device, non_blocking=non_blocking)
     coords = geometry.coords.to(device, non_blocking=non_blocking)
-    moved = done[geometry] = Geometry(coords, geometry.site, inverse)
+    moved = done[geometry] = Geometry(coords, geometry.site, inverse, geometry.settled)
     moved.prepared = geometry.prepared
     for (relation, target), (kernel_map, outputs) in geometry.maps.items():
         key = (relation, None if target is None else _move(target, device, non_blocking, done))

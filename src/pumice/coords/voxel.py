@@ -13,8 +13,6 @@ from pumice.coords.geometry import Frame, Geometry, Site
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 
-ROUNDINGS = ("floor", "round")
-
 
 def quantize(
     points: Tensor,
@@ -64,24 +62,18 @@ def frame_of(
     With rounding "round" the minimum is taken of the rounded cells, as published MinkUNet pipelines do.
     """
     dim = points.shape[1] if points.ndim == 2 else 0
-    sizes = _numbers(size, dim, "size")
-    if not all(0 < s < math.inf for s in sizes):
-        raise OptionError(f"size takes positive, finite lengths, found {sizes}")
-    if rounding not in ROUNDINGS:
-        raise OptionError(f"rounding={rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
-    if isinstance(origin, str):
+    named = isinstance(origin, str)
+    frame = Frame(_numbers(size, dim, "size"), (0.0,) * dim if named else _numbers(origin, dim, "origin"), rounding)
+    if named:
         if origin != "min":
             raise OptionError(f"origin={origin!r} is unknown; there are numbers and 'min'")
         low = points.double().amin(dim=0).tolist() if len(points) else [0.0] * dim
         if not all(map(math.isfinite, low)):
             raise _not_finite(points)
         if rounding == "round":
-            low = [round(a / s) * s for a, s in zip(low, sizes, strict=True)]
-        return Frame(sizes, tuple(low), rounding)
-    place = _numbers(origin, dim, "origin")
-    if not all(map(math.isfinite, place)):
-        raise OptionError(f"origin takes finite numbers, found {place}")
-    return Frame(sizes, place, rounding)
+            low = [round(a / s) * s for a, s in zip(low, frame.size, strict=True)]
+        frame = Frame(frame.size, tuple(low), rounding)
+    return frame
 
 
 def _numbers(value: float | Sequence[float] | Tensor, dim: int, name: str) -> tuple[float, ...]:

@@ -150,7 +150,8 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
             inverses.append(torch.where(t.geometry.inverse < 0, -1, t.geometry.inverse + rows))
         shift, rows = shift + t.batch_size, rows + len(t)
     inverse = torch.cat(inverses) if len(inverses) == len(tensors) else None
-    geometry = Geometry(torch.cat(coords), _joint_site(tensors, shift), inverse)
+    settled = all(t.geometry.settled for t in tensors)
+    geometry = Geometry(torch.cat(coords), _joint_site(tensors, shift), inverse, settled)
     return SparseTensor(torch.cat([t.feats for t in tensors]), geometry)
 
 
@@ -162,7 +163,8 @@ def split(x: SparseTensor) -> list[SparseTensor]:
         rows = (x.coords[:, 0] == item).nonzero()[:, 0]
         coords = x.coords[rows]
         coords[:, 0] = 0
-        pieces.append(SparseTensor(x.feats[rows], Geometry(coords, _with_batch(x, 1, 1 if len(rows) else 0))))
+        site = _with_batch(x, 1, 1 if len(rows) else 0)
+        pieces.append(SparseTensor(x.feats[rows], Geometry(coords, site, settled=x.geometry.settled)))
     return pieces
 
 
@@ -180,7 +182,7 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
         return SparseTensor(x.feats[rows], geometry)
     rows = mask.nonzero()[:, 0]
     rows = rows[morton_argsort(x.coords[rows], x.geometry.bounds)]
-    return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site))
+    return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site, settled=x.geometry.settled))
 
 
 def _with_batch(x: SparseTensor, batch_size: int, bound: int) -> Site:
