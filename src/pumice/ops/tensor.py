@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, make_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, Relation, same_geometry
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
@@ -33,23 +35,30 @@ class SparseTensor:
     stride: size of a voxel in finest voxels, an int or one per axis.
     spatial_shape: extent of the grid per axis; it bounds what convolutions reach. Without it nothing is cut off.
     batch_size: number of batch items, if the last ones may be empty; else the largest batch index + 1.
+    geometry: another tensor's, in place of all but feats.
 
     Raises
     ------
     ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels).
     """
 
+    # FSDP2 and DistributedDataParallel walk through dataclasses to the tensors of inputs and outputs (torch 2.13 asks for
+    # no pytree nodes), and put others in their place by `type(x)(feats=..., geometry=...)`.
+    __dataclass_fields__ = {f.name: f for f in fields(make_dataclass("_Fields", ["feats", "geometry"]))}
+
     def __init__(
         self,
         feats: Tensor,
-        coords: Tensor | Geometry,
+        coords: Tensor | Geometry | None = None,
         stride: int | Sequence[int] = 1,
         spatial_shape: Sequence[int] | None = None,
         batch_size: int | None = None,
+        *,
+        geometry: Geometry | None = None,
     ) -> None:
+        coords = geometry if coords is None else coords
         if not isinstance(coords, Geometry):
-            _check_pair(feats, coords)
-            coords = Geometry.checked(coords, stride, spatial_shape, batch_size)
+            coords = Geometry.checked(_checked_pair(feats, coords), stride, spatial_shape, batch_size)
         _check_feats(feats, coords)
         self._open = False
         if coords.buffered is not None and feats.dtype not in EIGHT_BITS:
@@ -346,6 +355,20 @@ def fitting(feats: Tensor, geometry: Geometry, open_: bool = False) -> SparseTen
     return found
 
 
+def is_sparse(value: Any) -> bool:
+    """Whether a value is a SparseTensor: `is_leaf` of pytrees whose leaves are tensors of both kinds."""
+    return isinstance(value, SparseTensor)
+
+
+# DistributedDataParallel, and FSDP2 before torch 2.13, find the tensors of inputs and outputs as those of a pytree.
+pytree.register_pytree_node(
+    SparseTensor,
+    lambda x: ([x._feats], (x._geometry, x._open)),
+    lambda leaves, rest: fitting(*leaves, *rest),
+    serialized_type_name="pumice.SparseTensor",
+)
+
+
 def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
     """`function`, which treats each row alone and whose parameters' gradients sum over rows, of the features of x.
 
@@ -409,13 +432,14 @@ def numbers(x: SparseTensor) -> Tensor:
     return x.feats
 
 
-def _check_pair(feats: Tensor, coords: Tensor) -> None:
+def _checked_pair(feats: Tensor, coords: Tensor | None) -> Tensor:
     if not isinstance(feats, Tensor) or not isinstance(coords, Tensor):
         raise DtypeError(f"feats and coords are torch tensors, found {type(feats)} and {type(coords)}")
     if feats.ndim == 2 and coords.ndim == 2 and feats.shape[0] != coords.shape[0]:
         raise ShapeError(f"feats have {feats.shape[0]} rows, coords have {coords.shape[0]}")
     if feats.device != coords.device:
         raise DeviceError(f"feats are on {feats.device}, coords on {coords.device}")
+    return coords
 
 
 def _check_feats(feats: Tensor, geometry: Geometry) -> None:
