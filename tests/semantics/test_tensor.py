@@ -258,3 +258,17 @@ def test_coordinates_made_in_inference_serve_training():
         x = pm.SparseTensor(torch.ones(1, 1), coords)
     assert not x.coords.is_inference()
     pm.ops.conv(pm.SparseTensor(torch.ones(1, 1), x.geometry), weight).feats.sum().backward()
+
+
+def test_cat_of_equal_coordinates_made_apart():
+    x, twin = random_tensor(), random_tensor()
+    assert torch.equal(pm.cat([x, twin]).feats, torch.cat([x.feats, twin.feats], dim=1))
+
+
+def test_integers_of_other_libraries():
+    x = random_tensor(3, 2)
+    weight = torch.ones(1, 2, 2, 2, 2, dtype=torch.float64)
+    strided = pm.ops.conv(x, weight, stride=np.int64(2))
+    assert torch.equal(strided.feats, pm.ops.conv(x, weight, stride=2).feats)
+    assert pm.nn.Conv3d(2, 4, np.int64(3)).weight.shape == (4, 3, 3, 3, 2)
+    assert pm.SparseTensor(x.feats, x.coords, np.int64(2)).stride == (2, 2, 2)

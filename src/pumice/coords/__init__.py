@@ -16,7 +16,7 @@ from pumice.coords.outputs import made_of
 from pumice.coords.relation import POLICIES, Relation, as_axes
 from pumice.coords.structures import lookup_of
 from pumice.coords.traced import local
-from pumice.coords.voxel import check_points, frame_of, quantize
+from pumice.coords.voxel import as_tensor, check_points, frame_of, quantize
 
 __all__ = [
     "CURVES",
@@ -37,6 +37,7 @@ __all__ = [
     "Relation",
     "Site",
     "as_axes",
+    "as_tensor",
     "at_the_end",
     "beside",
     "check_points",

@@ -20,7 +20,7 @@ from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.launch import lasting, vector
 from pumice.coords.lookup import Lookup, find
 from pumice.coords.packing import alone
-from pumice.coords.relation import Relation
+from pumice.coords.relation import Relation, as_axes
 from pumice.coords.rooms import Buffered, Late
 from pumice.coords.structures import explain, lookup_of
 from pumice.errors import CoordinateError, DtypeError, GeometryError, OptionError, ShapeError
@@ -131,7 +131,7 @@ class Geometry:
     def checked(
         coords: Tensor,
         stride: int | Sequence[int] = 1,
-        spatial_shape: Sequence[int] | None = None,
+        spatial_shape: int | Sequence[int] | None = None,
         batch_size: int | None = None,
     ) -> Geometry:
         """A geometry from a user's coordinates, after checks.
@@ -146,8 +146,8 @@ class Geometry:
         """
         check_form(coords)
         dim = coords.shape[1] - 1
-        shape = None if spatial_shape is None else _axes_of(spatial_shape, dim, "spatial_shape")
-        strides = _axes_of((stride,) * dim if isinstance(stride, int) else stride, dim, "stride")
+        shape = None if spatial_shape is None else as_axes(spatial_shape, dim, "spatial_shape", 1)
+        strides = as_axes(stride, dim, "stride", 1, int | Fraction)
         if torch.compiler.is_compiling():
             from pumice.coords.traced import checked
 
@@ -400,14 +400,6 @@ def _scaled(stride: Stride, factor: Stride) -> Stride:
 
 def _tidy(value: Fraction) -> int | Fraction:
     return value.numerator if value.denominator == 1 else value
-
-
-def _axes_of(values: Sequence[Any], dim: int, name: str) -> tuple[Any, ...]:
-    if len(values) != dim:
-        raise ShapeError(f"{name} has {len(values)} entries, the coordinates have {dim} spatial axes")
-    if any(v < 1 for v in values):
-        raise ShapeError(f"{name} takes entries of at least 1, found {tuple(values)}")
-    return tuple(v if isinstance(v, Fraction) else int(v) for v in values)
 
 
 def check_form(coords: Tensor) -> None:

@@ -42,7 +42,7 @@ class SparseTensor:
     ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels).
     """
 
-    # FSDP2 and DistributedDataParallel walk through dataclasses to the tensors of inputs and outputs (torch 2.13 asks for
+    # FSDP2 and DistributedDataParallel walk through dataclasses to tensors of inputs and outputs (torch 2.13 asks for
     # no pytree nodes), and put others in their place by `type(x)(feats=..., geometry=...)`.
     __dataclass_fields__ = {f.name: f for f in fields(make_dataclass("_Fields", ["feats", "geometry"]))}
 
@@ -51,7 +51,7 @@ class SparseTensor:
         feats: Tensor,
         coords: Tensor | Geometry | None = None,
         stride: int | Sequence[int] = 1,
-        spatial_shape: Sequence[int] | None = None,
+        spatial_shape: int | Sequence[int] | None = None,
         batch_size: int | None = None,
         *,
         geometry: Geometry | None = None,
@@ -275,7 +275,7 @@ class SparseTensor:
     def __sub__(self, other: Any) -> SparseTensor:
         if isinstance(other, SparseTensor):
             return self + (-other)
-        return self.replace(numbers(self) - other)
+        return self.replace(numbers(self) - _operand(self, other, "-"))
 
     def __mul__(self, other: Any) -> SparseTensor:
         return self.replace(numbers(self) * _operand(self, other, "*"))
@@ -310,6 +310,12 @@ class SparseTensor:
 
 
 def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
+    if isinstance(other, Tensor):
+        sizes = zip(reversed(other.shape), reversed(x._feats.shape), strict=False)
+        if other.ndim > 2 or any(n not in (1, size) for n, size in sizes):
+            rows, channels = x._feats.shape
+            taken = f"[C] = [{channels}] or [N, C] = [{rows}, {channels}]"
+            raise ShapeError(f"'{sign}' takes a number or a tensor {taken}, found shape {list(other.shape)}")
     if not isinstance(other, SparseTensor):
         return other
     _check_operand(x, other, sign)
