@@ -304,6 +304,22 @@ def test_convolution_by_windows():
         close(out, torch.nn.functional.conv2d(image, weight, stride=stride, padding=1))
 
 
+# Declared ranges
+@lowerings
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("T = A[i] ; i:2..2", ()),
+        ("T max= A[i] ; i:1..1", ()),
+        ("T[i] = A[i] ; i:1..1", (1,)),
+        ("T[i-1*j+1,i,i] mean= -1 * A ; i:1..1, j:3, T:[4,1,1]", (4, 1, 1)),
+    ],
+)
+def test_an_empty_range_has_no_points(text, shape, lowering):
+    a = normal(3) if "[i]" in text.split("=")[1] else normal()
+    assert torch.equal(pm.einsum(text, A=a, lowering=lowering), torch.zeros(shape, dtype=torch.float64))
+
+
 # Equivariant tensor product
 TENSOR_PRODUCT = {
     "shared": ("Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[l,u,w]", "ijkl,bju,bk,luw->biw"),
