@@ -793,8 +793,28 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, tuple[int, ...]]]] = {
 }
 
 
+INDEXED: Mapping[str, tuple[str, Mapping[str, Tensor]]] = {
+    "a diagonal, scattered": (
+        "T[i,X[j]] = A[j,j] ; i:2, T:[2,5]",
+        {"X": torch.tensor([4, 1, 2]), "A": torch.arange(1.0, 10).view(3, 3)},
+    ),
+    "a diagonal, gradient": (
+        "dA[i,-1*X[j]+1] = -3 * G[j,j] ; i:1, j:1..3, dA:[1,3]",
+        {"X": torch.tensor([0, 1, 0]), "G": torch.arange(1.0, 10).view(3, 3)},
+    ),
+}
+"""Statements, and operands whose index arrays count."""
+
+
+def check_indexed(name: str) -> None:
+    p = Problem.of(*INDEXED[name])
+    for tile in (None, *tiles(p)):
+        agree(p, tile=tile)
+
+
 def other_checks() -> Checks:
     found: dict[str, Callable[[], None]] = {name: partial(check_other, name) for name in OTHERS}
+    found |= {name: partial(check_indexed, name) for name in INDEXED}
     found["padding everywhere"] = check_all_padding
     found["64-bit indices"] = check_long_indices
     found["float64"] = check_double

@@ -443,7 +443,7 @@ def _side_by_side(term: Term, target: Access, extents: Mapping[str, int]) -> tup
     found: list[str] = []
     for expression in reversed(along.indices if along else ()):
         name = expression.bare
-        if name is None or places.count(name) != 1 or _volume(found, extents) >= _ACROSS:
+        if name is None or name in found or places.count(name) != 1 or _volume(found, extents) >= _ACROSS:
             break
         found.insert(0, name)
     return tuple(found)
