@@ -793,6 +793,8 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, tuple[int, ...]]]] = {
 }
 
 
+RUNS = torch.tensor([0, 0, 0, 1, 3, 3])
+
 INDEXED: Mapping[str, tuple[str, Mapping[str, Tensor]]] = {
     "a diagonal, scattered": (
         "T[i,X[j]] = A[j,j] ; i:2, T:[2,5]",
@@ -802,6 +804,8 @@ INDEXED: Mapping[str, tuple[str, Mapping[str, Tensor]]] = {
         "dA[i,-1*X[j]+1] = -3 * G[j,j] ; i:1, j:1..3, dA:[1,3]",
         {"X": torch.tensor([0, 1, 0]), "G": torch.arange(1.0, 10).view(3, 3)},
     ),
+    "entries counted": ("deg[R[e]] = one ; deg:[5], R:sorted", {"R": RUNS, "one": torch.tensor(2.0)}),
+    "entries counted by column": ("T[R[e],n] = A[n] ; T:[5,_], R:sorted", {"R": RUNS, "A": torch.tensor([1.0, 10])}),
 }
 """Statements, and operands whose index arrays count."""
 

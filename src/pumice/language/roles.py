@@ -185,10 +185,11 @@ def segment_axis(roles: Roles) -> tuple[str, int, int]:
 def _segmented(statement: Statement) -> tuple[Access, Segment | None]:
     """The target with the first sorted array of one position replaced by an index, and that segment."""
     sorted_ = {name for name, fact in statement.facts if fact == "sorted"}
-    target = statement.target
+    target, read = statement.target, indices_of(*statement.terms)
     for array in arrays_of(*target.indices):
         position = array.indices[0].bare if len(array.indices) == 1 else None
-        if array.name not in sorted_ or position is None:
+        # Without a factor that the position turns there is no loop over the entries of a segment.
+        if array.name not in sorted_ or position not in read:
             continue
         name = fresh("s", names_of(statement))
         replaced = _exchange(target, array, Index(name))
