@@ -806,6 +806,11 @@ INDEXED: Mapping[str, tuple[str, Mapping[str, Tensor]]] = {
     ),
     "entries counted": ("deg[R[e]] = one ; deg:[5], R:sorted", {"R": RUNS, "one": torch.tensor(2.0)}),
     "entries counted by column": ("T[R[e],n] = A[n] ; T:[5,_], R:sorted", {"R": RUNS, "A": torch.tensor([1.0, 10])}),
+    "part of the segments": ("y[R[p]] = V[p] ; p:1..4, R:sorted, y:[5]", {"R": RUNS, "V": torch.arange(1.0, 7)}),
+    "part of the segments, columns": (
+        "y[R[p],n] = V[p] * B[p,n] ; p:2..6, R:sorted, y:[5,_]",
+        {"R": RUNS, "V": torch.arange(1.0, 7), "B": torch.arange(24.0).view(6, 4)},
+    ),
 }
 """Statements, and operands whose index arrays count."""
 

@@ -191,6 +191,9 @@ def _segmented(statement: Statement) -> tuple[Access, Segment | None]:
         # Without a factor that the position turns there is no loop over the entries of a segment.
         if array.name not in sorted_ or position not in read:
             continue
+        # Segments take all entries: a range that does not start at 0 is part of them.
+        if (declared := statement.declared(position)) is not None and declared.start:
+            continue
         name = fresh("s", names_of(statement))
         replaced = _exchange(target, array, Index(name))
         if position not in indices_of(replaced) and _coefficient(replaced, name) > 0:
