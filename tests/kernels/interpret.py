@@ -821,9 +821,19 @@ def check_indexed(name: str) -> None:
         agree(p, tile=tile)
 
 
+def check_part_of_onto() -> None:
+    """What is written of the result through a part of an array is not all of it."""
+    operands = {"V": torch.ones(3), "R": torch.tensor([2, 0, 1]), "S": torch.tensor([1, -1, -1])}
+    for target, ranges, fills in (("R[p]", "", torch.float32), ("R[p]", "p:1..3, ", None), ("R[S[p]]", "", None)):
+        p = Problem.of(f"y[{target}] = V[p] ; {ranges}y:[3], R:distinct, R:onto", operands)
+        assert lowered.runner(p.bound, torch.float32).fills == fills, p.bound.statement
+        agree(p)
+
+
 def other_checks() -> Checks:
     found: dict[str, Callable[[], None]] = {name: partial(check_other, name) for name in OTHERS}
     found |= {name: partial(check_indexed, name) for name in INDEXED}
+    found["part of an array that is onto"] = check_part_of_onto
     found["padding everywhere"] = check_all_padding
     found["64-bit indices"] = check_long_indices
     found["float64"] = check_double
