@@ -320,6 +320,28 @@ def test_an_empty_range_has_no_points(text, shape, lowering):
     assert torch.equal(pm.einsum(text, A=a, lowering=lowering), torch.zeros(shape, dtype=torch.float64))
 
 
+# Means
+MEANS = {
+    "exists": ("T mean= A[j] * exists(B[i])", (3,), (4,), (4,)),
+    "exists, declared": ("T mean= A[j] * exists(B[i-1]) ; i:6, B:[4]", (3,), (4,), (4,)),
+    "exists in another term": ("T mean= A[j] + C[j] * exists(B[i])", (3,), (4,), (3,)),
+    "equal": ("T mean= A[i] * equal(B[i-1], C[i]) ; i:3", (3,), (2,), (3,)),
+    "equal of a sum": ("T mean= A[j] * equal(B[i-1], C[i] * exists(A[k-1])) ; i:3, k:5", (3,), (2,), (3,)),
+    "equal in another term": ("T[j] mean= A[j] + equal(B[i-1], C[i]) ; i:3", (3,), (2,), (3,)),
+}
+
+
+@lowerings
+@pytest.mark.parametrize("name", MEANS)
+def test_means_under_conditions(name, lowering):
+    text, *shapes = MEANS[name]
+    a, b, c = (torch.ones(shape, dtype=torch.float64) for shape in shapes)
+    used = {key: x for key, x in {"B": b, "C": c}.items() if f"{key}[" in text}
+    assert torch.autograd.gradcheck(lambda a: pm.einsum(text, A=a, **used, lowering=lowering), a.requires_grad_())
+    wanted = pm.einsum(text, A=a, **used, lowering="reference")
+    close(pm.einsum(text, A=a, **used, lowering=lowering), wanted)
+
+
 # Equivariant tensor product
 TENSOR_PRODUCT = {
     "shared": ("Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[l,u,w]", "ijkl,bju,bk,luw->biw"),
