@@ -385,6 +385,17 @@ def test_tensor_products_by_finite_differences():
     assert torch.autograd.gradgradcheck(run, given)
 
 
+# Lowerings by name
+def test_a_lowering_by_name_has_gradients():
+    a, b = holes(normal(6, 5), 0.5).requires_grad_(), normal(5, 3, seed=1).requires_grad_()
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        return pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=sparse(a, "CSR"), B=b, lowering="bagged")
+
+    got, wanted = (torch.autograd.grad(out.square().sum(), [a, b]) for out in (run(a, b), a @ b))
+    close([got[0], got[1]], [wanted[0] * (a != 0), wanted[1]])
+
+
 # Narrow dtypes
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", ["GroupCOO", "CSR", "m:C k:G2 m:B4 k:B4"])

@@ -435,7 +435,8 @@ class _Call:
     """A call whose gradients are asked for."""
 
     def __init__(self, operands: Sequence[Tensor], names: str, text: str, lowering: str, shape: Sequence[int]) -> None:
-        self.operands, self.names, self.text, self.lowering, self.shape = operands, names, text, lowering, shape
+        self.operands, self.names, self.text, self.shape = operands, names, text, shape
+        self.lowering = lowering and lowering.removesuffix(plan.PREFERRED) + plan.PREFERRED
         self.given = plan.read(names)
         self.statement = plan.statement_of(text, names)
         tokens, *self.notes = names.split(";")
