@@ -958,11 +958,16 @@ def _covers(bound: Bound, form: Roles) -> bool:
 
 def _fills(expression: Affine, extent: int, bound: Bound, form: Roles, onto: set[str]) -> bool:
     """Whether an expression takes every value of an axis: digits without gaps, or an array that is onto."""
+    own = form.segment.index if form.segment else None
     if expression.arrays:
         ((coefficient, atom), *rest) = expression.terms
         whole = coefficient == 1 and not rest and not expression.constant
-        return whole and isinstance(atom, Access) and atom.name in onto
-    own = form.segment.index if form.segment else None
+        if not whole or not isinstance(atom, Access) or atom.name not in onto:
+            return False
+        # All of the array is read.
+        bare = {e.bare for e in atom.indices}
+        read = bare - {own}
+        return len(bare) == len(atom.indices) and all(name and not bound.ranges[name].start for name in read)
     reach = 1
     for coefficient, atom in sorted(expression.terms, key=lambda term: term[0]):
         assert isinstance(atom, Index)
