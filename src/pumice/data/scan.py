@@ -176,7 +176,8 @@ def _near(xyz: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The positions close enough to zero for float32, and what was subtracted [3]."""
     if not len(xyz) or xyz.dtype == np.float32 or np.abs(xyz).max() <= _FAR:
         return xyz, np.zeros(3)
-    shift = np.floor(xyz.min(0))
+    # The median: one point far from all others must not cost them their decimals.
+    shift = np.floor(np.median(xyz, axis=0))
     return xyz - shift, shift
 
 
