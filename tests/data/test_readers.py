@@ -467,7 +467,7 @@ def test_lzf_never_fails_otherwise(packed: bytes, size: int) -> None:
 
 def _las(path: Path, classes: np.ndarray, point_format: int = 3) -> np.ndarray:
     laspy = pytest.importorskip("laspy")
-    header = laspy.LasHeader(point_format=point_format, version="1.2")
+    header = laspy.LasHeader(point_format=point_format, version="1.4" if point_format >= 6 else "1.2")
     header.scales, header.offsets = np.full(3, 0.001), np.array([450_000.0, 5_200_000.0, 0.0])
     las = laspy.LasData(header)
     xyz = np.round(SWEEP[:, :3].astype(np.float64), 3) + header.offsets
@@ -541,6 +541,8 @@ def test_las_counts_are_held_against_the_size_of_the_file(tmp_path: Path) -> Non
     pytest.importorskip("lazrs")
     _las(tmp_path / "a.las", LABELS)
     _las(tmp_path / "a.laz", LABELS)
+    _las(tmp_path / "layered.laz", LABELS, point_format=6)
+    layered = (tmp_path / "layered.laz").read_bytes()
     las, laz = (tmp_path / "a.las").read_bytes(), (tmp_path / "a.laz").read_bytes()
     points = struct.unpack_from("<I", laz, 96)[0]
     table = struct.unpack_from("<q", laz, points)[0]
@@ -553,6 +555,9 @@ def test_las_counts_are_held_against_the_size_of_the_file(tmp_path: Path) -> Non
         "start.las": _patched(las, "I", (96, 0xFFFFFFF0)),
         "chunks.laz": _patched(laz, "I", (table + 4, 1_429_398_244)),
         "table.laz": _patched(laz, "q", (points, 1 << 40)),
+        "chunk.laz": _patched(laz, "I", (227 + 54 + 12, 0xFFFFFFF0)),
+        "items.laz": _patched(laz, "H", (227 + 54 + 32, 0)),
+        "layers.laz": _patched(layered, "I", (struct.unpack_from("<I", layered, 96)[0] + 8 + 30 + 4, 0xEFFFFFFF)),
     }
     for name, data in broken.items():
         (tmp_path / name).write_bytes(data)

@@ -12,7 +12,7 @@ __all__ = ["read_bin"]
 
 Layout = tuple[int, str]
 _FAR = 1e4
-_OUTLIERS = 1e-3
+_OUTLIERS = 0.01
 _SAMPLE = 200_000
 # Above so many bytes the comparison of layouts is hardly a matter of chance, and small differences count.
 _MANY = 20_000
@@ -81,12 +81,12 @@ def _given(path: Path, data: bytes, columns: int) -> np.ndarray:
 
 def _sane(table: np.ndarray) -> bool:
     """Half of the rows finite (sensors mark lost returns as NaN), and hardly any position beyond 10 km."""
-    return bool(np.isfinite(table).all(1).mean() >= 0.5 and _far(table).sum() <= max(1, _OUTLIERS * len(table)))
+    return bool(np.isfinite(table).all(1).mean() >= 0.5 and _far(table).sum() <= _OUTLIERS * len(table))
 
 
 def _far(table: np.ndarray) -> np.ndarray:
     """Of each row, whether its position is finite and beyond 10 km."""
-    return np.isfinite(table).all(1) & (np.abs(table[:, :3]) >= _FAR).any(1)
+    return np.logical_and(np.isfinite(table).all(1), (np.abs(table[:, :3]) >= _FAR).any(1))
 
 
 def _roughness(data: bytes, layout: Layout) -> float:

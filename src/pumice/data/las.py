@@ -3,6 +3,7 @@
 import io
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +14,14 @@ __all__ = ["read_las"]
 
 _HEADER = 227
 _RECORD, _EXTENDED_RECORD = 54, 60
+_COMPRESSED = 128
 # Equal points, the best case, take a hundredth of a byte each in LAZ.
 _POINTS_PER_BYTE = 128
-_COMPRESSED = 128
+_LARGEST_CHUNK = 1_000_000
+_VARIABLE = 0xFFFFFFFF
+_LAYERED = 3
+# Layers of the items of LAZ 3: positions and returns, colours, colours and infrared, wave packets.
+_LAYERS = {10: 9, 11: 1, 12: 2, 13: 1}
 
 
 def read_las(path: Path, columns: int | None = None) -> Cloud:
@@ -24,7 +30,10 @@ def read_las(path: Path, columns: int | None = None) -> Cloud:
     data = path.read_bytes()
     _check_counts(path, data)
     # From memory, where a length that the file lacks reads short instead of being allocated.
-    las = laspy.read(io.BytesIO(data))
+    with laspy.open(io.BytesIO(data)) as reader:
+        if reader.header.are_points_compressed:
+            _check_chunks(path, data, reader.header)
+        las = reader.read()
     xyz = np.stack([np.asarray(las.x), np.asarray(las.y), np.asarray(las.z)], axis=1)
     if las.header.point_count != len(xyz):
         raise bad_file(path, f"{las.header.point_count} points", f"{len(xyz)} points")
@@ -54,11 +63,33 @@ def _check_counts(path: Path, data: bytes) -> None:
         _fits(path, f"{points} points", start + size * points, len(data))
         return
     _fits(path, f"{points} points", points // _POINTS_PER_BYTE, len(data))
-    _check_chunks(path, data, start)
 
 
-def _check_chunks(path: Path, data: bytes, start: int) -> None:
-    """The chunk table of a LAZ file: where it lies, and how many chunks it announces."""
+def _check_chunks(path: Path, data: bytes, header: Any) -> None:
+    """FileError unless the chunks of a LAZ file and their layers lie within it: lazrs allocates what they announce."""
+    lazrs = optional_package(path, "lazrs")
+    start, record = header.offset_to_point_data, header.vlrs.get("LasZipVlr")[0].record_data
+    _check_table(path, data, start)
+    compressor, chunk = struct.unpack_from("<H10xI", record)
+    items = [(kind, size) for kind, size, _ in struct.iter_unpack("<HHH", record[34:])]
+    if sum(size for _, size in items) != header.point_format.size:
+        raise bad_file(path, f"items of {header.point_format.size} bytes per point", f"items {items}")
+    if chunk != _VARIABLE:
+        _fits(path, f"chunks of {chunk} points", chunk, max(header.point_count, _LARGEST_CHUNK))
+    source = io.BytesIO(data)
+    source.seek(start)
+    sizes = [size for _, size in lazrs.read_chunk_table(source, lazrs.LazVlr(record))]
+    _fits(path, "the chunks", start + 8 + sum(sizes), len(data))
+    if compressor == _LAYERED:
+        # A chunk is its first point, the number of its points, the sizes of its layers, and the layers.
+        layers, head = sum(_LAYERS.get(kind, size) for kind, size in items), header.point_format.size + 4
+        for begin, size in zip(np.cumsum([start + 8, *sizes]).tolist(), sizes, strict=False):
+            held = np.frombuffer(data, "<u4", layers, begin + head).sum(dtype=np.int64)
+            _fits(path, "the layers of a chunk", head + 4 * layers + int(held), size)
+
+
+def _check_table(path: Path, data: bytes, start: int) -> None:
+    """FileError unless the chunk table of a LAZ file lies within it, and its number of chunks can."""
     _fits(path, "the offset of the chunk table", start + 8, len(data))
     table = struct.unpack_from("<q", data, start)[0]
     if table == -1:  # A writer that could not seek back left the offset at the end.

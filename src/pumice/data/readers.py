@@ -196,12 +196,12 @@ def _npy_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
 
 @contextmanager
 def _any_error(path: Path, expected: str) -> Iterator[None]:
-    """Whatever is raised inside as FileError: parsers of others know no bounds on damaged files."""
+    """Whatever is raised inside as FileError: parsers of others raise anything on a damaged file."""
     try:
         yield
-    except PumiceError:
+    except (PumiceError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:
+    except BaseException as error:  # A panic of Rust code is no Exception.
         raise bad_file(path, expected, f"{type(error).__name__}: {error}") from error
 
 
