@@ -15,6 +15,7 @@ from benchmarks import run as suites
 from benchmarks.harness.study import Options
 from benchmarks.profile import page, profile
 from benchmarks.report import report as report_
+from benchmarks.report import status
 from pumice.cli.job import pick_device
 from pumice.errors import PumiceError
 
@@ -70,8 +71,12 @@ def report(
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("bench/report"),
     device: Annotated[str, typer.Option(help="rows of devices whose name contains this text")] = "",
     commit: Annotated[list[str] | None, typer.Option(help="rows of commits that begin so; may be repeated")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="write docs/status.md instead, of all rows")] = False,
 ) -> None:
-    """The results file as one HTML page and PNGs; nothing is measured."""
+    """The results file as one HTML page and PNGs, or as Markdown; nothing is measured."""
+    if markdown:
+        _say(f"page  {status.write(ledger, Path('docs/status.md'))}")
+        return
     _say(report_.told(report_.write(ledger, out, report_.Choice(device, tuple(commit or ())))))
 
 

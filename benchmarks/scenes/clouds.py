@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.harness.study import Setup
 from pumice.coords.cloud import Cloud
-from pumice.coords.geometry import Site
+from pumice.coords.grid import Site
 from pumice.coords.keys import Bounds
 from pumice.env import settings
 

@@ -19,7 +19,7 @@ from pumice.coords import compact
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.compact import Compacted, Order, Tiling
-from pumice.coords.geometry import Site
+from pumice.coords.grid import Site
 from pumice.coords.lookup import find, mask_words
 from pumice.coords.outputs import Listed, made_of, site_of
 from pumice.coords.relation import Relation

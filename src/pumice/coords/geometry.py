@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,55 +13,17 @@ from torch import Tensor
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, read
 from pumice.coords.codes import morton_argsort
+from pumice.coords.grid import Frame, Site, Stride, tidy
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.lookup import Lookup, find
 from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
-from pumice.coords.rooms import Buffered, Late
+from pumice.coords.rooms import Buffered
 from pumice.coords.structures import explain, lookup_of
 from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
-from pumice.runtime.launch import lasting, vector
-
-Stride = tuple["int | Fraction", ...]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Where voxels lie in space: the finest voxel c covers [c, c + 1) * size + origin (metres, say).
-
-    With `rounding="round"` it covers [c - 1/2, c + 1/2) * size + origin instead.
-    """
-
-    size: tuple[float, ...]
-    origin: tuple[float, ...]
-    rounding: str = "floor"
-
-    def positions(self, points: Tensor) -> Tensor:
-        """Points [P, D] in units of the finest voxels, so that voxel c covers [c, c + 1); float64."""
-        size, origin = (vector(tuple(v), torch.float64, points.device) for v in (self.size, self.origin))
-        units = (points.double() - origin) / size
-        return units + 0.5 if self.rounding == "round" else units
-
-
-@dataclass(frozen=True)
-class Site:
-    """What is known of a set of coordinates beside the coordinates.
-
-    stride: size of a voxel in finest voxels, per axis (a Fraction where a level is finer than the finest).
-    spatial_shape: extent per axis if the grid is bounded. batch_size: number of batch items, empty ones counted.
-    frame: where the finest voxels lie, if they were made from points. bounds: a box around all coordinates.
-    """
-
-    stride: Stride
-    spatial_shape: tuple[int, ...] | None
-    batch_size: int
-    bounds: Bounds
-    frame: Frame | None = None
-
-    def scaled(self, factor: Sequence[Fraction | int], **changes: Any) -> Site:
-        """The site of a level whose voxels are `factor` times as large."""
-        return replace(self, stride=_scaled(self.stride, tuple(factor)), **changes)
+from pumice.runtime.launch import lasting
+from pumice.runtime.streams import Late
 
 
 @dataclass(eq=False)
@@ -134,15 +95,7 @@ class Geometry:
         CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, more voxels
         than int32 indexes).
         """
-        check_form(coords)
-        dim = coords.shape[1] - 1
-        coords = coords.contiguous()
-        shape = None if spatial_shape is None else _axes_of(spatial_shape, dim, "spatial_shape")
-        strides = _axes_of((stride,) * dim if isinstance(stride, int) else stride, dim, "stride")
-        if torch.compiler.is_compiling():
-            from pumice.coords.traced import checked
-
-            return checked(coords, strides, shape, batch_size)
+        coords, strides, shape = described(coords, stride, spatial_shape)
         bounds = bounds_of(coords, shape, batch_size)
         site = Site(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
         geometry = Geometry(coords, site)
@@ -379,13 +332,15 @@ def alike(one: Geometry, two: Geometry) -> bool:
     return same
 
 
-@lru_cache(maxsize=256)
-def _scaled(stride: Stride, factor: Stride) -> Stride:
-    return tuple(_tidy(Fraction(s) * f) for s, f in zip(stride, factor, strict=True))
-
-
-def _tidy(value: Fraction) -> int | Fraction:
-    return value.numerator if value.denominator == 1 else value
+def described(
+    coords: Tensor, stride: int | Sequence[int], spatial_shape: Sequence[int] | None
+) -> tuple[Tensor, Stride, tuple[int, ...] | None]:
+    """Coordinates of the right form and contiguous, with stride and spatial shape per axis. Raises as `checked`."""
+    check_form(coords)
+    dim = coords.shape[1] - 1
+    shape = None if spatial_shape is None else _axes_of(spatial_shape, dim, "spatial_shape")
+    strides = _axes_of((stride,) * dim if isinstance(stride, int) else stride, dim, "stride")
+    return coords.contiguous(), strides, shape
 
 
 def _axes_of(values: Sequence[Any], dim: int, name: str) -> tuple[Any, ...]:
@@ -437,7 +392,7 @@ def _plain(site: Site) -> tuple[Any, ...]:
 def _rebuild(
     coords: Tensor, stride: Any, shape: Any, batch_size: int, bounds: Any, frame: Any, inverse: Tensor | None
 ) -> Geometry:
-    strides = tuple(_tidy(Fraction(n, d)) for n, d in stride)
+    strides = tuple(tidy(Fraction(n, d)) for n, d in stride)
     kept_frame = None if frame is None else Frame(*frame)
     return Geometry(coords, Site(strides, shape, batch_size, Bounds(*bounds), kept_frame), inverse)
 

@@ -40,9 +40,10 @@ from pumice.lower.emit import (
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
 from pumice.lower.loops import EIGHT_BITS
 from pumice.lower.segments import Segments
-from pumice.lower.stamp import FAR, SCRATCH, Aimed, Mould, captured, segments_of
+from pumice.lower.stamp import FAR, SCRATCH, Aimed, Mould, segments_of
 from pumice.runtime.cache import Bounded
 from pumice.runtime.launch import Compiled
+from pumice.runtime.streams import captured
 from pumice.runtime.workspace import Scratch, scratch
 from pumice.schedule import tile as tiles
 from pumice.schedule.ledger import Key, ledger
