@@ -52,6 +52,9 @@ def run(
     device: Device = "auto",
     limit: Annotated[float, typer.Option(help="seconds that a study may take; it runs fewer measurements")] = 0.0,
     count: Annotated[int, typer.Option(help="scans or geometries of a study")] = 0,
+    scenes: Annotated[str, typer.Option(help="of stream: folder of scenes (NAME.npz with coords [N, 3])")] = "",
+    most: Annotated[int, typer.Option(help="of stream: crop scenes to so many voxels at most")] = 0,
+    inline: Annotated[bool, typer.Option("--inline", help="of stream: measure all ways in this process")] = False,
     out: Annotated[Path | None, typer.Option(help="results file that the rows are appended to")] = None,
 ) -> None:
     """Measure Pumice against its peers in the same run; exit code 1 if a result of Pumice was wrong.
@@ -61,8 +64,8 @@ def run(
     if not suite:
         _say(f"suites: {', '.join(suites.SUITES)}")
         return
-    rows = suites.run(suite, _say, Options(case, only, quick, device, thorough, limit, count))
-    suites.record(rows, out, _say)
+    options = Options(case, only, quick, device, thorough, limit, count, scenes, most, inline)
+    suites.record(suites.run(suite, _say, options), out, _say)
 
 
 @app.command()

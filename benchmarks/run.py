@@ -24,6 +24,7 @@ from benchmarks.suites import layer_suites
 from benchmarks.suites.einsum import einsum
 from benchmarks.suites.engine import engine
 from benchmarks.suites.maps import maps, picture
+from benchmarks.suites.stream import stream
 from benchmarks.suites.tuner import tuner
 from benchmarks.suites.workloads import workloads
 from pumice.coords import KernelMap, Relation, kernel_map
@@ -97,6 +98,7 @@ SUITES: dict[str, Callable[[Say, Options], Iterator[Row]]] = {
     "einsum": einsum,
     "engine": engine,
     "maps": maps,
+    "stream": stream,
     "tuner": tuner,
     "workloads": workloads,
 }

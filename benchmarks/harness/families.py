@@ -16,6 +16,7 @@ from benchmarks.harness.rows import Row
 
 SUITES: Mapping[str, str] = MappingProxyType(
     {
+        "stream": "networks over scenes never seen",
         "workloads": "whole networks",
         "tuner": "tuned networks",
         "engine": "captured networks",
@@ -45,6 +46,8 @@ _MARKS = r"(?P<generated>/generated)?(?:/(?P<way>default|tuned))?"
 """Behind a mode: of scans that were made from a seed, and by which tiles."""
 NETWORK = rf"{_NETWORK}/(?P<mode>{'|'.join(MODES)})(?:/(?P<rest>.+))?"
 """A case of a network: MODEL/PRECISION/MODE, and what may come after it. A model's name may have slashes."""
+STREAM = r"(?P<group>(?:[^/]+/)*(?:unet|encoder))"
+"""A network of the suite stream, behind what its scenes are."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,11 @@ def _engine(mode: str, way: str) -> Family:
 
 
 FAMILIES: tuple[Family, ...] = (
+    *(
+        Family("stream", f"{way} {name}", rf"{STREAM}/{mode}/{way}", _SPCONV, (), "p50")
+        for mode, name in (("infer", "inference"), ("train", "training"))
+        for way in ("eager", "compiled", "captured")
+    ),
     *(Family("workloads", mode, _mode(mode), _SPCONV) for mode in MODES),
     Family("workloads", "inference, varied scans", rf"{_mode('inference')}/over-.+", _SPCONV, (), VARIED),
     *(Family("tuner", mode, _mode(mode), {**_SPCONV, **_DEFAULT}) for mode in MODES),

@@ -44,7 +44,9 @@ class Options:
     """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where.
 
     thorough: peers and sizes that take minutes to tune, too. limit: of the suites tuner and engine: seconds that a
-    study may take; 0: as long as it does. count: of the suite engine: scans or geometries of a study; 0: its own.
+    study (of stream: a way) may take; 0: as long as it does. count: of the suites engine and stream: scans or
+    geometries of a study; 0: its own. scenes, most, inline: of stream: a folder of scenes, to how many voxels they are
+    cropped, and whether all is measured in this process.
     """
 
     case: str = ""
@@ -54,6 +56,9 @@ class Options:
     thorough: bool = False
     limit: float = 0.0
     count: int = 0
+    scenes: str = ""
+    most: int = 0
+    inline: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 0:

@@ -27,6 +27,13 @@ def slack(device: torch.device) -> float:
     return 2000 if device.type == "cpu" else 2
 
 
+def train_without_cuda() -> None:
+    """Let spconv's backward run on a CPU where torch has no CUDA: it asks for a stream that it then does not use."""
+    if not torch.cuda.is_available():
+        operators: Any = import_module("spconv.pytorch.ops")
+        operators.get_current_stream = lambda: 0
+
+
 def layer(feats: Tensor, weight: Tensor, coords: Tensor, anew: bool = False) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """(module, call): spconv's 3x3x3 layer with this weight, and its result for features on coords [N, 4].
 

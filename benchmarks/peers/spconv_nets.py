@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.scenes.stream_nets import Encoder, Residual, UNet
 from benchmarks.scenes.workloads import ConvPool, Sample
 from pumice.errors import OptionError
 from pumice.models import CenterPointBackbone, MinkUNet
@@ -60,15 +61,19 @@ class _Unit(nn.Module):
 
 
 class _Block(nn.Module):
-    """pumice.nn.ResidualBlock."""
+    """pumice.nn.ResidualBlock, or the same by single layers."""
 
     def __init__(self, spconv: Any, block: Any, key: str) -> None:
         super().__init__()
-        first, norm, _, second, last = block.body
+        if isinstance(block, Residual):
+            first, norm, second, last = block.conv1, block.norm1, block.conv2, block.norm2
+            short: Any = None if block.short is None else (block.short, block.norm3)
+        else:
+            first, norm, _, second, last = block.body
+            short = block.shortcut if isinstance(block.shortcut, nn.Sequential) else None
         self.first, self.norm = _kept(spconv, first, key), _norm(norm)
         self.second, self.last = _kept(spconv, second, key), _norm(last)
-        short = block.shortcut
-        self.short = nn.Sequential(_linear(short[0]), _norm(short[1])) if isinstance(short, nn.Sequential) else None
+        self.short = None if short is None else nn.Sequential(_linear(short[0]), _norm(short[1]))
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Any) -> Any:
@@ -126,8 +131,56 @@ def _conv_pool(spconv: Any, net: Any) -> nn.Module:
     return spconv.SparseSequential(*layers)
 
 
+class _StreamUNet(nn.Module):
+    def __init__(self, spconv: Any, net: Any) -> None:
+        super().__init__()
+
+        def unit(made: nn.Module, own: Any) -> _Unit:
+            return _Unit(made, _norm(own.norm))
+
+        def pair(blocks: Iterable[Any], level: int) -> nn.Sequential:
+            return nn.Sequential(*(_Block(spconv, block, f"same{level}") for block in blocks))
+
+        self.stem = nn.Sequential(*(unit(_kept(spconv, own.conv, "same0"), own) for own in net.stem))
+        down = enumerate(net.down)
+        self.down = nn.ModuleList(unit(_strided(spconv, own.conv, f"down{level}"), own) for level, own in down)
+        self.enc = nn.ModuleList(pair(blocks, level + 1) for level, blocks in enumerate(net.enc))
+        up = enumerate(net.up)
+        self.up = nn.ModuleList(unit(_inverse(spconv, own.conv, f"down{3 - place}"), own) for place, own in up)
+        self.dec = nn.ModuleList(pair(blocks, 3 - place) for place, blocks in enumerate(net.dec))
+        self.head = _linear(net.head)
+
+    def forward(self, x: Any) -> Any:
+        levels = [self.stem(x)]
+        for down, blocks in zip(self.down, self.enc, strict=True):
+            levels.append(blocks(down(levels[-1])))
+        y = levels.pop()
+        for up, blocks in zip(self.up, self.dec, strict=True):
+            finer = up(y)
+            y = blocks(finer.replace_feature(torch.cat([finer.features, levels.pop().features], dim=1)))
+        return y.replace_feature(self.head(y.features))
+
+
+def _stream_encoder(spconv: Any, net: Any) -> nn.Module:
+    stages: list[nn.Module] = [_Unit(_kept(spconv, net.stem.conv, "same0"), _norm(net.stem.norm))]
+    level = 0
+    for stage in net.stages:
+        if isinstance(stage, Residual):
+            stages.append(_Block(spconv, stage, f"same{level}"))
+        else:
+            level += 1
+            stages.append(_Unit(_strided(spconv, stage.conv, f"down{level}"), _norm(stage.norm)))
+    return nn.Sequential(*stages)
+
+
 TWINS: Mapping[type[nn.Module], Callable[[Any, Any], nn.Module]] = MappingProxyType(
-    {MinkUNet: _MinkUNet, CenterPointBackbone: _centerpoint, ConvPool: _conv_pool}
+    {
+        MinkUNet: _MinkUNet,
+        CenterPointBackbone: _centerpoint,
+        ConvPool: _conv_pool,
+        UNet: _StreamUNet,
+        Encoder: _stream_encoder,
+    }
 )
 """What makes the twin of a kind of network, given the module spconv.pytorch and the network.
 

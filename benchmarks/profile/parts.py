@@ -30,7 +30,7 @@ _BY_NAME: Mapping[str, str] = MappingProxyType(
 """Functions of C."""
 _BY_FILE: Mapping[str, str] = MappingProxyType(
     {
-        "pumice/coords/launch.py": STARTING,
+        "pumice/runtime/launch.py": STARTING,
         "pumice/lower/triton.py": STARTING,
         "pumice/lower/direct.py": STARTING,
         "pumice/ops/line.py": STARTING,

@@ -127,7 +127,7 @@ def _ranges(axis: Axes, panel: Ranges) -> None:
     axis.set_xlabel(panel.axis, fontsize=8.5, color=_SOFT)
     axis.grid(axis="x", color=_RULE, linewidth=0.6, zorder=0)
     axis.tick_params(axis="y", labelcolor=_INK)
-    axis.legend(fontsize=8.5, loc="lower right", labelcolor=_INK, framealpha=1, edgecolor=_RULE)
+    axis.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), labelcolor=_INK)
 
 
 def _heat(axis: Axes, panel: Heat) -> None:

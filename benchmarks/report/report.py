@@ -22,6 +22,7 @@ from benchmarks.report.html import drawn
 from benchmarks.report.networks import choices, parts
 from benchmarks.report.png import draw
 from benchmarks.report.results import history, overview, redundancy, speedups
+from benchmarks.report.stream import streams
 from benchmarks.report.summary import CLOCKS, Line, about, bounded, lines, without_lines
 from pumice.cli.page import Page, card, panel, plural, write_page
 
@@ -51,6 +52,7 @@ class Section:
 SECTIONS: tuple[Section, ...] = (
     Section("Speed-ups in short", overview, "no rows yet that hold us against another library"),
     Section("Speed-ups, case by case", speedups, "no rows yet that hold us against another library"),
+    Section("Streams of scenes never seen", streams, "no rows yet: python -m benchmarks stream"),
     Section("Captured networks", captured, "no rows yet: python -m benchmarks engine --case inference and training"),
     Section("Latency over varied scans", latencies, "no rows yet: python -m benchmarks engine --case varied"),
     Section(

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from benchmarks.harness.families import SUITES
 from benchmarks.harness.results import current, read
 from benchmarks.harness.rows import Row
+from benchmarks.report.stream import stream_table
 from benchmarks.report.summary import Line, about, bounded, lines, without_lines
 from pumice.errors import FileError
 
@@ -22,6 +23,10 @@ metric, peer, clock and device.
 
 CAVEATS: Mapping[str, str] = MappingProxyType(
     {
+        "stream": "Networks written with public layers alone, over scenes none of which comes twice; each way is a "
+        "process of its own. Milliseconds: the median, in brackets the worst scene of the second half; speed-ups are "
+        "of medians. The first result is the first call, behind a capture if there is one. `most-12000`: scenes "
+        "cropped to 12,000 voxels at most. Cases that end in `repeated` (results file): the same scenes a second time.",
         "workloads": "Each case repeats one scene, so that kernel maps of new shapes are not in it (`varied scans`: "
         "several scenes in turn). A user's stream of new scenes is the suite `stream`.",
         "tuner": "Repeated scenes. `its default` is the same network untuned.",
@@ -57,6 +62,8 @@ def page(rows: Sequence[Row]) -> str:
         own = [line for line in found if line.family.suite == suite]
         if own:
             parts.append("\n".join(_suite(suite, own)))
+        if suite == "stream" and own:
+            parts.append(stream_table(rows))
     parts.append("\n".join(_bounds(shares)))
     absent = without_lines(rows, found)
     parts.append("\n".join(["## Not compared\n", *(f"- `{suite}`: {what}" for suite, what in absent.items())]))

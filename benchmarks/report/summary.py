@@ -14,6 +14,7 @@ CLOCKS: Mapping[str, str] = MappingProxyType(
     {
         "gpu": "the device alone",
         "wall": "from an idle device to an idle device, the host's time in it",
+        "cpu": "the processor's time for the process, whatever else runs on the machine",
     }
 )
 """By which times are taken, and what they hold."""

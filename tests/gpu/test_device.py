@@ -310,7 +310,7 @@ def test_devices_do_not_mix(gpu):
     with pytest.raises(DeviceError):
         pm.ops.conv(x, w.to(gpu), stride=1, out=sample(torch.float32))
     with pytest.raises(DeviceError):
-        pm.voxelize(torch.rand(9, 3, device=gpu), batch=torch.zeros(9, dtype=torch.int64))
+        pm.voxelize(torch.rand(9, 3, device=gpu), size=1.0, batch=torch.zeros(9, dtype=torch.int64))
     if torch.cuda.device_count() > 1:
         with pytest.raises(DeviceError, match="cuda:0"):
             pm.ops.conv(x, w.to("cuda:0"))

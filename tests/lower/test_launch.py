@@ -1254,7 +1254,7 @@ def test_calls_that_are_recorded_for_two_maps_have_one_template(straight, planne
 
 
 class Plain(Kernel):
-    """A kernel as coords.launch starts it; interpreted: it leaves nothing that could be started again."""
+    """A kernel as runtime.launch starts it; interpreted: it leaves nothing that could be started again."""
 
     def __init__(self, interpreted=False):
         super().__init__(None)

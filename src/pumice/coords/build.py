@@ -32,12 +32,13 @@ FORWARD = ("same", "support", "floor_unique")
 def checked_geometry(
     coords: Tensor,
     stride: int | Sequence[int] = 1,
-    spatial_shape: Sequence[int] | None = None,
+    spatial_shape: int | Sequence[int] | None = None,
     batch_size: int | None = None,
 ) -> Geometry:
     """`Geometry.checked`, also while torch.compile or torch.export traces: the compiled code then checks."""
     if torch.compiler.is_compiling():
-        return traced.checked(*described(coords, stride, spatial_shape), batch_size)
+        coords, strides, shape = described(coords, stride, spatial_shape)
+        return traced.checked(coords.contiguous(), strides, shape, batch_size)
     return Geometry.checked(coords, stride, spatial_shape, batch_size)
 
 

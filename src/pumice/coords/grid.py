@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from pumice.coords.keys import Bounds
+from pumice.errors import OptionError
 from pumice.runtime.launch import vector
 
 Stride = tuple["int | Fraction", ...]
+ROUNDINGS = ("floor", "round")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,14 @@ class Frame:
     size: tuple[float, ...]
     origin: tuple[float, ...]
     rounding: str = "floor"
+
+    def __post_init__(self) -> None:
+        if not all(0 < s < math.inf for s in self.size):
+            raise OptionError(f"size takes positive, finite lengths, found {self.size}")
+        if not all(map(math.isfinite, self.origin)):
+            raise OptionError(f"origin takes finite numbers, found {self.origin}")
+        if self.rounding not in ROUNDINGS:
+            raise OptionError(f"rounding={self.rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
 
     def positions(self, points: Tensor) -> Tensor:
         """Points [P, D] in units of the finest voxels, so that voxel c covers [c, c + 1); float64."""

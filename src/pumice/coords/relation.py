@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -14,17 +14,19 @@ from pumice.errors import OptionError, ShapeError
 POLICIES = ("same", "given", "support", "floor_unique", "transposed_support", "cached_inverse")
 
 
-def as_axes(value: int | Sequence[int], dim: int, name: str, least: int) -> tuple[int, ...]:
-    """`value` once per axis, each at least `least`.
+def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tuple[Any, ...]:
+    """`value`, an integer or one per axis, once per axis, each at least `least` and of one of the types `kinds`.
 
-    Raises ShapeError when a sequence has another length than `dim`, OptionError on a value that is no integer or
+    Raises ShapeError when a sequence has another length than `dim`, OptionError on a value of another type or one that
     is too small.
     """
-    values = (value,) * dim if isinstance(value, int) else tuple(map(_integer, value))
+    found: Any = value if isinstance(value, int | tuple | list) else _integer(value)
+    several = isinstance(found, Iterable) and not isinstance(found, str)
+    values: tuple[Any, ...] = tuple(map(_integer, found)) if several else (found,) * dim
     if len(values) != dim:
         raise ShapeError(f"{name} has {len(values)} entries, the tensor has {dim} spatial axes")
     for entry in values:
-        if not isinstance(entry, int) or isinstance(entry, bool) or entry < least:
+        if not isinstance(entry, kinds) or isinstance(entry, bool) or entry < least:
             raise OptionError(f"{name} takes integers of at least {least}, found {entry!r}")
     return values
 

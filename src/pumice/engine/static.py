@@ -22,6 +22,7 @@ from pumice.coords.rooms import Buffered, Rooms
 from pumice.engine.entry import Buffers, Entered, per_point
 from pumice.errors import CaptureError
 from pumice.ops import SparseTensor
+from pumice.ops.tensor import is_sparse
 from pumice.runtime.launch import lasting
 
 Path = tuple[Relation, ...]
@@ -104,7 +105,7 @@ class Program:
         with torch.no_grad(), lasting():
             entered = buffers.enter(self.site, Buffered(rooms, (), poison))
         geometry = entered.x.geometry
-        leaves, spec = pytree.tree_flatten(self.eager(entered.x))
+        leaves, spec = pytree.tree_flatten(self.eager(entered.x), is_sparse)
         found = dict(levels_of(geometry))
         # Of the maps nothing is kept: their memory is another graph's.
         levels = {path: Level(g.coords, g.stride) for path, g in found.items()}

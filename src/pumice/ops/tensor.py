@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, make_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, checked_geometry, same_geometry
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
@@ -30,23 +32,30 @@ class SparseTensor:
     stride: size of a voxel in finest voxels, an int or one per axis.
     spatial_shape: extent of the grid per axis; it bounds what convolutions reach. Without it nothing is cut off.
     batch_size: number of batch items, if the last ones may be empty; else the largest batch index + 1.
+    geometry: another tensor's, in place of all but feats.
 
     Raises
     ------
     ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels).
     """
 
+    # FSDP2 and DistributedDataParallel walk through dataclasses to tensors of inputs and outputs (torch 2.13 asks for
+    # no pytree nodes), and put others in their place by `type(x)(feats=..., geometry=...)`.
+    __dataclass_fields__ = {f.name: f for f in fields(make_dataclass("_Fields", ["feats", "geometry"]))}
+
     def __init__(
         self,
         feats: Tensor,
-        coords: Tensor | Geometry,
+        coords: Tensor | Geometry | None = None,
         stride: int | Sequence[int] = 1,
-        spatial_shape: Sequence[int] | None = None,
+        spatial_shape: int | Sequence[int] | None = None,
         batch_size: int | None = None,
+        *,
+        geometry: Geometry | None = None,
     ) -> None:
+        coords = geometry if coords is None else coords
         if not isinstance(coords, Geometry):
-            _check_pair(feats, coords)
-            coords = checked_geometry(coords, stride, spatial_shape, batch_size)
+            coords = checked_geometry(_checked_pair(feats, coords), stride, spatial_shape, batch_size)
         _check_feats(feats, coords)
         self._open = False
         if coords.buffered is not None and feats.dtype not in EIGHT_BITS:
@@ -236,7 +245,7 @@ class SparseTensor:
     def __sub__(self, other: Any) -> SparseTensor:
         if isinstance(other, SparseTensor):
             return self + (-other)
-        return self.replace(numbers(self) - other)
+        return self.replace(numbers(self) - _operand(self, other, "-"))
 
     def __mul__(self, other: Any) -> SparseTensor:
         return self.replace(numbers(self) * _operand(self, other, "*"))
@@ -258,6 +267,12 @@ class SparseTensor:
 
 
 def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
+    if isinstance(other, Tensor):
+        sizes = zip(reversed(other.shape), reversed(x._feats.shape), strict=False)
+        if other.ndim > 2 or any(n not in (1, size) for n, size in sizes):
+            rows, channels = x._feats.shape
+            taken = f"[C] = [{channels}] or [N, C] = [{rows}, {channels}]"
+            raise ShapeError(f"'{sign}' takes a number or a tensor {taken}, found shape {list(other.shape)}")
     if not isinstance(other, SparseTensor):
         return other
     _check_operand(x, other, sign)
@@ -301,6 +316,20 @@ def fitting(feats: Tensor, geometry: Geometry, open_: bool = False) -> SparseTen
     found = SparseTensor.__new__(SparseTensor)
     found._feats, found._geometry, found._open = feats, geometry, open_
     return found
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether a value is a SparseTensor: `is_leaf` of pytrees whose leaves are tensors of both kinds."""
+    return isinstance(value, SparseTensor)
+
+
+# DistributedDataParallel, and FSDP2 before torch 2.13, find the tensors of inputs and outputs as those of a pytree.
+pytree.register_pytree_node(
+    SparseTensor,
+    lambda x: ([x._feats], (x._geometry, x._open)),
+    lambda leaves, rest: fitting(*leaves, *rest),
+    serialized_type_name="pumice.SparseTensor",
+)
 
 
 def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
@@ -366,13 +395,14 @@ def numbers(x: SparseTensor) -> Tensor:
     return x.feats
 
 
-def _check_pair(feats: Tensor, coords: Tensor) -> None:
+def _checked_pair(feats: Tensor, coords: Tensor | None) -> Tensor:
     if not isinstance(feats, Tensor) or not isinstance(coords, Tensor):
         raise DtypeError(f"feats and coords are torch tensors, found {type(feats)} and {type(coords)}")
     if feats.ndim == 2 and coords.ndim == 2 and feats.shape[0] != coords.shape[0]:
         raise ShapeError(f"feats have {feats.shape[0]} rows, coords have {coords.shape[0]}")
     if feats.device != coords.device:
         raise DeviceError(f"feats are on {feats.device}, coords on {coords.device}")
+    return coords
 
 
 def _check_feats(feats: Tensor, geometry: Geometry) -> None:

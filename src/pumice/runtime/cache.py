@@ -96,5 +96,5 @@ def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Co
 
 
 def _key(value: Any) -> Hashable:
-    """A tensor among the arguments counts with its writes."""
-    return (value, value._version) if isinstance(value, Tensor) else value
+    """A tensor among the arguments counts with its writes; what was found does not keep it alive."""
+    return (weakref.ref(value), value._version) if isinstance(value, Tensor) else value
