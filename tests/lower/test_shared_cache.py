@@ -18,6 +18,7 @@ from pumice.schedule.tile import Tile
 
 MATMUL = "C[i,n] = A[i,k] * B[k,n]"
 SEGMENTS = "C[R[e],n] = A[e,k] * B[e,k,n] ; R:sorted, C:[7,20]"
+FOLDED = "Y[b,K[i,j]] = X[b,j,u] * G[b,i,w] * W[u,w] ; Y:[3,4]"
 BODY = "import triton\n\n\n@triton.jit\ndef kernel(x, SIZE):\n    x + SIZE\n"
 
 
@@ -60,6 +61,10 @@ def operands(text):
     generator = torch.Generator().manual_seed(2)
     if text is MATMUL:
         return {"A": torch.randn(40, 33, generator=generator), "B": torch.randn(33, 20, generator=generator)}
+    if text is FOLDED:
+        sizes = {"X": (3, 5, 9), "G": (3, 4, 10), "W": (9, 10)}
+        values = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+        return {"K": torch.arange(20).view(4, 5) % 4, **values}
     a, b = torch.randn(50, 33, generator=generator), torch.randn(50, 33, 20, generator=generator)
     return {"R": torch.arange(50) // 8, "A": a, "B": b}
 
@@ -70,6 +75,7 @@ UNFIT = {
     "packed": (MATMUL, Tile(16, 16, 16, packed=True), "no entries of a segment"),
     "not padded": (MATMUL, Tile(16, 16, 16, padded=False), "not padded"),
     "no product": (SEGMENTS, Tile(16, 16, 16, swapped=True), "no matrix product"),
+    "columns are added up": (FOLDED, Tile(16, 16, 16, swapped=True), "cannot be its rows"),
     "a product of one row": (MATMUL, Tile(1, 16, 16), "at least 16"),
 }
 

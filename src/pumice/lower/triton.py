@@ -724,6 +724,8 @@ def _form_in(bound: Bound, tile: Tile) -> Roles:
         raise OptionError(f"tile {tile}: {bound.statement} has no segments that one matrix product takes")
     if tile.swapped and not form.product:
         raise OptionError(f"tile {tile}: {bound.statement} is no matrix product, whose sides could be swapped")
+    if tile.swapped and form.folds:
+        raise OptionError(f"tile {tile}: {bound.statement} adds up the columns of the tile, which cannot be its rows")
     if tile.piece and torch.version.hip:
         raise OptionError(f"tile {tile}: on AMD a program cannot tell when all that it has stored is seen")
     return exchanged(form) if tile.swapped else form
