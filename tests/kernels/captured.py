@@ -1,7 +1,4 @@
-"""Static programs by kernels in Triton's interpreter, in a process of its own: `python -m kernels.captured GROUP`.
-
-As kernels.interpret: a line of JSON tells how each check of the group ended.
-"""
+"""Static programs by kernels in Triton's interpreter, in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 from found import agree
-from kernels.interpret import run_checks
+from kernels.interpret import answering
 from kernels.maps import DeviceOnly, fenced
 from torch import nn
 
@@ -528,8 +525,6 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
         "duplicates of a scene": check_duplicates,
     }
 }
-"""The checks, by name, of each group; a group is one process."""
+"""The checks, by name, of each group."""
 
-
-if __name__ == "__main__":
-    run_checks(GROUPS[sys.argv[1]]())
+answer = answering(GROUPS)
