@@ -40,6 +40,8 @@ def pytest_configure() -> None:
     # do not hear of changes of our operators.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
     os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+    # A pool of processes, each of which imports torch, costs more than it compiles.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
