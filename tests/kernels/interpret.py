@@ -1,15 +1,13 @@
-"""Emitted kernels in Triton's interpreter, in a process of its own: `python -m kernels.interpret GROUP`.
+"""Emitted kernels in Triton's interpreter, in a process of its own.
 
-TRITON_INTERPRET must be set before triton is first imported, and the other tests need it unset. The checks of a group
-are run one after another; a line of JSON tells how each ended.
+TRITON_INTERPRET must be set before triton is first imported, and the other tests need it unset.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice, product
@@ -19,7 +17,6 @@ import numpy as np
 import torch
 from einsum_fuzz import random_case
 from einsum_oracle import evaluate
-from kernels import shortcuts
 from kernels.cases import CASES, SMALL, SMALL_BLOCK, STUDIES, Case, Problem, problem, variants
 from torch import Tensor
 
@@ -989,22 +986,26 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
     "ways": partial(joined, way_checks, slice_checks),
     "fuzz": partial(joined, other_checks, fuzz_checks),
 }
-"""The checks, by name, of each group; a group is one process."""
+"""The checks, by name, of each group."""
 
 
-def run_checks(checks: Checks) -> None:
-    """A line of JSON for each: its name, and what went wrong."""
-    torch.set_num_threads(1)
-    shortcuts.take()
-    for name, check in checks.items():
+def answering(
+    groups: Mapping[str, Callable[[], Checks]], around: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Callable[[tuple[str, str]], str]:
+    """Of a group and the name of a check, carried out within `around`: what went wrong, "" where all is well."""
+    checks_of = lru_cache(lambda group: groups[group]())
+
+    def answer(request: tuple[str, str]) -> str:
+        group, name = request
         try:
-            check()
-            problem_found = ""
+            with around():
+                checks_of(group)[name]()
         except Exception as error:
             frames = "".join(traceback.format_exception(error)[-4:])
-            problem_found = f"{type(error).__name__}: {error}\n{frames}"
-        print(json.dumps([name, problem_found]), flush=True)
+            return f"{type(error).__name__}: {error}\n{frames}"
+        return ""
+
+    return answer
 
 
-if __name__ == "__main__":
-    run_checks(GROUPS[sys.argv[1]]())
+answer = answering(GROUPS)
