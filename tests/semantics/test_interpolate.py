@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.coords import launch
+from pumice.runtime import launch
 
 MODES = ["nearest", "trilinear"]
 

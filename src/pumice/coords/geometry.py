@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,64 +14,17 @@ from torch import Tensor
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, read
 from pumice.coords.codes import morton_argsort
+from pumice.coords.grid import Frame, Site, Stride, tidy
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
-from pumice.coords.launch import lasting, vector
 from pumice.coords.lookup import Lookup, find
 from pumice.coords.packing import alone
 from pumice.coords.relation import Relation, as_axes
-from pumice.coords.rooms import Buffered, Late
+from pumice.coords.rooms import Buffered
 from pumice.coords.structures import explain, lookup_of
-from pumice.errors import CoordinateError, DtypeError, GeometryError, OptionError, ShapeError
-
-Stride = tuple["int | Fraction", ...]
-ROUNDINGS = ("floor", "round")
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Where voxels lie in space: the finest voxel c covers [c, c + 1) * size + origin (metres, say).
-
-    With `rounding="round"` it covers [c - 1/2, c + 1/2) * size + origin instead.
-    """
-
-    size: tuple[float, ...]
-    origin: tuple[float, ...]
-    rounding: str = "floor"
-
-    def __post_init__(self) -> None:
-        if not all(0 < s < math.inf for s in self.size):
-            raise OptionError(f"size takes positive, finite lengths, found {self.size}")
-        if not all(map(math.isfinite, self.origin)):
-            raise OptionError(f"origin takes finite numbers, found {self.origin}")
-        if self.rounding not in ROUNDINGS:
-            raise OptionError(f"rounding={self.rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
-
-    def positions(self, points: Tensor) -> Tensor:
-        """Points [P, D] in units of the finest voxels, so that voxel c covers [c, c + 1); float64."""
-        size, origin = (vector(tuple(v), torch.float64, points.device) for v in (self.size, self.origin))
-        units = (points.double() - origin) / size
-        return units + 0.5 if self.rounding == "round" else units
-
-
-@dataclass(frozen=True)
-class Site:
-    """What is known of a set of coordinates beside the coordinates.
-
-    stride: size of a voxel in finest voxels, per axis (a Fraction where a level is finer than the finest).
-    spatial_shape: extent per axis if the grid is bounded. batch_size: number of batch items, empty ones counted.
-    frame: where the finest voxels lie, if they were made from points. bounds: a box around all coordinates.
-    """
-
-    stride: Stride
-    spatial_shape: tuple[int, ...] | None
-    batch_size: int
-    bounds: Bounds
-    frame: Frame | None = None
-
-    def scaled(self, factor: Sequence[Fraction | int], **changes: Any) -> Site:
-        """The site of a level whose voxels are `factor` times as large."""
-        return replace(self, stride=_scaled(self.stride, tuple(factor)), **changes)
+from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
+from pumice.runtime.launch import lasting
+from pumice.runtime.streams import Late
 
 
 @dataclass(eq=False)
@@ -146,14 +97,7 @@ class Geometry:
         CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, more voxels
         than int32 indexes).
         """
-        check_form(coords)
-        dim = coords.shape[1] - 1
-        shape = None if spatial_shape is None else as_axes(spatial_shape, dim, "spatial_shape", 1)
-        strides = as_axes(stride, dim, "stride", 1, int | Fraction)
-        if torch.compiler.is_compiling():
-            from pumice.coords.traced import checked
-
-            return checked(coords.contiguous(), strides, shape, batch_size)
+        coords, strides, shape = described(coords, stride, spatial_shape)
         # A copy: maps are kept, and what the caller writes to his tensor later must not change what they are of.
         with lasting():
             coords = coords.clone(memory_format=torch.contiguous_format)
@@ -406,13 +350,14 @@ def alike(one: Geometry, two: Geometry) -> bool:
     return same
 
 
-@lru_cache(maxsize=256)
-def _scaled(stride: Stride, factor: Stride) -> Stride:
-    return tuple(_tidy(Fraction(s) * f) for s, f in zip(stride, factor, strict=True))
-
-
-def _tidy(value: Fraction) -> int | Fraction:
-    return value.numerator if value.denominator == 1 else value
+def described(
+    coords: Tensor, stride: int | Sequence[int], spatial_shape: int | Sequence[int] | None
+) -> tuple[Tensor, Stride, tuple[int, ...] | None]:
+    """Coordinates of the right form, with stride and spatial shape per axis. Raises as `checked`."""
+    check_form(coords)
+    dim = coords.shape[1] - 1
+    shape = None if spatial_shape is None else as_axes(spatial_shape, dim, "spatial_shape", 1)
+    return coords, as_axes(stride, dim, "stride", 1, int | Fraction), shape
 
 
 def check_form(coords: Tensor) -> None:
@@ -459,7 +404,7 @@ def _rebuild(coords: Tensor, stride: Any, shape: Any, batch_size: int, frame: An
     to a GPU. Raises what `Geometry.checked` raises for all else.
     """
     check_form(coords)
-    strides, lengths = tuple(_tidy(Fraction(n, d)) for n, d in stride), [len(stride)]
+    strides, lengths = tuple(tidy(Fraction(n, d)) for n, d in stride), [len(stride)]
     kept_frame = None if frame is None else Frame(*frame)
     lengths += [] if shape is None else [len(shape)]
     lengths += [] if kept_frame is None else [len(kept_frame.size), len(kept_frame.origin)]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pumice.coords.codes import morton_unique
-from pumice.coords.geometry import Frame, Geometry, Site
+from pumice.coords.geometry import Geometry
+from pumice.coords.grid import Frame, Site
 from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.relation import as_axes
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError

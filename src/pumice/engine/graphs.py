@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pumice.coords.cloud import DUPLICATE, RANGE
-from pumice.coords.launch import constants_read, lasting
 from pumice.coords.rooms import Planner, Settled, Shares
 from pumice.engine.compare import differ, shaken
 from pumice.engine.entry import Buffers, Scene, per_point
@@ -25,6 +24,7 @@ from pumice.engine.static import Given, Level, Path, Reading, Results
 from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceError, ShapeError
 from pumice.ops import SparseTensor
 from pumice.ops.tensor import is_sparse
+from pumice.runtime.launch import constants_read, lasting
 
 _SMALLEST = 1024
 """No capacity is smaller, but for the largest."""

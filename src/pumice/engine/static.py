@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, Relation, Site, at_the_end
-from pumice.coords.launch import lasting
 from pumice.coords.outputs import site_of
 from pumice.coords.rooms import Buffered, Rooms
 from pumice.engine.entry import Buffers, Entered, per_point
 from pumice.errors import CaptureError
 from pumice.ops import SparseTensor
 from pumice.ops.tensor import is_sparse
+from pumice.runtime.launch import lasting
 
 Path = tuple[Relation, ...]
 """The relations that lead from the first coordinates to those of a level."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Geometry, as_tensor, check_points, frame_of, merged, quantize
-from pumice.coords.launch import vector
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.reduce import REDUCTIONS, pick
 from pumice.ops.tensor import SparseTensor, numbers
+from pumice.runtime.launch import vector
 
 
 def voxelize(

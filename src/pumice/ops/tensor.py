@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, make_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pumice.coords import Geometry, Relation, same_geometry
+from pumice.coords import Geometry, checked_geometry, same_geometry
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
 from pumice.lower.living import clear_rows
 from pumice.lower.loops import EIGHT_BITS
-
-if TYPE_CHECKING:
-    from pumice.ops.prepare import Users
 
 
 class SparseTensor:
@@ -58,7 +55,7 @@ class SparseTensor:
     ) -> None:
         coords = geometry if coords is None else coords
         if not isinstance(coords, Geometry):
-            coords = Geometry.checked(_checked_pair(feats, coords), stride, spatial_shape, batch_size)
+            coords = checked_geometry(_checked_pair(feats, coords), stride, spatial_shape, batch_size)
         _check_feats(feats, coords)
         self._open = False
         if coords.buffered is not None and feats.dtype not in EIGHT_BITS:
@@ -232,39 +229,12 @@ class SparseTensor:
         self._feats.record_stream(stream)
         self.coords.record_stream(stream)
 
-    def prepare(
-        self, steps: Sequence[Relation], same: Sequence[Sequence[Relation]] = (), users: Users | None = None
-    ) -> SparseTensor:
-        """Find the maps of a whole network at once: the levels that `steps` make one from the other, finest first.
-
-        same: for each level, from this one on, the relations that keep its coordinates (submanifold windows). On a
-        GPU the numbers of voxels of all levels are read in one transfer, and the sizes of what convolutions read of
-        all maps in another; layers that use these maps then wait for nothing. users: the layers over the maps
-        (pumice.ops.Users), so that each is laid out for the dataflows of its layers; without, as for layers of no
-        named dataflow, and also the other way round, for those that lead back over a step. Returns the tensor to go on
-        with: itself.
-
-        Example: the nine maps of a MinkUNet
-
-            x.prepare([Relation.of(3, 2, stride=2)] * 4, [[Relation.of(3, 3)]] * 5)
-
-        Raises what kernel_map raises, GeometryError for a step that makes no coordinates, OptionError for what is no
-        Relation, and ShapeError for windows of more levels than there are and for users of other maps than these.
-        While torch.compile traces, maps are found where they are needed, and the tensor that is returned keeps them:
-        it stands in the place of this one, whose geometry compiled code leaves as it is.
-        """
-        from pumice.ops.prepare import prepare_levels
-
-        return prepare_levels(self, steps, same, users)
-
     # arithmetic
 
     def __add__(self, other: Any) -> SparseTensor:
         """Sum: of rows on one geometry; over the union of the coordinates on two; with a scalar or [N, C] or [C]."""
         if isinstance(other, SparseTensor) and not same_geometry(self, other):
-            from pumice.ops.sets import union
-
-            return union(self, other)
+            return self._union(other)
         if self._geometry.trains and isinstance(other, SparseTensor):
             _check_operand(self, other, "+")
             return on_rows(rows_of(self) + rows_of(other), self._geometry)
@@ -288,25 +258,12 @@ class SparseTensor:
     def __neg__(self) -> SparseTensor:
         return self.replace(-self._feats)
 
-    # other coordinates
-
-    def to_dense(self, spatial_shape: Sequence[int] | None = None, origin: Sequence[int] | None = None) -> Tensor:
-        """The dense tensor [B, C, *spatial_shape]; see pumice.ops.to_dense."""
-        from pumice.ops.sets import to_dense
-
-        return to_dense(self, spatial_shape, origin)
-
-    def prune(self, mask: Tensor) -> SparseTensor:
-        """The voxels where `mask` bool [N] is true, in (batch, Morton) order."""
-        from pumice.ops.sets import prune
-
-        return prune(self, mask)
-
-    def split(self) -> list[SparseTensor]:
-        """One tensor per batch item (batch index 0 in each), `batch_size` of them."""
-        from pumice.ops.sets import split
-
-        return split(self)
+    # Functions of this package that are methods, too. They need this class: ops/__init__.py binds them.
+    prepare: Callable[..., SparseTensor]
+    to_dense: Callable[..., Tensor]
+    prune: Callable[..., SparseTensor]
+    split: Callable[..., list[SparseTensor]]
+    _union: Callable[..., SparseTensor]
 
 
 def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
