@@ -28,7 +28,7 @@ from pumice.ops.door import (
     value_names_of,
 )
 from pumice.ops.explain import explanation
-from pumice.ops.places import Declared, Places, checks_of
+from pumice.ops.places import Declared, Places, Unwritten, checks_of
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -62,7 +62,8 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     are accumulated in float32 and rounded once per term. Differentiable any number of times in every floating operand.
 
     Raises StatementError, ShapeError, DtypeError, DeviceError, OptionError, and CoordinateError for an index array
-    with values that are not there (looked at once per tensor; outside, kernels read and write nothing).
+    with values that are not there (looked at once per tensor, and again after a write; on a GPU writes through `.data`
+    are not noticed; outside, kernels read and write nothing).
 
     Source: "Sparse GPU Kernels Simplified and Optimized with Indirect Einsums" (Insum) for indirect indices, "Unified
     Convolution Framework" (UCF) for affine ones and level formats.
@@ -187,7 +188,7 @@ class _Seen:
     """
 
     names: str
-    checks: tuple[Places | Declared, ...]
+    checks: tuple[Unwritten | Places | Declared, ...]
     ready: plan.Ready | None = None
 
 
