@@ -236,6 +236,26 @@ def test_declared_facts():
                 pm.einsum(text + fact, V=V, X=x)
 
 
+@pytest.mark.parametrize("text", ["garbage[[", "C[i = A[i]", "C[p] = A[2*p] ; q:3", ""])
+def test_texts_are_checked_when_compiled(text):
+    with pytest.raises(StatementError):
+        pm.compile_einsum(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["C[p] = A[S*p+r] ; p:14, r:R", "C[p] = A[S*p] * S ; p:3..P", "C[p] = A[p+S] ; p:P..9", "C[i] = A[i,N*k] * N"]
+)
+def test_integers_may_come_with_the_operands(text):
+    assert pm.compile_einsum(text, {"A": "k:C"}).text == text
+
+
+def test_formats_are_of_operands():
+    with pytest.raises(OptionError, match="a format is told of B, .* reads A"):
+        pm.compile_einsum("C[i] = A[i]", {"B": "k:C"})
+    with pytest.raises(OptionError, match="the target C is a dense tensor"):
+        pm.compile_einsum("C[i] += A[i]", {"C": "k:C"})
+
+
 WRITES = {
     "numpy": lambda x, values: np.copyto(x.numpy(), values),
     "data": lambda x, values: x.data.copy_(torch.from_numpy(values)),
