@@ -244,7 +244,12 @@ def test_texts_are_checked_when_compiled(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["C[p] = A[S*p+r] ; p:14, r:R", "C[p] = A[S*p] * S ; p:3..P", "C[p] = A[p+S] ; p:P..9", "C[i] = A[i,N*k] * N"],
+    [
+        "C[p] = A[S*p+r] ; p:14, r:R",
+        "C[p] = A[S*p] * S ; p:3..P",
+        "C[p] = A[p+S] ; p:P..9",
+        "C[i] = A[i,N*k] * N # N[i]: N",
+    ],
 )
 def test_integers_may_come_with_the_operands(text):
     assert pm.compile_einsum(text, {"A": "k:C"}).text == text

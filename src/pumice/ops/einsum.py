@@ -245,7 +245,8 @@ def _probed(text: str) -> Statement:
         return _parsed(text, ())
     except StatementError:
         # A name that has axes, or is declared, is none.
-        names = set(re.findall(r"[^\W\d]\w*", text)) - set(re.findall(r"([^\W\d]\w*)\s*[\[:]", text))
+        bare = re.sub(r"#[^\n]*", "", text)
+        names = set(re.findall(r"[^\W\d]\w*", bare)) - set(re.findall(r"([^\W\d]\w*)\s*[\[:]", bare))
         for value in (1, 1 << 30):
             with suppress(StatementError):
                 return parse(text, dict.fromkeys(names, value))
