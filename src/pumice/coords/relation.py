@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -20,6 +20,9 @@ def as_axes(value: int | Sequence[int], dim: int, name: str, least: int) -> tupl
     Raises ShapeError when a sequence has another length than `dim`, OptionError on a value that is no integer or
     is too small.
     """
+    value = value if isinstance(value, int) else _integer(value)
+    if not isinstance(value, int) and (isinstance(value, str) or not isinstance(value, Iterable)):
+        raise OptionError(f"{name} takes an integer or one per axis, found {value!r}")
     values = (value,) * dim if isinstance(value, int) else tuple(map(_integer, value))
     if len(values) != dim:
         raise ShapeError(f"{name} has {len(values)} entries, the tensor has {dim} spatial axes")
