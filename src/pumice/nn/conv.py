@@ -34,6 +34,13 @@ class Convolution(nn.Module):
     dataflow: Flow = None
     tuned: Flow = None
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "dim" in vars(cls):
+            # Conv1d to Conv4d have the documentation of Conv, which itself is no public name.
+            line, _, _ = (cls.__doc__ or "").partition(";")
+            cls.__doc__ = f"{line}.\n\n{cls.__bases__[0].__doc__}"
+
     def __init__(
         self,
         channels: tuple[int, int],

@@ -13,7 +13,7 @@ from pumice.coords.keys import INT32_MAX, places_in
 from pumice.coords.traced import subset as traced_subset
 from pumice.coords.traced import union as traced_union
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
-from pumice.ops.tensor import SparseTensor, numbers, on_rows, rows_of
+from pumice.ops.tensor import SparseTensor, not_sparse, numbers, on_rows, rows_of
 
 
 def to_dense(
@@ -215,7 +215,7 @@ def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> Site:
 def _first(tensors: Sequence[SparseTensor], name: str) -> SparseTensor:
     if not tensors:
         raise OptionError(f"{name} takes at least one tensor, found 0")
-    for each in tensors:
-        if not isinstance(each, SparseTensor):
-            raise DtypeError(f"{name} takes SparseTensors, found {type(each).__name__}")
+    for x in tensors:
+        if not isinstance(x, SparseTensor):
+            raise not_sparse(x, name)
     return tensors[0]
