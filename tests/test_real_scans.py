@@ -57,7 +57,7 @@ def scan(data_folder):
 
 @lru_cache(maxsize=2)
 def _read(path: Path) -> Scan:
-    return read_scan(path)
+    return read_scan(path, labels=True)
 
 
 def voxels_of(scan: Scan, size: float) -> pm.SparseTensor:

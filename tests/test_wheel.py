@@ -87,6 +87,6 @@ def test_pip_installs_from_a_plain_clone(clone, python, extra, tmp_path):
 
 def test_the_command_says_what_to_install_where_its_packages_are_missing(tmp_path):
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
-    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from pumice.cli import main; main()"
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from pumice.cli import start; start()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1 and "pip install .[cli]" in done.stderr and "Traceback" not in done.stderr

@@ -43,9 +43,17 @@ def test_a_failed_save_leaves_the_old_file(task, tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full_disk)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(FileError, match="net.safetensors: expected a checkpoint that can be written, .*no space"):
         checkpoint.save(path, task.network(), task)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["net.safetensors"]
+
+
+def test_where_nothing_can_be_written_the_weights_go_elsewhere(task, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(checkpoint.tempfile, "tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match=r"file.net.safetensors: expected .*; the weights are in .* instead"):
+        path = checkpoint.save_or_elsewhere(tmp_path / "file" / "net.safetensors", task.network(), task)
+    assert path.parent.parent == tmp_path and checkpoint.load(path, CPU)[1] == task
 
 
 def cut(path):
@@ -111,7 +119,7 @@ DAMAGE = {
     broken_task: "expected the task in the header",
     half_a_task: "expected the task in the header",
     gone: "found no such file",
-    a_folder: "expected a checkpoint",
+    a_folder: "expected a checkpoint written by pumice, found a folder",
 }
 
 

@@ -8,15 +8,20 @@ import struct
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import pumice
-from pumice.cli import checkpoint, segment
+import pumice as package
+from pumice.cli import checkpoint, evaluate, segment
 from pumice.cli import main as cli
+from pumice.cli.predictions import write_prediction
+from pumice.cli.task import Task
+from pumice.data import SEMANTIC_KITTI, Scan, read_scan
+from pumice.errors import OptionError
 
 CPU = torch.device("cpu")
 SMALL = ("--voxel", 0.5, "--width", 0.1, "--device", "cpu")
@@ -64,14 +69,23 @@ def refused(ran, *parts):
 
 # What works
 def test_a_labelled_scan(write, scenes, pumice, tmp_path):
-    ran = pumice("segment", write("scan.npz", scenes(1)[0]), *SMALL, "--epochs", 3)
+    ran = pumice("segment", write("scan.npz", scenes(1)[0]), *SMALL, "--epochs", 3, "--timing")
     assert ran.code == 0, ran.err
+    assert ran.err == "warning: judged on the points it was trained on: expect less of it on new scans\n"
     out = tmp_path / "pumice-runs" / "scan"
-    assert sorted(p.name for p in out.iterdir()) == ["checkpoint.safetensors", "metrics.json", "report.html"]
+    files = ["checkpoint.safetensors", "metrics.json", "predictions", "report.html"]
+    assert sorted(p.name for p in out.iterdir()) == files
     expected = [f"read  scan: {len(scenes(1)[0])} points", "train 1/3", "train 3/3", "mIoU", "point accuracy"]
-    expected += ["on the training scan itself", "kernel maps included", "report.html", "checkpoint.safetensors"]
+    expected += [
+        "on the training scan itself, none held out",
+        "mIoU over 6 of 6 classes",
+        "kernel maps included",
+        "report.html",
+        "checkpoint.safetensors",
+    ]
     assert [part for part in expected if part not in ran.out] == []
     figures = json.loads((out / "metrics.json").read_text())
+    assert figures["judged_on_training"] and figures["classes_scored"] == 6
     assert figures["steps"] == 3 and 0 < figures["point_accuracy"] <= 1
     assert f"{figures['miou']:.3f}" in ran.out
     page = (out / "report.html").read_text(encoding="utf-8")
@@ -86,6 +100,7 @@ def test_a_folder_of_scans(write, scenes, pumice, tmp_path):
         "segment", path.parent, *SMALL, "--epochs", 1, "--out", tmp_path / "o", "--report", tmp_path / "r.html"
     )
     assert ran.code == 0, ran.err
+    assert not ran.err and "inference" not in ran.out
     assert "train 4/4" in ran.out and "on 1 held-out scan" in ran.out and "mIoU of the commonest class" in ran.out
     assert (tmp_path / "r.html").is_file() and not (tmp_path / "o" / "report.html").exists()
 
@@ -100,7 +115,16 @@ def test_labels_beside_the_scan_and_named(scenes, pumice, tmp_path):
     for more in (("--labels", tmp_path / "labels"), ("--labels", tmp_path / "labels" / "0.label")):
         ran = pumice("segment", path, *SMALL, "--epochs", 1, "--columns", 4, *more)
         assert ran.code == 0, ran.err
-        assert "road" in ran.out and "building" in ran.out
+        assert "road" in ran.out and "building" in ran.out and "mIoU over 6 of 19 classes" in ran.out
+    # Labels beside a scan are what it is trained on, but do not keep a checkpoint from being run.
+    (tmp_path / "labels" / "0.label").rename(tmp_path / "0.label")
+    ran = pumice("segment", path, *SMALL, "--epochs", 1, "--columns", 4, "--out", tmp_path / "o")
+    assert ran.code == 0 and "road" in ran.out, ran.err
+    run = ("--checkpoint", tmp_path / "o" / "checkpoint.safetensors", "--device", "cpu", "--columns", 4)
+    ran = pumice("segment", path, *run)
+    assert ran.code == 0 and "train" not in ran.out and "mIoU" not in ran.out, ran.err
+    found = np.fromfile(tmp_path / "pumice-runs" / "0-applied" / "predictions" / "0.label", "<u4")
+    assert len(found) == len(scan) and set(found.tolist()) <= {r for r, c in SEMANTIC_KITTI.raw if c >= 0}
 
 
 def test_a_checkpoint_runs_on_scans_without_labels(write, scenes, pumice, trained, tmp_path):
@@ -108,9 +132,107 @@ def test_a_checkpoint_runs_on_scans_without_labels(write, scenes, pumice, traine
     before = trained.read_bytes()
     ran = pumice("segment", path, "--checkpoint", trained, "--device", "cpu", "--out", tmp_path / "run")
     assert ran.code == 0, ran.err
-    assert "inference" in ran.out and "mIoU" not in ran.out and "train" not in ran.out.replace(str(trained), "")
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["metrics.json", "report.html"]
+    assert "inference" not in ran.out and "mIoU" not in ran.out and "train" not in ran.out.replace(str(trained), "")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["metrics.json", "predictions", "report.html"]
     assert trained.read_bytes() == before
+
+
+def test_labels_can_be_ignored(write, scenes, pumice, trained, kept, tmp_path):
+    path = write("b.npz", scenes(2)[1])
+    run = ("segment", path, "--no-labels", "--device", "cpu", "--out", tmp_path / "run")
+    ran = pumice(*run, "--checkpoint", trained)
+    assert ran.code == 0 and "mIoU" not in ran.out and "train" not in ran.out.replace(str(trained), ""), ran.err
+    assert refused(pumice(*run), "--no-labels", "--checkpoint")
+    assert refused(pumice(*run, "--checkpoint", trained, "--labels", tmp_path), "--no-labels", "--labels")
+
+
+# Commands that run a checkpoint
+@pytest.mark.parametrize("kind", ["auto", "npz", "ply"])
+def test_predict(write, scenes, pumice, trained, tmp_path, kind):
+    """Scans of one name are told apart by their folders; what is written can be read back."""
+    for i, scan in enumerate(scenes(2)):
+        write(f"scans/{i}/a.npz", scan, labels=bool(i))
+    out = tmp_path / "p"
+    args = ("--device", "cpu", "--out", out, "--predictions-as", kind)
+    ran = pumice("predict", trained, tmp_path / "scans", *args)
+    assert ran.code == 0, ran.err
+    net, task = checkpoint.load(trained, CPU)
+    for i, scan in enumerate(scenes(2)):
+        path = out / str(i) / f"a.{'npz' if kind == 'auto' else kind}"
+        assert f"wrote {path}" in ran.out
+        found = read_scan(path)
+        assert np.array_equal(found.xyz, scan.xyz)
+        raw = [int(name.split()[1]) for name in found.label_set.names]
+        assert np.array_equal(np.array(raw)[found.labels], evaluate.predict(net, scan, task, CPU, "fp32"))
+    assert not list(out.rglob("*.html"))
+
+
+def test_predictions_of_a_file_with_lost_points_keep_its_rows(scenes, tmp_path):
+    task = Task(SEMANTIC_KITTI.names, SEMANTIC_KITTI.colors, 0.1, 1, (0.0,) * 3, (1.0,) * 3)
+    xyz = np.arange(15.0).reshape(5, 3)
+    xyz[2] = np.nan
+    scan = Scan(xyz, np.zeros((5, 1)), name="a")
+    path = write_prediction(tmp_path, scan, np.array([0, 8, 18, 4]), task, "auto")
+    assert np.fromfile(path, "<u4").tolist() == [10, 40, 0, 81, 13]
+    other = replace(task, names=("a", "b"))
+    with pytest.raises(OptionError, match="SemanticKITTI, found a, b"):
+        write_prediction(tmp_path, scan, np.zeros(4, int), other, "label")
+
+
+def test_evaluate(write, scenes, pumice, trained, tmp_path):
+    path = write("b.npz", scenes(2)[1])
+    ran = pumice("evaluate", trained, path, "--device", "cpu", "--predictions", tmp_path / "p")
+    assert ran.code == 0 and not ran.err, ran.err
+    assert "mIoU over 6 of 6 classes" in ran.out and "on 1 scan" in ran.out
+    out = tmp_path / "pumice-runs" / "b-evaluated"
+    assert sorted(p.name for p in out.iterdir()) == ["metrics.json", "report.html"]
+    assert [p.name for p in (tmp_path / "p").iterdir()] == ["b.npz"]
+    bare = write("c.npz", scenes(2)[1], labels=False)
+    ran = pumice("evaluate", trained, bare, "--device", "cpu")
+    assert refused(ran, "no scan has labels", "class 0", "--labels")
+
+
+def test_features_that_a_checkpoint_does_not_know(write, scenes, pumice, trained, tmp_path):
+    scan = scenes(1)[0]
+    paths = [write(f"{n}.npz", replace(scan, feats=np.repeat(scan.feats, n, axis=1)), labels=False) for n in (0, 3, 4)]
+    run = ("--device", "cpu", "--out", tmp_path / "run")
+    for path, remedy in zip(paths, ("constant", "constant", "intensity or constant"), strict=True):
+        ran = pumice("predict", trained, path, *run)
+        assert refused(ran, "expected 1 features per point (intensity)", f"give --features {remedy} ("), ran.err
+        for choice in remedy.split(" or "):
+            assert pumice("predict", trained, path, *run, "--features", choice).code == 0
+    assert refused(pumice("predict", trained, paths[0], *run, "--features", "rgb"), "expected rgb", "0 features")
+    ran = pumice("predict", trained, paths[0], *run, "--features", "all")
+    assert refused(ran, "features='all'", "intensity, rgb, none, constant")
+    plain = write("plain.npz", scan)
+    ran = pumice("segment", plain, *SMALL, "--epochs", 1, "--features", "none", "--out", tmp_path / "none")
+    assert ran.code == 0 and checkpoint.load(tmp_path / "none" / "checkpoint.safetensors", CPU)[1].features == 0
+
+
+def test_options_are_checked_before_scans_are_read(write, scenes, pumice, monkeypatch, tmp_path):
+    path = write("a.npz", scenes(1)[0])
+    monkeypatch.setattr(cli, "read_scan", None)
+    wrong = {"--precision": "fp8", "--epochs": -1, "--features": "x", "--predictions-as": "x", "--save-every": -1}
+    for option, value in (*wrong.items(), ("--checkpoint", tmp_path / "gone"), ("--checkpoint", ".")):
+        assert refused(pumice("segment", path, option, value), value if option != "--checkpoint" else "found")
+
+
+def test_a_demo_without_scenes(pumice):
+    assert refused(pumice("demo", "--scenes", 0), "--scenes is at least 1, found 0")
+
+
+def test_version(pumice):
+    ran = pumice("--version")
+    assert ran.code == 0 and ran.out == f"pumice {package.__version__}\n"
+
+
+def test_a_warning_is_one_line(scenes, pumice, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "find_scans", lambda path: warnings.warn("mind the gap", stacklevel=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(cli, "hold_out", lambda files: sys.exit(3))
+        ran = pumice("segment", tmp_path)
+    assert ran.code == 3 and ran.err == "warning: mind the gap\n"
 
 
 def test_no_epochs_judge_a_checkpoint(write, scenes, pumice, trained, tmp_path):
@@ -158,7 +280,7 @@ def test_a_demo(pumice, tmp_path, monkeypatch, scenes):
 def test_help_and_unknown_options(pumice):
     ran = pumice("--help")
     assert ran.code == 0
-    assert all(name in ran.out for name in ("segment", "demo", "info", "bench"))
+    assert all(name in ran.out for name in ("segment", "predict", "evaluate", "demo", "info", "tune"))
     for option in ("--labels", "--checkpoint", "--epochs", "--voxel", "--device", "--precision", "--report"):
         assert option in pumice("segment", "--help").out
     assert pumice("segment").code == 2
@@ -243,9 +365,9 @@ def test_a_truncated_scan_of_raw_numbers(scenes, pumice, kept, tmp_path):
 
 def test_paths_that_are_not_there(pumice, kept, tmp_path):
     (tmp_path / "void").mkdir()
-    (tmp_path / "notes.txt").write_text("no scan")
+    (tmp_path / "notes.md").write_text("no scan")
     for name, *parts in (("gone", "nothing"), ("void", "scans with one of the suffixes", ".pcd.bin", "0 other files"),
-                         ("notes.txt", "one of the suffixes", ".txt")):  # fmt: skip
+                         ("notes.md", "one of the suffixes", ".md")):  # fmt: skip
         ran = pumice("segment", tmp_path / name, *SMALL, "--out", tmp_path / "out")
         assert refused(ran, tmp_path / name, "expected", "found", *parts) and kept()
 
@@ -330,7 +452,8 @@ def test_features_differ_in_number(write, scenes, pumice, trained, kept, tmp_pat
         ran = pumice("segment", path.parent, *more, "--epochs", 1, "--out", tmp_path / "out")
         assert refused(ran, "features per point", "1", "3") and kept()
     ran = pumice("segment", path, "--checkpoint", trained, "--device", "cpu", "--epochs", 0, "--out", tmp_path / "out")
-    assert refused(ran, "wide: expected 1 features per point as in training, found 3") and kept()
+    found = "expected 1 features per point (intensity) as in training, found 3 features per point (rgb)"
+    assert refused(ran, f"wide: {found}: give --features constant") and kept()
 
 
 # Interruption
@@ -363,12 +486,13 @@ def test_ctrl_c_after_training_is_not_hidden(write, scenes, pumice, monkeypatch,
     checkpoint.load(tmp_path / "o" / "checkpoint.safetensors", CPU)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
-def test_a_real_sigint(write, scenes, tmp_path):
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_real_signal(write, scenes, tmp_path, sent):
     script = "from pumice.cli.main import main; main()"
     path = write("a.npz", scenes(1)[0])
     command = [sys.executable, "-c", script, "segment", path, *SMALL, "--epochs", 100_000, "--out", tmp_path / "o"]
-    source = os.path.dirname(os.path.dirname(pumice.__file__))
+    source = os.path.dirname(os.path.dirname(package.__file__))
     process = subprocess.Popen(
         [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": source, "COLUMNS": "400"},
@@ -382,7 +506,7 @@ def test_a_real_sigint(write, scenes, tmp_path):
             assert line, f"it ended before the first step: {seen} {process.stderr.read()}"
             seen += line
         time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()

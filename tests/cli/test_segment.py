@@ -146,7 +146,7 @@ def test_labels_in_common(scenes):
 def test_a_whole_run(scenes, job, tmp_path):
     seen = []
     train_on, judge_on = scenes(3)[:2], scenes(3)[2:]
-    result = segment.run(train_on, judge_on, job(4), lambda step, total: seen.append((step.number, total)))
+    result = segment.run(train_on, judge_on, job(4, timing=True), lambda step, total: seen.append((step.number, total)))
     assert seen == [(i, 8) for i in range(1, 9)]
     assert [s.number for s in result.steps] == list(range(1, 9)) and not result.interrupted
     assert result.steps[-1].loss < result.steps[0].loss
@@ -155,7 +155,12 @@ def test_a_whole_run(scenes, job, tmp_path):
     assert set(result.trivial) == {"commonest class", "commonest at its height"}
     assert result.timing.p20 <= result.timing.median <= result.timing.p80 and result.timing.runs == 2
     out = tmp_path / "out"
-    assert sorted(p.name for p in out.iterdir()) == ["checkpoint.safetensors", "metrics.json", "report.html"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "checkpoint.safetensors",
+        "metrics.json",
+        "predictions",
+        "report.html",
+    ]
     figures = strict((out / "metrics.json").read_text())
     assert figures["point_accuracy"] == result.scores.accuracy and figures["steps"] == 8
     net, task = checkpoint.load(result.checkpoint, CPU)
@@ -266,7 +271,7 @@ def test_a_checkpoint_on_scans_without_labels(scenes, job, tmp_path):
     first = segment.run(scenes(1), scenes(1), job(2), ignore)
     before = first.checkpoint.read_bytes()
     bare = [replace(s, labels=None, label_set=None) for s in scenes(3)[1:]]
-    result = segment.apply(bare, job(0, checkpoint=first.checkpoint))
+    result = segment.apply(bare, job(0, checkpoint=first.checkpoint, timing=True))
     assert result.scores is None and result.steps == () and result.where == "2 scans"
     assert result.checkpoint == first.checkpoint and first.checkpoint.read_bytes() == before
     figures = strict((tmp_path / "out" / "metrics.json").read_text())
@@ -285,7 +290,7 @@ def test_a_checkpoint_on_scans_with_labels_is_scored(scenes, job):
 def test_a_checkpoint_on_hardly_any_point(scenes, job, count):
     first = segment.run(scenes(1), scenes(1), job(1), ignore)
     few = replace(scenes(1)[0].select(np.arange(count)), labels=None)
-    result = segment.apply([few], job(0, checkpoint=first.checkpoint))
+    result = segment.apply([few], job(0, checkpoint=first.checkpoint, timing=True))
     assert result.timing.voxels == count and result.report.is_file()
 
 
@@ -293,7 +298,7 @@ def test_features_that_do_not_fit_the_checkpoint(scenes, job):
     first = segment.run(scenes(1), scenes(1), job(1), ignore)
     scan = scenes(1)[0]
     wide = Scan(scan.xyz, np.repeat(scan.feats, 3, axis=1), name="wide")
-    with pytest.raises(FileError, match="wide: expected 1 features per point as in training, found 3"):
+    with pytest.raises(FileError, match="wide: expected 1 features per point .intensity. as in training, found 3 "):
         segment.apply([wide], job(0, checkpoint=first.checkpoint))
 
 
@@ -336,7 +341,9 @@ SENSELESS = [{"recipe": Recipe(-1)}, {"voxel": 0}, {"width": -0.5}, {"voxel": ma
 
 @pytest.mark.parametrize("arguments", SENSELESS, ids=str)
 def test_jobs_that_make_no_sense(tmp_path, arguments):
-    with pytest.raises(OptionError, match="epochs and seed are at least 0|voxel and width are positive and finite"):
+    with pytest.raises(
+        OptionError, match="epochs, seed and save_every are at least 0|voxel and width are positive and finite"
+    ):
         Job(tmp_path, CPU, **arguments)
 
 
@@ -357,6 +364,39 @@ def test_devices_that_are_there():
 
 
 # Nothing is lost
+@pytest.mark.parametrize("every, saves", [(0, 1), (1, 4), (2, 2), (3, 2)])
+def test_checkpoints_between_epochs(scenes, job, monkeypatch, every, saves):
+    """Every so many epochs of two scans, and at the end."""
+    done, seen = [], []
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *args: done.append(len(seen)) or save(*args))
+    segment.run(scenes(2), scenes(3)[2:], job(4, save_every=every), lambda step, total: seen.append(step))
+    assert done == [2 * epoch for epoch in range(1, 4) if every and epoch % every == 0] + [8] and len(done) == saves
+
+
+def test_a_failed_save_between_epochs_is_warned_of(scenes, job, monkeypatch):
+    save, calls = checkpoint.save, []
+
+    def full_disk(*args):
+        calls.append(1)
+        if len(calls) == 1:
+            raise FileError("no space left")
+        return save(*args)
+
+    monkeypatch.setattr(checkpoint, "save", full_disk)
+    with pytest.warns(UserWarning, match="no space left; training goes on"):
+        result = segment.run(scenes(1), scenes(1), job(2), ignore)
+    assert result.checkpoint.is_file() and len(calls) == 2
+
+
+def test_a_failed_save_tells_where_the_weights_are(scenes, job, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "out" / "checkpoint.safetensors").mkdir(parents=True)
+    with pytest.warns(UserWarning, match="the weights are in"):
+        result = segment.run(scenes(1), scenes(1), job(1), ignore)
+    assert result.checkpoint.parent != tmp_path / "out" and checkpoint.load(result.checkpoint, CPU)[1] == result.task
+
+
 def test_stopped_before_the_first_step_keeps_the_older_checkpoint(scenes, job, monkeypatch):
     first = segment.run(scenes(1), scenes(1), job(1), ignore)
     before = first.checkpoint.read_bytes()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pumice.cli import main as cli
+from pumice.cli import segment
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.schedule.ledger import Key, Ledger
 from pumice.schedule.plans import Plan, PlanKey, Plans
@@ -142,10 +143,29 @@ def test_what_is_refused(pumice, filled, tmp_path):
     assert refused(pumice("tune", "--merge", bad), bad, "is no ledger of tiles")
     assert refused(pumice("tune", "--merge", tmp_path / "gone.json"), "gone.json", "No such file")
     assert refused(pumice("tune", "--export", tmp_path / "no" / "folder.json"), "folder.json", "cannot be written")
-    assert refused(pumice("tune", "--show", "--clear"), "one of --show, --clear, --export and --merge")
+    assert refused(
+        pumice("tune", "--show", "--clear"), "one of CHECKPOINT SCANS, --show, --clear, --export and --merge"
+    )
     assert len(filled.all()) == 2
     filled.path.write_text('{"version": 3, "tiles": []}')
     for option in (["--show"], ["--clear"], ["--export", tmp_path / "x"], ["--merge", bad]):
         assert refused(pumice("tune", *option), "error")
     assert refused(pumice("tune", "--show"), filled.path, "version 3, expected 2")
     assert filled.path.read_text() == '{"version": 3, "tiles": []}'
+
+
+def test_a_checkpoint_is_tuned_for_scans(pumice, own, write, scenes, quick, tmp_path, monkeypatch):
+    """What the command hands to pumice.tune, and that its result is shown."""
+    monkeypatch.chdir(tmp_path)
+    path = write("scans/a.npz", scenes(1)[0])
+    ran = pumice("segment", path, "--voxel", 0.5, "--width", 0.1, "--epochs", 1, "--device", "cpu", "--out", "o")
+    assert ran.code == 0, ran.err
+    asked = []
+    monkeypatch.setattr(segment, "tune_network", lambda *args, **more: asked.append((*args, more)) or "[all] is tuned")
+    run = ("tune", "o/checkpoint.safetensors")
+    ran = pumice(*run, path.parent, "--device", "cpu", "--budget", 3)
+    assert ran.code == 0 and ran.out.endswith("[all] is tuned\n"), ran.err
+    ((net, (sample,), more),) = asked
+    assert not net.training and more == {"budget": 3} and sample.channels == 4
+    assert refused(pumice(*run), "scans", "found only o/checkpoint.safetensors")
+    assert refused(pumice(*run, path, "--show"), "expected one of", "found several")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
+import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,13 +20,28 @@ FORMAT = "pumice-segmentation-1"
 
 
 def save(path: Path, net: nn.Module, task: Task) -> Path:
-    """Write the weights of `net` and `task`; the file appears whole or not at all."""
+    """Write the weights of `net` and `task`; the file appears whole or not at all. FileError where it cannot."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(path.suffix + ".partial")
-    save_file(state, partial, metadata={"format": FORMAT, "task": json.dumps(task.as_dict())})
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(state, partial, metadata={"format": FORMAT, "task": json.dumps(task.as_dict())})
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise FileError(f"{path}: expected a checkpoint that can be written, found: {error}") from error
     return path
+
+
+def save_or_elsewhere(path: Path, net: nn.Module, task: Task) -> Path:
+    """save(), or where `path` cannot be written, into the folder of temporary files with a warning that says where."""
+    try:
+        return save(path, net, task)
+    except FileError as error:
+        other = save(Path(tempfile.mkdtemp(prefix="pumice-")) / path.name, net, task)
+        warnings.warn(f"{error}; the weights are in {other} instead", stacklevel=2)
+        return other
 
 
 def load(path: Path, device: torch.device) -> tuple[nn.Module, Task]:
@@ -31,6 +49,8 @@ def load(path: Path, device: torch.device) -> tuple[nn.Module, Task]:
 
     Raises FileError when the file is missing, no safetensors file, not ours, or its weights do not fit its task.
     """
+    if path.is_dir():
+        raise FileError(f"{path}: expected a checkpoint written by pumice, found a folder")
     if not path.is_file():
         raise FileError(f"{path}: expected a checkpoint written by pumice, found no such file")
     try:

@@ -34,6 +34,11 @@ class Scores:
         return self.confusion.sum(axis=1)
 
     @property
+    def present(self) -> int:
+        """How many classes occur."""
+        return int((self.counts > 0).sum())
+
+    @property
     def iou(self) -> np.ndarray:
         """|true and predicted| / |true or predicted| per class."""
         hit = np.diag(self.confusion).astype(float)

@@ -72,6 +72,7 @@ class Package:
 PACKAGES = (
     Package("laspy", "reads .las and .laz", "pip install .[io] in a clone"),
     Package("lazrs", "reads compressed .laz", "pip install .[io] in a clone"),
+    Package("pyarrow", "reads .feather and .parquet", "pip install .[io] in a clone"),
     Package("plotly", "interactive report", "pip install plotly"),
     Package("safetensors", "checkpoints", "pip install safetensors"),
     # Importing it loads its GPU libraries: its presence is enough here.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from torch import nn
 from pumice.cli import checkpoint, evaluate
 from pumice.cli.evaluate import Layer, Scores, Timing
 from pumice.cli.info import distribution
-from pumice.cli.job import Job, fit_to_task, labelled
+from pumice.cli.job import Job, choose_features, fit_to_task, labelled
+from pumice.cli.predictions import write_prediction
 from pumice.cli.report import (
     CloudView,
     InferenceTiming,
@@ -29,8 +31,10 @@ from pumice.cli.report import (
     write_report,
 )
 from pumice.cli.task import Task, example
-from pumice.cli.training import Step, train
+from pumice.cli.training import Step, autocast, train
 from pumice.data import Scan
+from pumice.engine import Tuning
+from pumice.engine import tune as tune_network
 from pumice.errors import FileError, OptionError
 
 Watch = Callable[[Step, int], None]
@@ -40,15 +44,18 @@ Watch = Callable[[Step, int], None]
 class Result:
     """What came of a job. `interrupted` tells that training was stopped by hand; the checkpoint is saved all the same.
 
-    scores is None without labels; `where` says on which scans they were taken.
+    scores is None without labels; `where` says on which scans they were taken, `judged_on_training` that these were
+    trained on.
     """
 
     task: Task
     steps: tuple[Step, ...]
     checkpoint: Path
     report: Path | None = None
+    predictions: Path | None = None
     scores: Scores | None = None
     where: str = ""
+    judged_on_training: bool = False
     timing: Timing | None = None
     trivial: dict[str, Scores] = field(default_factory=dict)
     interrupted: bool = False
@@ -65,7 +72,7 @@ def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Wat
     if not train_on:
         raise OptionError("no scan to train on has labels: give --labels, or a --checkpoint to run")
     net, task = _network(train_on, job)
-    train_on, judge_on = fit_to_task(train_on, task), fit_to_task(judge_on, task)
+    train_on, judge_on = (fit_to_task(scans, task, job.features) for scans in (train_on, judge_on))
     steps: list[Step] = []
     total = job.recipe.epochs * len(train_on)
     path = job.opened().out / "checkpoint.safetensors"
@@ -73,13 +80,15 @@ def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Wat
         for step in train(net, train_on, task, job.recipe, job.device):
             steps.append(step)
             watch(step, total)
+            if job.save_every and step.number < total and step.number % (job.save_every * len(train_on)) == 0:
+                _save_early(path, net, task)
     except KeyboardInterrupt:
-        if steps:
-            checkpoint.save(path, net, task)
-        return Result(task, tuple(steps), path, interrupted=True)
-    checkpoint.save(path, net, task)
+        saved = checkpoint.save_or_elsewhere(path, net, task) if steps else path
+        return Result(task, tuple(steps), saved, interrupted=True)
+    path = checkpoint.save_or_elsewhere(path, net, task)
     if same:
-        plain = Result(task, tuple(steps), path, where="the training scan itself")
+        where = "the training scan itself, none held out"
+        plain = Result(task, tuple(steps), path, where=where, judged_on_training=True)
         return _finish(net, task, [(train_on[0], "train")], plain, job)
     trivial = evaluate.trivial_scores(train_on, [s for s in judge_on if labelled(s)], len(task.names))
     views = [(s, "held out") for s in judge_on] + [(train_on[0], "train")]
@@ -87,14 +96,46 @@ def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Wat
     return _finish(net, task, views, Result(task, tuple(steps), path, where=where, trivial=trivial), job)
 
 
-def apply(scans: Sequence[Scan], job: Job) -> Result:
-    """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes."""
+def _save_early(path: Path, net: nn.Module, task: Task) -> None:
+    """A checkpoint between epochs. One that fails is warned of: there is still time to make room."""
+    try:
+        checkpoint.save(path, net, task)
+    except FileError as error:
+        warnings.warn(f"{error}; training goes on", stacklevel=2)
+
+
+def apply(scans: Sequence[Scan], job: Job, scored: bool = False) -> Result:
+    """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes.
+
+    Raises OptionError where they have none and `scored` says that they must.
+    """
     if job.checkpoint is None:
         raise OptionError("scans without labels need a --checkpoint to run")
     net, task = checkpoint.load(job.checkpoint, job.device)
-    scans = fit_to_task(scans, task)
+    scans = fit_to_task(scans, task, job.features)
+    if scored and not any(map(labelled, scans)):
+        raise OptionError(f"no scan has labels of {job.checkpoint}'s classes ({', '.join(task.names)}): give --labels")
     result = Result(task, (), job.checkpoint, where=f"{len(scans)} scans" if len(scans) > 1 else "1 scan")
     return _finish(net, task, [(scan, "") for scan in scans], result, job.opened())
+
+
+def predict(scans: Iterable[Scan], job: Job) -> Iterator[tuple[Scan, Path]]:
+    """Run job.checkpoint on one scan after the other, and yield each with the file of its predictions."""
+    assert job.checkpoint is not None and job.predictions is not None
+    net, task = checkpoint.load(job.checkpoint, job.device)
+    for scan in scans:
+        (fitted,) = fit_to_task([scan], task, job.features)
+        classes = evaluate.predict(net, fitted, task, job.device, job.recipe.precision)
+        yield scan, write_prediction(job.predictions, fitted, classes, task, job.predictions_as)
+
+
+def tune(scans: Sequence[Scan], job: Job, budget: float) -> Tuning:
+    """Tune job.checkpoint for scans like these, within `budget` seconds; what is found is kept for the user."""
+    assert job.checkpoint is not None
+    net, task = checkpoint.load(job.checkpoint, job.device)
+    samples = [example(scan, task, job.device).x for scan in fit_to_task(scans, task, job.features)]
+    with autocast(job.device, job.recipe.precision):
+        return tune_network(net.eval(), samples, budget=budget)
 
 
 def _network(scans: Sequence[Scan], job: Job) -> tuple[nn.Module, Task]:
@@ -102,7 +143,7 @@ def _network(scans: Sequence[Scan], job: Job) -> tuple[nn.Module, Task]:
     assert labels is not None
     if job.checkpoint is None:
         torch.manual_seed(job.recipe.seed)
-        task = Task.of(scans, labels, job.voxel, job.width)
+        task = Task.of([choose_features(scan, job.features) for scan in scans], labels, job.voxel, job.width)
         return task.network().to(job.device), task
     net, task = checkpoint.load(job.checkpoint, job.device)
     if not set(labels.names) <= set(task.names):
@@ -114,12 +155,15 @@ def _finish(net: nn.Module, task: Task, views: Sequence[tuple[Scan, str]], resul
     precision = job.recipe.precision
     predicted = [evaluate.predict(net, scan, task, job.device, precision) for scan, _ in views]
     scores = _scores(views, predicted, task)
-    x = example(views[0][0], task, job.device).x
-    timing = evaluate.time_inference(net, x, precision)
-    layers = evaluate.time_layers(net, x, precision)
-    done = Result(
-        **{**vars(result), "scores": scores, "timing": timing, "report": job.report or job.out / "report.html"}
-    )
+    timing, layers = None, []
+    if job.timing:
+        x = example(views[0][0], task, job.device).x
+        timing, layers = evaluate.time_inference(net, x, precision), evaluate.time_layers(net, x, precision)
+    folder = job.predictions or job.out / "predictions"
+    for (scan, _), classes in zip(views, predicted, strict=True):
+        write_prediction(folder, scan, classes, task, job.predictions_as)
+    page = job.report or job.out / "report.html"
+    done = replace(result, scores=scores, timing=timing, report=page, predictions=folder)
     assert done.report is not None
     write_report(done.report, _report(done, views, predicted, layers, job))
     (job.out / "metrics.json").write_text(json.dumps(_metrics(done), indent=1) + "\n", encoding="utf-8")
@@ -145,7 +189,6 @@ def _report(
     job: Job,
 ) -> Report:
     task, timing = result.task, result.timing
-    assert timing is not None
     spent = max(sum(layer.ms for layer in layers), 1e-9)
     device = _device_name(job.device)
     scores = result.scores
@@ -160,7 +203,9 @@ def _report(
         metrics=None
         if scores is None
         else Metrics(scores.accuracy, scores.miou, scores.iou.tolist(), scores.counts.tolist(), result.where),
-        timing=InferenceTiming(
+        timing=None
+        if timing is None
+        else InferenceTiming(
             timing.median, timing.p20, timing.p80, timing.voxels, device, job.recipe.precision, True, timing.runs
         ),
         layers=[LayerTime(a.name, a.ms, a.ms / spent, a.voxels, a.channels) for a in layers if a.voxels],
@@ -186,6 +231,7 @@ def _metrics(result: Result) -> dict[str, object]:
     if scores is not None:
         iou = {name: None if np.isnan(v) else float(v) for name, v in zip(result.task.names, scores.iou, strict=True)}
         figures |= {"point_accuracy": scores.accuracy, "miou": scores.miou, "iou": iou}
+        figures |= {"classes_scored": scores.present, "judged_on_training": result.judged_on_training}
     figures |= {f"miou of the {name}": trivial.miou for name, trivial in result.trivial.items()}
     if timing is not None:
         figures["inference_ms"] = {"median": timing.median, "p20": timing.p20, "p80": timing.p80}

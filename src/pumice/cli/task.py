@@ -39,7 +39,8 @@ class Task:
         """The task of these training scans. Raises OptionError when their features differ in number."""
         sizes = {scan.feats.shape[1] for scan in scans}
         if len(sizes) != 1:
-            raise OptionError(f"all scans need the same features per point, found {sorted(sizes)} of them")
+            found = f"found {sorted(sizes)} of them; --features none leaves them out"
+            raise OptionError(f"all scans need the same features per point, {found}")
         inputs = np.concatenate([_inputs(scan) for scan in scans])
         std = np.maximum(inputs.std(axis=0), 1e-3)
         mean = inputs.mean(axis=0)

@@ -72,7 +72,8 @@ class Kept:
 
     def nothing(self) -> str:
         """What is said where there is none of both."""
-        makers = "pumice.tune(model, samples) makes plans; f.tune(...) and `with pm.tuning():` make tiles on a GPU"
+        plans = "`pumice tune CHECKPOINT SCANS` and pumice.tune(model, samples) make plans"
+        makers = f"{plans}; f.tune(...) and `with pm.tuning():` make tiles on a GPU"
         return f"no tuned tiles in {self.tiles.path} and no tuned plans in {self.plans.path}: {makers}"
 
 
