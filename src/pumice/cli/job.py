@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from pumice.cli import checkpoint
 from pumice.cli.predictions import FORMATS
 from pumice.cli.task import IGNORE, Task
 from pumice.cli.training import PRECISIONS, Recipe
@@ -57,6 +58,12 @@ class Job:
             raise OptionError(f"predictions_as={self.predictions_as!r} is unknown; there are {', '.join(FORMATS)}")
         if not (0 < self.voxel < math.inf and 0 < self.width < math.inf):
             raise OptionError(f"voxel and width are positive and finite, found {self.voxel} and {self.width}")
+
+    def checked(self) -> Job:
+        """Itself. Raises what is wrong with its checkpoint, before scans are read."""
+        if self.checkpoint is not None:
+            checkpoint.load(self.checkpoint, self.device)
+        return self
 
     def opened(self) -> Job:
         """Itself, once its folders are there. Raises FileError before any work is lost to one that cannot be made."""
