@@ -143,7 +143,9 @@ def test_what_is_refused(pumice, filled, tmp_path):
     assert refused(pumice("tune", "--merge", bad), bad, "is no ledger of tiles")
     assert refused(pumice("tune", "--merge", tmp_path / "gone.json"), "gone.json", "No such file")
     assert refused(pumice("tune", "--export", tmp_path / "no" / "folder.json"), "folder.json", "cannot be written")
-    assert refused(pumice("tune", "--show", "--clear"), "one of CHECKPOINT SCANS, --show, --clear, --export and --merge")
+    assert refused(
+        pumice("tune", "--show", "--clear"), "one of CHECKPOINT SCANS, --show, --clear, --export and --merge"
+    )
     assert len(filled.all()) == 2
     filled.path.write_text('{"version": 3, "tiles": []}')
     for option in (["--show"], ["--clear"], ["--export", tmp_path / "x"], ["--merge", bad]):

@@ -146,12 +146,12 @@ def fit_to_task(scans: Sequence[Scan], task: Task, features: str | None = None) 
     fill = task.mean[len(task.mean) - task.features :]
     chosen = [choose_features(scan, features, fill) for scan in scans]
     for scan, own in zip(chosen, scans, strict=True):
-        count = own.feats.shape[1]
-        if scan.feats.shape[1] != task.features:
+        given, count = scan.feats.shape[1], own.feats.shape[1]
+        if given != task.features:
             fitting = [name for name, cut in _choices(count).items() if len(range(count)[cut]) == task.features]
             remedy = f"give --features {' or '.join([*fitting, 'constant'])} (constant: the training scans' mean)"
-            found = _counted(scan.feats.shape[1])
-            raise FileError(f"{scan.name}: expected {_counted(task.features)} as in training, found {found}: {remedy}")
+            expected = f"expected {_counted(task.features)} as in training"
+            raise FileError(f"{scan.name}: {expected}, found {_counted(given)}: {remedy}")
     return [_renumbered(scan, task) for scan in chosen]
 
 

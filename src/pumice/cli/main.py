@@ -275,7 +275,7 @@ def _say(text: str) -> None:
 
 
 def _told(scan: Scan) -> str:
-    lost = f", [yellow]{scan.dropped} not finite, left out[/]" if scan.dropped else ""
+    lost = f", [yellow]{scan.dropped} not finite or too far, left out[/]" if scan.dropped else ""
     bare = ", [yellow]no labelled point, not trained on[/]" if scan.labels is not None and not labelled(scan) else ""
     return f"{len(scan)} points{lost}{bare}"
 
