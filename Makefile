@@ -13,6 +13,8 @@ NEED_PYTHON = test -n "$(PYTHON)" || \
 VENV := .venv
 EXTRAS := dev,gpu-dev,io
 BIN := $(VENV)/bin
+# Of the tests; more than four gain little, and want a GiB or two each.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n > 4 ? 4 : n)))
 PIP := -m pip --disable-pip-version-check install --quiet -c constraints.txt
 STAMP := $(VENV)/.stamp
 
@@ -22,7 +24,7 @@ STAMP36 := $(VENV36)/.stamp
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help env demo test test-benchmarks lint bench shape lint-kernels sanitize clean
+.PHONY: help env demo test lint pytest test-benchmarks bench shape lint-kernels sanitize clean
 .DEFAULT_GOAL := help
 
 help:
@@ -54,13 +56,17 @@ lint: env
 	@echo "lint: pyright"
 	@$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
-test: lint
-	@echo "test: everything that needs no GPU"
-	@$(BIN)/python -m pytest -q -m "not gpu"
+# The linters and the tests at once: what a core does not do for the one it does for the other.
+test: env
+	@$(MAKE) --no-print-directory --jobs=2 lint pytest
+
+pytest: env
+	@echo "test: everything that needs no GPU, by $(WORKERS) processes"
+	@$(BIN)/python -m pytest -q -m "not gpu" --numprocesses=$(WORKERS) --dist=worksteal
 
 test-benchmarks: env
 	@echo "test: benchmarks"
-	@$(BIN)/python -m pytest -q -m "not gpu" benchmarks/tests
+	@$(BIN)/python -m pytest -q -m "not gpu" --numprocesses=$(WORKERS) --dist=worksteal benchmarks/tests
 
 bench: env
 	@echo "bench: installing the peers"
@@ -73,7 +79,7 @@ shape: env
 # The kernels are compiled for every target without a GPU, under the older Triton too. This needs a CPU build of torch:
 # a CUDA build insists on its own Triton.
 lint-kernels: $(STAMP36)
-	@if [ -d tests/kernels ]; then $(VENV36)/bin/python -m pytest -q tests/kernels; \
+	@if [ -d tests/kernels ]; then $(VENV36)/bin/python -m pytest -q --numprocesses=$(WORKERS) --dist=worksteal tests/kernels; \
 	else echo "lint-kernels: there is no tests/kernels yet"; fi
 
 # The kernels that find neighbours, under the checkers of NVIDIA's compute-sanitizer; needs a GPU.

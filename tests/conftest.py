@@ -1,4 +1,4 @@
-"""What every test shares: the GPU skip, the folder of real scans, thread count, hypothesis profiles."""
+"""What every test shares: the GPU skip, the folder of real scans, thread count, caches, hypothesis profiles."""
 
 import gc
 import os
@@ -18,6 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from pumice.env import settings
 
 MAX_THREADS = 4
+COMPILED = Path(__file__).resolve().parents[1] / "build" / "tests" / "inductor"
 
 # A test's time says nothing on a shared machine, so neither deadlines nor slow generation fail one.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -32,8 +33,15 @@ def _usable_cores() -> int:
 
 
 def pytest_configure() -> None:
-    # The tensors of the tests are small: more threads only wait for each other.
-    torch.set_num_threads(min(_usable_cores(), MAX_THREADS))
+    # The tensors of the tests are small: more threads only wait for each other, and for those of other workers.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, min(_usable_cores() // workers, MAX_THREADS)))
+    # What Inductor makes C++ compilers do is kept between runs, by the text of the source; its graphs are not, as they
+    # do not hear of changes of our operators.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(COMPILED))
+    os.environ |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
+    # A pool of processes, each of which imports torch, costs more than it compiles.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

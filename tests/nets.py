@@ -80,6 +80,22 @@ class Layers(nn.Module):
         }
 
 
+class OneLevel(nn.Module):
+    """A U-Net of one level below its first; three classes."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem = Sequential(Conv3d(4, width, 3, bias=False), BatchNorm(width), ReLU())
+        self.down = Sequential(Conv3d(width, width, 2, stride=2, bias=False), BatchNorm(width))
+        self.deep = ResidualBlock(width, 2 * width)
+        self.up = InverseConv3d(2 * width, width, 2, stride=2)
+        self.head = Sequential(ResidualBlock(2 * width, width), Linear(width, 3))
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(pm.cat([self.up(self.deep(self.down(x)), x), x]))
+
+
 class Dense(nn.Module):
     """A dense map behind a strided level, as a bird's-eye view takes it."""
 

@@ -226,12 +226,14 @@ def _window(conv: Any) -> list[int]:
 
 
 def _copied(made: nn.Module, conv: Any) -> nn.Module:
-    """With the weights of `conv`: both have them as [C_out, *kernel, C_in]."""
+    """With the weights of `conv`: both have them as [C_out, *kernel, C_in], which spconv reads at kernel size 1 as
+    [C_in, C_out]."""
     with torch.no_grad():
         for name in ("weight", "bias"):
             own, given = getattr(made, name), getattr(conv, name)
             if own is not None:
-                _copy(own, given)
+                alone = given.ndim > 1 and given.shape[0] * given.shape[-1] == given.numel()
+                _copy(own, given.flatten(1).T.reshape(given.shape) if alone else given)
     return made
 
 

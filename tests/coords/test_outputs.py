@@ -19,7 +19,7 @@ WAYS = (Listed, Staged)
 SCENES = {
     "plain": Scene(),
     "one": Scene(count=1, batch=1),
-    "batch of 512": Scene(count=300, batch=512),
+    "batch of 512": Scene(count=120, batch=512),
     "loose box": Scene(loose=40, spare=0),
     "clusters": Scene(clusters=3),
 }

@@ -27,11 +27,11 @@ SCENES = {
     "nothing alive": Scene(count=0, spare=3),
     "one": Scene(count=1, batch=1),
     "full buffer": Scene(spare=0),
-    "batch of 512": Scene(count=400, batch=512),
+    "batch of 512": Scene(count=150, batch=512),
     "loose box": Scene(loose=1000),
     "clusters": Scene(clusters=4),
     "wide": Scene(clusters=5, far=True),
-    "wide batch of 512": Scene(clusters=2, far=True, count=300, batch=512),
+    "wide batch of 512": Scene(clusters=2, far=True, count=150, batch=512),
 }
 
 

@@ -1,7 +1,4 @@
-"""Static programs by kernels in Triton's interpreter, in a process of its own: `python -m kernels.captured GROUP`.
-
-As kernels.interpret: a line of JSON tells how each check of the group ended.
-"""
+"""Static programs by kernels in Triton's interpreter, in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 from found import agree
-from kernels.interpret import run_checks
-from kernels.maps import DeviceOnly, fenced
+from kernels.interpret import answering
+from kernels.maps import DeviceOnly, fenced, plain
 from torch import nn
 
 import pumice as pm
@@ -372,7 +369,8 @@ def planned(x: pm.SparseTensor, capacity: int) -> tuple[Voxels, Settled]:
     buffers = Voxels.of(capacity, x)
     VoxelScene(x.feats, x.coords, x.geometry, x).fill(buffers)
     planner = Planner(capacity, len(x), 2.0, None)
-    levels(built(buffers, planner, x))
+    with by_torch():
+        levels(built(buffers, planner, x))
     return buffers, planner.settled()
 
 
@@ -385,17 +383,18 @@ def check_maps() -> None:
         with fenced():
             geometry = built(buffers, rooms, x)
             found = levels(geometry)
-        want = levels(Geometry(y.coords, y.geometry.site))
+        with plain():
+            want = levels(Geometry(y.coords, y.geometry.site))
         assert int(geometry.cloud.status) == 0
-        for (form, got, arrays), (_, plain, _) in zip(found, want, strict=True):
-            here, there = got.rows(), plain.rows()
+        for (form, got, arrays), (_, eager, _) in zip(found, want, strict=True):
+            here, there = got.rows(), eager.rows()
             outputs = len(there)
             assert torch.equal(here[:outputs], there) and bool((here[outputs:] == -1).all()), form
-            assert int(got.living()) == outputs and int(got.transpose().living()) == plain.num_inputs
+            assert int(got.living()) == outputs and int(got.transpose().living()) == eager.num_inputs
             assert all(array in OWN for array in arrays)
             if form == "compacted":
                 block = maps.block_of(got.num_outputs)
-                whole = plain.compacted(block)
+                whole = eager.compacted(block)
                 entries, tiles = len(whole.tiles), -(-got.num_outputs // block)
                 made = got.compacted(block)
                 assert bool((made.tiles[entries:] == tiles).all()) and bool((made.inputs[entries:] == -1).all())
@@ -501,6 +500,11 @@ def check_duplicates() -> None:
                 raise AssertionError("nothing was told")
 
 
+def by_torch() -> Any:
+    """Sorting by kernels takes a second each time in the interpreter, and is checked elsewhere."""
+    return patch.object(compact, "ranked", lambda keys, *_: ranked_twin(keys))
+
+
 @contextmanager
 def on_any_device() -> Iterator[list[list[int]]]:
     """Maps are found over buffers, small ones, from the first scene on."""
@@ -508,8 +512,7 @@ def on_any_device() -> Iterator[list[list[int]]]:
         patch.multiple(recorded, _serves=lambda geometry: True, _BEFORE=0, _SMALLEST=80, _SHELVES=Bounded(1)),
         patch.object(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]}),
         patch.object(maps, "group_of", lambda found: 16),
-        # Sorting takes a second each time, and is checked elsewhere.
-        patch.object(compact, "ranked", lambda keys, *_: ranked_twin(keys)),
+        by_torch(),
     ):
         yield []
 
@@ -528,8 +531,6 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
         "duplicates of a scene": check_duplicates,
     }
 }
-"""The checks, by name, of each group; a group is one process."""
+"""The checks, by name, of each group."""
 
-
-if __name__ == "__main__":
-    run_checks(GROUPS[sys.argv[1]]())
+answer = answering(GROUPS)

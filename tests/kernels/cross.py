@@ -1,25 +1,19 @@
-"""Compile emitted kernels for GPUs that are not there, and read what came out: `python -m kernels.cross JOBS FIRST`.
-
-No driver is asked for. JOBS is a file of jobs as JSON; from the job FIRST on, a line of JSON tells what each became.
-A crash of the compiler takes the process with it, so that whoever started it starts another one behind that job.
-"""
+"""Compile emitted kernels for GPUs that are not there, and read what came out. No driver is asked for."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import math
 import re
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from kernels.cases import CASES, LARGE, Problem, meta
+from kernels.kept import Facts, facts_of
 
 from pumice.language.nodes import Access, indices_of
 from pumice.language.roles import Roles, packed, roles, stacked
@@ -133,25 +127,32 @@ def built(job: Job) -> Built:
     out = torch.empty(p.bound.shape, dtype=torch.float32 if form.adds else _kept(job), device="meta")
     try:
         launch = lowered.prepare(p.bound, p.operands, out, tile, how=how)
-        compiled, log = _compiled(launch, p, out, job.target)
+        options = {"num_warps": launch.tile.warps, "num_stages": launch.tile.stages}
+        facts = facts_of(_source(launch, p, out), job.target, options, partial(_read, launch))
     except Exception as error:
         return replace(found, error=f"{type(error).__name__}: {str(error)[-1500:]}")
-    text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
-    copies = _copies(text, launch)
     return replace(
         found,
         turns=bool(form.loops) or math.prod(extents[name] for name in form.reduced) > tile.reduced,
         stage=_stage(form, tile, job.dtype),
-        buffers=_buffers(compiled.asm["ttgir"]),
-        shared=compiled.metadata.shared,
-        spilled=spilled(compiled.asm, log),
-        instructions={name: len(re.findall(pattern, text)) for name, pattern in _INSTRUCTIONS.items()},
-        copies=copies,
-        chained=any(name in CASES[job.case].indices for name, _, _ in copies),
+        chained=any(name in CASES[job.case].indices for name, _, _ in facts["copies"]),
         sides=_sides(p, form),
         wide=_wide(launch),
-        serialized="C7514" in log or "serialized" in log,
+        **facts,
     )
+
+
+def _read(launch: lowered.Launch, compiled: Any, log: str) -> Facts:
+    """What is asserted of what the compiler made."""
+    text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    return {
+        "buffers": _buffers(compiled.asm["ttgir"]),
+        "shared": compiled.metadata.shared,
+        "spilled": spilled(compiled.asm, log),
+        "instructions": {name: len(re.findall(pattern, text)) for name, pattern in _INSTRUCTIONS.items()},
+        "copies": _copies(text, launch),
+        "serialized": "C7514" in log or "serialized" in log,
+    }
 
 
 def _problem(job: Job) -> Problem:
@@ -169,9 +170,9 @@ def _kept(job: Job) -> torch.dtype:
     return torch.float16 if DTYPES[job.dtype] in EIGHT_BITS else DTYPES[job.dtype]
 
 
-def _compiled(launch: lowered.Launch, p: Problem, out: torch.Tensor, target: str) -> tuple[Any, str]:
-    """What Triton makes of the kernel for these arguments, specialised as a launch does it, and what ptxas says."""
-    from triton.compiler import ASTSource, compile
+def _source(launch: lowered.Launch, p: Problem, out: torch.Tensor) -> Any:
+    """The kernel for these arguments, specialised as a launch does it."""
+    from triton.compiler import ASTSource
 
     fn = launch.kernel
     signature: dict[str, str] = {}
@@ -186,21 +187,7 @@ def _compiled(launch: lowered.Launch, p: Problem, out: torch.Tensor, target: str
         elif special and (value is None or value % 16 == 0):
             attributes[(place,)] = [["tt.divisibility", 16]]
         signature[argument.variable] = kind
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        compiled = compile(
-            ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes),
-            target=target_of(target),
-            options={"num_warps": launch.tile.warps, "num_stages": launch.tile.stages},
-        )
-    return compiled, said.getvalue()
-
-
-def target_of(name: str) -> Any:
-    from triton.backends.compiler import GPUTarget
-
-    targets = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-    return GPUTarget(*targets[name])
+    return ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def _kind(argument: Argument, p: Problem, out: torch.Tensor) -> str:
@@ -279,12 +266,5 @@ def _wide(launch: lowered.Launch) -> list[str]:
     return sorted(found)
 
 
-def main(path: str, first: int) -> None:
-    torch.set_num_threads(1)
-    jobs = [Job.of_json(held) for held in json.loads(Path(path).read_text())]
-    for job in jobs[first:]:
-        print(json.dumps(asdict(built(job))), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    return asdict(built(Job.of_json(job)))

@@ -1,15 +1,13 @@
-"""Emitted kernels in Triton's interpreter, in a process of its own: `python -m kernels.interpret GROUP`.
+"""Emitted kernels in Triton's interpreter, in a process of its own.
 
-TRITON_INTERPRET must be set before triton is first imported, and the other tests need it unset. The checks of a group
-are run one after another; a line of JSON tells how each ended.
+TRITON_INTERPRET must be set before triton is first imported, and the other tests need it unset.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice, product
@@ -19,7 +17,6 @@ import numpy as np
 import torch
 from einsum_fuzz import random_case
 from einsum_oracle import evaluate
-from kernels import shortcuts
 from kernels.cases import CASES, SMALL, SMALL_BLOCK, STUDIES, Case, Problem, problem, variants
 from torch import Tensor
 
@@ -793,8 +790,47 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, tuple[int, ...]]]] = {
 }
 
 
+RUNS = torch.tensor([0, 0, 0, 1, 3, 3])
+
+INDEXED: Mapping[str, tuple[str, Mapping[str, Tensor]]] = {
+    "a diagonal, scattered": (
+        "T[i,X[j]] = A[j,j] ; i:2, T:[2,5]",
+        {"X": torch.tensor([4, 1, 2]), "A": torch.arange(1.0, 10).view(3, 3)},
+    ),
+    "a diagonal, gradient": (
+        "dA[i,-1*X[j]+1] = -3 * G[j,j] ; i:1, j:1..3, dA:[1,3]",
+        {"X": torch.tensor([0, 1, 0]), "G": torch.arange(1.0, 10).view(3, 3)},
+    ),
+    "entries counted": ("deg[R[e]] = one ; deg:[5], R:sorted", {"R": RUNS, "one": torch.tensor(2.0)}),
+    "entries counted by column": ("T[R[e],n] = A[n] ; T:[5,_], R:sorted", {"R": RUNS, "A": torch.tensor([1.0, 10])}),
+    "part of the segments": ("y[R[p]] = V[p] ; p:1..4, R:sorted, y:[5]", {"R": RUNS, "V": torch.arange(1.0, 7)}),
+    "part of the segments, columns": (
+        "y[R[p],n] = V[p] * B[p,n] ; p:2..6, R:sorted, y:[5,_]",
+        {"R": RUNS, "V": torch.arange(1.0, 7), "B": torch.arange(24.0).view(6, 4)},
+    ),
+}
+"""Statements, and operands whose index arrays count."""
+
+
+def check_indexed(name: str) -> None:
+    p = Problem.of(*INDEXED[name])
+    for tile in (None, *tiles(p)):
+        agree(p, tile=tile)
+
+
+def check_part_of_onto() -> None:
+    """What is written of the result through a part of an array is not all of it."""
+    operands = {"V": torch.ones(3), "R": torch.tensor([2, 0, 1]), "S": torch.tensor([1, -1, -1])}
+    for target, ranges, fills in (("R[p]", "", torch.float32), ("R[p]", "p:1..3, ", None), ("R[S[p]]", "", None)):
+        p = Problem.of(f"y[{target}] = V[p] ; {ranges}y:[3], R:distinct, R:onto", operands)
+        assert lowered.runner(p.bound, torch.float32).fills == fills, p.bound.statement
+        agree(p)
+
+
 def other_checks() -> Checks:
     found: dict[str, Callable[[], None]] = {name: partial(check_other, name) for name in OTHERS}
+    found |= {name: partial(check_indexed, name) for name in INDEXED}
+    found["part of an array that is onto"] = check_part_of_onto
     found["padding everywhere"] = check_all_padding
     found["64-bit indices"] = check_long_indices
     found["float64"] = check_double
@@ -950,22 +986,26 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
     "ways": partial(joined, way_checks, slice_checks),
     "fuzz": partial(joined, other_checks, fuzz_checks),
 }
-"""The checks, by name, of each group; a group is one process."""
+"""The checks, by name, of each group."""
 
 
-def run_checks(checks: Checks) -> None:
-    """A line of JSON for each: its name, and what went wrong."""
-    torch.set_num_threads(1)
-    shortcuts.take()
-    for name, check in checks.items():
+def answering(
+    groups: Mapping[str, Callable[[], Checks]], around: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Callable[[tuple[str, str]], str]:
+    """Of a group and the name of a check, carried out within `around`: what went wrong, "" where all is well."""
+    checks_of = lru_cache(lambda group: groups[group]())
+
+    def answer(request: tuple[str, str]) -> str:
+        group, name = request
         try:
-            check()
-            problem_found = ""
+            with around():
+                checks_of(group)[name]()
         except Exception as error:
             frames = "".join(traceback.format_exception(error)[-4:])
-            problem_found = f"{type(error).__name__}: {error}\n{frames}"
-        print(json.dumps([name, problem_found]), flush=True)
+            return f"{type(error).__name__}: {error}\n{frames}"
+        return ""
+
+    return answer
 
 
-if __name__ == "__main__":
-    run_checks(GROUPS[sys.argv[1]]())
+answer = answering(GROUPS)

@@ -1,4 +1,4 @@
-"""Compile kernels of coordinates and of norms for GPUs that are not there: `python -m kernels.launches JOBS FIRST`.
+"""Compile kernels of coordinates and of norms for GPUs that are not there.
 
 What is compiled are the variants that typical maps launch, written down by a launcher that starts nothing. Jobs and
 their results are those of kernels.cross.
@@ -6,22 +6,18 @@ their results are those of kernels.cross.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
-import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from clouds import Scene, levels, lookups
-from kernels.cross import TARGETS, Built, spilled, target_of
+from kernels.cross import TARGETS, Built, spilled
+from kernels.kept import Facts, facts_of
 from torch import Tensor
 
 from pumice.coords import (
@@ -268,17 +264,22 @@ def built(job: Launch) -> Built:
     """The job done; an error of the compiler is told, not raised."""
     found = Built(Tile(1, 1, warps=job.variant.warps), False, False)
     try:
-        compiled, log = _compiled(job)
+        facts = facts_of(_source(job), job.target, {"num_warps": job.variant.warps}, _read)
     except Exception as error:
         return replace(found, error=f"{type(error).__name__}: {str(error)[-1500:]}")
+    return replace(found, **facts)
+
+
+def _read(compiled: Any, log: str) -> Facts:
+    """What is asserted of what the compiler made."""
     text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     counts = {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()}
-    return replace(found, shared=compiled.metadata.shared, spilled=spilled(compiled.asm, log), instructions=counts)
+    return {"shared": compiled.metadata.shared, "spilled": spilled(compiled.asm, log), "instructions": counts}
 
 
-def _compiled(job: Launch) -> tuple[Any, str]:
+def _source(job: Launch) -> Any:
     """As a launch has it: tensors, integers of 64 bits that nothing is known of, constants."""
-    from triton.compiler import ASTSource, compile
+    from triton.compiler import ASTSource
 
     file, _, name = job.variant.kernel.partition(".")
     room = "lower" if file in ("norm_kernels", "largest_kernels") else "coords"
@@ -289,21 +290,8 @@ def _compiled(job: Launch) -> tuple[Any, str]:
     assert names[len(kinds) - len(v.constants) :] == [name for name, _ in v.constants], "constants in another order"
     constants = {(names.index(name),): value for name, value in v.constants}
     attributes = {(at,): [["tt.divisibility", 16]] for at, t in enumerate(v.tensors) if not t.endswith("!")}
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        compiled = compile(
-            ASTSource(fn=fn, signature=dict(zip(names, kinds, strict=True)), constexprs=constants, attrs=attributes),
-            target=target_of(job.target),
-            options={"num_warps": v.warps},
-        )
-    return compiled, said.getvalue()
+    return ASTSource(fn=fn, signature=dict(zip(names, kinds, strict=True)), constexprs=constants, attrs=attributes)
 
 
-def main(path: str, first: int) -> None:
-    torch.set_num_threads(1)
-    for held in json.loads(Path(path).read_text())[first:]:
-        print(json.dumps(asdict(built(Launch.of_json(held)))), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+def answer(job: dict[str, Any]) -> dict[str, Any]:
+    return asdict(built(Launch.of_json(job)))

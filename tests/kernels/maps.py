@@ -1,8 +1,7 @@
-"""Kernels of coordinates in Triton's interpreter, in a process of its own: `python -m kernels.maps GROUP`.
+"""Kernels of coordinates in Triton's interpreter, in a process of its own.
 
-As kernels.interpret: a line of JSON tells how each check of the group ended. Everything is compared bit for bit with
-plain torch, which other tests compare with dictionaries and loops. Whatever is allocated under a check lies between
-fences, which kernels must leave alone.
+Everything is compared bit for bit with plain torch, which other tests compare with dictionaries and loops. Whatever is
+allocated under a check lies between fences, which kernels must leave alone.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from clouds import (
     site_around,
     within,
 )
-from kernels.interpret import run_checks
+from kernels.interpret import answering
 from torch import Tensor
 
 import pumice as pm
@@ -935,13 +934,7 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
     "stages": stage_checks,
     "whole maps": map_checks,
 }
-"""The checks, by name, of each group; a group is one process."""
+"""The checks, by name, of each group."""
 
 
-def _fenced(check: Callable[[], None]) -> None:
-    with fenced():
-        check()
-
-
-if __name__ == "__main__":
-    run_checks({name: partial(_fenced, check) for name, check in GROUPS[sys.argv[1]]().items()})
+answer = answering(GROUPS, fenced)

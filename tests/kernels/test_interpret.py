@@ -8,6 +8,5 @@ CHECKS = [("kernels.interpret", group, name) for group, checks in GROUPS.items()
 
 @pytest.mark.parametrize(("module", "group", "name"), CHECKS, ids=[name for *_, name in CHECKS])
 def test_interpreted(interpreted, module, group, name):
-    ended = interpreted(module, group)
-    problem = ended.get(name, f"the process ended before this check: {ended['']}")
+    problem = interpreted(module, group, name)
     assert not problem, problem

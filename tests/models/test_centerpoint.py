@@ -31,7 +31,7 @@ STRIDES = {
     "voxelres8x": [(1, 1, 1), (2, 2, 2), (4, 4, 4), (8, 8, 8), (16, 8, 8)],
     "resnet21d": [(1, 1, 1), (2, 2, 2), (4, 4, 4), (8, 8, 8), (8, 16, 8)],
 }
-SHAPE = {"voxelres8x": (41, 24, 32), "resnet21d": (31, 39, 27)}
+SHAPE = {"voxelres8x": (41, 16, 24), "resnet21d": (23, 39, 19)}
 
 
 def convolutions(net):

@@ -159,9 +159,7 @@ def _checked(geometry: Geometry, relation: Relation, target: Geometry | None) ->
         raise OptionError(f"out={relation.policy!r} is no output policy; there are {', '.join(POLICIES)}")
     if relation.dim != geometry.dim:
         raise ShapeError(f"the relation has {relation.dim} axes, the coordinates have {geometry.dim}")
-    if relation.policy == "same" and any(s != 1 for s in relation.stride):
-        raise OptionError(f"out='same' keeps the coordinates and needs stride 1, found stride {relation.stride}")
-    return relation, _checked_target(geometry, target) if relation.policy == "given" else None
+    return relation.checked(), _checked_target(geometry, target) if relation.policy == "given" else None
 
 
 def _build(
