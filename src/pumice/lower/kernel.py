@@ -586,7 +586,8 @@ def tile_of(bound: BoundStatement, operands: Mapping[str, Tensor], precision: st
 def _check_fit(bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile) -> None:
     """Raises OptionError where no kernel is made of the statement with this tile."""
     form = _form_in(bound, tile)
-    sides = min(tile.rows, tile.columns, tile.reduced)
+    # A packed tile takes several entries of few channels as one side.
+    sides = min(tile.rows, tile.columns, 16 if tile.packed else tile.reduced)
     if form.product and sides < 16:
         raise OptionError(f"the sides of a matrix product are at least 16, found {sides}")
     kind = next((t.dtype for t in operands.values() if t.dtype.is_floating_point), torch.float32)
