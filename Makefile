@@ -1,5 +1,5 @@
 # make demo    environment, install, and the main job from end to end
-# make test    environment, install, lint, types, and every test that needs no GPU
+# make test    environment, install, lint, types, and every test of the package that needs no GPU
 # PYTHON=...   the interpreter to build the environment with (3.11 or newer)
 
 CANDIDATES := python3.11 python3.12 python3.13 python3 python
@@ -24,12 +24,12 @@ STAMP36 := $(VENV36)/.stamp
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help env demo test lint pytest bench shape lint-kernels sanitize clean
+.PHONY: help env demo test lint pytest test-benchmarks bench shape lint-kernels sanitize clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
-	@echo "also         make env, lint, bench, shape, lint-kernels, sanitize, clean"
+	@echo "also         make env, test-benchmarks, lint, bench, shape, lint-kernels, sanitize, clean"
 
 env: $(STAMP)
 
@@ -64,10 +64,14 @@ pytest: env
 	@echo "test: everything that needs no GPU, by $(WORKERS) processes"
 	@$(BIN)/python -m pytest -q -m "not gpu" --numprocesses=$(WORKERS) --dist=worksteal
 
+test-benchmarks: env
+	@echo "test: benchmarks"
+	@$(BIN)/python -m pytest -q -m "not gpu" --numprocesses=$(WORKERS) --dist=worksteal benchmarks/tests
+
 bench: env
 	@echo "bench: installing the peers"
 	@$(BIN)/python $(PIP) --no-build-isolation -e ".[bench]"
-	@$(BIN)/pumice bench
+	@$(BIN)/python -m benchmarks
 
 shape: env
 	@$(BIN)/python scripts/shape.py

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from pumice.schedule.ledger import Ledger
 
 STREAM = 7
 TENSORS = ("operand", "result")
+ADDRESSES = (*TENSORS, "before", "segment", "room", "waiting")
 MOVING = {("operand", "x"), ("operand", "*residual"), ("result", ""), ("room", ""), ("waiting", "")}
 SIDES = {"x": "inputs", "dx": "inputs", "O": "outputs", "grad": "outputs"}
 """Of a convolution and its gradients: what has rows for the inputs of a map, and for its outputs."""
@@ -71,7 +73,8 @@ class Made:
 @dataclass
 class Gpu:
     """started: all kernels of statements, norms: names of those of norms and whether they were begun by addresses;
-    lines: those of each line that was started; made: what `new_empty` gave within each.
+    lines: those of each line that was started; made: what `new_empty` gave within each. launches: kernels of both kinds
+    in the order in which they were started, each with what it is of, programs and arguments by name but addresses.
 
     trained, back: of each line in training, and of its gradients, how many layers it had.
 
@@ -83,6 +86,7 @@ class Gpu:
     norms: list[tuple[str, bool]] = field(default_factory=list)
     lines: list[list[Started]] = field(default_factory=list)
     made: list[list[torch.Tensor]] = field(default_factory=list)
+    launches: Any = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
     back: list[int] = field(default_factory=list)
     sources: dict = field(default_factory=dict)
@@ -94,7 +98,7 @@ class Gpu:
     of_norms: list = field(default_factory=lambda: [lru_cache(1024)(each.__wrapped__) for each in OF_NORMS])
 
     def clear(self) -> None:
-        for each in (self.started, self.norms, self.lines, self.made, self.trained, self.back):
+        for each in (self.started, self.norms, self.lines, self.made, self.launches, self.trained, self.back):
             each.clear()
 
     @property
@@ -122,7 +126,7 @@ class Kernel:
 
     def __getitem__(self, grid):
         def launch(*values, num_warps, num_stages):
-            compiled = Compiled(self, values)
+            compiled = Compiled(self, values, {"warps": num_warps, "stages": num_stages})
             plainly = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
             compiled.begin(grid[0], plainly, False)
             return compiled
@@ -152,8 +156,8 @@ class Compiled(Begun):
     """What Triton's launch gives. Dtypes and layouts are those of the tensors that it was made for; rows, which are
     arguments, are not."""
 
-    def __init__(self, kernel: Kernel, values) -> None:
-        self.kernel, self.layouts = kernel, {}
+    def __init__(self, kernel: Kernel, values, options: dict[str, int]) -> None:
+        self.kernel, self.layouts, self.options = kernel, {}, options
         for argument, value in zip(kernel.source.arguments, values, strict=True):
             if argument.kind in TENSORS:
                 self.layouts[argument.name] = value.dtype, value.shape[1:], value.stride(), value.shape[0]
@@ -206,6 +210,8 @@ class Compiled(Begun):
         told = [None if (a.kind, a.name) in MOVING else v for a, v in zip(source.arguments, values, strict=True)]
         one = Started((source.text, programs, *told), touched, by_address)
         gpu.started.append(one)
+        names = {a.variable: v for a, v in zip(source.arguments, values, strict=True) if a.kind not in ADDRESSES}
+        gpu.launches.append((source, programs, names | self.options))
         getattr(gpu.own, "line", []).append(one)
 
 
@@ -316,6 +322,8 @@ class CompiledNorm(Begun):
         places, numbers = [*zip(values[:count], self.dtypes, strict=True)], values[count : len(values) - len(constants)]
         getattr(self, f"_{self.kernel.name}")(programs, places, numbers, constants)
         gpu.norms.append((self.kernel.name, by_address))
+        told = [*numbers, *constants]
+        gpu.launches.append((self.kernel.name, programs, {str(n): v for n, v in enumerate(told)}))
         getattr(gpu.own, "norms", []).append(by_address)
 
     def _shared(self, programs, room, counters, parts, channels, lanes) -> None:

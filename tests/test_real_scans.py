@@ -13,11 +13,11 @@ import torch
 from cases import one_thread  # noqa: F401
 
 import pumice as pm
+from pumice.cli.evaluate import Scores, confusion, predict
+from pumice.cli.task import Task
+from pumice.cli.training import Recipe, train
 from pumice.data import Scan, read_scan
 from pumice.models import MinkUNet
-from pumice.tools.evaluate import Scores, confusion, predict
-from pumice.tools.task import Task
-from pumice.tools.train import Recipe, train
 
 CPU = torch.device("cpu")
 
@@ -57,7 +57,7 @@ def scan(data_folder):
 
 @lru_cache(maxsize=2)
 def _read(path: Path) -> Scan:
-    return read_scan(path)
+    return read_scan(path, labels=True)
 
 
 def voxels_of(scan: Scan, size: float) -> pm.SparseTensor:

@@ -15,7 +15,7 @@ class Settings:
     """What the environment says.
 
     data: the folder of real scans (PUMICE_DATA), or None where it is not set.
-    cache: the folder for tuned plans and generated code (PUMICE_CACHE, default ~/.cache/pumice).
+    cache: the folder for tuned tiles and plans (PUMICE_CACHE, default ~/.cache/pumice).
     map_graphs: whether maps of scene after scene are found by CUDA graphs (PUMICE_MAP_GRAPHS, 0 or 1, default 1).
     """
 

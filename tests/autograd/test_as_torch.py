@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import pumice as pm
+from pumice.errors import CoordinateError, DtypeError, OptionError, ShapeError
 
 
 def sample(seed=0, dtype=torch.float32, batches=2, dim=3, channels=4):
@@ -304,3 +305,51 @@ def test_prepare_finds_every_map_without_arithmetic():
     assert model(x).shape == (2, 8)
     assert dict(x.geometry.maps) == maps
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def saved(change, weights_only=True, x=None):
+    """What torch.load makes of a file in which the geometry's parts were changed."""
+    coords = torch.cartesian_prod(torch.zeros(1), *[torch.arange(4.0)] * 3).int()
+    x = pm.voxelize(coords[:, 1:].float(), size=1.0, spatial_shape=(4, 4, 4)) if x is None else x
+    function, parts = x.geometry.__reduce__()
+    file = io.BytesIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pm.Geometry, "__reduce__", lambda _: (function, tuple(change(list(parts)))))
+        torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+def changed(place, value):
+    """A file whose part at this place is what `value` makes of it."""
+    return lambda parts: [*parts[:place], value(parts[place]), *parts[place + 1 :]]
+
+
+WRONG = {
+    "floats": (DtypeError, changed(0, lambda c: c.double())),
+    "negative items": (CoordinateError, changed(0, lambda c: c - torch.tensor([5, 0, 0, 0]).int())),
+    "outside": (CoordinateError, changed(2, lambda _: (2, 4, 4))),
+    "axes": (ShapeError, changed(1, lambda _: ((1, 1),))),
+    "items": (CoordinateError, changed(3, lambda _: 0)),
+    "frame": (OptionError, changed(4, lambda f: ((0.0, 1.0, 1.0), *f[1:]))),
+    "inverse": (CoordinateError, changed(5, lambda i: i + 1)),
+    "inverse of floats": (DtypeError, changed(5, lambda i: i.double())),
+}
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_is_checked_when_it_is_loaded(name, weights_only):
+    error, change = WRONG[name]
+    with pytest.raises(error):
+        saved(change, weights_only)
+
+
+@pytest.mark.parametrize("moved", [lambda x: x, lambda x: x.split()[0], lambda x: pm.collate([x, x])])
+def test_duplicates_of_a_file_are_raised_before_neighbours_are_used(moved):
+    x = moved(saved(changed(0, torch.zeros_like)))
+    for _ in range(2):
+        with pytest.raises(CoordinateError, match="duplicates"):
+            pm.ops.conv(x, torch.ones(1, 3, 3, 3, 3))
+    with pytest.raises(CoordinateError, match="duplicates"):
+        x.geometry.find(x.coords)

@@ -8,8 +8,8 @@ from pumice.coords.cloud import offset_table
 from pumice.coords.codes import CodeLayout
 from pumice.coords.compact import Order, groups_of
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import constant, constants_read
 from pumice.coords.relation import Relation
+from pumice.runtime.launch import constant, constants_read
 
 CPU = torch.device("cpu")
 

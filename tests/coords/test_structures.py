@@ -8,7 +8,7 @@ from clouds import INT32, SIDES, NoWaits, Scene, asked, astray, buffered, fresh,
 from clouds import neighbours as wanted
 
 import pumice as pm
-from pumice.coords import Bounds, Cloud, Geometry, MapSchedule, Relation, kernel_map
+from pumice.coords import Bounds, Cloud, Geometry, MapSchedule, Relation, kernel_map, sorted_keys
 from pumice.coords.choice import STRUCTURES as NAMES
 from pumice.coords.choice import Rates, costs
 from pumice.coords.cloud import DUPLICATE, OVERFLOW, RANGE, check, read
@@ -332,3 +332,19 @@ def test_a_schedule_asks_for_nothing_that_was_found_before():
     geometry = Geometry.checked(scene("plain", 3).coords())
     found, _ = kernel_map(geometry, Relation.of(3, 3))
     assert kernel_map(geometry, Relation.of(3, 3), schedule=MapSchedule("bricks"))[0] is found
+
+
+def test_a_table_that_another_thread_replaces_is_not_read(monkeypatch):
+    cloud = scene("plain", 3).cloud()
+    far = Relation.of(3, 3, dilation=5)
+    keys = SortedKeys(cloud, SORTED)
+    want = keys.neighbours(cloud, far).rows
+    small, reaches = SortedKeys(cloud, SORTED)._table, sorted_keys._Narrow.reaches
+
+    def interrupted(table, reach):
+        enough = reaches(table, reach)
+        keys._table = small  # what another thread has just made for a relation of less reach
+        return enough
+
+    monkeypatch.setattr(sorted_keys._Narrow, "reaches", interrupted)
+    assert torch.equal(keys.neighbours(cloud, far).rows, want)

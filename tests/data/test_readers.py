@@ -1,7 +1,12 @@
 """Every format is written here byte by byte, read back, broken, and refused."""
 
+import importlib
+import io
+import os
 import struct
+import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pumice
 from pumice.data import ASPRS, NUSCENES, READERS, SEMANTIC_KITTI, find_scans, read_labels, read_scan
 from pumice.data.pcd import lzf_decode
 from pumice.errors import FileError, OptionError
@@ -97,7 +103,7 @@ def test_points_without_return_are_dropped(tmp_path: Path) -> None:
     rows[::8] = np.nan
     (tmp_path / "gaps.bin").write_bytes(rows.tobytes())
     (tmp_path / "gaps.label").write_bytes(np.full(240, 10, "<u4").tobytes())
-    scan = read_scan(tmp_path / "gaps.bin")
+    scan = read_scan(tmp_path / "gaps.bin", labels=True)
     assert (len(scan), scan.dropped) == (210, 30)
     assert scan.label_counts()["car"] == 210
 
@@ -108,6 +114,17 @@ def test_a_cut_sweep_is_refused(tmp_path: Path, cut: int) -> None:
     path.write_bytes(_sweep(240, 4).tobytes()[:-cut])
     with pytest.raises(FileError, match=f"cut.bin: expected .*multiple of .*found {3840 - cut} bytes"):
         read_scan(path)
+
+
+@pytest.mark.parametrize("far", [1e9, -1e9, 1e20])
+def test_a_single_far_point_is_dropped(tmp_path: Path, far: float) -> None:
+    rows = SWEEP[:, :4].copy()
+    rows[7, 1] = far
+    (tmp_path / "a.bin").write_bytes(rows.tobytes())
+    scan = read_scan(tmp_path / "a.bin")
+    assert scan.dropped == 1
+    np.testing.assert_array_equal(scan.xyz, np.delete(rows[:, :3], 7, axis=0))
+    assert len(read_scan(tmp_path / "a.bin", columns=4)) == 240, "given columns are taken as they are"
 
 
 def test_bytes_that_are_no_coordinates_are_refused(tmp_path: Path) -> None:
@@ -132,23 +149,53 @@ def _kitti(folder: Path, labels: Path) -> Path:
 @pytest.mark.parametrize(
     ("scan", "labels", "argument"),
     [
-        ("", "", None),
-        ("velodyne", "labels", None),
+        ("", "", True),
+        ("velodyne", "labels", True),
         ("points", "elsewhere", "elsewhere"),
         ("points", "elsewhere", "elsewhere/000000.label"),
     ],
 )
-def test_labels_are_found(tmp_path: Path, scan: str, labels: str, argument: str | None) -> None:
+def test_labels_are_found(tmp_path: Path, scan: str, labels: str, argument: str | bool) -> None:
     path = _kitti(tmp_path / scan, tmp_path / labels)
-    found = read_scan(path, labels=None if argument is None else tmp_path / argument)
+    found = read_scan(path, labels=argument if isinstance(argument, bool) else tmp_path / argument)
     assert found.label_set == SEMANTIC_KITTI
     np.testing.assert_array_equal(found.labels, np.array([0, 0, 8, -1])[LABELS])
+
+
+def test_labels_beside_a_scan_are_read_when_asked_for(tmp_path: Path) -> None:
+    path = _kitti(tmp_path, tmp_path)
+    assert read_scan(path).labels is None
+    np.savez(tmp_path / "own.npz", xyz=SWEEP[:, :3], labels=LABELS)
+    assert read_scan(tmp_path / "own.npz").labels is not None
+    assert read_scan(tmp_path / "own.npz", labels=False).labels is None
+    assert read_scan(path, labels=False).labels is None
+    path.with_suffix(".label").unlink()
+    assert read_scan(path, labels=True).labels is None
+
+
+def test_a_stray_id_is_ignored_with_a_warning(tmp_path: Path) -> None:
+    path = _kitti(tmp_path, tmp_path)
+    raw = np.array([10, 252, 40, 99], np.uint32)[LABELS]
+    raw[17] = 65000
+    path.with_suffix(".label").write_bytes(raw.tobytes())
+    with pytest.warns(UserWarning, match=r"000000.label: 1 of 240 labels .* \[65000\].*ignored"):
+        scan = read_scan(path, labels=True)
+    assert scan.label_set == SEMANTIC_KITTI
+    assert scan.labels is not None and scan.labels[17] == -1 and scan.label_counts()["road"] == 60
+
+
+def test_many_unknown_ids_give_generic_classes_with_a_warning(tmp_path: Path) -> None:
+    path = _kitti(tmp_path, tmp_path)
+    path.with_suffix(".label").write_bytes(np.array([10, 2, 3, 4], "<u4")[LABELS].tobytes())
+    with pytest.warns(UserWarning, match=r"180 of 240 labels .* \[2, 3, 4\].*one class per value"):
+        scan = read_scan(path, labels=True)
+    assert scan.label_set is not None and scan.label_set.names == ("class 2", "class 3", "class 4", "class 10")
 
 
 def test_ids_that_no_set_knows_become_generic_classes(tmp_path: Path) -> None:
     path = _kitti(tmp_path, tmp_path)
     path.with_suffix(".label").write_bytes((LABELS.astype("<u4") + 2).tobytes())
-    scan = read_scan(path)
+    scan = read_scan(path, labels=True)
     assert scan.label_set is not None
     assert scan.label_set.names == ("class 2", "class 3", "class 4", "class 5")
     np.testing.assert_array_equal(scan.labels, LABELS)
@@ -170,13 +217,13 @@ def test_labels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     label = path.with_suffix(".label")
     label.write_bytes(np.zeros(239, "<u4").tobytes())
     with pytest.raises(FileError, match="000000.label: expected 240 labels, one per point of 000000.bin, found 239"):
-        read_scan(path)
+        read_scan(path, labels=True)
     label.write_bytes(b"abc")
     with pytest.raises(FileError, match=r"multiple of 4 bytes \(uint32 labels\), found 3 bytes"):
-        read_scan(path)
+        read_scan(path, labels=True)
     label.write_bytes(b"")
     with pytest.raises(FileError, match="000000.label: expected data, found an empty file"):
-        read_scan(path)
+        read_scan(path, labels=True)
     with pytest.raises(FileError, match="none.label: expected a file, found nothing"):
         read_scan(path, labels=tmp_path / "none.label")
     (tmp_path / "empty").mkdir()
@@ -262,6 +309,7 @@ def test_ply_agrees_with_plyfile(tmp_path: Path) -> None:
         (b"ply\nformat binary 1.0\nend_header\n", "format ascii | .*found format binary"),
         (b"ply\nformat ascii 1.0\nelement face 0\nend_header\n", "an element vertex, found elements face"),
         (b"ply\nformat ascii 1.0\nelement vertex many\nend_header\n", "header line, found 'element vertex many'"),
+        (b"ply\nformat ascii 1.0\nelement vertex -1\nend_header\n", "header line, found 'element vertex -1'"),
         (b"ply\nformat ascii 1.0\nelement vertex 1\nproperty tiny x\nend_header\n", "'property tiny x'"),
         (_ply("ascii", b"1 2 3\n"), "240 vertices of 7 numbers, found 1 lines, 3 numbers"),
         (_ply("binary_little_endian", bytes(100)), "4560 bytes for 240 vertices, found 100 bytes"),
@@ -364,6 +412,12 @@ def test_pcd_colours_in_the_bits_of_a_float(tmp_path: Path) -> None:
     np.testing.assert_allclose(read_scan(tmp_path / "a.pcd").feats, [[1, 128 / 255, 0]], rtol=1e-6)
 
 
+def test_pcd_with_intensity_and_packed_colours_keeps_both(tmp_path: Path) -> None:
+    header = b"FIELDS x y z intensity rgb\nSIZE 4 4 4 4 4\nTYPE F F F F U\nPOINTS 1\nDATA binary\n"
+    (tmp_path / "a.pcd").write_bytes(header + struct.pack("<ffffI", 1, 2, 3, 0.5, 0x00FF8000))
+    np.testing.assert_allclose(read_scan(tmp_path / "a.pcd").feats, [[0.5, 1, 128 / 255, 0]], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -413,7 +467,7 @@ def test_lzf_never_fails_otherwise(packed: bytes, size: int) -> None:
 
 def _las(path: Path, classes: np.ndarray, point_format: int = 3) -> np.ndarray:
     laspy = pytest.importorskip("laspy")
-    header = laspy.LasHeader(point_format=point_format, version="1.2")
+    header = laspy.LasHeader(point_format=point_format, version="1.4" if point_format >= 6 else "1.2")
     header.scales, header.offsets = np.full(3, 0.001), np.array([450_000.0, 5_200_000.0, 0.0])
     las = laspy.LasData(header)
     xyz = np.round(SWEEP[:, :3].astype(np.float64), 3) + header.offsets
@@ -455,8 +509,65 @@ def test_bad_las(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(FileError, match="bad.las: expected"):
             read_scan(path)
     monkeypatch.setitem(sys.modules, "laspy", None)
-    with pytest.raises(FileError, match=r"package laspy to read it \(pip install 'laspy\[lazrs\]'\)"):
+    with pytest.raises(FileError, match=r"package laspy to read it \(`pip install \.\[io\]` in a clone of pumice\)"):
         read_scan(path)
+
+
+def _patched(data: bytes, code: str, *fields: tuple[int, int]) -> bytes:
+    """The bytes with (offset, value) fields written over, all of one struct code."""
+    out = bytearray(data)
+    for offset, value in fields:
+        struct.pack_into("<" + code, out, offset, value)
+    return bytes(out)
+
+
+LIMITED = """
+import resource, sys
+from pumice.data import read_scan
+from pumice.errors import FileError
+held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (held + 2**29,) * 2)
+for path in sys.argv[1:]:
+    try:
+        read_scan(path)
+    except FileError as error:
+        print(str(error).partition(": ")[2])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits its memory as Linux does")
+def test_las_counts_are_held_against_the_size_of_the_file(tmp_path: Path) -> None:
+    """Each of these took minutes or gigabytes, or ended the process in lazrs."""
+    pytest.importorskip("lazrs")
+    _las(tmp_path / "a.las", LABELS)
+    _las(tmp_path / "a.laz", LABELS)
+    _las(tmp_path / "layered.laz", LABELS, point_format=6)
+    layered = (tmp_path / "layered.laz").read_bytes()
+    las, laz = (tmp_path / "a.las").read_bytes(), (tmp_path / "a.laz").read_bytes()
+    points = struct.unpack_from("<I", laz, 96)[0]
+    table = struct.unpack_from("<q", laz, points)[0]
+    broken = {
+        "records.las": _patched(las, "I", (100, 3_810_525_184)),
+        "records.laz": _patched(laz, "I", (100, 1_000_000_000)),
+        "count.las": _patched(las, "I", (107, 0xFFFFFFFF)),
+        "count.laz": _patched(laz, "I", (107, 0xFFFFFFFF)),
+        "header.las": _patched(las, "H", (94, 0xFFFF)),
+        "start.las": _patched(las, "I", (96, 0xFFFFFFF0)),
+        "chunks.laz": _patched(laz, "I", (table + 4, 1_429_398_244)),
+        "table.laz": _patched(laz, "q", (points, 1 << 40)),
+        "chunk.laz": _patched(laz, "I", (227 + 54 + 12, 0xFFFFFFF0)),
+        "items.laz": _patched(laz, "H", (227 + 54 + 32, 0)),
+        "layers.laz": _patched(layered, "I", (struct.unpack_from("<I", layered, 96)[0] + 8 + 30 + 4, 0xEFFFFFFF)),
+    }
+    for name, data in broken.items():
+        (tmp_path / name).write_bytes(data)
+    command = [sys.executable, "-c", LIMITED, *(str(tmp_path / name) for name in broken)]
+    source = str(Path(pumice.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": source, "RAYON_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    told = ran.stdout.splitlines()
+    assert (ran.returncode, len(told)) == (0, len(broken)), ran.stdout + ran.stderr
+    assert all("expected" in line and "found" in line for line in told), told
 
 
 # --- numpy and voxel text
@@ -502,6 +613,148 @@ def test_bad_npz(tmp_path: Path, arrays: dict[str, np.ndarray], message: str) ->
         read_scan(tmp_path / "bad.npz")
 
 
+def _npy(header: str) -> bytes:
+    text = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
+
+
+def _zipped(content: bytes, flag: int = 0, method: int = 0) -> bytes:
+    """An archive with points.npy, its flags and compression method overwritten in both headers."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("points.npy", content)
+    data = buffer.getvalue()
+    start = data.rfind(b"PK\x01\x02")
+    return _patched(data, "H", (6, flag), (8, method), (start + 8, flag), (start + 10, method))
+
+
+def _saved() -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, SWEEP)
+    return buffer.getvalue()
+
+
+BROKEN_ARRAYS = {
+    "token.npy": _npy("{'descr': '<f4', 'fortran_order': False, 'shape': (3,3"),
+    "huge.npy": _npy("{'descr': '<f4', 'fortran_order': False, 'shape': (6000000000000,), }"),
+    "over.npy": _npy("{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999999999999,3), }"),
+    "syntax.npy": _npy("{'descr': '<f4', 'fortran_order': False, 'shape': (3 3), }"),
+    "keys.npy": _npy("{b'descr': '<f4', 'fortran_order': False, 'shape': (3,3), }"),
+    "member.npz": _zipped(b"not an array"),
+    "deflated.npz": _zipped(b"not deflated at all", method=8),
+    "encrypted.npz": _zipped(_saved(), flag=1),
+    "method.npz": _zipped(_saved(), method=99),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_ARRAYS)
+def test_whatever_numpy_raises_is_a_file_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(BROKEN_ARRAYS[name])
+    with pytest.raises(FileError, match=f"{name}: expected .*found"):
+        read_scan(tmp_path / name)
+    if name.endswith("npy"):
+        with pytest.raises(FileError, match=f"{name}: expected .*found"):
+            read_labels(tmp_path / name)
+        assert find_scans(tmp_path) == [tmp_path / name], "a broken file is reported when it is read"
+
+
+def test_colours_that_are_words(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", xyz=SWEEP[:, :3], colors=np.array(["red"] * 240))
+    with pytest.raises(FileError, match=r"a.npz: expected .*colors"):
+        read_scan(tmp_path / "a.npz")
+
+
+# --- text and columns
+
+
+TEXT_FILES = {
+    "a.xyz": "1 2 3\n4 5 6\n",
+    "a.txt": "# made by hand\n\n1\t2 3\r\n4  5 6\r\n",
+    "a.csv": "1,2,3\n4,5, 6\n",
+    "semicolons.csv": "1;2;3\n4;5;6\n",
+    "names.csv": '"Z","Y","X"\n3,2,1\n6,5,4\n',
+    "cloudcompare.xyz": "//X Y Z\n1 2 3\n4 5 6\n",
+    "a.obj": "o mesh\nv 1 2 3\nv 4 5 6\nvn 0 0 1\nf 1 2 1\n",
+}
+
+
+@pytest.mark.parametrize("name", TEXT_FILES)
+def test_text(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(TEXT_FILES[name].encode())
+    scan = read_scan(tmp_path / name)
+    assert scan.xyz.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert scan.feats.shape == (2, 0) and scan.labels is None
+    assert find_scans(tmp_path) == [tmp_path / name]
+
+
+def test_text_with_colours_intensity_and_labels(tmp_path: Path) -> None:
+    (tmp_path / "a.xyz").write_text("1 2 3 255 0 51\n4 5 6 0 0 0\n")
+    np.testing.assert_allclose(read_scan(tmp_path / "a.xyz").feats[0], [1, 0, 0.2], rtol=1e-6)
+    (tmp_path / "a.obj").write_text("v 1 2 3 1 0 0.2\nv 4 5 6 0 0 0\n")
+    np.testing.assert_allclose(read_scan(tmp_path / "a.obj").feats[0], [1, 0, 0.2], rtol=1e-6)
+    (tmp_path / "a.csv").write_text("x,y,z,intensity,label\n1,2,3,0.5,7\n4,5,6,0.25,7\n")
+    scan = read_scan(tmp_path / "a.csv")
+    assert scan.feats.tolist() == [[0.5], [0.25]] and scan.label_counts() == {"class 7": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.xyz", "1 2 3\n4 5\n", "2 lines, 3 numbers in the first, 5 in all"),
+        ("a.txt", "1 2\n", "lines of equally many numbers, 3 or more"),
+        ("a.csv", "x,y\n1,2\n", "lines of equally many numbers, 3 or more|fields x, y, z"),
+        ("a.csv", "x,y,w\n1,2,3\n", "fields x, y, z, found only x, y, w"),
+        ("a.csv", "x,y,z\n1,2,c\n", "numbers, found could not convert"),
+        ("a.csv", "x,y,z\n", "points, found none"),
+        ("a.obj", "f 1 2 3\n", "vertices"),
+    ],
+)
+def test_bad_text(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(FileError, match=f"{name}: expected .*({message})"):
+        read_scan(tmp_path / name)
+
+
+def test_text_that_is_no_cloud_is_passed_over_in_a_folder(tmp_path: Path) -> None:
+    poses = " ".join(["1.0"] * 12)
+    for name, text in {
+        "times.txt": "0.1\n0.2\n",
+        "calib.txt": "P0: 7 0 6\n",
+        "poses.txt": poses,
+        "n.csv": "a,b,c\n1,2,3",
+    }.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "cloud.txt").write_text("1 2 3 0.5\n")
+    assert find_scans(tmp_path) == [tmp_path / "cloud.txt"]
+
+
+@pytest.mark.parametrize("suffix", [".feather", ".parquet"])
+def test_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """The columns of an Argoverse 2 sweep; the annotations beside it are no scan."""
+    pyarrow = pytest.importorskip("pyarrow")
+    write = {".feather": importlib.import_module("pyarrow.feather").write_feather,
+             ".parquet": importlib.import_module("pyarrow.parquet").write_table}[suffix]  # fmt: skip
+    half = SWEEP[:, :3].astype(np.float16)
+    columns = {n: pyarrow.array(half[:, i]) for i, n in enumerate("xyz")}
+    columns["intensity"] = pyarrow.array(np.full(240, 51, np.uint8))
+    columns["sensor"] = pyarrow.array(["up"] * 240)
+    path = tmp_path / f"315966265659927216{suffix}"
+    write(pyarrow.table(columns), path)
+    write(pyarrow.table({"tx_m": pyarrow.array([1.0])}), tmp_path / f"annotations{suffix}")
+    scan = read_scan(path)
+    np.testing.assert_array_equal(scan.xyz, half.astype(np.float32))
+    np.testing.assert_allclose(scan.feats, np.full((240, 1), 0.2), rtol=1e-6)
+    assert find_scans(tmp_path) == [path]
+    with pytest.raises(FileError, match="fields x, y, z, found only tx_m"):
+        read_scan(tmp_path / f"annotations{suffix}")
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(FileError, match=f"a readable {suffix} file"):
+        read_scan(path)
+    monkeypatch.setitem(sys.modules, "pyarrow.dataset", None)
+    with pytest.raises(FileError, match=r"package pyarrow to read it \(`pip install \.\[io\]` in a clone of pumice\)"):
+        read_scan(path)
+
+
 def test_npy_and_tns(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", SWEEP[:, :4])
     np.testing.assert_array_equal(read_scan(tmp_path / "a.npy").feats, SWEEP[:, 3:4])
@@ -527,8 +780,8 @@ def test_empty_missing_and_folders_are_refused(tmp_path: Path, suffix: str) -> N
     with pytest.raises(FileError, match=r"expected data, found an empty file \(0 bytes\)"):
         read_scan(path)
     path.write_bytes(b"\x01\x02\x03 nonsense \xff")
-    if suffix in (".las", ".laz"):
-        pytest.importorskip("laspy")
+    if suffix in (".las", ".laz", ".feather", ".parquet"):
+        pytest.importorskip("laspy" if suffix.startswith(".la") else "pyarrow")
     with pytest.raises(FileError, match=f"x{suffix}: expected"):
         read_scan(path)
     with pytest.raises(FileError, match="found a folder"):
@@ -536,11 +789,11 @@ def test_empty_missing_and_folders_are_refused(tmp_path: Path, suffix: str) -> N
 
 
 def test_unknown_suffixes_list_the_known_ones(tmp_path: Path) -> None:
-    path = tmp_path / "scan.xyz"
+    path = tmp_path / "scan.e57"
     path.write_text("1 2 3")
-    known = r"\.bin, \.las, \.laz, \.npy, \.npz, \.pcd, \.pcd\.bin, \.ply, \.tns, found "
+    known = ", ".join(sorted(READERS)).replace(".", r"\.") + ", found "
     for read in (read_scan, find_scans):
-        with pytest.raises(FileError, match=known + r"\.xyz"):
+        with pytest.raises(FileError, match=known + r"\.e57"):
             read(path)
     with pytest.raises(FileError, match=known + "1 other files"):
         find_scans(tmp_path)

@@ -49,7 +49,7 @@ def _kitti(data_folder: Path) -> Path:
 
 
 def test_semantic_kitti_labels(data_folder: Path) -> None:
-    scan = read_scan(_kitti(data_folder) / "000000.bin")
+    scan = read_scan(_kitti(data_folder) / "000000.bin", labels=True)
     counts = scan.label_counts()
     assert scan.label_set == SEMANTIC_KITTI
     assert (counts["car"], counts["person"], counts["road"], counts["sidewalk"]) == (544 + 990, 23 + 138, 20975, 30092)

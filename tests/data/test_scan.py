@@ -50,6 +50,12 @@ def test_map_coordinates_keep_their_millimetres() -> None:
     assert scan.select(np.array([1])).origin == scan.origin
 
 
+def test_one_far_point_does_not_cost_the_others_their_millimetres() -> None:
+    far = np.concatenate([XYZ + 0.001, [[-1e9, 0, 0]]])
+    scan = Scan(far, np.zeros((5, 0)))
+    np.testing.assert_allclose(scan.xyz[:4].astype(np.float64) + scan.origin, far[:4], atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("error", "arguments", "message"),
     [

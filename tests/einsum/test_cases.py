@@ -304,6 +304,44 @@ def test_convolution_by_windows():
         close(out, torch.nn.functional.conv2d(image, weight, stride=stride, padding=1))
 
 
+# Declared ranges
+@lowerings
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("T = A[i] ; i:2..2", ()),
+        ("T max= A[i] ; i:1..1", ()),
+        ("T[i] = A[i] ; i:1..1", (1,)),
+        ("T[i-1*j+1,i,i] mean= -1 * A ; i:1..1, j:3, T:[4,1,1]", (4, 1, 1)),
+    ],
+)
+def test_an_empty_range_has_no_points(text, shape, lowering):
+    a = normal(3) if "[i]" in text.split("=")[1] else normal()
+    assert torch.equal(pm.einsum(text, A=a, lowering=lowering), torch.zeros(shape, dtype=torch.float64))
+
+
+# Means
+MEANS = {
+    "exists": ("T mean= A[j] * exists(B[i])", (3,), (4,), (4,)),
+    "exists, declared": ("T mean= A[j] * exists(B[i-1]) ; i:6, B:[4]", (3,), (4,), (4,)),
+    "exists in another term": ("T mean= A[j] + C[j] * exists(B[i])", (3,), (4,), (3,)),
+    "equal": ("T mean= A[i] * equal(B[i-1], C[i]) ; i:3", (3,), (2,), (3,)),
+    "equal of a sum": ("T mean= A[j] * equal(B[i-1], C[i] * exists(A[k-1])) ; i:3, k:5", (3,), (2,), (3,)),
+    "equal in another term": ("T[j] mean= A[j] + equal(B[i-1], C[i]) ; i:3", (3,), (2,), (3,)),
+}
+
+
+@lowerings
+@pytest.mark.parametrize("name", MEANS)
+def test_means_under_conditions(name, lowering):
+    text, *shapes = MEANS[name]
+    a, b, c = (torch.ones(shape, dtype=torch.float64) for shape in shapes)
+    used = {key: x for key, x in {"B": b, "C": c}.items() if f"{key}[" in text}
+    assert torch.autograd.gradcheck(lambda a: pm.einsum(text, A=a, **used, lowering=lowering), a.requires_grad_())
+    wanted = pm.einsum(text, A=a, **used, lowering="reference")
+    close(pm.einsum(text, A=a, **used, lowering=lowering), wanted)
+
+
 # Equivariant tensor product
 TENSOR_PRODUCT = {
     "shared": ("Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[l,u,w]", "ijkl,bju,bk,luw->biw"),
@@ -345,6 +383,17 @@ def test_tensor_products_by_finite_differences():
     given = [x.requires_grad_() for x in inputs]
     assert torch.autograd.gradcheck(run, given)
     assert torch.autograd.gradgradcheck(run, given)
+
+
+# Lowerings by name
+def test_a_lowering_by_name_has_gradients():
+    a, b = holes(normal(6, 5), 0.5).requires_grad_(), normal(5, 3, seed=1).requires_grad_()
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        return pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=sparse(a, "CSR"), B=b, lowering="bagged")
+
+    got, wanted = (torch.autograd.grad(out.square().sum(), [a, b]) for out in (run(a, b), a @ b))
+    close([got[0], got[1]], [wanted[0] * (a != 0), wanted[1]])
 
 
 # Narrow dtypes

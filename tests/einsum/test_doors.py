@@ -424,3 +424,10 @@ def test_an_array_declared_onto_reaches_every_place():
     assert pm.einsum(text, R=torch.tensor([2, 0, 1]), x=x).tolist() == [1, 1, 1]
     with pytest.raises(CoordinateError, match="R is declared onto an axis of extent 3, and is not"):
         pm.einsum(text, R=torch.tensor([2, 0, 2]), x=x)
+
+
+@pytest.mark.parametrize("text", ["y[R[p]] = A[R[p]] ; y:[5], R:onto", "y[p] = C[R[p]] * A[R[p]] ; R:onto"])
+def test_an_array_declared_onto_reaches_every_axis(text):
+    operands = {"R": torch.tensor([1, 0]), "A": torch.ones(2), **({"C": torch.ones(5)} if "C" in text else {})}
+    with pytest.raises(CoordinateError, match="R is declared onto an axis of extent 5, and is not"):
+        pm.einsum(text, **operands)

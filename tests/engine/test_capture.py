@@ -29,6 +29,7 @@ from pumice.errors import (
     OptionError,
     ShapeError,
 )
+from pumice.ops.tensor import is_sparse
 from pumice.testing import assert_close, random_cloud
 
 SHAPE = (12, 11, 10)
@@ -56,7 +57,7 @@ def eager(net, x):
 
 def agrees(got, want):
     """Leaf by leaf: the same coordinates, and values within rounding."""
-    got, want = pytree.tree_leaves(got), pytree.tree_leaves(want)
+    got, want = pytree.tree_leaves(got, is_sparse), pytree.tree_leaves(want, is_sparse)
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         if isinstance(b, pm.SparseTensor):

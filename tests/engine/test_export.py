@@ -20,7 +20,7 @@ program = torch.export.load(sys.argv[1]).module()
 with torch.no_grad():
     results = [program(*scan) for scan in torch.load(sys.argv[2])]
 torch.save(results, sys.argv[3])
-print(sorted(name for name in sys.modules if name in ("pytest", "cases", "pumice.tools")))
+print(sorted(name for name in sys.modules if name in ("pytest", "cases", "pumice.cli")))
 """
 
 

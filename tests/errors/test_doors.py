@@ -429,7 +429,81 @@ MAPS = [
 ]
 
 
-@pytest.mark.parametrize("door", [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE, *MAPS], ids=str)
+FAR = torch.tensor([[0, 0, 0], [0, 10**8, 10**8]], dtype=torch.int32)
+
+
+def voxels():
+    """Points on the diagonal of space, voxelised."""
+    return pm.voxelize(points([0, 0, 0], [1, 1, 1]), size=1.0)
+
+
+GIVEN = [
+    Door(
+        "batch-wraps",
+        CoordinateError,
+        (str(5 - 2**32),),
+        lambda: pm.voxelize(points([0, 0, 0], [1, 1, 1]), size=1.0, batch=torch.tensor([5 - 2**32, 0])),
+    ),
+    Door("no-size", OptionError, ("size", "None"), lambda: pm.voxelize(points([0, 0, 0]))),
+    Door("size-text", OptionError, ("size", "'small'"), lambda: pm.voxelize(points([0, 0, 0]), size="small")),
+    Door("points-text", DtypeError, ("points", "str"), lambda: pm.voxelize("points", size=1.0)),
+    Door("points-ragged", DtypeError, ("points", "list"), lambda: pm.voxelize([[0.0], [1.0, 2.0]], size=1.0)),
+    Door(
+        "grid-fraction",
+        OptionError,
+        ("spatial_shape", "1.5"),
+        lambda: pm.voxelize(points([0, 0, 0]), size=1.0, spatial_shape=(1.5, 2, 2)),
+    ),
+    Door(
+        "grid-negative",
+        OptionError,
+        ("spatial_shape", "-1"),
+        lambda: pm.voxelize(points([0, 0, 0]), size=1.0, spatial_shape=(-1, 2, 3)),
+    ),
+    Door("grid-axes", ShapeError, ("2", "3"), lambda: pm.voxelize(points([0, 0, 0]), size=1.0, spatial_shape=(2, 3))),
+    Door("tensor-grid-fraction", OptionError, ("spatial_shape", "9.5"), lambda: sparse(spatial_shape=9.5)),
+    Door("tensor-stride-text", OptionError, ("stride", "'two'"), lambda: sparse(stride="two")),
+    Door(
+        "devoxelize-batch",
+        ShapeError,
+        ("[2]", "[3]"),
+        lambda: pm.devoxelize(voxels(), points([0, 0, 0], [1, 1, 1]), batch=torch.zeros(3, dtype=torch.int64)),
+    ),
+    Door("kernel-fraction", OptionError, ("kernel_size", "2.5"), lambda: pm.nn.Conv3d(2, 4, 2.5)),
+    Door("padding-text", OptionError, ("padding", "'same'"), lambda: pm.nn.Conv3d(2, 4, 3, padding="same")),
+    Door("padding-of-same", OptionError, ("(2, 2, 2)", "(1, 1, 1)"), lambda: pm.nn.Conv3d(2, 4, 5, padding=1)),
+    Door(
+        "padding-of-same-even",
+        OptionError,
+        ("(0, 0)", "(1, 1)"),
+        lambda: pm.ops.conv(sparse(), weight(2, 2, 2, 4), padding=1),
+    ),
+    Door(
+        "padding-of-same-in-a-call",
+        OptionError,
+        ("(1, 1)", "(0, 0)"),
+        lambda: pm.nn.Conv2d(4, 2, 3, padding=0, out="support")(sparse(), out="same"),
+    ),
+    Door("stride-of-same", OptionError, ("same", "(2, 2, 2)"), lambda: pm.nn.Conv3d(2, 4, 3, 2, out="same")),
+    Door("stride-float", OptionError, ("stride", "2.0"), lambda: pm.nn.Conv3d(2, 4, 3, stride=2.0)),
+    Door("pool-nothing", OptionError, ("kernel_size", "0"), lambda: pm.nn.MaxPool3d(0)),
+    Door("pool-plain", DtypeError, ("SparseTensor", "Tensor"), lambda: pm.nn.MaxPool3d(2)(torch.ones(3, 4))),
+    Door("collate-plain", DtypeError, ("SparseTensor", "Tensor"), lambda: pm.collate([torch.ones(3, 4)])),
+    Door("cat-plain", DtypeError, ("SparseTensor", "Tensor"), lambda: pm.cat([sparse(), torch.ones(3, 4)])),
+    Door("union-plain", DtypeError, ("SparseTensor", "Tensor"), lambda: pm.union(sparse(), torch.ones(3, 4))),
+    Door(
+        "dense-far",
+        CoordinateError,
+        ("100000001", "spatial_shape"),
+        lambda: pm.SparseTensor(torch.ones(2, 1), FAR).to_dense(),
+    ),
+    Door("plus-rows", ShapeError, ("[3, 4]", "[2, 4]"), lambda: sparse() + torch.ones(2, 4)),
+    Door("minus-channels", ShapeError, ("[3, 1]", "[3, 4]"), lambda: sparse(channels=1) - torch.ones(3, 4)),
+    Door("times-cube", ShapeError, ("[1, 3, 4]",), lambda: sparse() * torch.ones(1, 3, 4)),
+]
+
+
+@pytest.mark.parametrize("door", [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE, *MAPS, *GIVEN], ids=str)
 def test_door(door: Door):
     with pytest.raises(door.error) as caught:
         door.call()

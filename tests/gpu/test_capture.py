@@ -18,6 +18,7 @@ import pumice as pm
 from pumice.coords import CodeLayout
 from pumice.engine.graphs import Bucket
 from pumice.errors import CaptureError, CoordinateError, OptionError
+from pumice.ops.tensor import is_sparse
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.testing import assert_close, random_cloud
 
@@ -53,7 +54,7 @@ def eager(net, x):
 
 def agrees(got, want, limit=None):
     """Leaf by leaf; limit: the largest error over the rms of what is wanted, for whole networks in half precision."""
-    got, want = pytree.tree_leaves(got), pytree.tree_leaves(want)
+    got, want = pytree.tree_leaves(got, is_sparse), pytree.tree_leaves(want, is_sparse)
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         if isinstance(b, pm.SparseTensor):

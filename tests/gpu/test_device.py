@@ -310,7 +310,7 @@ def test_devices_do_not_mix(gpu):
     with pytest.raises(DeviceError):
         pm.ops.conv(x, w.to(gpu), stride=1, out=sample(torch.float32))
     with pytest.raises(DeviceError):
-        pm.voxelize(torch.rand(9, 3, device=gpu), batch=torch.zeros(9, dtype=torch.int64))
+        pm.voxelize(torch.rand(9, 3, device=gpu), size=1.0, batch=torch.zeros(9, dtype=torch.int64))
     if torch.cuda.device_count() > 1:
         with pytest.raises(DeviceError, match="cuda:0"):
             pm.ops.conv(x, w.to("cuda:0"))
@@ -652,8 +652,8 @@ def test_an_exported_network(gpu, tmp_path):
 def test_the_main_job(gpu, tmp_path):
     """Train, evaluate, time and draw on the GPU, then run the checkpoint on the CPU."""
     pytest.importorskip("plotly")
-    from pumice.tools import checkpoint, evaluate, segment
-    from pumice.tools.train import Recipe
+    from pumice.cli import checkpoint, evaluate, segment
+    from pumice.cli.training import Recipe
 
     scans = [street_scene(seed, beams=16, azimuths=96) for seed in range(3)]
     for precision in ("fp32", "bf16", "fp16"):

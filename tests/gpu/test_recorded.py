@@ -10,7 +10,7 @@ from found import agree
 import pumice as pm
 from pumice.coords import Relation
 from pumice.errors import CoordinateError
-from pumice.lower.remember import Bounded
+from pumice.runtime.cache import Bounded
 from pumice.testing import random_cloud
 
 recorded, prepare = import_module("pumice.ops.recorded"), import_module("pumice.ops.prepare")

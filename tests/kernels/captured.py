@@ -21,7 +21,6 @@ from torch import nn
 import pumice as pm
 from pumice.coords import Bounds, Cloud, Geometry, Relation, Site, compact, kernel_map
 from pumice.coords.cloud import clear
-from pumice.coords.launch import Fixed
 from pumice.coords.ranking import ranked_twin
 from pumice.coords.rooms import Buffered, Planner, Settled
 from pumice.engine.capture import site_within
@@ -30,9 +29,10 @@ from pumice.errors import CoordinateError
 from pumice.lower import dataflow, largest, maps, norm
 from pumice.lower import segments as segmented
 from pumice.lower.living import clear_rows, clear_rows_twin
-from pumice.lower.remember import OWN, Bounded
 from pumice.lower.segments import pieces, segments
 from pumice.ops.reduce import maximum
+from pumice.runtime.cache import OWN, Bounded
+from pumice.runtime.launch import Fixed
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.testing import assert_close, random_cloud
 

@@ -790,8 +790,47 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, tuple[int, ...]]]] = {
 }
 
 
+RUNS = torch.tensor([0, 0, 0, 1, 3, 3])
+
+INDEXED: Mapping[str, tuple[str, Mapping[str, Tensor]]] = {
+    "a diagonal, scattered": (
+        "T[i,X[j]] = A[j,j] ; i:2, T:[2,5]",
+        {"X": torch.tensor([4, 1, 2]), "A": torch.arange(1.0, 10).view(3, 3)},
+    ),
+    "a diagonal, gradient": (
+        "dA[i,-1*X[j]+1] = -3 * G[j,j] ; i:1, j:1..3, dA:[1,3]",
+        {"X": torch.tensor([0, 1, 0]), "G": torch.arange(1.0, 10).view(3, 3)},
+    ),
+    "entries counted": ("deg[R[e]] = one ; deg:[5], R:sorted", {"R": RUNS, "one": torch.tensor(2.0)}),
+    "entries counted by column": ("T[R[e],n] = A[n] ; T:[5,_], R:sorted", {"R": RUNS, "A": torch.tensor([1.0, 10])}),
+    "part of the segments": ("y[R[p]] = V[p] ; p:1..4, R:sorted, y:[5]", {"R": RUNS, "V": torch.arange(1.0, 7)}),
+    "part of the segments, columns": (
+        "y[R[p],n] = V[p] * B[p,n] ; p:2..6, R:sorted, y:[5,_]",
+        {"R": RUNS, "V": torch.arange(1.0, 7), "B": torch.arange(24.0).view(6, 4)},
+    ),
+}
+"""Statements, and operands whose index arrays count."""
+
+
+def check_indexed(name: str) -> None:
+    p = Problem.of(*INDEXED[name])
+    for tile in (None, *tiles(p)):
+        agree(p, tile=tile)
+
+
+def check_part_of_onto() -> None:
+    """What is written of the result through a part of an array is not all of it."""
+    operands = {"V": torch.ones(3), "R": torch.tensor([2, 0, 1]), "S": torch.tensor([1, -1, -1])}
+    for target, ranges, fills in (("R[p]", "", torch.float32), ("R[p]", "p:1..3, ", None), ("R[S[p]]", "", None)):
+        p = Problem.of(f"y[{target}] = V[p] ; {ranges}y:[3], R:distinct, R:onto", operands)
+        assert lowered.runner(p.bound, torch.float32).fills == fills, p.bound.statement
+        agree(p)
+
+
 def other_checks() -> Checks:
     found: dict[str, Callable[[], None]] = {name: partial(check_other, name) for name in OTHERS}
+    found |= {name: partial(check_indexed, name) for name in INDEXED}
+    found["part of an array that is onto"] = check_part_of_onto
     found["padding everywhere"] = check_all_padding
     found["64-bit indices"] = check_long_indices
     found["float64"] = check_double

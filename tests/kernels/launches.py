@@ -36,11 +36,11 @@ from pumice.coords import (
 )
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.cloud import RANGE, clear, tell
-from pumice.coords.launch import Fixed
 from pumice.coords.lookup import mask_words, paired
 from pumice.coords.packing import Packer
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
 from pumice.lower import columns, largest, living, norm
+from pumice.runtime.launch import Fixed
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
 

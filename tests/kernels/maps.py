@@ -55,7 +55,6 @@ from pumice.coords import (
 from pumice.coords.bricks import BrickLookup, Bricks, Reach
 from pumice.coords.choice import STRUCTURES as NAMES
 from pumice.coords.cloud import DUPLICATE, OVERFLOW, RANGE
-from pumice.coords.launch import Fixed
 from pumice.coords.lookup import Found, mask_words, mask_words_twin
 from pumice.coords.outputs import Fused, Listed, Staged, made_of, room_of, site_of
 from pumice.coords.packing import Packer, pack_twin, put_first, put_first_twin
@@ -64,6 +63,7 @@ from pumice.coords.runs import by_length, by_length_twin, in_pieces, in_pieces_t
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.coords.structures import STRUCTURES, default
 from pumice.coords.table import Bitmap, Grid, HashTable, Table
+from pumice.runtime.launch import Fixed
 
 Checks = Mapping[str, Callable[[], None]]
 DIMS = (1, 2, 3, 4)

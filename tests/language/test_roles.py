@@ -193,3 +193,7 @@ def test_few_channels_leave_tiles_of_outputs(sizes, columns):
     assert not found.product and not found.laned and not found.adds
     assert (found.rows, found.columns, found.batch) == (("b",), columns, ("s",))
     assert found.loops == ("e", "c")
+
+
+def test_an_index_that_stands_twice_is_one_column():
+    assert roles(parse("T[i,X[j]] = A[j,j]"), {"i": 2, "j": 3}).columns == ("j",)

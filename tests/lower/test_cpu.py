@@ -1,6 +1,8 @@
 """The CPU back end agrees with its plain twin on every engine, in every dtype, and with itself bit for bit."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.lower import cpu, gathered, reference
 from pumice.ops import register
 from pumice.schedule.cpu import CpuSchedule
+from pumice.testing import random_cloud
 
 RELATIONS = {
     "same": Relation.of(3, 3),
@@ -149,3 +152,15 @@ def test_a_map_made_by_hand(cloud):
 def test_a_device_without_a_back_end():
     with pytest.raises(pm.errors.DeviceError, match="'xpu'; there are cpu, cuda"):
         register.check_device(torch.device("xpu"))
+
+
+def test_training_over_varying_scenes_keeps_nothing():
+    net = pm.nn.Sequential(pm.nn.Conv3d(2, 4, 3, bias=False), pm.nn.Conv3d(4, 4, 3, bias=False))
+    tables = []
+    for seed in range(3):
+        x = pm.SparseTensor(torch.randn(400, 2), random_cloud(400, seed=seed))
+        net(x).feats.square().mean().backward()
+        tables.append(weakref.ref(kernel_map(x.geometry, net[0].relation)[0].pairs().inputs))
+    del x
+    gc.collect()
+    assert [table() for table in tables] == [None] * 3

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.coords import launch
 from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import direct, epilogue, maps, plan, stamp
 from pumice.lower import triton as kernels
-from pumice.lower.remember import Bounded
-from pumice.lower.scratch import Scratch
+from pumice.runtime import launch
+from pumice.runtime.cache import Bounded
+from pumice.runtime.workspace import Scratch
 from pumice.schedule.ledger import Ledger
 from pumice.schedule.tile import Tile
 
@@ -1254,7 +1254,7 @@ def test_calls_that_are_recorded_for_two_maps_have_one_template(straight, planne
 
 
 class Plain(Kernel):
-    """A kernel as coords.launch starts it; interpreted: it leaves nothing that could be started again."""
+    """A kernel as runtime.launch starts it; interpreted: it leaves nothing that could be started again."""
 
     def __init__(self, interpreted=False):
         super().__init__(None)

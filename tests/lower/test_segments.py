@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pumice.coords import runs
-from pumice.lower import scratch as room
-from pumice.lower.remember import Bounded
-from pumice.lower.scratch import scratch
 from pumice.lower.segments import pieces
+from pumice.runtime import workspace as room
+from pumice.runtime.cache import Bounded
+from pumice.runtime.workspace import scratch
 
 
 @given(st.lists(st.integers(-1, 11), max_size=120), st.sampled_from([1, 2, 4, 8, 64]))

@@ -86,6 +86,8 @@ def test_what_others_write_is_seen(own):
     lambda e: {**e, "plan": {**e["plan"], "woven": 3}},
     lambda e: {**e, "plan": {**e["plan"], "before": {}}},
     lambda e: {**e, "plan": {**e["plan"], "workload": [[1, "x"]]}},
+    lambda e: {**e, "plan": {**e["plan"], "workload": [[1, 10**400]]}},
+    lambda e: {**e, "key": {**e["key"], "workload": [[1, float("inf")]]}},
     lambda e: {**e, "plan": {**e["plan"], "date": "2026-01-01T00:00:00"}},
     lambda e: {**e, "plan": None},
     lambda e: {**e, "key": {**e["key"], "workload": 3}},

@@ -163,7 +163,17 @@ def test_a_file_replaced_while_it_is_read(path, monkeypatch):
 
 
 # Files that are not as they should be
-BROKEN = ["[]", "{", '{"version": 2}', '{"version": 2, "tiles": {}}', '{"tiles": []}', "\x00\xff"]
+DEEP = "[" * 100_000
+BROKEN = [
+    "[]",
+    "{",
+    DEEP,
+    '{"version": 2, "tiles": ' + DEEP,
+    '{"version": 2}',
+    '{"version": 2, "tiles": {}}',
+    '{"tiles": []}',
+    "\x00\xff",
+]
 
 
 @pytest.mark.parametrize("text", [*BROKEN, '{"version": 1, "tiles": {}}', '{"version": 999, "tiles": []}'])
@@ -201,6 +211,10 @@ def changed(entry, **more):
     lambda e: changed(e, date="yesterday"),
     lambda e: changed(e, date="2026-01-01T00:00:00"),
     lambda e: changed(e, seconds="fast"),
+    lambda e: changed(e, seconds=10**400),
+    lambda e: changed(e, key={**e["key"], "sizes": [float("inf")]}),
+    lambda e: changed(e, tile={**e["tile"], "warps": 64}),
+    lambda e: changed(e, tile={**e["tile"], "rows": 1024, "reduced": 2048}),
     lambda e: changed(e, key=3),
     lambda e: "a word",
 ])  # fmt: skip
@@ -215,6 +229,20 @@ def test_entries_that_cannot_be_read_are_passed_over_and_kept(path, spoil):
     Ledger(path).put(KEY, Tile(64, 64))
     assert strange in stored(path)["tiles"] and len(stored(path)["tiles"]) == 2
     assert Ledger(path).clear() == 2
+
+
+def test_an_entry_that_is_nested_too_deeply_to_be_written_again(path, monkeypatch):
+    """How deep that is depends on the stack of the caller."""
+    own = Ledger(path)
+    own.put(KEY, Tile(16, 16))
+
+    def refused(*given):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr(stores.json, "dumps", refused)
+    with pytest.warns(RuntimeWarning, match="serve this process alone"):
+        own.put(OTHER, Tile(32, 32))
+    assert own.get(OTHER) == Tile(32, 32)
 
 
 def test_a_tile_without_newer_fields_has_their_defaults(path):

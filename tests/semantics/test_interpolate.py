@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.coords import launch
+from pumice.runtime import launch
 
 MODES = ["nearest", "trilinear"]
 
@@ -127,3 +127,27 @@ def test_constants_made_in_inference_serve_gradients():
         made = launch.vector((0.123, 4.0, 5.0), torch.float64, torch.device("cpu"))
     assert not made.is_inference() and launch.vector((0.123, 4.0, 5.0), torch.float64, torch.device("cpu")) is made
     assert torch.equal(made, torch.tensor([0.123, 4.0, 5.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_last_cells_of_int32_are_found(mode):
+    points = torch.tensor([[2**31 - 0.5, 0.5, 0.5], [-(2.0**31) + 0.5, 5.5, 5.5]], dtype=torch.float64)
+    x = pm.voxelize(points, torch.tensor([[10.0], [20.0]]), size=1.0)
+    assert pm.devoxelize(x, points, mode=mode).flatten().tolist() == [10, 20]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("far", [1e30, -1e30, float("inf"), -float("inf"), 2.0**31, -(2.0**31) - 512])
+def test_positions_beyond_int32_meet_nothing(mode, far):
+    x = pm.SparseTensor(
+        torch.ones(3, 1), torch.tensor([[0, a, 0, 0] for a in (2**31 - 1, 2**31 - 512, -(2**31))]).int()
+    )
+    place = torch.tensor([[0.0, far, 0.5, 0.5]], dtype=torch.float64 if abs(far) < 1e10 else torch.float32)
+    found = pm.interpolate(x, place + torch.tensor([0, 1.0, 0, 0]), mode)
+    assert found.tolist() == [[0]]
+
+
+@pytest.mark.parametrize("item", [-0.5, 1.0, 1e20])
+def test_positions_of_other_batch_items_meet_nothing(item):
+    x = pm.SparseTensor(torch.ones(1, 1), torch.zeros(1, 4, dtype=torch.int32))
+    assert pm.interpolate(x, torch.tensor([[item, 0.5, 0.5, 0.5]])).item() == 0

@@ -225,3 +225,9 @@ def test_residual_block():
     assert y.channels == 8 and y.geometry is x.geometry and y.feats.min() >= 0
     y.feats.sum().backward()
     assert all(p.grad is not None for p in block.parameters())
+
+
+def test_what_a_strided_layer_does_by_default_shows():
+    assert "padding=(1, 1, 1), dilation=1, out=floor_unique" in repr(pm.nn.Conv3d(2, 4, 3, 2))
+    assert "padding=(1, 1, 1), dilation=1, out=support" in repr(pm.nn.Conv3d(2, 4, 3, 2, padding=1))
+    assert "out=" not in repr(pm.nn.Conv3d(2, 4, 3))

@@ -21,7 +21,7 @@ from pumice.engine.scenes import undisturbed
 from pumice.env import settings
 from pumice.errors import CoordinateError
 from pumice.lower import dataflow, direct, maps
-from pumice.lower.remember import Bounded
+from pumice.runtime.cache import Bounded
 from pumice.testing import random_cloud
 
 prepare, recorded = (importlib.import_module(f"pumice.ops.{name}") for name in ("prepare", "recorded"))

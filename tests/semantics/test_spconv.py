@@ -66,3 +66,12 @@ def test_there_and_back(spconv, inputs):
     their_down = copied(spconv.SparseConv3d(4, 8, 3, 2, 1, bias=False, indice_key="k"), down)
     their_up = copied(spconv.SparseInverseConv3d(8, 4, 3, indice_key="k", bias=False), up)
     assert_same(up(down(inputs[0]), inputs[0]), their_up(their_down(inputs[1])))
+
+
+def test_a_weight_of_kernel_size_1_is_converted_as_the_guide_says():
+    """spconv's rule there, written out; it needs no spconv."""
+    x = pm.SparseTensor(torch.randn(5, 4), torch.arange(5).view(5, 1).repeat(1, 4).int())
+    theirs, ours = torch.randn(8, 1, 1, 1, 4), nn.Conv3d(4, 8, 1, bias=False)
+    with torch.no_grad():
+        ours.weight.copy_(theirs.reshape(4, 8).T.reshape(theirs.shape))
+    torch.testing.assert_close(ours(x).feats, x.feats @ theirs.view(4, 8))

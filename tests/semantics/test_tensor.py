@@ -239,3 +239,36 @@ def test_the_frame_of_voxelize_survives_sets_and_pools():
     both = pm.collate([x, x])
     torch.testing.assert_close(pm.devoxelize(both, points, torch.ones(40, dtype=torch.int64)), at)
     assert torch.equal(both.feats[both.inverse], torch.cat([x.feats[x.inverse]] * 2))
+
+
+@pytest.mark.parametrize("written", ["in place", "data", "numpy"])
+def test_the_callers_coordinates_may_be_written_afterwards(written):
+    coords = torch.cartesian_prod(torch.zeros(1), *[torch.arange(3.0)] * 3).int()
+    before, x = coords.clone(), pm.SparseTensor(torch.ones(27, 1), coords)
+    {"in place": coords, "data": coords.data, "numpy": coords.numpy()}[written][:, 1:] *= 3
+    assert torch.equal(x.coords, before)
+    sums = pm.ops.conv(x, torch.ones(1, 3, 3, 3, 1)).feats
+    assert sums.max() == 27 and sums.min() == 8
+
+
+def test_coordinates_made_in_inference_serve_training():
+    weight = torch.ones(1, 3, 3, 3, 1, requires_grad=True)
+    with torch.inference_mode():
+        coords = torch.zeros(1, 4, dtype=torch.int32)
+        x = pm.SparseTensor(torch.ones(1, 1), coords)
+    assert not x.coords.is_inference()
+    pm.ops.conv(pm.SparseTensor(torch.ones(1, 1), x.geometry), weight).feats.sum().backward()
+
+
+def test_cat_of_equal_coordinates_made_apart():
+    x, twin = random_tensor(), random_tensor()
+    assert torch.equal(pm.cat([x, twin]).feats, torch.cat([x.feats, twin.feats], dim=1))
+
+
+def test_integers_of_other_libraries():
+    x = random_tensor(3, 2)
+    weight = torch.ones(1, 2, 2, 2, 2, dtype=torch.float64)
+    strided = pm.ops.conv(x, weight, stride=np.int64(2))
+    assert torch.equal(strided.feats, pm.ops.conv(x, weight, stride=2).feats)
+    assert pm.nn.Conv3d(2, 4, np.int64(3)).weight.shape == (4, 3, 3, 3, 2)
+    assert pm.SparseTensor(x.feats, x.coords, np.int64(2)).stride == (2, 2, 2)

@@ -145,3 +145,17 @@ def test_no_point_and_one_point(reduce):
     assert len(x) == 0 and x.channels == 2 and x.dim == 3 and x.inverse.shape == (0,)
     x = pm.voxelize(torch.tensor([[0.5, 0.5, 0.5]]), torch.tensor([[7.0]]), size=1.0, reduce=reduce)
     assert cases.tuples(x) == [(0, 0, 0, 0)] and x.feats.tolist() == [[7.0]]
+
+
+@pytest.mark.parametrize("form", [np.asarray, np.ndarray.tolist])
+def test_points_features_and_items_may_be_arrays_or_lists(form):
+    points, feats, batch = np.random.default_rng(0).random((9, 3)), np.ones((9, 2)), np.arange(9) % 2
+    found = pm.voxelize(form(points), form(feats), 0.25, form(batch), spatial_shape=4)
+    want = pm.voxelize(*map(torch.from_numpy, (points, feats)), 0.25, torch.from_numpy(batch), spatial_shape=(4, 4, 4))
+    assert torch.equal(found.coords, want.coords) and found.spatial_shape == (4, 4, 4)
+
+
+@pytest.mark.parametrize("size", [np.float64(0.5), torch.tensor(0.5), np.full(3, 0.5), torch.full((3,), 0.5)])
+def test_sizes_of_other_libraries(size):
+    points = torch.rand(9, 3)
+    assert torch.equal(pm.voxelize(points, size=size).coords, pm.voxelize(points, size=0.5).coords)

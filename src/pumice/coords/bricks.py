@@ -21,10 +21,10 @@ from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.codes import CodeLayout
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import constant, kernel, sent, without_kernels
 from pumice.coords.lookup import WARPS, WORD, Found, Live, cleared, lanes_of, padded, paired, rows_of
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
+from pumice.runtime.launch import constant, kernel, sent, without_kernels
 
 LOW = {1: 9, 2: 8, 3: 9, 4: 8}
 """The binary logarithm of a brick's cells: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4."""

@@ -9,22 +9,37 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from pumice.coords import traced
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud
-from pumice.coords.geometry import Geometry, alike
+from pumice.coords.geometry import Geometry, alike, described
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found
 from pumice.coords.outputs import Listed, Outputs, counted, level_key, made_of, room_of, site_of
 from pumice.coords.relation import POLICIES, Relation
-from pumice.coords.rooms import FIRST, Between, mark
+from pumice.coords.rooms import Between
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
+from pumice.runtime.launch import lasting, runs_kernels
+from pumice.runtime.streams import FIRST, mark
 
 _GROWTH = 16
 """Worst cases of a pyramid's levels, over the voxels of the first, up to which all are counted in one transfer."""
 FORWARD = ("same", "support", "floor_unique")
+
+
+def checked_geometry(
+    coords: Tensor,
+    stride: int | Sequence[int] = 1,
+    spatial_shape: int | Sequence[int] | None = None,
+    batch_size: int | None = None,
+) -> Geometry:
+    """`Geometry.checked`, also while torch.compile or torch.export traces: the compiled code then checks."""
+    if torch.compiler.is_compiling():
+        coords, strides, shape = described(coords, stride, spatial_shape)
+        return traced.checked(coords.contiguous(), strides, shape, batch_size)
+    return Geometry.checked(coords, stride, spatial_shape, batch_size)
 
 
 def kernel_map(
@@ -144,9 +159,7 @@ def _checked(geometry: Geometry, relation: Relation, target: Geometry | None) ->
         raise OptionError(f"out={relation.policy!r} is no output policy; there are {', '.join(POLICIES)}")
     if relation.dim != geometry.dim:
         raise ShapeError(f"the relation has {relation.dim} axes, the coordinates have {geometry.dim}")
-    if relation.policy == "same" and any(s != 1 for s in relation.stride):
-        raise OptionError(f"out='same' keeps the coordinates and needs stride 1, found stride {relation.stride}")
-    return relation, _checked_target(geometry, target) if relation.policy == "given" else None
+    return relation.checked(), _checked_target(geometry, target) if relation.policy == "given" else None
 
 
 def _build(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import constant, kernel, runs_kernels, sent
 from pumice.errors import CoordinateError
+from pumice.runtime.launch import constant, kernel, runs_kernels, sent
 
 DUPLICATE, RANGE, OVERFLOW = 1, 2, 4
 """Bits of a status word: equal coordinates; coordinates outside their box; more results than there is room for."""

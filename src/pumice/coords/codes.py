@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import constant, sent
 from pumice.errors import CoordinateError
+from pumice.runtime.launch import constant, sent
 
 Places = tuple[tuple[int, ...], ...]
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pumice.coords.cloud import OVERFLOW, clear
 from pumice.coords.keys import INT32_MAX
-from pumice.coords.launch import constant, kernel, runs_kernels, sent
 from pumice.coords.lookup import WORD, lanes_of
 from pumice.coords.ranking import Digits, ranked, ranked_twin
 from pumice.coords.relation import Relation
 from pumice.coords.runs import ENDS
+from pumice.runtime.launch import constant, kernel, runs_kernels, sent
 
 _ROWS = 128
 """Rows of one program, and of one block of a tally."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,55 +13,17 @@ from torch import Tensor
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, read
 from pumice.coords.codes import morton_argsort
+from pumice.coords.grid import Frame, Site, Stride, tidy
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import INT32_MAX, Bounds
-from pumice.coords.launch import lasting, vector
 from pumice.coords.lookup import Lookup, find
 from pumice.coords.packing import alone
-from pumice.coords.relation import Relation
-from pumice.coords.rooms import Buffered, Late
+from pumice.coords.relation import Relation, as_axes
+from pumice.coords.rooms import Buffered
 from pumice.coords.structures import explain, lookup_of
 from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
-
-Stride = tuple["int | Fraction", ...]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Where voxels lie in space: the finest voxel c covers [c, c + 1) * size + origin (metres, say).
-
-    With `rounding="round"` it covers [c - 1/2, c + 1/2) * size + origin instead.
-    """
-
-    size: tuple[float, ...]
-    origin: tuple[float, ...]
-    rounding: str = "floor"
-
-    def positions(self, points: Tensor) -> Tensor:
-        """Points [P, D] in units of the finest voxels, so that voxel c covers [c, c + 1); float64."""
-        size, origin = (vector(tuple(v), torch.float64, points.device) for v in (self.size, self.origin))
-        units = (points.double() - origin) / size
-        return units + 0.5 if self.rounding == "round" else units
-
-
-@dataclass(frozen=True)
-class Site:
-    """What is known of a set of coordinates beside the coordinates.
-
-    stride: size of a voxel in finest voxels, per axis (a Fraction where a level is finer than the finest).
-    spatial_shape: extent per axis if the grid is bounded. batch_size: number of batch items, empty ones counted.
-    frame: where the finest voxels lie, if they were made from points. bounds: a box around all coordinates.
-    """
-
-    stride: Stride
-    spatial_shape: tuple[int, ...] | None
-    batch_size: int
-    bounds: Bounds
-    frame: Frame | None = None
-
-    def scaled(self, factor: Sequence[Fraction | int], **changes: Any) -> Site:
-        """The site of a level whose voxels are `factor` times as large."""
-        return replace(self, stride=_scaled(self.stride, tuple(factor)), **changes)
+from pumice.runtime.launch import lasting
+from pumice.runtime.streams import Late
 
 
 @dataclass(eq=False)
@@ -88,7 +49,7 @@ class Geometry:
     found for one serve both. D is 1 to 4; coordinates may be negative unless `spatial_shape` bounds them.
     """
 
-    def __init__(self, coords: Tensor, site: Site, inverse: Tensor | None = None) -> None:
+    def __init__(self, coords: Tensor, site: Site, inverse: Tensor | None = None, settled: bool = True) -> None:
         self._coords = coords
         self._site = site
         self._inverse = inverse
@@ -99,7 +60,7 @@ class Geometry:
         self._cloud: Cloud | None = None
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
-        self._settled = True
+        self._settled = settled
         # See coords.traced: whether compiled code relies on the maps; and of those that a trace made their origin.
         self.prepared = False
         # What networks have asked for together, by their keys: it is among the maps (pumice.ops.prepare).
@@ -121,7 +82,7 @@ class Geometry:
     def checked(
         coords: Tensor,
         stride: int | Sequence[int] = 1,
-        spatial_shape: Sequence[int] | None = None,
+        spatial_shape: int | Sequence[int] | None = None,
         batch_size: int | None = None,
     ) -> Geometry:
         """A geometry from a user's coordinates, after checks.
@@ -134,19 +95,13 @@ class Geometry:
         CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, more voxels
         than int32 indexes).
         """
-        check_form(coords)
-        dim = coords.shape[1] - 1
-        coords = coords.contiguous()
-        shape = None if spatial_shape is None else _axes_of(spatial_shape, dim, "spatial_shape")
-        strides = _axes_of((stride,) * dim if isinstance(stride, int) else stride, dim, "stride")
-        if torch.compiler.is_compiling():
-            from pumice.coords.traced import checked
-
-            return checked(coords, strides, shape, batch_size)
+        coords, strides, shape = described(coords, stride, spatial_shape)
+        # A copy: maps are kept, and what the caller writes to his tensor later must not change what they are of.
+        with lasting():
+            coords = coords.clone(memory_format=torch.contiguous_format)
         bounds = bounds_of(coords, shape, batch_size)
         site = Site(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
-        geometry = Geometry(coords, site)
-        geometry._settled = False
+        geometry = Geometry(coords, site, settled=False)
         if not coords.is_cuda:
             geometry.settle()
         return geometry
@@ -269,7 +224,7 @@ class Geometry:
 
     def pin_memory(self) -> Geometry:
         inverse = None if self._inverse is None else self._inverse.pin_memory()
-        return Geometry(self._coords.pin_memory(), self.site, inverse)
+        return Geometry(self._coords.pin_memory(), self.site, inverse, self._settled)
 
     @property
     def cloud(self) -> Cloud:
@@ -310,7 +265,10 @@ class Geometry:
         self._join("found")
         if self._lookup is None or schedule not in (None, self._schedule):
             with lasting():
-                self._lookup, self._schedule = lookup_of(self.cloud, schedule), schedule
+                found = lookup_of(self.cloud, schedule)
+            if not self._settled and not self._coords.is_cuda:
+                self.settle(int(self.cloud.status))
+            self._lookup, self._schedule = found, schedule
         return self._lookup
 
     def explain(self) -> str:
@@ -333,7 +291,7 @@ class Geometry:
         if self._settled:
             return None
         self.lookup()
-        return self.cloud.status
+        return None if self._settled else self.cloud.status
 
     def settle(self, status: int | None = None) -> None:
         """Raise what was found wrong with the coordinates. status: the value of `unsettled`, if it was read already."""
@@ -379,21 +337,14 @@ def alike(one: Geometry, two: Geometry) -> bool:
     return same
 
 
-@lru_cache(maxsize=256)
-def _scaled(stride: Stride, factor: Stride) -> Stride:
-    return tuple(_tidy(Fraction(s) * f) for s, f in zip(stride, factor, strict=True))
-
-
-def _tidy(value: Fraction) -> int | Fraction:
-    return value.numerator if value.denominator == 1 else value
-
-
-def _axes_of(values: Sequence[Any], dim: int, name: str) -> tuple[Any, ...]:
-    if len(values) != dim:
-        raise ShapeError(f"{name} has {len(values)} entries, the coordinates have {dim} spatial axes")
-    if any(v < 1 for v in values):
-        raise ShapeError(f"{name} takes entries of at least 1, found {tuple(values)}")
-    return tuple(v if isinstance(v, Fraction) else int(v) for v in values)
+def described(
+    coords: Tensor, stride: int | Sequence[int], spatial_shape: int | Sequence[int] | None
+) -> tuple[Tensor, Stride, tuple[int, ...] | None]:
+    """Coordinates of the right form, with stride and spatial shape per axis. Raises as `checked`."""
+    check_form(coords)
+    dim = coords.shape[1] - 1
+    shape = None if spatial_shape is None else as_axes(spatial_shape, dim, "spatial_shape", 1)
+    return coords, as_axes(stride, dim, "stride", 1, int | Fraction), shape
 
 
 def check_form(coords: Tensor) -> None:
@@ -430,16 +381,35 @@ def _plain(site: Site) -> tuple[Any, ...]:
     """A site in plain numbers, which every pickle reader accepts."""
     stride = tuple((Fraction(s).numerator, Fraction(s).denominator) for s in site.stride)
     frame = None if site.frame is None else (site.frame.size, site.frame.origin, site.frame.rounding)
-    bounds = (site.bounds.low, site.bounds.high, site.bounds.batch)
-    return stride, site.spatial_shape, site.batch_size, bounds, frame
+    return stride, site.spatial_shape, site.batch_size, frame
 
 
-def _rebuild(
-    coords: Tensor, stride: Any, shape: Any, batch_size: int, bounds: Any, frame: Any, inverse: Tensor | None
-) -> Geometry:
-    strides = tuple(_tidy(Fraction(n, d)) for n, d in stride)
+def _rebuild(coords: Tensor, stride: Any, shape: Any, batch_size: int, frame: Any, inverse: Tensor | None) -> Geometry:
+    """A geometry from a file or another process, either of which may hold anything.
+
+    Duplicates are raised when neighbours are first looked for: a data loader's batches are not sorted before they move
+    to a GPU. Raises what `Geometry.checked` raises for all else.
+    """
+    check_form(coords)
+    strides, lengths = tuple(tidy(Fraction(n, d)) for n, d in stride), [len(stride)]
     kept_frame = None if frame is None else Frame(*frame)
-    return Geometry(coords, Site(strides, shape, batch_size, Bounds(*bounds), kept_frame), inverse)
+    lengths += [] if shape is None else [len(shape)]
+    lengths += [] if kept_frame is None else [len(kept_frame.size), len(kept_frame.origin)]
+    if any(length != coords.shape[1] - 1 for length in lengths):
+        raise ShapeError(f"coordinates of {coords.shape[1] - 1} axes have stride, spatial_shape, frame of {lengths}")
+    bounds = Bounds.of(coords)
+    _check_range(bounds, shape, batch_size)
+    if inverse is not None:
+        _check_inverse(inverse, len(coords))
+    return Geometry(coords, Site(strides, shape, batch_size, bounds, kept_frame), inverse, settled=False)
+
+
+def _check_inverse(inverse: Tensor, rows: int) -> None:
+    if inverse.dtype != torch.int64 or inverse.ndim != 1:
+        raise DtypeError(f"inverse is int64 [P], found {inverse.dtype} {list(inverse.shape)}")
+    low, high = torch.stack(torch.aminmax(inverse)).tolist() if len(inverse) else (-1, -1)
+    if low < -1 or high >= rows:
+        raise CoordinateError(f"inverse reaches {low} to {high}, there are {rows} voxels (and -1)")
 
 
 def _move(
@@ -447,12 +417,13 @@ def _move(
 ) -> Geometry:
     if geometry in done:
         return done[geometry]
-    geometry.settle()
+    if geometry.maps or geometry.device.type != "cpu":
+        geometry.settle()
     inverse = geometry.inverse
     if inverse is not None:
         inverse = inverse.to(device, non_blocking=non_blocking)
     coords = geometry.coords.to(device, non_blocking=non_blocking)
-    moved = done[geometry] = Geometry(coords, geometry.site, inverse)
+    moved = done[geometry] = Geometry(coords, geometry.site, inverse, geometry.settled)
     moved.prepared = geometry.prepared
     for (relation, target), (kernel_map, outputs) in geometry.maps.items():
         key = (relation, None if target is None else _move(target, device, non_blocking, done))

@@ -13,13 +13,13 @@ from torch import Tensor
 from pumice.coords import compact
 from pumice.coords.cloud import read
 from pumice.coords.compact import Compacted, Grouped, Order, Tiling
-from pumice.coords.launch import lasting, runs_kernels
 from pumice.coords.lookup import Found, mask_words
 from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
 from pumice.coords.rooms import Between
 from pumice.coords.runs import cut_as_asked
 from pumice.errors import OptionError, ShapeError
+from pumice.runtime.launch import lasting, runs_kernels
 
 Kept = TypeVar("Kept")
 _MISSING = object()

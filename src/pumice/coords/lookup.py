@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pumice.coords.cloud import Cloud
 from pumice.coords.keys import Bounds
-from pumice.coords.launch import kernel, runs_kernels
 from pumice.coords.relation import Relation
+from pumice.runtime.launch import kernel, runs_kernels
 
 WORD = 31
 """Taps per word of a mask: an int32 without its sign."""

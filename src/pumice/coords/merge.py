@@ -14,7 +14,7 @@ from pumice.coords.keys import Bounds
 def merged(
     coords: Tensor,
     stride: int | Sequence[int] = 1,
-    spatial_shape: Sequence[int] | None = None,
+    spatial_shape: int | Sequence[int] | None = None,
     batch_size: int | None = None,
 ) -> Geometry:
     """The distinct rows of a user's `coords` int32 [P, 1+D], in (batch, Morton) order.

@@ -27,11 +27,12 @@ from torch._compile import _disable_dynamo
 
 from pumice.coords.build import kernel_map
 from pumice.coords.codes import morton_argsort, morton_unique
-from pumice.coords.geometry import Geometry, Site, bounds_of
+from pumice.coords.geometry import Geometry, bounds_of
+from pumice.coords.grid import Site
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import Bounds, places_in
-from pumice.coords.launch import lasting
 from pumice.coords.relation import Relation
+from pumice.runtime.launch import lasting
 
 RELATION = (
     "int[] kernel, int[] stride, int[] padding, int[] dilation, str policy, int[]? custom, int[]? output_padding, "

@@ -20,11 +20,12 @@ from pumice.coords.bricks import Bricks, Reach, Space
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import OVERFLOW, Cloud, read, tell
 from pumice.coords.codes import morton_unique
-from pumice.coords.geometry import Geometry, Site
+from pumice.coords.geometry import Geometry
+from pumice.coords.grid import Site
 from pumice.coords.keys import INT32_MAX, Bounds
-from pumice.coords.launch import runs_kernels
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
+from pumice.runtime.launch import runs_kernels
 
 Axis = tuple[int, int, int, int, int]
 """Of an axis: least and greatest coordinate, least and greatest offset, stride."""

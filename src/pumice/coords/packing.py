@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import integers, kernel, runs_kernels
 from pumice.errors import DtypeError
+from pumice.runtime.launch import integers, kernel, runs_kernels
 
 _BLOCK = 2048
 """Entries of one program; every array begins at a multiple of it."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import kernel, runs_kernels
+from pumice.runtime.launch import kernel, runs_kernels
 
 _DIGIT = 10
 """Bits of a digit, at most."""

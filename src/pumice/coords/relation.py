@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -14,17 +14,19 @@ from pumice.errors import OptionError, ShapeError
 POLICIES = ("same", "given", "support", "floor_unique", "transposed_support", "cached_inverse")
 
 
-def as_axes(value: int | Sequence[int], dim: int, name: str, least: int) -> tuple[int, ...]:
-    """`value` once per axis, each at least `least`.
+def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tuple[Any, ...]:
+    """`value`, an integer or one per axis, once per axis, each at least `least` and of one of the types `kinds`.
 
-    Raises ShapeError when a sequence has another length than `dim`, OptionError on a value that is no integer or
+    Raises ShapeError when a sequence has another length than `dim`, OptionError on a value of another type or one that
     is too small.
     """
-    values = (value,) * dim if isinstance(value, int) else tuple(map(_integer, value))
+    found: Any = value if isinstance(value, int | tuple | list) else _integer(value)
+    several = isinstance(found, Iterable) and not isinstance(found, str)
+    values: tuple[Any, ...] = tuple(map(_integer, found)) if several else (found,) * dim
     if len(values) != dim:
         raise ShapeError(f"{name} has {len(values)} entries, the tensor has {dim} spatial axes")
     for entry in values:
-        if not isinstance(entry, int) or isinstance(entry, bool) or entry < least:
+        if not isinstance(entry, kinds) or isinstance(entry, bool) or entry < least:
             raise OptionError(f"{name} takes integers of at least {least}, found {entry!r}")
     return values
 
@@ -71,6 +73,19 @@ class Relation:
         # Of integers alone: it is kept by copies in other processes, too.
         numbers = (self.kernel, self.stride, self.padding, self.dilation)
         return hash((*numbers, self.custom or (), self.output_padding or (), self.bounded))
+
+    def checked(self) -> Relation:
+        """Itself. Raises OptionError where `same` does not keep the coordinates at the centre of their windows."""
+        if self.policy == "same" and self.custom is None:
+            if any(s != 1 for s in self.stride):
+                raise OptionError(f"out='same' keeps the coordinates and needs stride 1, found stride {self.stride}")
+            centred = _centring(self.kernel, self.dilation)
+            if self.padding != centred:
+                raise OptionError(
+                    f"out='same' centres windows of {self.kernel} by padding {centred}, found {self.padding}; leave "
+                    "padding out (spconv ignores it there), or say out='support' for other outputs"
+                )
+        return self
 
     def shared(self) -> Relation:
         """The first of those that are equal: whoever looks up what is kept by them finds the same one at once."""
@@ -145,15 +160,14 @@ class Relation:
 
         padding: `dilation * (kernel // 2)` for an odd kernel, 0 for an even one. policy: `same` at stride 1; above,
         `support` when padding is given and `floor_unique` when it is not.
+
+        Raises OptionError for a padding of `same` that is not the centred one, and what as_axes raises.
         """
         kernels = as_axes(kernel, dim, "kernel_size", 1)
         strides = as_axes(stride, dim, "stride", 1)
         dilations = as_axes(dilation, dim, "dilation", 1)
-        if padding is None:
-            paddings = tuple(d * (k // 2) if k % 2 else 0 for k, d in zip(kernels, dilations, strict=True))
-        else:
-            paddings = as_axes(padding, dim, "padding", 0)
-        return Relation(kernels, strides, paddings, dilations, policy or _default_policy(strides, padding))
+        paddings = _centring(kernels, dilations) if padding is None else as_axes(padding, dim, "padding", 0)
+        return Relation(kernels, strides, paddings, dilations, policy or _default_policy(strides, padding)).checked()
 
     @staticmethod
     def of_offsets(
@@ -186,11 +200,13 @@ class Relation:
         bounded: bool = True,
     ) -> Relation:
         """The relation `out = stride * in + dilation * tap - padding` of a transposed convolution."""
-        base = Relation.of(dim, kernel, stride=stride, padding=padding, dilation=dilation)
+        base = Relation.of(dim, kernel, stride=stride, padding=padding, dilation=dilation, policy="transposed_support")
         extra = as_axes(output_padding, dim, "output_padding", 0)
-        return Relation(
-            base.kernel, base.stride, base.padding, base.dilation, "transposed_support", None, extra, bounded
-        )
+        return replace(base, output_padding=extra, bounded=bounded)
+
+
+def _centring(kernel: tuple[int, ...], dilation: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(d * (k // 2) if k % 2 else 0 for k, d in zip(kernel, dilation, strict=True))
 
 
 def _default_policy(stride: tuple[int, ...], padding: Any) -> str:

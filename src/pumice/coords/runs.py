@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import integers, kernel, runs_kernels
+from pumice.runtime.launch import integers, kernel, runs_kernels
 
 _SIDES = (128, 512, 2048)
 """Runs that one program puts in order, at most: few variants, as each has a sort to compile."""

@@ -50,9 +50,10 @@ class SortedKeys:
             return Found(torch.full((outputs.capacity, volume), -1, dtype=torch.int32, device=device), None)
         reach = [max(abs(o[axis]) for o in relation.offsets) for axis in range(relation.dim)]
         # Outputs within reach of the box ask up to twice as far; beyond it they meet nothing.
-        if isinstance(self._table, _Narrow) and not self._table.reaches([2 * r for r in reach]):
-            self._table = _table_of(self._cloud, [max(1, 2 * r) for r in reach])
-        met = self._table.met(outputs, relation, reach)
+        table = self._table  # read once: other threads may put another one there
+        if isinstance(table, _Narrow) and not table.reaches([2 * r for r in reach]):
+            table = self._table = _table_of(self._cloud, [max(1, 2 * r) for r in reach])
+        met = table.met(outputs, relation, reach)
         if not outputs.exact:
             met = torch.where(outputs.live(), met, -1)
         return Found(met.t(), None)

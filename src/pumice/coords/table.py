@@ -11,9 +11,9 @@ from torch import Tensor
 from pumice.coords.choice import MapSchedule
 from pumice.coords.cloud import Cloud, offset_table
 from pumice.coords.keys import INT32_MAX, Bounds
-from pumice.coords.launch import kernel, without_kernels
 from pumice.coords.lookup import WORD, Found, lanes_of, padded, paired
 from pumice.coords.relation import Relation
+from pumice.runtime.launch import kernel, without_kernels
 
 MARGINS = {"hash": 8, "grid": 2, "bitmap": 2, "wide": 0}
 """Cells around the box that are numbered too, so that a tap adds a constant to a row's number."""

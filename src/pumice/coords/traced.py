@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from pumice.coords.geometry import Geometry, Site, Stride, Trail
+from pumice.coords.geometry import Geometry, Trail
+from pumice.coords.grid import Site, Stride
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.keys import UNKNOWN
 from pumice.coords.outputs import level_key

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pumice.coords.codes import morton_unique
-from pumice.coords.geometry import Frame, Geometry, Site
+from pumice.coords.geometry import Geometry
+from pumice.coords.grid import Frame, Site
 from pumice.coords.keys import INT32_MAX, Bounds
+from pumice.coords.relation import as_axes
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
-
-ROUNDINGS = ("floor", "round")
 
 
 def quantize(
@@ -22,7 +23,7 @@ def quantize(
     batch: Tensor | None = None,
     *,
     batch_size: int | None = None,
-    spatial_shape: Sequence[int] | None = None,
+    spatial_shape: int | Sequence[int] | None = None,
 ) -> Geometry:
     """The distinct voxels floor((p - origin) / size) of points [P, D], in (batch, Morton) order.
 
@@ -39,8 +40,9 @@ def quantize(
     coords[:, 0] = 0 if batch is None else _batch_column(batch)
     coords[:, 1:] = cells.int()
     kept = None
-    if spatial_shape is not None:
-        extent = torch.tensor(tuple(spatial_shape), device=points.device)
+    shape = None if spatial_shape is None else as_axes(spatial_shape, points.shape[1], "spatial_shape", 1)
+    if shape is not None:
+        extent = torch.tensor(shape, device=points.device)
         kept = ((cells >= 0) & (cells < extent)).all(dim=1)
         coords = coords[kept]
     bounds = Bounds.of(coords)
@@ -48,14 +50,13 @@ def quantize(
     if bounds.batch > size:
         raise CoordinateError(f"batch indices reach {bounds.batch - 1}, batch_size is {size}")
     distinct, place = morton_unique(coords, bounds)
-    shape = None if spatial_shape is None else tuple(int(s) for s in spatial_shape)
     site = Site((1,) * points.shape[1], shape, size, bounds, frame)
     return Geometry(distinct, site, place if kept is None else _scatter(place, kept))
 
 
 def frame_of(
     points: Tensor,
-    size: float | Sequence[float],
+    size: float | Sequence[float] | None,
     origin: float | Sequence[float] | Tensor | str,
     rounding: str,
 ) -> Frame:
@@ -64,38 +65,36 @@ def frame_of(
     With rounding "round" the minimum is taken of the rounded cells, as published MinkUNet pipelines do.
     """
     dim = points.shape[1] if points.ndim == 2 else 0
-    sizes = _numbers(size, dim, "size")
-    if not all(0 < s < math.inf for s in sizes):
-        raise OptionError(f"size takes positive, finite lengths, found {sizes}")
-    if rounding not in ROUNDINGS:
-        raise OptionError(f"rounding={rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
-    if isinstance(origin, str):
+    named = isinstance(origin, str)
+    frame = Frame(_numbers(size, dim, "size"), (0.0,) * dim if named else _numbers(origin, dim, "origin"), rounding)
+    if named:
         if origin != "min":
             raise OptionError(f"origin={origin!r} is unknown; there are numbers and 'min'")
         low = points.double().amin(dim=0).tolist() if len(points) else [0.0] * dim
         if not all(map(math.isfinite, low)):
             raise _not_finite(points)
         if rounding == "round":
-            low = [round(a / s) * s for a, s in zip(low, sizes, strict=True)]
-        return Frame(sizes, tuple(low), rounding)
-    place = _numbers(origin, dim, "origin")
-    if not all(map(math.isfinite, place)):
-        raise OptionError(f"origin takes finite numbers, found {place}")
-    return Frame(sizes, place, rounding)
+            low = [round(a / s) * s for a, s in zip(low, frame.size, strict=True)]
+        frame = Frame(frame.size, tuple(low), rounding)
+    return frame
 
 
-def _numbers(value: float | Sequence[float] | Tensor, dim: int, name: str) -> tuple[float, ...]:
-    if isinstance(value, int | float):
-        return (float(value),) * dim
-    values = tuple(float(v) for v in value)
+def _numbers(value: Any, dim: int, name: str) -> tuple[float, ...]:
+    try:
+        found = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise OptionError(f"{name} takes a number or one per axis, found {value!r}") from problem
+    values = (found.item(),) * dim if found.ndim == 0 else tuple(found.tolist())
     if len(values) != dim:
         raise ShapeError(f"{name} has {len(values)} entries, the points have {dim} axes")
     return values
 
 
 def _batch_column(batch: Tensor) -> Tensor:
-    if len(batch) and int(batch.max()) > INT32_MAX:
-        raise CoordinateError(f"batch indices reach {int(batch.max())}; int32 holds up to {INT32_MAX}")
+    if batch.element_size() == 8 and len(batch):
+        low, high = torch.stack(torch.aminmax(batch)).tolist()
+        if low < 0 or high > INT32_MAX:
+            raise CoordinateError(f"batch indices reach {low} to {high}; they start at 0, int32 holds {INT32_MAX}")
     return batch.int()
 
 
@@ -103,6 +102,14 @@ def _scatter(place: Tensor, kept: Tensor) -> Tensor:
     inverse = torch.full(kept.shape, -1, dtype=torch.int64, device=kept.device)
     inverse[kept] = place
     return inverse
+
+
+def as_tensor(value: Any, name: str) -> Tensor:
+    """A tensor of what a user gives: itself, or an array or nested lists of numbers. Raises DtypeError for all else."""
+    try:
+        return value if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise DtypeError(f"{name} takes a tensor, an array or lists, found {type(value).__name__}: {problem}") from None
 
 
 def check_points(points: Tensor, batch: Tensor | None) -> None:

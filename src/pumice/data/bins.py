@@ -12,6 +12,7 @@ __all__ = ["read_bin"]
 
 Layout = tuple[int, str]
 _FAR = 1e4
+_OUTLIERS = 0.01
 _SAMPLE = 200_000
 # Above so many bytes the comparison of layouts is hardly a matter of chance, and small differences count.
 _MANY = 20_000
@@ -27,7 +28,8 @@ def read_bin(path: Path, columns: int | None = None) -> Cloud:
 
     Rows are x, y, z, then intensity (KITTI), intensity and ring (nuScenes), intensity and elongation
     (Waymo), r, g, b (ScanNet), or nothing. Without ``columns`` the layout is the one that divides the
-    file, gives sane numbers (finite, within 10 km), and in which neighbouring rows resemble each other most.
+    file, gives sane numbers (finite, within 10 km), and in which neighbouring rows resemble each other most;
+    the few rows beyond 10 km become NaN, which a scan drops and counts.
     """
     data = path.read_bytes()
     if columns is not None:
@@ -40,7 +42,7 @@ def read_bin(path: Path, columns: int | None = None) -> Cloud:
         raise bad_file(
             path,
             _sizes(layouts) + ", with finite coordinates within 10 km",
-            f"{len(data)} bytes" + (" of numbers that are no coordinates" if fitting else ""),
+            f"{len(data)} bytes" + (" of numbers that are no coordinates (columns= takes any)" if fitting else ""),
         )
     # Single precision that holds round numbers reads as sane half precision, hardly ever the other way.
     sane = [one for one in sane if one[1] == sane[0][1]]
@@ -49,7 +51,9 @@ def read_bin(path: Path, columns: int | None = None) -> Cloud:
     margin = 1.15 if len(data) > _MANY else 1.3
     chosen = next(one for one in sane if scores[one] <= margin * best)
     _refuse_truncated(path, data, chosen, scores[chosen])
-    return from_columns(_rows(data, chosen))
+    table = _rows(data, chosen)
+    table[_far(table)] = np.nan
+    return from_columns(table)
 
 
 def _row(layout: Layout) -> int:
@@ -76,9 +80,13 @@ def _given(path: Path, data: bytes, columns: int) -> np.ndarray:
 
 
 def _sane(table: np.ndarray) -> bool:
-    """Nearly all rows finite (sensors mark lost returns as NaN), and all finite positions within 10 km."""
-    good = np.isfinite(table).all(1)
-    return bool(good.mean() >= 0.5 and np.all(np.abs(table[good, :3]) < _FAR))
+    """Half of the rows finite (sensors mark lost returns as NaN), and hardly any position beyond 10 km."""
+    return bool(np.isfinite(table).all(1).mean() >= 0.5 and _far(table).sum() <= _OUTLIERS * len(table))
+
+
+def _far(table: np.ndarray) -> np.ndarray:
+    """Of each row, whether its position is finite and beyond 10 km."""
+    return np.logical_and(np.isfinite(table).all(1), (np.abs(table[:, :3]) >= _FAR).any(1))
 
 
 def _roughness(data: bytes, layout: Layout) -> float:

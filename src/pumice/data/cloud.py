@@ -1,15 +1,17 @@
 """What every reader hands back, and the ways from named or numbered columns to it."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
 from pumice.data.labels import LabelSet
 from pumice.errors import FileError
 
-__all__ = ["Cloud", "bad_file", "from_columns", "from_fields", "unit_scale"]
+__all__ = ["Cloud", "bad_file", "from_columns", "from_fields", "optional_package", "unit_scale"]
 
 _INTENSITY = ("intensity", "i", "reflectance", "reflectivity", "remission", "scalar_intensity")
 _COLORS = (("red", "green", "blue"), ("r", "g", "b"), ("diffuse_red", "diffuse_green", "diffuse_blue"))
@@ -38,6 +40,16 @@ class Cloud:
 def bad_file(path: Path, expected: str, found: str) -> FileError:
     """The error of a file that cannot be used."""
     return FileError(f"{path}: expected {expected}, found {found}")
+
+
+def optional_package(path: Path, module: str) -> ModuleType:
+    """The module that reads a format of the extra ``io``; FileError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        expected = f"the package {package} to read it (`pip install .[io]` in a clone of pumice)"
+        raise bad_file(path, expected, f"no such package ({error})") from error
 
 
 def unit_scale(values: np.ndarray) -> np.ndarray:
@@ -77,8 +89,9 @@ def from_fields(path: Path, fields: Mapping[str, np.ndarray]) -> Cloud:
         raise bad_file(path, "fields x, y, z", f"only {', '.join(fields) or 'none'}")
     xyz = np.stack([fields[k] for k in "xyz"], axis=1)
     feats = [unit_scale(fields[k])[:, None] for k in _INTENSITY if k in fields][:1]
-    feats += [unit_scale(np.stack([fields[k] for k in c], axis=1)) for c in _COLORS if set(c) <= set(fields)][:1]
-    feats += [_packed_rgb(fields[k]) for k in ("rgb", "rgba") if len(feats) == 0 and k in fields][:1]
+    colors = [unit_scale(np.stack([fields[k] for k in c], axis=1)) for c in _COLORS if set(c) <= set(fields)]
+    colors += [_packed_rgb(fields[k]) for k in ("rgb", "rgba") if k in fields]
+    feats += colors[:1]
     labels = next((fields[k] for k in _LABELS if k in fields), None)
     none = np.zeros((len(xyz), 0), np.float32)
     return Cloud(xyz, np.concatenate([none, *feats], axis=1), _whole(path, labels))

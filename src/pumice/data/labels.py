@@ -2,17 +2,21 @@
 
 import colorsys
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from pumice.errors import DtypeError, OptionError, ShapeError
 
-__all__ = ["ASPRS", "NUSCENES", "SEMANTIC_KITTI", "STREET", "LabelSet", "generic_labels"]
+__all__ = ["ASPRS", "NUSCENES", "SEMANTIC_KITTI", "STREET", "LabelSet", "generic_labels", "known_or_generic"]
 
 _HEX = re.compile(r"#[0-9a-fA-F]{6}")
 _MOST_CLASSES = 1024
+# Points of ids that a label set does not know, per point of its classes, up to which they are taken for mistakes.
+_STRAY = 0.01
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,27 @@ def generic_labels(values: Iterable[int] | np.ndarray, ignore: int = -1) -> Labe
         raise OptionError(f"at most {_MOST_CLASSES} classes, found {len(kept)} different label values")
     raw = [(v, i) for i, v in enumerate(kept)] + [(int(v), ignore) for v in found if v < 0]
     return LabelSet(tuple(f"class {v}" for v in kept), tuple(_hue(v) for v in kept), ignore, tuple(raw))
+
+
+def known_or_generic(raw: np.ndarray, label_set: LabelSet, path: Path) -> tuple[np.ndarray, LabelSet]:
+    """Raw ids [P] of a file, and what they mean: ``label_set`` where it knows them, else a generic set.
+
+    Ids that it does not know are ignored where they are rare, and make the set generic otherwise; either way
+    a UserWarning says so, unless none of the ids is a class of ``label_set``.
+    """
+    known = np.isin(raw, [r for r, _ in label_set.raw])
+    if known.all():
+        return raw, label_set
+    classed = int(np.isin(raw, [r for r, c in label_set.raw if c != label_set.ignore]).sum())
+    strays = np.unique(raw[~known]).tolist()
+    lost = len(raw) - int(known.sum())
+    told = f"{path}: {lost} of {len(raw)} labels are {strays[:8]}, no ids of {', '.join(label_set.names[:2])}, ..."
+    if lost <= _STRAY * classed:
+        warnings.warn(f"{told}; they are ignored", stacklevel=2)
+        return np.where(known, raw, next(r for r, c in label_set.raw if c == label_set.ignore)), label_set
+    if classed:
+        warnings.warn(f"{told}; the labels are taken as one class per value", stacklevel=2)
+    return raw, generic_labels(raw)
 
 
 def _hue(value: int) -> str:

@@ -1,6 +1,5 @@
 """From files to scans: a table of readers by suffix, and the search for scans and their labels."""
 
-import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,10 +11,12 @@ import numpy as np
 
 from pumice.data.bins import read_bin
 from pumice.data.cloud import Cloud, bad_file, from_columns, unit_scale
-from pumice.data.labels import ASPRS, NUSCENES, SEMANTIC_KITTI, LabelSet, generic_labels
+from pumice.data.labels import NUSCENES, SEMANTIC_KITTI, LabelSet, generic_labels, known_or_generic
+from pumice.data.las import read_las
 from pumice.data.pcd import read_pcd
 from pumice.data.ply import read_ply
 from pumice.data.scan import Scan
+from pumice.data.tables import arrow_holds_points, read_arrow, read_obj, read_text, read_tns, text_holds_points
 from pumice.errors import FileError, OptionError, PumiceError
 
 __all__ = ["READERS", "find_scans", "read_labels", "read_scan"]
@@ -27,19 +28,20 @@ _LABEL_KEYS = ("labels", "label", "segment")
 _LIDARSEG = "_lidarseg.bin"
 
 
-def read_scan(path: str | Path, labels: str | Path | None = None, *, columns: int | None = None) -> Scan:
+def read_scan(path: str | Path, labels: str | Path | bool | None = None, *, columns: int | None = None) -> Scan:
     """Read one point cloud; the suffix decides how.
 
-    Labels are looked for in ``labels`` (a file, or a folder that holds one of the scan's name), else in the
-    file itself, else beside it and in ``../labels`` (SemanticKITTI). Ids of SemanticKITTI, nuScenes lidarseg
-    and LAS are mapped to those class sets; any others get a generic set, one class per value.
+    Ids of SemanticKITTI, nuScenes lidarseg and LAS are mapped to those class sets; any others get a generic
+    set, one class per value. A few ids that such a set does not know are ignored, with a UserWarning.
 
     Parameters
     ----------
     path : str or Path
         A file with one of the suffixes in ``READERS``.
-    labels : str or Path, optional
-        A label file (.label: uint32, .bin: uint8, .npy: integers) or a folder of them.
+    labels : str, Path or bool, optional
+        A label file (.label: uint32, .bin: uint8, .npy: integers) or a folder that holds one of the scan's
+        name. None takes the labels in the file itself, if any; True those, else ``NAME.label`` beside the file
+        or in ``../labels`` (SemanticKITTI), if any; False none at all.
     columns : int, optional
         Numbers per point in a .bin or .pcd.bin file, where the guess would be wrong.
 
@@ -63,12 +65,15 @@ def read_scan(path: str | Path, labels: str | Path | None = None, *, columns: in
         raise bad_file(path, f"one of the suffixes {', '.join(sorted(READERS))}", f"{path.suffix or 'no suffix'}")
     if columns is not None and not suffix.endswith("bin"):
         raise OptionError(f"columns= is for .bin and .pcd.bin, found {suffix} ({path})")
-    cloud = READERS[suffix](path, columns)
+    with _any_error(path, f"a readable {suffix} file"):
+        cloud = READERS[suffix](path, columns)
     if not len(cloud.xyz):
         raise bad_file(path, "points", "none")
     name = path.name[: -len(suffix)]
     given = _label_path(path, name, cloud, labels)
     raw, label_set = (cloud.labels, cloud.label_set) if given is None else read_labels(given)
+    if labels is False:
+        raw, label_set = None, None
     if raw is not None and len(raw) != len(cloud.xyz):
         raise bad_file(given or path, f"{len(cloud.xyz)} labels, one per point of {path.name}", str(len(raw)))
     return _scan(path, name, cloud, raw, label_set)
@@ -77,7 +82,7 @@ def read_scan(path: str | Path, labels: str | Path | None = None, *, columns: in
 def find_scans(path: str | Path) -> list[Path]:
     """The scans under a folder (recursive, sorted), or the one file.
 
-    Label files are left out, and so are arrays (.npy, .npz) that do not hold points.
+    Label files are left out, and so are arrays and tables (.npy, .csv, .parquet ...) that do not hold points.
 
     Raises
     ------
@@ -133,7 +138,10 @@ def _is_scan(path: Path) -> bool:
     suffix = _suffix(path)
     if suffix is None or path.name.endswith(_LIDARSEG):
         return False
-    return _ARRAY_PROBES[suffix](path) if suffix in _ARRAY_PROBES else True
+    try:
+        return _PROBES[suffix](path) if suffix in _PROBES else True
+    except Exception:
+        return True  # A broken file should be reported when it is read, not passed over.
 
 
 def _scan(path: Path, name: str, cloud: Cloud, raw: np.ndarray | None, label_set: LabelSet | None) -> Scan:
@@ -151,10 +159,10 @@ def _scan(path: Path, name: str, cloud: Cloud, raw: np.ndarray | None, label_set
     return scan
 
 
-def _label_path(path: Path, name: str, cloud: Cloud, labels: str | Path | None) -> Path | None:
+def _label_path(path: Path, name: str, cloud: Cloud, labels: str | Path | bool | None) -> Path | None:
     """The label file to use, or None for the labels inside the scan (if any)."""
-    if labels is None:
-        if cloud.labels is not None:
+    if labels is None or isinstance(labels, bool):
+        if not labels or cloud.labels is not None:
             return None
         beside = (path.with_name(name + ".label"), path.parent.parent / "labels" / (name + ".label"))
         return next((f for f in beside if f.is_file()), None)
@@ -172,11 +180,11 @@ def _semantic_kitti_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
     data = path.read_bytes()
     if len(data) % 4:
         raise bad_file(path, "a multiple of 4 bytes (uint32 labels)", f"{len(data)} bytes")
-    return _known(np.frombuffer(data, "<u4").astype(np.int64) & 0xFFFF, SEMANTIC_KITTI)
+    return known_or_generic(np.frombuffer(data, "<u4").astype(np.int64) & 0xFFFF, SEMANTIC_KITTI, path)
 
 
 def _lidarseg_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
-    return _known(np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64), NUSCENES)
+    return known_or_generic(np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64), NUSCENES, path)
 
 
 def _npy_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
@@ -186,19 +194,22 @@ def _npy_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
     return raw.reshape(-1).astype(np.int64), generic_labels(raw)
 
 
-def _known(raw: np.ndarray, label_set: LabelSet) -> tuple[np.ndarray, LabelSet]:
-    return raw, label_set if label_set.knows(raw) else generic_labels(raw)
+@contextmanager
+def _any_error(path: Path, expected: str) -> Iterator[None]:
+    """Whatever is raised inside as FileError: parsers of others raise anything on a damaged file."""
+    try:
+        yield
+    except (PumiceError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # A panic of Rust code is no Exception.
+        raise bad_file(path, expected, f"{type(error).__name__}: {error}") from error
 
 
 @contextmanager
 def _loaded(path: Path) -> Iterator[Any]:
     """The array or archive in a numpy file; our own handle, since numpy leaves that of a broken archive open."""
-    with path.open("rb") as file:
-        try:
-            loaded = np.load(file, allow_pickle=False)
-        except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-            raise bad_file(path, f"a numpy {path.suffix} file of plain arrays", str(error)) from error
-        yield loaded
+    with path.open("rb") as file, _any_error(path, f"a numpy {path.suffix} file of plain arrays"):
+        yield np.load(file, allow_pickle=False)
 
 
 def _read_npy(path: Path, columns: int | None = None) -> Cloud:
@@ -215,7 +226,10 @@ def _read_npz(path: Path, columns: int | None = None) -> Cloud:
         if key is None:
             raise bad_file(path, f"an array called {' | '.join(_POINT_KEYS)}", f"{', '.join(archive.files) or 'none'}")
         keys = [key, *(k for k in (*_FEAT_KEYS, *_LABEL_KEYS) if k in archive.files)]
-        arrays = {k: _member(path, archive, k) for k in keys}
+        arrays = {}
+        for k in keys:
+            with _any_error(path, f"a readable array {k}"):
+                arrays[k] = np.asarray(archive[k])
     points = arrays[key]
     if points.ndim != 2 or points.shape[1] < 3 or points.dtype.kind not in "fiu":
         raise bad_file(path, f"{key} of numbers [P, 3 or more]", f"{points.dtype} {list(points.shape)}")
@@ -225,15 +239,12 @@ def _read_npz(path: Path, columns: int | None = None) -> Cloud:
     if labels is not None and (labels.ndim != 1 or labels.dtype.kind not in "iu"):
         raise bad_file(path, "labels of integers [P]", f"{labels.dtype} {list(labels.shape)}")
     plain = from_columns(points)
-    found = [_features(arrays[k], scale=k not in ("feats", "features")) for k in _FEAT_KEYS if k in arrays]
-    return Cloud(plain.xyz, found[0] if found else plain.feats, labels)
-
-
-def _member(path: Path, archive: Mapping[str, np.ndarray], key: str) -> np.ndarray:
-    try:
-        return archive[key]
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise bad_file(path, f"a readable array {key}", str(error)) from error
+    feats = next((k for k in _FEAT_KEYS if k in arrays), None)
+    if feats is None:
+        return Cloud(plain.xyz, plain.feats, labels)
+    if arrays[feats].dtype.kind not in "fiu":
+        raise bad_file(path, f"{feats} of numbers", str(arrays[feats].dtype))
+    return Cloud(plain.xyz, _features(arrays[feats], scale=feats not in ("feats", "features")), labels)
 
 
 def _features(values: np.ndarray, scale: bool) -> np.ndarray:
@@ -241,61 +252,14 @@ def _features(values: np.ndarray, scale: bool) -> np.ndarray:
     return values[:, None] if values.ndim == 1 else values
 
 
-def _read_tns(path: Path, columns: int | None = None) -> Cloud:
-    """Voxel text: comment lines with ``#``, then i j k (and maybe values) per line."""
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip() and not line.startswith(b"#")]
-    width = len(lines[0].split()) if lines else 0
-    words = b" ".join(lines).split()
-    if width < 3 or len(words) != width * len(lines):
-        raise bad_file(
-            path,
-            "lines of equally many numbers, 3 or more",
-            f"{len(lines)} lines, {width} numbers in the first, {len(words)} in all",
-        )
-    try:
-        table = np.array(words, np.float64).reshape(-1, width)
-    except ValueError as error:
-        raise bad_file(path, "numbers", str(error)) from None
-    return Cloud(table[:, :3], table[:, 3:])
-
-
-def _read_las(path: Path, columns: int | None = None) -> Cloud:
-    try:
-        import laspy
-    except ImportError as error:
-        raise bad_file(path, "the package laspy to read it (pip install 'laspy[lazrs]')", "no such package") from error
-    try:
-        las = laspy.read(path)
-        xyz = np.stack([np.asarray(las.x), np.asarray(las.y), np.asarray(las.z)], axis=1)
-    except (laspy.LaspyException, ValueError, OSError, EOFError, RuntimeError, struct.error) as error:
-        raise bad_file(path, "a readable LAS or LAZ file (LAZ needs pip install 'laspy[lazrs]')", str(error)) from error
-    if las.header.point_count != len(xyz):
-        raise bad_file(path, f"{las.header.point_count} points", f"{len(xyz)} points")
-    names = set(las.point_format.dimension_names)
-    feats = [unit_scale(np.asarray(las.intensity))[:, None]]
-    if {"red", "green", "blue"} <= names:
-        feats.append(unit_scale(np.stack([np.asarray(las[c]) for c in ("red", "green", "blue")], axis=1)))
-    classes = np.asarray(las.classification).astype(np.int64)
-    raw, label_set = _known(classes, ASPRS)
-    # 0 and 1 say "never classified" and "unclassified": no labels rather than a scan of ignored points.
-    labels = raw if np.any(classes > 1) else None
-    return Cloud(xyz, np.concatenate(feats, axis=1), labels, label_set if labels is not None else None)
-
-
 def _npy_holds_points(path: Path) -> bool:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError):
-        return True  # A broken file should be reported when it is read, not passed over.
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
     return array.ndim == 2 and array.shape[1] >= 3
 
 
 def _npz_holds_points(path: Path) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(f"{k}.npy" in archive.namelist() for k in _POINT_KEYS)
-    except (zipfile.BadZipFile, OSError):
-        return True
+    with zipfile.ZipFile(path) as archive:
+        return any(f"{k}.npy" in archive.namelist() for k in _POINT_KEYS)
 
 
 READERS: Mapping[str, Reader] = MappingProxyType(
@@ -304,11 +268,17 @@ READERS: Mapping[str, Reader] = MappingProxyType(
         ".pcd.bin": read_bin,
         ".ply": read_ply,
         ".pcd": read_pcd,
-        ".las": _read_las,
-        ".laz": _read_las,
+        ".las": read_las,
+        ".laz": read_las,
         ".npz": _read_npz,
         ".npy": _read_npy,
-        ".tns": _read_tns,
+        ".tns": read_tns,
+        ".xyz": read_text,
+        ".txt": read_text,
+        ".csv": read_text,
+        ".obj": read_obj,
+        ".feather": read_arrow,
+        ".parquet": read_arrow,
     }
 )
 """Suffix to reader (path, columns) -> Cloud."""
@@ -319,9 +289,14 @@ _LABEL_READERS: Mapping[str, Callable[[Path], tuple[np.ndarray, LabelSet]]] = Ma
         ".npy": _npy_labels,
     }
 )
-_ARRAY_PROBES: Mapping[str, Callable[[Path], bool]] = MappingProxyType(
+_PROBES: Mapping[str, Callable[[Path], bool]] = MappingProxyType(
     {
         ".npy": _npy_holds_points,
         ".npz": _npz_holds_points,
+        ".txt": text_holds_points,
+        ".csv": text_holds_points,
+        ".xyz": text_holds_points,
+        ".feather": arrow_holds_points,
+        ".parquet": arrow_holds_points,
     }
 )

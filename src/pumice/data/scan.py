@@ -48,6 +48,8 @@ class Scan:
         Points that were dropped before; what is dropped now is added.
     origin : (float, float, float)
         What was subtracted from the positions so far.
+    rows : int array [P] or None
+        Where the points stand in what they were taken from; None: nothing was dropped or left out.
 
     Raises
     ------
@@ -66,6 +68,7 @@ class Scan:
     label_set: LabelSet | None = None
     dropped: int = 0
     origin: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    rows: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         xyz = _real(self.xyz, "xyz")
@@ -78,7 +81,9 @@ class Scan:
             feats = feats.astype(np.float32)
             keep: np.ndarray = np.logical_and((np.abs(xyz) < 1e30).all(1), np.isfinite(feats).all(1))
         dropped = len(keep) - int(keep.sum())
+        rows = self.rows
         if dropped:
+            rows = np.flatnonzero(keep) if rows is None else rows[keep]
             xyz, feats = xyz[keep], feats[keep]
             labels = None if labels is None else labels[keep]
         xyz, shift = _near(xyz)
@@ -90,6 +95,7 @@ class Scan:
             label_set=label_set,
             dropped=int(self.dropped) + dropped,
             origin=tuple(float(o + s) for o, s in zip(self.origin, shift, strict=True)),
+            rows=rows,
         )
 
     def _set(self, **fields: object) -> None:
@@ -107,7 +113,8 @@ class Scan:
     def select(self, index: np.ndarray) -> "Scan":
         """The scan with the points that ``index`` (bool mask [P] or positions) picks."""
         labels = None if self.labels is None else self.labels[index]
-        return replace(self, xyz=self.xyz[index], feats=self.feats[index], labels=labels)
+        rows = (np.arange(len(self)) if self.rows is None else self.rows)[index]
+        return replace(self, xyz=self.xyz[index], feats=self.feats[index], labels=labels, rows=rows)
 
     def label_counts(self) -> dict[str, int]:
         """Points per class name, in class order; ignored points are left out; empty without labels."""
@@ -176,7 +183,8 @@ def _near(xyz: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The positions close enough to zero for float32, and what was subtracted [3]."""
     if not len(xyz) or xyz.dtype == np.float32 or np.abs(xyz).max() <= _FAR:
         return xyz, np.zeros(3)
-    shift = np.floor(xyz.min(0))
+    # The median: one point far from all others must not cost them their decimals.
+    shift = np.floor(np.median(xyz, axis=0))
     return xyz - shift, shift
 
 

@@ -12,13 +12,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pumice.coords import Bounds, Site, check_points, frame_of
 from pumice.coords.keys import INT32_MAX
-from pumice.coords.launch import lasting
 from pumice.coords.rooms import Shares
 from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
 from pumice.engine.graphs import Engine, Graphed, Limits, Margins
 from pumice.engine.static import Autocast, Program
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops import SparseTensor
+from pumice.runtime.launch import lasting
 
 Box = tuple[Sequence[int], Sequence[int]]
 """The least and the greatest coordinate along each axis."""

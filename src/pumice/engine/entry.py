@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pumice.coords import Bounds, Cloud, Geometry, Relation, Site, made_of
 from pumice.coords.cloud import RANGE, clear
-from pumice.coords.geometry import Frame
+from pumice.coords.grid import Frame
 from pumice.coords.outputs import Listed, room_of
 from pumice.coords.packing import put_first
 from pumice.coords.rooms import Buffered

@@ -17,13 +17,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pumice.coords.cloud import DUPLICATE, RANGE
-from pumice.coords.launch import constants_read, lasting
 from pumice.coords.rooms import Planner, Settled, Shares
 from pumice.engine.compare import differ, shaken
 from pumice.engine.entry import Buffers, Scene, per_point
 from pumice.engine.static import Given, Level, Path, Reading, Results
 from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceError, ShapeError
 from pumice.ops import SparseTensor
+from pumice.ops.tensor import is_sparse
+from pumice.runtime.launch import constants_read, lasting
 
 _SMALLEST = 1024
 """No capacity is smaller, but for the largest."""
@@ -237,7 +238,7 @@ class Engine:
     def _eagerly(self, scene: Scene, why: str, told: str) -> Any:
         self._tell(why, told)
         x = scene.tensor()
-        leaves, spec = pytree.tree_flatten(self.program.eager(x))
+        leaves, spec = pytree.tree_flatten(self.program.eager(x), is_sparse)
         return pytree.tree_unflatten(self._with_points(leaves, x), spec)
 
     def _tell(self, why: str, told: str) -> None:
@@ -348,7 +349,7 @@ class Engine:
     def _check(self, bucket: Bucket, scene: Scene) -> None:
         """Compare with the eager network, with NaN wherever no voxel lives; tell what results are."""
         x = scene.tensor()
-        wanted = pytree.tree_leaves(self.program.eager(x))
+        wanted = pytree.tree_leaves(self.program.eager(x), is_sparse)
         bucket.buffers.poison(scene.count)
         results = self.program.run(bucket.buffers, bucket.rooms, poison=True)
         words = results.words.tolist()
@@ -369,7 +370,7 @@ class Engine:
 
     def _again(self, x: SparseTensor, wanted: Sequence[Any]) -> list[Any]:
         """What the eager network gives for features that are shaken."""
-        leaves = pytree.tree_leaves(self.program.eager(x.replace(shaken(x.feats, wanted))))
+        leaves = pytree.tree_leaves(self.program.eager(x.replace(shaken(x.feats, wanted))), is_sparse)
         return self._with_points(leaves, x)
 
     def _record(self, bucket: Bucket) -> None:

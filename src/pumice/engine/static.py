@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, Relation, Site, at_the_end
-from pumice.coords.launch import lasting
 from pumice.coords.outputs import site_of
 from pumice.coords.rooms import Buffered, Rooms
 from pumice.engine.entry import Buffers, Entered, per_point
 from pumice.errors import CaptureError
 from pumice.ops import SparseTensor
+from pumice.ops.tensor import is_sparse
+from pumice.runtime.launch import lasting
 
 Path = tuple[Relation, ...]
 """The relations that lead from the first coordinates to those of a level."""
@@ -104,7 +105,7 @@ class Program:
         with torch.no_grad(), lasting():
             entered = buffers.enter(self.site, Buffered(rooms, (), poison))
         geometry = entered.x.geometry
-        leaves, spec = pytree.tree_flatten(self.eager(entered.x))
+        leaves, spec = pytree.tree_flatten(self.eager(entered.x), is_sparse)
         found = dict(levels_of(geometry))
         # Of the maps nothing is kept: their memory is another graph's.
         levels = {path: Level(g.coords, g.stride) for path, g in found.items()}

@@ -11,7 +11,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from pumice.coords.launch import lasting
 from pumice.coords.rooms import Planner, Shares
 from pumice.engine.capture import Box, check_example, check_scene, site_within
 from pumice.engine.compare import AMPLIFIED, steps_differ
@@ -34,6 +33,7 @@ from pumice.engine.train import (
 from pumice.engine.update import Update, capturable
 from pumice.errors import CaptureError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.ops import SparseTensor
+from pumice.runtime.launch import lasting
 
 
 def capture_step(

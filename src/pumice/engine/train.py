@@ -15,12 +15,12 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import get_total_norm
 
 from pumice.coords import Bounds, Geometry, Site, at_the_end
-from pumice.coords.launch import lasting
 from pumice.coords.rooms import Buffered, Rooms
 from pumice.engine.entry import Entered, Voxels, VoxelScene, taken
 from pumice.engine.static import Autocast, Level, Path, levels_of, words_of
 from pumice.errors import CaptureError, OptionError, ShapeError
 from pumice.ops import SparseTensor
+from pumice.runtime.launch import lasting
 
 Loss = Callable[..., Tensor]
 

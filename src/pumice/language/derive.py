@@ -11,7 +11,7 @@ mean evenly to all; both divide G by a count first, which is again a statement.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from pumice.language.nodes import Access, Equal, Exists, Factor, Range, Statement, Term, accesses_of, indices_of
@@ -46,6 +46,7 @@ def result_name(statement: Statement) -> str:
 def derivative(statement: Statement, operand: str) -> tuple[Statement, ...]:
     """Statements, one for each place where `operand` is read as a value; the gradient of it is their sum.
 
+    Under mean all of it counts once for each of the points of `lost_points`.
     The operand gradient_name(statement) is the upstream gradient (divided by `count` under max, min and mean), and
     result_name(statement), where it occurs, the result. The target is named after the operand with a "d" before it
     and has the operand's shape; an index that stands bare on no axis any more needs `declare`.
@@ -70,7 +71,8 @@ def derivative(statement: Statement, operand: str) -> tuple[Statement, ...]:
 def count(statement: Statement) -> Statement:
     """How many points met in each entry: all of them under mean, those that equal the result under max and min."""
     points = _selection(statement) or _existence(statement.terms)
-    return replace(statement, terms=(Term(points),), reduction="sum", accumulate=False, text="")
+    new = _kept(Statement(statement.target, (Term(points),)), statement)
+    return replace(new, shapes=tuple((name, n) for name, n in statement.shapes if name in names_of(new)))
 
 
 def _selection(statement: Statement) -> tuple[Factor, ...]:
@@ -80,8 +82,24 @@ def _selection(statement: Statement) -> tuple[Factor, ...]:
 
 
 def _existence(terms: Iterable[Term]) -> tuple[Factor, ...]:
-    accesses = (factor for term in terms for factor in term.factors if isinstance(factor, Access))
-    return tuple(Exists(access) for access in dict.fromkeys(accesses))
+    return tuple(Exists(access) for access in dict.fromkeys(_asked(terms)))
+
+
+def _asked(terms: Iterable[Term]) -> Iterator[Access]:
+    """What must be there for a point to count; `exists` asks for nothing."""
+    for factor in (factor for term in terms for factor in term.factors):
+        if isinstance(factor, Equal):
+            yield factor.access
+            yield from _asked(factor.terms)
+        elif isinstance(factor, Access):
+            yield factor
+
+
+def lost_points(new: Statement, old: Statement) -> tuple[str, ...]:
+    """The indices of a mean that are left in nothing of what was made of it: `new` counts once for each of their
+    points."""
+    left = indices_of(new)
+    return tuple(name for name in indices_of(old) if name not in left) if old.reduction == "mean" else ()
 
 
 def declare(new: Statement, ranges: Mapping[str, Range]) -> Statement:

@@ -185,10 +185,14 @@ def segment_axis(roles: Roles) -> tuple[str, int, int]:
 def _segmented(statement: Statement) -> tuple[Access, Segment | None]:
     """The target with the first sorted array of one position replaced by an index, and that segment."""
     sorted_ = {name for name, fact in statement.facts if fact == "sorted"}
-    target = statement.target
+    target, read = statement.target, indices_of(*statement.terms)
     for array in arrays_of(*target.indices):
         position = array.indices[0].bare if len(array.indices) == 1 else None
-        if array.name not in sorted_ or position is None:
+        # Without a factor that the position turns there is no loop over the entries of a segment.
+        if array.name not in sorted_ or position not in read:
+            continue
+        # Segments take all entries: a range that does not start at 0 is part of them.
+        if (declared := statement.declared(position)) is not None and declared.start:
             continue
         name = fresh("s", names_of(statement))
         replaced = _exchange(target, array, Index(name))
@@ -443,7 +447,7 @@ def _side_by_side(term: Term, target: Access, extents: Mapping[str, int]) -> tup
     found: list[str] = []
     for expression in reversed(along.indices if along else ()):
         name = expression.bare
-        if name is None or places.count(name) != 1 or _volume(found, extents) >= _ACROSS:
+        if name is None or name in found or places.count(name) != 1 or _volume(found, extents) >= _ACROSS:
             break
         found.insert(0, name)
     return tuple(found)

@@ -19,7 +19,7 @@ from torch import Tensor
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Statement, indices_of
 from pumice.lower import tables
-from pumice.lower.remember import per_tensor
+from pumice.runtime.cache import per_tensor
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from pumice.coords.launch import Launcher, runs_kernels
+from pumice.runtime.launch import Launcher, runs_kernels
 
 _VALUES = 4096
 """Values of one program."""

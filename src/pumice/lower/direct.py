@@ -16,7 +16,7 @@ from pumice.lower import stamp
 from pumice.lower import triton as kernels
 from pumice.lower.epilogue import NOTHING, RESIDUAL, Finish
 from pumice.lower.plan import Ready, deterministic
-from pumice.lower.remember import Bounded
+from pumice.runtime.cache import Bounded
 from pumice.schedule.ledger import ledger
 from pumice.schedule.tile import about
 

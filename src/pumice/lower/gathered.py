@@ -19,7 +19,7 @@ from pumice.coords import Pairs
 from pumice.language.bind import Bound
 from pumice.language.nodes import Access, Statement, arrays_of, indices_of
 from pumice.lower import cpu, graph, tables
-from pumice.lower.remember import per_tensor
+from pumice.runtime.cache import per_tensor
 from pumice.schedule.cpu import CpuSchedule
 
 

@@ -33,7 +33,7 @@ from pumice.language.nodes import (
     indices_of,
 )
 from pumice.lower.loops import dtypes_of, equal_dtype, equals, read_names, working_dtype, worst
-from pumice.lower.remember import Bounded
+from pumice.runtime.cache import Bounded
 
 LIMIT = 16 << 30
 """Bytes of gathered operands at which `refusal` refuses."""
@@ -265,12 +265,12 @@ class _Builder:
     # Sizes
     def start(self, name: str) -> int:
         declared = self.statement.declared(name)
-        return declared.start if declared else 0
+        return 0 if declared is None else declared.start
 
     def extent(self, name: str) -> Any:
         """How many values an index has: an integer if declared, else the extent of an axis where it stands bare."""
         declared = self.statement.declared(name)
-        return len(declared) if declared else self.once(self._extent, name)
+        return self.once(self._extent, name) if declared is None else len(declared)
 
     def _extent(self, name: str) -> Any:
         for access in accesses_of(self.statement):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap
-from pumice.coords.launch import Launcher, runs_kernels
+from pumice.runtime.launch import Launcher, runs_kernels
 
 _ENTRIES = 512
 """Results of a program."""

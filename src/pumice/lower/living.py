@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import Launcher, runs_kernels
+from pumice.runtime.launch import Launcher, runs_kernels
 
 _BLOCK = 4096
 """Values of one program: nearly all have nothing to do, and end."""

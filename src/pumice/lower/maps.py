@@ -21,11 +21,11 @@ from torch import Tensor
 
 from pumice.coords import KernelMap, Order, settle
 from pumice.coords.kernel_map import pairs_in_room
-from pumice.coords.rooms import FIRST, mark
 from pumice.coords.traced import told
 from pumice.language.parse import parse
 from pumice.language.rewrite import Stored
-from pumice.lower.remember import OWN
+from pumice.runtime.cache import OWN
+from pumice.runtime.streams import FIRST, mark
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"

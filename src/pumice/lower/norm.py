@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Cloud
-from pumice.coords.launch import Fixed, runs_kernels
 from pumice.errors import DeviceError, ShapeError
-from pumice.lower.scratch import scratch
+from pumice.runtime.launch import Fixed, runs_kernels
+from pumice.runtime.workspace import scratch
 
 
 @dataclass(frozen=True, eq=False)

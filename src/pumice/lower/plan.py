@@ -27,7 +27,7 @@ from pumice.language.rewrite import Conscious, Stored, conscious, single_terms
 from pumice.lower import bagged, chained, gathered, graph, loops, maps, work
 from pumice.lower import triton as kernels
 from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
-from pumice.lower.remember import Bounded
+from pumice.runtime.cache import Bounded
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import about
 
@@ -401,15 +401,12 @@ def _prepared(
     dtype: torch.dtype | None = None,
 ) -> Ready:
     dtype = dtype or result_dtype(operands, names, text)
-    lowering, _, precision = lowering.partition("/")
     if shape is None:
         bound = _sizes(text, names, tuple(tuple(t.shape) for t in operands))
         shape = bound.shape
         text = _with_lost_ranges(text, names, bound)
-    option = chosen(operands, names, text, shape, lowering)
-    if _refused(option, operands, names, text, shape):
-        # The choice was made for sizes like these, not for these.
-        option = _cheapest(operands, names, text, shape, lowering)
+    option = _option(operands, names, text, shape, lowering)
+    precision = lowering.removesuffix(PREFERRED).partition("/")[2]
     places = array_places(names, text, option.forms)
     parts = []
     for number, step in enumerate(option.steps):
@@ -426,6 +423,21 @@ def _prepared(
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
     return Ready(tuple(parts), shape, dtype, old, dtype)
+
+
+def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Option:
+    """The cheapest option of a lowering, and of all where one that is only preferred cannot do it."""
+    wanted = lowering.removesuffix(PREFERRED)
+    name = wanted.partition("/")[0]
+    try:
+        option = chosen(operands, names, text, shape, name)
+        # The choice was made for sizes like these, not for these.
+        stale = _refused(option, operands, names, text, shape)
+        return _cheapest(operands, names, text, shape, name) if stale else option
+    except OptionError:
+        if wanted == lowering:
+            raise
+        return _option(operands, names, text, shape, "")
 
 
 def _runner(
@@ -578,6 +590,9 @@ def _with_lost_ranges(text: str, names: str, bound: Bound) -> str:
             lost.update((n, bound.ranges[n]) for n in indices_of(access) if n in bound.windowed)
     return text if len(lost) == len(statement.ranges) else str(replace(statement, ranges=tuple(lost.items())))
 
+
+PREFERRED = "?"
+"""Behind a lowering: it is taken where it can be. Gradients are other statements than what they are of."""
 
 deterministic = torch.are_deterministic_algorithms_enabled
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.runs import WHOLE, Pieces, bounds_of, by_length, in_pieces, pieces_at_hand
-from pumice.lower.remember import OWN, per_tensor
+from pumice.runtime.cache import OWN, per_tensor
 
 _LONG_ARRAY = 1 << 17
 """Entries from which on the longest segments are looked at: below, the read would take longer than what it saves."""

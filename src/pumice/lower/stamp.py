@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import Compiled
 from pumice.language.bind import Bound, bare_places
 from pumice.language.nodes import accesses_of
 from pumice.language.roles import Roles, segment_axis
 from pumice.lower.emit import SPLITS, STACKS, grid_of
-from pumice.lower.remember import OWN
-from pumice.lower.scratch import Scratch, scratch
 from pumice.lower.segments import Segments, pieces, segments, stacks
+from pumice.runtime.cache import OWN
+from pumice.runtime.launch import Compiled
+from pumice.runtime.streams import captured
+from pumice.runtime.workspace import Scratch, scratch
 from pumice.schedule.tile import Tile
-
-if TYPE_CHECKING:
-    from pumice.lower.triton import Emitted
 
 FAR = 1 << 31
 """Distances of rows, which lead, from which on addresses need 64 bits."""
@@ -86,7 +84,7 @@ class Mould:
     rows: the operands whose rows count, the result being ""; array: the one whose segments it takes.
     """
 
-    def __init__(self, emitted: Emitted, own: Roles, bound: Bound, shapes: Shapes, device: torch.device) -> None:
+    def __init__(self, emitted: Any, own: Roles, bound: Bound, shapes: Shapes, device: torch.device) -> None:
         """bound, shapes: of one of these calls; own: its roles, without what the tile makes of them."""
         self._emitted, self._own, self._bound, self._shapes = emitted, own, bound, shapes
         self.device, self.index, self.on_cuda = device, device.index or 0, device.type == "cuda"
@@ -243,11 +241,6 @@ def _places(bound: Bound) -> Mapping[str, tuple[str, int]]:
     for operand, expressions in (*read, ("", statement.target.indices)):
         found |= {e.bare: (operand, n) for n, e in enumerate(expressions) if n and e.bare in found}
     return found
-
-
-def captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Aimed:

@@ -1,12 +1,12 @@
-"""Emitted kernels on the device: their source on disk, their arguments from tensors, their launch."""
+"""Emitted kernels on the device: their source in memory, their arguments from tensors, their launch."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import linecache
 import math
-import os
-import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -14,14 +14,12 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
-from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from pumice.coords.launch import Compiled
-from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import Bound, resizable, resized
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
@@ -40,10 +38,12 @@ from pumice.lower.emit import (
 )
 from pumice.lower.epilogue import EPILOGUE, NOTHING, Finish
 from pumice.lower.loops import EIGHT_BITS
-from pumice.lower.remember import Bounded
-from pumice.lower.scratch import Scratch, scratch
 from pumice.lower.segments import Segments
-from pumice.lower.stamp import FAR, SCRATCH, Aimed, Mould, captured, segments_of
+from pumice.lower.stamp import FAR, SCRATCH, Aimed, Mould, segments_of
+from pumice.runtime.cache import Bounded
+from pumice.runtime.launch import Compiled
+from pumice.runtime.streams import captured
+from pumice.runtime.workspace import Scratch, scratch
 from pumice.schedule import tile as tiles
 from pumice.schedule.ledger import Key, ledger
 from pumice.schedule.tile import Problem, Tile
@@ -557,9 +557,32 @@ def _is_unfit(problem: Exception) -> bool:
 
 
 def tile_of(bound: Bound, operands: Mapping[str, Tensor], precision: str = "") -> Tile:
-    """The tile that `run` takes: the tuned one, or the default."""
+    """The tile that `run` takes: the tuned one, or the default. A tuned one that does not fit the statement, as a file
+    that many share may hold, is passed over with a warning."""
     found = None if tile_source() == DEFAULT else ledger().get(_key(bound, operands, precision or float32_precision()))
+    if found is not None:
+        try:
+            _check_fit(bound, operands, found)
+        except OptionError as problem:
+            _told_unfit(str(bound.statement), found, str(problem))
+            found = None
     return found or tiles.default(_problem(bound, operands, _form(bound)))
+
+
+def _check_fit(bound: Bound, operands: Mapping[str, Tensor], tile: Tile) -> None:
+    """Raises OptionError where no kernel is made of the statement with this tile."""
+    form = _form_in(bound, tile)
+    sides = min(tile.rows, tile.columns, tile.reduced)
+    if form.product and sides < 16:
+        raise OptionError(f"the sides of a matrix product are at least 16, found {sides}")
+    kind = next((t.dtype for t in operands.values() if t.dtype.is_floating_point), torch.float32)
+    _emitted(bound.statement, form, _signature(bound, operands, form, kind, tile))
+
+
+@lru_cache(maxsize=256)
+def _told_unfit(statement: str, tile: Tile, reason: str) -> None:
+    """Said once."""
+    warnings.warn(f"the tuned {tile} of {statement} is passed over: {reason}", RuntimeWarning, stacklevel=3)
 
 
 def source_of(bound: Bound, operands: Mapping[str, Tensor]) -> str:
@@ -702,6 +725,8 @@ def _form_in(bound: Bound, tile: Tile) -> Roles:
         raise OptionError(f"tile {tile}: {bound.statement} has no segments that one matrix product takes")
     if tile.swapped and not form.product:
         raise OptionError(f"tile {tile}: {bound.statement} is no matrix product, whose sides could be swapped")
+    if tile.swapped and form.folds:
+        raise OptionError(f"tile {tile}: {bound.statement} adds up the columns of the tile, which cannot be its rows")
     if tile.piece and torch.version.hip:
         raise OptionError(f"tile {tile}: on AMD a program cannot tell when all that it has stored is seen")
     return exchanged(form) if tile.swapped else form
@@ -714,25 +739,15 @@ def _emitted(statement: Statement, form: Roles, signature: Signature) -> Source:
 
 @lru_cache(maxsize=1024)
 def loaded(source: Source) -> Any:
-    """The kernel of a source: Triton reads it from a file, which is kept."""
-    digest = hashlib.sha256(source.text.encode()).hexdigest()[:24]
-    path = settings().cache / "kernels" / f"k{digest}.py"
-    if not path.exists():
-        _write(path, source.text)
-    spec = importlib.util.spec_from_file_location(f"pumice_kernel_{digest}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    """The kernel of a source. Triton asks `inspect` for its text, which is found in `linecache`: no file is executed
+    that somebody else may have written."""
+    name = f"pumice_kernel_{hashlib.sha256(source.text.encode()).hexdigest()[:24]}"
+    file = f"<{name}>"
+    # Without a time of change an entry is not compared with a file.
+    linecache.cache[file] = len(source.text), None, source.text.splitlines(keepends=True), file
+    module = ModuleType(name)
+    exec(compile(source.text, file, "exec"), vars(module))
     return getattr(module, source.name)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write whole or not at all: other processes may do the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(name, path)
 
 
 def _launch(launch: Launch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> None:
@@ -957,11 +972,16 @@ def _covers(bound: Bound, form: Roles) -> bool:
 
 def _fills(expression: Affine, extent: int, bound: Bound, form: Roles, onto: set[str]) -> bool:
     """Whether an expression takes every value of an axis: digits without gaps, or an array that is onto."""
+    own = form.segment.index if form.segment else None
     if expression.arrays:
         ((coefficient, atom), *rest) = expression.terms
         whole = coefficient == 1 and not rest and not expression.constant
-        return whole and isinstance(atom, Access) and atom.name in onto
-    own = form.segment.index if form.segment else None
+        if not whole or not isinstance(atom, Access) or atom.name not in onto:
+            return False
+        # All of the array is read.
+        bare = {e.bare for e in atom.indices}
+        read = bare - {own}
+        return len(bare) == len(atom.indices) and all(name and not bound.ranges[name].start for name in read)
     reach = 1
     for coefficient, atom in sorted(expression.terms, key=lambda term: term[0]):
         assert isinstance(atom, Index)

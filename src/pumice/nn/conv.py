@@ -82,7 +82,10 @@ class Convolution(nn.Module):
 
     def extra_repr(self) -> str:
         window = tuple(self.weight.shape[1:-1])
-        told = {k: v for k, v in self.options.items() if v is not None and k != "offsets"}
+        told = {k: v for k, v in self.options.items() if k != "offsets"}
+        if "out" in told and max(self.relation.stride) > 1:
+            told |= {"padding": self.relation.padding, "out": self.relation.policy}
+        told = {k: v for k, v in told.items() if v is not None}
         told |= {} if self.dataflow is None else {"dataflow": self.dataflow}
         rest = "".join(f", {name}={value}" for name, value in told.items())
         groups = f", groups={self.groups}" if self.groups > 1 else ""
@@ -98,8 +101,10 @@ def convolutions(*modules: nn.Module) -> list[Convolution]:
 class Conv(Convolution):
     """Sparse convolution in D axes: pumice.ops.conv with its own weight; Conv1d to Conv4d fix D.
 
-    Stride 1 keeps the coordinates (submanifold); `out` chooses otherwise: "support", "floor_unique", or per call
-    `layer(x, out=target)`.
+    Defaults are not those of torch and spconv, which pad by 0 and compute the support: padding is centred,
+    `dilation * (kernel_size // 2)` (0 for even kernels), stride 1 keeps the coordinates (out="same", submanifold), and
+    a greater stride makes the distinct floor(in / stride) (out="floor_unique"; with a padding given out="support").
+    Name `out` and `padding` for others, or the outputs of one call: `layer(x, out=target)`.
 
     Parameters
     ----------

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pumice.errors import ShapeError
+from pumice.coords import as_axes
+from pumice.errors import DtypeError, ShapeError
 from pumice.lower import direct
 from pumice.lower import norm as lowered
 from pumice.lower.epilogue import Epilogue
@@ -310,10 +311,13 @@ class _Pool(nn.Module):
         out: str | None = None,
     ) -> None:
         super().__init__()
+        as_axes(kernel_size, self.dim, "kernel_size", 1)
         self.kernel_size = kernel_size
         self.options = {"stride": stride, "padding": padding, "dilation": dilation, "out": out}
 
     def forward(self, x: SparseTensor) -> SparseTensor:
+        if not isinstance(x, SparseTensor):
+            raise DtypeError(f"{type(self).__name__} takes a SparseTensor, found {type(x).__name__}")
         if x.dim != self.dim:
             raise ShapeError(f"{type(self).__name__} takes {self.dim} spatial axes, x has {x.dim}")
         return type(self).function(x, self.kernel_size, **self.options)

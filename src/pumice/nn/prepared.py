@@ -19,7 +19,7 @@ from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard, unheard_of_gradients
 from pumice.nn.facts import OF_CONVOLUTIONS, OF_TENSORS, OWN
-from pumice.nn.trained import Trained
+from pumice.nn.trained import Step, Trained
 from pumice.ops import SparseTensor, line, register
 from pumice.ops.conv import Target
 from pumice.ops.conv import key_of as key_of_conv
@@ -64,24 +64,6 @@ def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
     if not kept.steps or not unheard(kept.watched) or (trains and not unheard_of_gradients(kept.watched)):
         return None
     return kept
-
-
-class Step(NamedTuple):
-    """A layer with the norm by known statistics and the activation behind it, as one kernel. behind: these modules;
-    opens to ends: as in line.Layer."""
-
-    layer: Convolution | layers.Linear
-    norm: layers.BatchNorm | None
-    behind: tuple[nn.Module, ...]
-    opens: bool = False
-    aside: bool = False
-    adds: bool = False
-    ends: int = 0
-
-    @property
-    def activated(self) -> bool:
-        """Whether an activation is behind all else."""
-        return bool(self.behind) and type(self.behind[-1]) in ACTIVATIONS
 
 
 _OF_NORMS = attrgetter("training", "eps")

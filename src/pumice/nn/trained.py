@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from pumice.coords import Geometry, Relation
 from pumice.lower import direct
 from pumice.lower import triton as kernels
 from pumice.lower.norm import Settled, Statistics
-from pumice.lower.remember import Bounded
+from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.ends import ACTIVATIONS
 from pumice.nn.facts import OF_CONVOLUTIONS, OF_TENSORS, OWN, TRAINS
@@ -23,13 +23,29 @@ from pumice.ops import SparseTensor, register, trained
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.line import found_of
 from pumice.ops.tensor import fitting, rows_of
-
-if TYPE_CHECKING:
-    from pumice.nn.prepared import Step
+from pumice.runtime.cache import Bounded
 
 _OF_NORMS = attrgetter("training", "eps", "momentum", "track_running_stats")
 _EACH = 7
 """Tensors of a step: weight and bias, and of the norm mean, variance, count of batches, scale and shift."""
+
+
+class Step(NamedTuple):
+    """A layer with the norm by known statistics and the activation behind it, as one kernel. behind: these modules;
+    opens to ends: as in line.Layer."""
+
+    layer: Convolution | layers.Linear
+    norm: layers.BatchNorm | None
+    behind: tuple[nn.Module, ...]
+    opens: bool = False
+    aside: bool = False
+    adds: bool = False
+    ends: int = 0
+
+    @property
+    def activated(self) -> bool:
+        """Whether an activation is behind all else."""
+        return bool(self.behind) and type(self.behind[-1]) in ACTIVATIONS
 
 
 class _Known(NamedTuple):

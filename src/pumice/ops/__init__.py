@@ -15,7 +15,7 @@ from pumice.ops.pool import (
     row_sum,
     sum_pool,
 )
-from pumice.ops.prepare import Users, prepare
+from pumice.ops.prepare import Users, prepare, prepare_levels
 from pumice.ops.quantize import quantize
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
 from pumice.ops.sparse import Sparse, sparse
@@ -62,3 +62,9 @@ __all__ = [
     "union",
     "voxelize",
 ]
+
+SparseTensor.prepare = prepare_levels
+SparseTensor.to_dense = to_dense
+SparseTensor.prune = prune
+SparseTensor.split = split
+SparseTensor._union = union

@@ -38,7 +38,7 @@ def conv(
     epilogue: Epilogue | None = None,
     dataflow: Flow = None,
 ) -> SparseTensor:
-    """Sparse convolution.
+    """Sparse convolution; at stride 1 submanifold, with centred padding, unless `out` and `padding` say otherwise.
 
         y[o, n] = bias[n] + sum over taps r and inputs i with  in = stride * out + dilation * r - padding  of
                   x[i, c] * weight[n, r, c]

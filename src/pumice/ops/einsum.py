@@ -15,7 +15,6 @@ from pumice.language.formats import Format, parse_format
 from pumice.language.nodes import Statement
 from pumice.language.parse import parse
 from pumice.lower import plan
-from pumice.lower.remember import Bounded
 from pumice.ops import register
 from pumice.ops.door import (
     Operand,
@@ -29,6 +28,7 @@ from pumice.ops.door import (
 )
 from pumice.ops.explain import explanation
 from pumice.ops.places import Declared, Places, checks_of
+from pumice.runtime.cache import Bounded
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.lower.direct import Direct
-from pumice.lower.scratch import scratch
 from pumice.ops.conv import cast_over
 from pumice.ops.linear import known_call
+from pumice.runtime.workspace import scratch
 
 _ALIGNED = 256
 """Bytes."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from pumice.errors import DeviceError, DtypeError, ShapeError
 from pumice.lower import direct, plan
 from pumice.lower.epilogue import Epilogue, Finish, check_epilogue
-from pumice.lower.remember import Bounded
 from pumice.ops import register
 from pumice.ops.conv import autocast_dtype
+from pumice.runtime.cache import Bounded
 from pumice.schedule.tile import about
 
 _LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"

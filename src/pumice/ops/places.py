@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pumice.errors import CoordinateError
 from pumice.language.nodes import Access, Statement, accesses_of
-from pumice.lower.remember import per_tensor
+from pumice.runtime.cache import per_tensor
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ def checks_of(statement: Statement, operands: Mapping[str, Any]) -> tuple[Places
                 if extent is not None and isinstance(atom, Access) and isinstance(operands.get(atom.name), Tensor):
                     where = f"axis {axis} of {access}"
                     found.append(Places(atom.name, str(atom), coefficient, int(extent), where))
-    extents = {check.array: check.extent for check in found if isinstance(check, Places)}
-    found += [
-        Declared(name, fact, extents.get(name, 0))
-        for name, fact in statement.facts
-        if isinstance(operands.get(name), Tensor)
-    ]
+    extents = {(check.array, check.extent) for check in found if isinstance(check, Places)}
+    for name, fact in statement.facts:
+        if isinstance(operands.get(name), Tensor):
+            # Every axis that an array addresses may become that of a gradient.
+            reached = sorted(extent for array, extent in extents if array == name) if fact == "onto" else []
+            found += [Declared(name, fact, extent) for extent in reached or [0]]
     return tuple(dict.fromkeys(found))
 
 

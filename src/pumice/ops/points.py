@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pumice.coords import Geometry, check_points, frame_of, merged, quantize
-from pumice.coords.launch import vector
+from pumice.coords import Geometry, as_tensor, check_points, frame_of, merged, quantize
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.reduce import REDUCTIONS, pick
 from pumice.ops.tensor import SparseTensor, numbers
+from pumice.runtime.launch import vector
 
 
 def voxelize(
-    points: Tensor,
-    feats: Tensor | None = None,
-    size: float | Sequence[float] = 1.0,
-    batch: Tensor | None = None,
+    points: Any,
+    feats: Any = None,
+    size: float | Sequence[float] | None = None,
+    batch: Any = None,
     origin: float | Sequence[float] | Tensor | str = 0.0,
     rounding: str = "floor",
     reduce: str = "mean",
     *,
-    spatial_shape: Sequence[int] | None = None,
+    spatial_shape: int | Sequence[int] | None = None,
     batch_size: int | None = None,
 ) -> SparseTensor:
     """Points to voxels: voxel floor((p - origin) / size) takes the `reduce` of its points' features.
 
     Parameters
     ----------
-    points: floating point [P, D], D from 1 to 4, in metres say.
+    points: floating point [P, D], D from 1 to 4, in metres say: a tensor, an array or lists, as feats and batch.
     feats: floating point [P, F]; the points themselves if left out.
-    size: edge of a voxel, in the points' unit; a number or one per axis.
+    size: edge of a voxel, in the points' unit; a number or one per axis. It has to be given.
     batch: integers [P], the batch item of each point; all 0 if left out.
     origin: what becomes coordinate 0: a number, one per axis, or "min" (the cloud's minimum).
     rounding: "floor", or "round" (the nearest cell, the rule of published MinkUNet pipelines with origin="min").
@@ -47,10 +48,11 @@ def voxelize(
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (non-finite points, cells beyond int32), OptionError.
     """
     _check_reduce(reduce)
+    points, batch = as_tensor(points, "points"), None if batch is None else as_tensor(batch, "batch")
     check_points(points, batch)
     frame = frame_of(points, size, origin, rounding)
     geometry = quantize(points, frame, batch, batch_size=batch_size, spatial_shape=spatial_shape)
-    values = points if feats is None else feats
+    values = points if feats is None else as_tensor(feats, "feats")
     _check_values(points, values, "points")
     return SparseTensor(_reduced(values, geometry, reduce), geometry)
 
@@ -106,7 +108,8 @@ def devoxelize(
     frame = x.geometry.frame
     if frame is None:
         raise GeometryError("these voxels were not made by voxelize(): use interpolate() with voxel positions")
-    if points.ndim != 2 or points.shape[1] != x.dim:
+    check_points(points, batch)
+    if points.shape[1] != x.dim:
         raise ShapeError(f"points are [P, {x.dim}], found shape {list(points.shape)}")
     positions = frame.positions(points)
     items = torch.zeros(len(points), device=points.device) if batch is None else batch
@@ -139,7 +142,7 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
         raise DeviceError(f"positions are on {positions.device}, x is on {x.device}")
     numbers(x)
     stride = vector(tuple(map(float, x.stride)), positions.dtype, x.device)
-    batch = positions[:, :1].detach().int()
+    batch = torch.floor(positions[:, :1].detach())
     return MODES[mode](x, batch, positions[:, 1:] / stride, normalize)
 
 
@@ -149,7 +152,7 @@ def _nearest(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> 
 
 def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> Tensor:
     corner = torch.floor(units.detach() - 0.5)
-    ahead = units - 0.5 - corner
+    ahead = (units - 0.5 - corner).masked_fill(corner.isinf(), 0)
     # A half would round the weights, and the sums of eight parts and eight gradients: all is kept wide, rounded once.
     wide = torch.promote_types(x.dtype, torch.float32)
     feats = x.feats.to(wide)
@@ -174,8 +177,10 @@ MODES: dict[str, Callable[[SparseTensor, Tensor, Tensor, bool], Tensor]] = {
 
 
 def _cells(batch: Tensor, cells: Tensor) -> Tensor:
-    # Far cells are absent anyway; clamping keeps the cast to int32 defined.
-    return torch.cat([batch, cells.clamp(-(2.0**31), 2.0**31 - 512).int()], dim=1)
+    """int32 coordinates of cells given as floats; item -1, which no voxel has, for what int32 does not hold."""
+    coords = torch.cat([batch, cells], dim=1)
+    held = (coords >= -(2.0**31)) & (coords < 2.0**31)
+    return coords.where(held, 0).int().masked_fill(~held.all(dim=1, keepdim=True), -1)
 
 
 def _take(feats: Tensor, rows: Tensor) -> Tensor:

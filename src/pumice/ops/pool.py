@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
-from pumice.coords.launch import runs_kernels
 from pumice.errors import ShapeError
 from pumice.lower.largest import largest
 from pumice.ops import register
 from pumice.ops.conv import Size, Target, conv_features, target_of
 from pumice.ops.reduce import maximum
 from pumice.ops.tensor import SparseTensor, living, numbers
+from pumice.runtime.launch import runs_kernels
 
 
 def max_pool(

@@ -21,13 +21,13 @@ from torch import Tensor
 from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Site
 from pumice.coords.cloud import DUPLICATE, RANGE, clear
 from pumice.coords.keys import INT32_MAX
-from pumice.coords.launch import constants_read, lasting
 from pumice.coords.packing import Packer, put_first
 from pumice.coords.rooms import Buffered, Planner, Rooms, Settled
 from pumice.env import settings
 from pumice.errors import CoordinateError, PumiceError
-from pumice.lower.remember import Bounded
 from pumice.ops.contents import Contents, Reader
+from pumice.runtime.cache import Bounded
+from pumice.runtime.launch import constants_read, lasting
 
 _BEFORE = 2
 """Scenes of about a size that are done without a graph before one is recorded."""

@@ -20,11 +20,11 @@ from torch.autograd import forward_ad
 
 from pumice.errors import DeviceError
 from pumice.language.bind import bind
-from pumice.language.derive import count, declare, derivative, gradient_name, result_name
+from pumice.language.derive import count, declare, derivative, gradient_name, lost_points, result_name
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.rewrite import VALUES
 from pumice.lower import direct, layouts, maps, plan  # noqa: F401  (layouts registers its operator)
-from pumice.lower.remember import Bounded
+from pumice.runtime.cache import Bounded
 
 _LIBRARY = torch.library.Library("pumice", "DEF")
 _LIBRARY.define(
@@ -435,7 +435,8 @@ class _Call:
     """A call whose gradients are asked for."""
 
     def __init__(self, operands: Sequence[Tensor], names: str, text: str, lowering: str, shape: Sequence[int]) -> None:
-        self.operands, self.names, self.text, self.lowering, self.shape = operands, names, text, lowering, shape
+        self.operands, self.names, self.text, self.shape = operands, names, text, shape
+        self.lowering = lowering and lowering.removesuffix(plan.PREFERRED) + plan.PREFERRED
         self.given = plan.read(names)
         self.statement = plan.statement_of(text, names)
         tokens, *self.notes = names.split(";")
@@ -528,7 +529,7 @@ class _Call:
         extra = [gradient_name(self.statement), *([result_name(self.statement)] if with_result else [])]
         new = derivative(self.statement, name)
         found = [self._told(each, extra) for each in new]
-        if all(map(_says_all, new)):
+        if all(map(self._says_all, new)):
             return _DERIVATIVES.keep(key, found)
         return found if sized is None else _DERIVATIVES.keep(sized, found)
 
@@ -549,18 +550,22 @@ class _Call:
         return einsum([given[place] for place in places], names, text, shape, self.lowering)
 
     def _anchored(self, new: Statement) -> Statement:
-        """The statement with declared ranges for indices that no axis tells any more."""
-        if _says_all(new):
+        """The statement with declared ranges for indices that no axis tells any more, and times the points of those
+        that it lost."""
+        if self._says_all(new):
             return new
         shapes: dict[str, Sequence[int]] = dict(self.given.shapes)
         shapes.update((name, self.operands[self.given.places[name, "", 0, ""]].shape) for name in self.given.dense)
-        return declare(new, bind(self.statement, shapes, self.shape, strict=False).ranges)
+        bound = bind(self.statement, shapes, self.shape, strict=False)
+        times = bound.points(lost_points(new, self.statement))
+        terms = tuple(replace(term, coefficient=term.coefficient * times) for term in new.terms)
+        return declare(replace(new, terms=terms), bound.ranges)
 
-
-def _says_all(new: Statement) -> bool:
-    """Whether an axis, or the text, tells the range of every index."""
-    bare = {e.bare for access in accesses_of(new) for e in access.indices}
-    return set(indices_of(new)) - {name for name, _ in new.ranges} <= bare
+    def _says_all(self, new: Statement) -> bool:
+        """Whether an axis, or the text, tells the range of every index, and none is lost."""
+        bare = {e.bare for access in accesses_of(new) for e in access.indices}
+        told = set(indices_of(new)) - {name for name, _ in new.ranges} <= bare
+        return told and not lost_points(new, self.statement)
 
 
 _DERIVATIVES: Bounded[Sequence[tuple[tuple[int, ...], str, str]]] = Bounded(1024)

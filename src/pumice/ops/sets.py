@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Bounds, Geometry, Site, morton_argsort, morton_unique, same_geometry
-from pumice.coords.keys import places_in
+from pumice.coords.keys import INT32_MAX, places_in
 from pumice.coords.traced import subset as traced_subset
 from pumice.coords.traced import union as traced_union
-from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
+from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.tensor import SparseTensor, numbers, on_rows, rows_of
 
 
@@ -26,7 +26,8 @@ def to_dense(
     spatial_shape: D extents; defaults to x.spatial_shape, else to the box around the voxels.
     origin: D integers, the coordinate at index 0; defaults to 0 if an extent is known, else to the box's corner.
 
-    Returns [batch_size, C, *spatial_shape]. Raises CoordinateError when a voxel lies outside.
+    Returns [batch_size, C, *spatial_shape]. Raises CoordinateError when a voxel lies outside, and for a box of more
+    than 2^31 - 1 entries that nobody asked for.
     """
     shape = spatial_shape if spatial_shape is not None else x.spatial_shape
     buffered = x.geometry.buffered is not None
@@ -41,6 +42,11 @@ def to_dense(
         box = Bounds.of(x.coords)
         origin = box.low if origin is None else origin
         shape = tuple(max(0, h - o + 1) for h, o in zip(box.high, origin, strict=True))
+        if x.batch_size * math.prod(shape) * x.channels > INT32_MAX:
+            raise CoordinateError(
+                f"{x.batch_size} items of {shape} cells, the box around the voxels, and {x.channels} channels are more "
+                f"than {INT32_MAX} entries; give a spatial_shape"
+            )
     shape, origin = tuple(shape), tuple(origin) if origin is not None else (0,) * x.dim
     if len(shape) != x.dim or len(origin) != x.dim:
         raise ShapeError(f"spatial_shape {shape} and origin {origin} have one entry per axis, x has {x.dim} axes")
@@ -77,14 +83,16 @@ def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
 
 
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
-    """Channels side by side: feats [N, C_0 + C_1 + ...] on the one geometry of all tensors.
+    """Channels side by side: feats [N, C_0 + C_1 + ...] on the one geometry of all tensors, which may also be equal
+    coordinates in the same order that were made apart.
 
     Raises GeometryError when they are of different geometries: join those with union(), or bring one to the other's
     coordinates with conv(out=...).
     """
     first = _first(tensors, "cat")
     for other in tensors[1:]:
-        if not same_geometry(first, other):
+        known = torch.compiler.is_compiling() or first.geometry.buffered is not None
+        if not same_geometry(first, other, check=not known):
             raise GeometryError(f"cat needs one geometry; found {len(first)} and {len(other)} voxels of two geometries")
     return on_rows(torch.cat([rows_of(t) for t in tensors], dim=1), first.geometry)
 
@@ -94,6 +102,7 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
 
     Raises ShapeError (channels or axes differ), GeometryError (strides differ), DeviceError.
     """
+    _first((x, y), "union")
     if x.dim != y.dim or x.channels != y.channels:
         raise ShapeError(f"x has D={x.dim}, C={x.channels}; y has D={y.dim}, C={y.channels}")
     if x.device != y.device:
@@ -150,7 +159,8 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
             inverses.append(torch.where(t.geometry.inverse < 0, -1, t.geometry.inverse + rows))
         shift, rows = shift + t.batch_size, rows + len(t)
     inverse = torch.cat(inverses) if len(inverses) == len(tensors) else None
-    geometry = Geometry(torch.cat(coords), _joint_site(tensors, shift), inverse)
+    settled = all(t.geometry.settled for t in tensors)
+    geometry = Geometry(torch.cat(coords), _joint_site(tensors, shift), inverse, settled)
     return SparseTensor(torch.cat([t.feats for t in tensors]), geometry)
 
 
@@ -162,7 +172,8 @@ def split(x: SparseTensor) -> list[SparseTensor]:
         rows = (x.coords[:, 0] == item).nonzero()[:, 0]
         coords = x.coords[rows]
         coords[:, 0] = 0
-        pieces.append(SparseTensor(x.feats[rows], Geometry(coords, _with_batch(x, 1, 1 if len(rows) else 0))))
+        site = _with_batch(x, 1, 1 if len(rows) else 0)
+        pieces.append(SparseTensor(x.feats[rows], Geometry(coords, site, settled=x.geometry.settled)))
     return pieces
 
 
@@ -180,7 +191,7 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
         return SparseTensor(x.feats[rows], geometry)
     rows = mask.nonzero()[:, 0]
     rows = rows[morton_argsort(x.coords[rows], x.geometry.bounds)]
-    return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site))
+    return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site, settled=x.geometry.settled))
 
 
 def _with_batch(x: SparseTensor, batch_size: int, bound: int) -> Site:
@@ -204,4 +215,7 @@ def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> Site:
 def _first(tensors: Sequence[SparseTensor], name: str) -> SparseTensor:
     if not tensors:
         raise OptionError(f"{name} takes at least one tensor, found 0")
+    for each in tensors:
+        if not isinstance(each, SparseTensor):
+            raise DtypeError(f"{name} takes SparseTensors, found {type(each).__name__}")
     return tensors[0]

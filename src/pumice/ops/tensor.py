@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, make_dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from pumice.coords import Geometry, Relation, same_geometry
+from pumice.coords import Geometry, checked_geometry, same_geometry
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
 from pumice.lower.living import clear_rows
 from pumice.lower.loops import EIGHT_BITS
-
-if TYPE_CHECKING:
-    from pumice.ops.prepare import Users
 
 
 class SparseTensor:
@@ -33,23 +32,30 @@ class SparseTensor:
     stride: size of a voxel in finest voxels, an int or one per axis.
     spatial_shape: extent of the grid per axis; it bounds what convolutions reach. Without it nothing is cut off.
     batch_size: number of batch items, if the last ones may be empty; else the largest batch index + 1.
+    geometry: another tensor's, in place of all but feats.
 
     Raises
     ------
     ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels).
     """
 
+    # FSDP2 and DistributedDataParallel walk through dataclasses to tensors of inputs and outputs (torch 2.13 asks for
+    # no pytree nodes), and put others in their place by `type(x)(feats=..., geometry=...)`.
+    __dataclass_fields__ = {f.name: f for f in fields(make_dataclass("_Fields", ["feats", "geometry"]))}
+
     def __init__(
         self,
         feats: Tensor,
-        coords: Tensor | Geometry,
+        coords: Tensor | Geometry | None = None,
         stride: int | Sequence[int] = 1,
-        spatial_shape: Sequence[int] | None = None,
+        spatial_shape: int | Sequence[int] | None = None,
         batch_size: int | None = None,
+        *,
+        geometry: Geometry | None = None,
     ) -> None:
+        coords = geometry if coords is None else coords
         if not isinstance(coords, Geometry):
-            _check_pair(feats, coords)
-            coords = Geometry.checked(coords, stride, spatial_shape, batch_size)
+            coords = checked_geometry(_checked_pair(feats, coords), stride, spatial_shape, batch_size)
         _check_feats(feats, coords)
         self._open = False
         if coords.buffered is not None and feats.dtype not in EIGHT_BITS:
@@ -223,39 +229,12 @@ class SparseTensor:
         self._feats.record_stream(stream)
         self.coords.record_stream(stream)
 
-    def prepare(
-        self, steps: Sequence[Relation], same: Sequence[Sequence[Relation]] = (), users: Users | None = None
-    ) -> SparseTensor:
-        """Find the maps of a whole network at once: the levels that `steps` make one from the other, finest first.
-
-        same: for each level, from this one on, the relations that keep its coordinates (submanifold windows). On a
-        GPU the numbers of voxels of all levels are read in one transfer, and the sizes of what convolutions read of
-        all maps in another; layers that use these maps then wait for nothing. users: the layers over the maps
-        (pumice.ops.Users), so that each is laid out for the dataflows of its layers; without, as for layers of no
-        named dataflow, and also the other way round, for those that lead back over a step. Returns the tensor to go on
-        with: itself.
-
-        Example: the nine maps of a MinkUNet
-
-            x.prepare([Relation.of(3, 2, stride=2)] * 4, [[Relation.of(3, 3)]] * 5)
-
-        Raises what kernel_map raises, GeometryError for a step that makes no coordinates, OptionError for what is no
-        Relation, and ShapeError for windows of more levels than there are and for users of other maps than these.
-        While torch.compile traces, maps are found where they are needed, and the tensor that is returned keeps them:
-        it stands in the place of this one, whose geometry compiled code leaves as it is.
-        """
-        from pumice.ops.prepare import prepare_levels
-
-        return prepare_levels(self, steps, same, users)
-
     # arithmetic
 
     def __add__(self, other: Any) -> SparseTensor:
         """Sum: of rows on one geometry; over the union of the coordinates on two; with a scalar or [N, C] or [C]."""
         if isinstance(other, SparseTensor) and not same_geometry(self, other):
-            from pumice.ops.sets import union
-
-            return union(self, other)
+            return self._union(other)
         if self._geometry.trains and isinstance(other, SparseTensor):
             _check_operand(self, other, "+")
             return on_rows(rows_of(self) + rows_of(other), self._geometry)
@@ -266,7 +245,7 @@ class SparseTensor:
     def __sub__(self, other: Any) -> SparseTensor:
         if isinstance(other, SparseTensor):
             return self + (-other)
-        return self.replace(numbers(self) - other)
+        return self.replace(numbers(self) - _operand(self, other, "-"))
 
     def __mul__(self, other: Any) -> SparseTensor:
         return self.replace(numbers(self) * _operand(self, other, "*"))
@@ -279,28 +258,21 @@ class SparseTensor:
     def __neg__(self) -> SparseTensor:
         return self.replace(-self._feats)
 
-    # other coordinates
-
-    def to_dense(self, spatial_shape: Sequence[int] | None = None, origin: Sequence[int] | None = None) -> Tensor:
-        """The dense tensor [B, C, *spatial_shape]; see pumice.ops.to_dense."""
-        from pumice.ops.sets import to_dense
-
-        return to_dense(self, spatial_shape, origin)
-
-    def prune(self, mask: Tensor) -> SparseTensor:
-        """The voxels where `mask` bool [N] is true, in (batch, Morton) order."""
-        from pumice.ops.sets import prune
-
-        return prune(self, mask)
-
-    def split(self) -> list[SparseTensor]:
-        """One tensor per batch item (batch index 0 in each), `batch_size` of them."""
-        from pumice.ops.sets import split
-
-        return split(self)
+    # Functions of this package that are methods, too. They need this class: ops/__init__.py binds them.
+    prepare: Callable[..., SparseTensor]
+    to_dense: Callable[..., Tensor]
+    prune: Callable[..., SparseTensor]
+    split: Callable[..., list[SparseTensor]]
+    _union: Callable[..., SparseTensor]
 
 
 def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
+    if isinstance(other, Tensor):
+        sizes = zip(reversed(other.shape), reversed(x._feats.shape), strict=False)
+        if other.ndim > 2 or any(n not in (1, size) for n, size in sizes):
+            rows, channels = x._feats.shape
+            taken = f"[C] = [{channels}] or [N, C] = [{rows}, {channels}]"
+            raise ShapeError(f"'{sign}' takes a number or a tensor {taken}, found shape {list(other.shape)}")
     if not isinstance(other, SparseTensor):
         return other
     _check_operand(x, other, sign)
@@ -344,6 +316,20 @@ def fitting(feats: Tensor, geometry: Geometry, open_: bool = False) -> SparseTen
     found = SparseTensor.__new__(SparseTensor)
     found._feats, found._geometry, found._open = feats, geometry, open_
     return found
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether a value is a SparseTensor: `is_leaf` of pytrees whose leaves are tensors of both kinds."""
+    return isinstance(value, SparseTensor)
+
+
+# DistributedDataParallel, and FSDP2 before torch 2.13, find the tensors of inputs and outputs as those of a pytree.
+pytree.register_pytree_node(
+    SparseTensor,
+    lambda x: ([x._feats], (x._geometry, x._open)),
+    lambda leaves, rest: fitting(*leaves, *rest),
+    serialized_type_name="pumice.SparseTensor",
+)
 
 
 def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
@@ -409,13 +395,14 @@ def numbers(x: SparseTensor) -> Tensor:
     return x.feats
 
 
-def _check_pair(feats: Tensor, coords: Tensor) -> None:
+def _checked_pair(feats: Tensor, coords: Tensor | None) -> Tensor:
     if not isinstance(feats, Tensor) or not isinstance(coords, Tensor):
         raise DtypeError(f"feats and coords are torch tensors, found {type(feats)} and {type(coords)}")
     if feats.ndim == 2 and coords.ndim == 2 and feats.shape[0] != coords.shape[0]:
         raise ShapeError(f"feats have {feats.shape[0]} rows, coords have {coords.shape[0]}")
     if feats.device != coords.device:
         raise DeviceError(f"feats are on {feats.device}, coords on {coords.device}")
+    return coords
 
 
 def _check_feats(feats: Tensor, geometry: Geometry) -> None:

@@ -22,11 +22,11 @@ from pumice.lower import triton as kernels
 from pumice.lower.dataflow import CONV
 from pumice.lower.direct import Direct
 from pumice.lower.norm import Norm
-from pumice.lower.remember import Bounded
-from pumice.lower.scratch import Scratch, scratch
 from pumice.ops import line, register
 from pumice.ops.conv import conv_features, held_arrays, recorded_call
 from pumice.ops.line import GIVEN, Found
+from pumice.runtime.cache import Bounded
+from pumice.runtime.workspace import Scratch, scratch
 
 _ALIGNED = 128
 """Values: what begins at a multiple of them is aligned for every kernel."""

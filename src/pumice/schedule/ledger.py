@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from pumice.env import settings
-from pumice.schedule.store import Entry, Kind, Store
+from pumice.schedule.store import UNREADABLE, Entry, Kind, Store
 from pumice.schedule.tile import Tile
 
 VERSION = 2
@@ -76,7 +76,7 @@ def _key(entry: Entry) -> Key | None:
         key = entry["key"]
         dtypes, sizes = tuple(map(str, key["dtypes"])), tuple(map(int, key["sizes"]))
         return Key(str(key["device"]), str(key["statement"]), dtypes, sizes, str(key["precision"]))
-    except (TypeError, KeyError, ValueError):
+    except UNREADABLE:
         return None
 
 
@@ -87,7 +87,7 @@ def _tuned(entry: Entry) -> Tuned | None:
         if date.tzinfo is None:
             return None
         return Tuned(Tile(**entry["tile"]), date, None if seconds is None else float(seconds))
-    except (TypeError, KeyError, ValueError, AttributeError):
+    except UNREADABLE:
         return None
 
 

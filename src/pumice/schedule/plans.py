@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pumice.env import settings
-from pumice.errors import OptionError
 from pumice.schedule.dataflow import DATAFLOWS, Dataflow
-from pumice.schedule.store import Entry, Kind, Store
+from pumice.schedule.store import UNREADABLE, Entry, Kind, Store
 
 VERSION = 1
 """Of the file, and in its name."""
@@ -115,7 +114,7 @@ def _key(entry: Entry) -> PlanKey | None:
         key = entry["key"]
         device, dtypes, mode, model = (str(key[name]) for name in ("device", "dtypes", "mode", "model"))
         return PlanKey(device, dtypes, mode, model, tuple((int(a), int(b)) for a, b in key["workload"]))
-    except (TypeError, KeyError, ValueError):
+    except UNREADABLE:
         return None
 
 
@@ -129,7 +128,7 @@ def _plan(entry: Entry) -> Plan | None:
         if date.tzinfo is None or not all(float(told[name]["total"]) >= 0 for name in ("before", "after")):
             return None
         return Plan(flows, workload, date=date, **{**told, "asked": _strings(told["asked"])})
-    except (TypeError, KeyError, ValueError, AttributeError, OptionError):
+    except UNREADABLE:
         return None
 
 

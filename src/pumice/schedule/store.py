@@ -34,6 +34,8 @@ Entry: TypeAlias = Any
 """A value with its key as the file has them. One that cannot be read here (a newer version's) stays in the file."""
 Stamp: TypeAlias = tuple[int, int, int]
 """What tells whether a file was replaced: its inode, size and time."""
+UNREADABLE = (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What reading an entry raises where it is none of this version; a number without end and deep nesting are among it."""
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -62,7 +64,7 @@ class Kind(Generic[K, V]):
         try:
             found = json.loads(text)
             version, entries = found["version"], found[self.name]
-        except (ValueError, TypeError, KeyError) as problem:
+        except UNREADABLE as problem:
             raise FileError(f"{name} is no ledger of {self.name} ({problem!r})") from problem
         if version != self.version:
             raise FileError(f"{name} is a ledger of {self.name} of version {version!r}, expected {self.version}")
@@ -287,8 +289,8 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _named(path: Path, done: str) -> Iterator[None]:
-    """What the system raises becomes a FileError."""
+    """What the system raises becomes a FileError, and what an entry does that is nested too deeply for the stack."""
     try:
         yield
-    except OSError as problem:
-        raise FileError(f"{path} cannot be {done} ({problem.strerror or problem})") from problem
+    except (OSError, RecursionError) as problem:
+        raise FileError(f"{path} cannot be {done} ({getattr(problem, 'strerror', None) or problem})") from problem

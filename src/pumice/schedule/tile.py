@@ -60,6 +60,10 @@ class Tile:
             raise OptionError("a packed tile is one segment's: it is not stacked, and has no lanes")
         if self.rows * self.columns > 1 << 20:
             raise OptionError(f"a tile has at most 1048576 results, found {self.rows} x {self.columns}")
+        if self.reduced * max(self.rows, self.columns) > 1 << 20:
+            raise OptionError(f"a tile reads at most 1048576 values, found {self.reduced} for each row and column")
+        if self.warps > 32:
+            raise OptionError(f"a program has at most 32 warps, found {self.warps}")
 
     def smaller(self) -> Tile | None:
         """The next tile that asks less of a device: fewer stages, then a shorter longer side; None at the least.

@@ -1,0 +1,139 @@
+"""Rows of the ledger: results as data, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.timing import Times
+from pumice.cli.info import distribution
+
+ANY = "any"
+"""The device of what is counted and the same everywhere."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the ledger; lower is better for times."""
+
+    suite: str
+    case: str
+    metric: str
+    value: float
+    unit: str
+    p20: float
+    p80: float
+    dtype: str
+    clock: str
+    peer: str
+    peer_value: float
+    peer_source: str
+    device: str
+    versions: dict[str, str]
+    commit: str
+    date: str
+    lib: str = "pumice"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What a time is held against: its name, its median in the row's unit, and where that comes from."""
+
+    name: str
+    value: float
+    source: str = "same run"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was measured, and on what. packages: the peers' distributions, whose versions are kept."""
+
+    suite: str
+    case: str
+    dtype: str
+    device: torch.device
+    packages: tuple[str, ...] = ()
+    metric: str = "time"
+    unit: str = "ms"
+
+
+def append(ledger: Path, row: Row) -> None:
+    """Add one row at the end of the ledger."""
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    with ledger.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(row)) + "\n")
+
+
+def row(subject: Subject, times: Times, clock: str, peer: Peer) -> Row:
+    """A measurement in the subject's unit as a row."""
+    return Row(
+        suite=subject.suite,
+        case=subject.case,
+        metric=subject.metric,
+        value=_rounded(times.median),
+        unit=subject.unit,
+        p20=_rounded(times.p20),
+        p80=_rounded(times.p80),
+        dtype=subject.dtype,
+        clock=clock,
+        peer=peer.name,
+        peer_value=_rounded(peer.value),
+        peer_source=peer.source,
+        device=device_name(subject.device),
+        versions=versions(subject.packages),
+        commit=commit(),
+        date=date.today().isoformat(),
+    )
+
+
+def _rounded(value: float) -> float:
+    """Four places, or four digits where that leaves too few."""
+    return round(value, 4) if value >= 0.1 else float(f"{value:.4g}")
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of Python, of what Pumice stands on, and of these packages where they are installed."""
+    found = {name: distribution(name) for name in packages}
+    own = {name: distribution(name) or "from source" for name in ("pumice", "torch", "numpy")}
+    peers = {name: version or "from source" for name, version in found.items()}
+    return {"python": platform.python_version(), **own, **peers}
+
+
+def device_name(device: torch.device | None = None) -> str:
+    """The CPU's model and how many threads torch uses, or the GPU's name; without a device the GPU if there is one."""
+    if (device is None and torch.cuda.is_available()) or (device is not None and device.type == "cuda"):
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].partition(":")[2].strip() if lines else model
+    return f"{model}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+
+
+@lru_cache(maxsize=1)
+def commit() -> str:
+    """The commit of the source tree, "+dirty" if it was changed; "unknown" outside a repository."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
+        )
+        state = subprocess.run(
+            ["git", "status", "--porcelain", "--", ":/", ":!/bench/results.jsonl"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head.stdout.strip() + ("+dirty" if state.stdout.strip() else "")

@@ -1,0 +1,430 @@
+"""What every study does: check our call and the peers' against a float64 result, then time them in turn, as rows."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.timing import Times, clocks, together
+from pumice.errors import OptionError, PumiceError
+from pumice.lower import plan
+from pumice.lower.graph import Prepared, prepare
+from pumice.lower.triton import DEFAULT, tiles_from, tuning
+from pumice.ops.einsum import compile_einsum
+from pumice.ops.sparse import Sparse
+from pumice.schedule.cost import DEVICES
+
+Say = Callable[[str], object]
+DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "int8",
+    torch.float8_e4m3fn: "fp8",
+}
+SLOW = 2.0  # seconds until the first result from which on they are told
+TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-10}
+"""The relative error of the whole result from which on nothing is timed; float32 with room for long sums."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where.
+
+    thorough: peers and sizes that take minutes to tune, too. limit: of the suites tuner and engine: seconds that a
+    study (of stream: a way) may take; 0: as long as it does. count: of the suites engine and stream: scans or
+    geometries of a study; 0: its own. scenes, most, inline: of stream: a folder of scenes, to how many voxels they are
+    cropped, and whether all is measured in this process.
+    """
+
+    case: str = ""
+    only: str = ""
+    quick: bool = False
+    device: str = "auto"
+    thorough: bool = False
+    limit: float = 0.0
+    count: int = 0
+    scenes: str = ""
+    most: int = 0
+    inline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 0:
+            raise OptionError(f"the count of a study is 0 or more, found {self.count}")
+        if not self.limit >= 0:
+            raise OptionError(f"the seconds of a study are 0 or more, found {self.limit}")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where a study runs.
+
+    quick: tiny sizes, few repeats. only: a part of the names of the cases that are wanted.
+    failures: what was wrong, absent: peers that are not installed; added to as they are found. until: when the study is
+    to have ended, by time.perf_counter. count: of scans or geometries, where a study is asked for so many; 0: its own.
+    """
+
+    device: torch.device
+    quick: bool
+    say: Say
+    only: str = ""
+    thorough: bool = False
+    suite: str = "einsum"
+    failures: list[str] = field(default_factory=list)
+    absent: set[str] = field(default_factory=set)
+    until: float = math.inf
+    count: int = 0
+
+    @property
+    def left(self) -> float:
+        """Seconds that the study still has."""
+        return self.until - time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """For one clock of one case, all calls together."""
+        return 0.01 if self.quick else 0.4
+
+    @property
+    def half(self) -> torch.dtype:
+        """float16; on a CPU float32, which has no units for less."""
+        return torch.float16 if self.device.type == "cuda" else torch.float32
+
+    def wants(self, name: str) -> bool:
+        return self.only in name
+
+    def failed(self, what: str) -> None:
+        self.say(f"FAILED {what}")
+        self.failures.append(what)
+
+    def settle(self) -> None:
+        """Raise PumiceError if anything of ours was wrong."""
+        if self.failures:
+            raise PumiceError(f"{len(self.failures)} failed: {'; '.join(self.failures)}")
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+        """Normal numbers, the same on every device."""
+        chance = torch.Generator().manual_seed(seed)
+        return torch.randn(*shape, generator=chance).to(self.device, dtype)
+
+    def filled(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+        """Normal numbers made on the device: for what would take long to make elsewhere."""
+        chance = torch.Generator(self.device).manual_seed(seed)
+        return torch.randn(*shape, generator=chance, device=self.device).to(dtype)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of computing the result. make() prepares it and gives the call; it may raise what a missing peer raises.
+
+    package: the distribution of a peer. view: from what the call gives to what is compared. slack: how many
+    times the error of the dtype is still good enough. optional: ours, but another way may stand in for it.
+    """
+
+    name: str
+    make: Callable[[], Callable[[], Any]]
+    package: str = ""
+    view: Callable[[Any], Any] = lambda x: x
+    slack: float = 1.0
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One result that several ways compute. bounds: least milliseconds by name, on an H200."""
+
+    name: str
+    dtype: torch.dtype
+    truth: Tensor | Sequence[Tensor]
+    bounds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A way that was checked: its call, and its error."""
+
+    name: str
+    call: Callable[[], Any]
+    package: str
+    error: float
+
+
+def error(found: Any, truth: Tensor | Sequence[Tensor]) -> float:
+    """|found - truth| / |truth| in float64, the largest of several; NaN where anything is."""
+    if isinstance(truth, Tensor):
+        found, truth = [found], [truth]
+    worst = 0.0
+    for mine, right in zip(found, truth, strict=True):
+        if mine.shape != right.shape:
+            return float("inf")
+        distance = float((mine.detach().double() - right.double()).norm() / right.double().norm().clamp(min=1e-30))
+        worst = distance if distance != distance or distance > worst else worst
+        if worst != worst:
+            return worst
+    return worst
+
+
+def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
+    """The way made and checked. A wrong result of ours is a failure; a peer that cannot is said in one line."""
+    if way.package in setup.absent:
+        return None
+    begin = time.perf_counter()
+    try:
+        with quietly():
+            call = way.make()
+            distance = error(way.view(call()), case.truth)
+    except ModuleNotFoundError as reason:
+        setup.absent.add(way.package)
+        told = f"{way.package or way.name} is left out: {_line(reason)}"
+        setup.failed(told) if ours else setup.say(told)
+        return None
+    except Exception as reason:  # peers fail in their own ways, and the other cases are still wanted
+        _recover(setup)
+        told = f"{case.name}: {way.name}: {_line(reason)}"
+        setup.failed(told) if ours and not way.optional else setup.say(f"  {told}")
+        return None
+    bound = way.slack * TOLERANCE[case.dtype]
+    if not distance < bound:
+        told = f"{case.name}: {way.name}: relative error {distance:.2g}, expected below {bound:g}; not timed"
+        setup.failed(told) if ours else setup.say(f"  {told}")
+        return None
+    if time.perf_counter() - begin > SLOW:
+        setup.say(f"  {case.name}: {way.name}: made and first run in {time.perf_counter() - begin:.1f} s")
+    return Ready(way.name, call, way.package, distance)
+
+
+def measured(setup: Setup, case: Case, ours: Sequence[Way], peers: Sequence[Way]) -> Iterator[Row]:
+    """Our ways and the peers', checked and then timed in turn: a row for each of ours, each peer and each clock."""
+    _forget_compiled()
+    mine = [r for r in (ready(setup, case, way, True) for way in ours) if r]
+    if not mine:
+        setup.failed(f"{case.name}: no way of ours is left")
+        return
+    theirs = [r for r in (ready(setup, case, way, False) for way in peers) if r]
+    yield from timed(setup, case, mine, theirs)
+
+
+def timed(setup: Setup, case: Case, mine: Sequence[Ready], theirs: Sequence[Ready]) -> Iterator[Row]:
+    """The rows of ways that were checked."""
+    everyone = (*mine, *theirs)
+    for clock in clocks(setup.device):
+        try:
+            spent = together([r.call for r in everyone], setup.device, clock, setup.seconds)
+        except Exception as reason:  # a way that runs once may still run out of memory among the others
+            _recover(setup)
+            setup.failed(f"{case.name}: while timed: {_line(reason)}")
+            return
+        times = dict(zip((r.name for r in everyone), spent, strict=True))
+        setup.say(f"{case.name} {DTYPES[case.dtype]} {clock}: " + "   ".join(_told(r, times[r.name]) for r in everyone))
+        _say_bounds(setup, case, min(times[r.name].median for r in mine))
+        for own in mine:
+            yield from _rows(setup, case, clock, own, times, theirs)
+
+
+def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[str, ...]]) -> None:
+    """How many times as fast as the best of each family of peers ours are, over all cases: the best, then each way.
+
+    families: beginnings of the peers' names.
+    """
+    compared = [found for found in rows if found.peer_source == "same run"]
+    for family, names in families.items():
+        peers = [found for found in compared if found.peer.startswith(names)]
+        for dtype, clock in sorted({(found.dtype, found.clock) for found in peers}):
+            chosen = [found for found in peers if (found.dtype, found.clock) == (dtype, clock)]
+            setup.say(f"{family} {dtype} {clock}: best of ours {mean_told(_ratios(chosen))}")
+            ways = dict.fromkeys(found.case.rpartition("/")[2] for found in chosen)
+            for way in ways if len(ways) > 1 else ():
+                own = [found for found in chosen if found.case.rpartition("/")[2] == way]
+                setup.say(f"  {way}: {mean_told(_ratios(own))}")
+    _say_fastest(setup, compared)
+
+
+def _ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """By case, the fastest peer's time over the fastest of ours."""
+    cases: dict[str, list[Row]] = {}
+    for found in rows:
+        cases.setdefault(found.case.rpartition("/")[0], []).append(found)
+    return {name: min(r.peer_value for r in own) / min(r.value for r in own) for name, own in cases.items()}
+
+
+def kept(rows: Sequence[Row], beside: Collection[str]) -> list[Row]:
+    """The rows of one case that the ledger gets.
+
+    Ways that are only `beside` the others, and not the fastest of ours, are held against the fastest peer alone.
+    """
+    found: list[Row] = []
+    for clock in dict.fromkeys(r.clock for r in rows):
+        own = [r for r in rows if r.clock == clock]
+        fastest = min(own, key=lambda r: r.value).case
+        peers = [r for r in own if r.peer_source == "same run"]
+        rival = min(peers, key=lambda r: r.peer_value).peer if peers else ""
+        found += [
+            r for r in own if r.case == fastest or r.peer == rival or r.case.rpartition("/")[2] not in set(beside)
+        ]
+    return found
+
+
+def mean_told(ratios: Mapping[str, float]) -> str:
+    """The geometric mean of ratios by case, and the least of them."""
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    worst = min(ratios, key=lambda name: ratios[name])
+    return f"{mean:.2f}x (geometric mean of {len(ratios)}), least {ratios[worst]:.2f}x at {worst}"
+
+
+def _say_fastest(setup: Setup, rows: Sequence[Row]) -> None:
+    """Which of our ways is the fastest how often."""
+    best: dict[tuple[str, str, str], tuple[float, str]] = {}
+    for found in rows:
+        case, _, way = found.case.rpartition("/")
+        key = (case, found.dtype, found.clock)
+        best[key] = min(best.get(key, (math.inf, "")), (found.value, way))
+    ways = Counter((clock, way) for (_, _, clock), (_, way) in best.items())
+    told = ", ".join(f"{way} {count} ({clock})" for (clock, way), count in ways.most_common())
+    setup.say(f"fastest of ours, cases: {told or 'none'}")
+
+
+def _rows(
+    setup: Setup, case: Case, clock: str, own: Ready, times: Mapping[str, Times], theirs: Sequence[Ready]
+) -> Iterator[Row]:
+    subject = Subject(setup.suite, f"{case.name}/{own.name}", DTYPES[case.dtype], setup.device)
+    for peer in theirs:
+        packages = (peer.package,) if peer.package else ()
+        found = Peer(peer.name, times[peer.name].median)
+        yield row(replace(subject, packages=packages), times[own.name], clock, found)
+    bounds = case.bounds if setup.device.type == "cuda" else {}
+    for name, least in bounds.items():
+        yield row(subject, times[own.name], clock, Peer(name, least, "bound"))
+
+
+def _told(found: Ready, times: Times) -> str:
+    return f"{found.name} {times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g}; error {found.error:.1e})"
+
+
+def _say_bounds(setup: Setup, case: Case, best: float) -> None:
+    if setup.device.type == "cuda" and case.bounds:
+        told = (f"{name} {least:.4g} ms ({least / best:.0%} reached)" for name, least in case.bounds.items())
+        setup.say("  " + ", ".join(told))
+
+
+def _forget_compiled() -> None:
+    """Let torch.compile begin anew: after shapes of earlier cases it would compile for any shape, and slower."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the warnings of torch: that sparse tensors are in beta state, and the like."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _line(reason: Exception) -> str:
+    """An error in one line."""
+    lines = [line.strip() for line in f"{type(reason).__name__}: {reason}".splitlines() if line.strip()]
+    return (lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}")[:240]
+
+
+def _recover(setup: Setup) -> None:
+    if setup.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds_to_move(cache: float = 0.0, memory: float = 0.0, flops: float = 0.0) -> float:
+    """The least seconds of an H200 for bytes through the L2, bytes of memory and FLOP of 16-bit matrix products."""
+    gpu = DEVICES["cuda"]
+    return max(cache / gpu.cache, memory / gpu.memory, flops / gpu.matrix)
+
+
+def line(name: str, text: str, lowering: str = "", **operands: Tensor | Sparse) -> Way:
+    """Our way: one line of einsum."""
+
+    def make() -> Callable[[], Tensor]:
+        formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
+        call = compile_einsum(text, formats, lowering=lowering)
+        return tuned(lambda: call(**operands))
+
+    return Way(name, make)
+
+
+def tuned(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call, its kernels tuned."""
+    with tuning():
+        call()
+    return call
+
+
+def goals_told(setup: Setup, name: str, ratios: Mapping[str, float], least: float) -> None:
+    """Whether the geometric mean of ratios by case reaches a goal."""
+    if not ratios:
+        setup.say(f"goal {name}, {least:.3g}x: not measured")
+        return
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    setup.say(f"goal {name}, {least:.3g}x: {mean_told(ratios)}: {'met' if mean >= least else 'NOT met'}")
+
+
+def untuned(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call by default tiles, whatever was tuned before."""
+    return tiles_from(DEFAULT)(call)
+
+
+def by_choice(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call by default tiles; in a thorough run by tuned ones."""
+    return tuned(call) if setup.thorough else untuned(call)
+
+
+def as_graph(text: str, **operands: Tensor | Sparse) -> Prepared:
+    """The statement as torch operators (gather, einsum, scatter): what eager PyTorch and Inductor are given."""
+    formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
+    tensors, names = compile_einsum(text, formats)._passed(operands)
+    return graph_of(tensors, names, text, None)
+
+
+def graph_of(tensors: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None) -> Prepared:
+    """The same of operands that are named as the operator names them; of one form each, in one step."""
+    forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
+    done = plan.rewritten(text, names, forms)
+    if len(done.steps) != 1:
+        raise ValueError(f"`{text}` has {len(done.steps)} steps; a graph is made of one")
+    found = plan.arrays(tensors, names, text, plan.Option(forms, (), done.steps, 0.0))
+    whole = shape or plan.sizes(text, names, [t.shape for t in tensors], None).shape
+    dtype = plan.result_dtype(tensors, names, text)
+    return prepare(plan.step_bound(done.steps[0], found, whole), found, dtype)
+
+
+def inductor(name: str, made: Callable[[], Prepared], native: bool) -> Way:
+    """Inductor on a graph; native: with gathers and scatters fused into its products."""
+
+    def make() -> Callable[[], Tensor]:
+        from pumice.lower.graph import compiled, native_refusal
+
+        if native and (why := native_refusal()):
+            raise RuntimeError(why)
+        module, arguments = made()
+        call = compiled(module, native)
+        return lambda: call(*arguments)
+
+    return Way(name, make, "torch", slack=4)
+
+
+def eager(name: str, made: Callable[[], Prepared]) -> Way:
+    """The graph run operator by operator."""
+
+    def make() -> Callable[[], Tensor]:
+        module, arguments = made()
+        return lambda: module(*arguments)
+
+    return Way(name, make, slack=4)

@@ -1,0 +1,141 @@
+"""e3nn and cuEquivariance on the operands of a tensor product: their layouts, modes and methods."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.study import Setup, Way
+
+if TYPE_CHECKING:
+    from benchmarks.suites.tensor_product import Product
+
+PARITIES = ("0e", "1o", "2e", "3o")
+MODES = ("eager", "script")
+COMPILED_UP_TO = 3  # the highest degree for which torch.compile of e3nn is waited for
+
+
+def irreps(channels: int, highest: int) -> str:
+    """As both libraries write them."""
+    return "+".join(f"{channels}x{PARITIES[degree]}" for degree in range(highest + 1))
+
+
+def channels_first(x: Tensor) -> Tensor:
+    """From [b, component, channel] to the flat layout "mul_ir": of each degree the channels, of each its orders."""
+    parts, first = [], 0
+    while first < x.shape[1]:
+        orders = 2 * len(parts) + 1
+        parts.append(x[:, first : first + orders].transpose(1, 2).flatten(1))
+        first += orders
+    return torch.cat(parts, 1)
+
+
+def channels_last(x: Tensor, channels: int) -> Tensor:
+    """The way back from "mul_ir"."""
+    parts, first = [], 0
+    while first < x.shape[1]:
+        orders = 2 * len(parts) + 1
+        width = channels * orders
+        parts.append(x[:, first : first + width].unflatten(1, (channels, orders)).transpose(1, 2))
+        first += width
+    return torch.cat(parts, 1)
+
+
+def e3nn_ways(setup: Setup, given: Product, backward: bool) -> Iterator[Way]:
+    """e3nn eagerly, scripted, and compiled."""
+    for mode in MODES:
+        yield _way(f"e3nn {mode}", "e3nn", partial(_e3nn, setup, given, mode), given, backward, "mul_ir")
+    if not setup.quick and not backward and given.highest <= COMPILED_UP_TO:
+        yield _way("e3nn compiled", "e3nn", partial(_e3nn_compiled, setup, given), given, backward, "mul_ir")
+
+
+def _e3nn(setup: Setup, given: Product, mode: str) -> Callable[..., Tensor]:
+    e3nn: Any = import_module("e3nn")
+    o3: Any = import_module("e3nn.o3")
+    both, one = irreps(given.channels, given.highest), irreps(1, given.highest)
+    before = e3nn.get_optimization_defaults()["jit_mode"]
+    e3nn.set_optimization_defaults(jit_mode=mode)
+    try:
+        made = o3.FullyConnectedTensorProduct(both, one, both, shared_weights=given.shared, internal_weights=False)
+        return made.to(setup.device)
+    finally:
+        e3nn.set_optimization_defaults(jit_mode=before)
+
+
+def _e3nn_compiled(setup: Setup, given: Product) -> Callable[..., Tensor]:
+    return torch.compile(_e3nn(setup, given, "eager"), fullgraph=True, dynamic=False)
+
+
+def cue_ways(setup: Setup, given: Product, backward: bool) -> Iterator[Way]:
+    """cuEquivariance by its fused method and the naive one, in both layouts."""
+    for method in ("fused_tp", "naive"):
+        if method == "fused_tp" and setup.device.type != "cuda":
+            continue
+        for layout in ("ir_mul", "mul_ir"):
+            name = f"cuEquivariance {method} {layout}"
+            make = partial(_cue, setup, given, method, layout)
+            yield _way(name, "cuequivariance-torch", make, given, backward, layout)
+
+
+def _cue(setup: Setup, given: Product, method: str, layout: str) -> Callable[..., Tensor]:
+    if setup.device.type == "cuda":
+        _load_nvrtc()
+    cue: Any = import_module("cuequivariance")
+    cuet: Any = import_module("cuequivariance_torch")
+    # The group whose coefficients are e3nn's.
+    group = import_module("cuequivariance.group_theory.experimental.e3nn").O3_e3nn
+    both, one = (cue.Irreps(group, irreps(c, given.highest)) for c in (given.channels, 1))
+    made = cuet.FullyConnectedTensorProduct(
+        both,
+        one,
+        both,
+        layout=getattr(cue, layout),
+        shared_weights=given.shared,
+        internal_weights=False,
+        device=setup.device,
+        dtype=torch.float32,
+        method=method,
+    )
+    return lambda x, y, w: made(x, y, w[None] if w.ndim == 1 else w)
+
+
+def _load_nvrtc() -> None:
+    """Its kernels are compiled by nvrtc, which comes with torch but is not found without help."""
+    for folder in sys.path:
+        for library in Path(folder or ".").glob("nvidia/*/lib/libnvrtc.so.1[23]"):
+            try:
+                ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            except OSError:
+                continue
+
+
+def _way(
+    name: str, package: str, make: Callable[[], Callable[..., Tensor]], given: Product, backward: bool, layout: str
+) -> Way:
+    """A peer that takes flat operands; the results are brought to our layout for the check alone."""
+    first = channels_first if layout == "mul_ir" else (lambda x: x.flatten(1))
+
+    def back(x: Tensor) -> Tensor:
+        return channels_last(x, given.channels) if layout == "mul_ir" else x.unflatten(1, (-1, given.channels))
+
+    def made() -> Callable[[], Any]:
+        from benchmarks.suites.tensor_product import with_gradients
+
+        run = make()
+        flat = (first(given.x), given.y, given.w.flatten(0 if given.shared else 1))
+        return with_gradients(run, flat, first(given.cotangent), backward)
+
+    def view(found: Any) -> Any:
+        if not backward:
+            return back(found)
+        return [back(found[0]), found[1], found[2].view_as(given.w)]
+
+    return Way(name, made, package, view)

@@ -1,0 +1,220 @@
+"""`python -m benchmarks report`: the results file as one self-contained page and static pictures.
+
+Both are made from the same charts (charts.py), and these from rows (result_charts.py, network_charts.py). A suite or a
+figure that has no rows is said to have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks.harness.families import SUITES
+from benchmarks.harness.results import chosen, current, read
+from benchmarks.harness.rows import Row
+from benchmarks.report.charts import Chart
+from benchmarks.report.engine import captured, latencies
+from benchmarks.report.html import drawn
+from benchmarks.report.networks import choices, parts
+from benchmarks.report.png import draw
+from benchmarks.report.results import history, overview, redundancy, speedups
+from benchmarks.report.stream import streams
+from benchmarks.report.summary import CLOCKS, Line, about, bounded, lines, without_lines
+from pumice.cli.page import Page, card, panel, plural, write_page
+
+STYLE, SCRIPT = (Path(__file__).parent / name for name in ("results.css", "results.js"))
+PAGE = "index.html"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which rows count: of devices whose name has this part, of commits that begin so; all where nothing is said."""
+
+    device: str = ""
+    commits: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page. absent: what is said where there is no chart."""
+
+    title: str
+    charts: Callable[[Sequence[Row]], Iterator[Chart]]
+    absent: str
+    superseded: bool = False
+    """Whether its charts look at superseded rows, too."""
+
+
+SECTIONS: tuple[Section, ...] = (
+    Section("Speed-ups in short", overview, "no rows yet that hold us against another library"),
+    Section("Speed-ups, case by case", speedups, "no rows yet that hold us against another library"),
+    Section("Streams of scenes never seen", streams, "no rows yet: python -m benchmarks stream"),
+    Section("Captured networks", captured, "no rows yet: python -m benchmarks engine --case inference and training"),
+    Section("Latency over varied scans", latencies, "no rows yet: python -m benchmarks engine --case varied"),
+    Section(
+        "Where a pass spends its time",
+        parts,
+        "no rows yet: metrics part:map, part:sort, part:kernel and part:other of the suites workloads and tuner",
+    ),
+    Section(
+        "Redundant computation",
+        redundancy,
+        "no rows yet: python -m benchmarks conv-forward --case redundancy counts them",
+    ),
+    Section("Tuned choices", choices, "no rows yet: metrics choice:... and chosen:... of the suite tuner"),
+    Section("History", history, "no rows yet that hold us against another library", superseded=True),
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """The page, and the pictures beside it. rows: of the ledger; kept: of them, those not superseded."""
+
+    page: Path
+    pictures: tuple[Path, ...]
+    rows: int
+    kept: int
+
+
+def write(ledger: Path, folder: Path, choice: Choice | None = None) -> Written:
+    """Writes folder/index.html and a PNG for each chart beside it.
+
+    Raises FileError where the ledger cannot be read, a line of it is no row, or the folder cannot be written, and
+    OptionError where no row is of the chosen devices and commits.
+    """
+    choice = choice or Choice()
+    rows = chosen(read(ledger), choice.device, choice.commits)
+    kept = current(rows)
+    made = {section: tuple(section.charts(rows if section.superseded else kept)) for section in SECTIONS}
+    pictures = tuple(draw(folder, chart) for charts in made.values() for chart in charts)
+    body = "\n".join((_header(ledger, rows, kept), _summary(kept), _bounds(kept), *map(_section, made, made.values())))
+    page = Page("Pumice: results", body, _data(made), ("report.css", STYLE), SCRIPT)
+    return Written(write_page(folder / PAGE, page), pictures, len(rows), len(kept))
+
+
+def _data(made: Mapping[Section, Sequence[Chart]]) -> dict[str, Any]:
+    charts = [chart for found in made.values() for chart in found]
+    return {_id(chart, number): drawn(one) for chart in charts for number, one in enumerate(chart.panels)}
+
+
+def _id(chart: Chart, number: int) -> str:
+    return f"{chart.name}-{number}"
+
+
+# The pieces of the page
+
+
+def _header(ledger: Path, rows: Sequence[Row], kept: Sequence[Row]) -> str:
+    dates = sorted({row.date for row in rows})
+    days = "" if not dates else dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    devices = list(dict.fromkeys(row.device for row in rows))
+    commits = list(dict.fromkeys(row.commit for row in rows))
+    told = " · ".join(part for part in (str(ledger), days) if part)
+    cards = (
+        card("Rows", f"{len(kept):,}", "", f"{len(rows):,} in the ledger, the others are superseded", main=True),
+        card("Suites", str(len({row.suite for row in rows})), "", f"of {len(SUITES)} that are planned"),
+        card("Devices", str(len(devices)), "", ", ".join(devices)),
+        card("Commits", str(len(commits)), "", f"the last one {commits[-1]}" if commits else ""),
+    )
+    title = f'<p class="brand">pumice</p><h1>Results</h1><p class="subtitle">{escape(told)}</p>'
+    return f'<header>{title}</header><section class="cards">{"".join(cards)}</section>'
+
+
+COLUMNS: Mapping[str, Callable[[Line], str]] = MappingProxyType(
+    {
+        "suite": lambda line: line.family.suite,
+        "what": lambda line: line.family.name,
+        "precision": lambda line: line.precision,
+        "clock": lambda line: line.clock,
+        "against": lambda line: line.against if line.source in line.against else f"{line.against} ({line.source})",
+        "cases": lambda line: str(line.mean.cells),
+        "geomean": lambda line: f"{line.mean.geomean:.2f}",
+        "least": lambda line: f"{line.mean.least.ratio:.2f} ({line.mean.least.place})",
+        "most": lambda line: f"{line.mean.most.ratio:.2f}",
+        "untuned": lambda line: "" if line.mean.plain is None else f"{line.mean.plain:.2f}",
+        "date": lambda line: _ends(sorted({row.date for row in line.rows})),
+        "commit": lambda line: _few(list(dict.fromkeys(row.commit for row in line.rows))),
+        "device": lambda line: line.device,
+    }
+)
+"""Of the summary, and what stands in them."""
+
+
+def _summary(kept: Sequence[Row]) -> str:
+    found = lines(kept)
+    note = (
+        "Times as fast as the best of the rivals of each case: geometric means, and the case where we are the least "
+        "ahead. Every ratio is of one run (or of one run and a recorded time, where it says recorded). "
+        + "; ".join(f"clock {name}: {told}" for name, told in CLOCKS.items())
+        + ". Untuned: the same mean by default tiles alone."
+    )
+    rows = [[make(line) for make in COLUMNS.values()] for line in found]
+    told = "".join(
+        f"<tr><td>{escape(suite)}</td><td>{escape(about(suite))}</td>"
+        f'<td class="absent" colspan="{len(COLUMNS) - 2}">{escape(what)}</td></tr>'
+        for suite, what in without_lines(kept, found).items()
+    )
+    return panel("Summary", note, _table(list(COLUMNS), rows, told))
+
+
+def _bounds(kept: Sequence[Row]) -> str:
+    names = {"suite", "what", "precision", "clock", "cases", "date", "commit", "device"}
+    shown = {name: make for name, make in COLUMNS.items() if name in names}
+    rows = [
+        [
+            *(make(line) for make in shown.values()),
+            line.against,
+            *map(_share, (line.mean.geomean, line.mean.least.ratio)),
+        ]
+        for line in bounded(kept)
+        if line.clock != "wall"
+    ]
+    note = (
+        "The least time that memory, caches or multipliers allow, over ours: the best of our ways of each case, its "
+        "longest bound. Models of the device, not measurements."
+    )
+    absent = "" if rows else f'<tr><td class="absent" colspan="{len(shown) + 3}">no rows yet</td></tr>'
+    return panel("Shares of bounds", note, _table([*shown, "bounds", "geomean", "least"], rows, absent))
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]], more: str = "") -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="inside wide"><table class="results"><tr>{head}</tr>{body}{more}</table></div>'
+
+
+def _section(section: Section, charts: Sequence[Chart]) -> str:
+    title = f'<h2 class="chapter">{escape(section.title)}</h2>'
+    if not charts:
+        return title + panel(section.title, "", f'<div class="inside absent">{escape(section.absent)}</div>')
+    return title + "".join(map(_chart, charts))
+
+
+def _chart(chart: Chart) -> str:
+    drawn_ = "".join(f'<div class="plot" id="{escape(_id(chart, n))}"></div>' for n in range(len(chart.panels)))
+    source = f'<p class="source">{escape(chart.source)}</p>'
+    return panel(chart.title, chart.note, f'<div class="inside">{drawn_}{source}</div>')
+
+
+def _share(ratio: float) -> str:
+    return f"{ratio:.0%}"
+
+
+def _ends(dates: Sequence[str]) -> str:
+    return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+
+
+def _few(commits: Sequence[str]) -> str:
+    return ", ".join(commits[-2:]) + (f" and {len(commits) - 2} more" if len(commits) > 2 else "")
+
+
+def told(written: Written) -> str:
+    """What was written, in a few lines."""
+    return (
+        f"read  {plural(written.rows, 'row')}, {written.rows - written.kept} of them superseded\n"
+        f"page  {written.page}\ndrawn {plural(len(written.pictures), 'picture')} beside it"
+    )

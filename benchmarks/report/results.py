@@ -1,0 +1,236 @@
+"""What the report's pictures of speed-ups, of redundant products and of the history show, from rows of the ledger."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from benchmarks.harness.families import FAMILIES, Family, suites_of
+from benchmarks.harness.results import Compared, current, geomean, told
+from benchmarks.harness.rows import Row
+from benchmarks.report.charts import Bars, Chart, Lines, Ranges, Span, by_number, numbered, stem
+from benchmarks.report.summary import Line, headlines, lines
+from benchmarks.suites.redundancy import ALL_TAPS, SPLITS
+
+FASTER = "times as fast"
+_WALKS = MappingProxyType(
+    {ALL_TAPS: "all taps", **{name: f"{n} split{'s' * (n > 1)}" if n else name for name, n in SPLITS.items()}}
+)
+
+
+def overview(rows: Sequence[Row]) -> Iterator[Chart]:
+    """Every mean on one axis, the greatest first, for each device."""
+    found = headlines(lines(rows))
+    for device in dict.fromkeys(line.device for line in found):
+        own = sorted((line for line in found if line.device == device), key=lambda line: -line.mean.geomean)
+        spans = tuple(map(_span, own))
+        clocks = ", ".join(dict.fromkeys(line.clock for line in own))
+        title = f"geometric mean (cases), least and most; clock {clocks}"
+        used = [row for line in own for row in line.rows]
+        note = "Every comparison in short: ours against the best of its rivals, on a logarithmic axis."
+        panels = (Ranges(title, FASTER, spans),)
+        yield Chart(f"overview-{stem(device)}", f"Speed-ups: {device}", note, told(used), panels)
+
+
+def _span(line: Line) -> Span:
+    mean = line.mean
+    name = f"{line.family.suite}: {line.name}, against {line.against} ({mean.cells})"
+    note = f"least {mean.least.ratio:.2f} at {mean.least.place}, most {mean.most.ratio:.2f} at {mean.most.place}"
+    return Span(name, mean.geomean, mean.least.ratio, mean.most.ratio, f"rivals: {line.source}", note)
+
+
+def speedups(rows: Sequence[Row]) -> Iterator[Chart]:
+    """Bars of each family on each device: a panel for each clock and rival; series are widths, or precisions."""
+    found = lines(rows)
+    for family in FAMILIES:
+        for device in dict.fromkeys(line.device for line in found if line.family == family):
+            own = [line for line in found if line.family == family and line.device == device]
+            title = f"{family.suite}: {family.name}, times as fast as a peer"
+            name = stem(f"{family.suite}-{family.name}" + ("" if _alone(found, family) else f"-{device}"))
+            used = [row for line in own for row in line.rows]
+            yield Chart(name, title, _note(family), told(used), tuple(_panels(own)))
+
+
+def _alone(found: Sequence[Line], family: Family) -> bool:
+    return len({line.device for line in found if line.family == family}) == 1
+
+
+def _note(family: Family) -> str:
+    told = "The best of our ways against the best of the rivals, in the same run unless it says recorded."
+    return f"{told} Dashed: the geometric mean, where it is of one precision." if family.rivals else told
+
+
+def _panels(own: Sequence[Line]) -> Iterator[Bars]:
+    groups: tuple[str, ...] = ()
+    for (clock, against, source), cells in _by_panel(own).items():
+        groups = groups or _sorted(cells)
+        extra = tuple(name for name in _sorted(cells) if name not in groups)
+        told = "" if source in against else f" ({source})"
+        title = f"against {against}{told}, clock {clock}: {_means(cells)}"
+        yield _bars(title, [name for name in (*groups, *extra) if any(one.place.group == name for one in cells)], cells)
+
+
+def _by_panel(own: Sequence[Line]) -> dict[tuple[str, str, str], list[Compared]]:
+    parts: dict[tuple[str, str, str], list[Compared]] = {}
+    for line in own:
+        parts.setdefault((line.clock, line.against, line.source), []).extend(line.found)
+    return parts
+
+
+def _sorted(cells: Sequence[Compared]) -> tuple[str, ...]:
+    """Groups by their number if they differ by that alone, else the one with the greatest mean first."""
+    names = list(dict.fromkeys(one.place.group for one in cells))
+    if numbered(names):
+        return tuple(sorted(names, key=by_number))
+    return tuple(sorted(names, key=lambda name: -geomean(one.ratio for one in cells if one.place.group == name)))
+
+
+def _bars(title: str, groups: Sequence[str], cells: Sequence[Compared]) -> Bars:
+    series = list(dict.fromkeys(_series(cells, one) for one in cells))
+    series = sorted(series, key=by_number) if numbered(series) else series
+    held = {(one.place.group, _series(cells, one)): one for one in cells}
+    if len(groups) == 1 and len(series) > 1:
+        held = {(name, group): one for (group, name), one in held.items()}
+        groups, series = series, list(groups)
+    values, notes = {}, {}
+    for name in series:
+        own = [held.get((group, name)) for group in groups]
+        values[name] = tuple(None if one is None else one.ratio for one in own)
+        notes[name] = tuple("" if one is None else _cell(one) for one in own)
+    means = list(_by_precision(cells).values())
+    return Bars(title, FASTER, tuple(groups), values, means[0] if len(means) == 1 else None, notes)
+
+
+def _by_precision(cells: Sequence[Compared]) -> dict[str, float]:
+    """The mean of each precision: several are not averaged."""
+    names = dict.fromkeys(one.place.precision for one in cells)
+    return {name: geomean(one.ratio for one in cells if one.place.precision == name) for name in names}
+
+
+def _means(cells: Sequence[Compared]) -> str:
+    found = _by_precision(cells)
+    if len(found) == 1:
+        return f"geometric mean {next(iter(found.values())):.2f}"
+    return "geometric means " + ", ".join(f"{name} {mean:.2f}" for name, mean in found.items())
+
+
+def _series(cells: Sequence[Compared], one: Compared) -> str:
+    """The width or alike; the precision too where there are several, or nothing else."""
+    several = len({other.place.precision for other in cells}) > 1
+    parts = (one.place.series, one.place.precision if several or not one.place.series else "")
+    return " ".join(part for part in parts if part)
+
+
+def _cell(one: Compared) -> str:
+    row, way = one.row, f", {one.way}" if one.way else ""
+    return (
+        f"{row.value:.4g} {row.unit}{way}; {row.peer} {row.peer_value:.4g} {row.unit} ({row.peer_source})"
+        f"\n{row.date}, {row.commit}"
+    )
+
+
+def redundancy(rows: Sequence[Row]) -> Iterator[Chart]:
+    """Products computed over products needed, against splits; a panel for each number of rows of a tile."""
+    own = [row for row in rows if row.metric == "redundancy" and re.fullmatch(_REDUNDANCY, row.case)]
+    if not own:
+        return
+    places = {tuple(row.case.split("/")[i] for i in (1, 3, 4)): row for row in own}
+    panels = []
+    for block in sorted({int(key[1].removeprefix("b")) for key in places}):
+        held = {(scene, way): row.value for (scene, size, way), row in places.items() if size == f"b{block}"}
+        scenes = sorted({scene for scene, _ in held}, key=lambda scene: -held.get((scene, "unsorted"), 0.0))
+        ways = [way for way in _WALKS if any(way == name for _, name in held)]
+        values = {scene: tuple(held.get((scene, way)) for way in ways) for scene in scenes}
+        notes = {scene: tuple(_wasted(held.get((scene, way))) for way in ways) for scene in scenes}
+        steps = tuple(_WALKS[way] for way in ways)
+        axis = "computed / needed"
+        panels.append(Lines(f"tiles of {block} rows, 3x3x3", axis, steps, values, notes, about="splits of sorted rows"))
+    note = (
+        "Products that implicit GEMM computes, over those that meet an input: 1 is none in vain. Counted exactly, the "
+        "same on every device."
+    )
+    yield Chart("redundancy", "Redundant computation against splits", note, told(own), tuple(panels))
+
+
+_REDUNDANCY = r"redundancy/[^/]+/k3/b\d+/[^/]+"
+
+
+def _wasted(ratio: float | None) -> str:
+    return "" if not ratio else f"{1 - 1 / ratio:.1%} of the products are with nothing"
+
+
+def history(rows: Sequence[Row]) -> Iterator[Chart]:
+    """Means of each suite as the ledger stood after each commit, in the order in which commits appear in it.
+
+    rows: superseded ones, too. A commit that measured some cells of a family anew stands with the older rest.
+    """
+    known: Known = {}
+    dates: dict[str, str] = {}
+    for row in rows:
+        dates.setdefault(row.commit, row.date)
+    until: set[str] = set()
+    for commit in dates:
+        until.add(commit)
+        suites = {row.suite for row in rows if row.commit == commit}
+        for line in headlines(lines(current([r for r in rows if r.commit in until and r.suite in suites]))):
+            if any(row.commit == commit for row in line.rows):
+                known.setdefault((line.family.suite, _label(line)), {})[commit] = line
+    panels = [_history(suite, known, dates) for suite in suites_of(rows) if any(suite == name for name, _ in known)]
+    used = [row for held in known.values() for line in held.values() for row in line.rows]
+    if panels:
+        note = (
+            "Geometric means of speed-ups against rivals. Each point is the ledger as it stood after that commit's "
+            "measurements; there is one where a commit measured some of the cells anew."
+        )
+        yield Chart("history", "History over commits", note, told(used), tuple(panels))
+
+
+Known = dict[tuple[str, str], dict[str, Line]]
+"""By suite and label, the mean after each commit."""
+
+
+def _label(line: Line) -> str:
+    device = "" if line.clock == "gpu" else f" ({line.clock}, {line.device.split(',')[0]})"
+    return f"{line.name} / {line.against}{device}"
+
+
+def _history(suite: str, known: Known, dates: Mapping[str, str]) -> Lines:
+    own = {label: held for (name, label), held in known.items() if name == suite}
+    steps = [commit for commit in dates if any(commit in held for held in own.values())]
+    values, notes, marks = {}, {}, {}
+    for label, held in own.items():
+        found = [held.get(commit) for commit in steps]
+        values[label] = tuple(None if line is None else line.mean.geomean for line in found)
+        notes[label] = tuple("" if line is None else _anew(line, c) for line, c in zip(found, steps, strict=True))
+        marks[label] = tuple(_counts([None if line is None else line.mean.cells for line in found]))
+    return Lines(
+        suite,
+        FASTER,
+        tuple(_dated(steps, dates)),
+        values,
+        notes,
+        marks,
+        "commit; small numbers: cases, where they change",
+    )
+
+
+def _dated(commits: Sequence[str], dates: Mapping[str, str]) -> Iterator[str]:
+    """Commits, and below them the date where it is another than before."""
+    last = ""
+    for commit in commits:
+        yield commit[:7] + ("" if dates[commit] == last else f"\n{dates[commit]}")
+        last = dates[commit]
+
+
+def _counts(cells: Sequence[int | None]) -> Iterator[str]:
+    """Numbers where they differ from the one before."""
+    last = None
+    for count in cells:
+        yield "" if count in (None, last) else str(count)
+        last = last if count is None else count
+
+
+def _anew(line: Line, commit: str) -> str:
+    count = sum(row.commit == commit for row in line.rows)
+    return f"{line.mean.cells} cells, {count} of them measured at this commit; least {line.mean.least.ratio:.2f}"

@@ -1,0 +1,115 @@
+"""docs/status.md: every measured figure of the results file as Markdown tables, with what limits each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from benchmarks.harness.families import SUITES
+from benchmarks.harness.results import current, read
+from benchmarks.harness.rows import Row
+from benchmarks.report.stream import stream_table
+from benchmarks.report.summary import Line, about, bounded, lines, without_lines
+from pumice.errors import FileError
+
+HEAD = """# Status: what was measured
+
+Made from `bench/results.jsonl` by `python -m benchmarks report --markdown`; edit neither by hand. A speed-up is the
+peer's time over ours, both of one run; `recorded` marks a peer's time of another run. `wall` is wall-clock time from an
+idle device to an idle device, `gpu` the time of its kernels alone. A newer row replaces an older one of the same case,
+metric, peer, clock and device.
+"""
+
+CAVEATS: Mapping[str, str] = MappingProxyType(
+    {
+        "stream": "Networks written with public layers alone, over scenes none of which comes twice; each way is a "
+        "process of its own. Milliseconds: the median, in brackets the worst scene of the second half; speed-ups are "
+        "of medians. The first result is the first call, behind a capture if there is one. `most-12000`: scenes "
+        "cropped to 12,000 voxels at most. Cases that end in `repeated` (results file): the same scenes a second time.",
+        "workloads": "Each case repeats one scene, so that kernel maps of new shapes are not in it (`varied scans`: "
+        "several scenes in turn). A user's stream of new scenes is the suite `stream`.",
+        "tuner": "Repeated scenes. `its default` is the same network untuned.",
+        "engine": "Repeated scenes, `pumice.models` alone; the host bounds eager passes and differs between machines.",
+        "conv-forward": "One layer, its kernel map at hand, repeated. Finding the map is the suite `maps`.",
+        "conv-train": "One layer, its kernel map at hand, repeated.",
+        "maps": "Shuffled coordinates; `gpu` in a CUDA graph.",
+        "einsum": "Operands at hand, repeated.",
+        "cpu-conv": "The kernel map is at hand, which flatters both: with the map found anew, and for whole networks "
+        "(suite `stream` on a CPU), spconv is faster. spconv's threads race, so that its result is wrong with two.",
+    }
+)
+"""What a reader has to know of a suite's figures."""
+
+COLUMNS = ("what", "precision", "clock", "against", "cases", "speed-up (geometric mean)", "least", "most", "measured")
+
+
+def write(ledger: Path, file: Path) -> Path:
+    """Write the page made of a results file; returns its path. Raises FileError where either fails."""
+    text = page(current(read(ledger)))
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"{file}: expected a file that can be written, found: {error.strerror}") from error
+    return file
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The page of rows none of which is superseded."""
+    found, shares = lines(rows), bounded(rows)
+    parts = [HEAD]
+    for suite in SUITES:
+        own = [line for line in found if line.family.suite == suite]
+        if own:
+            parts.append("\n".join(_suite(suite, own)))
+        if suite == "stream" and own:
+            parts.append(stream_table(rows))
+    parts.append("\n".join(_bounds(shares)))
+    absent = without_lines(rows, found)
+    parts.append("\n".join(["## Not compared\n", *(f"- `{suite}`: {what}" for suite, what in absent.items())]))
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A Markdown table; a bar within a cell becomes a slash."""
+    for cells in (names, ["---"] * len(names), *rows):
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _suite(suite: str, found: Sequence[Line]) -> Iterator[str]:
+    yield f"## `{suite}`: {about(suite)}\n"
+    if suite in CAVEATS:
+        yield CAVEATS[suite] + "\n"
+    for device in dict.fromkeys(line.device for line in found):
+        own = sorted((line for line in found if line.device == device), key=lambda line: line.clock != "wall")
+        yield f"{device}:\n"
+        yield from table(COLUMNS, [_cells(line) for line in own])
+        yield ""
+
+
+def _cells(line: Line) -> list[str]:
+    against = line.against if line.source in line.against else f"{line.against} ({line.source})"
+    mean = line.mean
+    least = f"{mean.least.ratio:.2f} ({mean.least.place})"
+    figures = [str(mean.cells), f"**{mean.geomean:.2f}**", least, f"{mean.most.ratio:.2f}"]
+    return [line.family.name, line.precision, line.clock, against, *figures, _measured(line)]
+
+
+def _measured(line: Line) -> str:
+    dates = sorted({row.date for row in line.rows})
+    commits = list(dict.fromkeys(row.commit for row in line.rows))
+    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{days}, {commits[-1]}" + (f" and {len(commits) - 1} more" if len(commits) > 1 else "")
+
+
+def _bounds(found: Sequence[Line]) -> Iterator[str]:
+    yield "## Fractions of the bounds\n"
+    yield "The least time that memory, caches or multipliers allow, over ours: models of the device, no measurements.\n"
+    names = ("suite", "what", "precision", "bounds", "cases", "geometric mean", "least", "device")
+    rows = [
+        [line.family.suite, line.family.name, line.precision, line.against, str(line.mean.cells)]
+        + [f"{line.mean.geomean:.0%}", f"{line.mean.least.ratio:.0%}", line.device]
+        for line in found
+        if line.clock != "wall"
+    ]
+    yield from table(names, rows)

@@ -1,0 +1,105 @@
+"""The ledger in a table: each family of cases, on each device, by each clock, against each kind of rival."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from benchmarks.harness.families import DEFAULT, FAMILIES, SUITES, Family, suites_of
+from benchmarks.harness.results import Compared, Mean, compared, mean_of, reached
+from benchmarks.harness.rows import Row
+
+CLOCKS: Mapping[str, str] = MappingProxyType(
+    {
+        "gpu": "the device alone",
+        "wall": "from an idle device to an idle device, the host's time in it",
+        "cpu": "the processor's time for the process, whatever else runs on the machine",
+    }
+)
+"""By which times are taken, and what they hold."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one mean is of."""
+
+    family: Family
+    device: str
+    clock: str
+    precision: str
+    against: str
+    found: tuple[Compared, ...]
+    mean: Mean
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(one.row for one in self.found)
+
+    @property
+    def source(self) -> str:
+        """Where the rival's times come from."""
+        return self.found[0].row.peer_source
+
+    @property
+    def name(self) -> str:
+        """Of the family, with the precision if it does not say so itself."""
+        name = self.family.name
+        return name if self.precision in name else f"{name}, {self.precision}"
+
+
+def lines(rows: Sequence[Row]) -> list[Line]:
+    """All means against rivals, in the order of the families; the clock of the device first."""
+    found = []
+    for family, key, own in _parts(rows):
+        for against in family.rivals:
+            cells = compared(own, family, against)
+            if cells:
+                plain = compared(own, family, against, (DEFAULT,))
+                found.append(Line(family, *key, against, tuple(cells), mean_of(cells, plain)))
+    return found
+
+
+def bounded(rows: Sequence[Row]) -> list[Line]:
+    """The same against bounds: the share of a bound that is reached."""
+    found = []
+    for family, key, own in _parts(rows):
+        cells = reached(own, family)
+        if cells:
+            against = ", ".join(dict.fromkeys(one.row.peer for one in cells))
+            found.append(Line(family, *key, against, tuple(cells), mean_of(cells)))
+    return found
+
+
+def headlines(found: Sequence[Line]) -> list[Line]:
+    """Of each device one clock: that of the device alone where there is one."""
+    alone = {(line.family, line.device) for line in found if line.clock == "gpu"}
+    return [line for line in found if line.clock == "gpu" or (line.family, line.device) not in alone]
+
+
+def without_lines(rows: Sequence[Row], found: Sequence[Line]) -> dict[str, str]:
+    """By suite that has no mean, what there is instead."""
+    have = {line.family.suite for line in found}
+    told = {}
+    for suite in suites_of(rows):
+        count = sum(row.suite == suite for row in rows)
+        if suite not in have:
+            told[suite] = f"{count} rows, none of a case that is compared here" if count else "no rows yet"
+    return told
+
+
+def about(suite: str) -> str:
+    """What a suite is about."""
+    return SUITES.get(suite, "")
+
+
+def _parts(rows: Sequence[Row]) -> Iterator[tuple[Family, tuple[str, str, str], list[Row]]]:
+    """Each family with (device, clock, precision) and the rows of that."""
+    for family in FAMILIES:
+        parts: dict[tuple[str, str, str], list[Row]] = {}
+        for row in rows:
+            place = family.place(row)
+            if place is not None and row.clock in CLOCKS:
+                parts.setdefault((row.device, row.clock, place.precision), []).append(row)
+        order = sorted(parts, key=lambda key: list(CLOCKS).index(key[1]))
+        yield from ((family, key, parts[key]) for key in order)

@@ -1,0 +1,146 @@
+"""The layers that are timed: 3x3x3, submanifold, their maps at hand; a cell is a scene and a width."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.study import Setup
+from benchmarks.scenes.clouds import Voxels, layer_scenes
+from benchmarks.suites.einsum_conv import Layer, exact
+from pumice.coords import KernelMap, Relation, kernel_map
+from pumice.lower import reference
+from pumice.ops import SparseTensor, conv_features
+
+CHANNELS = (32, 64, 128, 256)
+WINDOW = Relation.of(3, 3)
+
+
+@dataclass(frozen=True)
+class Width:
+    """Channels in and out, and their groups; as text 64, 3-32, 64g2."""
+
+    inputs: int
+    outputs: int
+    groups: int = 1
+
+    @staticmethod
+    def square(channels: int) -> Width:
+        return Width(channels, channels)
+
+    def __str__(self) -> str:
+        sides = f"{self.inputs}" if self.inputs == self.outputs else f"{self.inputs}-{self.outputs}"
+        return f"{sides}g{self.groups}" if self.groups > 1 else sides
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The cells that a study takes, and how their cases are called: before/scene/k3/C64/after.
+
+    scenes: all where none are named; in a quick run scenes and channels are those of quick runs.
+    widths: in place of channels, in every run.
+    """
+
+    before: str = ""
+    after: str = ""
+    scenes: tuple[str, ...] = ()
+    channels: tuple[int, ...] = CHANNELS
+    widths: tuple[Width, ...] = ()
+
+    def case(self, scene: str, width: Width) -> str:
+        return "/".join(part for part in (self.before, scene, "k3", f"C{width}", self.after) if part)
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """A scene with its map, and a width."""
+
+    case: str
+    scene: str
+    width: Width
+    found: KernelMap
+    voxels: Voxels
+
+    @property
+    def channels(self) -> int:
+        """Those that come in."""
+        return self.width.inputs
+
+
+@dataclass(frozen=True, eq=False)
+class Trained(Layer):
+    """A layer, and the gradient of its result."""
+
+    grad: Tensor
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What is timed of a layer, and the same in float64."""
+
+    name: str
+    run: Callable[[Trained], Any]
+    exact: Callable[[Trained], Tensor | tuple[Tensor, ...]]
+
+
+def cells(setup: Setup, choice: Choice) -> Iterator[Cell]:
+    """The cells that are wanted; each scene's map is found once, and told."""
+    for scene, load in layer_scenes(setup):
+        if choice.scenes and not setup.quick and scene not in choice.scenes:
+            continue
+        widths = choice.widths or tuple(map(Width.square, (8, 16) if setup.quick else choice.channels))
+        cases = {width: choice.case(scene, width) for width in widths}
+        wanted = {width: case for width, case in cases.items() if setup.wants(case)}
+        if not wanted:
+            continue
+        voxels = load()
+        found = map_of(voxels.coords)
+        setup.say(f"{scene}: {found}")
+        for width, case in wanted.items():
+            yield Cell(case, scene, width, found, voxels)
+
+
+def map_of(coords: Tensor) -> KernelMap:
+    """The map of coordinates int32 [N, 4] onto themselves."""
+    found, _ = kernel_map(SparseTensor(torch.zeros(len(coords), 1, device=coords.device), coords).geometry, WINDOW)
+    return found
+
+
+def layer_of(setup: Setup, cell: Cell, dtype: torch.dtype | None = None) -> Trained:
+    """The cell's layer with normal features, weights and gradient; by default in half precision where that is fast."""
+    rows, width, dtype = len(cell.voxels), cell.width, dtype or setup.half
+    feats = setup.filled(rows, width.inputs, dtype=dtype, seed=6)
+    grad = setup.filled(rows, width.outputs, dtype=dtype, seed=8)
+    each = width.inputs // width.groups
+    weight = setup.filled(width.outputs, 27, each, seed=7) / math.sqrt(7 * each)
+    return Trained(cell.found, feats, weight.to(dtype), cell.voxels.coords, grad)
+
+
+def forward(layer: Layer) -> Tensor:
+    """The result, in inference."""
+    with torch.no_grad():
+        return conv_features(layer.feats, layer.weight, layer.found, layer.rows, layer.groups)
+
+
+def both(layer: Trained) -> tuple[Tensor, ...]:
+    """The result, and the gradients of features and weights."""
+    given = [x.detach().requires_grad_() for x in (layer.feats, layer.weight)]
+    y = conv_features(given[0], given[1], layer.found, layer.rows, layer.groups)
+    return y.detach(), *torch.autograd.grad(y, given, layer.grad)
+
+
+def exact_both(layer: Trained) -> tuple[Tensor, ...]:
+    """`both` in float64, by the loop over taps."""
+    x, weight, grad = (t.double() for t in (layer.feats, layer.weight, layer.grad))
+    back = layer.found.transpose().pairs()
+    dx = reference.forward(grad, reference.transposed(weight, layer.groups), back, layer.rows, layer.groups)
+    return exact(layer), dx, reference.weight_gradient(x, grad, layer.found.pairs(), layer.groups)
+
+
+FORWARD = Pass("fwd", forward, exact)
+TRAINING = Pass("fwd+bwd", both, exact_both)

@@ -1,0 +1,205 @@
+"""Point-cloud convolution: 3x3x3, submanifold, C = 128, map at hand, in every form of the map."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.study import (
+    DTYPES,
+    Case,
+    Setup,
+    Way,
+    eager,
+    graph_of,
+    inductor,
+    kept,
+    measured,
+    summarize,
+    tuned,
+)
+from benchmarks.harness.timing import together
+from benchmarks.peers import spconv as spconv_peer
+from pumice.coords import KernelMap, Relation, kernel_map
+from pumice.env import settings
+from pumice.lower import maps, reference
+from pumice.lower.dataflow import CONV
+from pumice.lower.graph import Prepared
+from pumice.ops import SparseTensor, conv_features
+from pumice.ops.register import einsum
+
+FORMS = ("pairs", "grouped", "compacted", "split2")
+INSUM_CONVERSION = Peer("Insum on an RTX 3090 (paper)", 0.55, "recorded")
+# Inductor takes ten seconds to compile a scene.
+FOR_INDUCTOR = ("random_", "waymo_1f_10x10x15cm", "lobby")
+GROUP = 32  # pairs of a group where Inductor multiplies: what the recorded baselines took
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A convolution with its map and operands. weight: [C_out, 27, C_in / groups]."""
+
+    found: KernelMap
+    feats: Tensor
+    weight: Tensor
+    coords: Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.coords)
+
+    @property
+    def groups(self) -> int:
+        return self.feats.shape[1] // self.weight.shape[2]
+
+
+def conv(setup: Setup) -> Iterator[Row]:
+    """Every scene: the planner's form, the forced ones, the peers; and what making a form takes."""
+    done: list[Row] = []
+    for name, coords in scenes(setup):
+        case = f"conv/{name}/k3/C{_channels(setup)}"
+        if not setup.wants(case):
+            continue
+        layer = layer_of(setup, coords)
+        setup.say(f"{name}: {layer.found}")
+        rows = list(_one(setup, case, name, layer))
+        done += rows
+        yield from kept(rows, FORMS)
+        yield from conversions(setup, case, layer)
+    summarize(setup, done, {name: (name,) for name in ("spconv", "Inductor", "Inductor native", "eager")})
+
+
+def scenes(setup: Setup) -> Iterator[tuple[str, Tensor]]:
+    """Names and coordinates int32 [N, 4] (batch first): random ones, and those of PUMICE_DATA."""
+    coords = _random(setup)
+    yield f"random_{len(coords)}", coords
+    folder = settings().data
+    if setup.quick:
+        return
+    if folder is None:
+        setup.say("PUMICE_DATA is not set: the random scene only")
+        return
+    paths = [*sorted((folder / "scenes").glob("*.npz")), *sorted((folder / "ucf_tns").glob("*.tns"))]
+    if not paths:
+        setup.say(f"no scene in {folder}: the random scene only")
+    for path in paths:
+        found = np.load(path)["coords"] if path.suffix == ".npz" else np.loadtxt(path, dtype=np.int32)
+        yield path.stem, _batched(found)
+
+
+def _random(setup: Setup) -> Tensor:
+    """Voxels anywhere in a box, 6.8 neighbours of 27 each on average."""
+    side, count = (12, 400) if setup.quick else (76, 100_000)
+    cells = np.sort(np.random.default_rng(5).permutation(side**3)[:count])
+    return _batched(np.stack([cells // side**2, cells // side % side, cells % side], axis=1).astype(np.int32))
+
+
+def _batched(coords: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros((len(coords), 1), np.int32), coords[:, :3]], axis=1))
+
+
+def _channels(setup: Setup) -> int:
+    return 16 if setup.quick else 128
+
+
+def layer_of(setup: Setup, coords: Tensor) -> Layer:
+    """The layer on these coordinates with normal features and weights."""
+    coords, channels = coords.to(setup.device), _channels(setup)
+    x = SparseTensor(torch.zeros(len(coords), 1, device=setup.device), coords)
+    found, _ = kernel_map(x.geometry, Relation.of(3, 3))
+    feats = setup.random(len(coords), channels, dtype=setup.half, seed=6)
+    weight = setup.random(channels, 27, channels, seed=7) / math.sqrt(7 * channels)
+    return Layer(found, feats, weight.to(setup.half), coords)
+
+
+def _one(setup: Setup, case: str, name: str, layer: Layer) -> Iterator[Row]:
+    ours = [
+        planned(layer),
+        *(Way(form, partial(forced, layer, form), optional=True) for form in FORMS),
+    ]
+    made = partial(grouped_graph, layer)
+    peers = [Way("spconv", partial(_spconv, layer), spconv_peer.package(), slack=spconv_peer.slack(setup.device))]
+    if name.startswith(FOR_INDUCTOR):
+        peers.append(eager("eager", made))
+    if name.startswith(FOR_INDUCTOR) and not setup.quick:
+        peers += [inductor("Inductor native", made, True), inductor("Inductor", made, False)]
+    yield from measured(setup, Case(case, setup.half, exact(layer)), ours, peers)
+
+
+def exact(layer: Layer) -> Tensor:
+    """The result in float64."""
+    x, weight = layer.feats.double(), layer.weight.double()
+    return reference.forward(x, weight, layer.found.pairs(), layer.rows, layer.groups)
+
+
+def planned(layer: Layer) -> Way:
+    """The layer as pumice.nn runs it, in inference."""
+    return Way("planned", lambda: tuned(lambda: conv_features(layer.feats, layer.weight, layer.found, layer.rows)))
+
+
+def convert(layer: Layer) -> None:
+    """Make what `planned` reads of the map."""
+    maps.passed(layer.found, differentiable=False)
+
+
+def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
+    """The layer with its map in one form."""
+    tokens, held = maps.read(layer.found, form)
+    names = "|".join(("x", "w", *tokens))
+    operands, shape = [layer.feats, layer.weight, *held], (layer.rows, layer.weight.shape[0])
+    return tuned(lambda: einsum(operands, names, CONV, shape))
+
+
+def grouped_graph(layer: Layer) -> Prepared:
+    """The layer as torch operators over groups of pairs."""
+    taps, inputs, outputs = layer.found.grouped(GROUP)
+    names = "x|w|map@grouped@0@o|map@grouped@0@k|map@grouped@0@i"
+    shape = (layer.rows, layer.weight.shape[0])
+    return graph_of([layer.feats, layer.weight, outputs, taps, inputs], names, CONV, shape)
+
+
+def conversions(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
+    """From rows to groups and to compacted tiles, on the wall: a conversion reads its size from the device."""
+    relation, rows = layer.found.relation, layer.found.rows()
+    calls: dict[str, Callable[[], Any]] = {
+        "grouped": lambda: (found := KernelMap.from_rows(relation, rows, len(rows))).grouped(maps.group_of(found)),
+        "compacted": lambda: KernelMap.from_rows(relation, rows, len(rows)).compacted(maps.block_of(len(rows))),
+    }
+    for name, call in calls.items():
+        if not _holds_all_pairs(name, call(), layer):
+            setup.failed(f"{case}/to {name}: not every pair is there once")
+            continue
+        (times,) = together([call], setup.device, "wall", setup.seconds)
+        setup.say(f"{case}: to {name} {times.median:.4g} ms, paper {INSUM_CONVERSION.value} ms")
+        subject = Subject(setup.suite, f"{case}/to-{name}", DTYPES[setup.half], setup.device, metric="conversion")
+        yield row(subject, times, "wall", INSUM_CONVERSION)
+
+
+def _holds_all_pairs(form: str, made: Any, layer: Layer) -> bool:
+    """Whether the form has the pairs of the map, each once."""
+    if form == "grouped":
+        taps, inputs, outputs = made.taps[:, None].expand_as(made.inputs), made.inputs, made.outputs
+    else:
+        taps, inputs, outputs = made.taps[:, None].expand_as(made.inputs), made.inputs, made.rows[made.tiles.long()]
+    there = (inputs >= 0) & (outputs >= 0)
+    found = _keys(inputs[there].long(), outputs[there].long(), taps[there].long(), layer)
+    pairs = layer.found.pairs()
+    known = _keys(pairs.inputs, pairs.outputs, layer.found.taps(), layer)
+    return torch.equal(found.sort().values, known.sort().values)
+
+
+def _keys(inputs: Tensor, outputs: Tensor, taps: Tensor, layer: Layer) -> Tensor:
+    return (outputs * layer.found.volume + taps) * layer.rows + inputs
+
+
+def _spconv(layer: Layer) -> Callable[[], Tensor]:
+    _, run = spconv_peer.layer(layer.feats, layer.weight, layer.coords)
+    return torch.no_grad()(lambda: run(layer.feats))

@@ -1,0 +1,149 @@
+"""The paper's other figures: group size against gathers, the table of compilers, and what each idea brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.study import DTYPES, Case, Setup, Way, as_graph, eager, inductor, line, measured
+from benchmarks.harness.timing import Times
+from benchmarks.scenes import matrices
+from benchmarks.suites import einsum_conv as bench_conv
+from benchmarks.suites import spmm_structured as bench_structured
+from benchmarks.suites import spmm_unstructured as bench_unstructured
+from benchmarks.suites.first_call import first_calls
+from pumice.lower.dataflow import CONV
+from pumice.ops.convert import group_cost
+from pumice.ops.sparse import sparse
+
+TEXT = "C[m,n] = A[m,k] * B[k,n]"
+# One point-cloud convolution on an RTX 3090, as published by Insum: compile + tune (s), conversion, run (ms), lines.
+PUBLISHED = {
+    "Insum (paper)": {"compile": 14.8e3, "conversion": 0.55, "run": 0.47},
+    "TACO (paper)": {"compile": 10.0, "conversion": 0.47, "run": 253.53, "lines": 10},
+    "SparseTIR (paper)": {"compile": 320.0, "conversion": 13.47, "run": 1.05, "lines": 860},
+}
+
+
+def figure7(setup: Setup) -> Iterator[Row]:
+    """For each group size: gathers and scatters, bytes, and the time of the product."""
+    for name in ("artist-like", "dd-like") if setup.quick else ("artist-like", "blog-like", "dd-like", "uniform"):
+        if setup.wants(f"figure7/{name}"):
+            yield from _sweep(setup, matrices.stand_in(name, 0.005 if setup.quick else 1.0))
+
+
+def _sweep(setup: Setup, matrix: matrices.Matrix) -> Iterator[Row]:
+    dtype, columns = torch.float32, 16 if setup.quick else 128
+    csr = bench_unstructured.csr_of(setup, matrix, dtype)
+    b = setup.filled(matrix.shape[1], columns, dtype=dtype, seed=6)
+    truth = bench_unstructured.product(matrix, csr.values(), b)
+    sizes = _sizes(matrix)
+    ours = [line(f"g{size}", TEXT, A=sparse(csr, f"m:C k:G{size}"), B=b) for size in sizes]
+    peer = Way("torch.sparse.mm", lambda: lambda: torch.sparse.mm(csr, b), slack=4)
+    case = f"figure7/{matrix.name}/N{columns}"
+    rows = list(measured(setup, Case(case, dtype, truth), ours, [peer]))
+    yield from rows
+    yield from _counts(setup, case, matrix, rows)
+
+
+def _sizes(matrix: matrices.Matrix) -> list[int]:
+    """The powers of two up to the longest row, 64 at most: beyond that padding is all there is."""
+    longest = int(matrix.occupancy.max())
+    return [size for size in (1, 2, 4, 8, 16, 32, 64) if size == 1 or size < 2 * longest]
+
+
+def _counts(setup: Setup, case: str, matrix: matrices.Matrix, rows: list[Row]) -> Iterator[Row]:
+    """The table of the figure, and its counts as rows beside those of plain coordinates (groups of 1)."""
+    occupancy = torch.from_numpy(matrix.occupancy)
+    bare = group_cost(occupancy, 1)
+    setup.say(f"{case}: size, gathers + scatters, MB, padding, ms")
+    for size in _sizes(matrix):
+        cost = group_cost(occupancy, size)
+        spent = {found.clock: found.value for found in rows if found.case == f"{case}/g{size}"}
+        times = ", ".join(f"{value:.4g} ({clock})" for clock, value in spent.items()) or "FAILED"
+        padding = cost.padded / max(1, cost.gathers)
+        setup.say(f"  {size:>3} {cost.total:>10} {cost.bytes / 1e6:8.2f} {padding:6.1%}  {times}")
+        for metric, unit, value, other in (
+            ("gathers+scatters", "entries", cost.total, bare.total),
+            ("memory", "bytes", cost.bytes, bare.bytes),
+        ):
+            subject = Subject(setup.suite, f"{case}/g{size}", "fp32", setup.device, (), metric, unit)
+            yield row(subject, Times(value, value, value), "count", Peer("groups of 1", other))
+
+
+def table3(setup: Setup) -> Iterator[Row]:
+    """Compile, conversion, run and lines of one point-cloud convolution, beside what others published."""
+    name, coords = next(bench_conv.scenes(setup))
+    layer = bench_conv.layer_of(setup, coords)
+    case = f"table3/{name}"
+    run = list(_run(setup, case, layer))
+    convert = list(bench_conv.conversions(setup, case, layer))
+    build = first_calls(setup, ["conv"], warm=0)["conv"]["cold"]
+    found: dict[str, Times] = {"compile": build, "lines": Times(*(float(len(CONV.splitlines())),) * 3)}
+    wall = [r for r in run if r.clock == "wall"]
+    if wall:
+        found["run"] = Times(wall[0].value, wall[0].p20, wall[0].p80)
+    # The planner's form on a GPU; a CPU takes the pairs as they are.
+    made = next((r for r in convert if r.case.endswith("to-compacted")), None)
+    if made is not None:
+        found["conversion"] = Times(made.value, made.p20, made.p80)
+    _say_table(setup, found)
+    for metric, times in found.items():
+        unit = "lines" if metric == "lines" else "ms"
+        subject = Subject(setup.suite, case, DTYPES[setup.half], setup.device, (), metric, unit)
+        clock = "count" if metric == "lines" else "wall"
+        for peer, column in PUBLISHED.items():
+            if metric in column:
+                yield row(subject, times, clock, Peer(peer, column[metric], "recorded"))
+
+
+def _run(setup: Setup, case: str, layer: bench_conv.Layer) -> Iterator[Row]:
+    truth = bench_conv.exact(layer)
+    peer = eager("eager", partial(bench_conv.grouped_graph, layer))
+    yield from measured(setup, Case(case, setup.half, truth), [bench_conv.planned(layer)], [peer])
+
+
+def _say_table(setup: Setup, found: dict[str, Times]) -> None:
+    metrics = ("compile", "conversion", "run", "lines")
+    setup.say("table 3: " + ", ".join(f"{m} ({'-' if m == 'lines' else 'ms'})" for m in metrics))
+    mine = {metric: times.median for metric, times in found.items()}
+    for name, column in {"pumice": mine, **PUBLISHED}.items():
+        setup.say(f"  {name:<18}" + "".join(f"{column[m]:>12.5g}" if m in column else f"{'-':>12}" for m in metrics))
+
+
+def ablation(setup: Setup) -> Iterator[Row]:
+    """COO, + groups, + blocks, + tensor cores, + lazy broadcasting: one block-sparse product, step by step."""
+    size, block = (128, 32) if setup.quick else (4096, 32)
+    a = bench_structured.block_matrix(setup, size, block, 0.9)
+    b = setup.random(size, size, dtype=setup.half, seed=2)
+    dense = bench_structured.filled_out(a)
+    truth = dense.double() @ b.double()
+    peers = [Way("dense", lambda: lambda: torch.mm(dense, b))]
+    times: dict[str, float] = {}
+    for way in _steps(setup, a, b, block):
+        # One after the other: the first ones take tens of gigabytes.
+        for found in measured(setup, Case("ablation", setup.half, truth), [way], peers):
+            times[way.name] = min(found.value, times.get(way.name, found.value))
+            yield found
+    slowest = next(iter(times.values()), 0.0)
+    for name, spent in times.items():
+        setup.say(f"  {name:<24} {spent:10.4g} ms {slowest / spent:8.2f}x")
+
+
+def _steps(setup: Setup, a: Tensor, b: Tensor, block: int) -> Iterator[Way]:
+    """The steps of the paper; the group sizes are its own."""
+    flat = sparse(a, "(m k):C")
+    grouped = sparse(flat, "m:C k:G16")
+    blocked = sparse(a, f"m:C k:G4 m:B{block} k:B{block}")
+    yield eager("COO", lambda: as_graph(TEXT, A=flat, B=b))
+    yield eager("+ group", lambda: as_graph(TEXT, A=grouped, B=b))
+    yield eager("+ block", lambda: as_graph(TEXT, A=blocked, B=b))
+    if setup.quick:
+        setup.say("  + tensor cores: left out of a quick run, Inductor takes long to compile")
+    else:
+        yield inductor("+ tensor cores", lambda: as_graph(TEXT, A=blocked, B=b), native=setup.device.type == "cuda")
+    yield line("+ lazy broadcasting", TEXT, A=blocked, B=b)

@@ -1,0 +1,91 @@
+"""What it takes until a statement first runs: with empty caches, and in a new process that finds them on the disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.study import DTYPES, Setup
+from benchmarks.harness.timing import Times
+from pumice.errors import PumiceError
+
+STATEMENTS = ("structured", "unstructured", "conv", "tensor-product")
+GOALS = {"cold": Peer("goal", 15e3, "goal"), "warm": Peer("goal", 50.0, "goal")}
+INSUM = Peer("Insum on an RTX 3090 (paper)", 14.8e3, "recorded")
+LIMIT = 300  # seconds for a process
+
+
+def compile_times(setup: Setup) -> Iterator[Row]:
+    """The first call of each study's statement less a later one, cold and warm."""
+    wanted = [name for name in STATEMENTS if setup.wants(f"compile/{name}")]
+    # A process for each statement; where it need not be exact one for all of them.
+    for names in [wanted] if setup.quick and wanted else [[name] for name in wanted]:
+        try:
+            found = first_calls(setup, names, 1 if setup.quick else 3)
+        except PumiceError as reason:
+            setup.failed(f"compile/{','.join(names)}: {reason}")
+            continue
+        for name, by_state in found.items():
+            for state, times in by_state.items():
+                yield from _rows(setup, name, state, times)
+
+
+def _rows(setup: Setup, name: str, state: str, times: Times) -> Iterator[Row]:
+    case = f"compile/{name}/{state}"
+    setup.say(f"{case}: {times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g})")
+    if name == "start":
+        return
+    dtype = "fp32" if name == "tensor-product" else DTYPES[setup.half]
+    subject = Subject(setup.suite, case, dtype, setup.device, metric="compile")
+    for peer in (GOALS[state], *([INSUM] if (name, state) == ("conv", "cold") else [])):
+        yield row(subject, times, "wall", peer)
+
+
+def first_calls(setup: Setup, names: Sequence[str], warm: int) -> dict[str, dict[str, Times]]:
+    """Milliseconds of compilation and tuning by statement and state: "cold" once, then "warm" in so many processes.
+
+    "start" is among the statements: what a process pays once.
+    """
+    with tempfile.TemporaryDirectory(prefix="pumice-bench-") as folder:
+        cold = _process(setup, names, Path(folder))
+        again = [_process(setup, names, Path(folder)) for _ in range(warm)]
+    states = {"cold": [cold], **({"warm": again} if again else {})}
+    return {
+        name: {state: Times.of([_spent(found[name]) for found in runs]) for state, runs in states.items()}
+        for name in cold
+    }
+
+
+def _spent(calls: Sequence[float]) -> float:
+    """What the first call took beyond a later one."""
+    return max(calls[0] - calls[1], 1e-3)
+
+
+def _process(setup: Setup, names: Sequence[str], caches: Path) -> dict[str, Sequence[float]]:
+    """[first, later] by statement in a process of its own with these caches."""
+    size = "quick" if setup.quick else "full"
+    return probed("first_statement", (str(setup.device), size, ",".join(names)), caches)
+
+
+def probed(module: str, arguments: Sequence[str], caches: Path) -> Any:
+    """What a program of this room prints last, as JSON, in a process of its own with these caches.
+
+    Raises PumiceError where it ends badly, or takes too long.
+    """
+    variables = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    command = ["env", *(f"{name}={caches / name.lower()}" for name in variables)]
+    command += [sys.executable, "-m", f"benchmarks.probes.{module}", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise PumiceError(f"its process ended with {error.returncode}: {last}") from error
+    except subprocess.TimeoutExpired as error:
+        raise PumiceError(f"its process took more than {LIMIT} s") from error
+    return json.loads(done.stdout.strip().splitlines()[-1])

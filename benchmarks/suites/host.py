@@ -1,0 +1,145 @@
+"""The studies `host` and `first-call` of the suite `conv-forward`: what a call costs the host, and the first one."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.study import DTYPES, Case, Setup, Way, ready
+from benchmarks.harness.timing import Times, together
+from benchmarks.scenes.clouds import surface
+from benchmarks.scenes.layers import FORWARD, TRAINING, Cell, Pass, Trained, Width, layer_of, map_of
+from benchmarks.suites.first_call import probed
+from pumice import nn
+from pumice.errors import PumiceError
+from pumice.ops import SparseTensor, conv_features
+
+VOXELS, CHANNELS = 300, 16
+"""So few that a GPU never limits."""
+_RUNS = 7
+STATES: Mapping[str, Peer] = MappingProxyType({"cold": Peer("goal", 20.0, "goal"), "warm": Peer("goal", 2.0, "goal")})
+"""Seconds of the first call: with empty caches, and in a new process that finds them filled."""
+
+
+def host(setup: Setup) -> Iterator[Row]:
+    """Microseconds of the host for a call of a tiny layer, eager, many of them queued without a wait."""
+    coords = surface(VOXELS, setup.device)
+    cell = Cell("host", "surface", Width.square(CHANNELS), map_of(coords.coords), coords)
+    layer = layer_of(setup, cell)
+    for name, (make, passed, goal) in CALLS.items():
+        case = f"host/{name}"
+        if not setup.wants(case):
+            continue
+        way = Way(name, lambda make=make: make(layer))
+        done = ready(setup, Case(case, setup.half, passed.exact(layer)), way, ours=True)
+        if done is None:
+            continue
+        times = queued(done.call, setup.device, 50 if setup.quick else 2000)
+        told = f"{case}: {times.median:.2f} us of the host ({times.p20:.2f}, {times.p80:.2f}), goal {goal:g}"
+        setup.say(told + _on_device(setup, done.call))
+        subject = Subject(setup.suite, case, DTYPES[setup.half], setup.device, metric="host", unit="us")
+        yield row(subject, times, "wall", Peer("goal", goal, "goal"))
+
+
+def queued(call: Callable[[], Any], device: torch.device, count: int) -> Times:
+    """Microseconds of a call: so many in a row without a wait, over their count."""
+    spent = []
+    for _ in range(_RUNS):
+        _wait(device)
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        spent.append(1e6 * (time.perf_counter() - begin) / count)
+    _wait(device)
+    return Times.of(spent)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _on_device(setup: Setup, call: Callable[[], Any]) -> str:
+    """What the device needs for it: as long as that is less, the host is what was measured."""
+    if setup.device.type != "cuda":
+        return "; on a CPU the arithmetic is in it"
+    (times,) = together([call], setup.device, "gpu", setup.seconds, cold=False)
+    return f"; the device needs {1e3 * times.median:.2f} us"
+
+
+def _function(layer: Trained) -> Callable[[], Tensor]:
+    return torch.no_grad()(lambda: conv_features(layer.feats, layer.weight, layer.found, layer.rows))
+
+
+def _function_and_gradients(layer: Trained) -> Callable[[], tuple[Tensor, ...]]:
+    feats, weight = (x.detach().requires_grad_() for x in (layer.feats, layer.weight))
+
+    def call() -> tuple[Tensor, ...]:
+        y = conv_features(feats, weight, layer.found, layer.rows)
+        return y.detach(), *torch.autograd.grad(y, (feats, weight), layer.grad)
+
+    return call
+
+
+def _module(layer: Trained) -> tuple[nn.Conv3d, SparseTensor]:
+    """The same layer as a module, and its input."""
+    module = nn.Conv3d(CHANNELS, CHANNELS, 3, bias=False).to(layer.feats.device, layer.feats.dtype)
+    with torch.no_grad():
+        module.weight.copy_(layer.weight.view_as(module.weight))
+    return module, SparseTensor(layer.feats, layer.coords)
+
+
+def _layer(layer: Trained) -> Callable[[], Tensor]:
+    module, x = _module(layer)
+    return torch.no_grad()(lambda: module(x).feats)
+
+
+def _layer_and_gradients(layer: Trained) -> Callable[[], tuple[Tensor, ...]]:
+    module, x = _module(layer)
+    x = x.detach().requires_grad_()
+
+    def call() -> tuple[Tensor, ...]:
+        y = module(x).feats
+        dx, dw = torch.autograd.grad(y, (x.feats, module.weight), layer.grad)
+        return y.detach(), dx, dw.view_as(layer.weight)
+
+    return call
+
+
+CALLS: Mapping[str, tuple[Callable[[Trained], Callable[[], Any]], Pass, float]] = MappingProxyType(
+    {
+        "function": (_function, FORWARD, 15.0),
+        "layer": (_layer, FORWARD, 15.0),
+        "function+backward": (_function_and_gradients, TRAINING, 70.0),
+        "layer+backward": (_layer_and_gradients, TRAINING, 70.0),
+    }
+)
+"""What is called, what it gives, and the goal in microseconds."""
+
+
+def first_call(setup: Setup) -> Iterator[Row]:
+    """Seconds of a network's first call: 42 convolutions on a scan, maps included, in processes of their own."""
+    with tempfile.TemporaryDirectory(prefix="pumice-bench-") as folder:
+        for state, goal in STATES.items():
+            try:
+                first, later = _first(setup, Path(folder))
+            except PumiceError as reason:
+                setup.failed(f"first-call/{state}: {reason}")
+                return
+            setup.say(f"first-call/{state}: {first:.3g} s, goal {goal.value:g}; a later call {1e3 * later:.4g} ms")
+            case = f"first-call/MinkUNet/{state}"
+            subject = Subject(setup.suite, case, DTYPES[setup.half], setup.device, metric="first call", unit="s")
+            yield row(subject, Times(first, first, first), "wall", goal)
+
+
+def _first(setup: Setup, caches: Path) -> tuple[float, float]:
+    first, later = probed("first_network", (str(setup.device), "quick" if setup.quick else "full"), caches)
+    return first, later

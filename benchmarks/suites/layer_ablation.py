@@ -1,0 +1,253 @@
+"""The study `ablation` of the suite `conv-forward`: what each idea brings to a layer, as predicted and as measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.study import DTYPES, Case, Ready, Setup, Way, ready, timed, untuned
+from benchmarks.harness.timing import Times
+from benchmarks.scenes.layers import Cell, Choice, Trained, cells, forward, layer_of
+from benchmarks.suites.einsum_conv import exact
+from benchmarks.suites.layer_model import Step, Walk, in_turn, least, needs, walks
+from pumice.lower import maps
+from pumice.lower.dataflow import CONV
+from pumice.lower.epilogue import Epilogue, applied
+from pumice.ops import conv_features
+from pumice.ops.register import einsum
+from pumice.runtime.launch import runs_kernels
+from pumice.schedule.cost import DEVICES
+from pumice.schedule.tile import Tile
+
+FORM = "compacted"
+ALL_TAPS = "O[o,n] = x[R[o,k],c] * w[n,k,c]"
+"""No form of a map walks all taps of every row: this statement over its table does."""
+ONLINE = "O[rows[tile[e],b],n] = x[R[rows[tile[e],b],k[e]],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto"
+"""Rows are reordered in the kernel: what a row meets is looked up in the table, not laid out before."""
+NO_FORM = (
+    "compaction and reordering are measured against statements: no form of a map walks all taps of every row, and none "
+    "looks up in the kernel what a row meets"
+)
+_SIZES = (10_000, 1_000_000)
+"""Rows of a small layer and of a large one."""
+_KERNEL = 2e-6
+"""Seconds of an elementwise kernel besides what it moves."""
+_APART = 46
+"""Bytes of an entry that an epilogue moves apart from its layer in half precision: six kernels, most in float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class Idea:
+    """A layer with an idea and without it, its result, and the gain that the model predicts."""
+
+    predicted: float
+    has: Callable[[], Tensor]
+    lacks: Callable[[], Tensor]
+    truth: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Subjected:
+    """A cell's layer, and its result in float64."""
+
+    layer: Trained
+    truth: Tensor
+
+    @property
+    def kernels(self) -> bool:
+        return runs_kernels(self.layer.feats)
+
+    def idea(self, predicted: float, has: Callable[[], Tensor], lacks: Callable[[], Tensor]) -> Idea:
+        return Idea(predicted, has, lacks, self.truth)
+
+    def form(self, name: str) -> Callable[[], Tensor]:
+        """The layer with its map in one form."""
+        tokens, held = maps.read(self.layer.found, name)
+        return self.line(CONV, "|".join(("x", "w", *tokens)), held)
+
+    def line(self, text: str, names: str, arrays: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """A statement over features, weights and index arrays, by kernels where they run."""
+        operands, shape = [self.layer.feats, self.layer.weight, *arrays], (self.layer.rows, self.layer.weight.shape[0])
+        lowering = "triton" if self.kernels else ""
+        return torch.no_grad()(lambda: einsum(operands, names, text, shape, lowering))
+
+    def seconds(self, walked: Sequence[Walk]) -> float:
+        """The least that a kernel of the default tile takes for these walks."""
+        return least(needs(self.layer, walked, Step.of(self.layer, FORM).default()))
+
+    def compacted(self) -> float:
+        return self.seconds(walks(self.layer.found, FORM))
+
+
+def _row_order(cell: Subjected) -> Idea:
+    predicted = cell.seconds(walks(cell.layer.found, "unsorted")) / cell.compacted()
+    return cell.idea(predicted, cell.form(FORM), cell.form("unsorted"))
+
+
+def _split(cell: Subjected, form: str) -> Idea:
+    predicted = cell.compacted() / cell.seconds(walks(cell.layer.found, form))
+    return cell.idea(predicted, cell.form(form), cell.form(FORM))
+
+
+def _compaction(cell: Subjected) -> Idea:
+    table = cell.layer.found.rows()
+    all_taps = Walk.of_all_taps(cell.layer.found, maps.block_of(cell.layer.rows))
+    dense = cell.line(ALL_TAPS, "x|w|R", [table])
+    return cell.idea(cell.seconds([all_taps]) / cell.compacted(), cell.form(FORM), dense)
+
+
+def _reordering(cell: Subjected) -> Idea:
+    rows, tiles, taps, _ = maps.read(cell.layer.found, FORM)[1]
+    online = cell.line(ONLINE, "x|w|R|rows|tile|k", [cell.layer.found.rows(), rows, tiles, taps])
+    # As measured of a first prototype: a load that waits for a load that waits for a load costs 1.3 to 1.5 times.
+    return cell.idea(1.4, cell.form(FORM), online)
+
+
+def _look_ahead(cell: Subjected, stages: int, predicted: float) -> Idea | str:
+    """Against a chain of loads with so many stages. The gains are those of a first prototype."""
+    if not cell.kernels:
+        return "tiles are those of kernels, and none run here"
+    step = Step.of(cell.layer, FORM)
+    tile = step.default()
+    ahead, chain = replace(tile, ahead=True, stages=3), replace(tile, ahead=False, stages=stages)
+    return cell.idea(predicted, _by(step, ahead), _by(step, chain))
+
+
+def _by(step: Step, tile: Tile) -> Callable[[], Tensor]:
+    return lambda: step.by(tile)
+
+
+def _switched(cell: Subjected, predicted: float, **off: Any) -> Idea | str:
+    """Against the same tile with something of it switched off."""
+    if not cell.kernels:
+        return "tiles are those of kernels, and none run here"
+    step = Step.of(cell.layer, FORM)
+    tile = step.default()
+    if tile.packed:
+        return "channels are few, and packs of entries have no such switch"
+    return cell.idea(predicted, _by(step, tile), _by(step, replace(tile, **off)))
+
+
+def _sharing(cell: Subjected) -> Idea | str:
+    """Long segments shared by several programs, against one program for each."""
+    if not cell.kernels:
+        return "tiles are those of kernels, and none run here"
+    tile, walked = Step.of(cell.layer, FORM).default(), walks(cell.layer.found, FORM)
+    if not tile.piece:
+        return "there is work for all, and nothing is shared"
+    alone = least(needs(cell.layer, walked, replace(tile, piece=0)))
+    return _switched(cell, alone / least(needs(cell.layer, walked, tile)), piece=0)
+
+
+def _tile_by_size(cell: Subjected) -> Idea | str:
+    """Against what a layer of another size would get: a large one's tile and block on a small one, and the other way
+    round."""
+    if not cell.kernels:
+        return "tiles are those of kernels, and none run here"
+    layer = cell.layer
+    own = maps.block_of(layer.rows)
+    other = next(size for size in _SIZES if maps.block_of(size) != own)
+    made: list[tuple[Step, Tile, float]] = []
+    for size in (layer.rows, other):
+        block = maps.block_of(size)
+        step = Step.of(layer, FORM, block)
+        tile = step.default(size / layer.rows)
+        walk = Walk.of(*layer.found.compacted(block))
+        made.append((step, tile, in_turn(needs(layer, [walk], tile))))
+    (step, tile, fits), (strange, unfit, takes) = made
+    return cell.idea(takes / fits, _by(step, tile), _by(strange, unfit))
+
+
+def _epilogue(cell: Subjected) -> Idea:
+    """Scale, shift, residual and ReLU in the layer's kernel, and by torch behind it."""
+    layer = cell.layer
+    scale, shift = layer.weight[:, 0, 0].abs() + 0.5, layer.weight[:, 1, 0]
+    epilogue = Epilogue(scale, shift, layer.grad, "relu")
+    in_double = Epilogue(scale.double(), shift.double(), layer.grad.double(), "relu")
+    entries, memory = layer.feats.numel(), DEVICES["cuda"].memory
+    alone = cell.compacted()
+    apart = alone + entries * _APART / memory + 6 * _KERNEL
+    fused = alone + entries * layer.feats.element_size() / memory
+    return Idea(
+        apart / fused,
+        torch.no_grad()(lambda: conv_features(layer.feats, layer.weight, layer.found, layer.rows, 1, epilogue)),
+        lambda: applied(forward(layer), epilogue),
+        applied(cell.truth, in_double),
+    )
+
+
+IDEAS: Mapping[str, Callable[[Subjected], Idea | str]] = MappingProxyType(
+    {
+        "row-order": _row_order,
+        "look-ahead": partial(_look_ahead, stages=3, predicted=1.13),
+        "look-ahead-against-5-stages": partial(_look_ahead, stages=5, predicted=1.0),
+        "compaction": _compaction,
+        "reordering": _reordering,
+        "tile-by-size": _tile_by_size,
+        "sharing": _sharing,
+        # By the instructions of the loop, which is bound by others of them.
+        "hoisting": partial(_switched, predicted=1.03, hoisted=False),
+        "padding": partial(_switched, predicted=1.01, padded=False),
+        "split2": partial(_split, form="split2"),
+        "split3": partial(_split, form="split3"),
+        "fused-epilogue": _epilogue,
+    }
+)
+"""By name; a text says why there is nothing to compare."""
+
+
+def ablation(setup: Setup) -> Iterator[Row]:
+    """Every idea in some cells, by default tiles: the gain that was predicted, and the one that was measured."""
+    chosen = Choice("ablation", scenes=("nuscenes_1f_10cm", "waymo_1f_5cm", "shell_256"), channels=(64, 128))
+    gains: dict[str, list[tuple[float, float]]] = {}
+    for cell in cells(setup, chosen):
+        layer = layer_of(setup, cell)
+        subjected = Subjected(layer, exact(layer))
+        for name, make in IDEAS.items():
+            found = make(subjected)
+            if isinstance(found, str):
+                setup.say(f"  {cell.case}/{name} is left out: {found}")
+                continue
+            for made in _compared(setup, cell, name, found):
+                if made.metric == "gain" and made.clock == _clock(setup):
+                    gains.setdefault(name, []).append((made.peer_value, made.value))
+                yield made
+    _say_gains(setup, gains)
+
+
+def _clock(setup: Setup) -> str:
+    return "gpu" if setup.device.type == "cuda" else "wall"
+
+
+def _compared(setup: Setup, cell: Cell, name: str, idea: Idea) -> Iterator[Row]:
+    """The rows of an idea: its time against the time without, its gain against the predicted one."""
+    case = Case(f"{cell.case}/{name}", setup.half, idea.truth)
+    has, lacks = (_made(setup, case, text, call) for text, call in (("with", idea.has), ("without", idea.lacks)))
+    if has is None or lacks is None:
+        return
+    for made in timed(setup, case, [has], [lacks]):
+        yield made
+        gain = made.peer_value / made.value
+        subject = Subject(setup.suite, case.name, DTYPES[setup.half], setup.device, (), "gain", "x")
+        yield row(subject, Times(gain, gain, gain), made.clock, Peer("predicted", idea.predicted, "model"))
+
+
+def _made(setup: Setup, case: Case, name: str, call: Callable[[], Tensor]) -> Ready | None:
+    return ready(setup, case, Way(name, lambda: untuned(call)), ours=True)
+
+
+def _say_gains(setup: Setup, gains: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    setup.say("idea, predicted gain (of an H200), measured gain (geometric means), measured least and most")
+    for name, found in gains.items():
+        predicted, measured = (math.exp(sum(map(math.log, side)) / len(side)) for side in zip(*found, strict=True))
+        ends = [gain for _, gain in found]
+        setup.say(f"  {name:<28} {predicted:6.2f}x {measured:6.2f}x   {min(ends):.2f} to {max(ends):.2f}")
+    setup.say(NO_FORM)

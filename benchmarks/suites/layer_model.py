@@ -1,0 +1,221 @@
+"""What a layer's kernels must read and multiply, and the least time that takes: a small model of the device.
+
+    memory     features in and out, weights and index arrays once, through memory
+    cache      what every program gathers, its weights and its indices, through the L2
+    matrix     tiles x rows x C x C products, absent pairs among them, on tensor cores; on plain units where a kernel
+               multiplies entry by entry
+    latency    the longest program alone: its turns wait for their loads, as many at once as there are stages
+
+The longest of them is the bound. What it leaves out says why a layer is slower: see `why`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from benchmarks.suites.einsum_conv import Layer
+from pumice.coords import KernelMap
+from pumice.language.bind import Bound
+from pumice.lower import maps, plan
+from pumice.lower.dataflow import CONV, GROUPED_CONV
+from pumice.lower.triton import DEFAULT, runner, tile_of, tiles_from
+from pumice.schedule.cost import DEVICES
+from pumice.schedule.tile import PROCESSORS, Tile, power_above, resident
+
+LATENCY = 0.6e-6
+"""Seconds from asking for a row in memory until it is there."""
+_L2 = 50e6
+"""Bytes of the L2 that features have."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a kernel goes through: entries (tile, tap) of `block` rows each.
+
+    heaviest: entries of one tile at most; indices: bytes of the arrays that say who meets whom.
+    """
+
+    block: int
+    tiles: int
+    entries: int
+    heaviest: int
+    indices: int
+
+    @staticmethod
+    def of(rows: Tensor, tiles: Tensor, taps: Tensor, met: Tensor) -> Walk:
+        """Of the arrays of coords.Compacted."""
+        heaviest = int(torch.bincount(tiles.long(), minlength=1).max())
+        held = sum(x.numel() * x.element_size() for x in (rows, tiles, taps, met))
+        return Walk(rows.shape[1], rows.shape[0], tiles.shape[0], heaviest, held)
+
+    @staticmethod
+    def of_all_taps(found: KernelMap, block: int) -> Walk:
+        """Of the table of a map, every tap of every row."""
+        tiles = -(-found.num_outputs // block)
+        return Walk(block, tiles, tiles * found.volume, found.volume, 4 * found.num_outputs * found.volume)
+
+
+def walks(found: KernelMap, form: str) -> tuple[Walk, ...]:
+    """One for each part of a form of tiles."""
+    _, held = maps.read(found, form)
+    return tuple(Walk.of(*held[at : at + 4]) for at in range(0, len(held), 4))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The one kernel of a layer over a form of one part, with its tensors by name."""
+
+    bound: Bound
+    tensors: Mapping[str, Tensor]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(layer: Layer, form: str, block: int = 0) -> Step:
+        """block: outputs of a tile of the form "compacted"; by default as many as maps.block_of says."""
+        tokens, held = maps.read(layer.found, form)
+        text, x, weight, shape = _statement(layer)
+        names = "|".join(("x", "w", *tokens))
+        operands = [x, weight, *(layer.found.compacted(block) if block else held)]
+        forms = (("map", form),)
+        (step,) = plan.rewritten(text, names, forms).steps
+        tensors = plan.arrays(operands, names, text, plan.Option(forms, (), (step,), 0.0))
+        return Step(plan.step_bound(step, tensors, shape), tensors, layer.feats.dtype)
+
+    def default(self, times: float = 1.0) -> Tile:
+        """The tile that is taken before any tuning; of a map that is so many times as long."""
+        with tiles_from(DEFAULT):
+            return tile_of(self.bound, self.tensors if times == 1 else self._longer(times))
+
+    def _longer(self, times: float) -> Mapping[str, Tensor]:
+        """Shapes alone: a default tile looks at no values."""
+        return {
+            name: x.new_empty((round(times * len(x)), *x.shape[1:]), device="meta") if name.startswith("map_") else x
+            for name, x in self.tensors.items()
+        }
+
+    def best(self) -> Tile:
+        """The tuned one; the default where nothing was tuned."""
+        return tile_of(self.bound, self.tensors)
+
+    def by(self, tile: Tile) -> Tensor:
+        """The result by this tile."""
+        return runner(self.bound, self.dtype, tile)(self.tensors).flatten(1)
+
+
+def _statement(layer: Layer) -> tuple[str, Tensor, Tensor, tuple[int, ...]]:
+    """The statement of a layer, its features and weights, and the shape of its result."""
+    groups, outputs = layer.groups, layer.weight.shape[0]
+    if groups == 1:
+        return CONV, layer.feats, layer.weight, (layer.rows, outputs)
+    each = outputs // groups
+    parts = layer.feats.unflatten(1, (groups, -1)), layer.weight.unflatten(0, (groups, each))
+    return GROUPED_CONV, *parts, (layer.rows, groups, each)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """FLOP of the pairs (useful) and of the tiles (padded; plain: on plain units), bytes of memory and of the L2,
+    seconds of the longest program (chain), programs, and those for each place where one can run (waves), and bytes that
+    the L2 has no room for (missed) where rows are gathered in no order of place."""
+
+    useful: float = 0.0
+    padded: float = 0.0
+    plain: float = 0.0
+    memory: float = 0.0
+    cache: float = 0.0
+    chain: float = 0.0
+    programs: float = 0.0
+    waves: float = 0.0
+    missed: float = 0.0
+
+    def __add__(self, other: Needs) -> Needs:
+        """Of both, one after the other."""
+        values = zip(vars(self).items(), vars(other).values(), strict=True)
+        return Needs(**{name: own + more for (name, own), more in values})
+
+
+def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
+    """Of a layer in 16 or 32 bits, over these walks by kernels of this tile."""
+    (outputs, _, each), size = layer.weight.shape, layer.feats.element_size()
+    pairs = len(layer.found.pairs().inputs)
+    (across, read), turns = _columns(layer, tile), -(-each // tile.reduced)
+    pack = max(1, tile.reduced // power_above(each)) if tile.packed else 1
+    flops, entrywise = 2.0 * outputs * each, tile.reduced == 1
+    total = Needs(useful=pairs * flops, memory=layer.weight.numel() * size + layer.feats.numel() * size)
+    for number, walk in enumerate(walked):
+        down = max(1, walk.block // tile.rows)
+        last = number == len(walked) - 1
+        # What further parts add to is kept in float32, written and read again.
+        out = layer.rows * outputs * ((size if last else 4) + (4 if number else 0))
+        gathered = pairs * read * size * across / len(walked)
+        weights = walk.entries * down * outputs * each * size
+        programs = walk.tiles * down * across
+        padded = walk.entries * walk.block * flops
+        longest = math.ceil(min(walk.heaviest, tile.piece or walk.heaviest) / pack)
+        total += Needs(
+            padded=padded,
+            plain=padded if entrywise else 0.0,
+            memory=out + walk.indices,
+            cache=gathered + weights + out + walk.indices * across * turns,
+            chain=LATENCY * (1 + longest * turns / max(1, tile.stages - 1) * (1 if tile.ahead else 2)),
+            programs=programs,
+            waves=programs / (PROCESSORS * resident(tile, 8 * size)),
+            missed=gathered * max(0.0, 1 - _L2 / max(1, layer.feats.numel() * size)),
+        )
+    return total
+
+
+def _columns(layer: Layer, tile: Tile) -> tuple[int, int]:
+    """Blocks of columns, and the channels that each reads of a row: a product has a group at a time."""
+    outputs, _, each = layer.weight.shape
+    width = outputs // layer.groups
+    if tile.reduced > 1:
+        return layer.groups * -(-width // tile.columns), each
+    return -(-outputs // tile.columns), each * max(1, min(layer.groups, tile.columns // width))
+
+
+def bounds(needed: Needs, floor: float = 0.0) -> Mapping[str, float]:
+    """Seconds of an H200 by name. floor: what a kernel takes that does nothing."""
+    gpu = DEVICES["cuda"]
+    return MappingProxyType(
+        {
+            "memory": needed.memory / gpu.memory,
+            "cache": needed.cache / gpu.cache,
+            "matrix": (needed.padded - needed.plain) / gpu.matrix + needed.plain / gpu.plain,
+            "latency": floor + needed.chain,
+        }
+    )
+
+
+def least(needed: Needs) -> float:
+    """Seconds: the longest bound."""
+    return max(bounds(needed).values())
+
+
+def in_turn(needed: Needs) -> float:
+    """Seconds: the same where multiprocessors have whole programs, and the one with the most is waited for."""
+    found = bounds(needed)
+    share = max(1.0, needed.programs) / PROCESSORS
+    busiest = math.ceil(share) / share
+    return max(found["memory"], found["latency"], busiest * max(found["cache"], found["matrix"]))
+
+
+def why(needed: Needs, floor: float) -> Mapping[str, float]:
+    """What the longest bound leaves out, in seconds by name, the most first."""
+    found = bounds(needed, floor)
+    name = max(found, key=found.__getitem__)
+    busy = sorted(seconds for n, seconds in found.items() if n not in ("latency", name))
+    waves, gpu = max(needed.waves, 1e-9), DEVICES["cuda"]
+    left = {
+        "loads and products take turns": busy[-1],
+        "what is gathered does not stay in the L2": needed.missed * (1 / gpu.memory - 1 / gpu.cache),
+        "the launch and the longest program": 0.0 if name == "latency" else found["latency"],
+        "the last wave is not full": found[name] * (math.ceil(waves) / waves - 1) if waves > 1 else 0.0,
+    }
+    return MappingProxyType(dict(sorted(left.items(), key=lambda item: -item[1])))

@@ -1,0 +1,487 @@
+"""The suite `maps`: kernel maps, from coordinates on the device to rows, plans and whole networks of plans.
+
+Everything is held against the twins in plain torch before it is timed, eagerly and as it comes out of a CUDA graph.
+The clock gpu is that of the graph's replay; the wall is that of the eager call. A box around the coordinates is known
+beforehand, as it is where an extent was given. Rows of a warm L2 end in /warm; all others are of a flushed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import packages_distributions
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness.rows import Peer, Row, Subject, device_name, row
+from benchmarks.harness.study import Options, Say, Setup
+from benchmarks.harness.timing import Times, captured, clocks, together
+from benchmarks.scenes.clouds import KNOWN, Known, Voxels, published, scenes, surface
+from benchmarks.suites import map_work
+from benchmarks.suites.map_work import HALVED, LEVELS, SUPPORT, WINDOW, Mapped, Planned, Room, Truth, Work
+from pumice.cli.job import pick_device
+from pumice.coords.choice import STRUCTURES, MapSchedule
+from pumice.coords.compact import Compacted
+from pumice.coords.relation import Relation
+from pumice.coords.structures import STRUCTURES as KINDS
+from pumice.coords.structures import default
+from pumice.errors import OptionError
+from pumice.runtime.launch import runs_kernels
+
+SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 20_000_000)
+MANY = 10_000_000
+GOAL_OF_MANY = 5.0  # milliseconds
+PLAN_OVER_MAP, FROM = 2.0, 100_000  # a plan takes less than so many times its map, from so many voxels on
+OUTPUTS = MappingProxyType({"k2s2": (HALVED, 1.5), "k3s2": (SUPPORT, 3.0)})
+"""Outputs and the map to them: relation, and how many times a submanifold map they may take."""
+
+Clocks = Mapping[str, Mapping[str, Times]]
+"""By clock ("wall", "gpu", "warm") and by name."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A call that was checked; graph: the same, captured where it can be."""
+
+    name: str
+    call: Callable[[], Any]
+    graph: Callable[[], Any]
+
+
+def maps(say: Say, options: Options) -> Iterator[Row]:
+    """The rows of one study, or of all. Raises PumiceError at the end if anything of ours was wrong."""
+    if options.case and options.case not in STUDIES:
+        raise OptionError(f"case {options.case!r} is unknown; there are {', '.join(STUDIES)}")
+    setup = Setup(pick_device(options.device), options.quick, say, options.only, options.thorough, "maps")
+    say(f"{device_name(setup.device)}, torch {torch.__version__}; milliseconds, median (20 %, 80 %)")
+    _say_least(setup)
+    for name in [options.case] if options.case else list(STUDIES):
+        try:
+            yield from STUDIES[name](setup)
+        except Exception as reason:  # out of memory, a file that cannot be read: the other studies are still wanted
+            setup.failed(f"{name}: {_line(reason)}")
+    setup.settle()
+
+
+def _say_least(setup: Setup) -> None:
+    """What a graph takes in any case, and is part of every time of the clock gpu."""
+    if setup.device.type == "cuda":
+        least = captured(lambda: torch.zeros(1, device=setup.device), setup.device)
+        setup.say(f"a graph of one kernel that does next to nothing: {_ms(_clocked(setup, 'gpu', [least])[0])}")
+
+
+# the studies
+
+
+def submanifold(setup: Setup) -> Iterator[Row]:
+    """3x3x3 maps as rows, shuffled and in the file's order, against spconv in the same run and what was recorded."""
+    for name, load in scenes(setup):
+        case = f"map/{name}/k3"
+        if not setup.wants(case):
+            continue
+        filed = load()
+        orders = {"shuffled": filed.shuffled(), "file-order": filed}
+        truths = {order: map_work.truth_of(voxels, WINDOW) for order, voxels in orders.items()}
+        done = ready(setup, case, [_map_work(order, orders[order], truth) for order, truth in truths.items()])
+        peer = _spconv(setup, case, orders["shuffled"], int((truths["shuffled"].rows >= 0).sum()))
+        found = _spent(setup, done, peer)
+        _say_chosen(setup, case, filed)
+        for one in done:
+            yield from _map_rows(setup, case, one.name, found, KNOWN.get(name, Known()))
+
+
+def _map_work(name: str, voxels: Voxels, truth: Truth, schedule: MapSchedule | None = None) -> Work:
+    graph = schedule is None or schedule.structure != "sorted"
+    return Work(name, partial(map_work.submanifold, voxels, schedule), partial(_wrong_map, truth), graph)
+
+
+def _wrong_map(truth: Truth, found: Mapped) -> str:
+    return map_work.wrong_map(found, truth)
+
+
+def _say_chosen(setup: Setup, case: str, voxels: Voxels) -> None:
+    cloud = voxels.cloud()
+    setup.say(f"{case}: {len(voxels)} voxels, {default(cloud).structure}")
+
+
+def _map_rows(setup: Setup, case: str, name: str, found: Clocks, known: Known) -> Iterator[Row]:
+    for clock, times in found.items():
+        if clock == "events" or name not in times:
+            continue
+        peers = [Peer(f"its {other}", t.median) for other, t in times.items() if other not in (name, "spconv")]
+        if clock == "warm":
+            peers = [Peer("a flushed L2", found["gpu"][name].median)]
+        elif "spconv" in times:
+            peers.append(Peer("spconv", times["spconv"].median))
+        if clock == "gpu":
+            peers += _recorded(setup, found, known)
+        yield from rows_of(setup, f"{case}/{name}", clock, times[name], peers or [Peer("itself", times[name].median)])
+
+
+def _recorded(setup: Setup, found: Clocks, known: Known) -> Iterator[Peer]:
+    """Recorded peers, as they are and by how spconv takes another time now than it did then; and the goal."""
+    if "H200" not in device_name(setup.device):
+        return
+    live = found.get("events", {}).get("spconv")
+    scale = None if live is None or "spconv" not in known.peers else live.median / known.peers["spconv"]
+    if scale is not None:
+        setup.say(f"  spconv takes {scale:.2f} times what was recorded of it; recorded peers are scaled by that")
+    for name, value in known.peers.items():
+        yield Peer(name, value, "recorded")
+        if scale is not None and name != "spconv":
+            yield Peer(f"{name} scaled by spconv", value * scale, "recorded")
+    yield from _goals(known, "map")
+
+
+def _goals(known: Known, study: str) -> list[Peer]:
+    return [Peer("goal", known.goals[study], "goal")] if study in known.goals else []
+
+
+def plans(setup: Setup) -> Iterator[Row]:
+    """Map, masks, order, tiles and entries at a fixed capacity; and what the tiles take beside int32 [N, 27]."""
+    for name, load in scenes(setup):
+        case = f"plan/{name}/k3"
+        if not setup.wants(case):
+            continue
+        voxels, known = load().shuffled(), KNOWN.get(name, Known())
+        truth = map_work.truth_of(voxels, WINDOW)
+        room = Room.of(truth)
+        whole = Work("plan", partial(_plan, voxels, room), partial(_wrong_plan, truth))
+        done = ready(setup, case, [_map_work("map", voxels, truth), whole])
+        found = _spent(setup, done)
+        for clock, times in found.items():
+            if {"map", "plan"} <= set(times):
+                yield from rows_of(setup, case, clock, times["plan"], _plan_peers(times["map"], clock, voxels, known))
+        yield from _memory(setup, case, truth, room, known)
+
+
+def _plan(voxels: Voxels, room: Room) -> Planned:
+    return map_work.planned(map_work.submanifold(voxels), room)
+
+
+def _wrong_plan(truth: Truth, found: Planned) -> str:
+    return map_work.wrong_plan(found, truth)
+
+
+def _plan_peers(bare: Times, clock: str, voxels: Voxels, known: Known) -> list[Peer]:
+    peers = [Peer("its map", bare.median)]
+    if clock != "gpu":
+        return peers
+    twice = [Peer(f"goal: {PLAN_OVER_MAP:g} of its map", PLAN_OVER_MAP * bare.median, "goal")]
+    return [*peers, *_goals(known, "plan"), *(twice if len(voxels) >= FROM else [])]
+
+
+def _memory(setup: Setup, case: str, truth: Truth, room: Room, known: Known) -> Iterator[Row]:
+    tiles: Compacted = map_work.compacted(truth, room.block)
+    problem = map_work.wrong_tiles(tiles, truth.rows)
+    if problem:
+        setup.failed(f"{case}: the tiles in exact room: {problem}")
+        return
+    share = tiles.nbytes / (4 * truth.rows.numel())
+    setup.say(f"{case}: tiles of {room.block} outputs take {share:.1%} of int32 [N, 27], {len(tiles.tiles)} entries")
+    subject = Subject(setup.suite, case, "int32", setup.device, (), "memory", "share")
+    for peer in (Peer("int32 [N, 27]", 1.0), *([Peer("goal", 0.5, "goal")] if known.lidar else [])):
+        yield row(subject, Times(share, share, share), "count", peer)
+
+
+def strided(setup: Setup) -> Iterator[Row]:
+    """Outputs of k2s2 and k3s2 and the maps to them at a fixed capacity, beside a submanifold map."""
+    for name, load in scenes(setup):
+        case = f"outputs/{name}"
+        if not setup.wants(case):
+            continue
+        voxels = load().shuffled()
+        works = [_outputs_work(kind, voxels, relation) for kind, (relation, _) in OUTPUTS.items()]
+        bare = _map_work("map", voxels, map_work.truth_of(voxels, WINDOW))
+        found = _spent(setup, ready(setup, case, [bare, *works]))
+        for clock, times in found.items():
+            for kind, (_, factor) in OUTPUTS.items():
+                if {"map", kind} <= set(times):
+                    spent = times["map"].median
+                    peers = [Peer("submanifold map", spent)]
+                    peers += [Peer(f"goal: {factor:g} of it", factor * spent, "goal")] if clock == "gpu" else []
+                    yield from rows_of(setup, f"{case}/{kind}", clock, times[kind], peers)
+
+
+def _outputs_work(name: str, voxels: Voxels, relation: Relation, schedule: MapSchedule | None = None) -> Work:
+    truth = map_work.truth_of(voxels, relation)
+    capacity = Room.of(truth).outputs
+
+    def call() -> Mapped:
+        return map_work.strided(voxels.cloud(), voxels.site, relation, capacity, schedule)
+
+    return Work(name, call, partial(_wrong_map, truth))
+
+
+def networks(setup: Setup) -> Iterator[Row]:
+    """The nine plans of a MinkUNet in one graph, on one stream and with plans beside the chain of levels."""
+    for name, load in scenes(setup):
+        case = f"network/{name}"
+        if not setup.wants(case):
+            continue
+        voxels = load().shuffled()
+        truths = map_work.truths_of_network(voxels)
+        works = [_map_work("map", voxels, truths[0]), *_network_works(setup, voxels, truths)]
+        found = _spent(setup, ready(setup, case, works))
+        for clock, times in found.items():
+            for way in (work.name for work in works[1:]):
+                if {"map", way} <= set(times):
+                    goals = _goals(KNOWN.get(name, Known()), "network") if clock == "gpu" else []
+                    peers = [Peer("the finest map", times["map"].median), *goals]
+                    yield from rows_of(setup, f"{case}/{way}", clock, times[way], peers)
+
+
+def _network_works(setup: Setup, voxels: Voxels, truths: Sequence[Truth]) -> list[Work]:
+    rooms = [Room.of(truth) for truth in truths]
+    counts = ", ".join(str(len(truth.outputs)) for truth in truths[::2])
+    setup.say(f"{LEVELS} levels of {counts} voxels, {len(truths)} plans")
+
+    def wrong(found: Sequence[Planned]) -> str:
+        return map_work.wrong_network(found, truths)
+
+    works = [Work("one-stream", partial(map_work.network, voxels, rooms), wrong)]
+    if setup.device.type == "cuda":
+        streams = [torch.cuda.Stream(setup.device) for _ in range(3)]
+        works.append(Work("four-streams", partial(map_work.network, voxels, rooms, streams), wrong))
+    return works
+
+
+def scaling(setup: Setup) -> Iterator[Row]:
+    """A map's time against the number of voxels of a rough landscape, to 20 million, and the slope of that."""
+    times: dict[int, float] = {}
+    for count in _sizes(setup):
+        case = f"scaling/surface_{count}/k3"
+        if not setup.wants(case):
+            continue
+        voxels = surface(count, setup.device).shuffled()
+        truth = map_work.truth_of(voxels, WINDOW)
+        works = [_map_work("map", voxels, truth), _map_work("sorted", voxels, truth, MapSchedule("sorted"))]
+        found = _spent(setup, ready(setup, case, works), warm=False)
+        for clock, by_name in found.items():
+            if {"map", "sorted"} <= set(by_name):
+                times[count] = by_name["map"].median  # the last clock: gpu where there is one
+                goal = [Peer("goal", GOAL_OF_MANY, "goal")] if count == MANY and clock == "gpu" else []
+                peers = [Peer("sorted keys in torch", by_name["sorted"].median), *goal]
+                yield from rows_of(setup, case, clock, by_name["map"], peers)
+    yield from _slopes(setup, times)
+
+
+def _sizes(setup: Setup) -> Sequence[int]:
+    if setup.quick:
+        return (200, 400, 800)
+    return SIZES if setup.device.type == "cuda" else SIZES[:4]
+
+
+def _slopes(setup: Setup, times: Mapping[int, float]) -> Iterator[Row]:
+    """The exponents of time = N ** exponent, over all sizes and over the larger half; 1 is linear."""
+    sizes = sorted(times)
+    for part, chosen in {"all": sizes, "large": sizes[len(sizes) // 2 :]}.items():
+        if len(chosen) < 2:
+            continue
+        slope = float(np.polyfit(np.log(chosen), np.log([times[n] for n in chosen]), 1)[0])
+        setup.say(f"scaling, {chosen[0]} to {chosen[-1]} voxels: time = N ** {slope:.3f}")
+        subject = Subject(setup.suite, f"scaling/{part}", "int32", setup.device, (), "slope", "exponent")
+        yield row(subject, Times(slope, slope, slope), clocks(setup.device)[-1], Peer("linear", 1.0, "bound"))
+
+
+def ablation(setup: Setup) -> Iterator[Row]:
+    """What each idea brings: a structure, one kernel in place of stages, and half of the taps.
+
+    It is the question of figure 13 of TorchSparse (MLSys 2022), which begins from a hash table and kernels apart.
+    """
+    for name, load in chain(scenes(setup), published(setup)):
+        case = f"ablation/{name}"
+        if not setup.wants(case):
+            continue
+        voxels = load().shuffled()
+        setup.say(f"{case}, {len(voxels)} voxels: ms, times as fast as the first of its kind")
+        yield from _table(setup, f"{case}/k3", list(_lookups(setup, voxels)))
+        ways = {"staged": False, "fused": True} if runs_kernels(voxels.coords) else {"listed": True}
+        for kind, (relation, _) in OUTPUTS.items():
+            works = [_outputs_work(way, voxels, relation, MapSchedule(fused=fused)) for way, fused in ways.items()]
+            yield from _table(setup, f"{case}/{kind}", works)
+
+
+def _lookups(setup: Setup, voxels: Voxels) -> Iterator[Work]:
+    """The submanifold map by every structure that can be had, the plainest way first."""
+    truth = map_work.truth_of(voxels, WINDOW)
+    for structure in ("hash", *(name for name in STRUCTURES if name != "hash")):
+        schedule = MapSchedule(structure)
+        reason = KINDS[structure].refusal(voxels.cloud(), schedule)
+        if reason is not None:
+            setup.say(f"  {structure} is left out: {reason}")
+            continue
+        yield _map_work(f"{structure}-staged", voxels, truth, replace(schedule, fused=False))
+        yield _map_work(structure, voxels, truth, schedule)
+        if structure in ("hash", "grid"):
+            yield _map_work(f"{structure}-mirrored", voxels, truth, replace(schedule, mirrored=True))
+
+
+def _table(setup: Setup, case: str, works: Sequence[Work]) -> Iterator[Row]:
+    """Times of the device alone, where it has a clock, against the first."""
+    done = ready(setup, case, works)
+    clock = clocks(setup.device)[-1]
+    times = dict(zip((r.name for r in done), _clocked(setup, clock, [r.graph for r in done]), strict=True))
+    first = next(iter(times), "")
+    for name, spent in times.items():
+        setup.say(f"  {case.rpartition('/')[2]:<5}{name:<16} {spent.median:10.4g} {_ratio(times[first], spent):8.2f}x")
+        subject = Subject(setup.suite, f"{case}/{name}", "int32", setup.device)
+        yield row(subject, spent, clock, Peer(first, times[first].median))
+
+
+def _ratio(one: Times, other: Times) -> float:
+    return one.median / other.median
+
+
+STUDIES: Mapping[str, Callable[[Setup], Iterator[Row]]] = MappingProxyType(
+    {
+        "map": submanifold,
+        "plan": plans,
+        "outputs": strided,
+        "network": networks,
+        "scaling": scaling,
+        "ablation": ablation,
+    }
+)
+
+
+# checked, then timed
+
+
+def ready(setup: Setup, case: str, works: Sequence[Work]) -> list[Ready]:
+    """Those whose results are right, run eagerly and as a graph; the others are failures."""
+    done = []
+    for work in works:
+        try:
+            problem, graph = work.wrong(work.call()), work.call
+            if not problem and work.graph and setup.device.type == "cuda":
+                graph = captured(work.call, setup.device)
+                problem = work.wrong(graph())
+                problem = problem and f"captured: {problem}"
+        except Exception as reason:  # the other calls are still wanted
+            problem, graph = _line(reason), work.call
+        if problem:
+            setup.failed(f"{case}: {work.name}: {problem}; not timed")
+        else:
+            done.append(Ready(work.name, work.call, graph))
+    return done
+
+
+def _spconv(setup: Setup, case: str, voxels: Voxels, expected: int) -> list[Ready]:
+    """spconv where it is installed, if it finds as many pairs as there are."""
+    if "spconv" in setup.absent:
+        return []
+    try:
+        call = map_work.spconv_map(voxels)
+        pairs = int((call() >= 0).sum())
+    except ImportError as reason:
+        setup.absent.add("spconv")
+        setup.say(f"spconv is left out: {_line(reason)}")
+        return []
+    except Exception as reason:  # peers fail in their own ways
+        setup.say(f"  {case}: spconv: {_line(reason)}")
+        return []
+    if pairs != expected:
+        setup.say(f"  {case}: spconv finds {pairs} pairs, there are {expected}; not timed")
+        return []
+    return [Ready("spconv", call, call)]
+
+
+def _spent(setup: Setup, done: Sequence[Ready], peers: Sequence[Ready] = (), warm: bool = True) -> Clocks:
+    """Everything in turn: eager calls on the wall; on a GPU graphs, with the L2 flushed and warm, too.
+
+    "events": the peers as they were recorded.
+    """
+    if not done:
+        return {}
+    everyone = (*done, *peers)
+    found = {"wall": _named(everyone, _clocked(setup, "wall", [r.call for r in everyone]))}
+    if setup.device.type == "cuda":
+        if warm:
+            found["warm"] = _named(done, _clocked(setup, "gpu", [r.graph for r in done], cold=False))
+        if peers:
+            found["events"] = _named(peers, _clocked(setup, "events", [r.call for r in peers]))
+        found["gpu"] = _named(everyone, _clocked(setup, "gpu", [r.graph for r in everyone]))
+    return found
+
+
+def _clocked(setup: Setup, clock: str, calls: Sequence[Callable[[], Any]], cold: bool = True) -> list[Times]:
+    return together(calls, setup.device, clock, setup.seconds, cold) if calls else []
+
+
+def _named(done: Sequence[Ready], times: Sequence[Times]) -> dict[str, Times]:
+    return dict(zip((r.name for r in done), times, strict=True))
+
+
+def rows_of(setup: Setup, case: str, clock: str, times: Times, peers: Sequence[Peer]) -> Iterator[Row]:
+    """A row for each peer, and a line for all of them."""
+    told = ", ".join(f"{peer.name} {peer.value:.4g} ({peer.value / times.median:.2f}x)" for peer in peers)
+    setup.say(f"{case} {clock}: {_ms(times)}; {told}")
+    name = f"{case}/warm" if clock == "warm" else case
+    for peer in peers:
+        packages = tuple(_distributions("spconv")) if peer.name == "spconv" and peer.source == "same run" else ()
+        subject = Subject(setup.suite, name, "int32", setup.device, packages)
+        yield row(subject, times, "gpu" if clock == "warm" else clock, peer)
+
+
+def _distributions(module: str) -> Sequence[str]:
+    """The distributions that a module came with."""
+    return packages_distributions().get(module, [module])
+
+
+def _ms(times: Times) -> str:
+    return f"{times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g})"
+
+
+def _line(reason: Exception) -> str:
+    lines = [line.strip() for line in str(reason).splitlines() if line.strip()] or [""]
+    return f"{type(reason).__name__}: {lines[0]}"[:240]
+
+
+# the picture
+
+
+def picture(path: Path, rows: Sequence[Row]) -> Path | None:
+    """Draw time against voxels from the rows of `scaling`, as a PNG; None where there are none."""
+    points = _points(rows)
+    if not points:
+        return None
+    # The object interface needs no display and changes no global state of matplotlib.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for name, line in points.items():
+        axes.plot(*zip(*sorted(line.items()), strict=True), marker="o", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="voxels", ylabel="ms", title="3x3x3 submanifold map")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _points(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+    """By line, milliseconds by voxels: ours, the same with time = N, and the peer of the same run."""
+    own: dict[int, float] = {}
+    other: dict[int, float] = {}
+    chosen = [r for r in rows if r.case.startswith("scaling/surface_") and r.peer_source == "same run"]
+    clock = "gpu" if any(r.clock == "gpu" for r in chosen) else "wall"
+    for found in chosen:
+        if found.clock == clock:
+            count = int(found.case.split("/")[1].removeprefix("surface_"))
+            own[count], other[count] = found.value, found.peer_value
+    if not own:
+        return {}
+    last = max(own)
+    return {
+        f"pumice ({clock})": own,
+        "sorted keys in torch": other,
+        "linear": {count: own[last] * count / last for count in own},
+    }

@@ -1,0 +1,181 @@
+"""The studies `roofline` and `utilisation` of the suite `conv-forward`: how much of what can be reached is reached."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.study import DTYPES, Case, Ready, Setup, Way, by_choice, ready, timed
+from benchmarks.harness.timing import Times, together
+from benchmarks.scenes.layers import Cell, Choice, Trained, cells, forward, layer_of
+from benchmarks.suites.einsum_conv import exact
+from benchmarks.suites.layer_model import Needs, Step, bounds, needs, walks, why
+from pumice.schedule.cost import DEVICES
+
+FORM = "compacted"
+"""Of the map: what a GPU's layer reads."""
+_CHECKED = 1024
+"""Rows of a dense product that are checked."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A cell against its bounds. spent: its seconds on the device, None where none were measured."""
+
+    case: str
+    needed: Needs
+    spent: float | None = None
+
+    def rate(self, flops: float) -> float:
+        """TFLOP/s."""
+        return 1e-12 * flops / self.spent if self.spent else math.nan
+
+
+def roofline(setup: Setup) -> Iterator[Row]:
+    """Each cell against memory, L2, tensor cores and latency, by the default tile (thorough: the tuned one)."""
+    found: list[Placed] = []
+    floor = _floor(setup)
+    for cell in cells(setup, Choice("roofline")):
+        layer = layer_of(setup, cell)
+        done = _checked(setup, cell, layer)
+        needed = _needed(setup, layer)
+        rows = list(timed(setup, _case(setup, cell, layer, needed, floor), [done], [])) if done else []
+        yield from rows
+        spent = next((1e-3 * r.value for r in rows if r.clock == "gpu"), None)
+        found.append(Placed(cell.case, needed, spent))
+        yield from _rates(setup, found[-1])
+    _say_table(setup, found, floor)
+
+
+def _checked(setup: Setup, cell: Cell, layer: Trained) -> Ready | None:
+    way = Way("tuned" if setup.thorough else "default", lambda: by_choice(setup, partial(forward, layer)))
+    return ready(setup, Case(cell.case, setup.half, exact(layer)), way, ours=True)
+
+
+def _needed(setup: Setup, layer: Trained) -> Needs:
+    """What the kernel needs that was timed."""
+    step = Step.of(layer, FORM)
+    return needs(layer, walks(layer.found, FORM), step.best() if setup.thorough else step.default())
+
+
+def _case(setup: Setup, cell: Cell, layer: Trained, needed: Needs, floor: float) -> Case:
+    in_ms = {name: 1e3 * seconds for name, seconds in bounds(needed, floor).items()}
+    return Case(cell.case, setup.half, layer.feats[:0], in_ms)
+
+
+def _floor(setup: Setup) -> float:
+    """Seconds of a kernel that does next to nothing."""
+    if setup.device.type != "cuda":
+        setup.say("shares of bounds are left out: the bounds are those of an H200")
+        return 0.0
+    one = torch.empty(1, device=setup.device)
+    (times,) = together([one.zero_], setup.device, "gpu", setup.seconds)
+    setup.say(f"an empty kernel takes {1e3 * times.median:.3g} us")
+    return 1e-3 * times.median
+
+
+def _rates(setup: Setup, placed: Placed) -> Iterator[Row]:
+    """What was multiplied in a second, useful and with absent pairs, beside the measured ceiling."""
+    if placed.spent is None:
+        return
+    ceiling = Peer("dense ceiling", 1e-12 * DEVICES["cuda"].matrix, "recorded")
+    for name, flops in (("useful", placed.needed.useful), ("padded", placed.needed.padded)):
+        subject = Subject(setup.suite, placed.case, DTYPES[setup.half], setup.device, (), name, "TFLOP/s")
+        rate = placed.rate(flops)
+        yield row(subject, Times(rate, rate, rate), "gpu", ceiling)
+
+
+def _say_table(setup: Setup, found: Sequence[Placed], floor: float) -> None:
+    setup.say(
+        "cell, ms, useful and padded TFLOP/s, share of the ceiling, MB from memory and from the L2, bound (ms, share)"
+    )
+    for placed in found:
+        setup.say(_line(placed, floor))
+        if placed.spent and max(bounds(placed.needed, floor).values()) < 0.5 * placed.spent:
+            setup.say(f"    {_reasons(placed, floor)}")
+
+
+def _line(placed: Placed, floor: float) -> str:
+    needed, held = placed.needed, bounds(placed.needed, floor)
+    name = max(held, key=held.__getitem__)
+    bytes_ = f"{needed.memory / 1e6:8.1f} {needed.cache / 1e6:8.1f} MB  {name} {1e3 * held[name]:.4g}"
+    head = f"  {placed.case:<40}"
+    if not placed.spent:
+        return f"{head} {needed.useful / 1e9:8.3f} {needed.padded / 1e9:8.3f} GFLOP {bytes_}"
+    useful, padded = placed.rate(needed.useful), placed.rate(needed.padded)
+    share = 1e12 * useful / DEVICES["cuda"].matrix
+    return (
+        f"{head} {1e3 * placed.spent:8.4f} {useful:6.1f} {padded:6.1f} {share:6.1%} {bytes_} "
+        f"({held[name] / placed.spent:.0%})"
+    )
+
+
+def _reasons(placed: Placed, floor: float) -> str:
+    """Why a cell takes more than twice its bound, by what the bound leaves out."""
+    assert placed.spent is not None
+    left = why(placed.needed, floor)
+    bound = max(bounds(placed.needed, floor).values())
+    told = ", ".join(f"{name} {1e6 * seconds:.1f} us" for name, seconds in left.items() if seconds > 0)
+    explained = (bound + sum(left.values())) / placed.spent
+    return f"below 50 %: {told}; with the bound {explained:.0%} of {1e6 * placed.spent:.1f} us"
+
+
+def utilisation(setup: Setup) -> Iterator[Row]:
+    """Each cell against torch.mm of the pairs, [pairs, C] x [C, C]: TorchSparse++ figure 8."""
+    found: dict[str, Mapping[str, float]] = {}
+    for cell in cells(setup, Choice("utilisation")):
+        layer = layer_of(setup, cell)
+        done, dense = _checked(setup, cell, layer), _dense(setup, cell)
+        if done is None or dense is None:
+            continue
+        needed = _needed(setup, layer)
+        rows = list(timed(setup, Case(cell.case, setup.half, layer.feats[:0]), [done], [dense]))
+        yield from rows
+        clock = "gpu" if setup.device.type == "cuda" else "wall"
+        for own in (r for r in rows if r.clock == clock):
+            found[cell.case] = _rates_beside(own, needed)
+            yield from _rate_rows(setup, own, found[cell.case])
+    _say_rates(setup, found)
+
+
+def _dense(setup: Setup, cell: Cell) -> Ready | None:
+    """The product of as many rows as there are pairs."""
+    pairs, width = len(cell.found.pairs().inputs), cell.channels
+    a, b = setup.filled(pairs, width, dtype=setup.half), setup.filled(width, width, dtype=setup.half, seed=2)
+    truth = a[:_CHECKED].double() @ b.double()
+    way = Way("torch.mm", lambda: _product(a, b), "torch", view=lambda y: y[:_CHECKED])
+    return ready(setup, Case(cell.case, setup.half, truth), way, ours=False)
+
+
+def _product(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    return lambda: torch.mm(a, b)
+
+
+def _rates_beside(own: Row, needed: Needs) -> Mapping[str, float]:
+    """TFLOP/s: useful, padded, and of the dense product of the useful ones."""
+    return {
+        "useful": 1e-9 * needed.useful / own.value,
+        "padded": 1e-9 * needed.padded / own.value,
+        "torch.mm": 1e-9 * needed.useful / own.peer_value,
+    }
+
+
+def _rate_rows(setup: Setup, own: Row, rates: Mapping[str, float]) -> Iterator[Row]:
+    subject = Subject(setup.suite, own.case, own.dtype, setup.device, ("torch",), unit="TFLOP/s")
+    for name in ("useful", "padded"):
+        times = Times(rates[name], rates[name], rates[name])
+        yield row(replace(subject, metric=name), times, own.clock, Peer("torch.mm", rates["torch.mm"]))
+
+
+def _say_rates(setup: Setup, found: Mapping[str, Mapping[str, float]]) -> None:
+    setup.say("cell, useful TFLOP/s, padded TFLOP/s, TFLOP/s of torch.mm of as many pairs, useful share, padded share")
+    for case, rates in found.items():
+        dense = rates["torch.mm"]
+        told = " ".join(f"{rate:8.2f}" for rate in rates.values())
+        setup.say(f"  {case:<40} {told} {rates['useful'] / dense:7.1%} {rates['padded'] / dense:7.1%}")

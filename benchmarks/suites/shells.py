@@ -1,0 +1,143 @@
+"""The study `shells` of the suite `workloads`: one 3x3x3 layer on sphere shells, the shapes with which FlexGEMM trains.
+
+FlexGEMM, tests/submconv/train_benchmark.py: resolutions 8 to 1024 with channels 1024 to 64, fp16. With the map at hand,
+and with the map found anew in each call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.rows import Row, Subject
+from benchmarks.harness.study import DTYPES, Case, Setup, Way, by_choice, mean_told
+from benchmarks.harness.whole import checked, compared
+from benchmarks.peers import spconv as spconv_peer
+from benchmarks.scenes.layers import FORWARD, TRAINING, WINDOW, Pass, Trained, map_of
+from pumice.coords import kernel_map
+from pumice.ops import SparseTensor
+
+THICKNESS = 1.25
+
+
+@dataclass(frozen=True)
+class Shell:
+    """A batch of equal shells in cubes of `size`, and the channels of the layer on them."""
+
+    size: int
+    channels: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"shell_{self.size}/B{self.batch}/k3/C{self.channels}"
+
+
+SHELLS = (
+    Shell(8, 1024, 16),
+    Shell(16, 1024, 8),
+    Shell(32, 1024, 4),
+    Shell(64, 1024, 2),
+    Shell(128, 512, 2),
+    Shell(256, 256, 2),
+    Shell(512, 128, 2),
+    Shell(1024, 64, 2),
+)
+TINY = (Shell(8, 16, 2), Shell(16, 8, 1))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a call does. anew: it finds the map, too."""
+
+    passed: Pass
+    anew: bool
+
+    def __str__(self) -> str:
+        return f"{'map+' if self.anew else ''}{self.passed.name}"
+
+
+KINDS = tuple(Kind(passed, anew) for passed in (FORWARD, TRAINING) for anew in (False, True))
+
+
+def shells(setup: Setup) -> Iterator[Row]:
+    """Every shell: forward, and forward with backward; the map at hand, and found in the call."""
+    ratios: dict[tuple[str, str], dict[str, float]] = {}
+    for shell in TINY if setup.quick else SHELLS:
+        wanted = [kind for kind in KINDS if setup.wants(_case(setup, shell, kind))]
+        if not wanted:
+            continue
+        layer = _layer(setup, shell)
+        for kind in wanted:
+            for made in _compared(setup, _case(setup, shell, kind), kind, layer):
+                ratios.setdefault((str(kind), made.clock), {})[made.case] = made.peer_value / made.value
+                yield made
+    for (kind, clock), found in ratios.items():
+        setup.say(f"{kind} over spconv, {clock}: {mean_told(found)}")
+
+
+def shell_coords(size: int, batch: int, device: torch.device) -> Tensor:
+    """int32 [N, 4], sorted: the cells of a cube of `size` whose centres lie within 1.25 of its inscribed sphere's
+    surface, on the inside; the same for each batch item."""
+    axis = (torch.arange(size, device=device) - (size - 1) / 2).square()
+    found = []
+    for x in range(size):  # A whole cube of 1024 does not fit in memory.
+        distance = (axis[x] + axis[:, None] + axis[None, :]).sqrt()
+        plane = ((distance <= size / 2) & (distance >= size / 2 - THICKNESS)).nonzero()
+        found.append(torch.cat([torch.full_like(plane[:, :1], x), plane], dim=1))
+    cells = torch.cat(found).int()
+    items = torch.arange(batch, device=device, dtype=torch.int32).repeat_interleave(len(cells))
+    return torch.cat([items[:, None], cells.repeat(batch, 1)], dim=1)
+
+
+def _case(setup: Setup, shell: Shell, kind: Kind) -> str:
+    tuned = "/tuned" if setup.thorough else ""
+    return f"{shell}/{DTYPES[setup.half]}/{kind}{tuned}"
+
+
+def _layer(setup: Setup, shell: Shell) -> Trained:
+    coords, channels = shell_coords(shell.size, shell.batch, setup.device), shell.channels
+    feats = setup.filled(len(coords), channels, dtype=setup.half, seed=6)
+    grad = setup.filled(len(coords), channels, dtype=setup.half, seed=8)
+    weight = setup.filled(channels, 27, channels, seed=7) / math.sqrt(7 * channels)
+    found = map_of(coords)
+    setup.say(f"{shell}: {found}")
+    return Trained(found, feats, weight.to(setup.half), coords, grad)
+
+
+def _compared(setup: Setup, case: str, kind: Kind, layer: Trained) -> Iterator[Row]:
+    package, slack = spconv_peer.package(), spconv_peer.slack(setup.device)
+    told = Case(case, setup.half, kind.passed.exact(layer))
+    ways = (
+        Way("pumice", lambda: by_choice(setup, partial(_ours, layer, kind))),
+        Way("spconv", partial(_spconv, layer, kind), package, slack=slack),
+    )
+    mine, theirs = (checked(setup, way, [(told, way)], ours=not way.package) for way in ways)
+    if mine is not None:
+        subject = Subject(setup.suite, case, DTYPES[setup.half], setup.device)
+        yield from compared(setup, subject, mine, [theirs] if theirs else [])
+
+
+def _ours(layer: Trained, kind: Kind) -> Any:
+    if kind.anew:
+        found, _ = kernel_map(SparseTensor(layer.feats, layer.coords).geometry, WINDOW)
+        layer = replace(layer, found=found)
+    return kind.passed.run(layer)
+
+
+def _spconv(layer: Trained, kind: Kind) -> Callable[[], Any]:
+    module, run = spconv_peer.layer(layer.feats, layer.weight, layer.coords, kind.anew)
+    module.train(kind.passed is TRAINING)
+
+    def both() -> tuple[Tensor, ...]:
+        feats = layer.feats.detach().requires_grad_()
+        y = run(feats)
+        dx, dw = torch.autograd.grad(y, (feats, module.weight), layer.grad)
+        return y.detach(), dx, dw.view_as(layer.weight)
+
+    return both if kind.passed is TRAINING else torch.no_grad()(lambda: run(layer.feats))

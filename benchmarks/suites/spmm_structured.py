@@ -1,0 +1,163 @@
+"""Structured SpMM: a block-sparse matrix by a dense one, against cuBLAS and PyTorch's BSR kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.rows import Row
+from benchmarks.harness.study import DTYPES, Case, Setup, Way, kept, line, measured, quietly, seconds_to_move, summarize
+from benchmarks.harness.timing import together
+from benchmarks.scenes import matrices
+from pumice.ops.sparse import sparse
+
+TEXT = "C[m,n] = A[m,k] * B[k,n]"
+FORMATS = {"BlockGroupCOO": "m:C k:G m:B{b} k:B{b}", "BCSR": "m:U k:C m:B{b} k:B{b}"}
+SPARSITIES = (0.25, 0.5, 0.75, 0.8, 0.9, 0.95, 0.99)
+TILE = 256  # columns of a tile of results, for the bound
+# (columns of a tile, stages, warps) of PyTorch's kernel: the best ones of the recorded baselines.
+KNOBS = ((128, 2, 8), (128, 3, 4), (64, 3, 4), (256, 2, 8), (128, 4, 8), (64, 5, 4))
+
+
+def structured(setup: Setup) -> Iterator[Row]:
+    """Square matrices of fp16, blocks of 32 and 128, by sparsity; where the crossing with the dense product lies."""
+    done: list[Row] = []
+    for size, block, sparsities in _cases(setup):
+        ratios: dict[str, list[tuple[float, float]]] = {}
+        for sparsity in sparsities:
+            rows = list(_one(setup, size, block, sparsity))
+            for found in rows:
+                if found.peer == "dense":
+                    ratios.setdefault(found.clock, []).append((sparsity, found.peer_value / found.value))
+            done += rows
+            yield from kept(rows, ("BCSR",))
+        for clock, points in ratios.items():
+            setup.say(f"{size}/B{block} {clock}: {crossing(points)}")
+    summarize(setup, done, {"dense": ("dense",), "torch BSR": ("torch BSR",)})
+
+
+def _cases(setup: Setup) -> Iterator[tuple[int, int, tuple[float, ...]]]:
+    if setup.quick:
+        yield 128, 32, (0.25, 0.75)
+        return
+    for size in (1024, 4096):
+        for block in (32, 128):
+            yield size, block, (0.25, 0.35, *SPARSITIES[1:]) if block == 128 else SPARSITIES
+
+
+def crossing(points: Sequence[tuple[float, float]]) -> str:
+    """From which sparsity on the dense product is slower: (sparsity, dense over ours), the best of our ways."""
+    best: dict[float, float] = {}
+    for sparsity, ratio in points:
+        best[sparsity] = max(ratio, best.get(sparsity, 0.0))
+    path = sorted(best.items())
+    faster = [sparsity for sparsity, ratio in path if ratio >= 1]
+    if not faster:
+        return "nowhere faster than dense"
+    slower = [at for at, ratio in path if ratio < 1]
+    if not slower:
+        return f"faster than dense from {faster[0]:.0%} on, the least measured"
+    last = max(slower)
+    above = [at for at in faster if at > last]
+    if not above:
+        return f"slower than dense at {last:.0%}, the most measured"
+    first = above[0]
+    share = (1 - best[last]) / (best[first] - best[last])
+    return f"faster than dense from about {last + share * (first - last):.0%} on"
+
+
+def _one(setup: Setup, size: int, block: int, sparsity: float) -> Iterator[Row]:
+    name = f"structured/{size}/B{block}/s{sparsity:.2f}"
+    if not setup.wants(name):
+        return
+    a, b = block_matrix(setup, size, block, sparsity), setup.random(size, size, dtype=setup.half, seed=2)
+    dense = filled_out(a)
+    truth = dense.double() @ b.double()
+    ours = [line(name, TEXT, A=sparse(a, text.format(b=block)), B=b) for name, text in FORMATS.items()]
+    peers = [Way("dense", lambda: lambda: torch.mm(dense, b)), *_bsr(setup, a, b)]
+    bound = {"L2 bound": 1e3 * _least(a.values().numel(), block, size)}
+    yield from measured(setup, Case(name, setup.half, truth, bound), ours, peers)
+
+
+def block_matrix(setup: Setup, size: int, block: int, sparsity: float) -> Tensor:
+    """A square torch BSR matrix of normal numbers with uniformly chosen blocks."""
+    found = matrices.blocks(size // block, sparsity)
+    values = setup.random(found.nnz, block, block, dtype=setup.half, seed=3)
+    pointers, cols = (torch.from_numpy(x).int().to(setup.device) for x in (found.pointers, found.cols))
+    with quietly():
+        return torch.sparse_bsr_tensor(pointers, cols, values, (size, size))
+
+
+def filled_out(a: Tensor) -> Tensor:
+    """The dense matrix of a torch BSR matrix."""
+    pointers, cols, values = a.crow_indices().long(), a.col_indices().long(), a.values()
+    rows = torch.repeat_interleave(torch.arange(len(pointers) - 1, device=a.device), pointers.diff())
+    grid, block = len(pointers) - 1, values.shape[1]
+    dense = values.new_zeros(grid, grid, block, block)
+    dense[rows, cols] = values
+    return dense.transpose(1, 2).reshape(a.shape)
+
+
+def _least(entries: int, block: int, columns: int) -> float:
+    """Seconds: tiles of block x 256 results read a block and a stripe of the dense operand through the L2 each turn."""
+    flops = 2.0 * entries * columns
+    intensity = block * TILE / (block + TILE)
+    memory = 2.0 * (entries + 2 * columns * columns)
+    return seconds_to_move(cache=flops / intensity, memory=memory, flops=flops)
+
+
+def _bsr(setup: Setup, a: Tensor, b: Tensor) -> list[Way]:
+    """PyTorch's kernels as they come, with the best of some settings for this very case, and after its own search.
+
+    The search takes a minute or two for each size and block: only a thorough run waits for it.
+    """
+    plain = Way("torch BSR mm", lambda: lambda: torch.mm(a, b), "triton" if setup.device.type == "cuda" else "")
+    if setup.device.type != "cuda":
+        return [plain]
+    swept = Way("torch BSR addmm swept", lambda: _swept(setup, a, b), "triton")
+    if not setup.thorough:
+        return [plain, swept]
+    return [plain, swept, Way("torch BSR addmm tuned", lambda: _tuned_by_torch(a, b), "triton")]
+
+
+def _addmm(a: Tensor, b: Tensor) -> Callable[..., Any]:
+    operators: Any = import_module("torch.sparse._triton_ops")
+    out = torch.empty(a.shape[0], b.shape[1], dtype=b.dtype, device=b.device)
+    return lambda **settings: operators.bsr_dense_addmm(out, a, b, beta=0, alpha=1, out=out, **settings)
+
+
+def _tuned_by_torch(a: Tensor, b: Tensor) -> Callable[[], Any]:
+    _tune(a.shape[0], a.values().shape[1], b.dtype)
+    return _addmm(a, b)
+
+
+@lru_cache(maxsize=16)
+def _tune(size: int, block: int, dtype: torch.dtype) -> None:
+    """PyTorch's own search; at 0.5 its result serves every sparsity that it has no table for."""
+    meta: Any = import_module("torch.sparse._triton_ops_meta")
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()]):  # it sets the seed
+        meta.optimize_bsr_dense_addmm(size, size, size, block, block, beta=0, alpha=1, dtype=dtype, sparsity=0.5)
+
+
+def _swept(setup: Setup, a: Tensor, b: Tensor) -> Callable[[], Any]:
+    call = _addmm(a, b)
+    best: tuple[float, dict[str, int]] | None = None
+    for width, stages, warps in KNOBS:
+        if b.shape[1] % width:
+            continue
+        meta = {"SPLIT_N": b.shape[1] // width, "GROUP_SIZE_ROW": 4, "num_stages": stages, "num_warps": warps}
+        try:
+            (times,) = together([lambda meta=meta: call(meta=dict(meta))], setup.device, "gpu", 0.01)
+        except Exception:  # settings that do not fit the device are passed over
+            continue
+        if best is None or times.median < best[0]:
+            best = (times.median, meta)
+    if best is None:
+        raise RuntimeError(f"none of {len(KNOBS)} settings runs for {DTYPES[b.dtype]}")
+    chosen = best[1]
+    return lambda: call(meta=dict(chosen))

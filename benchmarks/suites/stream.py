@@ -1,0 +1,227 @@
+"""The suite `stream`: networks as users write them, over scenes that never come twice, beside spconv in the same run.
+
+A case reads NET/MODE/WAY, as unet/infer/eager; behind it `/repeated` where the same scenes come a second time. Each is
+measured in a process of its own (probes/stream_way.py), so that its first call is a process's first, and its rows are
+refused where its results are not spconv's. Metrics, by the wall clock and on a CPU by the processor's time too; the
+first call counts in `first_call` alone:
+
+    p50, p90          ms of a scene
+    max_second_half   ms of the worst scene of the second half
+    over_p50          that one over the median
+    first_call        ms of the first scene; first_call_cold: with nothing kept on disk (--thorough)
+    make              ms of a capture or compilation before it
+    total             ms of that and of all scenes, the first one too
+    scenes            how many were done within the limit
+    fallbacks         how many a captured network ran eagerly
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+import pumice as pm
+from benchmarks.harness.rows import Peer, Row, Subject, device_name, row
+from benchmarks.harness.study import DTYPES, Options, Say, Setup
+from benchmarks.harness.timing import Times
+from benchmarks.peers import spconv as spconv_peer
+from benchmarks.probes import stream_way
+from benchmarks.probes.stream_way import CLOCKS, MODES, WAYS, Asked, Seen
+from benchmarks.scenes.stream import Source
+from benchmarks.scenes.stream_nets import NETS
+from pumice.cli.job import pick_device
+from pumice.errors import OptionError
+
+COUNT, TINY = 60, 6
+"""Scenes; of a quick run."""
+FEW = 400
+"""Voxels of a scene of a quick run, at most."""
+GRACE = 30.0
+"""Seconds beyond the limit after which a process is ended in the middle of a call."""
+_CACHES = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+_UNITS = {"over_p50": "x", "scenes": "scenes", "fallbacks": "scenes"}
+
+Figures = Mapping[tuple[str, str], Times]
+"""By clock and metric; most are one number, three times."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A run of the suite. cold: each process has empty caches on disk. inline: all in this process."""
+
+    setup: Setup
+    source: Source
+    limit: float
+    cold: bool
+    inline: bool
+
+    def asked(self, net: str, mode: str, way: str) -> Asked:
+        count = self.setup.count or (TINY if self.setup.quick else COUNT)
+        limit = self.limit or math.inf
+        return Asked(net, mode, way, str(self.setup.device), count, self.source, limit, self.setup.quick)
+
+    def name(self, net: str, mode: str, way: str) -> str:
+        """The case; scenes that are generated or cropped have other ones."""
+        cropped = f"most-{self.source.most}/" if self.source.most and not self.setup.quick else ""
+        generated = "" if self.source.files() or self.setup.quick else "generated/"
+        return f"{'tiny/' * self.setup.quick}{generated}{cropped}{net}/{mode}/{way}"
+
+
+def stream(say: Say, options: Options) -> Iterator[Row]:
+    """The rows of one network (the case), or of both. Raises PumiceError at the end if anything of ours was wrong.
+
+    limit: seconds after which a way begins no further scene; half a minute later it is ended.
+    """
+    if options.case and options.case not in NETS:
+        raise OptionError(f"case {options.case!r} of stream is unknown; there are {', '.join(NETS)}")
+    device = pick_device(options.device)
+    setup = Setup(device, options.quick, say, options.only, options.thorough, "stream", count=options.count)
+    source = Source(options.scenes, options.most or (FEW if options.quick else 0))
+    run = Stream(setup, source, options.limit, options.thorough, options.inline)
+    files = ", ".join(path.stem for path in source.files()) or "generated streets"
+    clock = "the wall clock" if device.type == "cuda" else "the processor's time"
+    say(f"{device_name(device)}, torch {torch.__version__}; {files}; milliseconds by {clock}")
+    for net in [options.case] if options.case else list(NETS):
+        for mode in MODES:
+            yield from _mode(run, net, mode)
+    setup.settle()
+
+
+def _mode(run: Stream, net: str, mode: str) -> Iterator[Row]:
+    """spconv first: it is the peer of the rows of the others."""
+    setup = run.setup
+    ways = [way for way in WAYS if way == "spconv" or setup.wants(run.name(net, mode, way))]
+    if not hasattr(pm, "compile"):
+        ways = [way for way in ways if way != "compiled"]
+    rivals: Figures = {}
+    for way in ways if len(ways) > 1 else []:
+        seen = _seen(run, run.asked(net, mode, way))
+        figures = _told(run, run.name(net, mode, way), way, seen)
+        if way == "spconv":
+            rivals = figures
+        else:
+            yield from _rows(setup, run.name(net, mode, way), figures, rivals)
+
+
+def _seen(run: Stream, asked: Asked) -> Seen:
+    """What a process told until its end."""
+    seen = Seen()
+    if run.inline:
+        stream_way.run(asked, seen.add)
+        return seen
+    with TemporaryDirectory(prefix="pumice-stream-") as folder:
+        said, errors = Path(folder) / "said", Path(folder) / "errors"
+        caches = ["env", *(f"{name}={folder}/{name.lower()}" for name in _CACHES)] if run.cold else []
+        command = [*caches, sys.executable, "-m", stream_way.__name__, json.dumps(asdict(asked))]
+        ended = _ended(command, said, errors, asked.limit + GRACE if asked.limit < math.inf else None)
+        for line in said.read_text().splitlines():
+            # A line in the middle of which the process was ended is none, nor is what a library prints.
+            if line.startswith('["') and line.endswith("]"):
+                seen.add(*json.loads(line))
+        if ended and seen.wrong == Seen.wrong:
+            last = (errors.read_text().strip().splitlines() or ["no message"])[-1]
+            seen.wrong = f"{ended} before its results were compared: {last[-200:]}"
+    return seen
+
+
+def _ended(command: Sequence[str], said: Path, errors: Path, limit: float | None) -> str:
+    """Runs a program; how it ended, "" if well."""
+    begin = time.perf_counter()
+    with said.open("w") as out, errors.open("w") as err:
+        try:
+            code = subprocess.run(command, stdout=out, stderr=err, timeout=limit, check=False).returncode
+        except subprocess.TimeoutExpired:
+            return f"stopped after {time.perf_counter() - begin:.0f} s,"
+    return f"ended with {code}" if code else ""
+
+
+def figures_of(times: Sequence[float], first: bool = True) -> dict[str, Times]:
+    """The metrics of milliseconds in the order of calls. first: the first call is told apart, and counts in no other.
+
+    Of fewer than two calls that count there is no second half, and of none nothing.
+    """
+    found = {"first_call": _one(times[0])} if first and len(times) else {}
+    later = np.array(times[1:] if first else times)
+    if len(later) >= 2:
+        worst = float(later[len(later) // 2 :].max())
+        found["p50"] = Times.of(later.tolist())
+        found["p90"] = _one(float(np.quantile(later, 0.9)))
+        found["max_second_half"] = _one(worst)
+        found["over_p50"] = _one(worst / found["p50"].median)
+    return found
+
+
+def _one(value: float) -> Times:
+    return Times(value, value, value)
+
+
+def _told(run: Stream, name: str, way: str, seen: Seen) -> dict[tuple[str, str], Times]:
+    """The metrics of a way, those of the repeated scenes behind "repeated/"; of what was not right, or not compared,
+    none but how many scenes it did."""
+    setup, scenes = run.setup, {("count", "scenes"): _one(len(seen.calls))}
+    if seen.absent:
+        setup.say(f"{name} is left out: {seen.absent}")
+        return {}
+    setup.say(f"{name}: {_sentence(run, seen)}")
+    if seen.wrong:
+        setup.failed(f"{name}: {seen.wrong}") if way != "spconv" else setup.say(f"  refused: {seen.wrong}")
+        return scenes
+    more = {} if seen.fallbacks is None else {("count", "fallbacks"): _one(seen.fallbacks)}
+    clocks = list(CLOCKS) if setup.device.type == "cpu" else ["wall"]
+    by_clock = {
+        (clock, metric): times
+        for place, clock in enumerate(clocks)
+        for metric, times in _by_clock(seen, place, run.cold).items()
+    }
+    return {**by_clock, **scenes, **more}
+
+
+def _by_clock(seen: Seen, place: int, cold: bool) -> dict[str, Times]:
+    calls = [spent[place] for spent in seen.calls]
+    found = figures_of(calls)
+    if cold and "first_call" in found:
+        found["first_call_cold"] = found.pop("first_call")
+    if seen.make is not None:
+        found["make"] = _one(seen.make[place])
+    found["total"] = _one(sum(calls) + (seen.make[place] if seen.make else 0.0))
+    again = figures_of([spent[place] for spent in seen.again], first=False)
+    return found | {f"repeated/{metric}": times for metric, times in again.items()}
+
+
+def _sentence(run: Stream, seen: Seen) -> str:
+    place = 0 if run.setup.device.type == "cuda" else 1
+    calls, again = ([spent[place] for spent in found] for found in (seen.calls, seen.again))
+    count = run.asked("", "", "").count
+    parts = [f"{len(calls)} of {count} scenes, {seen.voxels[0]} to {seen.voxels[1]} voxels"]
+    if seen.make is not None:
+        parts.append(f"made in {seen.make[place] / 1e3:.2f} s")
+    if calls:
+        parts.append(f"first call {calls[0]:.4g}")
+    for title, found in (("p50", figures_of(calls)), ("repeated p50", figures_of(again, first=False))):
+        if "p50" in found:
+            p50, p90, worst = (found[metric].median for metric in ("p50", "p90", "max_second_half"))
+            parts.append(f"{title} {p50:.4g} (p90 {p90:.4g}, worst of the second half {worst:.4g})")
+    if seen.fallbacks:
+        parts.append(f"{seen.fallbacks} eagerly")
+    parts += [f"error of the {name} {found:.1e}" for name, found in seen.errors.items()]
+    return ", ".join(parts)
+
+
+def _rows(setup: Setup, name: str, figures: Figures, rivals: Figures) -> Iterator[Row]:
+    for key, times in figures.items():
+        clock, (again, _, metric) = key[0], key[1].rpartition("/")
+        held = key in rivals and clock != "count"
+        packages = (spconv_peer.package(),) if held else ()
+        case = f"{name}/{again}" if again else name
+        subject = Subject("stream", case, DTYPES[setup.half], setup.device, packages, metric, _UNITS.get(metric, "ms"))
+        yield row(subject, times, clock, Peer("spconv", rivals[key].median) if held else Peer("itself", times.median))

@@ -1,0 +1,168 @@
+"""The fully connected equivariant tensor product (uvw) of O(3), against e3nn and cuEquivariance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.rows import Row
+from benchmarks.harness.study import Case, Setup, Way, kept, measured, seconds_to_move, summarize, tuned
+from benchmarks.peers import equivariant
+from benchmarks.scenes import clebsch
+from pumice.ops.einsum import compile_einsum
+from pumice.ops.sparse import sparse
+
+SHARED = "Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[l,u,w]"
+PER_SAMPLE = "Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[b,l,u,w]"
+FORMATS = {
+    "COO": "(i j k l):C",
+    "COO by path": "[i,j,k,l] (l i j k):C",
+    "grouped by path": "[i,j,k,l] l:C (i j k):G",
+    "grouped by path and result": "[i,j,k,l] (l i):C (j k):G",
+    "grouped by result": "i:C (j k l):G",
+    "tables": "[i,j,k,l] l:U i:U j:U k:G",
+}
+"""Ways of storing the coefficients; each is measured, the fastest counts."""
+CHUNK = 500  # samples of the float64 result at once
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """The operands of one case. x [b, j, u], y [b, k], w [l, u, w] or [b, l, u, w], cotangent like x."""
+
+    highest: int
+    channels: int
+    coefficients: Tensor
+    x: Tensor
+    y: Tensor
+    w: Tensor
+    cotangent: Tensor
+
+    @property
+    def shared(self) -> bool:
+        return self.w.ndim == 3
+
+
+def tensor_product(setup: Setup) -> Iterator[Row]:
+    """Forward, and forward with the gradients of all three operands, for shared and per-sample weights."""
+    done: dict[bool, list[Row]] = {False: [], True: []}
+    for highest, channels in _sizes(setup):
+        for shared in (False, True):
+            name = f"tensor-product/l{highest}/C{channels}/{'shared' if shared else 'per-sample'}"
+            for backward in (False, True):
+                case = f"{name}/{'fwd+bwd' if backward else 'fwd'}"
+                if not setup.wants(case):
+                    continue
+                rows = list(_one(setup, case, product(setup, highest, channels, shared), backward))
+                done[backward] += rows
+                yield from kept(rows, FORMATS)
+    for backward, rows in done.items():
+        setup.say("forward and backward" if backward else "forward")
+        summarize(setup, rows, {"e3nn or cuEquivariance": ("e3nn", "cuEq"), "dense einsum": ("dense",)})
+
+
+def _sizes(setup: Setup) -> Sequence[tuple[int, int]]:
+    """(highest degree, channels) of the cases: each degree, each width; all pairs take a quarter of an hour to tune."""
+    if setup.quick:
+        return ((1, 4),)
+    if setup.thorough:
+        return tuple((highest, channels) for highest in (1, 2, 3) for channels in (16, 32, 64))
+    return ((2, 32), (1, 32), (3, 32), (2, 16), (2, 64))
+
+
+def product(setup: Setup, highest: int, channels: int, shared: bool) -> Product:
+    """Normal operands of a batch of 10,000."""
+    batch, size = 24 if setup.quick else 10_000, (highest + 1) ** 2
+    found = clebsch.table(highest)
+    weights = (len(found.paths), channels, channels)
+    return Product(
+        highest,
+        channels,
+        torch.from_numpy(found.normalized(channels)).float().to(setup.device),
+        setup.filled(batch, size, channels, seed=1),
+        setup.filled(batch, size, seed=2),
+        setup.filled(*(weights if shared else (batch, *weights)), seed=3),
+        setup.filled(batch, size, channels, seed=4),
+    )
+
+
+def _one(setup: Setup, case: str, given: Product, backward: bool) -> Iterator[Row]:
+    ours = [Way(name, lambda text=text: _ours(given, text, backward), optional=True) for name, text in FORMATS.items()]
+    peers = [
+        Way("dense einsum", lambda: _dense(given, backward)),
+        *equivariant.e3nn_ways(setup, given, backward),
+        *equivariant.cue_ways(setup, given, backward),
+    ]
+    truth = exact(given, backward)
+    bounds = {"memory bound": 1e3 * seconds_to_move(memory=_bytes(given, backward))}
+    yield from measured(setup, Case(case, torch.float32, truth, bounds), ours, peers)
+
+
+def _ours(given: Product, text: str, backward: bool) -> Callable[[], Tensor | tuple[Tensor, ...]]:
+    held = sparse(given.coefficients, text)
+    line = compile_einsum(SHARED if given.shared else PER_SAMPLE, {"CG": str(held.format)})
+    return tuned(
+        with_gradients(
+            lambda x, y, w: line(CG=held, X=x, Y=y, W=w), (given.x, given.y, given.w), given.cotangent, backward
+        )
+    )
+
+
+def _dense(given: Product, backward: bool) -> Callable[[], Tensor | tuple[Tensor, ...]]:
+    """Plain PyTorch, the coefficients as a dense tensor."""
+    return with_gradients(
+        lambda x, y, w: dense(given.coefficients, x, y, w), (given.x, given.y, given.w), given.cotangent, backward
+    )
+
+
+def with_gradients(
+    run: Callable[..., Tensor], operands: tuple[Tensor, ...], cotangent: Tensor, backward: bool
+) -> Callable[[], Tensor | tuple[Tensor, ...]]:
+    """run(*operands), or the gradients of all operands for a cotangent."""
+    if not backward:
+
+        @torch.no_grad()
+        def forward() -> Tensor:
+            return run(*operands)
+
+        return forward
+    leaves = tuple(x.detach().requires_grad_() for x in operands)
+    return lambda: torch.autograd.grad(run(*leaves), leaves, cotangent)
+
+
+def exact(given: Product, backward: bool) -> Tensor | list[Tensor]:
+    """The result, or the three gradients, in float64, some samples at a time."""
+    parts: list[list[Tensor]] = []
+    for first in range(0, len(given.x), CHUNK):
+        part = slice(first, first + CHUNK)
+        cut = (given.x[part], given.y[part], given.w if given.shared else given.w[part])
+        leaves = [x.detach().double().requires_grad_(backward) for x in cut]
+        result = dense(given.coefficients.double(), *leaves)
+        if not backward:
+            parts.append([result])
+            continue
+        found = torch.autograd.grad(result, leaves, given.cotangent[part].double())
+        # Gradients are as large as the operands: what is kept of them is float32.
+        parts.append([found[0].float(), found[1].float(), found[2] if given.shared else found[2].float()])
+    whole = [torch.cat(list(column)) for column in list(zip(*parts, strict=True))[: 2 if given.shared else None]]
+    if not backward:
+        return torch.cat([part[0] for part in parts])
+    if given.shared:
+        whole.append(torch.stack([part[2] for part in parts]).sum(0))
+    return whole
+
+
+def dense(coefficients: Tensor, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """The product with all coefficients, zeros too."""
+    coupled = torch.einsum("ijkl,bk->bijl", coefficients, y)
+    mixed = torch.einsum("bijl,bju->bliu", coupled, x)
+    return torch.einsum("bliu,luw->biw" if w.ndim == 3 else "bliu,bluw->biw", mixed, w)
+
+
+def _bytes(given: Product, backward: bool) -> float:
+    """The bytes that must be moved: operands read, results written, for the gradients once more each."""
+    operands = given.x.numel() + given.y.numel() + given.w.numel()
+    return 4.0 * (operands + given.x.numel() + (2 * operands + given.x.numel() if backward else 0))

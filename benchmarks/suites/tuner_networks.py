@@ -1,0 +1,204 @@
+"""What the studies of whole networks share: a network with its scans, in ways that differ in its layers' dataflows.
+
+A pass finds every kernel map anew, as a new scan would have it done. Before a way is timed every layer is held against
+float64 by itself, by the tolerance of the dtype, and the whole network against library products in float32 (where
+half precision is float32 already, float64): it may be as far from them as the tolerance, or where a deep network rounds
+more than that, as its gradients do, FAIR times as far as the untuned network is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.study import TOLERANCE, Setup, error
+from benchmarks.scenes.network_layers import Fed, Met, layers_of
+from benchmarks.scenes.workloads import Sample, fresh
+from benchmarks.suites.tuner_cases import TRAINING, Subjected
+from pumice.engine.groups import seeing
+from pumice.engine.kernels import alone, compile_at_once
+from pumice.engine.scenes import undisturbed
+from pumice.lower.triton import DEFAULT, LEDGER, tiles_from
+from pumice.nn.conv import Convolution, convolutions
+from pumice.ops.conv import Flow
+from pumice.schedule.dataflow import PASSES, PLANNED, Dataflow, chosen
+
+FAIR = 3.0
+LIBRARY = "gather-gemm-scatter-fused-separate"
+"""The dataflow that has none of our kernels."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a network runs: the dataflow of each of its convolutions. tiles: LEDGER for tuned ones where they are."""
+
+    flows: tuple[Flow, ...]
+    tiles: str = DEFAULT
+
+    def with_tuned_tiles(self) -> Ran:
+        return replace(self, tiles=LEDGER)
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """A subject's network and samples, on the device. In training results are given normal gradients."""
+
+    subject: Subjected
+    net: nn.Module
+    samples: Sequence[Sample]
+
+    @staticmethod
+    def of(setup: Setup, subject: Subjected) -> Network:
+        return Network(subject, subject.net(setup), scans_of(setup, subject))
+
+    @property
+    def training(self) -> bool:
+        return self.subject.mode == TRAINING
+
+    @property
+    def names(self) -> list[str]:
+        """Of its convolutions."""
+        return [name for name, layer in self.net.named_modules() if isinstance(layer, Convolution)]
+
+    def all_in(self, flow: Flow) -> Ran:
+        """All layers in one dataflow; None: as the planner picks."""
+        return Ran((flow,) * len(self.names))
+
+    def each_in(self, flows: Mapping[str, Flow]) -> Ran:
+        """Layers by name; the others as the planner picks."""
+        return Ran(tuple(flows.get(name) for name in self.names))
+
+    def run(self, ran: Ran) -> list[Tensor]:
+        """A pass over each sample, its maps found anew: the results, and in training the gradients of all weights."""
+        with self.having(ran):
+            each = [self._trained(one) if self.training else self._inferred(one) for one in self.samples]
+        return [x for found in each for x in found]
+
+    @contextmanager
+    def having(self, ran: Ran) -> Iterator[None]:
+        """Its layers run so for a while."""
+        layers = convolutions(self.net)
+        before = [layer.dataflow for layer in layers]
+        _assign(layers, ran.flows)
+        try:
+            with tiles_from(ran.tiles):
+                yield
+        finally:
+            _assign(layers, before)
+
+    def precision(self) -> AbstractContextManager[object]:
+        """The context in which it trains: half precision is autocast's."""
+        device = self.samples[0].coords.device.type
+        half = self.subject.dtype in (torch.float16, torch.bfloat16)
+        return torch.autocast(device, self.subject.dtype) if half and self.training else nullcontext()
+
+    def exact(self) -> list[Tensor]:
+        """The same by library products in a wider dtype."""
+        wide = torch.float64 if self.subject.dtype == torch.float32 else torch.float32
+        net = self.subject.workload.model().to(self.samples[0].coords.device)
+        net.load_state_dict(self.net.state_dict())
+        net = net.train(self.net.training).to(wide)
+        samples = [replace(one, feats=one.feats.to(wide)) for one in self.samples]
+        other = Network(replace(self.subject, dtype=wide), net, samples)
+        return other.run(other.all_in(LIBRARY))
+
+    def _inferred(self, sample: Sample) -> list[Tensor]:
+        with torch.no_grad():
+            return [self.net(fresh(sample)).feats]
+
+    def _trained(self, sample: Sample) -> list[Tensor]:
+        with self.precision():
+            y = self.net(fresh(sample)).feats
+        chance = torch.Generator(y.device).manual_seed(9)
+        grad = torch.randn(y.shape, generator=chance, device=y.device).to(y.dtype)
+        grads = torch.autograd.grad(y, list(self.net.parameters()), grad)
+        return [y.detach(), torch.cat([one.flatten() for one in grads])]
+
+
+def compiled(network: Network, ways: Iterable[Ran]) -> None:
+    """Have the kernels compiled that passes and checks of these ways start, several at a time, where any are."""
+    with network.precision(), torch.no_grad():
+        with undisturbed(network.net, network.training), seeing(network.net, arithmetic=False) as calls:
+            network.net(fresh(network.samples[0]))
+        for (name, flow), users in used(network, ways).items():
+            layers = alone([call for call in calls if call.name in users], network.training)
+            # Checks run layers without what follows them in the network.
+            bare = {(id(x.found.table), x.found.flipped, x.weight.shape): replace(x, then=None) for x in layers}
+            compile_at_once([*bare.values(), *(x for x in layers if x.then is not None)], (name,), (flow,))
+
+
+def used(network: Network, ways: Iterable[Ran]) -> dict[tuple[str, Dataflow], set[str]]:
+    """By pass and dataflow the layers that run it, in any way."""
+    found: dict[tuple[str, Dataflow], set[str]] = {}
+    for ran in ways:
+        for layer, asked in zip(network.names, ran.flows, strict=True):
+            flows = dict(zip(PASSES, chosen(asked or PLANNED), strict=True))
+            for name in PASSES if network.training else PASSES[:1]:
+                found.setdefault((name, flows[name]), set()).add(layer)
+    return found
+
+
+def scans_of(setup: Setup, subject: Subjected) -> list[Sample]:
+    """One sample: a scan, in training two."""
+    return subject.samples(setup, 1, 2 if subject.mode == TRAINING else 1)
+
+
+def _assign(layers: Sequence[Convolution], flows: Sequence[Flow]) -> None:
+    for layer, flow in zip(layers, flows, strict=True):
+        layer.dataflow = flow
+
+
+def checked(setup: Setup, network: Network, ways: Mapping[str, Ran], case: Callable[[str], str]) -> dict[str, Ran]:
+    """The ways that are right: every layer by itself, and the network. Others are failures of the run."""
+    compiled(network, ways.values())
+    truths, layers = network.exact(), Layers(network)
+    least = error(network.run(network.all_in(None)), truths)
+    bound = max(TOLERANCE[network.subject.dtype], FAIR * least)
+    setup.say(f"  {network.subject.name}: relative error untuned {least:.1e}, bound {bound:.1e}")
+    found = {}
+    for name, ran in ways.items():
+        wrong = layers.wrong(ran)
+        distance = error(network.run(ran), truths)
+        if wrong:
+            setup.failed(f"{case(name)}: {wrong}; not timed")
+        elif not distance < bound:
+            setup.failed(f"{case(name)}: relative error {distance:.2g}, expected below {bound:.2g}; not timed")
+        else:
+            found[name] = ran
+    return found
+
+
+class Layers:
+    """The layers of a network by themselves, on normal features, against float64; what is alike is checked once."""
+
+    def __init__(self, network: Network) -> None:
+        self.training, self.dtype, self.names = network.training, network.subject.dtype, network.names
+        with network.having(network.all_in(None)):
+            self.met = {one.name: one for one in layers_of(network.net, fresh(network.samples[0]))}
+        self.errors: dict[Any, float] = {}
+        self.truths: dict[Any, tuple[Fed, list[Tensor]]] = {}
+
+    def wrong(self, ran: Ran) -> str:
+        """What is wrong with a layer in its dataflow; empty where nothing is."""
+        bound = TOLERANCE[self.dtype]
+        for name, flow in zip(self.names, ran.flows, strict=True):
+            distance = self._error(self.met[name], flow, ran.tiles)
+            if not distance < bound:
+                return f"layer {name} in {flow}: relative error {distance:.2g}, expected below {bound:g}"
+        return ""
+
+    def _error(self, met: Met, flow: Flow, tiles: str) -> float:
+        alike = id(met.found), met.inputs, met.outputs
+        if alike not in self.truths:
+            fed = Fed.normal(met, self.dtype)
+            self.truths[alike] = fed, fed.exact(self.training)
+        if (alike, flow, tiles) not in self.errors:
+            fed, truth = self.truths[alike]
+            with tiles_from(tiles):
+                self.errors[alike, flow, tiles] = error(fed.passes(flow, self.training), truth)
+        return self.errors[alike, flow, tiles]

@@ -1,0 +1,142 @@
+"""The studies of the suite `tuner` that compare ways of one network: splits, sorted rows, hybrids, bindings, gains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from benchmarks.harness.rows import Row
+from benchmarks.harness.study import Setup
+from benchmarks.scenes.network_layers import Met, layers_of
+from benchmarks.scenes.workloads import fresh
+from benchmarks.suites.tuner_asked import Asked, answered, budget
+from benchmarks.suites.tuner_cases import TRAINING, Subjected, Writer, say_published, subjects
+from benchmarks.suites.tuner_networks import Network
+from benchmarks.suites.tuner_taken import compared, tile_facts, tiles_of
+from pumice.lower.triton import DEFAULT
+
+NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f", "centerpoint-waymo-1f")
+"""A large and a small scan to segment, and one to detect on."""
+IMPLICIT = ("implicit-gemm-unsorted", "implicit-gemm-sorted", *(f"implicit-gemm-split{n}" for n in (2, 3, 4)))
+"""The dataflows of 0 to 4 splits."""
+WEIGHT_STATIONARY = (
+    "gather-gemm-scatter-fused-adaptive",
+    "gather-gemm-scatter-locality-aware-adaptive",
+    "fetch-on-demand",
+)
+"""Gather-scatter and fetch on demand."""
+_SUM = 4
+"""Bytes of a sum that is read, added to and written."""
+
+SPLITS: Mapping[str, tuple[int, ...]] = MappingProxyType({"1": (1,), "1-2": (1, 2), "0-4": (0, 1, 2, 3, 4)})
+"""By way: among which numbers of splits each group of layers has the best."""
+BOUND: Mapping[str, str] = MappingProxyType(
+    {"forward-dgrad": "forward with dgrad", "dgrad-wgrad": "dgrad with wgrad", "all": "all"}
+)
+"""By way: which passes of a layer share a dataflow, as the tuner calls it."""
+GAINS: Mapping[str, str | None] = MappingProxyType(
+    {
+        "1-gather-gemm-scatter": "gather-gemm-scatter-vectorised-separate",
+        "2-grouped": "gather-gemm-scatter-vectorised-adaptive",
+        "3-fused": "gather-gemm-scatter-fused-adaptive",
+        "4-locality-aware": "gather-gemm-scatter-locality-aware-adaptive",
+        "5-fetch-on-demand": "fetch-on-demand",
+        "6-implicit-unsorted": "implicit-gemm-unsorted",
+        "7-implicit-sorted": "implicit-gemm-sorted",
+        "8-default": None,
+    }
+)
+"""The steps from the plain way on: one dataflow for all layers, at last what the planner picks."""
+
+
+_GAINED = 50.0
+"""Seconds of a limit that are kept for the ways of `gains`, each with kernels of its own."""
+
+
+def splits(setup: Setup) -> Iterator[Row]:
+    """The best of so many splits for each group of layers, end to end; and what splits cost and give."""
+    asked = {name: Asked(tuple(IMPLICIT[n] for n in among)) for name, among in SPLITS.items()}
+    for subject in subjects(setup, "splits", NETWORKS):
+        network = _begun(setup, "splits", subject)
+        write = Writer(setup, subject, "splits")
+        yield from _tuned(write, network, asked, "1")
+        yield from tile_facts(write, _met(network), {f"all-{n}": n for n in range(len(IMPLICIT))})
+
+
+def sorted_rows(setup: Setup) -> Iterator[Row]:
+    """All layers over rows in their order, and all over sorted ones."""
+    for subject in subjects(setup, "sorted", NETWORKS):
+        network = _begun(setup, "sorted", subject)
+        write = Writer(setup, subject, "sorted")
+        ways = {name: network.all_in(IMPLICIT[n]) for name, n in (("no", 0), ("yes", 1))}
+        yield from compared(write, network, ways, "no")
+        yield from tile_facts(write, _met(network), {"no": 0, "yes": 1})
+
+
+def hybrid(setup: Setup) -> Iterator[Row]:
+    """Tuned over one kind of dataflow alone, over the other, and over all."""
+    asked = {
+        "implicit-gemm": Asked(IMPLICIT),
+        "weight-stationary": Asked(WEIGHT_STATIONARY, always=True),
+        "all": Asked(),
+    }
+    for subject in subjects(setup, "hybrid", NETWORKS):
+        network = _begun(setup, "hybrid", subject)
+        write = Writer(setup, subject, "hybrid")
+        yield from _tuned(write, network, asked, "implicit-gemm")
+        yield from _moved(write, _met(network))
+
+
+def bindings(setup: Setup) -> Iterator[Row]:
+    """Training with passes of a layer bound to one dataflow, in pairs or all three."""
+    asked = {name: Asked(bind=bind) for name, bind in BOUND.items()}
+    for subject in subjects(setup, "bindings", NETWORKS[1:], TRAINING):
+        network = _begun(setup, "bindings", subject)
+        yield from _tuned(Writer(setup, subject, "bindings"), network, asked, "all")
+
+
+def gains(setup: Setup) -> Iterator[Row]:
+    """From gather, multiply, scatter to the tuned network, step by step."""
+    for subject in subjects(setup, "gains", (NETWORKS[0], NETWORKS[2])):
+        network = _begun(setup, "gains", subject)
+        ways = {name: network.all_in(flow) for name, flow in GAINS.items()}
+        answer = answered(setup, network, Asked(tiles=setup.thorough), budget(setup, kept=_GAINED))
+        ways["9-tuned"] = replace(answer.ran, tiles=DEFAULT)
+        if setup.thorough:
+            ways["10-with-tuned-tiles"] = answer.ran
+        write = Writer(setup, subject, "gains")
+        yield from compared(write, network, ways, next(iter(GAINS)))
+        yield from answer.rows(write, "9-tuned")
+
+
+def _moved(write: Writer, layers: Sequence[Met]) -> Iterator[Row]:
+    """Bytes between kernels and the L2 for features: rows gathered for tiles, or for pairs with sums kept in memory."""
+    size = torch.finfo(write.subject.dtype).bits // 8
+    redundancy, _ = tiles_of(layers, 1)
+    tiled = sum(size * (redundancy * one.pairs * one.inputs + one.found.num_outputs * one.outputs) for one in layers)
+    added = sum(one.pairs * (size * one.inputs + 2 * _SUM * one.outputs) for one in layers)
+    for way, volume in (("implicit-gemm", tiled), ("weight-stationary", added)):
+        yield write.counted(way, "fact:bytes of features", 1e-9 * volume, "GB")
+        write.setup.say(f"  {way}: {1e-9 * volume:.3g} GB of features to and from the L2")
+
+
+def _begun(setup: Setup, study: str, subject: Subjected) -> Network:
+    say_published(setup, study)
+    return Network.of(setup, subject)
+
+
+def _met(network: Network) -> list[Met]:
+    return layers_of(network.net, fresh(network.samples[0]))
+
+
+def _tuned(write: Writer, network: Network, asked: Mapping[str, Asked], against: str) -> Iterator[Row]:
+    """What the tuner answers to each question, and what that takes."""
+    answers = {}
+    for number, (name, one) in enumerate(asked.items()):
+        answers[name] = answered(write.setup, network, one, budget(write.setup, len(asked) - number))
+    yield from compared(write, network, {name: one.ran for name, one in answers.items()}, against)
+    for name, one in answers.items():
+        yield from one.rows(write, name)

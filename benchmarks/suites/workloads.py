@@ -1,0 +1,365 @@
+"""The suite `workloads`: whole networks on scans, inference and training, beside spconv's in the same run.
+
+A call makes a new tensor and runs the network over it: kernel maps are part of what is timed. Both libraries run
+eagerly, with nothing folded, from the same weights; what they give is held against a float64 run of our network by
+plain gathers and products before anything is timed.
+
+A case is one scan, again and again: what a library keeps for sizes that it has met serves every call. In inference in
+half precision (on a CPU in float32) the same network runs over several scans in turn, too, every one of which was
+checked; the metric is then VARIED, and the case says of which scans, as in
+minkunet-nuscenes-1f/fp16/inference/over-2-scans-5-turned (workloads.varied).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import cycle
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.families import VARIED
+from benchmarks.harness.rows import Peer, Row, Subject
+from benchmarks.harness.study import Case, Options, Ready, Say, Setup, Way, by_choice, goals_told, mean_told
+from benchmarks.harness.whole import checked, compared, in_tf32
+from benchmarks.peers import spconv as spconv_peer
+from benchmarks.peers import spconv_nets
+from benchmarks.scenes.workloads import (
+    SPCONV_NET,
+    WORKLOADS,
+    Sample,
+    Workload,
+    fresh,
+    narrow,
+    samples,
+    stand_in,
+    varied,
+)
+from benchmarks.suites.layer_suites import Study, study_of
+from benchmarks.suites.shells import shells
+from pumice.errors import OptionError
+from pumice.nn.conv import convolutions
+
+EXACT = "gather-gemm-scatter-vectorised-separate"
+"""The dataflow of the float64 run: a gather, a product of torch and an addition for each tap, no kernel of ours."""
+TINY = 150  # voxels of a scan in a quick run
+SCANS = 7
+"""Scans that take turns: as many as a clock has runs at least, so that each counts."""
+LOSS = 2.0**10
+"""By which the loss is multiplied, as a gradient scaler would: gradients of a mean over all voxels fade in float16."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How networks are run. dtype: of products. batch: scans. tf32: how float32 is multiplied.
+
+    varied: whether it runs over several scans, too.
+    slack: how many times the error of the dtype is good enough, of the result and, in training, of all gradients
+    together. On crops of 4,000 voxels float16 was off by 0.2 to 0.9 percent in results and by 8 to 12 in gradients,
+    which tens of norms pass on; what is wrong is off by tens of percent, or by 100.
+    """
+
+    name: str
+    dtype: torch.dtype
+    training: bool = False
+    tf32: bool = False
+    batch: int = 1
+    slack: tuple[float, ...] = (1.0,)
+    varied: bool = False
+
+    @property
+    def label(self) -> str:
+        """fp16, tf32 or fp32."""
+        return self.name.partition("/")[0]
+
+    @property
+    def kept(self) -> torch.dtype:
+        """The dtype of weights and features: in mixed precision float32."""
+        return torch.float32 if self.training else self.dtype
+
+
+ON_GPU = (
+    Mode("fp16/inference", torch.float16, slack=(4.0,), varied=True),
+    Mode("tf32/inference", torch.float32, tf32=True, slack=(200.0,)),
+    Mode("fp32/inference", torch.float32),
+    Mode("fp16/training", torch.float16, training=True, batch=2, slack=(4.0, 80.0)),
+)
+ON_CPU = (
+    Mode("fp32/inference", torch.float32, varied=True),
+    Mode("fp32/training", torch.float32, training=True, batch=2, slack=(1.0, 100.0)),
+)
+GOALS: Mapping[tuple[str, str], float] = MappingProxyType(
+    {
+        ("fp16/inference", "wall"): 2.0,
+        (f"fp16/inference, {VARIED}", "wall"): 2.0,
+        ("fp16/training", "wall"): 1.5,
+    }
+)
+"""How many times as fast as spconv, by the geometric mean over the networks."""
+
+RECORDED: Mapping[str, tuple[Peer, ...]] = MappingProxyType(
+    {
+        "minkunet-nuscenes-1f/fp16/inference": (
+            Peer("spconv 2.3.8", 13.5, "recorded"),
+            Peer("torchsparse 2.1", 11.8, "recorded"),
+            Peer("warpconvnet 1.8.1", 37.6, "recorded"),
+        )
+    }
+)
+"""Wall milliseconds on an H200, 2026-11-20, torch 2.11: the same sweep, its voxels by floor (17,856, not 17,890).
+
+What spconv took then beside what it takes now says how far the other figures are to be scaled.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A library's network: what makes its input anew, and where its result has features and coordinates.
+
+    Of several samples every call has the next one.
+    """
+
+    net: nn.Module
+    tensor: Callable[[], Any]
+    feats: Callable[[Any], Tensor]
+    coords: Callable[[Any], Tensor]
+
+    @staticmethod
+    def ours(net: nn.Module, *given: Sample) -> Side:
+        made = [partial(fresh, sample) for sample in given]
+        return Side(net, _in_turn(made), lambda y: y.feats, lambda y: y.coords)
+
+    @staticmethod
+    def spconv(net: nn.Module, *given: Sample) -> Side:
+        made = [spconv_nets.tensor_maker(sample) for sample in given]
+        return Side(spconv_nets.twin(net), _in_turn(made), lambda y: y.features, lambda y: y.indices)
+
+    def result(self, y: Any) -> tuple[Tensor, Tensor]:
+        """Features and coordinates, by coordinates: libraries order new voxels as they like."""
+        coords = self.coords(y).long()
+        order = (((coords[:, 0] << 15 | coords[:, 1]) << 15 | coords[:, 2]) << 15 | coords[:, 3]).argsort()
+        return self.feats(y).detach()[order], coords[order].double()
+
+    def gradients(self, y: Any) -> Tensor:
+        """Those of all parameters in their order, as one vector."""
+        return torch.cat([p.grad.flatten().double() for p in self.net.parameters() if p.grad is not None])
+
+
+def _in_turn(makers: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    turns = cycle(makers)
+    return lambda: next(turns)()
+
+
+Truth = tuple[Callable[[Side, Any], Any], Any, float]
+"""What of a result is compared, what it should be, and how many times the error of the dtype is good enough."""
+_VIEWS = (lambda side, y: side.result(y), lambda side, y: side.gradients(y))
+
+
+@dataclass
+class Found:
+    """How many times as fast as spconv ours was: by mode and clock, by workload."""
+
+    ratios: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+
+    def add(self, mode: Mode, workload: Workload, made: Row) -> None:
+        if made.peer_source == "same run":
+            name = f"{mode.name}, {VARIED}" if made.metric == VARIED else mode.name
+            self.ratios.setdefault((name, made.clock), {})[workload.name] = made.peer_value / made.value
+
+    def tell(self, setup: Setup) -> None:
+        for (mode, clock), ratios in self.ratios.items():
+            name = f"{mode} over spconv, {clock}"
+            if (mode, clock) in GOALS and not setup.quick:
+                goals_told(setup, name, ratios, GOALS[mode, clock])
+            else:
+                setup.say(f"{name}: {mean_told(ratios)}")
+
+
+def workloads(say: Say, options: Options) -> Iterator[Row]:
+    """The rows of a study of the suite. Raises PumiceError at the end if anything of ours was wrong."""
+    return study_of("workloads", STUDIES, say, options)
+
+
+def networks(setup: Setup, given: Mapping[str, Workload] = WORKLOADS, batch: int = 2) -> Iterator[Row]:
+    """Every network in every mode; batch: scans of a training step."""
+    found = Found()
+    modes = ON_GPU if setup.device.type == "cuda" else ON_CPU
+    for workload in given.values():
+        begin = time.perf_counter()
+        wanted = [replace(m, batch=batch) if m.training else m for m in modes if setup.wants(_case(setup, workload, m))]
+        chosen = _at_hand(setup, workload) if wanted else None
+        if chosen is None:
+            continue
+        net = network(narrow(chosen) if setup.quick else chosen, _samples(setup, chosen, torch.float32, 1))
+        for mode in wanted:
+            for made in _mode(setup, chosen, mode, net):
+                found.add(mode, chosen, made)
+                yield made
+        setup.say(f"{workload.name}: {time.perf_counter() - begin:.1f} s in all")
+    found.tell(setup)
+
+
+STUDIES: Mapping[str, Study] = MappingProxyType(
+    {
+        "networks": networks,
+        "shells": shells,
+        "spconv-net": partial(networks, given={SPCONV_NET.name: SPCONV_NET}, batch=1),
+    }
+)
+
+
+def network(workload: Workload, sample: Sample) -> nn.Module:
+    """The network with the same weights each time, its norms' statistics those of this sample, in evaluation.
+
+    With the statistics that norms begin with, the features of a deep network would all but vanish. They are found by
+    library products, so that no kernel is compiled for them.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        net = workload.model().to(sample.coords.device).train()
+    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm1d)]
+    usual = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    for layer in convolutions(net):
+        layer.dataflow = EXACT
+    with torch.no_grad():
+        net(fresh(sample))
+    for layer in convolutions(net):
+        layer.dataflow = None
+    for norm, momentum in zip(norms, usual, strict=True):
+        norm.momentum = momentum
+    return net.eval()
+
+
+def _case(setup: Setup, workload: Workload, mode: Mode) -> str:
+    """What a row is of; what is tiny, made from a seed or tuned says so."""
+    marks = ("generated", workload.generated), ("tuned", setup.thorough)
+    tiny = "tiny/" if setup.quick else ""
+    return tiny + "/".join([workload.name, mode.name, *(mark for mark, so in marks if so)])
+
+
+def _at_hand(setup: Setup, workload: Workload) -> Workload | None:
+    """The workload if its scans are at hand; in a quick run else one of generated scans."""
+    try:
+        first = _samples(setup, workload, torch.float32, 1)
+    except OptionError as reason:
+        if setup.quick:
+            setup.say(f"{workload.name}: generated streets, for {reason}")
+            return stand_in(workload)
+        setup.say(f"{workload.name} is left out: {reason}")
+        return None
+    generated = ", generated" if workload.generated else ""
+    setup.say(f"{workload.name}: {len(first)} voxels of {first.name}{generated} ({workload.source})")
+    return workload
+
+
+def _samples(setup: Setup, workload: Workload, dtype: torch.dtype, batch: int) -> Sample:
+    """The first sample of so many scans."""
+    return samples(workload, setup.device, dtype, batch, count=1, most=TINY if setup.quick else 0)[0]
+
+
+def _mode(setup: Setup, workload: Workload, mode: Mode, net: nn.Module) -> Iterator[Row]:
+    """A network in one mode: checked, timed, and beside it what was recorded."""
+    case, sample = _case(setup, workload, mode), _samples(setup, workload, mode.kept, mode.batch)
+    own = copy.deepcopy(net).to(mode.kept).train(mode.training)
+    truths = list(zip(_VIEWS, _truths(own, sample, mode), mode.slack, strict=False))
+    subject, failed = Subject(setup.suite, case, mode.label, setup.device), len(setup.failures)
+    rows = list(_against_spconv(setup, mode, subject, own, truths, sample))
+    yield from rows
+    on_wall = [made for made in rows if made.clock == "wall"][:1]
+    for peer in RECORDED.get(case, ()) if setup.device.type == "cuda" else ():
+        setup.say(f"  recorded on an H200, the same sweep by floor: {peer.name} {peer.value} ms")
+        yield from (replace(made, peer=peer.name, peer_value=peer.value, peer_source=peer.source) for made in on_wall)
+    if mode.varied and len(setup.failures) == failed:
+        yield from _over_scans(setup, workload, mode, case, own)
+
+
+def _against_spconv(
+    setup: Setup, mode: Mode, subject: Subject, net: nn.Module, truths: Sequence[Truth], *given: Sample
+) -> Iterator[Row]:
+    """Both libraries' calls over these samples in turn, checked and timed; nothing where ours is wrong."""
+    ours = _checked(setup, mode, subject.case, truths, partial(Side.ours, net, *given))
+    if ours is None:
+        return
+    theirs = _checked(setup, mode, subject.case, truths, partial(Side.spconv, net, *given), spconv_peer.package())
+    yield from compared(setup, subject, ours, [theirs] if theirs else [])
+
+
+def _over_scans(setup: Setup, workload: Workload, mode: Mode, case: str, net: nn.Module) -> Iterator[Row]:
+    """The network over several scans in turn, each checked."""
+    real = samples(workload, setup.device, mode.kept, count=SCANS, most=TINY if setup.quick else 0)
+    given = varied(real, SCANS)
+    turned = f"-{SCANS - len(real)}-turned" if len(real) < SCANS else ""
+    plural = "s" if len(real) > 1 else ""
+    subject = Subject(setup.suite, f"{case}/over-{len(real)}-scan{plural}{turned}", mode.label, setup.device)
+    truths = [(Side.result, _truths(net, one, mode)[0], mode.slack[0]) for one in given]
+    sizes = [len(one) for one in given]
+    setup.say(f"  {subject.case}: {min(sizes)} to {max(sizes)} voxels")
+    yield from _against_spconv(setup, mode, replace(subject, metric=VARIED), net, truths, *given)
+
+
+def _truths(net: nn.Module, sample: Sample, mode: Mode) -> list[Any]:
+    """The result in float64, by coordinates, and in training all gradients."""
+    exact = copy.deepcopy(net).double()
+    for layer in convolutions(exact):
+        layer.dataflow = EXACT
+    side = Side.ours(exact, replace(sample, feats=sample.feats.double()))
+    y = _call(side, replace(mode, dtype=torch.float64, tf32=False))()
+    return [side.result(y), side.gradients(y)] if mode.training else [side.result(y)]
+
+
+def _checked(
+    setup: Setup, mode: Mode, case: str, truths: Sequence[Truth], make: Callable[[], Side], package: str = ""
+) -> Ready | None:
+    """One library's call, or None where it is wrong or cannot; it is called once for each truth, in their order."""
+    sides: list[Side] = []
+
+    def call() -> Callable[[], Any]:
+        sides.append(make())
+        run = _call(sides[0], mode)
+        if not package:
+            run = by_choice(setup, run)
+        elif mode.tf32:
+            run = spconv_peer.in_tf32(run, _tf32_tuner())
+        return in_tf32(run) if mode.tf32 else run
+
+    lent = (2.0 if setup.device.type == "cuda" else spconv_peer.slack(setup.device)) if package else 1.0
+    cases = [
+        (Case(case, mode.dtype, truth), Way("", call, view=lambda y, view=view: view(sides[0], y), slack=slack * lent))
+        for view, truth, slack in truths
+    ]
+    way = Way("spconv" if package else "pumice", call, package)
+    return checked(setup, way, cases, ours=not package)
+
+
+@lru_cache(maxsize=1)
+def _tf32_tuner() -> Any:
+    """One for all networks, as spconv has one for all of a dtype."""
+    return spconv_peer.new_tuner()
+
+
+def _call(side: Side, mode: Mode) -> Callable[[], Any]:
+    return _step(side, mode) if mode.training else torch.no_grad()(lambda: side.net(side.tensor()))
+
+
+def _step(side: Side, mode: Mode) -> Callable[[], Any]:
+    """Forward, in mixed precision where products are of float16; a loss of the logits; backward. No optimizer."""
+    mixed, device = mode.dtype == torch.float16, next(side.net.parameters()).device.type
+
+    def step() -> Any:
+        side.net.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.float16, enabled=mixed):
+            y = side.net(side.tensor())
+        logits = side.feats(y)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        (LOSS * wide.logsumexp(1).mean()).backward()
+        return y
+
+    return step

@@ -1,0 +1,472 @@
+"""The suite tuner runs in tiny on the CPU: every study checks, times and tells; its numbers by hand."""
+
+import importlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import run as bench
+from benchmarks.harness import rows as ledger
+from benchmarks.harness import study as study_
+from benchmarks.harness.study import Setup
+from benchmarks.harness.timing import Times
+from benchmarks.peers.published import PUBLISHED
+from benchmarks.report import tables as ablation_tables
+from benchmarks.report.networks import parts
+from benchmarks.scenes import network_layers
+from benchmarks.scenes.network_layers import Fed, layers_of
+from benchmarks.scenes.workloads import WORKLOADS, fresh
+from benchmarks.suites import tuner_asked as bench_tuner_asked
+from benchmarks.suites import tuner_layers as bench_tuner_layers
+from benchmarks.suites import tuner_networks as bench_tuner_networks
+from benchmarks.suites import tuner_parts as bench_tuner_parts
+from benchmarks.suites import tuner_taken as bench_tuner_taken
+from benchmarks.suites.tuner import STUDIES
+from benchmarks.suites.tuner_asked import Answer, Asked, answered, budget, differing
+from benchmarks.suites.tuner_cases import TRAINING, Subjected, Writer, subjects
+from benchmarks.suites.tuner_networks import Network, Ran, checked
+from benchmarks.suites.tuner_taken import CONVOLUTIONS, Taken, rows_of, tiles_of
+from benchmarks.suites.tuner_whole import Gains, _say_apart
+from pumice.engine import Choice, Spent, Trial, Tuning
+from pumice.engine.measure import Event
+from pumice.errors import OptionError, PumiceError
+from pumice.nn import fused
+from pumice.schedule.dataflow import DATAFLOWS, PASSES, PLANNED, Dataflows
+from pumice.schedule.grouping import Grouping
+from pumice.schedule.tuner import Step
+
+CPU = torch.device("cpu")
+measuring = importlib.import_module("pumice.engine.measure")
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch):
+    monkeypatch.setattr(bench_tuner_asked, "_QUICK", 0.3)
+
+
+@pytest.fixture
+def setup():
+    said = []
+    made = Setup(CPU, True, said.append, suite="tuner")
+    return made, said
+
+
+def quick(study, only=""):
+    said = []
+    rows = list(bench.run("tuner", said.append, bench.Options(study, only, quick=True, device="cpu")))
+    return "\n".join(map(str, said)), rows
+
+
+def subject_of(setup, name="centerpoint-waymo-1f", mode="inference"):
+    (found,) = subjects(setup, "any", (name,), mode)
+    return found
+
+
+WAYS = {
+    "movement": {"fp32", "vectorised", "fused", "locality-aware"},
+    "grouping": {"separate", "symmetric", "fixed", "adaptive", "adaptive-tuned"},
+    "splits": {"1", "1-2", "0-4"},
+    "sorted": {"no", "yes"},
+    "hybrid": {"implicit-gemm", "weight-stationary", "all"},
+    "bindings": {"forward-dgrad", "dgrad-wgrad", "all"},
+    "networks": {"default", "tuned"},
+    "transfer": {"native", "default", "from-centerpoint-waymo-1f"},
+}
+
+
+@pytest.mark.parametrize("study", [name for name in STUDIES if name not in ("dataflows", "layers")])
+def test_every_study_in_tiny(study):
+    out, rows = quick(study)
+    assert rows and all(row.suite == "tuner" and row.value >= 0 and math.isfinite(row.value) for row in rows)
+    places = [ablation_tables.Place.of(row.case) for row in rows]
+    assert {place.study for place in places} == {study}
+    timed = [(place, row) for place, row in zip(places, rows, strict=True) if row.metric == "time" and not place.group]
+    ways = {place.way for place, _ in timed}
+    assert ways == WAYS.get(study, ways) and len(ways) > 1
+    # Whose peer is among them, on the clock of this machine, of generated scans.
+    assert {row.peer for _, row in timed} <= ways and {row.clock for _, row in timed} == {"wall"}
+    assert all("-generated fp32" in place.whose for place in places)
+    assert ("published: no figure" in out) == (study not in PUBLISHED) and f"{study}: " in out
+    # And they make a table.
+    assert f"| {next(iter(ways))} |" in "\n".join(ablation_tables.tables([vars(row) for row in rows], study))
+
+
+def test_dataflows_with_and_without_their_forms():
+    _, rows = quick("dataflows", "surface_300/k3/C8")
+    flows = {row.case.rpartition("/")[2] for row in rows}
+    assert {"default", "explicit-gemm", "fetch-on-demand", "implicit-gemm-split4"} <= flows and len(flows) == 23
+    assert {row.metric for row in rows} == {"time", "time with form"} and len(rows) == 2 * len(flows)
+    assert {row.peer for row in rows} == {"default"}
+
+
+def test_layers_one_by_one():
+    said, rows = quick("layers")
+    places = [ablation_tables.Place.of(row.case) for row in rows]
+    assert {(place.study, place.way) for place in places} == {("layers", "default")}
+    layers = [place.group for place in places if place.group[:2] not in ("00", "99")]
+    # CenterPoint's backbone: 21 convolutions, in their order, each with its map and channels.
+    assert layers == sorted(layers) and len(layers) == len(set(layers)) == 21
+    assert layers[0] == "01 k3 at 1, 6-16" and layers[-1] == "21 k3x1x1 s2x1x1 at 8, 128-128"
+    assert {row.metric for row in rows} == {"part:kernel", "part:other"} and all(row.value > 0 for row in rows)
+    (chart,) = parts([replace(row, device="a GPU") for row in rows])
+    whole, by_layer = chart.panels
+    assert whole.bars == ("centerpoint-waymo-3f-generated default",) and len(by_layer.bars) == 23
+
+
+def test_marks_tell_layers_apart(setup, monkeypatch):
+    """As on a GPU: every mark runs a kernel, and the trace is split by them."""
+    made, _ = setup
+    network, trace = Network.of(made, subject_of(made)), []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: trace.append("spin_kernel"))
+    real = bench_tuner_parts.Convolution.finished
+    monkeypatch.setattr(
+        bench_tuner_parts.Convolution,
+        "finished",
+        lambda *given: trace.extend(["neighbours", "_dot_x"]) or real(*given),
+    )
+
+    def profiled(calls):
+        trace.clear()
+        for call in calls:
+            trace.append("spin_kernel")
+            call()
+            trace.append("relu")
+        lost = 1 if not tries else 0
+        tries.append(lost)
+        return [Event(name, 2_000_000 * at, 2_000_000) for at, name in enumerate(trace[: len(trace) - 40 * lost])], []
+
+    tries = []
+    monkeypatch.setattr(bench_tuner_parts, "profiled", profiled)
+    found = bench_tuner_parts.layered(replace(made, device=torch.device("cuda")), network)
+    assert tries == [1, 0], "a trace that lacks marks is taken again"
+    labels = sorted(found)
+    assert len(labels) == 22 and labels[-1] == bench_tuner_parts.BETWEEN
+    for label in labels[:-1]:
+        assert {part: times.median for part, times in found[label].items()} == pytest.approx(
+            {"map": 2.0, "kernel": 2.0}
+        )
+    assert {part: times.median for part, times in found[labels[-1]].items()} == pytest.approx({"other": 2.0})
+    assert all("finished" not in vars(layer) for layer in network.net.modules())
+
+
+def test_only_some_and_none_at_hand(monkeypatch):
+    assert quick("sorted", "minkunet")[1] == []
+    monkeypatch.setattr(bench_tuner_layers, "NETWORKS", ("minkunet-kitti-1x",))
+    said = []
+    setup = Setup(CPU, False, said.append, suite="tuner")
+    monkeypatch.setattr(Subjected, "samples", lambda *_: (_ for _ in ()).throw(OptionError("no scans here")))
+    assert not list(bench_tuner_layers.data_movement(setup)) and "left out: no scans here" in said[0]
+
+
+def test_a_study_that_is_not_known():
+    with pytest.raises(
+        OptionError, match="case 'shells' of tuner is unknown; there are movement, .*transfer, dataflows"
+    ):
+        quick("shells")
+
+
+@pytest.mark.parametrize("study", ["movement", "sorted"])
+def test_what_is_wrong_is_not_timed(study, monkeypatch):
+    right = network_layers.conv_features
+    monkeypatch.setattr(network_layers, "conv_features", lambda *a, **k: 1.01 * right(*a, **k))
+    with pytest.raises(PumiceError, match="relative error 0.01"):
+        quick(study)
+
+
+def test_a_layer_that_is_wrong_is_named(setup, monkeypatch):
+    made, _ = setup
+    network = Network.of(made, subject_of(made))
+    right = Fed.passes
+    wrong = "fetch-on-demand"
+    monkeypatch.setattr(Fed, "passes", lambda f, flow, t: [x * (1 + (flow == wrong)) for x in right(f, flow, t)])
+    ways = {"one": network.all_in("explicit-gemm"), "two": network.each_in({network.names[3]: wrong})}
+    assert list(checked(made, network, ways, str)) == ["one"]
+    assert made.failures == [
+        f"two: layer {network.names[3]} in {wrong}: relative error 1, expected below 0.0001; not timed"
+    ]
+
+
+def test_layers_of_a_network_and_what_they_multiply(setup):
+    made, _ = setup
+    subject = subject_of(made, "minkunet-kitti-1x")
+    layers = layers_of(subject.net(made), fresh(subject.samples(made)[0]))
+    assert len(layers) == 42 and len({id(one.found.table) for one in layers}) == 9
+    first = layers[0]
+    assert (first.inputs, first.flops) == (4, 2.0 * first.pairs * 4 * first.outputs)
+    # Unsorted tiles of 64: entries by hand.
+    rows = first.found.rows() >= 0
+    entries = sum(int(tile.any(0).sum()) for tile in rows.split(64))
+    assert tiles_of([first], 0) == (pytest.approx(64 * entries / first.pairs), math.ceil(len(rows) / 64))
+    assert tiles_of(layers, 1)[0] >= 1 and tiles_of(layers, 4)[1] > tiles_of(layers, 1)[1]
+
+
+def test_gradients_of_layers_and_networks(setup):
+    made, _ = setup
+    subject = subject_of(made, mode=TRAINING)
+    network = Network.of(made, subject)
+    ways = {"named": network.all_in("gather-gemm-scatter-fused-adaptive")}
+    assert list(checked(made, network, ways, str)) == ["named"] and len(network.run(ways["named"])) == 2
+    assert network.run(network.all_in(None))[1].numel() == sum(p.numel() for p in network.net.parameters())
+
+
+def test_kernels_of_all_ways_are_compiled_first(setup, monkeypatch):
+    made, _ = setup
+    network = Network.of(made, subject_of(made, mode=TRAINING))
+    first, *others = network.names
+    flows = Dataflows("fetch-on-demand", dgrad="planned", wgrad="explicit-gemm")
+    ways = [network.all_in(None), network.each_in({first: flows})]
+    want = {(name, PLANNED): {first, *others} for name in PASSES}
+    want |= {("forward", DATAFLOWS["fetch-on-demand"]): {first}, ("wgrad", DATAFLOWS["explicit-gemm"]): {first}}
+    assert bench_tuner_networks.used(network, ways) == want
+    seen = []
+    monkeypatch.setattr(bench_tuner_networks, "compile_at_once", lambda *told: seen.append(told))
+    before = {name: x.clone() for name, x in network.net.state_dict().items()}
+    bench_tuner_networks.compiled(network, ways)
+    assert all(torch.equal(x, before[name]) for name, x in network.net.state_dict().items())
+    assert {(names, flow) for _, names, flow in seen} == {((name,), (flow,)) for name, flow in want}
+    # Layers that are alike once; what is compiled can be run.
+    counts = {(name, flow): len(layers) for layers, (name,), (flow,) in seen}
+    assert counts["forward", DATAFLOWS["fetch-on-demand"]] == 1 < counts["forward", PLANNED] < len(network.names)
+    for layers, (name,), (flow,) in seen:
+        layers[0].one_pass(name, flow)
+
+
+def test_in_evaluation_layers_are_compiled_with_and_without_what_follows(setup, monkeypatch):
+    made, _ = setup
+    network, seen = Network.of(made, subject_of(made)), []
+    monkeypatch.setattr(bench_tuner_networks, "compile_at_once", lambda *told: seen.append(told))
+    monkeypatch.setattr(fused, "_worth", lambda x: True)
+    bench_tuner_networks.compiled(network, [network.all_in(None)])
+    (((layers, names, flows)),) = seen
+    assert (names, flows) == (("forward",), (PLANNED,)) and {one.then is None for one in layers} == {True, False}
+
+
+def test_padding_of_groups(setup):
+    made, _ = setup
+    subject = subject_of(made, "minkunet-kitti-1x")
+    (layer,) = [one for one in bench_tuner_layers.fed(made, subject)][:1]
+    counts = layer.found.pairs().sizes.tolist()
+    share, calls = bench_tuner_layers._padded([layer], [Grouping("separate")])
+    assert (share, calls) == (0.0, sum(count > 0 for count in counts))
+    share, calls = bench_tuner_layers._padded([layer], [Grouping("fixed", width=13)])
+    longest = max(counts[:13])
+    sides = sum(counts[:13]) + sum(counts[14:])
+    whole = 26 * longest + counts[13]
+    assert calls == 2 and share == pytest.approx((26 * longest - sides) / whole)
+
+
+# Limits of time
+
+
+@pytest.mark.parametrize("study", ["splits", "bindings"])
+def test_a_study_with_a_limit_asks_less_and_says_so(study, monkeypatch):
+    monkeypatch.setattr(bench_tuner_asked, "_LEAST", 1e-3)
+    said = []
+    options = bench.Options(study, "", quick=True, device="cpu", limit=0.01)
+    rows = list(bench.run("tuner", said.append, options))
+    cut = [row for row in rows if row.metric == "tuning, cut short"]
+    asked = [row for row in rows if row.metric == "fact:groups asked"]
+    assert len(cut) == len(asked) > 0 and all(row.value < row.peer_value for row in asked)
+    assert {row.peer for row in asked} == {"all groups"}
+    # What was tuned is checked and timed all the same.
+    assert len([row for row in rows if row.metric == "time"]) > 1
+
+
+def test_the_first_question_has_most_of_what_is_left(monkeypatch):
+    monkeypatch.setattr(study_.time, "perf_counter", lambda: 100.0)
+    setup = Setup(CPU, False, print, until=190.0)
+    assert setup.left == 90.0 and [budget(setup, n) for n in (3, 2, 1)] == [30.0, 40.0, 60.0]
+    assert budget(setup, kept=89.0) == 3.0, "the least"
+    assert budget(Setup(CPU, False, print), 3) == math.inf
+
+
+def test_a_network_is_begun_only_where_there_is_time_for_it(setup, monkeypatch):
+    made, said = setup
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Subjected, "samples", lambda *_: [])
+    names = tuple(WORKLOADS)[:4]
+    for until, count in ((math.inf, 4), (65.0, 2), (59.0, 1), (10.0, 1)):
+        now[0], found = 0.0, 0
+        for _ in subjects(replace(made, quick=False, until=until), "any", names):
+            now[0] += 30.0
+            found += 1
+        assert found == count, until
+    assert f"{names[3]} is left out: 5 s are left, and one took 30" in said
+
+
+def test_a_limit_below_nothing():
+    with pytest.raises(OptionError, match="seconds of a study are 0 or more, found -1"):
+        bench.Options(limit=-1)
+
+
+# The tuner's answers
+
+
+def choice(group, flow, *trials):
+    return Choice(group, (f"{group}.a", f"{group}.b"), 10.0, 3.0, 1.0, flow, trials, "why")
+
+
+def tuning(*choices):
+    return Tuning("inference", "cpu", choices, Spent(2e-3), Spent(1e-3))
+
+
+SLOW, FAST = Trial("explicit-gemm", ("forward",), 1, 4e-3, 2e-3), Trial("fetch-on-demand", ("forward",), 1, 3e-3, 2e-3)
+REFUSED = Trial("implicit-gemm-table", ("forward",), 1, math.inf, 2e-3, "no room")
+
+
+def answer(found, finished=True):
+    return Answer(found, 7.5, found.flows, Ran(()))
+
+
+def test_rows_of_an_answer(setup):
+    made, _ = setup
+    found = answer(tuning(choice("k3 at 1", None, SLOW, FAST, REFUSED), choice("k3 at 2", "explicit-gemm")))
+    rows = list(
+        found.rows(Writer(made, Subjected(WORKLOADS["minkunet-kitti-1x"], torch.float32), "networks"), "tuned", 120)
+    )
+    case = "minkunet-kitti-1x/fp32/inference/networks-tuned"
+    told = [(row.case, row.metric, row.value, row.peer, row.peer_value) for row in rows]
+    assert told == [
+        (case, "tuning", 7.5, "goal", 120),
+        (case, "fact:groups not as planned", 1, "all groups", 2),
+        (f"{case}/k3 at 1", "choice:explicit-gemm", 4.0, "planned", 2.0),
+        (f"{case}/k3 at 1", "choice:fetch-on-demand", 3.0, "planned", 2.0),
+        (f"{case}/k3 at 1", "chosen:planned", 1.0, "planned", 2.0),
+        (f"{case}/k3 at 2", "chosen:explicit-gemm", 1.0, "planned", 2.0),
+    ]
+
+
+def test_answers_that_differ_and_the_best_that_was_tried():
+    here, there = choice("k3 at 1", None, SLOW, FAST, REFUSED), choice("k3 at 1", "explicit-gemm")
+    same = choice("k2 at 1", None)
+    assert differing(answer(tuning(here, same)), answer(tuning(there, same))) == [
+        "k3 at 1: planned natively, explicit-gemm from there"
+    ]
+    assert bench_tuner_asked._best_tried(tuning(here, same)) == dict.fromkeys(here.layers, "fetch-on-demand")
+
+
+def test_the_tuner_is_asked_and_leaves_nothing(setup, monkeypatch):
+    made, _ = setup
+    network = Network.of(made, subject_of(made))
+    monkeypatch.setattr(bench_tuner_asked, "_QUICK", 30.0)
+    found = answered(made, network, Asked(("explicit-gemm",), always=True))
+    tried = {trial.flow for one in found.tuning.choices for trial in one.trials}
+    assert tried == {"explicit-gemm"} and set(found.flows.values()) == {"explicit-gemm"}
+    assert found.ran.flows == network.all_in("explicit-gemm").flows
+    assert not found.tuning.reused and all(
+        layer.dataflow is None for layer in network.net.modules() if hasattr(layer, "dataflow")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        bench_tuner_asked._without_tiles(Step("k3 at 1", "tiles", 1, 2, 0, 1, 1))
+    bench_tuner_asked._without_tiles(Step("k3 at 1", "explicit-gemm", 1, 2, 0, 1, 1))
+
+
+# Times of a device that is not here
+
+
+def test_parts_of_what_a_device_does(setup, monkeypatch):
+    made, said = setup
+    names = {"probe_spin": 0, "_dot_conv": 3000, "ampere_fp16_gemm": 2000, "radixSort": 500, "Memcpy HtoD": 100}
+
+    def profiled(calls):
+        at, events = 0, []
+        for _ in calls:
+            events.append(Event("void spin_kernel(long)", at, 1))
+            for name, duration in names.items():
+                if duration:
+                    events.append(Event(name, at := at + 10_000, duration))
+            at += 10_000
+        return events, []
+
+    monkeypatch.setattr(measuring, "profiled", profiled)
+    wall = Times(9.0, 9.0, 9.0)
+    found = bench_tuner_taken._on_device(made, lambda: None, wall)
+    assert {name: times.median for name, times in found.parts.items()} == pytest.approx(
+        {"map": 0.0, "sort": 0.0005, "kernel": 0.005, "other": 0.0001}
+    )
+    assert found.convolutions.median == pytest.approx(0.0055) and found.device.median == pytest.approx(0.0056)
+    monkeypatch.setattr(measuring, "profiled", lambda calls: ([], []))
+    monkeypatch.setattr(bench_tuner_taken, "together", lambda *_: [Times(2.0, 1.0, 3.0)])
+    found = bench_tuner_taken._on_device(made, lambda: None, wall)
+    assert not found.parts and found.device.median == 2.0 and "no parts" in said[-1]
+
+
+def test_movement_is_what_is_no_product(monkeypatch):
+    said = []
+    setup = Setup(torch.device("cuda"), True, said.append, suite="tuner")
+    names = {"spin_kernel": 1, "nvjet_hsh_128x256": 4000, "indexSelectLargeIndex": 2000, "elementwise_kernel": 1000}
+    events = [
+        Event(name, 10_000 * (4 * run + place), took)
+        for run in range(5)
+        for place, (name, took) in enumerate(names.items())
+    ]
+    monkeypatch.setattr(measuring, "profiled", lambda calls: (events[: 4 * len(calls)], []))
+    assert bench_tuner_layers._moved(setup, [], ()).median == pytest.approx(0.003)
+    # Where the profiler is silent, the whole less the products.
+    monkeypatch.setattr(measuring, "profiled", lambda calls: ([], []))
+    times = {"whole": Times(3.0, 3.0, 3.0), "products": Times(1.0, 1.0, 1.0)}
+    monkeypatch.setattr(bench_tuner_layers, "spent_in_pieces", lambda *_: times)
+    assert bench_tuner_layers._moved(setup, [], ()).median == 2.0 and "products alone" in said[-1]
+
+
+@pytest.mark.parametrize("study", ["movement", "grouping"])
+def test_layers_are_timed_one_by_one_and_never_captured(study, monkeypatch):
+    """As on a GPU, where the whole of a network's products is more than a stream holds."""
+    kinds, counts = set(), []
+
+    def in_pieces(calls, device, clock, seconds):
+        kinds.update(type(piece()) for call in calls for piece in call)
+        counts.append({len(call) for call in calls})
+        return [Times(2.0, 1.0, 3.0)] * len(calls)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", None)
+    monkeypatch.setattr("benchmarks.suites.tuner_cases.in_pieces", in_pieces)
+    _, rows = quick(study)
+    # Of MinkUNet's 42 convolutions.
+    assert kinds == {torch.Tensor} and counts[0] == {42} and {r.value for r in rows if r.metric == "time"} == {2.0}
+
+
+def test_rows_of_a_device(monkeypatch):
+    monkeypatch.setattr(ledger, "device_name", lambda device: "a GPU")
+    write = Writer(
+        Setup(torch.device("cuda"), False, print, suite="tuner"),
+        Subjected(WORKLOADS["minkunet-kitti-1x"], torch.float16),
+        "sorted",
+    )
+    ways = {
+        name: Taken(
+            Times(t, t, t), Times(t / 2, t / 2, t / 2), {"map": Times(t / 4, t / 4, t / 4)}, Times(9.0, 9.0, 9.0)
+        )
+        for name, t in (("no", 4.0), ("yes", 2.0))
+    }
+    rows = list(rows_of(write, ways, "no"))
+    assert [(r.metric, r.clock, r.value, r.peer_value) for r in rows if r.case.endswith("sorted-yes")] == [
+        (CONVOLUTIONS, "gpu", 1.0, 2.0),
+        ("time", "gpu", 2.0, 4.0),
+        ("part:map", "gpu", 0.5, 1.0),
+        ("time", "wall", 9.0, 9.0),
+    ]
+    assert {r.case for r in rows if r.metric == "time"} == {
+        f"minkunet-kitti-1x/fp16/inference/sorted-{way}" for way in ("no", "yes")
+    }
+
+
+def test_goals(setup):
+    made, said = setup
+    _, (row, *_) = quick("sorted")
+    gains = Gains()
+
+    def like(value, p20, peer):
+        return type(row)(**{**vars(row), "value": value, "p20": p20, "peer_value": peer})
+
+    for one in (like(1.0, 0.9, 1.2), like(1.5, 1.3, 1.4), like(1.5, 1.45, 1.4)):
+        gains.note(one)
+    assert gains.slower == [row.case] and gains.ratios[row.case] == pytest.approx(1.4 / 1.5)
+    _say_apart(made, like(1.0, 1.0, 1.0), ["k3 at 1: x natively, y from there"])
+    _say_apart(made, like(1.2, 1.0, 1.0), ["k3 at 1: x natively, y from there"])
+    assert said[-2].endswith("1.000: met") and said[-1].endswith(
+        "groups that differ: k3 at 1: x natively, y from there"
+    )

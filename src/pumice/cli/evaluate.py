@@ -1,0 +1,176 @@
+"""How good and how fast a trained network is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from pumice.cli.task import Task, example
+from pumice.cli.training import autocast
+from pumice.data import Scan
+from pumice.ops import SparseTensor
+
+_BINS = 120
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """From a confusion matrix [true, predicted] over labelled points. iou is NaN for a class that never occurs."""
+
+    confusion: np.ndarray
+
+    @property
+    def accuracy(self) -> float:
+        return float(np.trace(self.confusion) / max(self.confusion.sum(), 1))
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Labelled points per class."""
+        return self.confusion.sum(axis=1)
+
+    @property
+    def present(self) -> int:
+        """How many classes occur."""
+        return int((self.counts > 0).sum())
+
+    @property
+    def iou(self) -> np.ndarray:
+        """|true and predicted| / |true or predicted| per class."""
+        hit = np.diag(self.confusion).astype(float)
+        joint = self.confusion.sum(axis=0) + self.confusion.sum(axis=1) - hit
+        return np.where(self.counts > 0, hit / np.maximum(joint, 1), np.nan)
+
+    @property
+    def miou(self) -> float:
+        """Mean of iou over the classes that occur."""
+        present = self.iou[self.counts > 0]
+        return float(present.mean()) if len(present) else 0.0
+
+
+def confusion(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
+    """int64 [classes, classes]: how many points of each class (row) were predicted as each (column)."""
+    counted = (labels >= 0) & (labels < classes)
+    cells = labels[counted] * classes + predicted[counted]
+    return np.bincount(cells, minlength=classes * classes).reshape(classes, classes)
+
+
+@torch.no_grad()
+def predict(net: nn.Module, scan: Scan, task: Task, device: torch.device, precision: str) -> np.ndarray:
+    """int64 [P]: the class of every point."""
+    net.eval()
+    sample = example(scan, task, device)
+    with autocast(device, precision):
+        classes = net(sample.x).feats.argmax(dim=1)
+    return classes[sample.x.inverse].cpu().numpy()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of `runs` inferences from coordinates to logits: their check and all kernel maps included."""
+
+    median: float
+    p20: float
+    p80: float
+    runs: int
+    voxels: int
+
+
+@torch.no_grad()
+def time_inference(net: nn.Module, x: SparseTensor, precision: str, runs: int = 20, budget: float = 15.0) -> Timing:
+    """Time `net` on fresh coordinates equal to x's, so that every kernel map is found anew.
+
+    At most `runs` runs after one to warm up, and no new one once `budget` seconds are spent.
+    """
+    net.eval()
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < runs + 1 and (len(times) < 3 or time.perf_counter() - start < budget):
+        _wait(x.device)
+        begin = time.perf_counter()
+        # Inside the clock: checking the coordinates sorts them, and the search for neighbours lives on that.
+        fresh = SparseTensor(x.feats, x.coords, spatial_shape=x.spatial_shape, batch_size=x.batch_size)
+        with autocast(x.device, precision):
+            net(fresh)
+        _wait(x.device)
+        times.append(1e3 * (time.perf_counter() - begin))
+    p20, median, p80 = np.quantile(times[1:], (0.2, 0.5, 0.8))
+    return Timing(float(median), float(p20), float(p80), len(times) - 1, len(x))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module of a network in one run: name, milliseconds, voxels and channels of its result."""
+
+    name: str
+    ms: float
+    voxels: int
+    channels: str
+
+
+@torch.no_grad()
+def time_layers(net: nn.Module, x: SparseTensor, precision: str, runs: int = 3) -> list[Layer]:
+    """The median time of every leaf module over `runs` runs with the maps at hand, in the order of use."""
+    net.eval()
+    order: list[str] = []
+    times: dict[str, list[float]] = {}
+    shapes: dict[str, tuple[int, str]] = {}
+    begun: dict[str, float] = {}
+
+    def before(name: str) -> None:
+        _wait(x.device)
+        begun[name] = time.perf_counter()
+
+    def after(name: str, inputs: tuple[object, ...], output: object) -> None:
+        _wait(x.device)
+        if name not in times:
+            order.append(name)
+        times.setdefault(name, []).append(1e3 * (time.perf_counter() - begun[name]))
+        if isinstance(output, SparseTensor):
+            given = inputs[0].channels if isinstance(inputs[0], SparseTensor) else output.channels
+            shapes[name] = (len(output), f"{given} to {output.channels}")
+
+    handles = []
+    for name, module in net.named_modules():
+        if not list(module.children()):
+            handles.append(module.register_forward_pre_hook(lambda m, i, name=name: before(name)))
+            handles.append(module.register_forward_hook(lambda m, i, o, name=name: after(name, i, o)))
+    try:
+        for _ in range(runs + 1):
+            with autocast(x.device, precision):
+                net(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [Layer(name, float(np.median(times[name][1:])), *shapes.get(name, (0, ""))) for name in order]
+
+
+def trivial_scores(train: Sequence[Scan], held_out: Sequence[Scan], classes: int) -> dict[str, Scores]:
+    """What takes no network: the commonest class for every point, and the commonest at each height (0.25 m bins)."""
+    votes = np.zeros((_BINS, classes), np.int64)
+    for scan in train:
+        assert scan.labels is not None
+        counted = scan.labels >= 0
+        np.add.at(votes, (_height_bin(scan)[counted], scan.labels[counted]), 1)
+    commonest = int(votes.sum(axis=0).argmax())
+    by_height = np.where(votes.sum(axis=1) > 0, votes.argmax(axis=1), commonest)
+    sums = {name: np.zeros((classes, classes), np.int64) for name in ("commonest class", "commonest at its height")}
+    for scan in held_out:
+        assert scan.labels is not None
+        sums["commonest class"] += confusion(scan.labels, np.full(len(scan.labels), commonest), classes)
+        sums["commonest at its height"] += confusion(scan.labels, by_height[_height_bin(scan)], classes)
+    return {name: Scores(total) for name, total in sums.items()}
+
+
+def _height_bin(scan: Scan) -> np.ndarray:
+    height = scan.xyz[:, 2] - np.percentile(scan.xyz[:, 2], 2)
+    return np.clip((height + 2) / 0.25, 0, _BINS - 1).astype(np.int64)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,391 @@
+"""The command line: pumice segment, predict, evaluate, demo, info, tune."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+import pumice
+from pumice.cli import checkpoint as checkpoint_
+from pumice.cli import info as info_
+from pumice.cli import segment as segment_
+from pumice.cli import tuned as tuned_
+from pumice.cli.job import Job, common_labels, hold_out, labelled, pick_device
+from pumice.cli.segment import Result
+from pumice.cli.training import Recipe, Step
+from pumice.data import READERS, Scan, find_scans, read_scan, street_scene
+from pumice.errors import OptionError, PumiceError
+from pumice.schedule.ledger import ledger
+from pumice.schedule.plans import plans
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+console = Console(highlight=False)
+# Scans that a network is tuned on; more of them tell little more.
+_SAMPLES = 4
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")]
+Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16 (autocast)")]
+OutFolder = Annotated[Path, typer.Option("--out", help="folder for the checkpoint, the report and metrics.json")]
+ReportFile = Annotated[Path | None, typer.Option(help="where to write the report [default: OUT/report.html]")]
+
+
+Labels = Annotated[
+    Path | None,
+    typer.Option(help="label file, or folder of label files [default: in the scan, beside it, or in ../labels]"),
+]
+Columns = Annotated[int | None, typer.Option(help="numbers per point in .bin files, if the guess is wrong")]
+Features = Annotated[
+    str | None,
+    typer.Option(help="take intensity, rgb or none of a scan's own features, or a constant in their place"),
+]
+Predictions = Annotated[
+    Path | None, typer.Option(help="folder for the class of every point [default: OUT/predictions]")
+]
+PredictionsAs = Annotated[
+    str,
+    typer.Option(help="label (SemanticKITTI), npz, ply (points with labels) or auto: label where it fits, else npz"),
+]
+Timing = Annotated[bool, typer.Option("--timing", help="time inference and its layers, too")]
+Scans = Annotated[Path, typer.Argument(help=f"a scan, or a folder of scans ({' '.join(READERS)})")]
+Trained = Annotated[Path, typer.Argument(help="a checkpoint of `pumice segment`")]
+SaveEvery = Annotated[int, typer.Option(help="epochs between checkpoints; 0: only the last")]
+
+
+def main() -> None:
+    """Run the command line; warnings and the library's own errors become one line each, errors exit code 1."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        try:
+            app()
+        except (PumiceError, OSError) as error:
+            _aside("error", "bold red", str(error))
+            sys.exit(1)
+
+
+def _aside(kind: str, style: str, text: str) -> None:
+    Console(stderr=True, highlight=False).print(Text.assemble((f"{kind}: ", style), text), soft_wrap=True)
+
+
+def _warn(message: Warning | str, *_: object) -> None:
+    _aside("warning", "yellow", str(message))
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"pumice {pumice.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version, help="show it")] = False,
+) -> None:
+    """Sparse convolution on point clouds: train, run and judge a network on scans."""
+
+
+@app.command()
+def segment(
+    path: Scans,
+    labels: Labels = None,
+    no_labels: Annotated[bool, typer.Option("--no-labels", help="ignore labels: run a checkpoint")] = False,
+    checkpoint: Annotated[Path | None, typer.Option(help="go on from this checkpoint, or run it")] = None,
+    epochs: Annotated[int | None, typer.Option(help="passes over the training scans [default: 60, or 20]")] = None,
+    voxel: Annotated[float | None, typer.Option(help="edge of a voxel in metres [default: 0.1]")] = None,
+    width: Annotated[float | None, typer.Option(help="factor on MinkUNet's channels [default: 0.5]")] = None,
+    columns: Columns = None,
+    features: Features = None,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    seed: int = 0,
+    save_every: SaveEvery = 1,
+    out: OutFolder | None = None,
+    report: ReportFile = None,
+    predictions: Predictions = None,
+    predictions_as: PredictionsAs = "auto",
+    timing: Timing = False,
+) -> None:
+    """Train MinkUNet on labelled scans, evaluate and draw it; without labels, run a checkpoint.
+
+    Every fifth scan of a folder is held out for the evaluation; a single scan is evaluated on itself. With a
+    --checkpoint, labels beside the scans are used where --labels names them.
+    """
+    if checkpoint is not None and (voxel is not None or width is not None):
+        raise OptionError("a --checkpoint brings its own voxel and width: leave --voxel and --width out")
+    if no_labels and (labels is not None or checkpoint is None):
+        raise OptionError("--no-labels runs a --checkpoint, and goes without --labels")
+    files = find_scans(path)
+    alone = len(hold_out(files)[0]) == 1
+    default = 60 if alone else 20
+    recipe = Recipe(default if epochs is None else epochs, augment=not alone, precision=precision, seed=seed)
+    job = Job(
+        out or Path("pumice-runs") / path.stem,
+        pick_device(device),
+        0.1 if voxel is None else voxel,
+        0.5 if width is None else width,
+        recipe,
+        checkpoint,
+        report,
+        features,
+        predictions,
+        predictions_as,
+        timing,
+        save_every,
+    )
+    _check_checkpoint(job)
+    wanted = False if no_labels else labels or (True if checkpoint is None else None)
+    scans = common_labels(list(_read(files, path, wanted, columns)))
+    if scans[0].labels is not None and recipe.epochs > 0:
+        _tell(_train(*hold_out(scans), job))
+        return
+    # Running a checkpoint must not overwrite what training it left.
+    _tell(segment_.apply(scans, job if out else replace(job, out=job.out.with_name(job.out.name + "-applied"))))
+
+
+@app.command()
+def predict(
+    checkpoint: Trained,
+    path: Scans,
+    columns: Columns = None,
+    features: Features = None,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    out: Annotated[Path | None, typer.Option(help="folder for the class of every point")] = None,
+    predictions_as: PredictionsAs = "auto",
+) -> None:
+    """Write what a checkpoint says of every point, one scan after the other; labels are ignored."""
+    folder = out or Path("pumice-runs") / f"{path.stem}-predictions"
+    recipe = Recipe(0, precision=precision)
+    job = Job(folder, pick_device(device), recipe=recipe, checkpoint=checkpoint, features=features)
+    job = replace(job, predictions=folder, predictions_as=predictions_as)
+    _check_checkpoint(job)
+    for _, file in segment_.predict(_read(find_scans(path), path, False, columns), job.opened()):
+        _say(f"wrote {file}")
+
+
+@app.command()
+def evaluate(
+    checkpoint: Trained,
+    path: Scans,
+    labels: Labels = None,
+    columns: Columns = None,
+    features: Features = None,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    out: OutFolder | None = None,
+    report: ReportFile = None,
+    predictions: Predictions = None,
+    predictions_as: PredictionsAs = "auto",
+    timing: Timing = False,
+) -> None:
+    """Judge a checkpoint on labelled scans: IoU per class, a report, and the class of every point."""
+    recipe = Recipe(0, precision=precision)
+    folder = out or Path("pumice-runs") / f"{path.stem}-evaluated"
+    job = Job(folder, pick_device(device), recipe=recipe, checkpoint=checkpoint, report=report, features=features)
+    job = replace(job, predictions=predictions, predictions_as=predictions_as, timing=timing)
+    _check_checkpoint(job)
+    scans = common_labels(list(_read(find_scans(path), path, labels or True, columns)))
+    _tell(segment_.apply(scans, job, scored=True))
+
+
+def _check_checkpoint(job: Job) -> None:
+    """Raise what is wrong with the checkpoint before scans are read."""
+    if job.checkpoint is not None:
+        checkpoint_.load(job.checkpoint, job.device)
+
+
+def _read(files: Sequence[Path], root: Path, labels: Path | bool | None, columns: int | None) -> Iterator[Scan]:
+    """The scans of the files, each told of; those that share a name are called by their path below `root`."""
+    stems = {file: file.name.partition(".")[0] for file in files}
+    names, places = Counter(stems.values()), Counter((file.parent, stem) for file, stem in stems.items())
+    for file, stem in stems.items():
+        scan = read_scan(file, labels, columns=columns)
+        if names[stem] > 1:
+            below = file.with_name(scan.name if places[file.parent, stem] == 1 else file.name)
+            scan = replace(scan, name=below.relative_to(root).as_posix())
+        _say(f"read  {scan.name}: {_told(scan)}")
+        yield scan
+
+
+@app.command()
+def demo(
+    scenes: Annotated[int, typer.Option(help="street scenes to train on")] = 12,
+    epochs: int = 12,
+    voxel: float = 0.15,
+    width: float = 0.25,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    seed: int = 0,
+    out: OutFolder = Path("pumice-runs/demo"),
+    report: ReportFile = None,
+    timing: Timing = False,
+) -> None:
+    """The main job on generated street scenes: train on some, evaluate on others. About two minutes on two cores."""
+    if scenes < 1:
+        raise OptionError(f"--scenes is at least 1, found {scenes}")
+    recipe = Recipe(epochs, precision=precision, seed=seed)
+    job = Job(out, pick_device(device), voxel, width, recipe, None, report, timing=timing)
+    train_on = [street_scene(seed + i, azimuths=720) for i in range(scenes)]
+    judge_on = [street_scene(seed + 1000 + i, azimuths=720) for i in range(2)]
+    points = sum(map(len, train_on))
+    _say(f"made  {scenes} street scenes with {points} points to train on, 2 others to be judged on")
+    _tell(_train(train_on, judge_on, job))
+
+
+@app.command()
+def info() -> None:
+    """Versions, devices and compilers: what is usable, and why not."""
+    console.print(info_.render(info_.collect()))
+
+
+@app.command()
+def tune(
+    context: typer.Context,
+    checkpoint: Annotated[Path | None, typer.Argument(help="tune this checkpoint of `pumice segment`")] = None,
+    path: Annotated[Path | None, typer.Argument(help="for scans like this one, or those in this folder")] = None,
+    show: Annotated[bool, typer.Option("--show", help="print them as a table")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="remove all of them")] = False,
+    export: Annotated[Path | None, typer.Option(metavar="FILE", help="write them to this file")] = None,
+    merge: Annotated[Path | None, typer.Option(metavar="FILE", help="take what is new or newer from an export")] = None,
+    budget: Annotated[float, typer.Option(help="seconds that tuning may take")] = 120.0,
+    columns: Columns = None,
+    features: Features = None,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+) -> None:
+    """Tune a checkpoint for scans, or tell what was tuned: tiles of kernels, plans of networks."""
+    if (checkpoint is not None) + show + clear + (export is not None) + (merge is not None) > 1:
+        raise OptionError("expected one of CHECKPOINT SCANS, --show, --clear, --export and --merge, found several")
+    if checkpoint is not None:
+        if path is None:
+            raise OptionError(f"tuning takes a checkpoint and scans like those it will meet, found only {checkpoint}")
+        recipe = Recipe(0, precision=precision)
+        job = Job(Path(), pick_device(device), recipe=recipe, checkpoint=checkpoint, features=features)
+        _check_checkpoint(job)
+        scans = _read(find_scans(path)[:_SAMPLES], path, False, columns)
+        console.print(str(segment_.tune(list(scans), job, budget)), markup=False, soft_wrap=True)
+        return
+    kept = tuned_.Kept(ledger(), plans())
+    if show:
+        tables = kept.tables()
+        for table in tables:
+            console.print(table)
+        if not tables:
+            _say(kept.nothing())
+    elif clear:
+        _say(kept.clear())
+    elif export is not None:
+        _say(kept.export(export))
+    elif merge is not None:
+        _say(kept.merge(merge))
+    else:
+        typer.echo(context.get_help())
+
+
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def bench() -> None:
+    """Benchmarks are run from a clone of the repository."""
+    raise OptionError("benchmarks are not installed: run `python -m benchmarks SUITE` in a clone of the repository")
+
+
+def _say(text: str) -> None:
+    # Outside a terminal a path must stay in one piece.
+    console.print(text, soft_wrap=True)
+
+
+def _told(scan: Scan) -> str:
+    lost = f", [yellow]{scan.dropped} not finite, left out[/]" if scan.dropped else ""
+    bare = ", [yellow]no labelled point, not trained on[/]" if scan.labels is not None and not labelled(scan) else ""
+    return f"{len(scan)} points{lost}{bare}"
+
+
+def _train(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job) -> Result:
+    progress = Progress(
+        TextColumn("train"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        _Figures(),
+        TextColumn("left"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+    )
+    # Where nobody watches a terminal, a line now and then says more than a bar.
+    shown = progress if console.is_terminal else nullcontext()
+    bar = progress.add_task("train", total=job.recipe.epochs * len(train_on))
+    # What a batch system sends before it ends a job saves the checkpoint, as Ctrl-C does.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with shown:
+            return segment_.run(train_on, judge_on, job, _watch(progress, bar))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _watch(progress: Progress, bar: object) -> Callable[[Step, int], None]:
+    def watch(step: Step, total: int) -> None:
+        if console.is_terminal:
+            progress.update(bar, completed=step.number, figures=_figures(step))  # type: ignore[arg-type]
+            if step.number == total:
+                progress.stop()
+                console.print("judge [dim]evaluate, time, draw[/]")
+        elif step.number in (1, total) or step.number % max(1, total // 10) == 0:
+            console.print(f"train {step.number}/{total}  {_figures(step)}")
+
+    return watch
+
+
+def _figures(step: Step) -> str:
+    return f"loss {step.loss:.3f}  accuracy {step.accuracy:.3f}  {step.speed / 1e3:.1f}k voxels/s"
+
+
+class _Figures(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("figures", ""), style="cyan")
+
+
+def _tell(result: Result) -> None:
+    if result.interrupted:
+        kept = f"the network so far is in {result.checkpoint}\ngo on with --checkpoint {result.checkpoint}"
+        _say(f"[yellow]stopped[/] after {len(result.steps)} steps; {kept if result.steps else 'nothing to save yet'}")
+        raise typer.Exit(130)
+    if result.scores is not None:
+        console.print(_score_table(result))
+        if result.judged_on_training:
+            _aside("warning", "yellow", "judged on the points it was trained on: expect less of it on new scans")
+    if result.timing is not None:
+        t = result.timing
+        _say(
+            f"inference {t.median:.1f} ms (20 %: {t.p20:.1f}, 80 %: {t.p80:.1f}; {t.runs} runs, {t.voxels} voxels, "
+            "kernel maps included)"
+        )
+    _say(f"checkpoint {result.checkpoint}\nreport     {result.report}\npredicted  {result.predictions}")
+
+
+def _score_table(result: Result) -> Table:
+    assert result.scores is not None
+    scores = result.scores
+    table = Table(title=f"on {result.where}", title_justify="left", box=None, padding=(0, 2))
+    table.add_column("class")
+    table.add_column("IoU", justify="right")
+    table.add_column("points", justify="right")
+    for name, iou, count in zip(result.task.names, scores.iou, scores.counts, strict=True):
+        if count:
+            table.add_row(name, f"{iou:.3f}", str(count))
+    over = f"over {scores.present} of {len(scores.iou)} classes"
+    table.add_row(f"[bold]mIoU[/] {over}", f"[bold]{scores.miou:.3f}[/]", str(int(scores.counts.sum())))
+    table.add_row("[bold]point accuracy[/]", f"[bold]{scores.accuracy:.3f}[/]", "")
+    for name, trivial in result.trivial.items():
+        table.add_row(f"[dim]mIoU of the {name}[/]", f"[dim]{trivial.miou:.3f}[/]", "")
+    return table

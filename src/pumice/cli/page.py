@@ -1,0 +1,136 @@
+"""One self-contained HTML page: its pieces, its numbers as text, and how it is written, plotly included.
+
+The page forbids itself every network request. Its frame is report.html beside this file.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from pumice.errors import FileError
+
+__all__ = [
+    "MISSING",
+    "Page",
+    "asset",
+    "card",
+    "digits",
+    "finite",
+    "json_text",
+    "large",
+    "panel",
+    "plotly_source",
+    "plural",
+    "write_page",
+]
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Page:
+    """Parts of a page. body: escaped HTML; data: input of the script; styles, script: files, see `asset`."""
+
+    title: str
+    body: str
+    data: Mapping[str, Any]
+    styles: tuple[str | Path, ...]
+    script: str | Path
+
+
+def write_page(path: str | Path, page: Page) -> Path:
+    """Writes the page (UTF-8 HTML; plotly is 5 MB of it) and returns its path. Missing folders are made.
+
+    Raises FileError where the file cannot be written.
+    """
+    path = Path(path)
+    text = _fill(
+        asset("report.html"),
+        {
+            "title": escape(page.title),
+            "css": "\n".join(map(asset, page.styles)),
+            "body": page.body,
+            "plotly": plotly_source(),
+            "data": json_text(page.data),
+            "script": asset(page.script),
+        },
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"{path}: expected a file that can be written, found: {error.strerror}") from error
+    return path
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    """Replaces every {{name}} in one pass, so that nothing inside a value is looked at again."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match.group(1)], template)
+
+
+def asset(file: str | Path) -> str:
+    """Text of a file: a name of this folder, or a path."""
+    return (Path(__file__).parent / file).read_text(encoding="utf-8")
+
+
+def plotly_source() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
+
+
+def json_text(data: Mapping[str, Any]) -> str:
+    """JSON that may stand inside a script element: no text in it can close the element."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+# The pieces of a page
+
+
+def card(key: str, value: str, unit: str, detail: str, main: bool = False) -> str:
+    """A number with its name above and more about it below."""
+    small = f"<small>{escape(unit)}</small>" if unit and value != MISSING else ""
+    return (
+        f'<div class="card{" main" if main else ""}"><div class="key">{escape(key)}</div>'
+        f'<div class="value">{escape(value)}{small}</div><div class="detail">{escape(detail)}</div></div>'
+    )
+
+
+def panel(title: str, note: str, inside: str) -> str:
+    """A section with a title; inside is HTML."""
+    line = f'<p class="note">{escape(note)}</p>' if note else ""
+    return f'<section class="panel"><header><h2>{escape(title)}</h2>{line}</header>{inside}</section>'
+
+
+# Numbers
+
+
+def finite(value: float | None) -> float | None:
+    """JSON knows no NaN."""
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def digits(value: float) -> str:
+    """Three significant digits, no exponent."""
+    if not math.isfinite(value):
+        return MISSING
+    places = 2 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{min(5, max(0, places))}f}"
+
+
+def large(value: float) -> str:
+    """Three digits with k, M or G."""
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{digits(value / factor)} {suffix}"
+    return f"{value:.0f}"
+
+
+def plural(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

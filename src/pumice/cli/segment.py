@@ -1,0 +1,244 @@
+"""The main job: scans in; a trained, evaluated, timed and drawn network out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from pumice.cli import checkpoint, evaluate
+from pumice.cli.evaluate import Layer, Scores, Timing
+from pumice.cli.info import distribution
+from pumice.cli.job import Job, choose_features, fit_to_task, labelled
+from pumice.cli.predictions import write_prediction
+from pumice.cli.report import (
+    CloudView,
+    InferenceTiming,
+    LayerTime,
+    Metrics,
+    Report,
+    RunFacts,
+    TrainStep,
+    class_styles,
+    write_report,
+)
+from pumice.cli.task import Task, example
+from pumice.cli.training import Step, autocast, train
+from pumice.data import Scan
+from pumice.engine import Tuning
+from pumice.engine import tune as tune_network
+from pumice.errors import FileError, OptionError
+
+Watch = Callable[[Step, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What came of a job. `interrupted` tells that training was stopped by hand; the checkpoint is saved all the same.
+
+    scores is None without labels; `where` says on which scans they were taken, `judged_on_training` that these were
+    trained on.
+    """
+
+    task: Task
+    steps: tuple[Step, ...]
+    checkpoint: Path
+    report: Path | None = None
+    predictions: Path | None = None
+    scores: Scores | None = None
+    where: str = ""
+    judged_on_training: bool = False
+    timing: Timing | None = None
+    trivial: dict[str, Scores] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Watch) -> Result:
+    """Train on labelled scans (or go on from job.checkpoint), evaluate, time, and write the report.
+
+    `watch(step, total)` is called after each step. Scans without a labelled point are not trained on.
+    KeyboardInterrupt in training saves the checkpoint and ends the job; later on it is the caller's.
+    """
+    same = len(train_on) == len(judge_on) == 1 and train_on[0] is judge_on[0]
+    train_on = [scan for scan in train_on if labelled(scan)]
+    if not train_on:
+        raise OptionError("no scan to train on has labels: give --labels, or a --checkpoint to run")
+    net, task = _network(train_on, job)
+    train_on, judge_on = (fit_to_task(scans, task, job.features) for scans in (train_on, judge_on))
+    steps: list[Step] = []
+    total = job.recipe.epochs * len(train_on)
+    path = job.opened().out / "checkpoint.safetensors"
+    try:
+        for step in train(net, train_on, task, job.recipe, job.device):
+            steps.append(step)
+            watch(step, total)
+            if job.save_every and step.number < total and step.number % (job.save_every * len(train_on)) == 0:
+                _save_early(path, net, task)
+    except KeyboardInterrupt:
+        saved = checkpoint.save_or_elsewhere(path, net, task) if steps else path
+        return Result(task, tuple(steps), saved, interrupted=True)
+    path = checkpoint.save_or_elsewhere(path, net, task)
+    if same:
+        where = "the training scan itself, none held out"
+        plain = Result(task, tuple(steps), path, where=where, judged_on_training=True)
+        return _finish(net, task, [(train_on[0], "train")], plain, job)
+    trivial = evaluate.trivial_scores(train_on, [s for s in judge_on if labelled(s)], len(task.names))
+    views = [(s, "held out") for s in judge_on] + [(train_on[0], "train")]
+    where = f"{len(judge_on)} held-out scans" if len(judge_on) > 1 else "1 held-out scan"
+    return _finish(net, task, views, Result(task, tuple(steps), path, where=where, trivial=trivial), job)
+
+
+def _save_early(path: Path, net: nn.Module, task: Task) -> None:
+    """A checkpoint between epochs. One that fails is warned of: there is still time to make room."""
+    try:
+        checkpoint.save(path, net, task)
+    except FileError as error:
+        warnings.warn(f"{error}; training goes on", stacklevel=2)
+
+
+def apply(scans: Sequence[Scan], job: Job, scored: bool = False) -> Result:
+    """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes.
+
+    Raises OptionError where they have none and `scored` says that they must.
+    """
+    if job.checkpoint is None:
+        raise OptionError("scans without labels need a --checkpoint to run")
+    net, task = checkpoint.load(job.checkpoint, job.device)
+    scans = fit_to_task(scans, task, job.features)
+    if scored and not any(map(labelled, scans)):
+        raise OptionError(f"no scan has labels of {job.checkpoint}'s classes ({', '.join(task.names)}): give --labels")
+    result = Result(task, (), job.checkpoint, where=f"{len(scans)} scans" if len(scans) > 1 else "1 scan")
+    return _finish(net, task, [(scan, "") for scan in scans], result, job.opened())
+
+
+def predict(scans: Iterable[Scan], job: Job) -> Iterator[tuple[Scan, Path]]:
+    """Run job.checkpoint on one scan after the other, and yield each with the file of its predictions."""
+    assert job.checkpoint is not None and job.predictions is not None
+    net, task = checkpoint.load(job.checkpoint, job.device)
+    for scan in scans:
+        (fitted,) = fit_to_task([scan], task, job.features)
+        classes = evaluate.predict(net, fitted, task, job.device, job.recipe.precision)
+        yield scan, write_prediction(job.predictions, fitted, classes, task, job.predictions_as)
+
+
+def tune(scans: Sequence[Scan], job: Job, budget: float) -> Tuning:
+    """Tune job.checkpoint for scans like these, within `budget` seconds; what is found is kept for the user."""
+    assert job.checkpoint is not None
+    net, task = checkpoint.load(job.checkpoint, job.device)
+    samples = [example(scan, task, job.device).x for scan in fit_to_task(scans, task, job.features)]
+    with autocast(job.device, job.recipe.precision):
+        return tune_network(net.eval(), samples, budget=budget)
+
+
+def _network(scans: Sequence[Scan], job: Job) -> tuple[nn.Module, Task]:
+    labels = scans[0].label_set
+    assert labels is not None
+    if job.checkpoint is None:
+        torch.manual_seed(job.recipe.seed)
+        task = Task.of([choose_features(scan, job.features) for scan in scans], labels, job.voxel, job.width)
+        return task.network().to(job.device), task
+    net, task = checkpoint.load(job.checkpoint, job.device)
+    if not set(labels.names) <= set(task.names):
+        raise FileError(f"{job.checkpoint}: expected the classes {labels.names}, found {task.names}")
+    return net, task
+
+
+def _finish(net: nn.Module, task: Task, views: Sequence[tuple[Scan, str]], result: Result, job: Job) -> Result:
+    precision = job.recipe.precision
+    predicted = [evaluate.predict(net, scan, task, job.device, precision) for scan, _ in views]
+    scores = _scores(views, predicted, task)
+    timing, layers = None, []
+    if job.timing:
+        x = example(views[0][0], task, job.device).x
+        timing, layers = evaluate.time_inference(net, x, precision), evaluate.time_layers(net, x, precision)
+    folder = job.predictions or job.out / "predictions"
+    for (scan, _), classes in zip(views, predicted, strict=True):
+        write_prediction(folder, scan, classes, task, job.predictions_as)
+    page = job.report or job.out / "report.html"
+    done = replace(result, scores=scores, timing=timing, report=page, predictions=folder)
+    assert done.report is not None
+    write_report(done.report, _report(done, views, predicted, layers, job))
+    (job.out / "metrics.json").write_text(json.dumps(_metrics(done), indent=1) + "\n", encoding="utf-8")
+    return done
+
+
+def _scores(views: Sequence[tuple[Scan, str]], predicted: Sequence[np.ndarray], task: Task) -> Scores | None:
+    """Scores over the views that are not mere training scans beside held-out ones; None where nothing is labelled."""
+    splits = {split for _, split in views}
+    judged = "held out" if "held out" in splits else next(iter(splits))
+    total = np.zeros((len(task.names),) * 2, np.int64)
+    for (scan, split), classes in zip(views, predicted, strict=True):
+        if split == judged and scan.labels is not None:
+            total += evaluate.confusion(scan.labels, classes, len(task.names))
+    return Scores(total) if total.any() else None
+
+
+def _report(
+    result: Result,
+    views: Sequence[tuple[Scan, str]],
+    predicted: Sequence[np.ndarray],
+    layers: Sequence[Layer],
+    job: Job,
+) -> Report:
+    task, timing = result.task, result.timing
+    spent = max(sum(layer.ms for layer in layers), 1e-9)
+    device = _device_name(job.device)
+    scores = result.scores
+    return Report(
+        title="Semantic segmentation",
+        views=[
+            CloudView(scan.name, scan.xyz, scan.labels, classes, split)
+            for (scan, split), classes in zip(views, predicted, strict=True)
+        ],
+        classes=class_styles(task.names, task.colors),
+        history=[TrainStep(s.number, s.loss, s.accuracy, s.speed) for s in result.steps],
+        metrics=None
+        if scores is None
+        else Metrics(scores.accuracy, scores.miou, scores.iou.tolist(), scores.counts.tolist(), result.where),
+        timing=None
+        if timing is None
+        else InferenceTiming(
+            timing.median, timing.p20, timing.p80, timing.voxels, device, job.recipe.precision, True, timing.runs
+        ),
+        layers=[LayerTime(a.name, a.ms, a.ms / spent, a.voxels, a.channels) for a in layers if a.voxels],
+        facts=RunFacts(
+            device=device,
+            versions={"pumice": distribution("pumice") or "from source", "torch": torch.__version__},
+            voxel_size=task.voxel,
+            commands=[shlex.join(["pumice", *sys.argv[1:]])],
+            extra=_extra(result),
+        ),
+    )
+
+
+def _extra(result: Result) -> dict[str, str]:
+    rows = {f"mIoU of the {name}": f"{scores.miou:.3f}" for name, scores in result.trivial.items()}
+    return {"network": f"MinkUNet, width {result.task.width}", "scored on": result.where, **rows}
+
+
+def _metrics(result: Result) -> dict[str, object]:
+    """The figures of a run in plain numbers."""
+    scores, timing = result.scores, result.timing
+    figures: dict[str, object] = {"where": result.where, "steps": len(result.steps)}
+    if scores is not None:
+        iou = {name: None if np.isnan(v) else float(v) for name, v in zip(result.task.names, scores.iou, strict=True)}
+        figures |= {"point_accuracy": scores.accuracy, "miou": scores.miou, "iou": iou}
+        figures |= {"classes_scored": scores.present, "judged_on_training": result.judged_on_training}
+    figures |= {f"miou of the {name}": trivial.miou for name, trivial in result.trivial.items()}
+    if timing is not None:
+        figures["inference_ms"] = {"median": timing.median, "p20": timing.p20, "p80": timing.p80}
+    return figures
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"

@@ -1,0 +1,101 @@
+"""Training as a stream of steps, so that whoever watches may stop it at any of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pumice.cli.task import IGNORE, Example, Task, example
+from pumice.data import Scan
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train. precision: "fp32", "bf16" or "fp16" (autocast). augment: turn, mirror and scale scans by chance."""
+
+    epochs: int
+    rate: float = 4e-3
+    decay: float = 1e-2
+    augment: bool = True
+    precision: str = "fp32"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step: its number from 1, loss, share of labelled voxels that were right, voxels per second."""
+
+    number: int
+    loss: float
+    accuracy: float
+    speed: float
+
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train(net: nn.Module, scans: Sequence[Scan], task: Task, recipe: Recipe, device: torch.device) -> Iterator[Step]:
+    """Train `net` in place, one scan a step, and yield each step: `recipe.epochs * len(scans)` of them.
+
+    Cross entropy over labelled voxels, rare classes weighted by one over the square root of their share; AdamW with
+    a one-cycle rate.
+    """
+    chance = np.random.default_rng(recipe.seed)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=recipe.rate, weight_decay=recipe.decay)
+    total = max(1, recipe.epochs * len(scans))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=total, pct_start=0.2)
+    scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
+    fixed = None if recipe.augment else [example(scan, task, device) for scan in scans]
+    loss_of = nn.CrossEntropyLoss(weight=class_weights(scans, task).to(device), ignore_index=IGNORE)
+    net.train()
+    number = 0
+    for _ in range(recipe.epochs):
+        for index in chance.permutation(len(scans)):
+            start = time.perf_counter()
+            sample = example(scans[index], task, device, chance) if fixed is None else fixed[index]
+            loss, right = _step(net, sample, loss_of, optimizer, scaler, recipe.precision)
+            schedule.step()
+            number += 1
+            yield Step(number, loss, right, len(sample.x) / (time.perf_counter() - start))
+
+
+def _step(
+    net: nn.Module,
+    sample: Example,
+    loss_of: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    precision: str,
+) -> tuple[float, float]:
+    assert sample.labels is not None
+    with autocast(sample.x.device, precision):
+        logits = net(sample.x).feats
+    loss = loss_of(logits.float(), sample.labels)
+    optimizer.zero_grad(set_to_none=True)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    counted = sample.labels != IGNORE
+    right = (logits.argmax(dim=1) == sample.labels)[counted].float().mean()
+    return loss.item(), right.item()
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The autocast context of a precision; none for fp32."""
+    dtype = PRECISIONS[precision]
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def class_weights(scans: Sequence[Scan], task: Task) -> Tensor:
+    """float32 [classes]: 1 / sqrt(share of the points), scaled to a mean of 1 over the classes present."""
+    counts = np.zeros(len(task.names))
+    for scan in scans:
+        if scan.labels is not None:
+            counts += np.bincount(scan.labels[scan.labels >= 0], minlength=len(counts))[: len(counts)]
+    weights = np.where(counts > 0, 1 / np.sqrt(np.maximum(counts, 1) / max(counts.sum(), 1)), 0)
+    return torch.tensor(weights / max(weights[weights > 0].mean(), 1e-9) if weights.any() else weights).float()

@@ -1,0 +1,152 @@
+"""The user's tuned tiles and plans at the command line: as tables, to a file and back, and gone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from pumice.errors import FileError
+from pumice.schedule.ledger import Key, Ledger, Tuned
+from pumice.schedule.plans import Plan, PlanKey, Plans
+
+__all__ = ["Kept"]
+
+STATEMENT = 64
+"""Characters of a statement in the table."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """All that a user has tuned. What it does it tells in a line; each raises FileError."""
+
+    tiles: Ledger
+    plans: Plans
+
+    def tables(self) -> list[RenderableType]:
+        """The tiles and the plans, those that there are, each device by itself."""
+        tiles, plans = self.tiles.all(), self.plans.all()
+        found = [_tiles(tiles, device) for device in sorted({key.device for key in tiles})]
+        return [*found, *(_plans(plans, device) for device in sorted({key.device for key in plans}))]
+
+    def clear(self) -> str:
+        """Remove everything."""
+        removed = [
+            f"{_count(number, name)} from {own.path}"
+            for own, name in ((self.tiles, "tile"), (self.plans, "plan"))
+            if (number := own.clear())
+        ]
+        return f"removed {' and '.join(removed)}" if removed else self.nothing()
+
+    def export(self, file: Path) -> str:
+        """Write everything to a file, if there is anything."""
+        tiles, plans = len(self.tiles.all()), len(self.plans.all())
+        if not tiles and not plans:
+            return self.nothing()
+        text = self.tiles.export()
+        if plans:
+            # Where only tiles were known, this is an export of tiles.
+            text = f'{text.rstrip()[:-1]}, "plans": {self.plans.export().rstrip()}}}\n'
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as problem:
+            raise FileError(f"{file} cannot be written ({problem.strerror or problem})") from problem
+        return f"wrote {_both(tiles, plans)} to {file}"
+
+    def merge(self, file: Path) -> str:
+        """Take what is new or newer from an export, or from a file of tiles or of plans."""
+        given = dict(_documents(file))
+        try:
+            tiles = self.tiles.merge(given["tiles"]) if "tiles" in given else 0
+            plans = self.plans.merge(given["plans"]) if "plans" in given else 0
+        except FileError as problem:
+            raise problem if str(file) in str(problem) else FileError(f"{file}: {problem}") from problem
+        return f"took {_both(tiles, plans)} that {file} has new or newer"
+
+    def nothing(self) -> str:
+        """What is said where there is none of both."""
+        plans = "`pumice tune CHECKPOINT SCANS` and pumice.tune(model, samples) make plans"
+        makers = f"{plans}; f.tune(...) and `with pm.tuning():` make tiles on a GPU"
+        return f"no tuned tiles in {self.tiles.path} and no tuned plans in {self.plans.path}: {makers}"
+
+
+def _documents(file: Path) -> Iterator[tuple[str, Path | str]]:
+    """What a file has, by kind. What is neither is given for tiles, which will say so."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        found = None
+    plans = found.get("plans") if isinstance(found, dict) else None
+    if isinstance(plans, list):
+        yield "plans", file
+        return
+    if plans is not None:
+        yield "plans", json.dumps(plans)
+    yield "tiles", file
+
+
+def _tiles(found: Mapping[Key, Tuned], device: str) -> Table:
+    """Of a device, by statement."""
+    table = _table(f"tiles of {device}", "statement, dtypes, sizes from", "tile", ">ms", "tuned")
+    own = [(key, tuned) for key, tuned in found.items() if key.device == device]
+    for key, tuned in sorted(own, key=lambda item: (item[0].statement, item[0].dtypes, item[0].sizes)):
+        statement, below, *cells = _cells(key, tuned)
+        table.add_row(_told(statement, below), *map(Text, cells))
+    return table
+
+
+def _plans(found: Mapping[PlanKey, Plan], device: str) -> Table:
+    """Of a device, by network: below its name what each group of layers runs."""
+    table = _table(f"plans of {device}", "network, dtypes, mode, dataflows", ">ms before", ">ms", "tuned")
+    own = [(key, plan) for key, plan in found.items() if key.device == device]
+    for key, plan in sorted(own, key=lambda item: (item[1].about, item[0].mode)):
+        flows = [f"{group}: {flow}" for group, flow in plan.flows.items()] or ["as the planner picks"]
+        about = plan.about + ("" if plan.finished else " (unfinished)")
+        before, after = (f"{1e3 * spent['total']:.4f}" for spent in (plan.before, plan.after))
+        told = _told(about, f"{key.dtypes}, {key.mode}", *flows)
+        table.add_row(told, *map(Text, (before, after, _date(plan))))
+    return table
+
+
+def _table(title: str, first: str, *names: str) -> Table:
+    """Text in its cells, no markup: "[m,n]" is no style. Names of numbers begin with ">".
+
+    What is long is all in the first column, which is folded where the terminal is narrow.
+    """
+    table = Table(box=None, padding=(0, 1), title=Text(title), title_justify="left", title_style="bold")
+    table.add_column(first, overflow="fold", min_width=28)
+    for name in names:
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=name != "tile")
+    return table
+
+
+def _told(head: str, *below: str) -> Group:
+    """Text with lines below it, pushed in."""
+    return Group(Text(head), *(Padding(Text(line), (0, 0, 0, 2)) for line in below))
+
+
+def _cells(key: Key, tuned: Tuned) -> tuple[str, ...]:
+    dtypes = " ".join(key.dtypes) + (f" ({key.precision})" if key.precision else "")
+    sizes = " ".join(str(round(2 ** (size / 2))) for size in key.sizes)
+    best = "" if tuned.seconds is None else f"{1e3 * tuned.seconds:.4f}"
+    statement = shorten(key.statement, STATEMENT, placeholder=" ...")
+    return statement, f"{dtypes}, from {sizes}", str(tuned.tile), best, _date(tuned)
+
+
+def _date(tuned: Tuned | Plan) -> str:
+    return tuned.date.astimezone().strftime("%Y-%m-%d")
+
+
+def _both(tiles: int, plans: int) -> str:
+    return _count(tiles, "tile") + (f" and {_count(plans, 'plan')}" if plans else "")
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} tuned {name}{'s' * (number != 1)}"

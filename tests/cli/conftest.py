@@ -1,0 +1,60 @@
+"""Fixtures of this folder: tiny labelled scenes, scenes as files, and the command line in this process."""
+
+import functools
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from cases import one_thread  # noqa: F401
+from commands import run_command
+
+from pumice.cli import evaluate, main, page
+from pumice.data import street_scene
+
+
+@functools.lru_cache
+def scene(seed=0):
+    """A labelled street of about 1300 points, every class present."""
+    return street_scene(seed, beams=16, azimuths=96)
+
+
+@pytest.fixture
+def scenes():
+    """`scenes(n)`: the first n tiny streets."""
+    return lambda count: [scene(seed) for seed in range(count)]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write("name.npz", scan, labels=False)`: a scan as a file in the test's own folder."""
+
+    def write(name, scan, labels=True):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        arrays = {"xyz": scan.xyz, "feats": scan.feats}
+        if labels and scan.labels is not None:
+            arrays["labels"] = scan.labels
+        np.savez(path, **arrays)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def pumice(monkeypatch, capsys):
+    """`pumice("segment", path, ...)`: the command line as its entry point runs it."""
+    return partial(run_command, main.main, "pumice", monkeypatch, capsys)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Three timed inferences instead of twenty, and reports without the 5 MB of plotly."""
+    timed = functools.partial(evaluate.time_inference, runs=2)
+    monkeypatch.setattr(evaluate, "time_inference", timed)
+    monkeypatch.setattr(page, "plotly_source", lambda: "/* plotly */")
+
+
+def with_labels(scan, labels):
+    """The scan with other labels."""
+    return replace(scan, labels=labels)

@@ -1,0 +1,133 @@
+"""How many calls of functions of src/pumice each journey makes, as JSON: `python -m journeys.calls`.
+
+A journey is one call by a user. Convolutions run on the emulated device (tests/emulated.py), so that the whole way to
+the launch of a kernel is walked; language/nodes.py is left out. Generators count each time that they go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from emulated import emulated
+
+import pumice as pm
+from pumice import nn
+from pumice.coords import Relation, kernel_map
+from pumice.language.bind import bind
+from pumice.language.parse import parse
+from pumice.lower import triton
+from pumice.testing import random_cloud
+
+PACKAGE = str(Path(pm.__file__).parent) + os.sep
+LEFT_OUT = os.path.join(PACKAGE, "language", "nodes.py")
+MATMUL = "C[i,n] = A[i,k] * B[k,n]"
+SEEN = 4
+"""Calls after which a journey is one that was seen before."""
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    found = 0
+
+    def turn(frame, event, argument):
+        nonlocal found
+        path = frame.f_code.co_filename
+        found += event == "call" and path.startswith(PACKAGE) and path != LEFT_OUT
+
+    before = sys.getprofile()
+    sys.setprofile(turn)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def seen(function: Callable[[], object]) -> int:
+    for _ in range(SEEN):
+        function()
+    return calls_of(function)
+
+
+def scene(rows: int, seed: int = 1) -> pm.SparseTensor:
+    coords = random_cloud(rows, 3, extent=(24, 24, 12), seed=seed)
+    return pm.SparseTensor(torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed)), coords)
+
+
+def network() -> nn.Sequential:
+    units = [nn.Conv3d(8, 16, 3, bias=False), nn.BatchNorm(16), nn.ReLU()]
+    return nn.Sequential(*units, nn.Conv3d(16, 16, 3, bias=False), nn.BatchNorm(16), nn.ReLU())
+
+
+def step(module: torch.nn.Module, x: pm.SparseTensor) -> None:
+    module.zero_grad()
+    module(x).feats.sum().backward()
+
+
+def mapped(x: pm.SparseTensor) -> pm.SparseTensor:
+    """With the kernel map of a window of 3, which is not laid out yet."""
+    kernel_map(x.geometry, Relation.of(3, 3))
+    return x
+
+
+def moved(x: pm.SparseTensor, cells: int) -> pm.SparseTensor:
+    """The scene elsewhere: another map, as large."""
+    shift = torch.tensor([0, cells, cells, cells], dtype=torch.int32)
+    return mapped(pm.SparseTensor(x.feats, x.coords + shift))
+
+
+def of_a_layer(x: pm.SparseTensor) -> dict[str, int]:
+    """Of a convolution without gradients: over maps of x's size bucket, and of another whose kernel is known."""
+    layer, same, laid_out, other = nn.Conv3d(8, 16, 3, bias=False), moved(x, 2), moved(x, 4), mapped(scene(350, 2))
+    found = {"layer, first call": calls_of(lambda: layer(x)), "layer, seen": seen(lambda: layer(x))}
+    layer(moved(x, 1))
+    found["layer, another map of the bucket, with its layout"] = calls_of(lambda: layer(same))
+    with torch.enable_grad():
+        layer(laid_out)
+    found["layer, another map of the bucket, laid out"] = calls_of(lambda: layer(laid_out))
+    found["layer, a map of another bucket, with its layout"] = calls_of(lambda: layer(other))
+    return found
+
+
+def on_the_device() -> dict[str, int]:
+    x = scene(400)
+    with torch.no_grad():
+        found = of_a_layer(x)
+        net = network().eval()
+        found["Sequential, evaluation, seen"] = seen(lambda: net(x))
+    net = network()
+    found["Sequential, first training step"] = calls_of(lambda: step(net, x))
+    found["Sequential, training step, seen"] = seen(lambda: step(net, x))
+    layer = nn.Conv3d(8, 16, 3, bias=False)
+    found["layer, training step, seen"] = seen(lambda: step(layer, x))
+    a, b = torch.randn(40, 33), torch.randn(33, 20)
+    found["einsum text to Triton source"] = calls_of(lambda: source_of(MATMUL, {"A": a, "B": b}))
+    return found
+
+
+def source_of(text: str, operands: dict[str, torch.Tensor]) -> str:
+    return triton.source_of(bind(parse(text), {name: tuple(x.shape) for name, x in operands.items()}), operands)
+
+
+def on_a_cpu() -> dict[str, int]:
+    a, b, x = torch.randn(40, 33), torch.randn(33, 20), scene(400)
+    found = {"kernel map of a cloud (CPU)": calls_of(lambda: kernel_map(x.geometry, Relation.of(3, 3)))}
+    found["einsum, seen (CPU)"] = seen(lambda: pm.einsum(MATMUL, A=a, B=b))
+    return found
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder, emulated(Path(folder)):
+        found = on_the_device()
+    print(json.dumps(found | on_a_cpu(), indent=1))
+
+
+if __name__ == "__main__":
+    main()
