@@ -94,7 +94,7 @@ def profile_(
     out: Annotated[Path, typer.Option(help="folder for profile.html and profile.png")] = Path("pumice-runs/profile"),
 ) -> None:
     """Host time of an eager pass: by part, by function, by layer, and as a flame graph."""
-    found = profile.profile(profile.Asked(model, scan, pick_device(device), precision, voxel, passes))
+    found = profile.profile(profile.ProfileOptions(model, scan, pick_device(device), precision, voxel, passes))
     written, picture = page.write(found, out)
     _say(page.summary(found))
     for table in page.tables(found):

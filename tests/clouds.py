@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pumice.coords import Bounds, Cloud, Geometry, Relation, Site, morton_argsort
-from pumice.coords.cloud import clear
-from pumice.coords.outputs import Outputs, room_of, site_of
+from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, morton_argsort
+from pumice.coords.buffer import new_status
+from pumice.coords.outputs import Outputs, max_outputs, site_of
 
 INT32 = (-(2**31), 2**31 - 1)
 SIDES = {1: 150, 2: 14, 3: 7, 4: 4}
@@ -66,28 +66,28 @@ class Scene:
         high = tuple(min(INT32[1], h + self.loose) for h in tight.high)
         return Bounds(low, high, max(tight.batch, 1))
 
-    def cloud(self) -> Cloud:
+    def cloud(self) -> CoordBuffer:
         return buffered(self.coords(), self.spare, self.bounds())
 
 
-def buffered(coords: Tensor, spare: int, bounds: Bounds | None = None) -> Cloud:
+def buffered(coords: Tensor, spare: int, bounds: Bounds | None = None) -> CoordBuffer:
     """`coords` in a buffer with room for `spare` more, which hold copies and neighbours of the living."""
     bounds = bounds or Bounds.of(coords)
     dead = torch.tensor([[0, *bounds.low], [0, *bounds.high], [-1, *bounds.low]], dtype=torch.int32)
     dead = torch.cat([dead, *((coords[:4], (coords[:4] + 1).clamp(max=INT32[1])) if len(coords) else ())])
     dead = dead.repeat(-(-spare // len(dead)), 1)[:spare]
     count = torch.tensor([len(coords)], dtype=torch.int32)
-    return Cloud(torch.cat([coords, dead]), count, bounds, clear(coords.device), exact=spare == 0)
+    return CoordBuffer(torch.cat([coords, dead]), count, bounds, new_status(coords.device), exact=spare == 0)
 
 
-def fresh(cloud: Cloud) -> Cloud:
+def fresh(cloud: CoordBuffer) -> CoordBuffer:
     """The same with a status word of its own."""
-    return Cloud(cloud.coords, cloud.count, cloud.bounds, clear(cloud.device), cloud.exact)
+    return CoordBuffer(cloud.coords, cloud.count, cloud.bounds, new_status(cloud.device), cloud.exact)
 
 
-def asked(cloud: Cloud, stride: Sequence[int], spare: int = 5) -> Cloud:
+def asked(cloud: CoordBuffer, stride: Sequence[int], spare: int = 5) -> CoordBuffer:
     """Outputs for a lookup at this stride: where inputs are met, and some far from all of them."""
-    living = cloud.coords[cloud.live()].long()
+    living = cloud.coords[cloud.valid_mask()].long()
     scale = torch.tensor((1, *stride))
     near = torch.div(living, scale, rounding_mode="floor")
     strange = near[: len(near) // 4 + 1] + torch.tensor((0, *((9,) * cloud.dim)))
@@ -96,7 +96,7 @@ def asked(cloud: Cloud, stride: Sequence[int], spare: int = 5) -> Cloud:
     return buffered(places, spare)
 
 
-def neighbours(cloud: Cloud, outputs: Cloud, relation: Relation) -> Tensor:
+def neighbours(cloud: CoordBuffer, outputs: CoordBuffer, relation: Relation) -> Tensor:
     """int32 [capacity, K] by dictionary: the least row at stride * out + offset, -1 where there is none."""
     held: dict[tuple[int, ...], int] = {}
     for row, place in enumerate(cloud.coords[: int(cloud.count)].tolist()):
@@ -167,9 +167,9 @@ def outputs(coords: Tensor, relation: Relation, shape: Sequence[int] | None) -> 
     return {cell for cell in found if all(0 <= c < n for c, n in zip(cell[1:], extent, strict=True))}
 
 
-def site_around(cloud: Cloud) -> Site:
+def site_around(cloud: CoordBuffer) -> GridSpec:
     """What is known of a cloud without a spatial_shape."""
-    return Site((1,) * cloud.dim, None, cloud.bounds.batch, cloud.bounds)
+    return GridSpec((1,) * cloud.dim, None, cloud.bounds.batch, cloud.bounds)
 
 
 def within(shape: Sequence[int]) -> Geometry:
@@ -182,7 +182,7 @@ def within(shape: Sequence[int]) -> Geometry:
     return Geometry.checked(coords[torch.randperm(len(coords), generator=torch.Generator().manual_seed(1))])
 
 
-def outputs_agree(cloud: Cloud, site: Site, relation: Relation, ways: Sequence[type]) -> None:
+def outputs_agree(cloud: CoordBuffer, site: GridSpec, relation: Relation, ways: Sequence[type]) -> None:
     """All ways to find outputs give those of a loop, in order; with just the room that they need and with more."""
     goal = site_of(site, relation)
     want = outputs(cloud.coords[: int(cloud.count)], relation, site.spatial_shape)
@@ -193,7 +193,7 @@ def outputs_agree(cloud: Cloud, site: Site, relation: Relation, ways: Sequence[t
         got = made.geometry(count)
         assert got.coords.dtype == torch.int32 and got.site == goal
         assert {tuple(place) for place in got.coords.tolist()} == want, way
-        assert count == len(want) <= room_of(cloud.capacity, relation, goal)
+        assert count == len(want) <= max_outputs(cloud.capacity, relation, goal)
         assert torch.equal(morton_argsort(got.coords, Bounds.of(got.coords)), torch.arange(count)), way
         padded = made.cloud(count + 5)
         assert torch.equal(padded.coords[:count], got.coords) and bool((padded.coords[count:] == -1).all())

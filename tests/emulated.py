@@ -18,10 +18,10 @@ import torch
 import pumice as pm
 from pumice.language.nodes import accesses_of, indices_of
 from pumice.lower import direct, maps, norm, plan, stamp
-from pumice.lower import triton as kernels
+from pumice.lower import kernel as kernels
 from pumice.nn import fused
-from pumice.ops import line, linear, register, trained
-from pumice.schedule.ledger import Ledger
+from pumice.ops import autograd, line, linear, trained
+from pumice.schedule.tuned_tiles import Ledger
 
 STREAM = 7
 TENSORS = ("operand", "result")
@@ -473,8 +473,8 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
     """Within it, tensors of the CPU are as those of a GPU to everything that asks. gpu: one that knows kernels."""
     gpu, ours = gpu or Gpu(), Ledger(folder / "tiles.json")
     gpu.clear()
-    emitted, read, started, empty = kernels.emitted, maps.read, line.started, torch.Tensor.new_empty
-    trains, goes_back, shared = trained.started, trained._Run.backward, norm.scratch
+    emitted, read, started, empty = kernels.generated_kernel, maps.read, line.started, torch.Tensor.new_empty
+    trains, goes_back, shared = trained.started, trained._Run.backward, norm.workspace
 
     def emitted_too(bound, given, tile, how):
         made = emitted(bound, given, tile, how)
@@ -551,8 +551,8 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         patch.setattr(direct, "starts_kernels", lambda x: True)
         patch.setattr(fused, "_worth", lambda x: isinstance(x, pm.SparseTensor))
         for module in (fused, LAYERS):
-            patch.setattr(module, "takes", lambda *tensors: register.plain(tensors))
-        patch.setattr(kernels, "emitted", emitted_too)
+            patch.setattr(module, "takes", lambda *tensors: autograd.is_plain_call(tensors))
+        patch.setattr(kernels, "generated_kernel", emitted_too)
         patch.setattr(maps, "read", read_too)
         patch.setattr(line, "started", started_too)
         patch.setattr(torch.Tensor, "new_empty", empty_too)
@@ -561,7 +561,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         patch.setattr(trained, "started", trains_too)
         patch.setattr(trained._Run, "backward", back_too)
         for module in (kernels, stamp, line, norm, trained):
-            patch.setattr(module, "scratch", shared_too)
+            patch.setattr(module, "workspace", shared_too)
         yield gpu
 
 

@@ -28,7 +28,7 @@ from pumice.nn import (
     SiLU,
     SumPool3d,
 )
-from pumice.ops.tensor import rows_of
+from pumice.ops.tensor import raw_feats
 
 
 class Levels(nn.Module):
@@ -168,7 +168,7 @@ class Casts:
         seen.add(("takes", given.dtype, "gives", found.dtype))
         if found.requires_grad:
             # What a hook gives, but None, replaces the gradient.
-            values = rows_of(found) if isinstance(found, pm.SparseTensor) else found
+            values = raw_feats(found) if isinstance(found, pm.SparseTensor) else found
             values.register_hook(lambda grad: seen.add(("gradient", grad.dtype)))
 
 

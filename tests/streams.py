@@ -92,7 +92,7 @@ def pretend(monkeypatch, streams):
 
 def watch(monkeypatch, streams):
     """Note on which stream tables, storages and lookups are made, and where they are read."""
-    of_found, storage, lookup = KernelMap.of_found, KernelMap.storage, Geometry.lookup
+    of_found, storage, lookup = KernelMap.of_found, KernelMap.cached, Geometry.lookup
 
     def found(*given):
         made = of_found(*given)
@@ -111,7 +111,7 @@ def watch(monkeypatch, streams):
 
         given = one.has(name)
         value = storage(one, name, built)
-        if given and name not in ("living", "masks"):
+        if given and name not in ("valid_count", "masks"):
             streams.read(key)
         elif given:
             streams.read(("table", held))
@@ -124,5 +124,5 @@ def watch(monkeypatch, streams):
         return value
 
     monkeypatch.setattr(KernelMap, "of_found", staticmethod(found))
-    monkeypatch.setattr(KernelMap, "storage", stored)
+    monkeypatch.setattr(KernelMap, "cached", stored)
     monkeypatch.setattr(Geometry, "lookup", looked_up)

@@ -13,7 +13,7 @@ from pumice.engine import tuning
 from pumice.language.formats import NAMED
 from pumice.lower.dataflow import CONV
 from pumice.ops import DATAFLOWS
-from pumice.schedule.plans import Plans
+from pumice.schedule.tuned_plans import Plans
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/guide.md", "docs/einsum.md", "docs/maps.md"]

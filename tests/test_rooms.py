@@ -199,7 +199,7 @@ def test_finds_circles(case: str):
 
 
 GOOD = {
-    "within a room": ("coords/maps.py", "from .keys import pack\nfrom pumice.coords.keys import unpack"),
+    "within a room": ("coords/maps.py", "from .keys import pack\nfrom pumice.coords.box import unpack"),
     "the root files": (
         "language/parse.py",
         "from pumice.errors import E\nfrom ..env import settings",

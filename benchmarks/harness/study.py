@@ -19,8 +19,8 @@ from benchmarks.harness.rows import Peer, Row, Subject, row
 from benchmarks.harness.timing import Times, clocks, together
 from pumice.errors import OptionError, PumiceError
 from pumice.lower import plan
-from pumice.lower.graph import Prepared, prepare
-from pumice.lower.triton import DEFAULT, tiles_from, tuning
+from pumice.lower.graph import PreparedGraph, prepare
+from pumice.lower.kernel import DEFAULT, tuning, use_tuning_mode
 from pumice.ops.einsum import compile_einsum
 from pumice.ops.sparse import Sparse
 from pumice.schedule.cost import DEVICES
@@ -378,7 +378,7 @@ def goals_told(setup: Setup, name: str, ratios: Mapping[str, float], least: floa
 
 def untuned(call: Callable[[], Any]) -> Callable[[], Any]:
     """The call by default tiles, whatever was tuned before."""
-    return tiles_from(DEFAULT)(call)
+    return use_tuning_mode(DEFAULT)(call)
 
 
 def by_choice(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -386,26 +386,26 @@ def by_choice(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
     return tuned(call) if setup.thorough else untuned(call)
 
 
-def as_graph(text: str, **operands: Tensor | Sparse) -> Prepared:
+def as_graph(text: str, **operands: Tensor | Sparse) -> PreparedGraph:
     """The statement as torch operators (gather, einsum, scatter): what eager PyTorch and Inductor are given."""
     formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
     tensors, names = compile_einsum(text, formats)._passed(operands)
     return graph_of(tensors, names, text, None)
 
 
-def graph_of(tensors: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None) -> Prepared:
+def graph_of(tensors: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None) -> PreparedGraph:
     """The same of operands that are named as the operator names them; of one form each, in one step."""
     forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
     done = plan.rewritten(text, names, forms)
     if len(done.steps) != 1:
         raise ValueError(f"`{text}` has {len(done.steps)} steps; a graph is made of one")
-    found = plan.arrays(tensors, names, text, plan.Option(forms, (), done.steps, 0.0))
+    found = plan.arrays(tensors, names, text, plan.Candidate(forms, (), done.steps, 0.0))
     whole = shape or plan.sizes(text, names, [t.shape for t in tensors], None).shape
     dtype = plan.result_dtype(tensors, names, text)
     return prepare(plan.step_bound(done.steps[0], found, whole), found, dtype)
 
 
-def inductor(name: str, made: Callable[[], Prepared], native: bool) -> Way:
+def inductor(name: str, made: Callable[[], PreparedGraph], native: bool) -> Way:
     """Inductor on a graph; native: with gathers and scatters fused into its products."""
 
     def make() -> Callable[[], Tensor]:
@@ -420,7 +420,7 @@ def inductor(name: str, made: Callable[[], Prepared], native: bool) -> Way:
     return Way(name, make, "torch", slack=4)
 
 
-def eager(name: str, made: Callable[[], Prepared]) -> Way:
+def eager(name: str, made: Callable[[], PreparedGraph]) -> Way:
     """The graph run operator by operator."""
 
     def make() -> Callable[[], Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.profile.parts import OTHER, PARTS, Shares, Spent, part_of
+from benchmarks.profile.parts import OTHER, PARTS, HostTime, Shares, part_of
 from benchmarks.profile.profile import Profiled
 from benchmarks.profile.trace import Node
 from benchmarks.report.charts import colours
@@ -29,7 +29,7 @@ _BARE = 0.001
 
 
 @dataclass(frozen=True)
-class Block:
+class FlameBlock:
     """A block of the flame picture: from `start`, `width` microseconds wide, `depth` blocks below the top.
 
     number, above: its place in the list, and that of the block that it hangs from (-1 for the top).
@@ -46,19 +46,19 @@ class Block:
     layer: str = ""
 
 
-def blocks(found: Profiled) -> list[Block]:
+def blocks(found: Profiled) -> list[FlameBlock]:
     """The tree as blocks: thin ones left out, those that do nothing but call another one passed over."""
     root, scale = found.traced.root, 1e6 / found.traced.passes
     whole = max(root.total * scale, 1e-9)
-    made: list[Block] = []
+    made: list[FlameBlock] = []
 
-    def add(node: Node, above: Block | None, start: float) -> None:
+    def add(node: Node, above: FlameBlock | None, start: float) -> None:
         node = _through(node, _BARE * whole / scale, _THIN * whole / scale)
         layer = next((one.layer for one in node.above() if one.layer), "")
         label = _label(node, layer, above)
         told = f"{layer} {node.name} ({_place(node)}), {node.calls / found.traced.passes:.4g} calls"
         width, part = node.total * scale, part_of(node) if node.parent else OTHER
-        block = Block(
+        block = FlameBlock(
             len(made),
             -1 if above is None else above.number,
             label,
@@ -90,7 +90,7 @@ def _through(node: Node, bare: float, thin: float) -> Node:
     return node
 
 
-def _label(node: Node, layer: str, above: Block | None) -> str:
+def _label(node: Node, layer: str, above: FlameBlock | None) -> str:
     """The layer where one begins, by what it is called in the one around it; else the function."""
     outer = "" if above is None else above.layer
     if not layer or layer == outer:
@@ -178,11 +178,11 @@ def _us(value: float) -> str:
     return f"{value:,.1f}" if value else ""
 
 
-def _calls(one: Spent) -> str:
+def _calls(one: HostTime) -> str:
     return f"{one.calls:,.4g}"
 
 
-def _most(one: Spent) -> str:
+def _most(one: HostTime) -> str:
     return max(one.parts, key=lambda part: one.parts[part])
 
 
@@ -190,7 +190,7 @@ def _by_part(shares: Shares) -> list[tuple[str, float]]:
     return sorted(shares.parts.items(), key=lambda item: -item[1])
 
 
-def _icicle(made: Sequence[Block]) -> dict[str, Any]:
+def _icicle(made: Sequence[FlameBlock]) -> dict[str, Any]:
     """As plotly.js draws it; the value of a block is what none of its own blocks has."""
     inner = [0.0] * len(made)
     for block in made:
@@ -222,7 +222,7 @@ def _icicle(made: Sequence[Block]) -> dict[str, Any]:
 # The picture
 
 
-def draw(path: Path, found: Profiled, made: Sequence[Block]) -> Path:
+def draw(path: Path, found: Profiled, made: Sequence[FlameBlock]) -> Path:
     """The flame picture: the pass on top, what it calls below. Raises FileError where it cannot be written."""
     # The object interface needs no display and changes no global state of matplotlib.
     from matplotlib.figure import Figure

@@ -31,7 +31,7 @@ _BY_NAME: Mapping[str, str] = MappingProxyType(
 _BY_FILE: Mapping[str, str] = MappingProxyType(
     {
         "pumice/runtime/launch.py": STARTING,
-        "pumice/lower/triton.py": STARTING,
+        "pumice/lower/kernel.py": STARTING,
         "pumice/lower/direct.py": STARTING,
         "pumice/ops/line.py": STARTING,
         "/triton/": STARTING,
@@ -74,7 +74,7 @@ def part_of(node: Node) -> str:
 
 
 @dataclass
-class Spent:
+class HostTime:
     """Microseconds of a pass in one function, or one layer. parts: by part; calls: in a pass."""
 
     name: str
@@ -98,8 +98,8 @@ class Shares:
     """
 
     parts: Mapping[str, float]
-    functions: Sequence[Spent]
-    layers: Sequence[Spent]
+    functions: Sequence[HostTime]
+    layers: Sequence[HostTime]
 
     @property
     def total(self) -> float:
@@ -109,17 +109,17 @@ class Shares:
 def shares(traced: Traced) -> Shares:
     """The tree, added up."""
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    functions: dict[tuple[str, str], Spent] = {}
-    layers: dict[str, Spent] = {}
+    functions: dict[tuple[str, str], HostTime] = {}
+    layers: dict[str, HostTime] = {}
     for node in traced.root.walk():
         spent, part = 1e6 * node.own / traced.passes, part_of(node)
         parts[part] += spent
         name, where = _function(node)
-        one = functions.setdefault((name, where), Spent(name, where))
+        one = functions.setdefault((name, where), HostTime(name, where))
         one.calls += node.calls / traced.passes
         one.add(part, spent)
         layer = next((above.layer for above in node.above() if above.layer), "")
-        held = layers.setdefault(layer, Spent(layer))
+        held = layers.setdefault(layer, HostTime(layer))
         held.calls += _entered(node, layer) / traced.passes
         held.add(part, spent)
     return Shares({part: v for part, v in parts.items() if v}, _longest(functions.values()), _longest(layers.values()))
@@ -131,7 +131,7 @@ def _entered(node: Node, layer: str) -> int:
     return node.calls if node.layer == layer and layer and outer else 0
 
 
-def _longest(found: Iterable[Spent]) -> list[Spent]:
+def _longest(found: Iterable[HostTime]) -> list[HostTime]:
     return sorted(found, key=lambda one: -one.total)
 
 

@@ -42,7 +42,7 @@ _WARM = 4
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProfileOptions:
     """What is profiled, and how. model, scan: as in the command line; voxel: metres, of scans that are points.
 
     precision: a name of DTYPES; "": fp16 on a GPU, fp32 elsewhere. Raises OptionError on values that cannot be.
@@ -71,7 +71,7 @@ class Profiled:
     """Passes of a network, measured. busy: seconds that the device works for a pass; None where there is none, or the
     profiler does not tell (why says so)."""
 
-    asked: Asked
+    asked: ProfileOptions
     layers: int
     voxels: int
     traced: Traced
@@ -95,7 +95,7 @@ class Profiled:
         return max(0.0, 1e6 * self.traced.wall - self.shares.total)
 
 
-def profile(asked: Asked) -> Profiled:
+def profile(asked: ProfileOptions) -> Profiled:
     """Runs the network eagerly, without gradients, on a new tensor each pass, so that its maps are found in it.
 
     Raises OptionError for a model or scan that is not known or fits nothing, FileError for a scan that cannot be read.
@@ -165,7 +165,7 @@ def _channels(net: nn.Module) -> int:
     return layers[0].in_channels
 
 
-def scene(asked: Asked, channels: int) -> tuple[Tensor, Tensor]:
+def scene(asked: ProfileOptions, channels: int) -> tuple[Tensor, Tensor]:
     """(feats [N, channels], coords int32 [N, 4]): of a named scene, of a generated street, or of a file of points."""
     coords = _named(asked.scan)
     if coords is not None:

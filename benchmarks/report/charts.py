@@ -84,7 +84,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Span:
+class RangeBar:
     """One line of Ranges: a mean between the least and the most. kind: what gives its colour."""
 
     name: str
@@ -101,7 +101,7 @@ class Ranges:
 
     title: str
     axis: str
-    spans: tuple[Span, ...]
+    spans: tuple[RangeBar, ...]
 
     @property
     def ends(self) -> tuple[tuple[float, float], list[float]]:
@@ -110,7 +110,7 @@ class Ranges:
 
 
 @dataclass(frozen=True)
-class Tile:
+class HeatCell:
     """One field of a Heat: its kind gives the colour, its text is written there."""
 
     kind: str
@@ -128,7 +128,7 @@ class Heat:
     title: str
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-    tiles: Mapping[tuple[str, str], Tile]
+    tiles: Mapping[tuple[str, str], HeatCell]
     kinds: tuple[str, ...]
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.report.charts import Bars, Heat, Lines, Panel, Ranges, Stacks, Tile, colours
+from benchmarks.report.charts import Bars, Heat, HeatCell, Lines, Panel, Ranges, Stacks, colours
 from benchmarks.report.png import readable
 
 Drawn = dict[str, Any]
@@ -196,6 +196,6 @@ def _square(colour: str) -> Drawn:
     return {"symbol": "square", "size": 11, "color": colour}
 
 
-def _text(row: str, column: str, tile: Tile, colour: str) -> Drawn:
+def _text(row: str, column: str, tile: HeatCell, colour: str) -> Drawn:
     font = {"color": readable(colour), "size": 12}
     return {"x": column, "y": row, "text": tile.text, "showarrow": False, "font": font}

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from benchmarks.harness.families import DEFAULT, NETWORK, SAME_RUN
 from benchmarks.harness.results import told
 from benchmarks.harness.rows import Row
-from benchmarks.report.charts import Chart, Heat, Stacks, Tile, stem
+from benchmarks.report.charts import Chart, Heat, HeatCell, Stacks, stem
 
 PARTS = ("map", "sort", "kernel", "other")
 """Of a pass: finding neighbours, ordering rows and laying out tiles, multiplying, everything else."""
@@ -234,7 +234,7 @@ def _by_way(rows: Sequence[Row]) -> dict[tuple[Network, str], list[Row]]:
     return dict(sorted(found.items(), key=lambda item: models.index(item[0][0].model)))
 
 
-Groups = dict[str, Tile | None]
+Groups = dict[str, HeatCell | None]
 """By group of layers, what was chosen."""
 
 
@@ -260,14 +260,14 @@ def _heat(own: dict[tuple[Network, str], Groups], precision: str, mode: str, kin
     return Heat(f"{precision}, {mode}", rows, tuple(chosen), tiles, kinds)
 
 
-def _tile(found: Sequence[Row]) -> Tile | None:
+def _tile(found: Sequence[Row]) -> HeatCell | None:
     """What was taken, and what the candidates took; None where nothing is marked as taken."""
     taken = [row for row in found if row.metric.startswith("chosen:")]
     if not taken:
         return None
     candidates = sorted((one for one in found if one.metric.startswith("choice:")), key=lambda one: one.value)
     note = "\n".join(f"{_flow(one)}{_passes(one)} {one.value:.4g} ms" for one in candidates)
-    return Tile(_flow(taken[-1]), _gain(taken[-1], candidates), note)
+    return HeatCell(_flow(taken[-1]), _gain(taken[-1], candidates), note)
 
 
 def _gain(taken: Row, candidates: Sequence[Row]) -> str:

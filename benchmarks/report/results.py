@@ -9,7 +9,7 @@ from types import MappingProxyType
 from benchmarks.harness.families import FAMILIES, Family, suites_of
 from benchmarks.harness.results import Compared, current, geomean, told
 from benchmarks.harness.rows import Row
-from benchmarks.report.charts import Bars, Chart, Lines, Ranges, Span, by_number, numbered, stem
+from benchmarks.report.charts import Bars, Chart, Lines, RangeBar, Ranges, by_number, numbered, stem
 from benchmarks.report.summary import Line, headlines, lines
 from benchmarks.suites.redundancy import ALL_TAPS, SPLITS
 
@@ -33,11 +33,11 @@ def overview(rows: Sequence[Row]) -> Iterator[Chart]:
         yield Chart(f"overview-{stem(device)}", f"Speed-ups: {device}", note, told(used), panels)
 
 
-def _span(line: Line) -> Span:
+def _span(line: Line) -> RangeBar:
     mean = line.mean
     name = f"{line.family.suite}: {line.name}, against {line.against} ({mean.cells})"
     note = f"least {mean.least.ratio:.2f} at {mean.least.place}, most {mean.most.ratio:.2f} at {mean.most.place}"
-    return Span(name, mean.geomean, mean.least.ratio, mean.most.ratio, f"rivals: {line.source}", note)
+    return RangeBar(name, mean.geomean, mean.least.ratio, mean.most.ratio, f"rivals: {line.source}", note)
 
 
 def speedups(rows: Sequence[Row]) -> Iterator[Chart]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from benchmarks.harness.families import STREAM
 from benchmarks.harness.results import told
 from benchmarks.harness.rows import Row
-from benchmarks.report.charts import Chart, Ranges, Span, stem
+from benchmarks.report.charts import Chart, RangeBar, Ranges, stem
 from benchmarks.report.summary import CLOCKS
 
 MODES: Mapping[str, str] = {"infer": "inference", "train": "training"}
@@ -49,13 +49,13 @@ class Cell:
         names = [f"{way}{again}" for again in ("", ", repeated") for way in (_SPCONV, *_WAYS)]
         return [name for name in names if _P50 in self.found.get(name, {})]
 
-    def span(self, way: str) -> Span:
+    def span(self, way: str) -> RangeBar:
         found = self.found[way]
         first = f"first call {_ms(found[_FIRST])} ms" if _FIRST in found else ""
         made = f"made in {_ms(found[_MAKE])} ms" if _MAKE in found else ""
         note = "; ".join(part for part in (f"worst {_ms(found[_WORST])} ms", first, made) if part)
         kind = way.partition(", ")[0]
-        return Span(f"{self.net}, {way}", found[_P50], found[_P50], max(found[_P50], found[_WORST]), kind, note)
+        return RangeBar(f"{self.net}, {way}", found[_P50], found[_P50], max(found[_P50], found[_WORST]), kind, note)
 
     def times(self, way: str) -> str:
         """The median, and in brackets the worst of the second half."""

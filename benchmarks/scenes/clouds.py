@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.study import Setup
-from pumice.coords.cloud import Cloud
-from pumice.coords.grid import Site
-from pumice.coords.keys import Bounds
+from pumice.coords.box import Bounds
+from pumice.coords.buffer import CoordBuffer
+from pumice.coords.grid import GridSpec
 from pumice.env import settings
 
 
@@ -59,11 +59,11 @@ class Voxels:
         return Voxels(coords, Bounds.of(coords))
 
     @property
-    def site(self) -> Site:
-        return Site((1,) * (self.coords.shape[1] - 1), None, self.bounds.batch, self.bounds)
+    def site(self) -> GridSpec:
+        return GridSpec((1,) * (self.coords.shape[1] - 1), None, self.bounds.batch, self.bounds)
 
-    def cloud(self) -> Cloud:
-        return Cloud.of(self.coords, self.bounds)
+    def cloud(self) -> CoordBuffer:
+        return CoordBuffer.of(self.coords, self.bounds)
 
     def shuffled(self) -> Voxels:
         """The same rows in an order of no meaning, the same each time."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pumice.coords import KernelMap
-from pumice.engine.groups import seeing
-from pumice.engine.scenes import undisturbed
+from pumice.engine.groups import recording_calls
+from pumice.engine.subject import undisturbed
 from pumice.lower import reference
 from pumice.ops import SparseTensor, conv_features
 from pumice.ops.conv import Flow
@@ -92,6 +92,6 @@ def layers_of(net: nn.Module, x: SparseTensor) -> list[Met]:
 
     None of their kernels is started, and the network is left as it was.
     """
-    with undisturbed(net, net.training), seeing(net, arithmetic=False) as calls, torch.no_grad():
+    with undisturbed(net, net.training), recording_calls(net, arithmetic=False) as calls, torch.no_grad():
         net(x)
     return [Met(one.name, one.found, one.layer.in_channels, one.layer.out_channels) for one in calls]

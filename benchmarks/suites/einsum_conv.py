@@ -32,9 +32,9 @@ from pumice.coords import KernelMap, Relation, kernel_map
 from pumice.env import settings
 from pumice.lower import maps, reference
 from pumice.lower.dataflow import CONV
-from pumice.lower.graph import Prepared
+from pumice.lower.graph import PreparedGraph
 from pumice.ops import SparseTensor, conv_features
-from pumice.ops.register import einsum
+from pumice.ops.autograd import einsum
 
 FORMS = ("pairs", "grouped", "compacted", "split2")
 INSUM_CONVERSION = Peer("Insum on an RTX 3090 (paper)", 0.55, "recorded")
@@ -147,7 +147,7 @@ def planned(layer: Layer) -> Way:
 
 def convert(layer: Layer) -> None:
     """Make what `planned` reads of the map."""
-    maps.passed(layer.found, differentiable=False)
+    maps.planner_operands(layer.found, differentiable=False)
 
 
 def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
@@ -158,7 +158,7 @@ def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
     return tuned(lambda: einsum(operands, names, CONV, shape))
 
 
-def grouped_graph(layer: Layer) -> Prepared:
+def grouped_graph(layer: Layer) -> PreparedGraph:
     """The layer as torch operators over groups of pairs."""
     taps, inputs, outputs = layer.found.grouped(GROUP)
     names = "x|w|map@grouped@0@o|map@grouped@0@k|map@grouped@0@i"
@@ -171,7 +171,7 @@ def conversions(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
     relation, rows = layer.found.relation, layer.found.rows()
     calls: dict[str, Callable[[], Any]] = {
         "grouped": lambda: (found := KernelMap.from_rows(relation, rows, len(rows))).grouped(maps.group_of(found)),
-        "compacted": lambda: KernelMap.from_rows(relation, rows, len(rows)).compacted(maps.block_of(len(rows))),
+        "compacted": lambda: KernelMap.from_rows(relation, rows, len(rows)).compacted(maps.tile_rows_for(len(rows))),
     }
     for name, call in calls.items():
         if not _holds_all_pairs(name, call(), layer):

@@ -23,7 +23,7 @@ from benchmarks.harness.timing import Times
 from benchmarks.scenes.engine import net_for
 from benchmarks.scenes.workloads import Sample
 from pumice.engine import Captured, capture
-from pumice.engine.compare import differ, shaken
+from pumice.engine.compare import differ, perturb
 from pumice.ops import SparseTensor
 from pumice.ops.recorded import without_graphs
 
@@ -190,7 +190,7 @@ def _eager(net: nn.Module, feats: Tensor, coords: Tensor) -> SparseTensor:
 
 
 def _shaken(net: nn.Module, feats: Tensor, coords: Tensor) -> SparseTensor:
-    return _eager(net, shaken(feats, ()), coords)
+    return _eager(net, perturb(feats, ()), coords)
 
 
 def _rows(setup: Setup, name: str, found: Compared, fast: Captured, done: int) -> Iterator[Row]:

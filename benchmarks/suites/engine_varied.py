@@ -27,7 +27,7 @@ from benchmarks.scenes.engine import net_for
 from benchmarks.scenes.varied import BOX, Varied, hungry, source
 from benchmarks.scenes.workloads import Sample
 from pumice.engine import Captured, capture
-from pumice.engine.compare import differ, shaken
+from pumice.engine.compare import differ, perturb
 from pumice.ops import SparseTensor
 
 COUNT, TINY = 10_000, 30
@@ -166,7 +166,7 @@ def _check(setup: Setup, name: str, scans: Varied, net: nn.Module, fast: Capture
         given = feats.to(setup.half)
         with torch.no_grad():
             want = net(SparseTensor(given, coords))
-            again = net(SparseTensor(shaken(given, [want]), coords))
+            again = net(SparseTensor(perturb(given, [want]), coords))
         if told := differ(fast(given, coords), want, again):
             setup.failed(f"{name}: {len(coords)} voxels of {cloud}: {told}")
 

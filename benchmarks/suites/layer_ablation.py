@@ -22,8 +22,8 @@ from pumice.lower import maps
 from pumice.lower.dataflow import CONV
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.ops import conv_features
-from pumice.ops.register import einsum
-from pumice.runtime.launch import runs_kernels
+from pumice.ops.autograd import einsum
+from pumice.runtime.launch import has_triton
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import Tile
 
@@ -63,7 +63,7 @@ class Subjected:
 
     @property
     def kernels(self) -> bool:
-        return runs_kernels(self.layer.feats)
+        return has_triton(self.layer.feats)
 
     def idea(self, predicted: float, has: Callable[[], Tensor], lacks: Callable[[], Tensor]) -> Idea:
         return Idea(predicted, has, lacks, self.truth)
@@ -99,7 +99,7 @@ def _split(cell: Subjected, form: str) -> Idea:
 
 def _compaction(cell: Subjected) -> Idea:
     table = cell.layer.found.rows()
-    all_taps = Walk.of_all_taps(cell.layer.found, maps.block_of(cell.layer.rows))
+    all_taps = Walk.of_all_taps(cell.layer.found, maps.tile_rows_for(cell.layer.rows))
     dense = cell.line(ALL_TAPS, "x|w|R", [table])
     return cell.idea(cell.seconds([all_taps]) / cell.compacted(), cell.form(FORM), dense)
 
@@ -117,7 +117,7 @@ def _look_ahead(cell: Subjected, stages: int, predicted: float) -> Idea | str:
         return "tiles are those of kernels, and none run here"
     step = Step.of(cell.layer, FORM)
     tile = step.default()
-    ahead, chain = replace(tile, ahead=True, stages=3), replace(tile, ahead=False, stages=stages)
+    ahead, chain = replace(tile, prefetch_indices=True, stages=3), replace(tile, prefetch_indices=False, stages=stages)
     return cell.idea(predicted, _by(step, ahead), _by(step, chain))
 
 
@@ -141,9 +141,9 @@ def _sharing(cell: Subjected) -> Idea | str:
     if not cell.kernels:
         return "tiles are those of kernels, and none run here"
     tile, walked = Step.of(cell.layer, FORM).default(), walks(cell.layer.found, FORM)
-    if not tile.piece:
+    if not tile.stream_k_chunk:
         return "there is work for all, and nothing is shared"
-    alone = least(needs(cell.layer, walked, replace(tile, piece=0)))
+    alone = least(needs(cell.layer, walked, replace(tile, stream_k_chunk=0)))
     return _switched(cell, alone / least(needs(cell.layer, walked, tile)), piece=0)
 
 
@@ -153,11 +153,11 @@ def _tile_by_size(cell: Subjected) -> Idea | str:
     if not cell.kernels:
         return "tiles are those of kernels, and none run here"
     layer = cell.layer
-    own = maps.block_of(layer.rows)
-    other = next(size for size in _SIZES if maps.block_of(size) != own)
+    own = maps.tile_rows_for(layer.rows)
+    other = next(size for size in _SIZES if maps.tile_rows_for(size) != own)
     made: list[tuple[Step, Tile, float]] = []
     for size in (layer.rows, other):
-        block = maps.block_of(size)
+        block = maps.tile_rows_for(size)
         step = Step.of(layer, FORM, block)
         tile = step.default(size / layer.rows)
         walk = Walk.of(*layer.found.compacted(block))

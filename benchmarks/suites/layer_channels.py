@@ -14,7 +14,7 @@ from benchmarks.peers import spconv as spconv_peer
 from benchmarks.scenes.layers import Cell, Choice, Trained, Width, cells, forward, layer_of
 from benchmarks.suites.einsum_conv import exact
 from benchmarks.suites.layer_model import Step, bounds, needs, walks
-from pumice.ops.conv import joined
+from pumice.ops.conv import merge_small_groups
 
 FORM = "compacted"
 WIDTHS = (
@@ -57,7 +57,7 @@ def _ways(setup: Setup, layer: Trained) -> Iterator[Way]:
 
 def _bounds(layer: Trained) -> Mapping[str, float]:
     """Least milliseconds of the default tile; not of the longest program, whose latency is known of products only."""
-    weight, _ = joined(layer.feats, layer.weight, layer.groups)
+    weight, _ = merge_small_groups(layer.feats, layer.weight, layer.groups)
     layer = replace(layer, weight=weight)
     needed = needs(layer, walks(layer.found, FORM), Step.of(layer, FORM).default())
     return {name: 1e3 * seconds for name, seconds in bounds(needed).items() if name != "latency"}

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from benchmarks.suites.einsum_conv import Layer
 from pumice.coords import KernelMap
-from pumice.language.bind import Bound
+from pumice.language.bind import BoundStatement
 from pumice.lower import maps, plan
 from pumice.lower.dataflow import CONV, GROUPED_CONV
-from pumice.lower.triton import DEFAULT, runner, tile_of, tiles_from
+from pumice.lower.kernel import DEFAULT, runner, tile_of, use_tuning_mode
 from pumice.schedule.cost import DEVICES
-from pumice.schedule.tile import PROCESSORS, Tile, power_above, resident
+from pumice.schedule.tile import PROCESSORS, Tile, occupancy, power_above
 
 LATENCY = 0.6e-6
 """Seconds from asking for a row in memory until it is there."""
@@ -71,7 +71,7 @@ def walks(found: KernelMap, form: str) -> tuple[Walk, ...]:
 class Step:
     """The one kernel of a layer over a form of one part, with its tensors by name."""
 
-    bound: Bound
+    bound: BoundStatement
     tensors: Mapping[str, Tensor]
     dtype: torch.dtype
 
@@ -84,12 +84,12 @@ class Step:
         operands = [x, weight, *(layer.found.compacted(block) if block else held)]
         forms = (("map", form),)
         (step,) = plan.rewritten(text, names, forms).steps
-        tensors = plan.arrays(operands, names, text, plan.Option(forms, (), (step,), 0.0))
+        tensors = plan.arrays(operands, names, text, plan.Candidate(forms, (), (step,), 0.0))
         return Step(plan.step_bound(step, tensors, shape), tensors, layer.feats.dtype)
 
     def default(self, times: float = 1.0) -> Tile:
         """The tile that is taken before any tuning; of a map that is so many times as long."""
-        with tiles_from(DEFAULT):
+        with use_tuning_mode(DEFAULT):
             return tile_of(self.bound, self.tensors if times == 1 else self._longer(times))
 
     def _longer(self, times: float) -> Mapping[str, Tensor]:
@@ -157,15 +157,15 @@ def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
         weights = walk.entries * down * outputs * each * size
         programs = walk.tiles * down * across
         padded = walk.entries * walk.block * flops
-        longest = math.ceil(min(walk.heaviest, tile.piece or walk.heaviest) / pack)
+        longest = math.ceil(min(walk.heaviest, tile.stream_k_chunk or walk.heaviest) / pack)
         total += Needs(
             padded=padded,
             plain=padded if entrywise else 0.0,
             memory=out + walk.indices,
             cache=gathered + weights + out + walk.indices * across * turns,
-            chain=LATENCY * (1 + longest * turns / max(1, tile.stages - 1) * (1 if tile.ahead else 2)),
+            chain=LATENCY * (1 + longest * turns / max(1, tile.stages - 1) * (1 if tile.prefetch_indices else 2)),
             programs=programs,
-            waves=programs / (PROCESSORS * resident(tile, 8 * size)),
+            waves=programs / (PROCESSORS * occupancy(tile, 8 * size)),
             missed=gathered * max(0.0, 1 - _L2 / max(1, layer.feats.numel() * size)),
         )
     return total

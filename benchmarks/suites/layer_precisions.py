@@ -18,11 +18,11 @@ from benchmarks.scenes.layers import Cell, Choice, Trained, cells, layer_of
 from benchmarks.suites.einsum_conv import Layer, exact
 from pumice.lower import maps
 from pumice.lower.dataflow import CONV
+from pumice.lower.kernel import without_fp8
 from pumice.lower.loops import EIGHT_BITS
-from pumice.lower.triton import without_fp8
 from pumice.ops import Epilogue, conv_features, quantize
-from pumice.ops.register import einsum
-from pumice.runtime.launch import runs_kernels
+from pumice.ops.autograd import einsum
+from pumice.runtime.launch import has_triton
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def dtypes(setup: Setup) -> Iterator[Row]:
 
 
 def _has_kernels(setup: Setup) -> bool:
-    return runs_kernels(torch.empty(0, device=setup.device))
+    return has_triton(torch.empty(0, device=setup.device))
 
 
 def _ours(setup: Setup, cell: Cell) -> Iterator[Ready]:
@@ -169,7 +169,7 @@ def _theirs(setup: Setup, cell: Cell) -> Iterator[Ready]:
 
 def _lowered(layer: Layer, lowering: str) -> Callable[[], Tensor]:
     """The layer in inference by one lowering."""
-    tokens, held = maps.passed(layer.found, differentiable=False)
+    tokens, held = maps.planner_operands(layer.found, differentiable=False)
     names, shape = "|".join(("x", "w", *tokens)), (layer.rows, layer.weight.shape[0])
     operands = [layer.feats, layer.weight, *held]
     return torch.no_grad()(lambda: einsum(operands, names, CONV, shape, lowering))

@@ -11,7 +11,7 @@ from benchmarks.harness.rows import Row
 from benchmarks.harness.study import Case, Setup, Way, goals_told, ready, timed, tuned, untuned
 from benchmarks.scenes.layers import FORWARD, Cell, Choice, Pass, Trained, cells, layer_of
 from benchmarks.suites.layer_model import Step
-from pumice.runtime.launch import without_kernels
+from pumice.runtime.launch import triton_unavailable_reason
 
 WITHIN = 1.1
 """How many times the best tile's time the default's may be."""
@@ -19,7 +19,7 @@ WITHIN = 1.1
 
 def default_tile(setup: Setup, passed: Pass) -> Iterator[Row]:
     """Every cell by default tiles, against the fastest of all tiles that are worth timing."""
-    if why := without_kernels(torch.empty(0, device=setup.device)):
+    if why := triton_unavailable_reason(torch.empty(0, device=setup.device)):
         setup.say(f"default-tile is left out: tiles are those of kernels, and {why}")
         return
     ratios: dict[str, float] = {}

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.scenes.clouds import Voxels
-from pumice.coords import compact
-from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import Cloud, offset_table
-from pumice.coords.compact import Compacted, Order, Tiling
-from pumice.coords.grid import Site
+from pumice.coords import tiles as tiles_module
+from pumice.coords.buffer import CoordBuffer, offset_table
+from pumice.coords.grid import GridSpec
+from pumice.coords.indexes import lookup_of
 from pumice.coords.lookup import find, mask_words
-from pumice.coords.outputs import Listed, made_of, site_of
+from pumice.coords.map_schedule import MapSchedule
+from pumice.coords.outputs import TorchOutputs, make_outputs, site_of
 from pumice.coords.relation import Relation
-from pumice.coords.structures import lookup_of
-from pumice.lower.maps import block_of
+from pumice.coords.tiles import SortSpec, TileList, Tiling
+from pumice.lower.maps import tile_rows_for
 
 WINDOW = Relation.of(3, 3)
 HALVED = Relation.of(3, 2, stride=2)
@@ -39,7 +39,7 @@ class Mapped(NamedTuple):
 
     rows: Tensor
     masks: Tensor | None
-    outputs: Cloud
+    outputs: CoordBuffer
     relation: Relation
 
 
@@ -47,7 +47,7 @@ class Planned(NamedTuple):
     """A map laid out in tiles."""
 
     found: Mapped
-    tiles: Compacted
+    tiles: TileList
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +79,10 @@ def submanifold(voxels: Voxels, schedule: MapSchedule | None = None) -> Mapped:
 
 
 def strided(
-    inputs: Cloud, site: Site, relation: Relation, capacity: int, schedule: MapSchedule | None = None
+    inputs: CoordBuffer, site: GridSpec, relation: Relation, capacity: int, schedule: MapSchedule | None = None
 ) -> Mapped:
     """The outputs of a relation and the map to them, both in room for so many."""
-    made = made_of(inputs, site, relation, schedule)
+    made = make_outputs(inputs, site, relation, schedule)
     outputs = made.cloud(capacity)
     rows = made.table(capacity)
     if rows is not None:
@@ -105,7 +105,7 @@ class Room:
     def of(truth: Truth) -> Room:
         """For a map that was found elsewhere."""
         count = len(truth.rows)
-        return Room(_more(count), _more(int(_whole(truth, block_of(count)).entries)), block_of(count))
+        return Room(_more(count), _more(int(_whole(truth, tile_rows_for(count)).entries)), tile_rows_for(count))
 
 
 def _more(count: int) -> int:
@@ -117,13 +117,13 @@ def planned(found: Mapped, room: Room) -> Planned:
     rows = found.rows.contiguous()
     masks = mask_words(rows) if found.masks is None else found.masks
     tiling = _tiled(masks, found.outputs.count, found.relation, room.block)
-    return Planned(found._replace(rows=rows), compact.filled(rows, tiling, room.entries, found.outputs.status))
+    return Planned(found._replace(rows=rows), tiles_module.filled(rows, tiling, room.entries, found.outputs.status))
 
 
-def compacted(truth: Truth, block: int) -> Compacted:
+def compacted(truth: Truth, block: int) -> TileList:
     """The tiles of a map in just the room that they take."""
     tiling = _whole(truth, block)
-    return compact.filled(truth.rows, tiling, int(tiling.entries))
+    return tiles_module.filled(truth.rows, tiling, int(tiling.entries))
 
 
 def _whole(truth: Truth, block: int) -> Tiling:
@@ -133,7 +133,7 @@ def _whole(truth: Truth, block: int) -> Tiling:
 
 
 def _tiled(masks: Tensor, count: Tensor, relation: Relation, block: int) -> Tiling:
-    return compact.laid_out(masks, count, relation, block, Order(0, len(relation.offsets)))
+    return tiles_module.build_tiling(masks, count, relation, block, SortSpec(0, len(relation.offsets)))
 
 
 # networks
@@ -188,7 +188,7 @@ def truth_of(inputs: Voxels, relation: Relation) -> Truth:
     outputs = inputs
     if relation.policy != "same":
         site = site_of(inputs.site, relation)
-        made = Listed(inputs.cloud(), relation, site)
+        made = TorchOutputs(inputs.cloud(), relation, site)
         outputs = Voxels(made.geometry(int(made.count)).coords, site.bounds)
     keys = lookup_of(inputs.cloud(), MapSchedule("sorted"))
     return Truth(keys.neighbours(outputs.cloud(), relation).rows.contiguous(), outputs, relation)
@@ -222,7 +222,7 @@ def wrong_plan(found: Planned, truth: Truth) -> str:
     return wrong_map(found.found, truth) or wrong_tiles(found.tiles, truth.rows)
 
 
-def wrong_tiles(tiles: Compacted, rows: Tensor) -> str:
+def wrong_tiles(tiles: TileList, rows: Tensor) -> str:
     """Whether the entries hold each pair of a map once; what is left over of their room belongs to no tile."""
     used = tiles.tiles < len(tiles.rows)
     tiles = tiles._replace(tiles=tiles.tiles[used], taps=tiles.taps[used], inputs=tiles.inputs[used])

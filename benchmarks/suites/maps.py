@@ -26,13 +26,13 @@ from benchmarks.scenes.clouds import KNOWN, Known, Voxels, published, scenes, su
 from benchmarks.suites import map_work
 from benchmarks.suites.map_work import HALVED, LEVELS, SUPPORT, WINDOW, Mapped, Planned, Room, Truth, Work
 from pumice.cli.job import pick_device
-from pumice.coords.choice import STRUCTURES, MapSchedule
-from pumice.coords.compact import Compacted
+from pumice.coords.indexes import STRUCTURES as KINDS
+from pumice.coords.indexes import default
+from pumice.coords.map_schedule import STRUCTURES, MapSchedule
 from pumice.coords.relation import Relation
-from pumice.coords.structures import STRUCTURES as KINDS
-from pumice.coords.structures import default
+from pumice.coords.tiles import TileList
 from pumice.errors import OptionError
-from pumice.runtime.launch import runs_kernels
+from pumice.runtime.launch import has_triton
 
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 20_000_000)
 MANY = 10_000_000
@@ -178,7 +178,7 @@ def _plan_peers(bare: Times, clock: str, voxels: Voxels, known: Known) -> list[P
 
 
 def _memory(setup: Setup, case: str, truth: Truth, room: Room, known: Known) -> Iterator[Row]:
-    tiles: Compacted = map_work.compacted(truth, room.block)
+    tiles: TileList = map_work.compacted(truth, room.block)
     problem = map_work.wrong_tiles(tiles, truth.rows)
     if problem:
         setup.failed(f"{case}: the tiles in exact room: {problem}")
@@ -302,7 +302,7 @@ def ablation(setup: Setup) -> Iterator[Row]:
         voxels = load().shuffled()
         setup.say(f"{case}, {len(voxels)} voxels: ms, times as fast as the first of its kind")
         yield from _table(setup, f"{case}/k3", list(_lookups(setup, voxels)))
-        ways = {"staged": False, "fused": True} if runs_kernels(voxels.coords) else {"listed": True}
+        ways = {"staged": False, "fused": True} if has_triton(voxels.coords) else {"listed": True}
         for kind, (relation, _) in OUTPUTS.items():
             works = [_outputs_work(way, voxels, relation, MapSchedule(fused=fused)) for way, fused in ways.items()]
             yield from _table(setup, f"{case}/{kind}", works)

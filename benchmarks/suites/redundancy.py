@@ -21,7 +21,7 @@ from benchmarks.harness.timing import Times
 from benchmarks.scenes.clouds import layer_scenes
 from benchmarks.scenes.layers import map_of
 from benchmarks.suites.layer_model import Walk
-from pumice.coords import KernelMap, Order
+from pumice.coords import KernelMap, SortSpec
 
 BLOCKS = (64, 128)
 """Rows of a tile."""
@@ -55,7 +55,7 @@ def redundancies(found: KernelMap, block: int) -> dict[str, float]:
 
 def _entries(found: KernelMap, block: int, splits: int) -> int:
     """Entries (tile, tap) of all parts."""
-    return sum(int(found.tiling(block, how).entries.sum()) for how in Order.splits(found.volume, splits))
+    return sum(int(found.tiling(block, how).entries.sum()) for how in SortSpec.splits(found.volume, splits))
 
 
 def _row(setup: Setup, case: str, ratio: float) -> Row:

@@ -12,10 +12,10 @@ from benchmarks.harness.study import Setup
 from benchmarks.scenes.workloads import fresh
 from benchmarks.suites.tuner_cases import ITSELF, Writer, exactly
 from benchmarks.suites.tuner_networks import Network, Ran
-from pumice.engine import Choice, Trial, Tuning, tune
-from pumice.lower.triton import DEFAULT, LEDGER, tiles_from
+from pumice.engine import DataflowChoice, Trial, Tuning, tune
+from pumice.lower.kernel import DEFAULT, LEDGER, use_tuning_mode
 from pumice.ops.conv import Flow
-from pumice.schedule.tuner import Step
+from pumice.schedule.tuner import SearchProgress
 
 BUDGET = 60.0
 """Seconds that the tuner has for a network."""
@@ -71,7 +71,7 @@ class Answer:
                     yield write.timed(f"{place}{_passes(trial)}", exactly(1e3 * trial.seconds), peer, metric)
             yield write.timed(place, exactly(after), Peer(PLANNED, before), f"chosen:{self.of(choice)}")
 
-    def of(self, choice: Choice) -> str:
+    def of(self, choice: DataflowChoice) -> str:
         """What a group runs, in words."""
         flow = self.flows.get(choice.layers[0])
         return PLANNED if flow is None else str(flow)
@@ -83,7 +83,7 @@ def answered(setup: Setup, network: Network, asked: Asked, within: float = math.
     within: seconds that it has at most.
     """
     begin = time.perf_counter()
-    with tiles_from(LEDGER if asked.tiles else DEFAULT), network.precision():
+    with use_tuning_mode(LEDGER if asked.tiles else DEFAULT), network.precision():
         tuning = tune(
             network.net,
             [fresh(sample) for sample in network.samples],
@@ -124,7 +124,7 @@ def _budget(setup: Setup) -> float:
     return THOROUGH if setup.thorough else BUDGET
 
 
-def _without_tiles(step: Step) -> None:
+def _without_tiles(step: SearchProgress) -> None:
     """What is asked is which dataflow; an interrupt keeps what was found."""
     if step.candidate == "tiles":
         raise KeyboardInterrupt
@@ -140,7 +140,7 @@ def _best_tried(tuning: Tuning) -> Mapping[str, Flow]:
     return found
 
 
-def _fastest(choice: Choice) -> Trial | None:
+def _fastest(choice: DataflowChoice) -> Trial | None:
     ran = [trial for trial in choice.trials if math.isfinite(trial.seconds)]
     return min(ran, key=lambda trial: trial.seconds / trial.stood, default=None)
 

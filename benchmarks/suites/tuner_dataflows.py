@@ -16,7 +16,7 @@ from benchmarks.scenes.layers import Cell, Choice, Trained, cells, layer_of
 from benchmarks.suites.einsum_conv import exact
 from benchmarks.suites.tuner_cases import clock_of, say_published, spent
 from pumice.coords import KernelMap
-from pumice.coords.lookup import Found
+from pumice.coords.lookup import Neighbours
 from pumice.errors import PumiceError
 from pumice.ops import conv_features
 from pumice.schedule.dataflow import DATAFLOWS
@@ -65,7 +65,7 @@ def _anew(layer: Trained, flow: str | None) -> Callable[[], Tensor]:
     rows, masks = layer.found.rows(), layer.found.masks()
 
     def run() -> Tensor:
-        return _layer(layer, flow, KernelMap.of_found(layer.found.relation, Found(rows, masks), layer.rows))()
+        return _layer(layer, flow, KernelMap.of_found(layer.found.relation, Neighbours(rows, masks), layer.rows))()
 
     return run
 

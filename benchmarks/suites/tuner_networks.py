@@ -20,10 +20,10 @@ from benchmarks.harness.study import TOLERANCE, Setup, error
 from benchmarks.scenes.network_layers import Fed, Met, layers_of
 from benchmarks.scenes.workloads import Sample, fresh
 from benchmarks.suites.tuner_cases import TRAINING, Subjected
-from pumice.engine.groups import seeing
-from pumice.engine.kernels import alone, compile_at_once
-from pumice.engine.scenes import undisturbed
-from pumice.lower.triton import DEFAULT, LEDGER, tiles_from
+from pumice.engine.groups import recording_calls
+from pumice.engine.isolated_layers import compile_at_once, isolated_layer
+from pumice.engine.subject import undisturbed
+from pumice.lower.kernel import DEFAULT, LEDGER, use_tuning_mode
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops.conv import Flow
 from pumice.schedule.dataflow import PASSES, PLANNED, Dataflow, chosen
@@ -86,7 +86,7 @@ class Network:
         before = [layer.dataflow for layer in layers]
         _assign(layers, ran.flows)
         try:
-            with tiles_from(ran.tiles):
+            with use_tuning_mode(ran.tiles):
                 yield
         finally:
             _assign(layers, before)
@@ -123,10 +123,10 @@ class Network:
 def compiled(network: Network, ways: Iterable[Ran]) -> None:
     """Have the kernels compiled that passes and checks of these ways start, several at a time, where any are."""
     with network.precision(), torch.no_grad():
-        with undisturbed(network.net, network.training), seeing(network.net, arithmetic=False) as calls:
+        with undisturbed(network.net, network.training), recording_calls(network.net, arithmetic=False) as calls:
             network.net(fresh(network.samples[0]))
         for (name, flow), users in used(network, ways).items():
-            layers = alone([call for call in calls if call.name in users], network.training)
+            layers = isolated_layer([call for call in calls if call.name in users], network.training)
             # Checks run layers without what follows them in the network.
             bare = {(id(x.found.table), x.found.flipped, x.weight.shape): replace(x, then=None) for x in layers}
             compile_at_once([*bare.values(), *(x for x in layers if x.then is not None)], (name,), (flow,))
@@ -199,6 +199,6 @@ class Layers:
             self.truths[alike] = fed, fed.exact(self.training)
         if (alike, flow, tiles) not in self.errors:
             fed, truth = self.truths[alike]
-            with tiles_from(tiles):
+            with use_tuning_mode(tiles):
                 self.errors[alike, flow, tiles] = error(fed.passes(flow, self.training), truth)
         return self.errors[alike, flow, tiles]

@@ -25,7 +25,7 @@ from benchmarks.suites.tuner_networks import Network, checked
 from benchmarks.suites.tuner_taken import KERNEL, OTHER, by_our_parts
 from pumice.engine.groups import observe
 from pumice.engine.measure import profiled, segments
-from pumice.engine.scenes import subject as scenes_of
+from pumice.engine.subject import subject as scenes_of
 from pumice.errors import PumiceError
 from pumice.nn.conv import Convolution
 from pumice.ops import Epilogue, SparseTensor
@@ -114,17 +114,17 @@ def marked(net: nn.Module, mark: Callable[[str], None]) -> Iterator[None]:
 
     def finished(name: str, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
         mark(name)
-        y = type(known[name]).finished(known[name], x, epilogue, target)
+        y = type(known[name]).forward_with_epilogue(known[name], x, epilogue, target)
         mark(BETWEEN)
         return y
 
     for name, layer in known.items():
-        layer.finished = partial(finished, name)
+        layer.forward_with_epilogue = partial(finished, name)
     try:
         yield
     finally:
         for layer in known.values():
-            del layer.finished
+            del layer.forward_with_epilogue
 
 
 def _by_profiler(network: Network) -> tuple[list[str], list[Spans]]:

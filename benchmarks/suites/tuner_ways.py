@@ -16,7 +16,7 @@ from benchmarks.suites.tuner_asked import Asked, answered, budget
 from benchmarks.suites.tuner_cases import TRAINING, Subjected, Writer, say_published, subjects
 from benchmarks.suites.tuner_networks import Network
 from benchmarks.suites.tuner_taken import compared, tile_facts, tiles_of
-from pumice.lower.triton import DEFAULT
+from pumice.lower.kernel import DEFAULT
 
 NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f", "centerpoint-waymo-1f")
 """A large and a small scan to segment, and one to detect on."""

@@ -13,7 +13,7 @@ from benchmarks import __main__ as cli
 from benchmarks.profile import page as host_page
 from benchmarks.profile import parts as host_parts
 from benchmarks.profile.parts import MAPS, MODULES, OTHER, PARTS, STARTING, WAITING, part_of, part_of_file, shares
-from benchmarks.profile.profile import Asked, Profiled, network, profile, scene
+from benchmarks.profile.profile import Profiled, ProfileOptions, network, profile, scene
 from benchmarks.profile.trace import Costs, Node, Traced, Tracer, traced
 from pumice.cli import page
 from pumice.errors import FileError, OptionError
@@ -207,22 +207,22 @@ def test_models_by_name(tmp_path, monkeypatch):
 
 
 def test_scans_by_name(write, scenes):
-    shell, coords = scene(Asked("minkunet", "shell_8", CPU), 3)
+    shell, coords = scene(ProfileOptions("minkunet", "shell_8", CPU), 3)
     assert shell.shape == (len(coords), 3) and len(coords) > 50
     path = write("one.npz", scenes(1)[0])
-    feats, coords = scene(Asked("minkunet", str(path), CPU, voxel=0.5), 7)
+    feats, coords = scene(ProfileOptions("minkunet", str(path), CPU, voxel=0.5), 7)
     assert feats.shape == (len(coords), 7) and not feats[:, 4:].any() and feats[:, 3].any()
     with pytest.raises(FileError, match="expected a scan, a scene of PUMICE_DATA, shell_SIZE or street"):
-        scene(Asked("minkunet", "nowhere", CPU), 4)
+        scene(ProfileOptions("minkunet", "nowhere", CPU), 4)
     with pytest.raises(OptionError, match="precision='int8' is unknown"):
-        Asked("minkunet", "street", CPU, "int8")
+        ProfileOptions("minkunet", "street", CPU, "int8")
     with pytest.raises(OptionError, match="passes and voxel are above 0"):
-        Asked("minkunet", "street", CPU, passes=0)
+        ProfileOptions("minkunet", "street", CPU, passes=0)
 
 
 def test_what_has_no_convolution():
     with pytest.raises(OptionError, match="Identity has no convolution"):
-        profile(Asked("torch.nn:Identity", "shell_8", CPU))
+        profile(ProfileOptions("torch.nn:Identity", "shell_8", CPU))
 
 
 # what is told
@@ -248,7 +248,7 @@ def tree():
 
 def profiled():
     found = Traced(tree(), passes=2, wall=5.0)
-    return Profiled(Asked("net", "a/scan.bin", CPU), 1, 7, found, shares(found), 2.0)
+    return Profiled(ProfileOptions("net", "a/scan.bin", CPU), 1, 7, found, shares(found), 2.0)
 
 
 def test_blocks_hang_together():

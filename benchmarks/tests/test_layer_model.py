@@ -15,7 +15,7 @@ from benchmarks.suites.layer_model import LATENCY, Needs, Step, Walk, bounds, in
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import Tile
 
-TILE = Tile(64, 16, 16, warps=4, stages=3, ahead=True)
+TILE = Tile(64, 16, 16, warps=4, stages=3, prefetch_indices=True)
 
 
 def row_of(count, channels=16, dtype=torch.float32, groups=1):
@@ -59,19 +59,21 @@ def test_packed_entries_are_one_turn():
     walked = walks(layer.found, "compacted")
     # Three taps in packs of two, then in one of four: a tap has three channels, and a fourth is idle.
     for reduced, turns in ((8, 2), (16, 1)):
-        found = needs(layer, walked, Tile(64, 16, reduced, stages=3, ahead=True, packed=True))
+        found = needs(layer, walked, Tile(64, 16, reduced, stages=3, prefetch_indices=True, packed=True))
         assert found.chain == pytest.approx(LATENCY * (1 + turns / 2))
 
 
 def test_more_of_a_tile_costs_more():
     layer = row_of(300, 32)
     walked = walks(layer.found, "compacted")
-    wide, narrow = (needs(layer, walked, Tile(64, columns, 32, stages=3, ahead=True)) for columns in (32, 16))
+    wide, narrow = (
+        needs(layer, walked, Tile(64, columns, 32, stages=3, prefetch_indices=True)) for columns in (32, 16)
+    )
     # Rows are gathered once for each block of columns.
     assert narrow.cache > wide.cache and narrow.waves > wide.waves
     chained = needs(layer, walked, Tile(64, 32, 32, stages=3))
     assert chained.chain > wide.chain
-    halves = needs(layer, walks(layer.found, "split2"), Tile(64, 32, 32, stages=3, ahead=True))
+    halves = needs(layer, walks(layer.found, "split2"), Tile(64, 32, 32, stages=3, prefetch_indices=True))
     # A second part reads and writes what the first has found.
     assert halves.memory > wide.memory and halves.useful == wide.useful
 

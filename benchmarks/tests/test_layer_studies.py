@@ -300,7 +300,7 @@ def test_predicted_gains_follow_the_work():
 
 
 def test_tiles_of_another_size_are_predicted_to_cost_more(monkeypatch):
-    monkeypatch.setattr(bench_ablation, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(bench_ablation, "has_triton", lambda x: True)
     setup = replace(setup_of([]), only="shell_16/k3/C256")
     (cell,) = layer_cells.cells(setup, layer_cells.Choice(widths=(Width.square(256),)))
     idea = IDEAS["tile-by-size"](bench_ablation.Subjected(layer_cells.layer_of(setup, cell), torch.empty(0)))
@@ -309,7 +309,7 @@ def test_tiles_of_another_size_are_predicted_to_cost_more(monkeypatch):
 
 
 def test_sharing_is_predicted_to_help_where_one_tile_is_far_longer(monkeypatch):
-    monkeypatch.setattr(bench_ablation, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(bench_ablation, "has_triton", lambda x: True)
     layer = layer_of_a_clump()
     idea = IDEAS["sharing"](bench_ablation.Subjected(layer, torch.empty(0)))
     assert 1.5 < idea.predicted < 4
@@ -317,7 +317,7 @@ def test_sharing_is_predicted_to_help_where_one_tile_is_far_longer(monkeypatch):
 
 
 def test_packed_tiles_have_no_switches(monkeypatch):
-    monkeypatch.setattr(bench_ablation, "runs_kernels", lambda x: True)
+    monkeypatch.setattr(bench_ablation, "has_triton", lambda x: True)
     setup = replace(setup_of([]), only="surface_300/k3/C8")
     (cell,) = layer_cells.cells(setup, layer_cells.Choice(widths=(Width.square(8),)))
     subjected = bench_ablation.Subjected(layer_cells.layer_of(setup, cell), torch.empty(0))
@@ -339,7 +339,7 @@ def layer_of_a_clump():
 def test_default_tiles_are_held_against_the_best(study, monkeypatch, suite, name):
     out, rows = study("default-tile", suite)
     assert "default-tile is left out: tiles are those of kernels" in out and not rows
-    monkeypatch.setattr(bench_tiles, "without_kernels", lambda tensor: None)
+    monkeypatch.setattr(bench_tiles, "triton_unavailable_reason", lambda tensor: None)
     out, rows = study("default-tile", suite)
     assert [(r["case"], r["peer"]) for r in rows] == [(f"default-tile/{CELL}/{name}/default", "best")]
     assert "goal best tile over default tile, 0.909x" in out and ("  default 64x" in out) == (name == "fwd")

@@ -8,7 +8,7 @@ import torch
 from benchmarks.harness.rows import ANY
 from benchmarks.scenes.layers import map_of
 from benchmarks.suites.redundancy import ALL_TAPS, SPLITS, redundancies
-from pumice.coords import Order
+from pumice.coords import SortSpec
 from pumice.testing import random_cloud
 
 
@@ -19,7 +19,7 @@ def cloud(count=150, side=7):
 def counted_again(found, block, splits):
     """Row by row: a tile multiplies as many rows as it has room for by every tap that any of its rows has."""
     table, computed = found.rows().tolist(), 0
-    for how in Order.splits(found.volume, splits):
+    for how in SortSpec.splits(found.volume, splits):
         own = [range(first, first + block) for first in range(0, len(table), block)]
         for tile in own if splits == 0 else found.tiling(block, how).slots.tolist():
             there = [row for row in tile if 0 <= row < len(table)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.report.charts import Bars, Heat, Stacks, Tile, colours, log_axis, numbered
+from benchmarks.report.charts import Bars, Heat, HeatCell, Stacks, colours, log_axis, numbered
 from benchmarks.report.networks import PARTS, WHOLE, choices, parts
 from benchmarks.report.results import history, overview, redundancy, speedups
 from benchmarks.tests.ledgers import made, timed
@@ -171,8 +171,8 @@ def test_choices_are_tiles_by_group_and_model():
     assert (plain.name, study.name) == ("choices", "choices-splits")
     assert (panel.title, panel.rows, panel.columns) == ("fp16, inference", ("g0", "g1", "g2"), ("a", "b"))
     assert dict(panel.tiles) == {
-        ("g0", "a"): Tile("fast", "2.00x", "fast 1 ms\nslow 3 ms"),
-        ("g1", "b"): Tile("slow", "1.00x", ""),
+        ("g0", "a"): HeatCell("fast", "2.00x", "fast 1 ms\nslow 3 ms"),
+        ("g1", "b"): HeatCell("slow", "1.00x", ""),
     }
     assert only(study.panels).tiles["g0", "b"].text == "1.50x"
 
@@ -194,9 +194,11 @@ def test_ways_of_a_study_are_columns_and_passes_are_told_with_their_group():
     assert (panel.rows, panel.columns) == (("k3 at 1", "k2 at 1"), ("a: all", "a: dgrad-wgrad"))
     assert dict(panel.tiles) == {
         # The whole network's gain is none of a group.
-        ("k3 at 1", "a: all"): Tile("planned", "", "slow (forward with dgrad with wgrad) 5 ms"),
-        ("k3 at 1", "a: dgrad-wgrad"): Tile("fast / planned / planned", "", "fast 3 ms\nslow (dgrad with wgrad) 5 ms"),
-        ("k2 at 1", "a: dgrad-wgrad"): Tile("fast", "2.00x", "fast 2 ms"),
+        ("k3 at 1", "a: all"): HeatCell("planned", "", "slow (forward with dgrad with wgrad) 5 ms"),
+        ("k3 at 1", "a: dgrad-wgrad"): HeatCell(
+            "fast / planned / planned", "", "fast 3 ms\nslow (dgrad with wgrad) 5 ms"
+        ),
+        ("k2 at 1", "a: dgrad-wgrad"): HeatCell("fast", "2.00x", "fast 2 ms"),
     }
 
 
@@ -239,7 +241,7 @@ def test_of_a_network_the_newest_run_counts_as_a_whole():
     assert totals.parts["map"] == (2.0, 1.0)
     rows = [network("a/fp16/inference/g", f"{kind}:x", 1.0, 2.0, **new) for kind in ("choice", "chosen")]
     rows += [network("a/fp16/inference/g", f"{kind}:y", 1.0, 2.0, **old) for kind in ("choice", "chosen")]
-    assert dict(only(only(choices(rows)).panels).tiles) == {("g", "a"): Tile("x", "2.00x", "x 1 ms")}
+    assert dict(only(only(choices(rows)).panels).tiles) == {("g", "a"): HeatCell("x", "2.00x", "x 1 ms")}
 
 
 def test_devices_and_clocks_are_not_mixed():
@@ -267,7 +269,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ShapeError, match="expected 1 notes of 's', found 2"):
         Stacks("t", "axis", ("a",), {"s": (1.0,)}, {"s": ("x", "y")})
     with pytest.raises(OptionError, match="expected tiles of known, found strange"):
-        Heat("t", ("r",), ("c",), {("r", "c"): Tile("strange", "")}, ("known",))
+        Heat("t", ("r",), ("c",), {("r", "c"): HeatCell("strange", "")}, ("known",))
 
 
 def test_colours_are_steps_where_names_differ_by_a_number():

@@ -29,13 +29,13 @@ from benchmarks.suites.tuner_cases import TRAINING, Subjected, Writer, subjects
 from benchmarks.suites.tuner_networks import Network, Ran, checked
 from benchmarks.suites.tuner_taken import CONVOLUTIONS, Taken, rows_of, tiles_of
 from benchmarks.suites.tuner_whole import Gains, _say_apart
-from pumice.engine import Choice, Spent, Trial, Tuning
+from pumice.engine import DataflowChoice, PassTiming, Trial, Tuning
 from pumice.engine.measure import Event
 from pumice.errors import OptionError, PumiceError
 from pumice.nn import fused
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, PLANNED, Dataflows
 from pumice.schedule.grouping import Grouping
-from pumice.schedule.tuner import Step
+from pumice.schedule.tuner import SearchProgress
 
 CPU = torch.device("cpu")
 measuring = importlib.import_module("pumice.engine.measure")
@@ -120,10 +120,10 @@ def test_marks_tell_layers_apart(setup, monkeypatch):
     made, _ = setup
     network, trace = Network.of(made, subject_of(made)), []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: trace.append("spin_kernel"))
-    real = bench_tuner_parts.Convolution.finished
+    real = bench_tuner_parts.Convolution.forward_with_epilogue
     monkeypatch.setattr(
         bench_tuner_parts.Convolution,
-        "finished",
+        "forward_with_epilogue",
         lambda *given: trace.extend(["neighbours", "_dot_x"]) or real(*given),
     )
 
@@ -148,7 +148,7 @@ def test_marks_tell_layers_apart(setup, monkeypatch):
             {"map": 2.0, "kernel": 2.0}
         )
     assert {part: times.median for part, times in found[labels[-1]].items()} == pytest.approx({"other": 2.0})
-    assert all("finished" not in vars(layer) for layer in network.net.modules())
+    assert all("forward_with_epilogue" not in vars(layer) for layer in network.net.modules())
 
 
 def test_only_some_and_none_at_hand(monkeypatch):
@@ -306,11 +306,11 @@ def test_a_limit_below_nothing():
 
 
 def choice(group, flow, *trials):
-    return Choice(group, (f"{group}.a", f"{group}.b"), 10.0, 3.0, 1.0, flow, trials, "why")
+    return DataflowChoice(group, (f"{group}.a", f"{group}.b"), 10.0, 3.0, 1.0, flow, trials, "why")
 
 
 def tuning(*choices):
-    return Tuning("inference", "cpu", choices, Spent(2e-3), Spent(1e-3))
+    return Tuning("inference", "cpu", choices, PassTiming(2e-3), PassTiming(1e-3))
 
 
 SLOW, FAST = Trial("explicit-gemm", ("forward",), 1, 4e-3, 2e-3), Trial("fetch-on-demand", ("forward",), 1, 3e-3, 2e-3)
@@ -360,8 +360,8 @@ def test_the_tuner_is_asked_and_leaves_nothing(setup, monkeypatch):
         layer.dataflow is None for layer in network.net.modules() if hasattr(layer, "dataflow")
     )
     with pytest.raises(KeyboardInterrupt):
-        bench_tuner_asked._without_tiles(Step("k3 at 1", "tiles", 1, 2, 0, 1, 1))
-    bench_tuner_asked._without_tiles(Step("k3 at 1", "explicit-gemm", 1, 2, 0, 1, 1))
+        bench_tuner_asked._without_tiles(SearchProgress("k3 at 1", "tiles", 1, 2, 0, 1, 1))
+    bench_tuner_asked._without_tiles(SearchProgress("k3 at 1", "explicit-gemm", 1, 2, 0, 1, 1))
 
 
 # Times of a device that is not here

@@ -8,9 +8,9 @@ import pytest
 from pumice.cli import main as cli
 from pumice.cli import segment
 from pumice.schedule.dataflow import DATAFLOWS
-from pumice.schedule.ledger import Key, Ledger
-from pumice.schedule.plans import Plan, PlanKey, Plans
 from pumice.schedule.tile import Tile
+from pumice.schedule.tuned_plans import PlanKey, Plans, TunedPlan
+from pumice.schedule.tuned_tiles import Key, Ledger
 
 LONG = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c] * " + " * ".join(f"v{i}[c]" for i in range(20))
 KEYS = (
@@ -58,7 +58,9 @@ def test_show(pumice, filled):
 def test_show_in_80_columns(pumice, filled, monkeypatch):
     """Numbers and dates stay in one piece, and text is folded in its own column."""
     monkeypatch.setattr(cli.console, "width", 80)
-    filled.put(replace(KEYS[1], sizes=(36, 14, 14, 10)), Tile(128, 256, 64, warps=8, stages=4, ahead=True), 12.3456)
+    filled.put(
+        replace(KEYS[1], sizes=(36, 14, 14, 10)), Tile(128, 256, 64, warps=8, stages=4, prefetch_indices=True), 12.3456
+    )
     own = Plans(filled.path.with_name("plans.json"))
     about = "MinkUNet, 9 maps, k3 at 1: 12 layers, 109467 rows, 9.9 pairs a row"
     flows = {f"k3x1x1 s2x1x1 at {n}": DATAFLOWS["gather-gemm-scatter-locality-aware-adaptive"] for n in (1, 2, 4, 8)}
@@ -71,7 +73,14 @@ def test_show_in_80_columns(pumice, filled, monkeypatch):
     shown = "\n".join(lines)
     dates = [line for line in lines if line.rstrip().endswith(PLAN.date.astimezone().strftime("%Y-%m-%d"))]
     assert len(dates) == 4, "one for each tile and plan"
-    for told in ("12345.6000", "12.3456", "128x256x64 w8 s4 ahead", "0.1234", "plans of some GPU", "tiles of some GPU"):
+    for told in (
+        "12345.6000",
+        "12.3456",
+        "128x256x64 w8 s4 prefetch_indices",
+        "0.1234",
+        "plans of some GPU",
+        "tiles of some GPU",
+    ):
         assert told in shown
     # Nothing is lost by folding.
     joined = "".join(shown.split())
@@ -99,7 +108,7 @@ def test_export_and_merge(pumice, filled, tmp_path, monkeypatch):
 
 FLOWS = {"k3 at 1": DATAFLOWS["implicit-gemm-unsorted"]}
 PLAN_KEY = PlanKey.of("some GPU", "float16", "inference", "0123", ((14.1, 2.2),))
-PLAN = Plan(FLOWS, ((14.1, 2.2),), {"total": 2e-3}, {"total": 1.5e-3}, ("k3 at 1",), False, "MinkUNet, 9 maps")
+PLAN = TunedPlan(FLOWS, ((14.1, 2.2),), {"total": 2e-3}, {"total": 1.5e-3}, ("k3 at 1",), False, "MinkUNet, 9 maps")
 
 
 def test_plans_go_along(pumice, filled, tmp_path, monkeypatch):

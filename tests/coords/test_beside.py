@@ -6,9 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Relation, Site, at_the_end, beside, compact, kernel_map
-from pumice.coords.rooms import Buffered, Planner
-from pumice.engine.static import levels_of, words_of
+from pumice.coords import (
+    Bounds,
+    CoordBuffer,
+    Geometry,
+    GridSpec,
+    KernelMap,
+    Relation,
+    join_side_streams,
+    kernel_map,
+    on_side_stream,
+    tiles,
+)
+from pumice.coords.capacity import BufferedState, CapacityPlanner
+from pumice.engine.static import levels_of, status_words_of
 from pumice.lower import maps
 from pumice.testing import random_cloud
 
@@ -92,8 +103,10 @@ def in_buffer() -> Geometry:
     coords = random_cloud(40, 2, extent=12)
     bounds = Bounds((0, 0), (15, 15), 1 + int(coords[:, 0].max()))
     word = torch.zeros(1, dtype=torch.int32)
-    cloud = Cloud(coords, word + len(coords), bounds, word.clone())
-    return Geometry.in_buffer(cloud, Site((1, 1), None, bounds.batch, bounds), Buffered(Planner(40, 40, 1.5, None)))
+    cloud = CoordBuffer(coords, word + len(coords), bounds, word.clone())
+    return Geometry.in_buffer(
+        cloud, GridSpec((1, 1), None, bounds.batch, bounds), BufferedState(CapacityPlanner(40, 40, 1.5, None))
+    )
 
 
 def find(device: Device, geometry: Geometry, relation: Relation, told) -> tuple[KernelMap, Geometry, tuple[int, int]]:
@@ -108,7 +121,7 @@ def find(device: Device, geometry: Geometry, relation: Relation, told) -> tuple[
 def test_coordinates_that_were_found_beside_are_waited_for(what, device):
     """And not what was found after them."""
     first = in_buffer()
-    with beside(first) as told:
+    with on_side_stream(first) as told:
         _, level, work = find(device, first, DOWN, told)
         _, _, later = find(device, level, DOWN, told)
     getattr(first, what)
@@ -119,7 +132,7 @@ def test_coordinates_that_were_found_beside_are_waited_for(what, device):
 
 def test_every_stream_waits_for_the_coordinates(device):
     first, other = in_buffer(), Stream()
-    with beside(first) as told:
+    with on_side_stream(first) as told:
         _, level, work = find(device, first, DOWN, told)
     assert level.coords is not None and device.main.behind(work)
     with device.on(other):
@@ -130,24 +143,24 @@ def test_a_lookup_comes_behind_all_that_was_found_beside_below(device):
     """Also where deeper levels were prepared by themselves before."""
     first = in_buffer()
     _, level = kernel_map(first, DOWN)
-    with beside(level):
+    with on_side_stream(level):
         level.lookup()
         work = device.current.work()
-    with beside(first):
+    with on_side_stream(first):
         pass
     assert level.lookup() and device.main.behind(work)
 
 
 def end(geometry: Geometry) -> None:
-    with at_the_end(geometry):
-        words_of(geometry, dict(levels_of(geometry)).values())
+    with join_side_streams(geometry):
+        status_words_of(geometry, dict(levels_of(geometry)).values())
 
 
 def test_all_streams_are_joined_at_the_end(device):
     """Also those that found nothing new, and those behind the last map."""
     first = in_buffer()
     for _ in range(2):
-        with beside(first) as told:
+        with on_side_stream(first) as told:
             find(device, first, DOWN, told)
             device.current.work()
     assert not device.joined()
@@ -158,7 +171,7 @@ def test_all_streams_are_joined_at_the_end(device):
 def test_nothing_is_waited_for_after_the_end(device):
     """An event of a graph is no longer one when the graph is there."""
     first = in_buffer()
-    with beside(first) as told:
+    with on_side_stream(first) as told:
         _, level, _ = find(device, first, DOWN, told)
     end(first)
     assert not first.late and not level.late
@@ -168,7 +181,7 @@ def test_nothing_is_waited_for_after_the_end(device):
 
 def test_what_is_laid_out_already_takes_no_stream(device):
     first = in_buffer()
-    with beside(first) as told:
+    with on_side_stream(first) as told:
         found, _, _ = find(device, first, SAME, told)
         maps._side_by_side([(found, "compacted")])
         maps._side_by_side([(found, "compacted")])
@@ -180,7 +193,7 @@ def test_what_is_laid_out_already_takes_no_stream(device):
 def test_other_streams_wait_for_what_is_made_of_what_was_laid_out(device):
     """Arrays are handed on under other names by whoever comes first: a second stream has to wait all the same."""
     first, other = in_buffer(), Stream()
-    with beside(first) as told:
+    with on_side_stream(first) as told:
         found, _, _ = find(device, first, SAME, told)
         maps._side_by_side([(found, "compacted")])
         work = next(s for s in Stream.numbers[2:] if len(s.clock) > 1).work()
@@ -189,7 +202,7 @@ def test_other_streams_wait_for_what_is_made_of_what_was_laid_out(device):
         between.late.behind(Stream.numbers[work[0]].record_event(), [(("form", "compacted"), False)])
 
     def handed_on():
-        return found.storage("handed on", lambda m: maps.held(m, "compacted"))
+        return found.cached("handed on", lambda m: maps.held(m, "compacted"))
 
     handed_on()
     assert device.main.behind(work)
@@ -201,30 +214,30 @@ def test_other_streams_wait_for_what_is_made_of_what_was_laid_out(device):
 @pytest.fixture
 def telling(device, monkeypatch):
     """The work that tells whether there was room for what is laid out."""
-    works, real = [], compact.filled
+    works, real = [], tiles.filled
 
     def filled(*given):
         works.append(device.current.work())
         return real(*given)
 
-    monkeypatch.setattr(compact, "filled", filled)
+    monkeypatch.setattr(tiles, "filled", filled)
     return works
 
 
 def test_what_is_told_of_maps_comes_behind_them_and_not_behind_layers(device, telling):
     """And the end of the program behind it, and behind everything else."""
     first = in_buffer()
-    with beside(first) as told:
+    with on_side_stream(first) as told:
         found, _, work = find(device, first, DOWN, told)
         maps._side_by_side([(found, "compacted")])
         search = device.current.work()
     layers = device.main.work()
     # A layer reads what was laid out, under another name.
-    found.storage("handed on", lambda m: maps.held(m, "compacted"))
-    with at_the_end(first):
+    found.cached("handed on", lambda m: maps.held(m, "compacted"))
+    with join_side_streams(first):
         own = device.current
         assert all(map(own.behind, (work, search, *telling))) and telling and not own.behind(layers)
-        words_of(first, dict(levels_of(first)).values())
+        status_words_of(first, dict(levels_of(first)).values())
         assert not own.behind(layers)
         last = own.work()
     assert device.current is device.main and device.main.behind(last) and device.joined()
@@ -232,12 +245,12 @@ def test_what_is_told_of_maps_comes_behind_them_and_not_behind_layers(device, te
 
 def test_what_is_told_comes_behind_layers_that_lay_out_maps(device, telling):
     first = in_buffer()
-    with beside(first) as told:
+    with on_side_stream(first) as told:
         found, _, _ = find(device, first, DOWN, told)
     before = device.main.work()
     maps.held(found, "compacted")
     behind = device.main.work()
-    with at_the_end(first):
+    with join_side_streams(first):
         own = device.current
         assert own.behind(before) and own.behind(telling[-1]) and not own.behind(behind)
     assert device.joined()
@@ -249,11 +262,11 @@ def test_what_is_told_comes_behind_maps_that_layers_found_themselves(when, devic
     if when in ("before the others", "alone"):
         kernel_map(first, SAME)
     if when in ("before the others", "after the others"):
-        with beside(first) as told:
+        with on_side_stream(first) as told:
             find(device, first, DOWN, told)
     if when == "after the others":
         kernel_map(first, SAME)
     work = device.main.work()
-    with at_the_end(first):
+    with join_side_streams(first):
         assert device.current is device.main and device.current.behind(work)
     assert device.joined()

@@ -4,19 +4,19 @@ import weakref
 
 import torch
 
-from pumice.coords.cloud import offset_table
+from pumice.coords.box import Bounds
+from pumice.coords.buffer import offset_table
 from pumice.coords.codes import CodeLayout
-from pumice.coords.compact import Order, groups_of
-from pumice.coords.keys import Bounds
 from pumice.coords.relation import Relation
-from pumice.runtime.launch import constant, constants_read
+from pumice.coords.tiles import SortSpec, groups_of
+from pumice.runtime.launch import cached_device_constant, recording_constants
 
 CPU = torch.device("cpu")
 
 
 def test_what_is_read_is_held_when_it_is_kept_no_longer():
-    made = constant(2)(lambda n: torch.full((3,), n))
-    with constants_read() as read:
+    made = cached_device_constant(2)(lambda n: torch.full((3,), n))
+    with recording_constants() as read:
         first = weakref.ref(made(0))
     left = weakref.ref(made(1))
     for n in (2, 3, 4):
@@ -27,7 +27,7 @@ def test_what_is_read_is_held_when_it_is_kept_no_longer():
 
 def test_it_is_made_once():
     calls = []
-    made = constant(2)(lambda n: calls.append(n))
+    made = cached_device_constant(2)(lambda n: calls.append(n))
     for _ in range(3):
         made(1)
     assert calls == [1]
@@ -35,10 +35,10 @@ def test_it_is_made_once():
 
 def test_all_constants_of_maps_are_told():
     relation = Relation.of(3, 3)
-    with constants_read() as read:
-        found = [offset_table(relation.offsets, CPU), groups_of(relation, Order(0, 27), CPU)]
+    with recording_constants() as read:
+        found = [offset_table(relation.offsets, CPU), groups_of(relation, SortSpec(0, 27), CPU)]
         found.append(CodeLayout.of(Bounds((0, 0, 0), (9, 9, 9), 1)).tables(CPU))
     assert all(any(x is y for y in read) for x in found)
-    with constants_read() as other:
+    with recording_constants() as other:
         pass
     assert not other

@@ -11,10 +11,10 @@ import pytest
 import torch
 from clouds import Scene
 
-from pumice.coords import Geometry, KernelMap, Order, Relation, compact, kernel_map, settle
-from pumice.coords.compact import Tiling, ordered, tally, tiled, totals_of
+from pumice.coords import Geometry, KernelMap, Relation, SortSpec, kernel_map, read_pending_sizes, tiles
+from pumice.coords.capacity import BufferedMapState, BufferedState, CapacityPlanner, FixedCapacities
 from pumice.coords.lookup import mask_words
-from pumice.coords.rooms import Between, Buffered, Planner, Settled
+from pumice.coords.tiles import Tiling, ordered, pair_counts, tiled, totals_of
 from pumice.errors import OptionError
 from pumice.lower import maps
 from pumice.testing import random_cloud
@@ -68,7 +68,7 @@ def test_masks_and_counts_are_those_of_the_pairs(name, flipped):
         held[output] = held.get(output, 0) | 1 << tap
     assert codes_of(m) == [held.get(row, 0) for row in range(m.num_outputs)]
     assert m.counts().tolist() == [bin(code).count("1") for code in codes_of(m)]
-    assert m.tally()[:, -1].tolist() == m.pairs().sizes.tolist()
+    assert m.pair_counts()[:, -1].tolist() == m.pairs().sizes.tolist()
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -106,12 +106,12 @@ def test_splits_take_about_as_many_taps_each():
     for volume, splits in itertools.product((1, 2, 27, 125), (1, 2, 3, 4)):
         if splits > volume:
             continue
-        orders = Order.splits(volume, splits, 64)
+        orders = SortSpec.splits(volume, splits, 64)
         sizes = [how.last - how.first for how in orders]
         assert sum(sizes) == volume and max(sizes) - min(sizes) <= 1
         assert [how.first for how in orders[1:]] == [how.last for how in orders[:-1]]
         assert all(how.superblock == 64 and how.sort for how in orders)
-    assert Order.splits(27, 0, 64) == (Order(0, 27, 0, sort=False),)
+    assert SortSpec.splits(27, 0, 64) == (SortSpec(0, 27, 0, sort=False),)
 
 
 @pytest.mark.parametrize("splits", [-1, 28])
@@ -184,7 +184,7 @@ def order_of(m, how):
 def test_rows_fall_by_the_gray_rank_of_what_they_meet(name, splits, superblock):
     """Long integers in place of words of 31 bits."""
     m = found(name)
-    for part, how in zip(m.split(16, splits, superblock), Order.splits(m.volume, splits, superblock), strict=True):
+    for part, how in zip(m.split(16, splits, superblock), SortSpec.splits(m.volume, splits, superblock), strict=True):
         assert part.rows[part.rows >= 0].tolist() == order_of(m, how)
 
 
@@ -208,11 +208,11 @@ def test_rows_with_many_taps_come_first():
 @pytest.mark.parametrize("splits", [1, 3])
 def test_planes_of_a_window_are_groups_of_more_than_ten_taps(splits):
     """Of 27 taps each plane has 9; of 9, which have a bit each, none is needed."""
-    for how in Order.splits(27, splits):
+    for how in SortSpec.splits(27, splits):
         met_by_all = how.first <= 13 < how.last
-        groups = compact.groups_of(Relation.of(3, 3), how, torch.device("cpu"))
+        groups = tiles.groups_of(Relation.of(3, 3), how, torch.device("cpu"))
         assert groups[:, -1].tolist() == [1] * (27 // splits - met_by_all) + [9] * (6 if splits == 1 else 0)
-        groups = compact.groups_of(Relation.of(3, 3, policy="support"), how, torch.device("cpu"))
+        groups = tiles.groups_of(Relation.of(3, 3, policy="support"), how, torch.device("cpu"))
         assert groups[:, -1].tolist() == [1] * (27 // splits) + [9] * (9 if splits == 1 else 0)
     assert Relation.of(2, 3).planes == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8))
 
@@ -221,9 +221,9 @@ def test_a_key_has_31_bits_at_most():
     masks = torch.full((5000, 5), 2**31 - 1, dtype=torch.int32)
     masks[::2] = 0
     count, whole = torch.tensor([5000], dtype=torch.int32), Relation.of(3, 5)
-    for how in (Order(0, 27), Order(0, 27, 1), Order(0, 125), Order(0, 125, 512), Order(0, 125, 64)):
-        groups = compact.groups_of(whole, how, torch.device("cpu"))
-        keys = compact.ordered(masks, count, groups, how)
+    for how in (SortSpec(0, 27), SortSpec(0, 27, 1), SortSpec(0, 125), SortSpec(0, 125, 512), SortSpec(0, 125, 64)):
+        groups = tiles.groups_of(whole, how, torch.device("cpu"))
+        keys = tiles.ordered(masks, count, groups, how)
         assert sorted(keys.tolist()) == list(range(5000))
         block = how.superblock or 5000
         assert torch.equal(keys // block, torch.arange(5000) // block)
@@ -232,9 +232,9 @@ def test_a_key_has_31_bits_at_most():
 def test_dead_rows_come_last_and_in_no_tile():
     rows = kernel_map(Geometry.checked(Scene().coords()), Relation.of(3, 3))[0].rows()
     masks, count = mask_words(torch.cat([rows, rows[:9]])), torch.tensor([len(rows)], dtype=torch.int32)
-    how = Order(0, 27)
-    ends = tally(masks, count, 27)
-    groups = compact.groups_of(Relation.of(3, 3, policy="support"), how, masks.device)
+    how = SortSpec(0, 27)
+    ends = pair_counts(masks, count, 27)
+    groups = tiles.groups_of(Relation.of(3, 3, policy="support"), how, masks.device)
     totals = totals_of(masks, count, groups)[:27]
     assert torch.equal(totals, (rows >= 0).sum(0).int()) and torch.equal(ends[:, -1], totals)
     order = ordered(masks, count, groups, how)
@@ -249,10 +249,10 @@ def test_dead_rows_come_last_and_in_no_tile():
 def test_lists_end_where_their_room_ends():
     m = found("3x3x3")
     whole = sum(m.pairs().sizes.tolist())
-    inputs, outputs = compact.listed(m.rows(), m.living(), m.tally(), whole)
+    inputs, outputs = tiles.listed(m.rows(), m.valid_count(), m.pair_counts(), whole)
     assert torch.equal(inputs.long(), m.pairs().inputs) and torch.equal(outputs.long(), m.pairs().outputs)
     for room in (whole - 7, whole + 7, 0):
-        part = compact.listed(m.rows(), m.living(), m.tally(), room)
+        part = tiles.listed(m.rows(), m.valid_count(), m.pair_counts(), room)
         for cut, full in zip(part, (inputs, outputs), strict=True):
             assert torch.equal(cut[:whole], full[:room]) and (cut[whole:] == -1).all()
 
@@ -276,10 +276,12 @@ def test_groups_lie_by_how_far_within_their_taps_they_are(group):
 def test_groups_past_the_last_have_no_tap():
     m = found("3x3x3")
     whole = m.grouped(16)
-    made = compact.grouped(m.rows(), m.living(), m.tally(), (len(whole.taps) + 5, 16))
+    made = tiles.grouped(m.rows(), m.valid_count(), m.pair_counts(), (len(whole.taps) + 5, 16))
     for more, just in zip(made, whole, strict=True):
         assert torch.equal(more[:-5], just) and (more[-5:] == -1).all()
-    less = compact.grouped(m.rows(), m.living(), m.tally(), (9, 16), status := torch.zeros(1, dtype=torch.int32))
+    less = tiles.grouped(
+        m.rows(), m.valid_count(), m.pair_counts(), (9, 16), status := torch.zeros(1, dtype=torch.int32)
+    )
     assert status.item() != 0 and all(len(part) == 9 for part in less)
 
 
@@ -306,22 +308,22 @@ def test_what_was_settled_is_not_read_again(reads):
     """One transfer for the sizes of many maps, and none for their storages."""
     maps = [found("3x3x3"), found("support"), found("5x5x5").transpose(), found("floor").transpose()]
     splits = (1, 2, 4)
-    wanted_ = [(m, 64, how) for m in maps for count in splits for how in Order.splits(m.volume, count, 32)]
+    wanted_ = [(m, 64, how) for m in maps for count in splits for how in SortSpec.splits(m.volume, count, 32)]
     # Tiles of a transposed submanifold map are those of the map itself.
     wanted_ = [(m.transpose() if m.flipped and m.symmetric else m, block, how) for m, block, how in wanted_]
-    settle([*wanted_, *((m.transpose() if m.flipped else m, 0, None) for m in maps)])
+    read_pending_sizes([*wanted_, *((m.transpose() if m.flipped else m, 0, None) for m in maps)])
     assert reads == [len(maps) * (1 + sum(splits))]
     for m in maps:
         for count in splits:
             m.split(64, count, 32)
         m.grouped(16), m.pairs(), m.taps(), repr(m)
-    settle(wanted_)
+    read_pending_sizes(wanted_)
     assert len(reads) == 1
 
 
 def test_a_storage_reads_its_own_size_once(reads):
     m = found("3x3x3")
-    m.tiling(64, Order(0, 27)), m.tally(), m.masks(), m.living()
+    m.tiling(64, SortSpec(0, 27)), m.pair_counts(), m.masks(), m.valid_count()
     assert reads == [], "tiles and tallies stay on the device"
     first = m.compacted(64)
     assert len(reads) == 1
@@ -338,7 +340,7 @@ def test_maps_of_nothing_have_empty_storages(block):
     for relation in EVERY.values():
         m, outputs = kernel_map(empty, relation)
         assert len(outputs) == 0 and m.masks().shape == (0, -(-m.volume // 31))
-        settle([(m, block, how) for how in Order.splits(m.volume, 2)] + [(m, 0, None)])
+        read_pending_sizes([(m, block, how) for how in SortSpec.splits(m.volume, 2)] + [(m, 0, None)])
         for part in (*m.split(block, 2), *m.split(block, 0), *m.transpose().split(block, 1)):
             assert [len(t) for t in part] == [0, 0, 0, 0]
         assert [len(t) for t in m.grouped(block)] == [0, 0, 0] and "0 pairs" in repr(m)
@@ -378,12 +380,12 @@ def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
         waits.clear()
         for number in streams:
             monkeypatch.setattr(torch.cuda, "current_stream", lambda device, number=number: Stream(number))
-            found.kept("rows")
-            found.transpose().storage("something", lambda _: 1)
+            found.get_cached("rows")
+            found.transpose().cached("something", lambda _: 1)
         return waits
 
     found = KernelMap.from_rows(Relation.of(1, 3), torch.zeros(4, 3), 4)
-    between: Any = Between(word, word, word, Settled({}), "here")
+    between: Any = BufferedMapState(word, word, word, FixedCapacities({}), "here")
     found = replace(found, between=between)
     assert read(1) == []
     between.late.behind("found", [None])
@@ -400,14 +402,14 @@ def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
 
 
 def test_tiles_are_smaller_where_there_are_few():
-    assert [maps.block_of(outputs) for outputs in (0, 23_999, 24_000, 48_000)] == [64, 64, 128, 128]
+    assert [maps.tile_rows_for(outputs) for outputs in (0, 23_999, 24_000, 48_000)] == [64, 64, 128, 128]
 
 
 def test_groups_in_buffers_are_as_long_as_the_room_for_pairs_says(monkeypatch):
     monkeypatch.setattr(maps, "_GROUPS_OF", ((500, 4), (1000, 8), (math.inf, 16)))
     whole = Geometry.checked(random_cloud(60, 3, extent=6))
-    planner = Planner(60, 60, 1.5, None)
-    inside = Geometry.in_buffer(whole.cloud, whole.site, Buffered(planner))
+    planner = CapacityPlanner(60, 60, 1.5, None)
+    inside = Geometry.in_buffer(whole.cloud, whole.site, BufferedState(planner))
     found, _ = kernel_map(inside, Relation.of(3, 3))
     pairs = int(kernel_map(whole, Relation.of(3, 3))[0].pairs().sizes.sum())
     length = maps.group_of(found)

@@ -8,12 +8,12 @@ from clouds import SHAPES, SIDES, NoWaits, Scene, levels, outputs_agree, site_ar
 from clouds import outputs as wanted
 
 from pumice.coords import Bounds, Geometry, Relation, kernel_map
-from pumice.coords.cloud import OVERFLOW
-from pumice.coords.outputs import Listed, Staged, codes_fit, made_of, room_of, site_of
+from pumice.coords.buffer import OVERFLOW
+from pumice.coords.outputs import SortedOutputs, TorchOutputs, codes_fit, make_outputs, max_outputs, site_of
 from pumice.errors import CoordinateError
 
 DIMS = pytest.mark.parametrize("dim", [1, 2, 3, 4])
-WAYS = (Listed, Staged)
+WAYS = (TorchOutputs, SortedOutputs)
 """How outputs are found without kernels; test_maps of the kernels adds the third."""
 
 SCENES = {
@@ -84,9 +84,9 @@ def test_staged_waits_for_nothing():
     site = site_around(cloud)
     for relation in levels(3).values():
         goal = site_of(site, relation)
-        Staged(cloud, relation, goal)  # tables of codes are made once
+        SortedOutputs(cloud, relation, goal)  # tables of codes are made once
         with NoWaits():
-            Staged(cloud, relation, goal).cloud(50)
+            SortedOutputs(cloud, relation, goal).cloud(50)
 
 
 def test_outputs_of_outputs():
@@ -97,7 +97,7 @@ def test_outputs_of_outputs():
     geometry = Geometry.checked(cloud.coords[: int(cloud.count)])
     for relation in steps:
         goal = site_of(site, relation)
-        cloud = Staged(cloud, relation, goal).cloud(room_of(cloud.capacity, relation, goal))
+        cloud = SortedOutputs(cloud, relation, goal).cloud(max_outputs(cloud.capacity, relation, goal))
         site, geometry = goal, kernel_map(geometry, relation)[1]
         assert cloud.read() == len(geometry)
         assert torch.equal(cloud.coords[: len(geometry)], geometry.coords)
@@ -112,8 +112,8 @@ def test_codes_fit_only_where_a_word_holds_them():
 def test_outputs_of_a_box_without_codes_are_listed():
     coords = Scene(3, clusters=2, far=True).coords()
     geometry = Geometry.checked(coords)
-    made = made_of(geometry.cloud, geometry.site, levels(3)["floor k2 s2"])
-    assert isinstance(made, Listed)
+    made = make_outputs(geometry.cloud, geometry.site, levels(3)["floor k2 s2"])
+    assert isinstance(made, TorchOutputs)
     assert set(map(tuple, made.geometry(int(made.count)).coords.tolist())) == wanted(
         coords, levels(3)["floor k2 s2"], None
     )

@@ -8,13 +8,13 @@ from clouds import INT32, SIDES, NoWaits, Scene, asked, astray, buffered, fresh,
 from clouds import neighbours as wanted
 
 import pumice as pm
-from pumice.coords import Bounds, Cloud, Geometry, MapSchedule, Relation, kernel_map, sorted_keys
-from pumice.coords.choice import STRUCTURES as NAMES
-from pumice.coords.choice import Rates, costs
-from pumice.coords.cloud import DUPLICATE, OVERFLOW, RANGE, check, read
+from pumice.coords import Bounds, CoordBuffer, Geometry, MapSchedule, Relation, kernel_map, sorted_keys
+from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, check, read
+from pumice.coords.indexes import STRUCTURES, default, lookup_of
 from pumice.coords.lookup import mask_words, mask_words_twin
+from pumice.coords.map_schedule import STRUCTURES as NAMES
+from pumice.coords.map_schedule import Rates, costs
 from pumice.coords.sorted_keys import SortedKeys
-from pumice.coords.structures import STRUCTURES, default, lookup_of
 from pumice.errors import CoordinateError, OptionError
 from pumice.testing import assert_close, random_cloud
 
@@ -113,7 +113,7 @@ def test_coordinates_outside_their_box_are_reported(where, dim):
 
 
 def test_of_coordinates_outside_and_duplicates_those_outside_are_told():
-    cloud = Cloud.of(torch.tensor([[0, 1, 1], [0, 0, 13]], dtype=torch.int32), Bounds((0, 0), (3, 9), 1))
+    cloud = CoordBuffer.of(torch.tensor([[0, 1, 1], [0, 0, 13]], dtype=torch.int32), Bounds((0, 0), (3, 9), 1))
     SortedKeys(cloud, SORTED)
     with pytest.raises(CoordinateError, match="outside"):
         cloud.read()

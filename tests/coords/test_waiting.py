@@ -7,9 +7,10 @@ import pytest
 import torch
 from streams import Streams, pretend, watch
 
-from pumice.coords import Cloud, Geometry, Relation, Site, at_the_end, beside, kernel_map, runs
-from pumice.coords.rooms import Between, Buffered, Planner, Settled
-from pumice.engine.static import words_of
+from pumice.coords import CoordBuffer, Geometry, GridSpec, Relation, join_side_streams, kernel_map, on_side_stream
+from pumice.coords import segments as segments_module
+from pumice.coords.capacity import BufferedMapState, BufferedState, CapacityPlanner, FixedCapacities
+from pumice.engine.static import status_words_of
 from pumice.lower import maps, segments
 from pumice.testing import random_cloud
 
@@ -28,7 +29,7 @@ def streams(monkeypatch):
     watch(monkeypatch, made)
     monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
     monkeypatch.setattr(
-        maps, "lay_out", lambda asked: maps._side_by_side((m, name) for m, names in asked for name in names)
+        maps, "materialize", lambda asked: maps._side_by_side((m, name) for m, names in asked for name in names)
     )
     return made
 
@@ -40,9 +41,9 @@ def inside(count=80, seed=0, extent=7, rooms=None, capacity=120):
     coords[:count] = whole.coords
     bounds = Geometry.checked(torch.tensor([[0, 0, 0, 0], [0, 9, 9, 9]], dtype=torch.int32)).bounds
     living, status = torch.tensor([count], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    rooms = rooms or Planner(capacity, count, 1.5, None)
-    site = Site((1, 1, 1), None, 1, bounds)
-    return Geometry.in_buffer(Cloud(coords, living, bounds, status), site, Buffered(rooms)), rooms
+    rooms = rooms or CapacityPlanner(capacity, count, 1.5, None)
+    site = GridSpec((1, 1, 1), None, 1, bounds)
+    return Geometry.in_buffer(CoordBuffer(coords, living, bounds, status), site, BufferedState(rooms)), rooms
 
 
 def levels_of(geometry):
@@ -77,7 +78,7 @@ def test_readers_wait_for_all_that_they_read_and_for_no_more(streams):
         before = len(main.waits)
         maps.held(one, name)
         assert len(main.waits) <= before + 1
-        maps.passed(one, False)
+        maps.planner_operands(one, False)
         # It is made of forms, which are there, and of the map.
         assert len(main.waits) <= before + 2
     assert not streams.early
@@ -103,13 +104,13 @@ def test_what_was_not_laid_out_is_made_of_the_map(streams):
     geometry, _ = inside()
     found_beside(geometry)
     for found in maps_of(geometry):
-        found.transpose().rows(), found.split(BLOCK, 2), found.tally()
+        found.transpose().rows(), found.split(BLOCK, 2), found.pair_counts()
     assert not streams.early and streams.main.waits
 
 
 def found_beside(geometry, relations=(WINDOW, STEP)):
     """The maps of these relations, each of which is told."""
-    with beside(geometry) as told:
+    with on_side_stream(geometry) as told:
         found = [kernel_map(geometry, relation)[0] for relation in relations]
         for one in found:
             told(one)
@@ -147,7 +148,7 @@ def test_a_second_search_comes_behind_the_first(streams):
     assert [{key: one.between.late[key] for key in was} for one, was in zip(found, events, strict=True)] == events
     assert len(maps_of(geometry)) == len(found) + 2
     for found in maps_of(geometry):
-        maps.passed(found, False)
+        maps.planner_operands(found, False)
     for level in levels_of(geometry):
         level.lookup()
     assert not streams.early
@@ -159,7 +160,7 @@ def test_a_search_comes_behind_what_there_is(streams):
     streams.make("coordinates")
     for _ in range(2):
         late = geometry.late.get("found")
-        with beside(geometry):
+        with on_side_stream(geometry):
             assert "coordinates" in streams.current.done and streams.current.waits == [late] * (late is not None)
             streams.make(("found", late))
     assert streams.made[-1].done >= {("found", None)} and "found" not in str(streams.main.done)
@@ -169,7 +170,7 @@ def test_maps_that_were_found_before_are_laid_out_behind(streams):
     """Also where nothing tells of them: they were found on the stream of layers."""
     geometry, _ = inside()
     found, _ = kernel_map(geometry, WINDOW)
-    maps.lay_out([(found, ("compacted",))])
+    maps.materialize([(found, ("compacted",))])
     assert len(streams.made) > 1 and not streams.early
     maps.held(found, "compacted")
     assert not streams.early and len(streams.main.waits) == 1
@@ -181,7 +182,7 @@ def test_a_search_from_an_inner_level_waits_for_the_first(streams):
     _, inner = levels_of(geometry)
     prepared(inner)
     for found in maps_of(geometry):
-        maps.passed(found, False)
+        maps.planner_operands(found, False)
     assert not streams.early
 
 
@@ -189,8 +190,8 @@ def test_gradients_read_what_was_laid_out_for_them(streams):
     geometry, _ = inside()
     prepared(geometry, differentiable=True)
     for found in maps_of(geometry):
-        maps.passed(found, True)
-        maps.passed(found.transpose(), True)
+        maps.planner_operands(found, True)
+        maps.planner_operands(found.transpose(), True)
     assert not streams.early
 
 
@@ -198,14 +199,14 @@ def test_the_end_of_a_program_waits_for_all(streams):
     """Also for what no layer has read: a graph in whose capture a stream is left alone is none."""
     geometry, _ = inside()
     prepared(geometry)
-    with at_the_end(geometry):
-        words_of(geometry, levels_of(geometry))
+    with join_side_streams(geometry):
+        status_words_of(geometry, levels_of(geometry))
     # Behind the last map nothing is made on the stream of the search.
     assert all(one.done <= streams.main.done for one in streams.made)
     assert all(not found.between.late for found in maps_of(geometry))
     waits = len(streams.main.waits)
     for found in maps_of(geometry):
-        found.rows(), found.kept("rows")
+        found.rows(), found.get_cached("rows")
     assert len(streams.main.waits) == waits
 
 
@@ -224,7 +225,7 @@ def test_nothing_is_beside_where_no_graph_is_captured(streams, monkeypatch):
 def test_an_error_leaves_nothing(streams):
     """No stream that is the current one, no event that readers of something else would wait for."""
     geometry, _ = inside()
-    with pytest.raises(KeyError), beside(geometry):
+    with pytest.raises(KeyError), on_side_stream(geometry):
         assert streams.current is not streams.main
         raise KeyError
     assert streams.current is streams.main and not geometry.late
@@ -235,7 +236,7 @@ def test_an_error_leaves_nothing(streams):
 
 def test_maps_that_were_told_before_an_error_are_waited_for(streams):
     geometry, _ = inside()
-    with pytest.raises(KeyError), beside(geometry) as told:
+    with pytest.raises(KeyError), on_side_stream(geometry) as told:
         found, _ = kernel_map(geometry, WINDOW)
         told(found)
         raise KeyError
@@ -246,7 +247,7 @@ def test_maps_that_were_told_before_an_error_are_waited_for(streams):
 def test_events_are_those_of_keys():
     """One that replaces another is waited for though it may have the number of one that is gone."""
     word: Any = torch.zeros(1, dtype=torch.int32)
-    between = Between(word, word, word, Settled({}), "here")
+    between = BufferedMapState(word, word, word, FixedCapacities({}), "here")
     first, second, third = object(), object(), object()
     waits = []
 
@@ -294,7 +295,7 @@ def cut_by_readers(geometry, most=MOST):
 
 
 def equals_twin(got, array, count, most=MOST):
-    want = runs.in_pieces_twin(array, count, most)
+    want = segments_module.in_pieces_twin(array, count, most)
     assert want.starts.shape[0] > count, "nothing would be cut"
     assert torch.equal(got.rows, want.values) and torch.equal(got.firsts, want.firsts)
     assert torch.equal(got.starts, want.starts) and torch.equal(got.stops, want.stops)
@@ -322,7 +323,7 @@ def test_pieces_that_a_pass_asked_for_are_there_in_the_next(cut):
 
 def test_what_a_pass_asks_for_is_kept_by_its_rooms():
     """Also of a place that the pass that planned did not cut."""
-    for rooms in (Settled({}), Planner(64, 64, 1.0, None)):
+    for rooms in (FixedCapacities({}), CapacityPlanner(64, 64, 1.0, None)):
         rooms.pieces("here").add(8)
         assert rooms.pieces("here") == {8} and rooms.pieces("there") == set()
 
@@ -339,7 +340,7 @@ def test_pieces_are_of_their_own_tiles(cut):
                     for number, part in enumerate(found.split(block, splits)):
                         most = 2 + number + splits
                         got = segments.pieces(part.tiles, len(part.rows), most)
-                        want = runs.in_pieces_twin(part.tiles, len(part.rows), most)
+                        want = segments_module.in_pieces_twin(part.tiles, len(part.rows), most)
                         assert torch.equal(got.rows, want.values) and torch.equal(got.stops, want.stops)
 
     read(geometry)
@@ -356,7 +357,7 @@ def test_rooms_that_were_widened_have_pieces_of_their_own(cut):
     _, narrow, _ = cut_by_readers(geometry)
     before = planner.settled()
     least = {place: 2 * room if place[0] == "entries" else room for place, room in before.rooms.items()}
-    geometry, wider = inside(111, 1, rooms=Planner(120, 111, 1.0, None, least))
+    geometry, wider = inside(111, 1, rooms=CapacityPlanner(120, 111, 1.0, None, least))
     cut.clear()
     got, tiles, count = cut_by_readers(geometry)
     equals_twin(got, tiles, count)
@@ -371,12 +372,12 @@ def test_rooms_that_were_widened_have_pieces_of_their_own(cut):
 def test_pieces_are_made_where_maps_are_laid_out(streams, cut, monkeypatch):
     """Not on the stream of their readers, nor behind the event that these wait for."""
     made_on = []
-    real = runs.in_pieces
-    monkeypatch.setattr(runs, "in_pieces", lambda *given: made_on.append(streams.current) or real(*given))
+    real = segments_module.in_pieces
+    monkeypatch.setattr(segments_module, "in_pieces", lambda *given: made_on.append(streams.current) or real(*given))
     geometry, planner = inside()
     prepared(geometry)
     for found in maps_of(geometry):
-        for part in found.split(maps.block_of(found.num_outputs), 1 if found.volume > 8 else 0):
+        for part in found.split(maps.tile_rows_for(found.num_outputs), 1 if found.volume > 8 else 0):
             segments.pieces(part.tiles, len(part.rows), MOST)
     assert made_on == [] and cut
     cut.clear()
@@ -384,7 +385,7 @@ def test_pieces_are_made_where_maps_are_laid_out(streams, cut, monkeypatch):
     prepared(geometry)
     assert len(made_on) == len(maps_of(geometry)) and streams.main not in made_on
     for found in maps_of(geometry):
-        for part in found.split(maps.block_of(found.num_outputs), 1 if found.volume > 8 else 0):
+        for part in found.split(maps.tile_rows_for(found.num_outputs), 1 if found.volume > 8 else 0):
             segments.pieces(part.tiles, len(part.rows), MOST)
     assert cut == [] and not streams.early
 
@@ -414,7 +415,9 @@ def told(streams, monkeypatch):
     given, rooms = inside()
     cloud = given.cloud
     word = torch.zeros(1, dtype=torch.int32).as_subclass(Word)
-    geometry = Geometry.in_buffer(Cloud(cloud.coords, cloud.count, cloud.bounds, word), given.site, Buffered(rooms))
+    geometry = Geometry.in_buffer(
+        CoordBuffer(cloud.coords, cloud.count, cloud.bounds, word), given.site, BufferedState(rooms)
+    )
     geometry.lookup()
     assert Word.written, "no write is seen"
     return geometry
@@ -440,16 +443,16 @@ def test_words_come_behind_whatever_writes_the_status(told, streams, later, diff
     prepared(told, differentiable=differentiable)
     before = Word.written
     for found in maps_of(told):
-        maps.passed(found, differentiable)
+        maps.planner_operands(found, differentiable)
     LATER[later](told)
     there = later == "nothing" or (differentiable and later == "groups")
     assert (Word.written == before) == there
     streams.make("layers")
     assert streams.current is streams.main
-    with at_the_end(told):
+    with join_side_streams(told):
         writes = {("told", number) for number in range(Word.written)}
         assert writes <= streams.current.done
         assert ("layers" in streams.current.done) == ("nobody told of" in later)
-        words_of(told, levels_of(told))
+        status_words_of(told, levels_of(told))
     assert streams.current is streams.main and not streams.early
     assert all(one.done <= streams.main.done for one in streams.made)

@@ -15,7 +15,7 @@ import pumice as pm
 from pumice.coords import KernelMap, Relation, kernel_map
 from pumice.errors import OptionError
 from pumice.lower.maps import FORMS, read
-from pumice.ops import register
+from pumice.ops import autograd
 from pumice.ops.sparse import Sparse, sparse
 from pumice.testing import assert_close, random_tensor
 
@@ -240,7 +240,7 @@ def call(
 ) -> Tensor:
     held = dict(pair for form in forms for pair in zip(*read(found, form), strict=True))
     used = {name: x for name, x in operands.items() if f" {name}[" in text}
-    return register.einsum([*used.values(), *held.values()], "|".join((*used, *held)), text, shape)
+    return autograd.einsum([*used.values(), *held.values()], "|".join((*used, *held)), text, shape)
 
 
 @pytest.mark.parametrize(("kernel", "stride"), KERNELS)

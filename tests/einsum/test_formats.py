@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pumice.errors import OptionError, StatementError
-from pumice.language.formats import NAMED, Coordinate, Format, Layout, Level, layout, named, parse_format
+from pumice.language.formats import NAMED, Coordinate, Format, FormatLayout, Level, layout, named, parse_format
 
 
 def C(axis, array=None, position=None, block=1, inner=None):
@@ -45,7 +45,7 @@ def test_layout(text):
     found = layout(parse_format(text))
     assert found.values == tuple(values.split())
     assert found.coordinates == tuple(coordinates)
-    assert isinstance(found, Layout)
+    assert isinstance(found, FormatLayout)
     assert found.position in (None, *found.values) and found.group in (None, *found.values)
 
 

@@ -13,7 +13,7 @@ from einsum_oracle import evaluate
 from torch import Tensor
 
 import pumice as pm
-from pumice.language.bind import Bound, bind
+from pumice.language.bind import BoundStatement, bind
 from pumice.language.nodes import Access, Statement, arrays_of
 from pumice.language.parse import parse
 from pumice.lower import loops
@@ -56,7 +56,7 @@ class Call:
         return [name for name, tensor in self.tensors.items() if tensor.is_floating_point()]
 
     @property
-    def bound(self) -> Bound:
+    def bound(self) -> BoundStatement:
         statement, old = self.statement, self.tensors.get(self.statement.target.name)
         if old is not None and statement.reduction in ("max", "min"):
             statement = replace(statement, accumulate=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError, StatementError
 from pumice.language.formats import named, parse_format
-from pumice.ops.sparse import GROUP_SIZES, Part, Sparse, buckets, group_cost, sparse
+from pumice.ops.sparse import GROUP_SIZES, FormatBucket, Sparse, buckets, group_cost, sparse
 
 # torch says once of each of its compressed layouts that it is new, and that it trusts its maker.
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
@@ -109,7 +109,7 @@ def test_any_small_tensor_in_any_format(data):
     assert found.to_format(other).to_dense().equal(x)
 
 
-def check(part: Part, values, **coords):
+def check(part: FormatBucket, values, **coords):
     assert {axis: array.tolist() for axis, array in part.coords.items()} == coords
     assert part.values is not None and part.values.tolist() == values
 

@@ -4,7 +4,7 @@ import pytest
 from cases import device, one_thread  # noqa: F401
 
 from pumice.engine import tuning
-from pumice.schedule.plans import Plans
+from pumice.schedule.tuned_plans import Plans
 
 
 @pytest.fixture(autouse=True)

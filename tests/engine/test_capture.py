@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import pumice as pm
-from pumice.engine.compare import differ, shaken
-from pumice.engine.graphs import Bucket
-from pumice.engine.static import Program
+from pumice.engine.buckets import CapacityBucket
+from pumice.engine.compare import differ, perturb
+from pumice.engine.static import PaddedProgram
 from pumice.errors import (
     CaptureError,
     CoordinateError,
@@ -483,14 +483,14 @@ def test_a_result_that_is_nothing_but_rounding_is_no_error(width, monkeypatch):
     net = pm.nn.Sequential(pm.nn.InstanceNorm(4 * width, affine=False), pm.nn.GlobalAvgPool()).eval()
     x = scene(100, extent=6)
     x = x.replace(x.feats.repeat(1, width))
-    run = Program.run
+    run = PaddedProgram.run
 
     def otherwise(program, buffers, rooms, poison=False):
         results = run(program, buffers, rooms, poison)
         results.leaves[0].add_(3e-8 * torch.randn(results.leaves[0].shape))
         return results
 
-    monkeypatch.setattr(Program, "run", otherwise)
+    monkeypatch.setattr(PaddedProgram, "run", otherwise)
     fast = captured(net, x)
     assert float(fast(x).abs().max()) < 1e-6
 
@@ -510,9 +510,9 @@ def test_what_is_more_than_rounding_is_an_error():
 def test_features_are_shaken_by_roundings_of_the_coarsest_dtype():
     x = torch.rand(1000, 4) + 0.5
     for like, eps in (((), 2**-23), ((x.half(), 7), 2**-10)):
-        error = (shaken(x, like) - x).abs() / x / eps
+        error = (perturb(x, like) - x).abs() / x / eps
         assert float(error.min()) > 2 and float(error.max()) < 6
-    assert shaken(x.int(), ()).dtype == torch.int32
+    assert perturb(x.int(), ()).dtype == torch.int32
 
 
 def test_what_depends_on_the_scene_is_refused_when_it_shows():
@@ -590,12 +590,12 @@ def test_words_are_read_where_the_graph_writes_them(words, monkeypatch):
     told = torch.tensor([0, 3, 3], dtype=torch.int32)
     graph = Graph(told, words, 3)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: graph)
-    results = SimpleNamespace(words=torch.tensor([0, 1, 2], dtype=torch.int32))
-    bucket = Bucket(SimpleNamespace(device=None), None, graph, results, told)
+    results = SimpleNamespace(status_words=torch.tensor([0, 1, 2], dtype=torch.int32))
+    bucket = CapacityBucket(SimpleNamespace(device=None), None, graph, results, told)
     assert bucket.run(None) is results
-    assert bucket.words(results) == (words or [0, 1, 2]) and graph.seen == (3 if words else 4)
-    bucket = Bucket(SimpleNamespace(device=None), None, graph, results)
-    assert bucket.words(results) == [0, 1, 2]
+    assert bucket.status_words(results) == (words or [0, 1, 2]) and graph.seen == (3 if words else 4)
+    bucket = CapacityBucket(SimpleNamespace(device=None), None, graph, results)
+    assert bucket.status_words(results) == [0, 1, 2]
 
 
 def test_a_fault_of_the_device_is_raised(monkeypatch):
@@ -603,10 +603,10 @@ def test_a_fault_of_the_device_is_raised(monkeypatch):
     graph = Graph(told, None, 0)
     monkeypatch.setattr(graph, "query", lambda: (_ for _ in ()).throw(RuntimeError("CUDA error")))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: graph)
-    bucket = Bucket(SimpleNamespace(device=None), None, graph, "results", told)
+    bucket = CapacityBucket(SimpleNamespace(device=None), None, graph, "results", told)
     bucket.run(None)
     with pytest.raises(RuntimeError, match="CUDA error"):
-        bucket.words("results")
+        bucket.status_words("results")
 
 
 def test_what_a_call_that_broke_off_is_told_is_no_other_calls(monkeypatch):
@@ -615,14 +615,14 @@ def test_what_a_call_that_broke_off_is_told_is_no_other_calls(monkeypatch):
     stream = SimpleNamespace(synchronize=lambda: order.append(told.tolist()))
     graph = SimpleNamespace(replay=lambda: order.append("begins"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    bucket = Bucket(SimpleNamespace(device=None), None, graph, "results", told)
+    bucket = CapacityBucket(SimpleNamespace(device=None), None, graph, "results", told)
     for there in ([-1, -1], [0, -1]):
         bucket.run(None)
         told.copy_(torch.tensor(there))
         bucket.run(None)
         assert order == ["begins", there, "begins"] and told.tolist() == [-1, -1]
         told.copy_(torch.tensor([0, 7]))
-        assert bucket.words("results") == [0, 7]
+        assert bucket.status_words("results") == [0, 7]
         order.clear()
     # All of them are: nothing writes there any more.
     bucket.run(None)

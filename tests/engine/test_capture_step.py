@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional
 
 import pumice as pm
-from pumice.coords import Cloud, Geometry
-from pumice.coords.rooms import Buffered, Settled
+from pumice.coords import CoordBuffer, Geometry
+from pumice.coords.capacity import BufferedState, FixedCapacities
 from pumice.errors import (
     CaptureError,
     CoordinateError,
@@ -31,7 +31,7 @@ from pumice.errors import (
 )
 from pumice.lower import norm
 from pumice.ops import row_mean, row_sum, tensor
-from pumice.ops.tensor import fitting, row_by_row
+from pumice.ops.tensor import row_by_row, unchecked_tensor
 from pumice.testing import random_cloud
 
 SHAPE = (12, 11, 10)
@@ -84,7 +84,7 @@ class Pair:
 
     def eager(self, x, *targets):
         self.others.zero_grad()
-        plain = [t.values if isinstance(t, pm.PerItem) else t for t in targets]
+        plain = [t.values if isinstance(t, pm.PerItemTarget) else t for t in targets]
         value = self.loss(self.other(x), *plain)
         value.backward()
         self.others.step()
@@ -166,7 +166,7 @@ def test_many_steps_stay_together():
 @pytest.mark.parametrize("still", [False, True])
 def test_a_step_that_seems_to_differ_is_asked_what_many_roundings_change(still, monkeypatch):
     """Before it is refused: of a ReLU that changes sides one rounding tells little."""
-    step, asked = import_module("pumice.engine.step"), []
+    step, asked = import_module("pumice.engine.train_step"), []
 
     def differ(names, steps, kind, more):
         asked.append((len(steps), more))
@@ -180,11 +180,11 @@ def test_a_step_that_seems_to_differ_is_asked_what_many_roundings_change(still, 
 
 def test_norms_pools_and_groups():
     net = Layers().double()
-    items = pm.PerItem(torch.randn(2, dtype=torch.float64))
+    items = pm.PerItemTarget(torch.randn(2, dtype=torch.float64))
     x, labels = scene(90)
     pair = Pair(net, of_layers, (x, labels, items), max_voxels=120, margin=4.0)
     for seed, count in enumerate((90, 120, 31)):
-        pair.both(*scene(count, seed), pm.PerItem(torch.randn(2, dtype=torch.float64)))
+        pair.both(*scene(count, seed), pm.PerItemTarget(torch.randn(2, dtype=torch.float64)))
     assert pair.step.replays == 3
 
 
@@ -237,26 +237,28 @@ def test_a_dense_head():
 
 def test_linear_maps_clear_what_an_operation_has_made_and_nothing_that_is_somebodys(monkeypatch):
     whole = scene(40)[0].geometry
-    cloud = Cloud(whole.coords, torch.tensor([25], dtype=torch.int32), whole.bounds, torch.zeros(1, dtype=torch.int32))
-    within = Geometry.in_buffer(cloud, whole.site, Buffered(Settled({}), (), False, True))
+    cloud = CoordBuffer(
+        whole.coords, torch.tensor([25], dtype=torch.int32), whole.bounds, torch.zeros(1, dtype=torch.int32)
+    )
+    within = Geometry.in_buffer(cloud, whole.site, BufferedState(FixedCapacities({}), (), False, True))
     table, head = nn.Parameter(torch.randn(40, 4)), nn.Linear(4, 3)
     for rows in (table, table[:40], table.detach(), (table + 0).t().contiguous().t()):
         before = rows.detach().clone()
-        y = row_by_row(fitting(rows, within, True), head)
+        y = row_by_row(unchecked_tensor(rows, within, True), head)
         assert torch.equal(rows, before) and torch.equal(y.feats[:25], head(before)[:25])
     made = table + 0
-    y = row_by_row(fitting(made, within, True), head)
+    y = row_by_row(unchecked_tensor(made, within, True), head)
     # Not a copy, and what has saved it does not complain.
     assert not made[25:].any() and torch.equal(made[:25], table[:25]) and made._version == 0
     (y._feats * torch.randn(40, 3)).sum().backward()
     assert not table.grad[25:].any() and table.grad[:25].all()
-    grads = torch.autograd.grad(row_by_row(fitting(made, within, True), head)._feats.sum(), head.bias)
+    grads = torch.autograd.grad(row_by_row(unchecked_tensor(made, within, True), head)._feats.sum(), head.bias)
     assert torch.equal(grads[0], torch.full((3,), 25.0))
     # The kernel takes rows one behind the other.
-    monkeypatch.setattr(tensor, "clear_rows", lambda *_: pytest.fail("columns one behind the other"))
+    monkeypatch.setattr(tensor, "zero_padding_rows", lambda *_: pytest.fail("columns one behind the other"))
     turned = nn.Parameter(torch.randn(4, 40).t()) + 0
     assert not turned._is_view() and not turned.is_contiguous()
-    assert torch.equal(row_by_row(fitting(turned, within, True), head)._feats[:25], head(turned)[:25])
+    assert torch.equal(row_by_row(unchecked_tensor(turned, within, True), head)._feats[:25], head(turned)[:25])
 
 
 NETS = {
@@ -739,7 +741,7 @@ def test_arguments():
     with pytest.raises(ShapeError, match="target 0"):
         pm.capture_step(net, by_class, sgd, x, labels[:5])
     with pytest.raises(ShapeError, match="batch items"):
-        pm.capture_step(net, by_class, sgd, x, pm.PerItem(labels))
+        pm.capture_step(net, by_class, sgd, x, pm.PerItemTarget(labels))
     with pytest.raises(DtypeError, match="tensors"):
         pm.capture_step(net, by_class, sgd, x, 5)
     with pytest.raises(DeviceError, match="meta"):
@@ -768,7 +770,7 @@ def test_calls():
     with pytest.raises(ShapeError, match="int32"):
         step(x, labels.int())
     with pytest.raises(ShapeError, match="target 0"):
-        step(x, pm.PerItem(labels[:2]))
+        step(x, pm.PerItemTarget(labels[:2]))
     with pytest.raises(OptionError, match="gradients"):
         step(x.replace(x.feats.clone().requires_grad_()), labels)
     told = step.explain()
@@ -779,6 +781,6 @@ def test_means_and_sums_over_voxels():
     x, _ = scene(20)
     values = torch.randn(20, 3, dtype=torch.float64)
     assert torch.equal(row_mean(x, values), values.mean(0)) and torch.equal(row_sum(x, values), values.sum(0))
-    assert bool(x.living.all()) and x.living.shape == (20,)
+    assert bool(x.valid_mask.all()) and x.valid_mask.shape == (20,)
     with pytest.raises(ShapeError, match="20 voxels"):
         row_mean(x, values[:5])

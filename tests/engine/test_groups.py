@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import pumice as pm
-from pumice.engine.groups import Then, observe, seeing
-from pumice.engine.kernels import alone
-from pumice.engine.scenes import fresh, subject
+from pumice.engine.groups import EpilogueSpec, observe, recording_calls
+from pumice.engine.isolated_layers import isolated_layer
+from pumice.engine.subject import fresh, subject
 from pumice.lower import maps
 from pumice.ops import DATAFLOWS
 from pumice.schedule.dataflow import PASSES
@@ -139,7 +139,7 @@ def test_values_as_they_are_multiplied():
     assert groups(model, x).groups[0].works[0][0].size == 4
     with torch.autocast("cpu", torch.bfloat16):
         found = groups(model, x).groups[0]
-        assert found.works[0][0].size == 2 and alone(found.calls, False)[0].weight.dtype == torch.bfloat16
+        assert found.works[0][0].size == 2 and isolated_layer(found.calls, False)[0].weight.dtype == torch.bfloat16
 
 
 def test_entries_of_tiles_are_counted_as_they_are_laid_out():
@@ -153,7 +153,7 @@ def test_entries_of_tiles_are_counted_as_they_are_laid_out():
         assert counts == tuple(found.pairs().sizes.tolist())
         assert set(entries) == ({"unsorted", "compacted"} if found is one else set(maps._SPLITS))
         for name, parts in entries.items():
-            laid = found.split(maps.block_of(found.num_outputs), maps._SPLITS[name])
+            laid = found.split(maps.tile_rows_for(found.num_outputs), maps._SPLITS[name])
             # Those of a submanifold map turned around are the same, the last first.
             assert sorted(parts) == sorted(len(part.tiles) for part in laid), name
 
@@ -167,11 +167,11 @@ def test_layers_are_seen_without_arithmetic(monkeypatch, fused, cast):
     net, x = pm.models.MinkUNet(width=0.125).eval(), random_tensor(100, 4)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
         want = net(fresh(x)).feats
-        with seeing(net, arithmetic=False) as ahead:
+        with recording_calls(net, arithmetic=False) as ahead:
             net(fresh(x))
-        with seeing(net) as calls:
+        with recording_calls(net) as calls:
             assert torch.equal(net(fresh(x)).feats, want)
-        assert "finished" not in vars(net.stem[0][0]) and len(calls) == 42
+        assert "forward_with_epilogue" not in vars(net.stem[0][0]) and len(calls) == 42
         one, two = (
             [(call.name, call.found.num_outputs, call.found.flipped, call.multiplied, call.then) for call in each]
             for each in (ahead, calls)
@@ -179,22 +179,24 @@ def test_layers_are_seen_without_arithmetic(monkeypatch, fused, cast):
         assert one == two
         names = [name for name, _ in calls[3].then.tensors] if calls[3].then else []
         assert names == (["mean", "variance", "scale", "shift"] if fused else [])
-        layers = [[(o.weight.shape, o.weight.dtype, o.then) for o in alone(own, False)] for own in (ahead, calls)]
+        layers = [
+            [(o.weight.shape, o.weight.dtype, o.then) for o in isolated_layer(own, False)] for own in (ahead, calls)
+        ]
         assert layers[0] == layers[1] and len(layers[0]) > 20
-        for layer in alone(calls, False):
+        for layer in isolated_layer(calls, False):
             layer.run(None, training=False)
 
 
 def test_a_bias_is_part_of_what_follows():
     net = pm.nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.BatchNorm(4), pm.nn.ReLU()).eval()
-    with seeing(net) as calls, torch.no_grad():
+    with recording_calls(net) as calls, torch.no_grad():
         net(random_tensor(20, 4))
-    (layer,) = alone(calls, False)
-    assert layer.then == Then((("shift", torch.float32),))
-    calls[0] = replace(calls[0], then=Then((("variance", torch.float32),), "relu", None, 1e-5))
-    (layer,) = alone(calls, False)
-    assert layer.then == Then((("mean", torch.float32), ("variance", torch.float32)), "relu", None, 1e-5)
-    (layer,) = alone(calls, True)
+    (layer,) = isolated_layer(calls, False)
+    assert layer.then == EpilogueSpec((("shift", torch.float32),))
+    calls[0] = replace(calls[0], then=EpilogueSpec((("variance", torch.float32),), "relu", None, 1e-5))
+    (layer,) = isolated_layer(calls, False)
+    assert layer.then == EpilogueSpec((("mean", torch.float32), ("variance", torch.float32)), "relu", None, 1e-5)
+    (layer,) = isolated_layer(calls, True)
     assert layer.then is None
 
 
@@ -204,8 +206,8 @@ def test_layers_run_alone(training):
     net = nn.Sequential(*(pm.nn.Conv3d(4, 4, 3) for _ in range(3)), pm.nn.Conv3d(4, 6, 3, bias=False, groups=2))
     (group,) = groups(net, random_tensor(40, 4)).groups
     held = dict(group.calls[0].found._storages)
-    layers = alone(group.calls, training)
-    shift = None if training else Then((("shift", torch.float32),))
+    layers = isolated_layer(group.calls, training)
+    shift = None if training else EpilogueSpec((("shift", torch.float32),))
     assert [(tuple(layer.weight.shape), layer.then) for layer in layers] == [((4, 27, 4), shift), ((6, 27, 2), None)]
     for layer in layers:
         for name in PASSES:

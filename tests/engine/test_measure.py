@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import pumice as pm
-from pumice.engine.measure import Event, Meter, Spent, measure, middle, on_device, part_of, passes, profiled
-from pumice.engine.scenes import squares, subject, undisturbed
+from pumice.engine.measure import Event, Meter, PassTiming, measure, middle, on_device, part_of, passes, profiled
+from pumice.engine.subject import subject, sum_of_squares_loss, undisturbed
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.testing import random_tensor
 
@@ -166,7 +166,7 @@ def test_on_a_gpu_kernels_count(monkeypatch):
     own = meter()
     found = own.spent([lambda: ran.append(1)])
     parts = {"map": pytest.approx(1e-6), "conv": pytest.approx(1e-6)}
-    assert found == Spent(pytest.approx(2e-6), parts, 0.5, "kernels")
+    assert found == PassTiming(pytest.approx(2e-6), parts, 0.5, "kernels")
     assert len(ran) == 4 and traces.taken == 1
     assert str(found) == "0.002 ms (kernels: map 0.001, conv 0.001, 500.000 ms on the wall)"
     own.spent([lambda: None])
@@ -268,12 +268,12 @@ def test_losses():
     model, x = Net(), random_tensor(30, 4)
     y = model(x)
     wanted = y["y"].feats.square().mean() + y["both"][0].square().mean()
-    assert torch.allclose(squares(y), wanted)
+    assert torch.allclose(sum_of_squares_loss(y), wanted)
     seen = []
     measure(model, [x], "training", repeats=1, loss=lambda y: seen.append(y) or y["y"].feats.sum())
     assert len(seen) == 2
     with pytest.raises(OptionError, match="returns SparseTensor without a tensor that has gradients; give a loss="):
-        squares(x)
+        sum_of_squares_loss(x)
 
 
 REFUSED = [

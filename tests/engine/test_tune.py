@@ -15,15 +15,15 @@ from torch import nn
 
 import pumice as pm
 from pumice.engine import tuning
-from pumice.engine.measure import Spent
+from pumice.engine.measure import PassTiming
 from pumice.engine.progress import told, watching
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.nn.conv import convolutions
 from pumice.ops import DATAFLOWS, Dataflows
-from pumice.schedule.ledger import Key, Ledger
-from pumice.schedule.plans import Plans
 from pumice.schedule.tile import Tile
-from pumice.schedule.tuner import Clock, Step
+from pumice.schedule.tuned_plans import Plans
+from pumice.schedule.tuned_tiles import Key, Ledger
+from pumice.schedule.tuner import Clock, SearchProgress
 from pumice.testing import assert_close, random_tensor
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -50,13 +50,13 @@ class Fake:
 
     def __init__(self, monkeypatch, cost):
         self.cost, self.count = cost, 0
-        monkeypatch.setattr(tuning._Bench, "_measured", lambda bench: self.spent(bench.asked.model))
+        monkeypatch.setattr(tuning._NetworkBench, "_measured", lambda bench: self.spent(bench.asked.model))
 
     def spent(self, model):
         self.count += 1
         layers = ((name, m) for name, m in model.named_modules() if isinstance(m, pm.nn.conv.Convolution))
         total = sum(1e-3 * self.cost(name, layer.dataflow) for name, layer in layers)
-        return Spent(total, {"conv": total}, 2 * total, "kernels")
+        return PassTiming(total, {"conv": total}, 2 * total, "kernels")
 
 
 def by_level(name, flow):
@@ -276,7 +276,7 @@ class Interrupts:
 
     def __init__(self, monkeypatch, cost, at):
         self.fake, self.left = Fake(monkeypatch, cost), at
-        monkeypatch.setattr(tuning._Bench, "_measured", self.measured)
+        monkeypatch.setattr(tuning._NetworkBench, "_measured", self.measured)
         self.patch = monkeypatch
 
     def measured(self, bench=None):
@@ -351,7 +351,7 @@ def test_what_fails_for_the_network_as_it_is_goes_through(monkeypatch, x):
     def fails(bench):
         raise DtypeError("no such product")
 
-    monkeypatch.setattr(tuning._Bench, "_measured", fails)
+    monkeypatch.setattr(tuning._NetworkBench, "_measured", fails)
     net = network()
     net.stem[0][0].dataflow = net.stem[0][0].tuned = EXPLICIT
     with pytest.raises(DtypeError, match="no such product"):
@@ -401,13 +401,13 @@ def test_tiles_that_do_not_help_are_forgotten(monkeypatch, x, tmp_path):
     observed = tuning.observe(asked)
     tables = {group.name: group.calls[0].found.table for group in observed.groups}
     options = tuning._options(asked, 100, None, TRIED)
-    run = tuning._Run(asked, observed, options, Clock(1000))
+    run = tuning._TuningRun(asked, observed, options, Clock(1000))
     found = run._search({}, (), {})
     told = list(run.tiles(found))
     assert {each.group: each.kept for each in told} == {"k3 at 1": True, "k3 at 2": False}
     assert {key.statement for key in tiles.all()} == {"before", "k3 at 1"}
     assert any(str(each).startswith("k3 at 2: ") and "the network +1" in str(each) for each in told)
-    short = tuning._Run(asked, observed, options, Clock(10))
+    short = tuning._TuningRun(asked, observed, options, Clock(10))
     assert list(short.tiles(found)) == [], "the budget does not reach for any"
 
 
@@ -419,7 +419,7 @@ def test_an_interrupt_while_tiles_are_timed(monkeypatch, x, tmp_path):
     monkeypatch.setattr(tuning, "_timed", stop)
     monkeypatch.setattr(tuning, "ledger", lambda: Ledger(tmp_path / "tiles.json"))
     asked = tuning.subject(network(), [x], "inference")
-    run = tuning._Run(asked, tuning.observe(asked), tuning._options(asked, 100, None, TRIED), Clock(1000))
+    run = tuning._TuningRun(asked, tuning.observe(asked), tuning._options(asked, 100, None, TRIED), Clock(1000))
     assert list(run.tiles(run._search({}, (), {}))) == [] and run.notes == ["the timing of tiles was interrupted"]
 
 
@@ -437,7 +437,7 @@ def test_processes_that_tune_at_once(tmp_path):
 
 # Progress
 def test_progress(capsys, monkeypatch):
-    step = Step("k3 at 1", DATAFLOWS[TABLE], 3, 60, 75.0, 1e-3, 2e-3)
+    step = SearchProgress("k3 at 1", DATAFLOWS[TABLE], 3, 60, 75.0, 1e-3, 2e-3)
     assert told(step) == "best 1.000 ms (2.00x)  k3 at 1: implicit-gemm-table"
     assert told(replace(step, group="", candidate=None, best=math.inf)).endswith("(1.00x)  the default")
     with watching(True) as watch:

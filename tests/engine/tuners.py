@@ -7,7 +7,7 @@ import torch
 
 import pumice as pm
 from pumice.engine import tuning
-from pumice.schedule.plans import Plans
+from pumice.schedule.tuned_plans import Plans
 
 
 def tune(path: Path, mode: str, start) -> None:

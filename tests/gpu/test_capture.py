@@ -16,7 +16,7 @@ from waits import no_wait
 
 import pumice as pm
 from pumice.coords import CodeLayout
-from pumice.engine.graphs import Bucket
+from pumice.engine.buckets import CapacityBucket
 from pumice.errors import CaptureError, CoordinateError, OptionError
 from pumice.ops.tensor import is_sparse
 from pumice.schedule.dataflow import DATAFLOWS
@@ -158,8 +158,8 @@ def test_nothing_waits_but_for_a_few_words(gpu, name, monkeypatch):
     net, x = strange(NETS[name]()).to(gpu), scene(gpu, 20_000)
     fast, feats, coords = captured(net, x), x.feats, x.coords
     fast(feats, coords)
-    asked, words = [], Bucket.words
-    monkeypatch.setattr(Bucket, "words", lambda *given: asked.append(given[0].told) or words(*given))
+    asked, words = [], CapacityBucket.status_words
+    monkeypatch.setattr(CapacityBucket, "status_words", lambda *given: asked.append(given[0].told) or words(*given))
     with no_wait():
         fast(feats, coords)
     assert len(asked) == 1 and asked[0].is_pinned()

@@ -123,13 +123,13 @@ def near(got, want, limit):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_norms(gpu, dtype, relu):
     """Kernels against plain torch, of any number of rows and channels."""
-    from pumice.coords import Bounds, Cloud
+    from pumice.coords import Bounds, CoordBuffer
 
     for rows, count, channels in ((1, 1, 3), (5000, 4097, 96), (70_000, 65_000, 64), (300_000, 200_001, 33)):
         x = (3 * torch.randn(rows, channels, device=gpu) + 5).to(dtype)
         grad = torch.randn(rows, channels, device=gpu).to(dtype)
         x[count:], grad[count:] = torch.nan, torch.nan
-        cloud = Cloud(
+        cloud = CoordBuffer(
             torch.zeros(rows, 4, dtype=torch.int32, device=gpu),
             torch.tensor([count], dtype=torch.int32, device=gpu),
             Bounds((0, 0, 0), (1, 1, 1), 1),

@@ -10,8 +10,8 @@ from nets import strange
 import pumice as pm
 from pumice.coords import Relation, kernel_map
 from pumice.language.parse import parse
-from pumice.language.rewrite import conscious
-from pumice.lower import triton as lowered
+from pumice.language.rewrite import lower_statement
+from pumice.lower import kernel as lowered
 from pumice.lower.dataflow import CONV
 from pumice.lower.maps import FORMS
 from pumice.testing import assert_close, random_cloud
@@ -113,7 +113,7 @@ COUNT, EXTENT = 80_000, 80
 def tile_of(x, w):
     """The default one of the convolution."""
     found, _ = kernel_map(x.geometry, Relation.of(3, 3))
-    told = conscious(parse(CONV), {"map": FORMS["compacted"].stored})
+    told = lower_statement(parse(CONV), {"map": FORMS["compacted"].stored})
     (parts,) = FORMS["compacted"].arrays(found)
     arrays = {name: parts[array.local] for name, array in told.arrays.items()}
     (step,) = told.steps
@@ -140,7 +140,7 @@ def sliced():
 def test_a_convolution_in_slices(sliced, epilogue, dtype):
     x, w, residual, want = sliced
     x, w, residual = x.to(dtype), w.to(dtype), residual.to(dtype)
-    assert tile_of(x, w).slices == 4
+    assert tile_of(x, w).epilogue_subtiles == 4
     scale, shift = torch.linspace(0.5, 2, 96, device=x.device), torch.linspace(-1, 1, 96, device=x.device)
     given = {
         "none": {},

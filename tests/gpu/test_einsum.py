@@ -8,10 +8,10 @@ from einsum_oracle import evaluate
 
 import pumice as pm
 from pumice.language.parse import parse
+from pumice.lower import kernel as kernels
 from pumice.lower import maps, plan
-from pumice.lower import triton as kernels
 from pumice.lower.dataflow import CONV
-from pumice.ops import register
+from pumice.ops import autograd
 from pumice.testing import assert_close, random_tensor, reference_conv
 
 pytestmark = [
@@ -215,7 +215,7 @@ def test_every_form_of_a_map_serves_a_convolution(form, channels):
     found, _ = pm.kernel_map(x.geometry, pm.coords.Relation.of(3, 3))
     w = torch.randn(channels, 27, channels, device="cuda", dtype=torch.float16) / channels**0.5
     tokens, arrays = maps.read(found, form)
-    y = register.einsum([x.feats, w, *arrays], "|".join(("x", "w", *tokens)), CONV, (len(x.feats), channels))
+    y = autograd.einsum([x.feats, w, *arrays], "|".join(("x", "w", *tokens)), CONV, (len(x.feats), channels))
     expected = reference_conv(x, w.unflatten(1, (3, 3, 3)))
     assert_close(y, expected.feats, dtype=torch.float16, scale=float(expected.feats.detach().abs().mean()) * 4)
 
@@ -253,7 +253,7 @@ def shared_layer(channels, dtype):
     operands = [x.feats, w, *arrays]
     ready = plan.ready_for(operands, "|".join(("x", "w", *tokens)), CONV, (len(x.feats), channels), "triton")
     (part,) = ready.parts
-    tile = kernels.tiles.Tile(64, 64, 32, stages=3, ahead=True, piece=2)
+    tile = kernels.tiles.Tile(64, 64, 32, stages=3, prefetch_indices=True, stream_k_chunk=2)
     run = kernels.runner(part.run.bound, dtype, tile).holding({name: operands[place] for name, place in part.places})
     return lambda: run({}), reference_conv(x, w.unflatten(1, (3, 3, 3))).feats
 
@@ -313,7 +313,7 @@ def test_no_kernel_is_made_for_another_number_of_entries(densities):
 
 
 def test_tuning_keeps_the_fastest(monkeypatch, tmp_path):
-    from pumice.schedule.ledger import Ledger
+    from pumice.schedule.tuned_tiles import Ledger
 
     own = Ledger(tmp_path / "tiles.json")
     monkeypatch.setattr(kernels, "ledger", lambda: own)
@@ -324,7 +324,7 @@ def test_tuning_keeps_the_fastest(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(own, "get", lambda key: asked.append(key) or kernels.tiles.Tile(16, 64, 128, stacked=True))
     for source, times in ((kernels.DEFAULT, 0), (kernels.LEDGER, 1)):
-        with kernels.tiles_from(source):
+        with kernels.use_tuning_mode(source):
             y = f(A=pm.sparse(a, "GroupCOO"), B=b)
         assert_close(y, a.double() @ b.double(), dtype=torch.float16, scale=2.0)
         assert bool(asked) == bool(times)

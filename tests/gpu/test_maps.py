@@ -10,14 +10,25 @@ import torch
 from clouds import INT32, fresh, levels
 from waits import no_wait
 
-from pumice.coords import Bounds, Cloud, Geometry, MapSchedule, Order, Relation, compact, kernel_map, pyramid, settle
-from pumice.coords.choice import STRUCTURES as NAMES
-from pumice.coords.cloud import DUPLICATE, OVERFLOW, clear
-from pumice.coords.lookup import Found, mask_words, mask_words_twin
-from pumice.coords.outputs import Fused, Staged, made_of, room_of, site_of
+from pumice.coords import (
+    Bounds,
+    CoordBuffer,
+    Geometry,
+    MapSchedule,
+    Relation,
+    SortSpec,
+    kernel_map,
+    pyramid,
+    read_pending_sizes,
+    tiles,
+)
+from pumice.coords.buffer import DUPLICATE, OVERFLOW, new_status
+from pumice.coords.hash_table import HashTable, Table
+from pumice.coords.indexes import STRUCTURES, default
+from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin
+from pumice.coords.map_schedule import STRUCTURES as NAMES
+from pumice.coords.outputs import BrickOutputs, SortedOutputs, make_outputs, max_outputs, site_of
 from pumice.coords.sorted_keys import SortedKeys
-from pumice.coords.structures import STRUCTURES, default
-from pumice.coords.table import HashTable, Table
 from pumice.errors import CoordinateError
 from pumice.testing import random_cloud
 
@@ -73,7 +84,7 @@ def cloud_of(coords, device, spare=SPARE):
     filler = coords[:1].expand(spare, -1)
     count = torch.tensor([len(coords)], dtype=torch.int32)
     buffer = torch.cat([coords, filler])
-    return Cloud(buffer.to(device), count.to(device), bounds, clear(device), spare == 0)
+    return CoordBuffer(buffer.to(device), count.to(device), bounds, new_status(device), spare == 0)
 
 
 def same(got, want, what=""):
@@ -89,7 +100,7 @@ def same(got, want, what=""):
 
 def looked_up(cloud, outputs, relation):
     rows = SortedKeys(fresh(cloud), MapSchedule("sorted")).neighbours(outputs, relation).rows.contiguous()
-    return Found(rows, mask_words_twin(rows))
+    return Neighbours(rows, mask_words_twin(rows))
 
 
 # Structures
@@ -135,7 +146,7 @@ def test_duplicates_are_seen_in_every_structure(gpu, structure):
     cloud = cloud_of(torch.cat([coords, coords[5000:5003]]), gpu)
     STRUCTURES[structure](cloud, MapSchedule(structure))
     assert int(cloud.status) == DUPLICATE
-    whole = Cloud.of(coords.to(gpu), Bounds.of(coords))
+    whole = CoordBuffer.of(coords.to(gpu), Bounds.of(coords))
     STRUCTURES[structure](whole, MapSchedule(structure))
     assert int(whole.status) == 0
 
@@ -263,21 +274,21 @@ ROOM = 1 << 21
 def pipeline(cloud, relation, level, structure=HashTable):
     """From coordinates to tiles and lists of a level and its outputs, all in buffers of a given size."""
     site = site_of(around(cloud), level)
-    made = (Fused if cloud.device.type == "cuda" else Staged)(cloud, level, site)
-    outputs = made.cloud(room_of(cloud.capacity, level, site))
+    made = (BrickOutputs if cloud.device.type == "cuda" else SortedOutputs)(cloud, level, site)
+    outputs = made.cloud(max_outputs(cloud.capacity, level, site))
     lookup = (structure if cloud.device.type == "cuda" else SortedKeys)(cloud, MapSchedule())
     found = []
     for targets, asked in ((cloud, relation), (outputs, replace(level, policy="given"))):
         rows = lookup.neighbours(targets, asked).rows.contiguous()
         masks = mask_words(rows)
-        ends = compact.tally(masks, targets.count, rows.shape[1])
-        (how,) = Order.splits(rows.shape[1], 1, 4096)
-        order = compact.ordered(masks, targets.count, compact.groups_of(asked, how, masks.device), how)
-        tiling = compact.tiled(masks, targets.count, order, how, (64, rows.shape[1]))
+        ends = tiles.pair_counts(masks, targets.count, rows.shape[1])
+        (how,) = SortSpec.splits(rows.shape[1], 1, 4096)
+        order = tiles.ordered(masks, targets.count, tiles.groups_of(asked, how, masks.device), how)
+        tiling = tiles.tiled(masks, targets.count, order, how, (64, rows.shape[1]))
         found += [rows, masks, ends, order, tiling.slots, tiling.active, tiling.ends]
-        found += [*compact.filled(rows, tiling, ROOM // 8, cloud.status)]
-        found += [*compact.listed(rows, targets.count, ends, ROOM, cloud.status)]
-        found += [*compact.grouped(rows, targets.count, ends, (ROOM // 8, 8), cloud.status)]
+        found += [*tiles.filled(rows, tiling, ROOM // 8, cloud.status)]
+        found += [*tiles.listed(rows, targets.count, ends, ROOM, cloud.status)]
+        found += [*tiles.grouped(rows, targets.count, ends, (ROOM // 8, 8), cloud.status)]
     return [*found, outputs.coords, outputs.count, cloud.status]
 
 
@@ -291,7 +302,7 @@ def buffers(clouds, device):
     longest = max(map(len, clouds)) + SPARE
     for coords in clouds:
         whole = torch.cat([coords, coords[:1].expand(longest - len(coords), -1)]).to(device)
-        yield Cloud(whole, torch.tensor([len(coords)], dtype=torch.int32).to(device), bounds, clear(device))
+        yield CoordBuffer(whole, torch.tensor([len(coords)], dtype=torch.int32).to(device), bounds, new_status(device))
 
 
 LEVELS = {"floor": levels(3)["floor k2 s2"], "support": levels(3)["support k3 s2 p1"]}
@@ -344,7 +355,9 @@ def test_a_step_reads_once(gpu, monkeypatch):
     made = pyramid(geometry, steps)
     assert len(waits) == 1
     maps = [kernel_map(level, step)[0] for level, step in zip(made, steps, strict=False)]
-    settle([(m, 64, how) for m in maps for how in Order.splits(m.volume, 1)] + [(m, 0, None) for m in maps])
+    read_pending_sizes(
+        [(m, 64, how) for m in maps for how in SortSpec.splits(m.volume, 1)] + [(m, 0, None) for m in maps]
+    )
     assert len(waits) == 2
     for m in maps:
         m.compacted(64), m.grouped(64), m.pairs()
@@ -354,8 +367,8 @@ def test_a_step_reads_once(gpu, monkeypatch):
 def test_outputs_without_room_are_reported(gpu):
     cloud = cloud_of(coords_of("dense"), gpu)
     for level in LEVELS.values():
-        made = made_of(cloud, around(cloud), level)
-        assert isinstance(made, Fused)
+        made = make_outputs(cloud, around(cloud), level)
+        assert isinstance(made, BrickOutputs)
         whole = made.cloud(int(made.count))
         assert whole.read() == whole.capacity
         small = made.cloud(1000)

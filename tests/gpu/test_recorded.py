@@ -10,7 +10,7 @@ from found import agree
 import pumice as pm
 from pumice.coords import Relation
 from pumice.errors import CoordinateError
-from pumice.runtime.cache import Bounded
+from pumice.runtime.cache import BoundedCache
 from pumice.testing import random_cloud
 
 recorded, prepare = import_module("pumice.ops.recorded"), import_module("pumice.ops.prepare")
@@ -30,7 +30,7 @@ WINDOWS = ((Relation.of(3, 3), Relation.of(3, 3, dilation=2)), (), (Relation.of(
 @pytest.fixture(autouse=True)
 def shelves(monkeypatch):
     """Nothing is recorded yet, and the first scene will be."""
-    monkeypatch.setattr(recorded, "_SHELVES", Bounded(8))
+    monkeypatch.setattr(recorded, "_SHELVES", BoundedCache(8))
     monkeypatch.setattr(recorded, "_BEFORE", 0)
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import pumice as pm
+from pumice.lower import kernel as kernels
 from pumice.lower import maps
-from pumice.lower import triton as kernels
 from pumice.nn.conv import convolutions
-from pumice.schedule.ledger import Ledger
-from pumice.schedule.plans import Plans
+from pumice.schedule.tuned_plans import Plans
+from pumice.schedule.tuned_tiles import Ledger
 
 pytestmark = [
     pytest.mark.gpu,
@@ -143,7 +143,7 @@ def test_only_what_is_read_is_laid_out(name):
     for layer in convolutions(net):
         layer.dataflow = name
     with torch.no_grad():
-        x.prepare(net.steps, net.windows, net.users)
+        x.prepare(net.steps, net.windows, net.consumers)
         net.stem(x)
     (found,) = (found for (relation, _), (found, _) in x.geometry.maps.items() if relation.policy == "same")
     form = pm.ops.DATAFLOWS[name].form
@@ -155,7 +155,7 @@ def test_entries_are_counted_on_the_device():
     counts, entries = maps.counted(found, maps.tile_forms(found))
     assert counts == tuple(found.pairs().sizes.tolist())
     for name, parts in entries.items():
-        laid = found.split(maps.block_of(found.num_outputs), maps._SPLITS[name])
+        laid = found.split(maps.tile_rows_for(found.num_outputs), maps._SPLITS[name])
         assert parts == tuple(len(part.tiles) for part in laid)
 
 

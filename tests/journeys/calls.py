@@ -21,7 +21,7 @@ from pumice import nn
 from pumice.coords import Relation, kernel_map
 from pumice.language.bind import bind
 from pumice.language.parse import parse
-from pumice.lower import triton
+from pumice.lower import kernel
 from pumice.testing import random_cloud
 
 PACKAGE = str(Path(pm.__file__).parent) + os.sep
@@ -111,7 +111,7 @@ def on_the_device() -> dict[str, int]:
 
 
 def source_of(text: str, operands: dict[str, torch.Tensor]) -> str:
-    return triton.source_of(bind(parse(text), {name: tuple(x.shape) for name, x in operands.items()}), operands)
+    return kernel.source_of(bind(parse(text), {name: tuple(x.shape) for name, x in operands.items()}), operands)
 
 
 def on_a_cpu() -> dict[str, int]:

@@ -25,7 +25,7 @@ from triton.runtime.interpreter import GridExecutor
 
 import pumice as pm
 from pumice import nn
-from pumice.coords import MapSchedule, Relation, compact, kernel_map
+from pumice.coords import MapSchedule, Relation, kernel_map, tiles
 from pumice.coords.ranking import ranked_twin
 from pumice.lower.emit import Source
 from pumice.testing import random_cloud
@@ -78,7 +78,7 @@ def _told(key: str, value: object) -> str:
 def interpreted(log: Log) -> Iterator[None]:
     """Within it the log hears of each kernel that Triton's interpreter runs. The interpreter takes two seconds for a
     sort of rows: its kernels are heard of, and torch sorts."""
-    run, ranked = GridExecutor.__call__, compact.ranked
+    run, ranked = GridExecutor.__call__, tiles.ranked
     sorts = False
 
     def heard(self, *values, **options):
@@ -96,7 +96,7 @@ def interpreted(log: Log) -> Iterator[None]:
             sorts = False
         return ranked_twin(keys)
 
-    with patch.object(GridExecutor, "__call__", heard), patch.object(compact, "ranked", by_torch):
+    with patch.object(GridExecutor, "__call__", heard), patch.object(tiles, "ranked", by_torch):
         yield
 
 

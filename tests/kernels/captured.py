@@ -19,20 +19,21 @@ from kernels.maps import DeviceOnly, fenced, plain
 from torch import nn
 
 import pumice as pm
-from pumice.coords import Bounds, Cloud, Geometry, Relation, Site, compact, kernel_map
-from pumice.coords.cloud import clear
+from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, kernel_map
+from pumice.coords import tiles as tiles_module
+from pumice.coords.buffer import new_status
+from pumice.coords.capacity import BufferedState, CapacityPlanner, FixedCapacities
 from pumice.coords.ranking import ranked_twin
-from pumice.coords.rooms import Buffered, Planner, Settled
+from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.capture import site_within
-from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
 from pumice.errors import CoordinateError
-from pumice.lower import dataflow, largest, maps, norm
+from pumice.lower import dataflow, maps, max_pool, norm
 from pumice.lower import segments as segmented
-from pumice.lower.living import clear_rows, clear_rows_twin
+from pumice.lower.padding import zero_padding_rows, zero_padding_rows_twin
 from pumice.lower.segments import pieces, segments
 from pumice.ops.reduce import maximum
-from pumice.runtime.cache import OWN, Bounded
-from pumice.runtime.launch import Fixed
+from pumice.runtime.cache import PERSISTENT, BoundedCache
+from pumice.runtime.launch import BoundKernel
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.testing import assert_close, random_cloud
 
@@ -93,7 +94,7 @@ def check_flow(flow: str) -> None:
 
 def check_pieces() -> None:
     """A pass cuts no runs where it reads them once one before it has, in rooms that were widened neither."""
-    flow = replace(DATAFLOWS["implicit-gemm-sorted"], piece=4)
+    flow = replace(DATAFLOWS["implicit-gemm-sorted"], stream_k_chunk=4)
     net = pm.nn.Sequential(pm.nn.Linear(4, 16), pm.nn.Conv3d(16, 24, 3, dataflow=flow)).eval()
     near, far = scene(70, 0, extent=5), scene(60, 1, extent=20)
     cut, asked, real = [], [], segmented.in_pieces
@@ -160,8 +161,8 @@ def check_cleared_rows() -> None:
     for count, rows, channels in ((0, 3, 5), (3, 3, 5), (9, 1500, 7), (700, 1500, 7), (1300, 1500, 7), (4096, 4097, 1)):
         room = torch.randn(rows * channels + 9)
         given, living = room.clone(), torch.tensor([count], dtype=torch.int32)
-        clear_rows(given[: rows * channels].view(rows, channels), living)
-        clear_rows_twin(room[: rows * channels].view(rows, channels), living)
+        zero_padding_rows(given[: rows * channels].view(rows, channels), living)
+        zero_padding_rows_twin(room[: rows * channels].view(rows, channels), living)
         assert torch.equal(given, room) and not room[count * channels : rows * channels].any() and room[-9:].all()
 
 
@@ -175,8 +176,11 @@ def check_norms() -> None:
         # Rows of a gradient may lie apart, as a part of a concatenation's do, and columns, too.
         grad = (grad[:, 3:], grad[:, :channels].contiguous(), grad.t().contiguous().t()[:, :channels])[number % 3]
         x[count:], grad[count:] = torch.nan, torch.nan
-        cloud = Cloud(
-            torch.zeros(rows, 4, dtype=torch.int32), torch.tensor([count], dtype=torch.int32), BOUNDS, clear(x.device)
+        cloud = CoordBuffer(
+            torch.zeros(rows, 4, dtype=torch.int32),
+            torch.tensor([count], dtype=torch.int32),
+            BOUNDS,
+            new_status(x.device),
         )
         found = []
         for kernels in (True, False):
@@ -221,8 +225,11 @@ def few_rows(count: int, known: bool, momentum: float | None, strided: bool, ker
     table = torch.rand(5, 5, 2, generator=generator) + 0.5
     mean, variance, offset, weight, bias = table[..., 0] if strided else table[..., 0].clone()
     tracked = torch.tensor(3)
-    cloud = Cloud(
-        torch.zeros(count + 3, 4, dtype=torch.int32), torch.tensor([count], dtype=torch.int32), BOUNDS, clear(x.device)
+    cloud = CoordBuffer(
+        torch.zeros(count + 3, 4, dtype=torch.int32),
+        torch.tensor([count], dtype=torch.int32),
+        BOUNDS,
+        new_status(x.device),
     )
     told = norm.Statistics((mean, variance) if known else None, 1e-3, known, momentum, tracked, offset)
     given = [t.detach().requires_grad_() for t in (x, weight, bias, residual)]
@@ -253,11 +260,11 @@ def check_largest() -> None:
         results = []
         for kernels in (True, False):
             given = values.clone().requires_grad_()
-            with patch.object(largest, "runs_kernels", lambda x, kernels=kernels: kernels):
-                y = largest.largest(given, found)
+            with patch.object(max_pool, "has_triton", lambda x, kernels=kernels: kernels):
+                y = max_pool.max_pool_rows(given, found)
                 (grad,) = torch.autograd.grad(y, given, torch.arange(y.numel()).view_as(y).to(dtype))
                 with torch.no_grad():
-                    assert torch.equal(largest.largest(given, found).nan_to_num(9), y.nan_to_num(9))
+                    assert torch.equal(max_pool.max_pool_rows(given, found).nan_to_num(9), y.nan_to_num(9))
             results.append((y.detach(), grad))
         (y, grad), (wanted, exact) = results
         assert torch.equal(y.isnan(), wanted.isnan()) and torch.equal(y.nan_to_num(9), wanted.nan_to_num(9))
@@ -266,8 +273,8 @@ def check_largest() -> None:
         given, pairs = values.nan_to_num(5).requires_grad_(), found.pairs()
         plain = maximum(given, pairs.inputs, pairs.outputs, found.num_outputs)
         (exact,) = torch.autograd.grad(plain, given, torch.arange(y.numel()).view_as(y).to(dtype))
-        with patch.object(largest, "runs_kernels", lambda x: True):
-            again = largest.largest(given, found)
+        with patch.object(max_pool, "has_triton", lambda x: True):
+            again = max_pool.max_pool_rows(given, found)
             assert torch.equal(again, plain)
             assert_close(torch.autograd.grad(again, given, torch.arange(y.numel()).view_as(y).to(dtype))[0], exact)
 
@@ -361,14 +368,14 @@ def levels(geometry: Geometry) -> list[Any]:
     return found
 
 
-def built(buffers: Voxels, rooms: Any, x: pm.SparseTensor) -> Geometry:
-    return buffers.enter(site_within(x.geometry.site, 1, None), Buffered(rooms)).x.geometry
+def built(buffers: VoxelBuffers, rooms: Any, x: pm.SparseTensor) -> Geometry:
+    return buffers.enter(site_within(x.geometry.site, 1, None), BufferedState(rooms)).x.geometry
 
 
-def planned(x: pm.SparseTensor, capacity: int) -> tuple[Voxels, Settled]:
-    buffers = Voxels.of(capacity, x)
+def planned(x: pm.SparseTensor, capacity: int) -> tuple[VoxelBuffers, FixedCapacities]:
+    buffers = VoxelBuffers.of(capacity, x)
     VoxelScene(x.feats, x.coords, x.geometry, x).fill(buffers)
-    planner = Planner(capacity, len(x), 2.0, None)
+    planner = CapacityPlanner(capacity, len(x), 2.0, None)
     with by_torch():
         levels(built(buffers, planner, x))
     return buffers, planner.settled()
@@ -390,10 +397,10 @@ def check_maps() -> None:
             here, there = got.rows(), eager.rows()
             outputs = len(there)
             assert torch.equal(here[:outputs], there) and bool((here[outputs:] == -1).all()), form
-            assert int(got.living()) == outputs and int(got.transpose().living()) == eager.num_inputs
-            assert all(array in OWN for array in arrays)
+            assert int(got.valid_count()) == outputs and int(got.transpose().valid_count()) == eager.num_inputs
+            assert all(array in PERSISTENT for array in arrays)
             if form == "compacted":
-                block = maps.block_of(got.num_outputs)
+                block = maps.tile_rows_for(got.num_outputs)
                 whole = eager.compacted(block)
                 entries, tiles = len(whole.tiles), -(-got.num_outputs // block)
                 made = got.compacted(block)
@@ -406,7 +413,7 @@ def check_waits() -> None:
     x = scene(50, 1)
     buffers, rooms = planned(x, 80)
     points, entered = pointed()
-    start, watch = Fixed.__call__, DeviceOnly()
+    start, watch = BoundKernel.__call__, DeviceOnly()
 
     def launched(*args: Any, **kwargs: Any) -> None:
         watch.inside = True
@@ -416,7 +423,7 @@ def check_waits() -> None:
             watch.inside = False
 
     # The first turn fills what is kept on the host and the device from call to call.
-    with patch.object(Fixed, "__call__", launched):
+    with patch.object(BoundKernel, "__call__", launched):
         for guard in (False, True):
             if guard:
                 watch.__enter__()
@@ -428,18 +435,18 @@ def check_waits() -> None:
                     watch.__exit__(None, None, None)
 
 
-def pointed() -> tuple[Points, Any]:
+def pointed() -> tuple[PointBuffers, Any]:
     """Points in buffers, and how they enter; what they are when they have."""
     cloud = torch.rand(90, 3, generator=torch.Generator().manual_seed(0)) * 4
     frame = pm.voxelize(cloud, size=0.9).geometry.frame
     assert frame is not None
-    like = PointScene(cloud, None, None, Grid(frame, None, 1))
+    like = PointScene(cloud, None, None, VoxelGrid(frame, None, 1))
     site = site_within(like.tensor().geometry.site, 1, None)
-    points = Points.of(120, like, site.bounds)
+    points = PointBuffers.of(120, like, site.bounds)
     like.fill(points)
-    planner = Planner(120, 90, 2.0, None)
-    points.enter(site, Buffered(planner))
-    return points, (site, Buffered(planner.settled()))
+    planner = CapacityPlanner(120, 90, 2.0, None)
+    points.enter(site, BufferedState(planner))
+    return points, (site, BufferedState(planner.settled()))
 
 
 def check_points() -> None:
@@ -474,9 +481,9 @@ def check_scene_after_scene() -> None:
             with fenced():
                 assert recorded.by_graph(got, wanted.asked())
             wanted.find_together(want)
-            dataflow.lay_out(found := list(wanted.maps(want)), True)
+            dataflow.materialize(found := list(wanted.maps(want)), True)
             for one, _ in found:
-                maps.passed(one, True)
+                maps.planner_operands(one, True)
             assert agree(got, want) > 20
             told.append(recorded._SHELVES.get(got.device)._times.values())
     assert told == [[1], [1], [2], [2]], f"recorded {told} times"
@@ -488,9 +495,9 @@ def check_duplicates() -> None:
     box = Bounds((0,) * 3, (5,) * 3, 1)
     steps = preparing._Wanted(ROOMY[:1], (), None)
     with on_any_device():
-        assert recorded.by_graph(Geometry(coords, Site((1,) * 3, (6,) * 3, 1, box)), steps.asked())
+        assert recorded.by_graph(Geometry(coords, GridSpec((1,) * 3, (6,) * 3, 1, box)), steps.asked())
         for told, wrong in (("duplicates", coords[:1]), ("spatial_shape", torch.tensor([[0, 2, 6, 2]]).int())):
-            geometry = Geometry(torch.cat([coords, wrong]), Site((1,) * 3, (6,) * 3, 1, box))
+            geometry = Geometry(torch.cat([coords, wrong]), GridSpec((1,) * 3, (6,) * 3, 1, box))
             geometry._settled = False
             try:
                 recorded.by_graph(geometry, steps.asked())
@@ -502,14 +509,14 @@ def check_duplicates() -> None:
 
 def by_torch() -> Any:
     """Sorting by kernels takes a second each time in the interpreter, and is checked elsewhere."""
-    return patch.object(compact, "ranked", lambda keys, *_: ranked_twin(keys))
+    return patch.object(tiles_module, "ranked", lambda keys, *_: ranked_twin(keys))
 
 
 @contextmanager
 def on_any_device() -> Iterator[list[list[int]]]:
     """Maps are found over buffers, small ones, from the first scene on."""
     with (
-        patch.multiple(recorded, _serves=lambda geometry: True, _BEFORE=0, _SMALLEST=80, _SHELVES=Bounded(1)),
+        patch.multiple(recorded, _serves=lambda geometry: True, _BEFORE=0, _SMALLEST=80, _SHELVES=BoundedCache(1)),
         patch.object(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]}),
         patch.object(maps, "group_of", lambda found: 16),
         by_torch(),

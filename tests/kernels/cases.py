@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from pumice.language.bind import Bound, bind
+from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import derivative, gradient_name
 from pumice.language.nodes import Statement, accesses_of
 from pumice.language.parse import parse
@@ -228,7 +228,7 @@ CASES: Mapping[str, Case] = {
 class Problem:
     """A bound statement with operands."""
 
-    bound: Bound
+    bound: BoundStatement
     operands: Mapping[str, Tensor] = field(repr=False)
 
     @staticmethod

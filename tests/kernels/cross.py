@@ -15,9 +15,9 @@ import torch
 from kernels.cases import CASES, LARGE, Problem, meta
 from kernels.kept import Facts, facts_of
 
+from pumice.language.contraction import ContractionRoles, contraction_roles, packed, stacked
 from pumice.language.nodes import Access, indices_of
-from pumice.language.roles import Roles, packed, roles, stacked
-from pumice.lower import triton as lowered
+from pumice.lower import kernel as lowered
 from pumice.lower.emit import Argument
 from pumice.lower.epilogue import Epilogue
 from pumice.lower.loops import EIGHT_BITS
@@ -110,12 +110,12 @@ _INSTRUCTIONS = {
 
 def built(job: Job) -> Built:
     """The job done; an error of the compiler is told, not raised."""
-    p, how = _problem(job), lowered.How(job.precision)
+    p, how = _problem(job), lowered.KernelOptions(job.precision)
     if job.activation != "-":
         epilogue = _epilogue(p, job)
         p, how = replace(p, operands={**p.operands, **epilogue.operands}), replace(how, finish=epilogue.finish)
     extents = p.bound.extents
-    form = roles(p.bound.statement, extents)
+    form = contraction_roles(p.bound.statement, extents)
     tile = job.tile or lowered.tile_of(p.bound, p.operands)
     if tile.stacked:
         form = stacked(form, p.bound.statement) or form
@@ -142,7 +142,7 @@ def built(job: Job) -> Built:
     )
 
 
-def _read(launch: lowered.Launch, compiled: Any, log: str) -> Facts:
+def _read(launch: lowered.SizedLaunch, compiled: Any, log: str) -> Facts:
     """What is asserted of what the compiler made."""
     text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     return {
@@ -170,7 +170,7 @@ def _kept(job: Job) -> torch.dtype:
     return torch.float16 if DTYPES[job.dtype] in EIGHT_BITS else DTYPES[job.dtype]
 
 
-def _source(launch: lowered.Launch, p: Problem, out: torch.Tensor) -> Any:
+def _source(launch: lowered.SizedLaunch, p: Problem, out: torch.Tensor) -> Any:
     """The kernel for these arguments, specialised as a launch does it."""
     from triton.compiler import ASTSource
 
@@ -199,12 +199,12 @@ def _kind(argument: Argument, p: Problem, out: torch.Tensor) -> str:
     return "*i32" if argument.kind in ("segment", "waiting") else "i32"
 
 
-def _stage(form: Roles, tile: Tile, dtype: str) -> int:
+def _stage(form: ContractionRoles, tile: Tile, dtype: str) -> int:
     """Bytes of one turn's tiles of both sides."""
     return (tile.rows + tile.columns) * tile.reduced * DTYPES[dtype].itemsize if form.product else 0
 
 
-def _sides(p: Problem, form: Roles) -> dict[str, bool]:
+def _sides(p: Problem, form: ContractionRoles) -> dict[str, bool]:
     if not form.product:
         return {}
     accesses = [factor for factor in p.bound.statement.terms[0].factors if isinstance(factor, Access)]
@@ -240,7 +240,7 @@ def _stack(cubin: bytes) -> int:
     return sum(map(int, re.findall(r"STACK:(\d+)", said)))
 
 
-def _copies(ptx: str, launch: lowered.Launch) -> list[tuple[str, int, int]]:
+def _copies(ptx: str, launch: lowered.SizedLaunch) -> list[tuple[str, int, int]]:
     """The asynchronous copies: the line of the source that each comes from names the operand."""
     lines = launch.source.text.splitlines()
     names = {a.variable: a.name for a in launch.source.arguments if a.kind == "operand"}
@@ -255,7 +255,7 @@ def _copies(ptx: str, launch: lowered.Launch) -> list[tuple[str, int, int]]:
     return [(name, size, count) for (name, size), count in sorted(found.items())]
 
 
-def _wide(launch: lowered.Launch) -> list[str]:
+def _wide(launch: lowered.SizedLaunch) -> list[str]:
     """The operands ("" is the result) whose addresses are counted in 64 bits."""
     found = set()
     for a in launch.source.arguments:

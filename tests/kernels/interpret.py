@@ -23,15 +23,15 @@ from torch import Tensor
 from pumice.coords import KernelMap, Relation, kernel_map
 from pumice.errors import OptionError
 from pumice.language.bind import bind
+from pumice.language.contraction import ContractionRoles, contraction_roles, stacked
 from pumice.language.derive import declare
 from pumice.language.parse import parse
-from pumice.language.rewrite import conscious, single_terms
-from pumice.language.roles import Roles, roles, stacked
+from pumice.language.rewrite import lower_statement, single_terms
 from pumice.lower import chained, dataflow, loops, maps, segments
-from pumice.lower import triton as lowered
-from pumice.lower.columns import put_columns, put_columns_twin
+from pumice.lower import kernel as lowered
+from pumice.lower.columns import write_columns, write_columns_twin
 from pumice.lower.dataflow import GROUPED_CONV, Pass
-from pumice.lower.epilogue import ACTIVATIONS, NOTHING, Epilogue, applied
+from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, applied
 from pumice.lower.maps import FORMS
 from pumice.schedule import tile as schedule
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow
@@ -46,8 +46,8 @@ TILES = 1
 
 
 # Comparing
-def form_of(p: Problem) -> Roles:
-    return roles(p.bound.statement, p.bound.extents)
+def form_of(p: Problem) -> ContractionRoles:
+    return contraction_roles(p.bound.statement, p.bound.extents)
 
 
 def wanted(p: Problem) -> Tensor:
@@ -83,8 +83,8 @@ def tiles(p: Problem, count: int = TILES, most: int = 64 * 64) -> list[Tile]:
     # Warps and stages do nothing here.
     found = [t for t in dict.fromkeys(found) if t.rows * t.columns <= most and t != first]
     step = max(1, len(found) // count)
-    ahead = [replace(first, ahead=True)] if form_of(p).product else []
-    shared = [replace(first, piece=2)] if asked.shares else []
+    ahead = [replace(first, prefetch_indices=True)] if form_of(p).product else []
+    shared = [replace(first, stream_k_chunk=2)] if asked.shares else []
     return [first, *ahead, *shared, *found[::step][:count]]
 
 
@@ -212,17 +212,17 @@ def lane_checks() -> Checks:
 def check_lanes(study: str, rows: int, lanes: int) -> None:
     p = problem(CASES[study].at(SMALL, M=rows, p=rows + 6, n=7), rows)
     assert form_of(p).rows == (form_of(p).segment.index,)  # type: ignore[union-attr]
-    agree(p, tile=Tile(lanes, 8, lanes=lanes))
-    agree(p, tile=Tile(8 * lanes, 4, lanes=lanes))
-    agree(p, tile=Tile(4 * lanes, 4, lanes=lanes, slabs=True))
+    agree(p, tile=Tile(lanes, 8, segment_threads=lanes))
+    agree(p, tile=Tile(8 * lanes, 4, segment_threads=lanes))
+    agree(p, tile=Tile(4 * lanes, 4, segment_threads=lanes, column_major_grid=True))
 
 
 def check_stacks(study: str, rows: int) -> None:
     """Consecutive segments as the rows of a matrix product, in stacks that they fill or not."""
     p = problem(CASES[study].at(SMALL, M=rows, p=rows + 6, n=23), rows).to(torch.float16)
     assert stacked(form_of(p), p.bound.statement) is not None
-    deep = Tile(32, 32, 64, stacked=True, slabs=True)
-    for tile in (Tile(16, 16, 16, stacked=True), deep, replace(deep, ahead=True)):
+    deep = Tile(32, 32, 64, stacked=True, column_major_grid=True)
+    for tile in (Tile(16, 16, 16, stacked=True), deep, replace(deep, prefetch_indices=True)):
         agree(p, tile=tile)
         agree(p, torch.float16, tile, 2**-10)
 
@@ -233,7 +233,11 @@ def check_infinite(study: str) -> None:
     p.operands["B"][2, 3], p.operands["B"][5, 7] = torch.inf, torch.nan
     want = wanted(p)
     assert 0 < int((~want.isfinite()).sum()) < want.numel() / 2
-    for tile in (Tile(8, 16, lanes=2), Tile(16, 16, 16, stacked=True), Tile(16, 32, 64, stacked=True, ahead=True)):
+    for tile in (
+        Tile(8, 16, segment_threads=2),
+        Tile(16, 16, 16, stacked=True),
+        Tile(16, 32, 64, stacked=True, prefetch_indices=True),
+    ):
         got = lowered.run(p.bound, p.operands, torch.float32, tile)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True, msg=str(tile))
 
@@ -259,7 +263,7 @@ def check_stacks_apart() -> None:
 def check_long_row(lanes: int) -> None:
     p = problem(CASES["coo"].at(SMALL, M=5, p=70))
     p = replace(p, operands={**p.operands, "A_m": torch.tensor([0] * 2 + [3] * 68, dtype=torch.int32)})
-    agree(p, tile=Tile(2 * lanes, 16, lanes=lanes))
+    agree(p, tile=Tile(2 * lanes, 16, segment_threads=lanes))
 
 
 def check_rows_apart() -> None:
@@ -322,7 +326,7 @@ def check_no_tap() -> None:
     more = {name: torch.cat([p.operands[name], torch.full_like(p.operands[name][:3], x)]) for name, x in ends.items()}
     p = Problem.of(p.bound.statement, {**p.operands, **more}, p.bound.shape)
     near(wanted(p), want, 1e-12)
-    for tile in (None, Tile(16, 16, 16, ahead=True), Tile(16, 16, 16, ahead=False)):
+    for tile in (None, Tile(16, 16, 16, prefetch_indices=True), Tile(16, 16, 16, prefetch_indices=False)):
         near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
     text = lowered.prepare(p.bound, p.operands, want, Tile(16, 16, 16)).source.text
     assert "tl.range(0, until)" in text and p.bound.extents["g"] == groups + 3
@@ -353,7 +357,7 @@ def map_problems(
     found: KernelMap, operands: Mapping[str, Tensor], form: str, text: str, shape: tuple[int, ...]
 ) -> list[Problem]:
     """A problem for each part of the form."""
-    told = conscious(parse(text), {"map": FORMS[form].stored})
+    told = lower_statement(parse(text), {"map": FORMS[form].stored})
     parts = FORMS[form].arrays(found)
     if form == "grouped":
         # Groups of thousands, mostly padding on so small a cloud, take the interpreter too long.
@@ -391,8 +395,8 @@ def check_split_k() -> None:
     found, operands = cloud(3, 1)
     asked = Pass("forward", DATAFLOWS["implicit-gemm-split-k"], found, 1)
     given = operands["X"], operands["W"]
-    (part,) = dataflow._ready(asked, given, NOTHING).parts
-    assert part.run._runner.tile.piece == asked.flow.piece  # type: ignore[attr-defined]
+    (part,) = dataflow._ready(asked, given, NO_EPILOGUE).parts
+    assert part.run._runner.tile.stream_k_chunk == asked.flow.piece  # type: ignore[attr-defined]
     assert torch.equal(asked(given), asked(given))
 
 
@@ -455,7 +459,11 @@ def check_packed(study: str, **sizes: int) -> None:
     epilogue = epilogue_of(p.bound.shape, "relu")
     want = applied(wanted(p), epilogue)
     # One entry has more points than the last tile is deep.
-    for tile in (Tile(16, 16, 16), Tile(16, 16, 64, ahead=True), Tile(16, 32, 2, ahead=True, slabs=True)):
+    for tile in (
+        Tile(16, 16, 16),
+        Tile(16, 16, 64, prefetch_indices=True),
+        Tile(16, 32, 2, prefetch_indices=True, column_major_grid=True),
+    ):
         run = lowered.runner(p.bound, torch.float32, replace(tile, packed=True), finish=epilogue.finish)
         near(run({**p.operands, **epilogue.operands}), want, 2e-5)
 
@@ -466,7 +474,7 @@ def check_packed_layouts() -> None:
         p = ragged("conv_compacted", c=channels)
         agree(p, tile=Tile(16, 16, 32, packed=True, swapped=True))
         odd = {name: strided(t) for name, t in p.operands.items()}
-        agree(replace(p, operands=odd), tile=Tile(16, 16, 32, packed=True, ahead=True))
+        agree(replace(p, operands=odd), tile=Tile(16, 16, 32, packed=True, prefetch_indices=True))
         agree(p.to(torch.float16), torch.float16, Tile(16, 16, 64, packed=True), 2**-9)
 
 
@@ -480,7 +488,7 @@ def check_packed_values() -> None:
     held = {name: p.operands[name] for name in ("X", "tile", "rows", "met")}
     p = Problem.of(text, {**held, **values}, p.bound.shape)
     for ahead in (False, True):
-        agree(p, tile=Tile(16, 16, 16, packed=True, ahead=ahead))
+        agree(p, tile=Tile(16, 16, 16, packed=True, prefetch_indices=ahead))
 
 
 def check_backwards(channels: int) -> None:
@@ -507,15 +515,15 @@ def way_checks() -> Checks:
         f"{channels} channels in {groups} groups, tile {tile}": partial(check_way, groups, channels, tile)
         for groups, channels in ((1, 11), (2, 9))
         for tile in (
-            Tile(16, 16, 16, piece=4),
-            Tile(64, 16, 16, piece=2, ahead=True),
-            Tile(64, 16, 16, piece=1, slabs=True),
-            Tile(32, 16, 16, slices=2),
-            Tile(32, 64, 16, slices=4, ahead=True),
-            Tile(64, 8, 16, slices=4, piece=4),
+            Tile(16, 16, 16, stream_k_chunk=4),
+            Tile(64, 16, 16, stream_k_chunk=2, prefetch_indices=True),
+            Tile(64, 16, 16, stream_k_chunk=1, column_major_grid=True),
+            Tile(32, 16, 16, epilogue_subtiles=2),
+            Tile(32, 64, 16, epilogue_subtiles=4, prefetch_indices=True),
+            Tile(64, 8, 16, epilogue_subtiles=4, stream_k_chunk=4),
             Tile(64, 16, 16, hoisted=False),
-            Tile(64, 16, 16, padded=False, ahead=True),
-            Tile(32, 16, 16, hoisted=False, padded=False, ahead=True, piece=4),
+            Tile(64, 16, 16, padded=False, prefetch_indices=True),
+            Tile(32, 16, 16, hoisted=False, padded=False, prefetch_indices=True, stream_k_chunk=4),
         )
     } | {"a tile refuses what it cannot do": check_refused_ways, "no segment is longer than taps": check_longest}
 
@@ -557,7 +565,7 @@ def check_way(groups: int, channels: int, tile: Tile) -> None:
     loop = text.partition("for turn in")[2]
     # What is switched off costs what it saves: the results are the same.
     assert ("+ shift)" in loop) == (not tile.hoisted) and ("+ shift <" in loop) == (not tile.padded)
-    assert ("atomic_add" in text) == bool(tile.piece)
+    assert ("atomic_add" in text) == bool(tile.stream_k_chunk)
     finished = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.finish)
     near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), 2e-5)
 
@@ -566,15 +574,15 @@ def check_refused_ways() -> None:
     p, _ = way_problem(1, 9)
     rows = problem(CASES["coo"].at(SMALL))
     for bad, tile in (
-        (rows, Tile(8, 16, lanes=2, piece=2)),
+        (rows, Tile(8, 16, segment_threads=2, stream_k_chunk=2)),
         (rows, Tile(16, 16, 16, stacked=True, hoisted=False)),
         (rows, Tile(8, 16, padded=False)),
         (p, Tile(64, 16, 32, packed=True, hoisted=False)),
         (p, Tile(16, 16, 16, stacked=True)),
-        (rows, Tile(8, 16, lanes=2, swapped=True)),
-        (rows, Tile(8, 16, lanes=2, slices=2)),
-        (rows, Tile(16, 16, 16, stacked=True, slices=2)),
-        (problem(CASES["tp:dV"].at(SMALL)), Tile(16, 16, 16, slices=2)),
+        (rows, Tile(8, 16, segment_threads=2, swapped=True)),
+        (rows, Tile(8, 16, segment_threads=2, epilogue_subtiles=2)),
+        (rows, Tile(16, 16, 16, stacked=True, epilogue_subtiles=2)),
+        (problem(CASES["tp:dV"].at(SMALL)), Tile(16, 16, 16, epilogue_subtiles=2)),
     ):
         try:
             lowered.run(bad.bound, bad.operands, torch.float32, tile)
@@ -589,12 +597,12 @@ def slice_checks() -> Checks:
     found: dict[str, Callable[[], None]] = {
         f"{columns} columns in {groups} groups, tile {tile}": partial(check_slices, groups, columns, tile)
         for groups, columns, tile in (
-            (1, 11, Tile(32, 8, 16, slices=2)),
-            (1, 13, Tile(32, 8, 16, slices=8, swapped=True)),
-            (2, 9, Tile(32, 32, 16, slices=4, ahead=True)),
-            (1, 17, Tile(64, 16, 16, slices=4, piece=2, ahead=True)),
-            (2, 11, Tile(64, 8, 16, slices=8, piece=4, slabs=True)),
-            (1, 32, Tile(32, 16, 16, slices=4, hoisted=False, padded=False, swapped=True)),
+            (1, 11, Tile(32, 8, 16, epilogue_subtiles=2)),
+            (1, 13, Tile(32, 8, 16, epilogue_subtiles=8, swapped=True)),
+            (2, 9, Tile(32, 32, 16, epilogue_subtiles=4, prefetch_indices=True)),
+            (1, 17, Tile(64, 16, 16, epilogue_subtiles=4, stream_k_chunk=2, prefetch_indices=True)),
+            (2, 11, Tile(64, 8, 16, epilogue_subtiles=8, stream_k_chunk=4, column_major_grid=True)),
+            (1, 32, Tile(32, 16, 16, epilogue_subtiles=4, hoisted=False, padded=False, swapped=True)),
         )
     }
     for names in (("scale", "shift"), ("residual",), ("mean", "variance"), ("mean", "scale"), ("shift", "residual")):
@@ -614,17 +622,19 @@ def check_slices(groups: int, columns: int, tile: Tile) -> None:
     epilogue = epilogue_of(tuple(want.shape), "relu")
     for dtype, limit in ((torch.float32, 2e-5), (torch.float16, 2e-3)):
         p = p.to(dtype)
-        got, whole = (lowered.runner(p.bound, dtype, t)(p.operands) for t in (tile, replace(tile, slices=1)))
+        got, whole = (lowered.runner(p.bound, dtype, t)(p.operands) for t in (tile, replace(tile, epilogue_subtiles=1)))
         near(got, want, limit)
         assert torch.equal(got, whole)
         finished = lowered.runner(p.bound, dtype, tile, finish=epilogue.finish)
         near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), limit)
     segments_of = lowered._segments(p.bound, p.operands, form_of(p), tile)
     text = lowered.prepare(p.bound, p.operands, got, tile, segments_of).source.text
-    assert text.count("tl.store(where") == tile.slices and text.count("tl.split(") == tile.slices - 1
+    assert (
+        text.count("tl.store(where") == tile.epilogue_subtiles and text.count("tl.split(") == tile.epilogue_subtiles - 1
+    )
     # Slices without columns are left out when the kernel is compiled.
-    left = 0 if columns % tile.columns == 0 else tile.slices - 1
-    assert tile.swapped or text.count(f"* (BX // {tile.slices}) < {columns}:") == left
+    left = 0 if columns % tile.columns == 0 else tile.epilogue_subtiles - 1
+    assert tile.swapped or text.count(f"* (BX // {tile.epilogue_subtiles}) < {columns}:") == left
 
 
 def check_slices_with(names: tuple[str, ...], activation: str = "relu") -> None:
@@ -633,7 +643,7 @@ def check_slices_with(names: tuple[str, ...], activation: str = "relu") -> None:
     whole = epilogue_of(tuple(want.shape), activation)
     kept = {name: value for name in names if (value := getattr(whole, name)) is not None}
     epilogue = Epilogue(**kept, activation=activation, eps=0.25)
-    run = lowered.runner(p.bound, torch.float32, Tile(32, 16, 16, slices=4), finish=epilogue.finish)
+    run = lowered.runner(p.bound, torch.float32, Tile(32, 16, 16, epilogue_subtiles=4), finish=epilogue.finish)
     near(run({**p.operands, **epilogue.operands}), applied(want, epilogue), 2e-5)
 
 
@@ -644,7 +654,7 @@ def check_sliced_form(form: str) -> None:
     (whole,) = map_problems(found, operands, "pairs", WAYS["forward"], shape)
     got = None
     for p in map_problems(found, operands, form, WAYS["forward"], shape):
-        got = lowered.runner(p.bound, torch.float32, Tile(16, 8, 16, slices=4))(p.operands, got)
+        got = lowered.runner(p.bound, torch.float32, Tile(16, 8, 16, epilogue_subtiles=4))(p.operands, got)
     assert got is not None
     near(got, wanted(whole), 2e-5)
 
@@ -652,7 +662,11 @@ def check_sliced_form(form: str) -> None:
 def check_sliced_other(name: str) -> None:
     """Columns whose number is known when a kernel runs, and not before; those of a range."""
     p, want = other_problem(name)
-    for tile in (Tile(16, 16, 16, slices=2), Tile(16, 64, 16, slices=4), Tile(32, 16, 32, slices=8, swapped=True)):
+    for tile in (
+        Tile(16, 16, 16, epilogue_subtiles=2),
+        Tile(16, 64, 16, epilogue_subtiles=4),
+        Tile(32, 16, 32, epilogue_subtiles=8, swapped=True),
+    ):
         near(lowered.run(p.bound, p.operands, torch.float32, tile), want, 2e-5)
 
 
@@ -700,13 +714,13 @@ def check_spare(form: str) -> None:
     found, operands = cloud(3, 1)
     shape = (found.num_outputs, 11)
     (whole,) = map_problems(found, operands, "pairs", WAYS["forward"], shape)
-    epilogue = replace(epilogue_of(shape, "relu"), spare=5)
+    epilogue = replace(epilogue_of(shape, "relu"), row_padding=5)
     want = applied(wanted(whole), epilogue)
     *parts, last = map_problems(found, operands, form, WAYS["forward"], shape)
     before = None
     for p in parts:
         before = lowered.runner(p.bound, torch.float32)(p.operands, before)
-    for tile in (None, Tile(32, 8, 16, slices=2)):
+    for tile in (None, Tile(32, 8, 16, epilogue_subtiles=2)):
         run = lowered.runner(last.bound, torch.float32, tile, finish=epilogue.finish)
         given, wide = {**last.operands, **epilogue.operands}, torch.full((shape[0], 16), 7.0)
         if parts:
@@ -716,7 +730,7 @@ def check_spare(form: str) -> None:
             continue
         assert run(given).stride() == (16, 1)
         near(run(given), want, 2e-5)
-        with patch.object(run, "fresh", lambda *_, wide=wide, **more: wide[:, :11]):
+        with patch.object(run, "allocate_output", lambda *_, wide=wide, **more: wide[:, :11]):
             run(given)
         near(wide[:, :11], want, 2e-5)
         assert (wide[:, 11:] == 7.0).all()
@@ -728,8 +742,8 @@ def check_columns() -> None:
         for dtype in (torch.float16, torch.float32):
             values, wide = torch.randn(rows, 2 * columns).to(dtype)[:, :columns], torch.randn(rows, width).to(dtype)
             want = wide.clone()
-            put_columns(values, wide, begin)
-            put_columns_twin(values.contiguous(), want, begin)
+            write_columns(values, wide, begin)
+            write_columns_twin(values.contiguous(), want, begin)
             assert torch.equal(wide, want) and torch.equal(wide[:, begin : begin + columns], values)
 
 
@@ -738,7 +752,7 @@ def check_finished_rows(activation: str) -> None:
     p = problem(CASES["coo"].at(SMALL, M=21, p=40, n=23)).to(torch.float16)
     epilogue = epilogue_of(p.bound.shape, activation)
     want = applied(wanted(p), epilogue)
-    for tile in (Tile(8, 16, lanes=2), Tile(16, 16, 16, stacked=True)):
+    for tile in (Tile(8, 16, segment_threads=2), Tile(16, 16, 16, stacked=True)):
         run = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.finish)
         near(run({**p.operands, **epilogue.operands}), want, 2e-5)
 
@@ -823,7 +837,7 @@ def check_part_of_onto() -> None:
     operands = {"V": torch.ones(3), "R": torch.tensor([2, 0, 1]), "S": torch.tensor([1, -1, -1])}
     for target, ranges, fills in (("R[p]", "", torch.float32), ("R[p]", "p:1..3, ", None), ("R[S[p]]", "", None)):
         p = Problem.of(f"y[{target}] = V[p] ; {ranges}y:[3], R:distinct, R:onto", operands)
-        assert lowered.runner(p.bound, torch.float32).fills == fills, p.bound.statement
+        assert lowered.runner(p.bound, torch.float32).writes_result_dtype == fills, p.bound.statement
         agree(p)
 
 

@@ -21,26 +21,26 @@ from kernels.kept import Facts, facts_of
 from torch import Tensor
 
 from pumice.coords import (
-    Cloud,
+    CoordBuffer,
     Geometry,
     MapSchedule,
-    Order,
     Relation,
+    SortSpec,
     bricks,
-    compact,
     kernel_map,
     lookup,
     packing,
     ranking,
-    runs,
+    segments,
+    tiles,
 )
-from pumice.coords.bricks import BrickLookup, Bricks, Reach
-from pumice.coords.cloud import RANGE, clear, tell
+from pumice.coords.bricks import BrickLookup, Bricks, Stencil
+from pumice.coords.buffer import RANGE, new_status, set_status
+from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
 from pumice.coords.lookup import mask_words, paired
 from pumice.coords.packing import Packer
-from pumice.coords.table import Bitmap, Grid, HashTable, Table
-from pumice.lower import columns, largest, living, norm
-from pumice.runtime.launch import Fixed
+from pumice.lower import columns, max_pool, norm, padding
+from pumice.runtime.launch import BoundKernel
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
 
@@ -97,12 +97,14 @@ class Launch:
 
 
 class Recorder:
-    """In place of Fixed: what would be launched."""
+    """In place of BoundKernel: what would be launched."""
 
     def __init__(self) -> None:
         self.seen: dict[Variant, None] = {}
 
-    def __call__(self, fixed: Fixed, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
+    def __call__(
+        self, fixed: BoundKernel, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float] = ()
+    ) -> None:
         assert programs > 0
         name = f"{fixed.kernel.fn.__module__.rpartition('.')[2]}.{fixed.kernel.fn.__name__}"
         kinds = tuple(_TYPES[t.dtype] + "!" * (t.data_ptr() % 16 != 0) for t in tensors)
@@ -117,18 +119,18 @@ def variants() -> tuple[Variant, ...]:
     """What typical maps launch; nothing is computed, so that sizes are given and results are nonsense."""
     recorder = Recorder()
     with (
-        patch.object(Fixed, "__call__", lambda *args: recorder(*args)),
-        patch.object(compact, "runs_kernels", lambda tensor: True),
-        patch.object(lookup, "runs_kernels", lambda tensor: True),
-        patch("pumice.coords.cloud.runs_kernels", lambda tensor: True),
-        patch.object(ranking, "runs_kernels", lambda tensor: True),
-        patch.object(norm, "runs_kernels", lambda tensor: True),
-        patch.object(living, "runs_kernels", lambda tensor: True),
-        patch.object(columns, "runs_kernels", lambda tensor: True),
-        patch.object(largest, "runs_kernels", lambda tensor: True),
-        patch.object(runs, "_fits", lambda array, count: True),
-        patch.object(runs, "runs_kernels", lambda tensor: True),
-        patch.object(packing, "runs_kernels", lambda tensor: True),
+        patch.object(BoundKernel, "__call__", lambda *args: recorder(*args)),
+        patch.object(tiles, "has_triton", lambda tensor: True),
+        patch.object(lookup, "has_triton", lambda tensor: True),
+        patch("pumice.coords.buffer.has_triton", lambda tensor: True),
+        patch.object(ranking, "has_triton", lambda tensor: True),
+        patch.object(norm, "has_triton", lambda tensor: True),
+        patch.object(padding, "has_triton", lambda tensor: True),
+        patch.object(columns, "has_triton", lambda tensor: True),
+        patch.object(max_pool, "has_triton", lambda tensor: True),
+        patch.object(segments, "_fits", lambda array, count: True),
+        patch.object(segments, "has_triton", lambda tensor: True),
+        patch.object(packing, "has_triton", lambda tensor: True),
     ):
         for dim in (3, 1, 2, 4):
             _lookups(dim)
@@ -139,23 +141,25 @@ def variants() -> tuple[Variant, ...]:
         for volume in (27, 8, 125):
             _stages(volume)
         for count in (100, 500, 2000):
-            runs.in_pieces(torch.zeros(9000, dtype=torch.int32), count, 8)
-            runs.by_length(torch.zeros(9000, dtype=torch.int32), count)
+            segments.in_pieces(torch.zeros(9000, dtype=torch.int32), count, 8)
+            segments.segments_by_length(torch.zeros(9000, dtype=torch.int32), count)
             told = torch.zeros(9000, dtype=torch.int32)
-            runs.ENDS.tell(told, torch.full((count,), 9000, dtype=torch.int32), 27)
-            runs.in_pieces(told, count, 8)
-            runs.by_length(told, count)
-            runs.put_in_pieces([(told, count, 8), (told, count, runs.WHOLE)])
+            segments.RUNS.tell(told, torch.full((count,), 9000, dtype=torch.int32), 27)
+            segments.in_pieces(told, count, 8)
+            segments.segments_by_length(told, count)
+            segments.put_in_pieces([(told, count, 8), (told, count, segments.WHOLE)])
         for number in (20, 120, 200):
             Packer.of([torch.zeros(7, 27, dtype=torch.int32)] * number).first([5] * number)
         for dtype in (torch.float16, torch.float32):
             coords, feats = torch.zeros(9, 4, dtype=torch.int32), torch.zeros(9, 3, dtype=dtype)
             packing.put_first([coords, feats], [coords[:5], feats[:5]], torch.zeros(1, dtype=torch.int32))
-        tell(clear(told.device), RANGE, told.any())
+        set_status(new_status(told.device), RANGE, told.any())
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
-            living.clear_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
-            columns.put_columns(torch.zeros(40, 32, dtype=dtype), torch.zeros(40, channels + 32, dtype=dtype), channels)
+            padding.zero_padding_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
+            columns.write_columns(
+                torch.zeros(40, 32, dtype=dtype), torch.zeros(40, channels + 32, dtype=dtype), channels
+            )
             _maxima(torch.zeros(60, channels, dtype=dtype))
     return tuple(recorder.seen)
 
@@ -163,7 +167,7 @@ def variants() -> tuple[Variant, ...]:
 def _norms(x: Tensor) -> None:
     """Norms of the living rows of a buffer, and their gradients."""
     like, channels = _cloud(3), x.shape[1]
-    cloud = Cloud(
+    cloud = CoordBuffer(
         torch.zeros(len(x), 4, dtype=torch.int32), torch.tensor([1], dtype=torch.int32), like.bounds, like.status
     )
     running, tracked = (torch.zeros(channels), torch.ones(channels)), torch.tensor(0)
@@ -184,12 +188,12 @@ def _norms(x: Tensor) -> None:
 def _maxima(x: Tensor) -> None:
     """Maxima over the inputs of a map's outputs, and their gradients."""
     found, _ = kernel_map(Geometry.checked(random_cloud(60, 3, extent=12)), Relation.of(3, 2, stride=2))
-    largest.largest(x[:60].requires_grad_(), found).sum().backward()
+    max_pool.max_pool_rows(x[:60].requires_grad_(), found).sum().backward()
     with torch.no_grad():
-        largest.largest(x[:60], found)
+        max_pool.max_pool_rows(x[:60], found)
 
 
-def _cloud(dim: int) -> Cloud:
+def _cloud(dim: int) -> CoordBuffer:
     return Scene(dim, 40, 8).cloud()
 
 
@@ -198,7 +202,7 @@ def _lookups(dim: int) -> None:
     every = lookups(dim)
     asked = [every["k3"]] + ([every["k2 s2"], every["k5"]] if dim == 3 else [])
     tables: list[Table] = [HashTable(cloud, MapSchedule()), Table(cloud, MapSchedule(), "wide")]
-    tables += [Grid(cloud, MapSchedule("grid")), Bitmap(cloud, MapSchedule("bitmap"))] if dim == 3 else []
+    tables += [DenseGrid(cloud, MapSchedule("grid")), Bitmap(cloud, MapSchedule("bitmap"))] if dim == 3 else []
     own = BrickLookup(cloud, MapSchedule("bricks"))
     other = _cloud(dim)
     for relation in asked:
@@ -217,7 +221,7 @@ def _levels(dim: int) -> None:
     every = levels(dim)
     for label in ("floor k2 s2", "floor k3 s2", "support k3 s2 p1", "transposed k2 s2")[: 4 if dim == 3 else 1]:
         relation = every[label]
-        reach, meets = Reach.of_outputs(relation), Reach.of_meetings(relation)
+        reach, meets = Stencil.of_outputs(relation), Stencil.of_meetings(relation)
         made = Bricks.of(cloud, reach, cloud.bounds, 40)
         if label.startswith("transposed"):
             made.coords(cloud, reach, 40), made.turned(cloud, meets, 40)
@@ -231,16 +235,16 @@ def _stages(volume: int) -> None:
     rows, count = torch.full((600, volume), -1, dtype=torch.int32), torch.tensor([600], dtype=torch.int32)
     masks = mask_words(rows)
     paired(torch.zeros(20_000, dtype=torch.int32))
-    ends, (how,) = compact.tally(masks, count, volume), Order.splits(volume, 1)
+    ends, (how,) = tiles.pair_counts(masks, count, volume), SortSpec.splits(volume, 1)
     window = {8: Relation.of(3, 2, stride=2), 27: Relation.of(3, 3), 125: Relation.of(3, 5)}[volume]
-    order = compact.ordered(masks, count, compact.groups_of(window, how, masks.device), how)
+    order = tiles.ordered(masks, count, tiles.groups_of(window, how, masks.device), how)
     for block in (64, 128) if volume == 27 else (64,):
-        tiling = compact.tiled(masks, count, order, how, (block, volume))
-        compact.filled(rows, tiling, 50)
-    compact.tiled(masks, count, None, Order(0, volume, sort=False), (64, volume))
-    compact.listed(rows, count, ends, 50)
-    compact.grouped(rows, count, ends, (50, 8))
-    compact.exchanged(rows, count, 600)
+        tiling = tiles.tiled(masks, count, order, how, (block, volume))
+        tiles.filled(rows, tiling, 50)
+    tiles.tiled(masks, count, None, SortSpec(0, volume, sort=False), (64, volume))
+    tiles.listed(rows, count, ends, 50)
+    tiles.grouped(rows, count, ends, (50, 8))
+    tiles.transpose_table(rows, count, 600)
 
 
 def jobs() -> Iterator[Launch]:

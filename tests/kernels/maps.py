@@ -39,31 +39,31 @@ from torch import Tensor
 import pumice as pm
 from pumice.coords import (
     Bounds,
-    Cloud,
+    CoordBuffer,
     Geometry,
     KernelMap,
     MapSchedule,
-    Order,
     Relation,
+    SortSpec,
     bricks,
-    compact,
     kernel_map,
     pyramid,
     ranking,
-    runs,
+    segments,
+    tiles,
 )
-from pumice.coords.bricks import BrickLookup, Bricks, Reach
-from pumice.coords.choice import STRUCTURES as NAMES
-from pumice.coords.cloud import DUPLICATE, OVERFLOW, RANGE
-from pumice.coords.lookup import Found, mask_words, mask_words_twin
-from pumice.coords.outputs import Fused, Listed, Staged, made_of, room_of, site_of
+from pumice.coords.bricks import BrickLookup, Bricks, Stencil
+from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE
+from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
+from pumice.coords.indexes import STRUCTURES, default
+from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin
+from pumice.coords.map_schedule import STRUCTURES as NAMES
+from pumice.coords.outputs import BrickOutputs, SortedOutputs, TorchOutputs, make_outputs, max_outputs, site_of
 from pumice.coords.packing import Packer, pack_twin, put_first, put_first_twin
 from pumice.coords.ranking import Digits, ranked, ranked_twin
-from pumice.coords.runs import by_length, by_length_twin, in_pieces, in_pieces_twin
+from pumice.coords.segments import in_pieces, in_pieces_twin, segments_by_length, segments_by_length_twin
 from pumice.coords.sorted_keys import SortedKeys
-from pumice.coords.structures import STRUCTURES, default
-from pumice.coords.table import Bitmap, Grid, HashTable, Table
-from pumice.runtime.launch import Fixed
+from pumice.runtime.launch import BoundKernel
 
 Checks = Mapping[str, Callable[[], None]]
 DIMS = (1, 2, 3, 4)
@@ -92,12 +92,12 @@ def plain() -> Iterator[None]:
     """As on a machine where no kernel runs."""
     with ExitStack() as stack:
         for module in _rooms():
-            stack.enter_context(patch.object(module, "runs_kernels", lambda tensor: False))
+            stack.enter_context(patch.object(module, "has_triton", lambda tensor: False))
         yield
 
 
 def _rooms() -> list[ModuleType]:
-    rooms = [m for name, m in sys.modules.items() if name.startswith("pumice.coords.") and hasattr(m, "runs_kernels")]
+    rooms = [m for name, m in sys.modules.items() if name.startswith("pumice.coords.") and hasattr(m, "has_triton")]
     assert len(rooms) > 4
     return rooms
 
@@ -142,15 +142,15 @@ class _Torch:
         return getattr(torch, name)
 
 
-def looked_up(cloud: Cloud, outputs: Cloud, relation: Relation) -> Found:
+def looked_up(cloud: CoordBuffer, outputs: CoordBuffer, relation: Relation) -> Neighbours:
     """What sorted keys say, with masks."""
     rows = SortedKeys(fresh(cloud), MapSchedule("sorted")).neighbours(outputs, relation).rows.contiguous()
-    return Found(rows, mask_words_twin(rows))
+    return Neighbours(rows, mask_words_twin(rows))
 
 
-def structures(cloud: Cloud, wide: bool = True) -> Iterator[tuple[str, Any, Cloud]]:
+def structures(cloud: CoordBuffer, wide: bool = True) -> Iterator[tuple[str, Any, CoordBuffer]]:
     """Every structure of kernels that can be had; hash tables in both layouts."""
-    for name, made in (("hash", HashTable), ("grid", Grid), ("bitmap", Bitmap), ("bricks", BrickLookup)):
+    for name, made in (("hash", HashTable), ("grid", DenseGrid), ("bitmap", Bitmap), ("bricks", BrickLookup)):
         if made.refusal(cloud, MapSchedule(name)) is None:
             own = fresh(cloud)
             yield name, made(own, MapSchedule(name)), own
@@ -234,7 +234,7 @@ def check_mirrored(dim: int) -> None:
                     assert got.masks is None
 
 
-def repeated(dim: int) -> Cloud:
+def repeated(dim: int) -> CoordBuffer:
     """Some coordinates twice and thrice, in other programs too."""
     coords = scene("several programs" if dim < 4 else "plain", dim).coords()
     return buffered(torch.cat([coords, coords[7:19].flip(0), coords[9:12]]), 4)
@@ -291,8 +291,8 @@ def check_ends() -> None:
 def check_refusals() -> None:
     """What cannot be had says why, and the choice goes to what can."""
     wide, small = scene("wide", 3).cloud(), scene("plain", 3).cloud()
-    assert "cells, a grid at most" in (Grid.refusal(wide, MapSchedule("grid")) or "")
-    assert Grid.refusal(small, MapSchedule("grid", cells=10)) is not None
+    assert "cells, a grid at most" in (DenseGrid.refusal(wide, MapSchedule("grid")) or "")
+    assert DenseGrid.refusal(small, MapSchedule("grid", cells=10)) is not None
     assert BrickLookup.refusal(wide, MapSchedule("bricks")) and HashTable.refusal(wide, MapSchedule()) is None
     assert default(wide).structure == "hash"
     assert HashTable(wide, MapSchedule())._kind == "wide" and HashTable(small, MapSchedule())._kind == "hash"
@@ -351,17 +351,17 @@ def check_outputs(dim: int, relation: Relation) -> None:
         (Scene(dim, count, SIDES[dim]), Scene(dim, 1, 1, batch=1), Scene(dim, 12, 3, clusters=clusters))
     ):
         cloud = replace(part, seed=seed).cloud()
-        outputs_agree(cloud, site_around(cloud), relation, (Listed, Staged, Fused))
+        outputs_agree(cloud, site_around(cloud), relation, (TorchOutputs, SortedOutputs, BrickOutputs))
         tables_agree(cloud, relation)
         with marked():
-            outputs_agree(cloud, site_around(cloud), relation, (Fused,))
+            outputs_agree(cloud, site_around(cloud), relation, (BrickOutputs,))
             tables_agree(cloud, relation)
 
 
-def tables_agree(cloud: Cloud, relation: Relation) -> None:
+def tables_agree(cloud: CoordBuffer, relation: Relation) -> None:
     """Of the outputs, or of the inputs where the relation is transposed; with more room than is needed too."""
     goal = site_of(site_around(cloud), relation)
-    made, whole = Fused(cloud, relation, goal), Listed(cloud, relation, goal)
+    made, whole = BrickOutputs(cloud, relation, goal), TorchOutputs(cloud, relation, goal)
     count = int(made.count)
     geometry = made.geometry(count)
     transposed = relation.policy == "transposed_support"
@@ -370,7 +370,7 @@ def tables_agree(cloud: Cloud, relation: Relation) -> None:
     else:
         want = looked_up(cloud, whole.geometry(count).cloud, relation).rows
     same(made.table(count), want)
-    padded = Fused(cloud, relation, goal)
+    padded = BrickOutputs(cloud, relation, goal)
     outputs = padded.cloud(count + 9)
     table = padded.table(count + 9)
     assert table is not None
@@ -382,22 +382,22 @@ def tables_agree(cloud: Cloud, relation: Relation) -> None:
 def check_bounded(dim: int, relation: Relation) -> None:
     geometry = within(SHAPES[dim])
     site = Geometry.checked(geometry.coords, spatial_shape=SHAPES[dim]).site
-    outputs_agree(geometry.cloud, site, relation, (Listed, Staged, Fused))
+    outputs_agree(geometry.cloud, site, relation, (TorchOutputs, SortedOutputs, BrickOutputs))
 
 
 def check_divided() -> None:
     """More kinds of rests than are listed: codes are sorted. So many that they are: far lists, of one tap each."""
     cloud = Scene(2, 60, 900, batch=2).cloud()
-    for stride, way in ((200, Fused), (300, Staged)):
+    for stride, way in ((200, BrickOutputs), (300, SortedOutputs)):
         relation = Relation.of(2, 3, stride=stride, padding=1)
-        assert isinstance(made_of(cloud, site_around(cloud), relation), way)
-        outputs_agree(cloud, site_around(cloud), relation, (Listed, way))
+        assert isinstance(make_outputs(cloud, site_around(cloud), relation), way)
+        outputs_agree(cloud, site_around(cloud), relation, (TorchOutputs, way))
 
 
 def check_batch() -> None:
     cloud = Scene(3, 60, 5, batch=512).cloud()
     for label in ("floor k2 s2", "support k3 s2 p1"):
-        outputs_agree(cloud, site_around(cloud), levels(3)[label], (Listed, Staged, Fused))
+        outputs_agree(cloud, site_around(cloud), levels(3)[label], (TorchOutputs, SortedOutputs, BrickOutputs))
 
 
 def check_programs() -> None:
@@ -405,7 +405,7 @@ def check_programs() -> None:
     for label in ("floor k2 s2", "support k2 s2 p0"):
         for box in (nullcontext, marked):
             with box():
-                outputs_agree(cloud, site_around(cloud), levels(3)[label], (Listed, Fused))
+                outputs_agree(cloud, site_around(cloud), levels(3)[label], (TorchOutputs, BrickOutputs))
                 tables_agree(cloud, levels(3)[label])
 
 
@@ -413,9 +413,9 @@ def check_room(relation: Relation) -> None:
     """Outputs that there is no room for are reported, and written nowhere."""
     cloud = scene("plain", 3).cloud()
     goal = site_of(site_around(cloud), relation)
-    whole = Listed(cloud, relation, goal)
+    whole = TorchOutputs(cloud, relation, goal)
     count = int(whole.count)
-    for way in (Fused, Staged, Listed):
+    for way in (BrickOutputs, SortedOutputs, TorchOutputs):
         for room in (count - 1, 5, 0):
             own = fresh(cloud)
             made = way(own, relation, goal)
@@ -442,7 +442,7 @@ def check_status() -> None:
 
     with patch.object(torch.Tensor, "bitwise_or_", refused):
         SortedKeys(twice, MapSchedule("sorted"))
-        Staged(own, relation, site_of(site_around(own), relation)).cloud(3)
+        SortedOutputs(own, relation, site_of(site_around(own), relation)).cloud(3)
     assert int(twice.status) == DUPLICATE | OVERFLOW and int(own.status) == OVERFLOW | RANGE
 
 
@@ -450,7 +450,7 @@ def check_behind_overflow() -> None:
     """What there was no room for is not looked for in memory of others: the fence would be a voxel at (3, 3, 3, 3)."""
     cloud = Scene(3, 80, 16, batch=5).cloud()
     relation = levels(3)["floor k2 s2"]
-    small = Fused(cloud, relation, site_of(site_around(cloud), relation)).cloud(20)
+    small = BrickOutputs(cloud, relation, site_of(site_around(cloud), relation)).cloud(20)
     assert int(small.status) == OVERFLOW and not bool((small.coords == 3).all(dim=1).any())
     asked_for = buffered(torch.tensor([[3, 3, 3, 3]], dtype=torch.int32), 0)
     for name, structure, own in structures(small):
@@ -463,30 +463,35 @@ def check_bricks_without_room() -> None:
     coords = torch.tensor([[0, 100 * n] for n in range(40)], dtype=torch.int32)
     cloud = buffered(coords, 0)
     with marked():
-        found = Bricks.of(cloud, Reach.itself(1), cloud.bounds, 3)
+        found = Bricks.of(cloud, Stencil.itself(1), cloud.bounds, 3)
         enough = fresh(cloud)
-        Bricks.of(enough, Reach.itself(1), cloud.bounds, 40)
+        Bricks.of(enough, Stencil.itself(1), cloud.bounds, 40)
     assert found.limit == 3 and int(cloud.status) == OVERFLOW
     first = [c for c in coords.tolist() if c[1] < 3 * 512]
     assert int(found.count) == len(first)
-    assert found.coords(fresh(cloud), Reach.itself(1), len(first))[0].tolist() == first
+    assert found.coords(fresh(cloud), Stencil.itself(1), len(first))[0].tolist() == first
     assert int(enough.status) == 0
 
 
 def check_unreached() -> None:
     """The inputs' last cell meets the cell past the outputs' last one, and no other."""
     geometry = Geometry.checked(torch.tensor([[0, 5]], dtype=torch.int32), spatial_shape=(6,))
-    outputs_agree(geometry.cloud, geometry.site, Relation.of(1, 3, stride=2, padding=0), (Listed, Staged, Fused))
+    outputs_agree(
+        geometry.cloud,
+        geometry.site,
+        Relation.of(1, 3, stride=2, padding=0),
+        (TorchOutputs, SortedOutputs, BrickOutputs),
+    )
 
 
 def check_far_outputs() -> None:
     """Boxes of 2**32 cells, whose outputs have codes: more than bricks divide."""
-    cloud = Cloud.of(
+    cloud = CoordBuffer.of(
         torch.tensor([[0, INT32[0]], [0, INT32[1]], [0, 4095]], dtype=torch.int32), Bounds(*((v,) for v in INT32), 1)
     )
     for relation in (Relation.of(1, 3, stride=4096, padding=1), Relation.of(1, 3, stride=4096)):
-        outputs_agree(cloud, site_around(cloud), relation, (Listed, Staged))
-        assert isinstance(made_of(cloud, site_around(cloud), relation), Staged)
+        outputs_agree(cloud, site_around(cloud), relation, (TorchOutputs, SortedOutputs))
+        assert isinstance(make_outputs(cloud, site_around(cloud), relation), SortedOutputs)
 
 
 def check_pyramid() -> None:
@@ -540,30 +545,30 @@ def random_rows(volume: int, count: int, spare: int = 9) -> tuple[Tensor, Tensor
     return rows, mask_words_twin(rows), torch.tensor([count], dtype=torch.int32)
 
 
-def orders(volume: int, count: int) -> list[Order]:
-    found = {how for splits in (1, 2, 4) if splits <= volume for how in Order.splits(volume, splits)}
-    return [*sorted(found, key=repr), Order(0, volume, 32)] if count > 1 else [Order(0, volume)]
+def orders(volume: int, count: int) -> list[SortSpec]:
+    found = {how for splits in (1, 2, 4) if splits <= volume for how in SortSpec.splits(volume, splits)}
+    return [*sorted(found, key=repr), SortSpec(0, volume, 32)] if count > 1 else [SortSpec(0, volume)]
 
 
 def check_orders(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
-    ends = compact.tally(masks, living, volume)
-    same(ends, compact.tally_twin(masks, living, volume))
+    ends = tiles.pair_counts(masks, living, volume)
+    same(ends, tiles.pair_counts_twin(masks, living, volume))
     for how in orders(volume, count):
-        groups = compact.groups_of(cube(volume), how, masks.device)
-        totals = compact.totals_of(masks, living, groups)
-        same(totals, compact.totals_of_twin(masks, living, groups), how)
+        groups = tiles.groups_of(cube(volume), how, masks.device)
+        totals = tiles.totals_of(masks, living, groups)
+        same(totals, tiles.totals_of_twin(masks, living, groups), how)
         same(totals[: how.last - how.first], ends[how.first : how.last, -1].contiguous(), how)
-        with patch.object(compact, "_SAMPLED", 50):
-            sampled = compact.totals_of(masks, living, groups)
-            same(sampled, compact.totals_of_twin(masks, living, groups), how)
-            keys = compact.gray_keys(masks, living, groups, sampled, how)
-            same(keys, compact.gray_keys_twin(masks, living, groups, sampled, how), how)
-        keys = compact.gray_keys(masks, living, groups, totals, how)
-        same(keys, compact.gray_keys_twin(masks, living, groups, totals, how), how)
-        order = compact.ordered(masks, living, groups, how)
+        with patch.object(tiles, "_SAMPLED", 50):
+            sampled = tiles.totals_of(masks, living, groups)
+            same(sampled, tiles.totals_of_twin(masks, living, groups), how)
+            keys = tiles.gray_keys(masks, living, groups, sampled, how)
+            same(keys, tiles.gray_keys_twin(masks, living, groups, sampled, how), how)
+        keys = tiles.gray_keys(masks, living, groups, totals, how)
+        same(keys, tiles.gray_keys_twin(masks, living, groups, totals, how), how)
+        order = tiles.ordered(masks, living, groups, how)
         with plain():
-            same(order, compact.ordered(masks, living, groups, how), how)
+            same(order, tiles.ordered(masks, living, groups, how), how)
 
 
 def cube(volume: int) -> Relation:
@@ -596,21 +601,21 @@ def check_many_ranks() -> None:
 
 def check_tiles(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
-    every = [*orders(volume, count)[:3], Order(0, volume, sort=False)]
+    every = [*orders(volume, count)[:3], SortSpec(0, volume, sort=False)]
     for how, block in [(how, 16) for how in every] + [(every[0], 64)]:
-        groups = compact.groups_of(cube(volume), how, masks.device)
-        order = compact.ordered(masks, living, groups, how) if how.sort else None
-        tiling = compact.tiled(masks, living, order, how, (block, volume))
-        twin = compact.tiled_twin(masks, living, order, how, (block, volume))
+        groups = tiles.groups_of(cube(volume), how, masks.device)
+        order = tiles.ordered(masks, living, groups, how) if how.sort else None
+        tiling = tiles.tiled(masks, living, order, how, (block, volume))
+        twin = tiles.tiled_twin(masks, living, order, how, (block, volume))
         for part in ("slots", "active", "ends", "entries"):
             same(getattr(tiling, part), getattr(twin, part), (how, part))
         entries = int(tiling.entries)
-        exact = compact.filled(rows, tiling, entries)
+        exact = tiles.filled(rows, tiling, entries)
         for room in (entries, entries + 5, max(0, entries - 3)):
             told = words()
-            got = compact.filled(rows, tiling, room, told[0])
+            got = tiles.filled(rows, tiling, room, told[0])
             with plain():
-                same(got, compact.filled(rows, twin, room, told[1]), (how, room))
+                same(got, tiles.filled(rows, twin, room, told[1]), (how, room))
             same(told[0], told[1], room)
             assert int(told[0]) == OVERFLOW * (room < entries)
             if room == entries:
@@ -622,10 +627,10 @@ def check_runs(size: int, count: int, most: int) -> None:
     generator = torch.Generator().manual_seed(size + count)
     values = (torch.rand(size, generator=generator) ** 2 * (count + 3)).floor() - 1
     for array in (values.sort()[0].int(), values.sort()[0].long(), torch.full((size,), count // 2).int()):
-        for long in (runs._LONG, 9):
-            with patch.object(runs, "_LONG", long), patch.object(runs, "_worth", lambda array: True):
+        for long in (segments._LONG, 9):
+            with patch.object(segments, "_LONG", long), patch.object(segments, "_worth", lambda array: True):
                 same(in_pieces(array, count, most), in_pieces_twin(array, count, most), (size, count))
-                same(by_length(array, count), by_length_twin(array, count), (size, count))
+                same(segments_by_length(array, count), segments_by_length_twin(array, count), (size, count))
         check_told(array.clamp(min=0), count, most)
 
 
@@ -637,13 +642,13 @@ def check_told(array: Tensor, count: int, most: int) -> None:
     for each in (array, few, roomy):
         tell_ends(each, count)
     same(in_pieces(roomy, count, most), in_pieces_twin(roomy, count, most), (len(array), count, "roomy"))
-    with patch.object(runs, "_worth", lambda array: True):
+    with patch.object(segments, "_worth", lambda array: True):
         same(in_pieces(array, count, most), in_pieces_twin(array, count, most), (len(array), count, "told"))
-        same(by_length(array, count), by_length_twin(array, count), (len(array), count, "told"))
-    asked = ((array, count, most), (few, count, most + 1), (few, count, runs.WHOLE))
-    runs.put_in_pieces([*asked, (array + 1, count, most)])
+        same(segments_by_length(array, count), segments_by_length_twin(array, count), (len(array), count, "told"))
+    asked = ((array, count, most), (few, count, most + 1), (few, count, segments.WHOLE))
+    segments.put_in_pieces([*asked, (array + 1, count, most)])
     for each, _, length in asked:
-        told = runs.ENDS.told(each, count)
+        told = segments.RUNS.told(each, count)
         found = told.pieces.get(length)
         assert (found is not None) == told.counted == (told.longest < 1023)
         if found is not None:
@@ -652,8 +657,8 @@ def check_told(array: Tensor, count: int, most: int) -> None:
 
 def tell_ends(array: Tensor, count: int) -> None:
     """Where the runs of an array of the values 0 to count - 1 end, and how long the longest is."""
-    bounds = runs.bounds_of(array, count)
-    runs.ENDS.tell(array, bounds[1:], int(bounds.diff().max()))
+    bounds = segments.bounds_of(array, count)
+    segments.RUNS.tell(array, bounds[1:], int(bounds.diff().max()))
 
 
 PACKED = {
@@ -743,14 +748,14 @@ def check_list(make: Lists, whole: int, less: int) -> None:
 
 def check_lists(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
-    ends = compact.tally_twin(masks, living, volume)
-    check_list(partial(compact.listed, rows, living, ends), int(ends[:, -1].sum()), 12)
+    ends = tiles.pair_counts_twin(masks, living, volume)
+    check_list(partial(tiles.listed, rows, living, ends), int(ends[:, -1].sum()), 12)
     for size in (1, 8):
         whole = int(((ends[:, -1] + size - 1) // size).sum())
-        check_list(lambda room, *told, q=size: compact.grouped(rows, living, ends, (room, q), *told), whole, 3)
-    got = compact.exchanged(rows, living, len(rows) + 4)
+        check_list(lambda room, *told, q=size: tiles.grouped(rows, living, ends, (room, q), *told), whole, 3)
+    got = tiles.transpose_table(rows, living, len(rows) + 4)
     with plain():
-        same(got, compact.exchanged(rows, living, len(rows) + 4))
+        same(got, tiles.transpose_table(rows, living, len(rows) + 4))
 
 
 # Whole maps
@@ -802,7 +807,7 @@ def storages(found: KernelMap) -> dict[str, Any]:
     held: dict[str, Any] = {}
     for side, m in (("", found), ("transposed ", found.transpose())):
         inputs, outputs, sizes = m.pairs()
-        parts = {"rows": m.rows(), "masks": m.masks(), "counts": m.counts(), "taps": m.taps(), "tally": m.tally()}
+        parts = {"rows": m.rows(), "masks": m.masks(), "counts": m.counts(), "taps": m.taps(), "tally": m.pair_counts()}
         parts |= {"pairs": (inputs, outputs, sizes), "compacted": m.compacted(32), "grouped": m.grouped(8)}
         if 1 < m.volume < 64:
             parts |= {f"part {n} of 2": part for n, part in enumerate(m.split(16, 2, 16))}
@@ -881,7 +886,7 @@ class DeviceOnly(NoWaits):
 
 def check_waits() -> None:
     """From coordinates to tiles and lists of several levels, into buffers, without a value that Python sees."""
-    start = Fixed.__call__
+    start = BoundKernel.__call__
     watch = DeviceOnly()
 
     def launched(*args: Any, **kwargs: Any) -> None:
@@ -894,19 +899,19 @@ def check_waits() -> None:
     steps = [levels(3)[name] for name in ("floor k2 s2", "support k3 s2 p1", "transposed k2 s2")]
     cloud = Scene(3, 40, 7).cloud()
     # The first turn fills what is kept on the host and the device from call to call.
-    with patch.object(Fixed, "__call__", launched):
+    with patch.object(BoundKernel, "__call__", launched):
         _pipeline(cloud, steps)
         with watch:
             _pipeline(cloud, steps)
 
 
-def _pipeline(first: Cloud, steps: list[Relation]) -> None:
+def _pipeline(first: CoordBuffer, steps: list[Relation]) -> None:
     cloud, site = fresh(first), site_around(first)
     for step in steps:
         goal = site_of(site, step)
-        for way in (Staged, Fused):
+        for way in (SortedOutputs, BrickOutputs):
             made = way(cloud, step, goal)
-            outputs = made.cloud(room_of(cloud.capacity, step, goal))
+            outputs = made.cloud(max_outputs(cloud.capacity, step, goal))
             made.table(outputs.capacity)
         if step.policy != "transposed_support":
             for _, lookup, _ in structures(cloud):
@@ -914,17 +919,17 @@ def _pipeline(first: Cloud, steps: list[Relation]) -> None:
         cloud, site = outputs, goal
 
 
-def _lay_out(inputs: Cloud, outputs: Cloud, found: Found) -> None:
+def _lay_out(inputs: CoordBuffer, outputs: CoordBuffer, found: Neighbours) -> None:
     rows, masks = found
     volume, count, status = rows.shape[1], outputs.count, outputs.status
-    ends = compact.tally(masks, count, volume)
-    for how in (*Order.splits(volume, 2, 64), *Order.splits(volume, 0)):
-        groups = compact.groups_of(cube(volume), how, masks.device)
-        order = compact.ordered(masks, count, groups, how) if how.sort else None
-        compact.filled(rows, compact.tiled(masks, count, order, how, (16, volume)), 50, status)
-    compact.listed(rows, count, ends, 100, status)
-    compact.grouped(rows, count, ends, (20, 8), status)
-    compact.exchanged(rows, count, inputs.capacity)
+    ends = tiles.pair_counts(masks, count, volume)
+    for how in (*SortSpec.splits(volume, 2, 64), *SortSpec.splits(volume, 0)):
+        groups = tiles.groups_of(cube(volume), how, masks.device)
+        order = tiles.ordered(masks, count, groups, how) if how.sort else None
+        tiles.filled(rows, tiles.tiled(masks, count, order, how, (16, volume)), 50, status)
+    tiles.listed(rows, count, ends, 100, status)
+    tiles.grouped(rows, count, ends, (20, 8), status)
+    tiles.transpose_table(rows, count, inputs.capacity)
     mask_words(rows)
 
 

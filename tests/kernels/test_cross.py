@@ -13,7 +13,7 @@ from pumice.language.derive import derivative
 from pumice.language.formats import parse_format
 from pumice.language.nodes import Access, accesses_of, arrays_of
 from pumice.language.parse import parse
-from pumice.language.rewrite import Stored, conscious
+from pumice.language.rewrite import StorageForm, lower_statement
 from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.epilogue import ACTIVATIONS
 from pumice.lower.maps import FORMS
@@ -60,14 +60,14 @@ def _tiles():
     for tile in (Tile(64, 64, 32, stages=4), Tile(128, 256, 64, warps=8, stages=3), Tile(16, 128, 64, stages=4)):
         yield Job("conv_compacted", "sm_90", tile=tile)
     for target in TARGETS:
-        yield Job("coo", target, tile=Tile(16, 128, lanes=4))
+        yield Job("coo", target, tile=Tile(16, 128, segment_threads=4))
         for stages in (3, 4):
-            yield Job("conv_compacted", target, tile=Tile(128, 128, 64, warps=8, stages=stages, ahead=True))
-        yield Job("conv_compacted", target, "fp32", "tf32", tile=Tile(128, 64, 32, stages=3, ahead=True))
-        yield Job("conv_compacted", target, tile=Tile(64, 64, 64, stages=4, ahead=True, piece=8))
-        yield Job("conv_compacted_t:dX", target, "bf16", tile=Tile(64, 128, 64, stages=5, piece=16))
-        yield Job("block_group_coo_32", target, tile=Tile(256, 32, 32, stages=3, swapped=True, ahead=True))
-        yield Job("group_coo", target, tile=Tile(32, 32, lanes=16, slabs=True))
+            yield Job("conv_compacted", target, tile=Tile(128, 128, 64, warps=8, stages=stages, prefetch_indices=True))
+        yield Job("conv_compacted", target, "fp32", "tf32", tile=Tile(128, 64, 32, stages=3, prefetch_indices=True))
+        yield Job("conv_compacted", target, tile=Tile(64, 64, 64, stages=4, prefetch_indices=True, stream_k_chunk=8))
+        yield Job("conv_compacted_t:dX", target, "bf16", tile=Tile(64, 128, 64, stages=5, stream_k_chunk=16))
+        yield Job("block_group_coo_32", target, tile=Tile(256, 32, 32, stages=3, swapped=True, prefetch_indices=True))
+        yield Job("group_coo", target, tile=Tile(32, 32, segment_threads=16, column_major_grid=True))
         for name in ("coo", "group_coo"):
             yield Job(name, target, tile=Tile(16, 128, 128, stages=2, stacked=True))
         yield Job("coo", target, "bf16", tile=Tile(16, 64, 256, stages=3, stacked=True))
@@ -81,7 +81,7 @@ def _epilogues():
 
 
 def _packs():
-    deep = Tile(128, 32, 64, stages=3, packed=True, ahead=True)
+    deep = Tile(128, 32, 64, stages=3, packed=True, prefetch_indices=True)
     for target in TARGETS:
         yield from (Job("conv_compacted", target, sizes=(("c", c), ("n", 32)), tile=deep) for c in (3, 4, 8))
     for kind, channels in (("bf16", 8), ("fp32", 3), ("fp32", 4), ("i8", 16), ("fp8", 8)):
@@ -101,7 +101,7 @@ def _slices():
     sizes = (("c", 96), ("n", 96), ("T", 1400))
     for kind in ("fp16", "bf16"):
         yield Job("conv_compacted", "sm_90", kind, sizes=sizes, activation="relu")
-    shared = Tile(128, 128, 32, stages=4, ahead=True, slices=4, piece=8)
+    shared = Tile(128, 128, 32, stages=4, prefetch_indices=True, epilogue_subtiles=4, stream_k_chunk=8)
     yield Job("conv_compacted", "sm_90", sizes=sizes, tile=shared, activation="")
 
 
@@ -171,7 +171,7 @@ def test_nothing_spills(built, job):
 @every(_slices())
 def test_slices_spill_nothing(built):
     """With a residual, for which whole tiles of so many sums have no registers."""
-    assert built.tile.slices == 4 and built.spilled == 0
+    assert built.tile.epilogue_subtiles == 4 and built.spilled == 0
 
 
 @every(job for job in JOBS if job.target == "gfx942")
@@ -251,7 +251,7 @@ def widths_of_packs(job):
 @every(job for job in _packs() if job.target == "sm_90" and widths_of_packs(job))
 def test_packs_run_ahead_on_hopper(built):
     """Their indices are moved, and not their values, which lie where wgmma reads them."""
-    assert built.tile.packed and built.buffers >= (built.tile.stages if built.tile.ahead else 2)
+    assert built.tile.packed and built.buffers >= (built.tile.stages if built.tile.prefetch_indices else 2)
 
 
 @every(job for job in _packs() if job.target == "gfx942")
@@ -308,8 +308,8 @@ def _renamed(names, match):
 
 def statements(text, formats):
     """The format-conscious statements and their derivatives by everything that is read as a value."""
-    stored = {n: Stored.of(parse_format(f)) if isinstance(f, str) else f for n, f in formats.items()}
-    for step in conscious(parse(text), stored).steps:
+    stored = {n: StorageForm.of(parse_format(f)) if isinstance(f, str) else f for n, f in formats.items()}
+    for step in lower_statement(parse(text), stored).steps:
         yield step
         for name in dict.fromkeys(f.name for f in step.terms[0].factors if isinstance(f, Access)):
             yield from derivative(step, name)

@@ -13,7 +13,12 @@ if importlib.util.find_spec("triton") is None:
 from kernels.launches import jobs, variants
 
 JOBS = tuple(jobs())
-COUNTING = ("probes.meet", "probes.brick_neighbours", "probes.count_bits", "probes.pair_up")
+COUNTING = (
+    "lookup_kernels.search_neighbours",
+    "lookup_kernels.brick_neighbours",
+    "lookup_kernels.count_bits",
+    "lookup_kernels.pair_up",
+)
 """Kernels that count bits."""
 
 SPILLS = {
@@ -82,13 +87,13 @@ def test_nothing_spills(built, job):
     assert built.spilled <= known(job)
 
 
-@chosen("probes.insert", targets=NVIDIA, KIND="hash")
+@chosen("lookup_kernels.insert", targets=NVIDIA, KIND="hash")
 def test_keys_and_rows_are_entered_at_once(built):
     """Key and row are one word; the least that comes by stays, by one instruction that knows a mask."""
     assert built.instructions["min64"] > 0 and built.instructions["cas64"] == built.instructions["cas32"] == 0
 
 
-@chosen("probes.insert", targets=NVIDIA, KIND="wide")
+@chosen("lookup_kernels.insert", targets=NVIDIA, KIND="wide")
 def test_rows_are_entered_in_32_bits(built):
     assert built.instructions["cas32"] > 0 and built.instructions["cas64"] == 0
 

@@ -5,17 +5,19 @@ import pytest
 from pumice.errors import OptionError, ShapeError
 from pumice.language.formats import NAMED, parse_format
 from pumice.language.parse import parse
-from pumice.language.rewrite import Array, Stored, conscious, simplify, single_terms
+from pumice.language.rewrite import Array, StorageForm, lower_statement, simplify, single_terms
 
 PRODUCT = "C[m,n] = A[m,k] * B[k,n]"
 
 
 def stored(form, parts=1, ones=False):
-    return Stored.of(parse_format(form), parts, ones)
+    return StorageForm.of(parse_format(form), parts, ones)
 
 
 def steps(text, **forms):
-    done = conscious(parse(text), {name: f if isinstance(f, Stored) else stored(f) for name, f in forms.items()})
+    done = lower_statement(
+        parse(text), {name: f if isinstance(f, StorageForm) else stored(f) for name, f in forms.items()}
+    )
     assert not done.dense
     return [str(step) for step in done.steps]
 
@@ -51,7 +53,7 @@ def test_formats(form):
 
 
 def test_buckets_are_steps():
-    done = conscious(parse(PRODUCT), {"A": stored("m:C k:G1,2", 2)})
+    done = lower_statement(parse(PRODUCT), {"A": stored("m:C k:G1,2", 2)})
     assert [str(step) for step in done.steps] == [
         f"C[A_m_{n}[p],n] = A_values_{n}[p,q] * B[A_k_{n}[p,q],n] ; A_m_{n}:sorted" for n in range(2)
     ]
@@ -78,7 +80,7 @@ SOLVED = [
 @pytest.mark.parametrize(("text", "wanted"), SOLVED)
 def test_solved(text, wanted):
     if wanted is None:
-        assert "X[k]-k" in conscious(parse(text), {"A": stored("CSR")}).dense["A"]
+        assert "X[k]-k" in lower_statement(parse(text), {"A": stored("CSR")}).dense["A"]
     else:
         assert steps(text, A="CSR") == wanted
 
@@ -100,14 +102,14 @@ def test_solved(text, wanted):
     ],
 )
 def test_dense_where_it_cannot_be_solved(text, form, reason):
-    done = conscious(parse(text), {"A": stored(form)})
+    done = lower_statement(parse(text), {"A": stored(form)})
     assert reason in done.dense["A"] and not done.arrays
     assert [str(step) for step in done.steps] == [str(step) for step in single_terms(parse(text))]
 
 
 def test_two_sparse_operands():
     # One is taken apart first, and what it leaves cannot be solved for the other.
-    done = conscious(parse(PRODUCT), {"A": stored("CSR"), "B": stored("CSR")})
+    done = lower_statement(parse(PRODUCT), {"A": stored("CSR"), "B": stored("CSR")})
     assert [str(step) for step in done.steps] == ["C[m,B_k[p]] = A[m,B_m[p]] * B_values[p] ; B_m:sorted"]
     assert list(done.dense) == ["A"] and set(done.arrays) == {"B_m", "B_k", "B_values"}
     # Axes that do not meet are solved each on its own.
@@ -128,23 +130,23 @@ def test_the_other_operators_refuse_what_has_no_form(operator):
         ("exists(A[m,k]) * B[k,n]", "is no factor of a term"),
     ):
         with pytest.raises(OptionError) as raised:
-            conscious(parse(f"C[m,n] {operator} {right}"), {"A": stored("CSR")})
+            lower_statement(parse(f"C[m,n] {operator} {right}"), {"A": stored("CSR")})
         assert reason in str(raised.value) and operator in str(raised.value) and "pass it dense" in str(raised.value)
     with pytest.raises(OptionError, match="stored in 2 parts"):
-        conscious(parse(f"C[m,n] {operator} A[m,k] * B[k,n]"), {"A": stored("m:C k:G1,2", 2)})
+        lower_statement(parse(f"C[m,n] {operator} A[m,k] * B[k,n]"), {"A": stored("m:C k:G1,2", 2)})
     with pytest.raises(OptionError, match="`k`, in blocks, meets nothing else"):
-        conscious(parse(f"C[m] {operator} A[m,k]"), {"A": stored("m:U k:U k:B4")})
+        lower_statement(parse(f"C[m] {operator} A[m,k]"), {"A": stored("m:U k:U k:B4")})
 
 
 def test_patterns_have_no_values():
     assert steps(PRODUCT, A=stored("CSR", ones=True)) == ["C[A_m[p],n] = B[A_k[p],n] ; A_m:sorted"]
-    done = conscious(parse("C[m] = A[m,k] * B[m]"), {"A": stored("GroupCOO", ones=True)})
+    done = lower_statement(parse("C[m] = A[m,k] * B[m]"), {"A": stored("GroupCOO", ones=True)})
     assert "its coordinate k meets nothing else" in done.dense["A"]
 
 
 def test_rank():
     with pytest.raises(ShapeError, match=r"A\[m\] has 1 indices, its format has 2 axes"):
-        conscious(parse("C[m] = A[m]"), {"A": stored("CSR")})
+        lower_statement(parse("C[m] = A[m]"), {"A": stored("CSR")})
 
 
 def test_arrays_are_indexed_where_windows_lie():

@@ -2,11 +2,11 @@
 
 import pytest
 
+from pumice.language.contraction import Segment, contraction_roles, segment_axis, stacked
 from pumice.language.formats import parse_format
 from pumice.language.nodes import indices_of
 from pumice.language.parse import parse
-from pumice.language.rewrite import Stored, conscious
-from pumice.language.roles import Segment, roles, segment_axis, stacked
+from pumice.language.rewrite import StorageForm, lower_statement
 from pumice.lower.dataflow import CONV as CONV_LINE
 from pumice.lower.dataflow import GROUPED_CONV
 from pumice.lower.maps import FORMS
@@ -16,7 +16,7 @@ LARGE = dict.fromkeys("ijk", 64)
 
 def told(text, extents):
     """What is told, in short: product?, rows, columns, reduced, loops, batch, as strings of names."""
-    found = roles(parse(text), extents)
+    found = contraction_roles(parse(text), extents)
     axes = (found.rows, found.columns, found.reduced, found.loops, found.batch)
     return (found.product, *(" ".join(names) for names in axes))
 
@@ -44,13 +44,13 @@ def test_dense(text, extents, wanted):
 
 
 def test_a_reduction_may_be_the_columns():
-    assert roles(parse("C[i] = A[i,k]"), LARGE).folds
-    assert not roles(parse("C[i,j] = A[i,j]"), LARGE).folds
+    assert contraction_roles(parse("C[i] = A[i,k]"), LARGE).folds
+    assert not contraction_roles(parse("C[i,j] = A[i,j]"), LARGE).folds
 
 
 def of(text, form, name="A"):
     """The only step of a statement with an operand in a format."""
-    (step,) = conscious(parse(text), {name: Stored.of(parse_format(form))}).steps
+    (step,) = lower_statement(parse(text), {name: StorageForm.of(parse_format(form))}).steps
     return step
 
 
@@ -59,7 +59,7 @@ PRODUCT = "C[m,n] = A[m,k] * B[k,n]"
 
 def test_structured_products():
     step = of(PRODUCT, "BlockGroupCOO")
-    found = roles(step, {"p": 100, "q": 4, "m_in": 32, "k_in": 32, "n": 64})
+    found = contraction_roles(step, {"p": 100, "q": 4, "m_in": 32, "k_in": 32, "n": 64})
     assert found.product and (found.rows, found.columns, found.reduced) == (("m_in",), ("n",), ("k_in",))
     assert found.loops == ("p", "q") and found.batch == ("s",) and not found.adds
     assert found.segment == Segment("A_m", "p", "s") and str(found.target) == "C[32*s+m_in,n]"
@@ -68,7 +68,7 @@ def test_structured_products():
 
 @pytest.mark.parametrize("form", ["COO", "CSR", "GroupCOO", "m:C k:G4"])
 def test_unstructured_products(form):
-    found = roles(of(PRODUCT, form), {"p": 100, "q": 4, "n": 64})
+    found = contraction_roles(of(PRODUCT, form), {"p": 100, "q": 4, "n": 64})
     assert not found.product and (found.rows, found.columns) == (("s",), ("n",))
     assert found.segment == Segment("A_m", "p", "s") and not found.adds
     assert found.loops == (("p",) if form in ("COO", "CSR") else ("p", "q"))
@@ -79,7 +79,7 @@ def test_unstructured_products(form):
 def test_segments_stack_as_rows_of_a_product(form):
     """Entry by entry each row has a loop; stacked, the entries of all rows are one reduction."""
     statement, extents = of(PRODUCT, form), {"p": 100, "q": 4, "n": 64}
-    found = stacked(roles(statement, extents), statement)
+    found = stacked(contraction_roles(statement, extents), statement)
     assert found is not None and found.product and found.stacked and not found.laned
     assert found.reduced == (("p",) if form in ("COO", "CSR") else ("p", "q"))
     (left,), (right,) = found.left, found.right
@@ -96,13 +96,13 @@ def test_what_does_not_stack():
     }
     for text in texts:
         statement = parse(text)
-        assert stacked(roles(statement, {"p": 100, "n": 64}), statement) is None, texts[text]
+        assert stacked(contraction_roles(statement, {"p": 100, "n": 64}), statement) is None, texts[text]
 
 
 def test_without_sorted_rows_results_are_added():
-    found = roles(of(PRODUCT, "CSC"), {"p": 100, "n": 64})
+    found = contraction_roles(of(PRODUCT, "CSC"), {"p": 100, "n": 64})
     assert found.segment is None and found.adds
-    ell = roles(of(PRODUCT, "ELL"), {"m": 50, "q": 4, "n": 64})
+    ell = contraction_roles(of(PRODUCT, "ELL"), {"m": 50, "q": 4, "n": 64})
     assert ell.segment is None and not ell.adds and ell.rows == ("m",)
 
 
@@ -130,8 +130,8 @@ SIZES = {"p": 1000, "e": 64, "b": 64, "g": 10, "q": 64, "n": 32, "c": 16}
     ],
 )
 def test_convolutions(form, pass_, product, axes, segment, adds):
-    (step,) = conscious(parse(CONV[pass_]), {"map": FORMS[form].stored}).steps
-    found = roles(step, SIZES)
+    (step,) = lower_statement(parse(CONV[pass_]), {"map": FORMS[form].stored}).steps
+    found = contraction_roles(step, SIZES)
     assert found.product == product and found.adds == adds
     assert tuple(" ".join(names) for names in (found.rows, found.columns, found.reduced)) == axes
     assert (found.segment.array if found.segment else "") == segment
@@ -140,7 +140,7 @@ def test_convolutions(form, pass_, product, axes, segment, adds):
 @pytest.mark.parametrize("weights", ["W[l,u,w]", "W[b,l,u,w]"])
 def test_tensor_products(weights):
     step = of(f"Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * {weights}", "(i j k l):C", "CG")
-    found = roles(step, {"b": 128, "w": 16, "u": 16, "p": 40})
+    found = contraction_roles(step, {"b": 128, "w": 16, "u": 16, "p": 40})
     assert found.segment == Segment("CG_i", "p", "s") and not found.adds and str(found.target) == "Z[b,s,w]"
     if weights == "W[l,u,w]":
         assert found.product and (found.rows, found.columns, found.reduced) == (("b",), ("w",), ("u",))
@@ -166,7 +166,7 @@ def test_tensor_products(weights):
     ],
 )
 def test_whether_entries_are_written_twice(text, extents, adds):
-    assert roles(parse(text), extents).adds == adds
+    assert contraction_roles(parse(text), extents).adds == adds
 
 
 def test_every_index_has_one_part():
@@ -175,7 +175,7 @@ def test_every_index_has_one_part():
         ("C[X[p],i] = A[p,q] * B[Y[p,q],i] ; X:sorted", {"p": 9, "q": 8, "i": 64}),
         ("C[i] = A[i,k] * B[j]", LARGE),
     ):
-        found = roles(parse(text), extents)
+        found = contraction_roles(parse(text), extents)
         parts = [*found.rows, *found.columns, *found.reduced, *found.loops, *found.batch]
         assert len(parts) == len(set(parts))
         assert set(parts) - {"s"} == set(indices_of(parse(text))) - ({"s"} if found.segment is None else set())
@@ -188,12 +188,12 @@ def test_every_index_has_one_part():
 def test_few_channels_leave_tiles_of_outputs(sizes, columns):
     """No matrix product is in them; the outputs of a tile of the map are the rows, and each program has one tile."""
     text = GROUPED_CONV if "g" in sizes else CONV_LINE
-    (step,) = conscious(parse(text), {"map": FORMS["compacted"].stored}).steps
-    found = roles(step, {"b": 128, "e": 900, **sizes})
+    (step,) = lower_statement(parse(text), {"map": FORMS["compacted"].stored}).steps
+    found = contraction_roles(step, {"b": 128, "e": 900, **sizes})
     assert not found.product and not found.laned and not found.adds
     assert (found.rows, found.columns, found.batch) == (("b",), columns, ("s",))
     assert found.loops == ("e", "c")
 
 
 def test_an_index_that_stands_twice_is_one_column():
-    assert roles(parse("T[i,X[j]] = A[j,j]"), {"i": 2, "j": 3}).columns == ("j",)
+    assert contraction_roles(parse("T[i,X[j]] = A[j,j]"), {"i": 2, "j": 3}).columns == ("j",)

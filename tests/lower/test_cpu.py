@@ -10,7 +10,7 @@ import torch
 import pumice as pm
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.lower import cpu, gathered, reference
-from pumice.ops import register
+from pumice.ops import autograd
 from pumice.schedule.cpu import CpuSchedule
 from pumice.testing import random_cloud
 
@@ -151,7 +151,7 @@ def test_a_map_made_by_hand(cloud):
 
 def test_a_device_without_a_back_end():
     with pytest.raises(pm.errors.DeviceError, match="'xpu'; there are cpu, cuda"):
-        register.check_device(torch.device("xpu"))
+        autograd.check_device(torch.device("xpu"))
 
 
 def test_training_over_varying_scenes_keeps_nothing():

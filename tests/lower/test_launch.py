@@ -17,12 +17,12 @@ from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import direct, epilogue, maps, plan, stamp
-from pumice.lower import triton as kernels
+from pumice.lower import kernel as kernels
 from pumice.runtime import launch
-from pumice.runtime.cache import Bounded
-from pumice.runtime.workspace import Scratch
-from pumice.schedule.ledger import Ledger
+from pumice.runtime.cache import BoundedCache
+from pumice.runtime.workspace import Workspace
 from pumice.schedule.tile import Tile
+from pumice.schedule.tuned_tiles import Ledger
 
 
 class OutOfResources(Exception):
@@ -342,7 +342,7 @@ def test_default_tiles_are_those_before_any_tuning(made, monkeypatch):
     monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(16, 16, 16))
     a, b = operands()
     for source in (kernels.LEDGER, kernels.DEFAULT, kernels.LEDGER):
-        with kernels.tiles_from(source):
+        with kernels.use_tuning_mode(source):
             product(a, b)
     programs = [door[0][0] for kernel in made.values() for door in kernel.doors]
     again = [launch[0][0] for kernel in made.values() for launch in kernel.direct]
@@ -370,7 +370,7 @@ def test_columns_that_are_left_free_count_for_addresses():
     bound = held(b)._runner.bound
     rows = kernels.FAR // 64
     for spare, far in ((0, False), (23, False), (24, True)):
-        run = kernels.runner(bound, torch.float32, finish=epilogue.Finish(spare=spare))
+        run = kernels.runner(bound, torch.float32, finish=epilogue.EpilogueSignature(row_padding=spare))
         assert run.is_far((rows, 40)) == far and run.is_far((rows, 64))
 
 
@@ -487,13 +487,13 @@ def test_a_packed_tile_of_fewer_channels_has_room_for_one_entry(as_on_gpu, monke
 def test_what_programs_share_is_held_until_their_kernel_is_under_way(as_on_gpu, monkeypatch, aimed):
     """Freed before, it might be another thread's by then."""
     if not aimed:
-        monkeypatch.setattr(kernels.HeldRunner, "_cast", lambda *given: None)
+        monkeypatch.setattr(kernels.BoundExecutor, "_cast", lambda *given: None)
     ours, alive = [], []
 
     def lent(count, size, device):
         memory = np.zeros(count, np.int32), np.zeros(size, np.uint8)
         ours.append([weakref.ref(array) for array in memory])
-        return Scratch(*map(torch.from_numpy, memory))
+        return Workspace(*map(torch.from_numpy, memory))
 
     run = Compiled.run
 
@@ -502,9 +502,9 @@ def test_what_programs_share_is_held_until_their_kernel_is_under_way(as_on_gpu, 
         run(self, *given)
 
     for module in (kernels, stamp):
-        monkeypatch.setattr(module, "scratch", lent)
+        monkeypatch.setattr(module, "workspace", lent)
     monkeypatch.setattr(Compiled, "run", started)
-    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, piece=2))
+    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, stream_k_chunk=2))
     x, weight, found = layer(1)
     for _ in range(3):
         pm.ops.conv_features(x, weight, found, 100)
@@ -519,7 +519,7 @@ def test_on_amd_no_segments_are_shared(as_on_gpu, monkeypatch):
     pm.ops.conv_features(x, weight, found, 100)
     assert as_on_gpu and not any("waiting" in kernel.source.text for kernel in as_on_gpu.values())
     forget()
-    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, piece=2))
+    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, stream_k_chunk=2))
     x, weight, found = layer(1)
     with pytest.raises(OptionError, match="on AMD a program cannot tell when all that it has stored is seen"):
         pm.ops.conv_features(x, weight, found, 100)
@@ -606,11 +606,11 @@ def a_map(seed, voxels):
 def test_a_new_map_of_about_the_same_sizes_is_not_planned_for(as_on_gpu, monkeypatch, differentiable):
     """What is chosen for one is cast for the others, with their sizes and arrays, whatever came first."""
     planned, emitted, cast = [], [], []
-    prepared, made = plan._prepared, kernels.emitted
+    prepared, made = plan._prepared, kernels.generated_kernel
     monkeypatch.setattr(plan, "_prepared", lambda *given: planned.append(1) or prepared(*given))
-    monkeypatch.setattr(kernels, "emitted", lambda *given: emitted.append(1) or made(*given))
-    sized, at = kernels.Emitted.sized, stamp.Mould.cast
-    monkeypatch.setattr(kernels.Emitted, "sized", lambda *given: cast.append(1) or sized(*given))
+    monkeypatch.setattr(kernels, "generated_kernel", lambda *given: emitted.append(1) or made(*given))
+    sized, at = kernels.GeneratedKernel.sized, stamp.Mould.cast
+    monkeypatch.setattr(kernels.GeneratedKernel, "sized", lambda *given: cast.append(1) or sized(*given))
     monkeypatch.setattr(stamp.Mould, "cast", lambda *given: cast.append(1) or at(*given))
     weight = torch.zeros(16, 27, 16, dtype=torch.float16, requires_grad=differentiable)
     for place, voxels in enumerate((912, 916, 920, 926)):
@@ -677,7 +677,7 @@ def test_another_map_gets_a_launch_with_its_own_arrays(straight, monkeypatch, en
     for (x, found), end in zip(clouds[:2] * 2, ends[:2] * 2, strict=True):
         pm.ops.conv_features(x, weight, found, len(x), epilogue=end)
     # From now on nothing is looked up.
-    monkeypatch.setattr(import_module("pumice.ops.conv"), "_in_full", None)
+    monkeypatch.setattr(import_module("pumice.ops.conv"), "_checked_forward", None)
     for (x, found), end in zip(clouds, ends, strict=True):
         y = pm.ops.conv_features(x, weight, found, len(x), epilogue=end)
         assert y.shape == (len(x), 16) and y.dtype == torch.float16
@@ -702,7 +702,7 @@ def test_gradients_over_another_map_get_launches_with_its_own_arrays(straight, m
     for count in (400, 399, 400, 399):
         step(count)
     # From now on nothing is planned.
-    monkeypatch.setattr(plan, "held_for", None)
+    monkeypatch.setattr(plan, "bound_plan", None)
     for kernel in straight.values():
         kernel.direct.clear()
     found, (x, w, y, grad, dx) = step(397)
@@ -756,11 +756,11 @@ def test_a_straight_call_is_the_one_with_every_check(straight, monkeypatch):
 
 TILES = {
     "default": None,
-    "pieces": Tile(64, 16, 16, piece=16),
-    "other pieces": Tile(64, 16, 16, piece=8),
+    "pieces": Tile(64, 16, 16, stream_k_chunk=16),
+    "other pieces": Tile(64, 16, 16, stream_k_chunk=8),
     "whole": Tile(64, 16, 16),
     "swapped": Tile(64, 16, 16, swapped=True),
-    "slabs": Tile(64, 32, 16, slabs=True),
+    "slabs": Tile(64, 32, 16, column_major_grid=True),
 }
 
 
@@ -832,10 +832,10 @@ def test_arrays_of_a_map_that_are_not_aligned_are_no_straight_call(straight, mon
         x, found = voxels(count, 0)
         pm.ops.conv_features(x, weight, found, count)
     seen = []
-    monkeypatch.setattr(conv, "_in_full", lambda x, *given: seen.append(x) or x)
+    monkeypatch.setattr(conv, "_checked_forward", lambda x, *given: seen.append(x) or x)
     for odd in (False, True):
         x, found = voxels(397, 0)
-        tokens, arrays = maps.passed(found, False)
+        tokens, arrays = maps.planner_operands(found, False)
         if odd:
             moved = [torch.cat([a.new_zeros(1), a.flatten()])[1:].view(a.shape) for a in arrays]
             found.keep(("passed", False), (tokens, moved))
@@ -845,7 +845,7 @@ def test_arrays_of_a_map_that_are_not_aligned_are_no_straight_call(straight, mon
 
 def test_keys_that_are_forgotten_cost_time_alone(straight, monkeypatch):
     """What is kept under a key that was told is not found again, and is no other call's."""
-    monkeypatch.setattr(direct, "_KNOWN", Bounded(1))
+    monkeypatch.setattr(direct, "_KNOWN", BoundedCache(1))
     x, found = voxels(100, 0)
     for dtype in (torch.float16, torch.float32) * 3:
         weight = torch.zeros(16, 27, 16, dtype=dtype)
@@ -862,7 +862,7 @@ def test_what_calls_leave_keeps_no_memory(straight):
         with torch.no_grad():
             for _ in range(2):
                 y = pm.ops.conv_features(x, weight, found, count, epilogue=finish(count))
-        arrays = [a for differentiable in (False, True) for a in maps.passed(found, differentiable)[1]]
+        arrays = [a for differentiable in (False, True) for a in maps.planner_operands(found, differentiable)[1]]
         refs += [weakref.ref(thing) for thing in (x, y, found, found.table, *arrays)]
     assert direct.TEMPLATES.values()
     del x, y, found, arrays
@@ -873,7 +873,7 @@ def test_what_calls_leave_keeps_no_memory(straight):
 
 
 def test_two_threads_may_forget_at_once():
-    kept, wrong, before = Bounded(2), [], sys.getswitchinterval()
+    kept, wrong, before = BoundedCache(2), [], sys.getswitchinterval()
 
     def go(number):
         try:
@@ -1048,7 +1048,7 @@ def test_a_map_with_segments_far_longer_than_others_is_no_straight_call(straight
         x, found = voxels(count, 0)
         pm.ops.conv_features(x, weight, found, count)
     whole, seen = stamp.segments_of, []
-    monkeypatch.setattr(conv, "_in_full", lambda x, *given: seen.append(x) or x)
+    monkeypatch.setattr(conv, "_checked_forward", lambda x, *given: seen.append(x) or x)
     for apart in (False, True):
         if apart:
             monkeypatch.setattr(stamp, "segments_of", lambda *given: replace(whole(*given), apart=whole(*given)))
@@ -1116,8 +1116,8 @@ def counted(kernels_):
 @pytest.fixture
 def planned(monkeypatch):
     """One entry for each call that was planned."""
-    seen, plan_of = [], plan.held_for
-    monkeypatch.setattr(plan, "held_for", lambda *given: seen.append(1) or plan_of(*given))
+    seen, plan_of = [], plan.bound_plan
+    monkeypatch.setattr(plan, "bound_plan", lambda *given: seen.append(1) or plan_of(*given))
     return seen
 
 
@@ -1137,7 +1137,7 @@ def turned(x):
 SETTINGS = {
     "deterministic": lambda patch: patch.setattr(direct, "deterministic", lambda: True),
     "tuned since": lambda patch: patch.setattr(direct, "ledger", lambda: SimpleNamespace(generation=77)),
-    "tiles": lambda patch: patch.setattr(kernels, "tile_source", lambda: kernels.DEFAULT),
+    "tiles": lambda patch: patch.setattr(kernels, "tuning_mode", lambda: kernels.DEFAULT),
     "precision": lambda patch: patch.setattr(kernels, "float32_precision", lambda: "tf32"),
 }
 
@@ -1148,27 +1148,27 @@ def test_a_recorded_call_is_another_one_where_something_else_is_set(straight, mo
     (x, found), weight = voxels(400, 0, dtype=dtype), torch.zeros(16, 27, 16, dtype=dtype)
     call = recorded(x, weight, found)
     both(call, x, weight)
-    before, keys = counted(straight), {*call._straight._held}
+    before, keys = counted(straight), {*call._launch_cache._held}
     both(call, x, weight)
     assert (
         counted(straight) == (before[0], before[1], before[2] + 3)
-        and {*call._straight._held} == keys
+        and {*call._launch_cache._held} == keys
         and len(keys) == 3
     )
     with monkeypatch.context() as patch:
         SETTINGS[setting](patch)
         both(call, x, weight)
-        assert len({*call._straight._held} - keys) == 3
+        assert len({*call._launch_cache._held} - keys) == 3
 
 
 def test_float32_precision_is_no_matter_of_narrower_floats(straight, monkeypatch):
     (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
     call = recorded(x, weight, found)
     both(call, x, weight)
-    keys = {*call._straight._held}
+    keys = {*call._launch_cache._held}
     monkeypatch.setattr(kernels, "float32_precision", lambda: "tf32")
     both(call, x, weight)
-    assert {*call._straight._held} == keys
+    assert {*call._launch_cache._held} == keys
 
 
 def test_precision_of_a_recorded_call_is_that_of_its_kernel(straight, monkeypatch):
@@ -1286,7 +1286,7 @@ def current(monkeypatch):
 
 def fixed(constants=(16, 0.1, True), warps=8, **options):
     kernel = Plain(**options)
-    return kernel, launch.Fixed(kernel, constants, warps)
+    return kernel, launch.BoundKernel(kernel, constants, warps)
 
 
 def test_a_fixed_kernel_is_compiled_once(current):
@@ -1329,7 +1329,7 @@ def test_a_fixed_kernel_without_programs_is_not_started(current):
 def test_fixed_kernels_of_other_constants_are_others(current):
     """Of one launcher, which keeps what was compiled for each."""
     kernel = Plain()
-    launcher, a = launch.Launcher(kernel), torch.zeros(8)
+    launcher, a = launch.KernelLauncher(kernel), torch.zeros(8)
     for constants, warps in (((16, 0.1), 4), ((16, 0.2), 4), ((32, 0.1), 4), ((16, 0.1), 8)):
         launcher(1, (a,), (), dict(zip("AB", constants, strict=True)), warps)
         assert kernel.doors[-1] == ((1,), (a, *constants), warps)
@@ -1389,7 +1389,7 @@ def test_a_launcher_that_is_written_in_c_itself_is_called(current):
                 raise AttributeError("launch is read-only")
 
     own = Sealed(HANDING["one by one"][0])
-    start = launch.Compiled(SimpleNamespace(run=own, function="function", packed_metadata="packed"))
+    start = launch.CompiledKernel(SimpleNamespace(run=own, function="function", packed_metadata="packed"))
     assert own.asked == 0
     start(3, [1, 2], 0)
     assert own.asked == len(own.started) == 1 and own.started[0][-2:] == (1, 2)
@@ -1400,7 +1400,7 @@ def test_kernels_are_started_past_a_launcher_that_hands_on_alone(current, name):
     """What is written in C gets the same, whichever way it is reached."""
     hand, room, past = HANDING[name]
     own, other = Handing(hand, room), Handing(hand, room)
-    start = launch.Compiled(SimpleNamespace(run=own, function="function", packed_metadata="packed"))
+    start = launch.CompiledKernel(SimpleNamespace(run=own, function="function", packed_metadata="packed"))
     assert own.launch is own.in_c
     own.started.clear()
     asked, own.room = own.asked, room
@@ -1421,7 +1421,7 @@ def test_a_launcher_that_is_asked_starts_kernels_of_others_meanwhile(current):
         own.launch(*first, *more, *values)
 
     shared = Handing(hand)
-    launch.Compiled(SimpleNamespace(run=shared, function="function", packed_metadata="packed"))(3, [1], 0)
+    launch.CompiledKernel(SimpleNamespace(run=shared, function="function", packed_metadata="packed"))(3, [1], 0)
     assert seen == [True] and len(shared.started) == 1
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pumice.coords import Bounds, Cloud
-from pumice.coords.cloud import clear
+from pumice.coords import Bounds, CoordBuffer
+from pumice.coords.buffer import new_status
 from pumice.errors import DeviceError, ShapeError
 from pumice.lower import norm
 
@@ -18,9 +18,9 @@ def cloud(count, capacity=None):
     """So many living rows of a buffer; without a capacity all of them, as is known."""
     coords = torch.zeros(capacity or count, 4, dtype=torch.int32)
     if capacity is None:
-        return Cloud.of(coords, Bounds((0, 0, 0), (9, 9, 9), 1))
+        return CoordBuffer.of(coords, Bounds((0, 0, 0), (9, 9, 9), 1))
     counted = torch.tensor([count], dtype=torch.int32)
-    return Cloud(coords, counted, Bounds((0, 0, 0), (9, 9, 9), 1), clear(coords.device))
+    return CoordBuffer(coords, counted, Bounds((0, 0, 0), (9, 9, 9), 1), new_status(coords.device))
 
 
 def vectors(number, channels=5):
@@ -178,7 +178,7 @@ def started(monkeypatch):
     """The launches, none of which computes."""
     seen = []
     monkeypatch.setattr(norm, "_by_kernels", lambda x: True)
-    monkeypatch.setattr(norm, "Fixed", Recorder)
+    monkeypatch.setattr(norm, "BoundKernel", Recorder)
     monkeypatch.setattr(norm, "_kernel", lambda name: seen)
     for known in (norm._of_blocks, norm._of_parts):
         known.cache_clear()
@@ -259,7 +259,7 @@ def test_what_kernels_are_told(started):
     pair = torch.zeros(2, 5)
     for relu in (False, True):
         for residual in (None, torch.zeros(9, 5)):
-            told = norm.Normed(pair, weight, None, relu, residual is not None)
+            told = norm.NormState(pair, weight, None, relu, residual is not None)
             norm.normalised(x, cloud(9), told, residual)
             assert started[-1][3][3:] == (True, False, residual is not None, relu)
             assert told.reads_result == (relu and residual is not None)
@@ -267,7 +267,7 @@ def test_what_kernels_are_told(started):
 
 def test_a_residual_without_a_relu_has_the_gradient_itself(started):
     x, grad, sums = torch.zeros(9, 5), torch.ones(9, 5), torch.zeros(2, 5)
-    told = norm.Normed(torch.zeros(2, 5), None, None, False, True)
+    told = norm.NormState(torch.zeros(2, 5), None, None, False, True)
     assert norm.gradient(grad, (x, None), cloud(9), told, sums)[1] is grad
-    none = norm.Normed(torch.zeros(2, 5), None, None, True, False)
+    none = norm.NormState(torch.zeros(2, 5), None, None, True, False)
     assert norm.gradient(grad, (x, None), cloud(9), none, sums)[1] is None

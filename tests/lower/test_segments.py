@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pumice.coords import runs
+from pumice.coords import segments
 from pumice.lower.segments import pieces
 from pumice.runtime import workspace as room
-from pumice.runtime.cache import Bounded
-from pumice.runtime.workspace import scratch
+from pumice.runtime.cache import BoundedCache
+from pumice.runtime.workspace import workspace
 
 
 @given(st.lists(st.integers(-1, 11), max_size=120), st.sampled_from([1, 2, 4, 8, 64]))
@@ -49,7 +49,7 @@ def test_no_segments_have_no_pieces():
 
 @pytest.mark.parametrize("count", [1, 63, 1000])
 def test_counters_are_zero(count):
-    found, other = (scratch(count, 48, torch.device("cpu")) for _ in range(2))
+    found, other = (workspace(count, 48, torch.device("cpu")) for _ in range(2))
     assert found.counters.dtype == torch.int32 and len(found.counters) >= count and not found.counters.any()
     assert found.room.numel() >= 48 and not found.counters.is_inference()
     assert other.counters.data_ptr() != found.counters.data_ptr()
@@ -61,8 +61,8 @@ def on_gpu(monkeypatch):
     capturing = [False]
     monkeypatch.setattr(room, "_zeros", lambda count, device: torch.zeros(count, dtype=torch.int32))
     monkeypatch.setattr(room, "_room", lambda size, device: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(room, "_SPARES", Bounded(8))
-    monkeypatch.setattr(room, "_HELD", Bounded(8))
+    monkeypatch.setattr(room, "_SPARES", BoundedCache(8))
+    monkeypatch.setattr(room, "_HELD", BoundedCache(8))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     return lambda value: capturing.__setitem__(0, value)
@@ -70,9 +70,9 @@ def on_gpu(monkeypatch):
 
 def test_pieces_that_are_there_are_taken_until_the_array_is_written_to():
     array = torch.arange(40, dtype=torch.int32) // 4
-    runs.ENDS.tell(array, runs.bounds_of(array, 10)[1:], 4)
-    told = runs.ENDS.told(array, 10)
-    told.pieces[8] = there = runs.in_pieces_twin(array, 10, 8)
+    segments.RUNS.tell(array, segments.bounds_of(array, 10)[1:], 4)
+    told = segments.RUNS.told(array, 10)
+    told.pieces[8] = there = segments.in_pieces_twin(array, 10, 8)
     found = pieces(array, 10, 8)
     assert found.rows is there.values and found.pieces is there.numbers and found.firsts is there.firsts
     # Of another length, and of another number of segments, they are another's.
@@ -90,13 +90,13 @@ def test_what_a_capture_sets_to_zero_is_its_own(on_gpu):
     """Before anything else ran, too: the next graph's counters are no memory of the first one's."""
     gpu = torch.device("cuda", 0)
     on_gpu(True)
-    first, second = scratch(100, 48, gpu), scratch(100, 48, gpu)
+    first, second = workspace(100, 48, gpu), workspace(100, 48, gpu)
     assert not shares(first.counters, second.counters)
     on_gpu(False)
-    eager = scratch(100, 48, gpu)
-    assert scratch(100, 48, gpu) is eager
+    eager = workspace(100, 48, gpu)
+    assert workspace(100, 48, gpu) is eager
     on_gpu(True)
-    third, fourth = scratch(100, 48, gpu), scratch(100, 48, gpu)
+    third, fourth = workspace(100, 48, gpu), workspace(100, 48, gpu)
     assert shares(third.counters, fourth.counters) and third.counters.data_ptr() != fourth.counters.data_ptr()
     assert not any(shares(third.counters, other.counters) for other in (first, second, eager))
 
@@ -104,10 +104,10 @@ def test_what_a_capture_sets_to_zero_is_its_own(on_gpu):
 def test_scratch_of_a_stream_grows(on_gpu, monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(room, "_MOST", 1000)
-    small = scratch(100, 48, gpu)
-    more = scratch(10, 400, gpu)
+    small = workspace(100, 48, gpu)
+    more = workspace(10, 400, gpu)
     assert more.counters.shape[0] >= 100 and more.room.shape[0] >= 400 and more is not small
-    assert scratch(128, 512, gpu) is more
+    assert workspace(128, 512, gpu) is more
     # What is too much to be kept shares the counters alone.
-    much = scratch(100, 2000, gpu)
-    assert much.room.shape[0] >= 2000 and shares(much.counters, more.counters) and scratch(1, 1, gpu) is more
+    much = workspace(100, 2000, gpu)
+    assert much.room.shape[0] >= 2000 and shares(much.counters, more.counters) and workspace(1, 1, gpu) is more

@@ -12,7 +12,7 @@ import pumice as pm
 from pumice.env import settings
 from pumice.language.bind import bind
 from pumice.language.parse import parse
-from pumice.lower import triton as kernels
+from pumice.lower import kernel as kernels
 from pumice.lower.emit import Source
 from pumice.schedule.tile import Tile
 
@@ -71,7 +71,7 @@ def operands(text):
 
 UNFIT = {
     "stacked": (MATMUL, Tile(16, 16, 16, stacked=True), "no segments"),
-    "in pieces": (MATMUL, Tile(16, 16, 16, piece=4), "shares the segments"),
+    "in pieces": (MATMUL, Tile(16, 16, 16, stream_k_chunk=4), "shares the segments"),
     "packed": (MATMUL, Tile(16, 16, 16, packed=True), "no entries of a segment"),
     "not padded": (MATMUL, Tile(16, 16, 16, padded=False), "not padded"),
     "no product": (SEGMENTS, Tile(16, 16, 16, swapped=True), "no matrix product"),

@@ -9,7 +9,7 @@ import torch
 from einsum_fuzz import random_case
 from einsum_oracle import evaluate
 
-from pumice.language.bind import Bound, bind
+from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import count, declare, derivative, gradient_name, result_name
 from pumice.language.nodes import Statement, accesses_of
 from pumice.language.parse import parse
@@ -24,7 +24,7 @@ SPMM = "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]"
 class Call:
     """A statement bound to operands."""
 
-    bound: Bound
+    bound: BoundStatement
     operands: dict[str, torch.Tensor]
 
     @property

@@ -27,7 +27,7 @@ def reckoned(text, shape, dtype=torch.float16, **sizes):
     operands |= {name: torch.empty(size, dtype=dtype, device="meta") for name, size in values.items()}
     step = parse(text)
     used = {name: x for name, x in operands.items() if name in {a.name for a in plan.accesses_of(step)}}
-    return work.of_kernel(step, plan.step_bound(step, used, shape), used)
+    return work.kernel_work(step, plan.step_bound(step, used, shape), used)
 
 
 @pytest.mark.parametrize("channels", [4, 32, 96])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pumice.errors import OptionError
 from pumice.schedule.dataflow import DATAFLOWS, Dataflow, Dataflows, chosen
-from pumice.schedule.grouping import EPSILONS, GROUPINGS, SIZES, Group, Grouping, padding, spread
+from pumice.schedule.grouping import EPSILONS, GROUPINGS, SIZES, Grouping, OffsetGroup, padding, spread
 
 NUMBERS = st.lists(st.integers(0, 50), min_size=1, max_size=30)
 COUNTS = NUMBERS | st.builds(lambda half, middle: [*half, *middle, *half[::-1]], NUMBERS, st.just([]) | st.just([60]))
@@ -66,12 +66,12 @@ def test_the_ends_of_adaptive_are_the_others(counts):
 
 def test_the_groups_of_a_submanifold_map():
     counts = [3, 5, 6, 90, 6, 5, 3]
-    alone = Group((3,), False)
-    assert Grouping("separate").groups(counts) == tuple(Group((tap,), False) for tap in range(7))
-    assert Grouping("symmetric").groups(counts) == (*(Group((k, 6 - k), True) for k in range(3)), alone)
-    assert Grouping("fixed", 2).groups(counts) == (Group((0, 1, 5, 6), True), Group((2, 4), True), alone)
+    alone = OffsetGroup((3,), False)
+    assert Grouping("separate").groups(counts) == tuple(OffsetGroup((tap,), False) for tap in range(7))
+    assert Grouping("symmetric").groups(counts) == (*(OffsetGroup((k, 6 - k), True) for k in range(3)), alone)
+    assert Grouping("fixed", 2).groups(counts) == (OffsetGroup((0, 1, 5, 6), True), OffsetGroup((2, 4), True), alone)
     # 1 - 3 / 5 is above 0.3, 1 - 5 / 6 is not.
-    two, four = Group((0, 6), True), Group((1, 2, 4, 5), True)
+    two, four = OffsetGroup((0, 6), True), OffsetGroup((1, 2, 4, 5), True)
     assert Grouping("adaptive", epsilon=0.3).groups(counts) == (two, four, alone)
     assert Grouping("adaptive", epsilon=0.3, size=6).groups(counts) == (two, four._replace(batched=False), alone)
     assert padding(counts, four.taps) == pytest.approx(1 / 12) and spread(counts, four.taps) == pytest.approx(1 / 6)
@@ -80,11 +80,11 @@ def test_the_groups_of_a_submanifold_map():
 def test_the_groups_of_a_strided_map():
     """Taps are taken from the ends here too: 0, 3, 1, 2."""
     counts = [10, 9, 30, 12]
-    assert Grouping("symmetric").groups(counts) == tuple(Group((tap,), False) for tap in range(4))
-    assert Grouping("fixed").groups(counts) == (Group((0, 1, 2, 3), True),)
-    assert Grouping("adaptive").groups(counts) == (Group((0, 1, 3), True), Group((2,), False))
+    assert Grouping("symmetric").groups(counts) == tuple(OffsetGroup((tap,), False) for tap in range(4))
+    assert Grouping("fixed").groups(counts) == (OffsetGroup((0, 1, 2, 3), True),)
+    assert Grouping("adaptive").groups(counts) == (OffsetGroup((0, 1, 3), True), OffsetGroup((2,), False))
     # The middle tap of an odd kernel is an ordinary one where not every row meets itself.
-    assert Grouping("adaptive").groups([7, 8, 9]) == (Group((0, 1, 2), True),)
+    assert Grouping("adaptive").groups([7, 8, 9]) == (OffsetGroup((0, 1, 2), True),)
 
 
 def test_the_ranges_that_are_tuned():

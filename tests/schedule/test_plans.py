@@ -9,7 +9,7 @@ import pytest
 from schedule import writers
 
 from pumice.schedule.dataflow import DATAFLOWS, Grouping
-from pumice.schedule.plans import NEAR, Plan, PlanKey, Plans
+from pumice.schedule.tuned_plans import NEAR, PlanKey, Plans, TunedPlan
 
 SPAWN = multiprocessing.get_context("spawn")
 WORKLOAD = ((14.0, 2.0), (12.3, 1.9))
@@ -25,7 +25,7 @@ def key(workload=WORKLOAD, **more):
 def plan(workload=WORKLOAD, **more):
     spent = {"total": 2e-3, "parts": {"conv": 1.5e-3, "map": 5e-4}, "wall": 5e-3, "clock": "kernels", "note": ""}
     told = {"flows": {"k3 at 1": UNSORTED, "k2 s2 at 1": OWN}, "before": spent, "after": {**spent, "total": 1e-3}}
-    return Plan(**{**told, "workload": workload, "asked": ("k3 at 1", "k2 s2 at 1"), "about": "a net", **more})
+    return TunedPlan(**{**told, "workload": workload, "asked": ("k3 at 1", "k2 s2 at 1"), "about": "a net", **more})
 
 
 @pytest.fixture

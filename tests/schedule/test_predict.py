@@ -5,11 +5,21 @@ import math
 import pytest
 
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, PLANNED
-from pumice.schedule.predict import Side, Work, effect, layouts, promising, prospects, seconds, sensible, together
+from pumice.schedule.predict import (
+    LayerWork,
+    MapStats,
+    candidate_flows,
+    effect,
+    is_applicable,
+    layouts,
+    promising,
+    seconds,
+    together,
+)
 
 
 def side(rows, pairs, entries, block, taps=27):
-    return Side(rows, rows, (pairs // taps,) * taps, entries, block)
+    return MapStats(rows, rows, (pairs // taps,) * taps, entries, block)
 
 
 # 3 x 3 x 3 maps of scans and of a shell, with the entries that were counted.
@@ -45,7 +55,7 @@ def flow(name):
 
 
 def work(over, channels, **more):
-    return Work(over, over, (channels, channels), **{"size": 2, **more})
+    return LayerWork(over, over, (channels, channels), **{"size": 2, **more})
 
 
 @pytest.mark.parametrize(("over", "channels", "name", "measured"), MEASURED)
@@ -71,24 +81,24 @@ def test_a_layout_pays_where_layers_share_it():
 @pytest.mark.parametrize("flow", [*DATAFLOWS.values(), PLANNED], ids=str)
 def test_every_dataflow_has_a_cost(flow, name, device):
     """Finite, above 0, and more for more; an empty map and a few channels, too."""
-    small, large = (Work(s, s, (32, 64), 2) for s in (side(1000, 5000, {}, 64), side(100_000, 500_000, {}, 128)))
+    small, large = (LayerWork(s, s, (32, 64), 2) for s in (side(1000, 5000, {}, 64), side(100_000, 500_000, {}, 128)))
     costs = [together(flow, [one], [name], device) for one in (small, large)]
     assert 0 < costs[0] < costs[1] < math.inf
-    empty = Side(0, 0, (0,) * 8)
-    assert 0 < together(flow, [Work(empty, empty, (4, 1), size=8)], [name], device) < 1e-2
+    empty = MapStats(0, 0, (0,) * 8)
+    assert 0 < together(flow, [LayerWork(empty, empty, (4, 1), size=8)], [name], device) < 1e-2
 
 
 def test_the_input_gradient_reads_the_other_side():
     up, down = side(1000, 8000, {"compacted": (900,)}, 64), side(8000, 8000, {"compacted": (1000,)}, 64)
-    one = Work(down, up, (16, 64))
+    one = LayerWork(down, up, (16, 64))
     assert seconds(flow("sorted"), one, "dgrad", "cuda") == seconds(
-        flow("sorted"), Work(up, down, (64, 16)), "forward", "cuda"
+        flow("sorted"), LayerWork(up, down, (64, 16)), "forward", "cuda"
     )
     assert set(layouts(flow("sorted"), one, "dgrad", "cuda")) != set(layouts(flow("sorted"), one, "forward", "cuda"))
 
 
 def names(passes, device):
-    return {p.flow.name for p in prospects(DATAFLOWS.values(), [work(NUSCENES, 64)], passes, device)}
+    return {p.flow.name for p in candidate_flows(DATAFLOWS.values(), [work(NUSCENES, 64)], passes, device)}
 
 
 def test_what_does_the_same_is_tried_once():
@@ -104,7 +114,7 @@ def test_what_does_the_same_is_tried_once():
 
 
 def test_only_what_may_be_best_is_promising():
-    found = prospects(DATAFLOWS.values(), [work(WAYMO, 128)], ["forward"], "cuda")
+    found = candidate_flows(DATAFLOWS.values(), [work(WAYMO, 128)], ["forward"], "cuda")
     assert [p.seconds for p in found] == sorted(p.seconds for p in found)
     standing = together(PLANNED, [work(WAYMO, 128)], ["forward"], "cuda")
     kept = promising(found, standing, 2.5)
@@ -115,8 +125,8 @@ def test_only_what_may_be_best_is_promising():
 
 def test_what_may_be_taken():
     fetch, gather = DATAFLOWS["fetch-on-demand"], DATAFLOWS["gather-gemm-scatter-fused-fixed"]
-    assert not sensible("forward", fetch, deterministic=True, library=True)
-    assert sensible("forward", flow("sorted"), deterministic=True, library=False)
-    assert not sensible("wgrad", flow("sorted"), deterministic=True, library=True)
-    assert not sensible("forward", gather, deterministic=False, library=False)
-    assert sensible("forward", gather, deterministic=False, library=True)
+    assert not is_applicable("forward", fetch, deterministic=True, library=True)
+    assert is_applicable("forward", flow("sorted"), deterministic=True, library=False)
+    assert not is_applicable("wgrad", flow("sorted"), deterministic=True, library=True)
+    assert not is_applicable("forward", gather, deterministic=False, library=False)
+    assert is_applicable("forward", gather, deterministic=False, library=True)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from pumice.errors import OptionError
+from pumice.language.contraction import contraction_roles, packed
 from pumice.language.parse import parse
-from pumice.language.roles import packed, roles
 from pumice.schedule.cost import DEVICES, Work, seconds
-from pumice.schedule.tile import Problem, Tile, candidates, default, power_above, resident, splits
+from pumice.schedule.tile import Problem, Tile, candidates, default, occupancy, power_above, splits
 
 MATMUL = parse("C[m,n] = A[m,k] * B[k,n]")
 SPMM = parse("C[R[p],n] = V[p] * B[K[p],n] ; R:sorted")
@@ -21,7 +21,7 @@ SIZES = {
 
 
 def problem(statement, **more):
-    return Problem(roles(statement, SIZES[statement]), SIZES[statement], **more)
+    return Problem(contraction_roles(statement, SIZES[statement]), SIZES[statement], **more)
 
 
 @pytest.mark.parametrize("statement", SIZES, ids=str)
@@ -38,13 +38,15 @@ def test_a_short_side_becomes_the_columns_of_the_tile():
 
 
 def test_long_rows_get_lanes_and_short_ones_no_loads_ahead():
-    assert default(problem(SPMM, mean=5)).lanes == 1 and default(problem(SPMM, mean=5)).stages == 1
-    assert default(problem(SPMM, mean=100)).lanes > 1 and default(problem(SPMM, mean=100)).stages == 2
+    assert default(problem(SPMM, mean=5)).segment_threads == 1 and default(problem(SPMM, mean=5)).stages == 1
+    assert default(problem(SPMM, mean=100)).segment_threads > 1 and default(problem(SPMM, mean=100)).stages == 2
 
 
 def test_long_rows_of_halves_are_stacked():
     """Where tensor cores multiply them exactly; a stack stays as high as it was put together."""
-    assert default(problem(SPMM, mean=100, stacks=True)) == Tile(16, 128, 128, stages=2, stacked=True, ahead=True)
+    assert default(problem(SPMM, mean=100, stacks=True)) == Tile(
+        16, 128, 128, stages=2, stacked=True, prefetch_indices=True
+    )
     assert not default(problem(SPMM, mean=5, stacks=True)).stacked
     assert any(tile.stacked for tile in candidates(problem(SPMM, mean=5, stacks=True)))
     assert not any(tile.stacked for tile in candidates(problem(SPMM, mean=100)))
@@ -60,10 +62,10 @@ def test_long_rows_of_halves_are_stacked():
     [
         ({"rows": 48}, "rows of a tile is a power of two, at least 1; found 48"),
         ({"stages": 0}, "stages of a tile is a power of two, at least 1; found 0"),
-        ({"lanes": 32}, "32 lanes do not divide 16 rows"),
-        ({"slices": 256}, "256 slices do not divide 128 columns"),
+        ({"segment_threads": 32}, "32 lanes do not divide 16 rows"),
+        ({"epilogue_subtiles": 256}, "256 slices do not divide 128 columns"),
         ({"packed": True, "stacked": True}, "a packed tile is one segment's: it is not stacked"),
-        ({"packed": True, "lanes": 4}, "a packed tile is one segment's: .* has no lanes"),
+        ({"packed": True, "segment_threads": 4}, "a packed tile is one segment's: .* has no lanes"),
         ({"rows": 2048, "columns": 1024}, "at most 1048576 results, found 2048 x 1024"),
     ],
 )
@@ -73,46 +75,49 @@ def test_a_wrong_tile_says_what_is_wrong(wrong, said):
 
 
 def test_a_smaller_tile_has_no_more_slices_than_columns():
-    tile = Tile(16, 64, 16, slices=64)
+    tile = Tile(16, 64, 16, epilogue_subtiles=64)
     found = []
     while (tile := tile.smaller()) is not None:
-        found.append((tile.columns, tile.slices))
+        found.append((tile.columns, tile.epilogue_subtiles))
     assert found == [(32, 32), (16, 16)]
 
 
 def test_tiles_print():
     assert str(Tile(64, 32, 16, warps=8, stages=3, swapped=True)) == "64x32x16 w8 s3 swapped"
-    assert str(Tile(32, 128, lanes=4, slabs=True)) == "32/4x128x1 w4 s2 slabs"
-    assert str(Tile(16, 128, 64, stacked=True, ahead=True)) == "16x128x64 w4 s2 stacked ahead"
-    assert str(Tile(128, 32, 64, packed=True, ahead=True)) == "128x32x64 w4 s2 packed ahead"
-    assert str(Tile(128, 128, 32, ahead=True, slices=4)) == "128x128x32 w4 s2 ahead in 4 slices"
+    assert str(Tile(32, 128, segment_threads=4, column_major_grid=True)) == "32/4x128x1 w4 s2 column_major_grid"
+    assert str(Tile(16, 128, 64, stacked=True, prefetch_indices=True)) == "16x128x64 w4 s2 stacked prefetch_indices"
+    assert str(Tile(128, 32, 64, packed=True, prefetch_indices=True)) == "128x32x64 w4 s2 packed prefetch_indices"
+    assert (
+        str(Tile(128, 128, 32, prefetch_indices=True, epilogue_subtiles=4))
+        == "128x128x32 w4 s2 prefetch_indices in 4 slices"
+    )
 
 
 def test_indices_are_loaded_ahead_in_longer_loops():
     entries = {"mean": 8, "chained": True, "segments": 1000}
     found = default(problem(BLOCKS, **entries))
-    assert found.ahead and found.stages == 4 and found.swapped
-    assert not default(problem(BLOCKS, **{**entries, "mean": 3})).ahead
-    assert not default(problem(BLOCKS, mean=8)).ahead
-    assert {tile.ahead for tile in candidates(problem(BLOCKS, **entries))} == {True, False}
+    assert found.prefetch_indices and found.stages == 4 and found.swapped
+    assert not default(problem(BLOCKS, **{**entries, "mean": 3})).prefetch_indices
+    assert not default(problem(BLOCKS, mean=8)).prefetch_indices
+    assert {tile.prefetch_indices for tile in candidates(problem(BLOCKS, **entries))} == {True, False}
 
 
 @pytest.mark.parametrize(
     "tiles,channels,mean,expected",
     [
-        (485, 128, 18, "128x128x64 w4 s3 ahead"),
-        (316, 128, 4.3, "64x128x64 w4 s4 ahead pieces of 16"),
-        (898, 64, 12.8, "128x64x64 w4 s3 ahead"),
-        (485, 64, 18, "128x64x64 w4 s4 ahead"),
-        (7800, 32, 15, "128x32x32 w4 s4 ahead"),
+        (485, 128, 18, "128x128x64 w4 s3 prefetch_indices"),
+        (316, 128, 4.3, "64x128x64 w4 s4 prefetch_indices pieces of 16"),
+        (898, 64, 12.8, "128x64x64 w4 s3 prefetch_indices"),
+        (485, 64, 18, "128x64x64 w4 s4 prefetch_indices"),
+        (7800, 32, 15, "128x32x32 w4 s4 prefetch_indices"),
         (316, 32, 4.3, "64x32x32 w4 s5 pieces of 8"),
-        (122, 128, 19.2, "128x128x64 w4 s4 ahead"),
-        (24, 256, 16.4, "64x128x64 w4 s4 ahead pieces of 8"),
-        (216, 256, 16.8, "128x256x64 w8 s3 ahead"),
-        (81, 256, 17.3, "128x128x64 w4 s4 ahead"),
-        (31, 256, 23.9, "64x128x64 w4 s4 ahead"),
-        (1352, 96, 5.9, "128x128x32 w4 s4 ahead in 4 slices"),
-        (487, 96, 18.7, "128x128x32 w4 s4 ahead"),
+        (122, 128, 19.2, "128x128x64 w4 s4 prefetch_indices"),
+        (24, 256, 16.4, "64x128x64 w4 s4 prefetch_indices pieces of 8"),
+        (216, 256, 16.8, "128x256x64 w8 s3 prefetch_indices"),
+        (81, 256, 17.3, "128x128x64 w4 s4 prefetch_indices"),
+        (31, 256, 23.9, "64x128x64 w4 s4 prefetch_indices"),
+        (1352, 96, 5.9, "128x128x32 w4 s4 prefetch_indices in 4 slices"),
+        (487, 96, 18.7, "128x128x32 w4 s4 prefetch_indices"),
     ],
 )
 def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected):
@@ -127,27 +132,27 @@ def test_loops_are_long_from_sixteen_turns_on():
 
 
 def test_values_of_32_bits_have_no_tiles_of_256_columns():
-    assert str(default(convolution(256, 16.8, 216, 256, bits=32))) == "128x128x32 w8 s4 ahead"
+    assert str(default(convolution(256, 16.8, 216, 256, bits=32))) == "128x128x32 w8 s4 prefetch_indices"
 
 
 def test_candidates_have_their_columns_in_slices():
     """Where they are enough for several."""
     for columns, wanted in ((96, {1, 2, 4}), (64, {1, 2, 4}), (32, {1})):
-        assert {tile.slices for tile in candidates(convolution(96, 5.9, 1352, columns))} == wanted
+        assert {tile.epilogue_subtiles for tile in candidates(convolution(96, 5.9, 1352, columns))} == wanted
 
 
 @pytest.mark.parametrize(
     "tiles,channels,mean,expected",
     [
-        (1352, 96, 1.1, "128x128x32 w4 s3 ahead in 4 slices"),
-        (982, 32, 1.1, "128x32x32 w4 s3 ahead"),
+        (1352, 96, 1.1, "128x128x32 w4 s3 prefetch_indices in 4 slices"),
+        (982, 32, 1.1, "128x32x32 w4 s3 prefetch_indices"),
         (300, 32, 3.5, "64x32x32 w4 s5"),
     ],
 )
 def test_windows_of_eight_taps_share_nothing(tiles, channels, mean, expected):
     found = convolution(channels, mean, tiles, channels, longest=8)
     assert str(default(found)) == expected
-    assert default(replace(found, longest=27)).piece == 8
+    assert default(replace(found, longest=27)).stream_k_chunk == 8
 
 
 @pytest.mark.parametrize(
@@ -163,21 +168,21 @@ def test_windows_of_eight_taps_share_nothing(tiles, channels, mean, expected):
 def test_linear_maps_of_many_rows_are_small_programs(rows, channels, columns, expected):
     linear = parse("y[n,m] = x[n,c] * w[m,c]")
     sizes = {"n": rows, "m": columns, "c": channels}
-    assert str(default(Problem(roles(linear, sizes), sizes))) == expected
-    assert default(Problem(roles(linear, sizes), sizes, bits=32)).slices == 1
+    assert str(default(Problem(contraction_roles(linear, sizes), sizes))) == expected
+    assert default(Problem(contraction_roles(linear, sizes), sizes, bits=32)).epilogue_subtiles == 1
 
 
 def test_segments_are_shared_where_a_barrier_waits_for_what_was_stored():
     shared, alone = (convolution(128, 4.3, 316, 128, waits=waits) for waits in (True, False))
-    assert default(shared).piece and any(tile.piece for tile in candidates(shared))
-    assert not any(tile.piece for tile in candidates(alone))
-    assert default(alone) == replace(default(shared), piece=0)
+    assert default(shared).stream_k_chunk and any(tile.stream_k_chunk for tile in candidates(shared))
+    assert not any(tile.stream_k_chunk for tile in candidates(alone))
+    assert default(alone) == replace(default(shared), stream_k_chunk=0)
 
 
 def convolution(channels, mean, tiles=3000, columns=32, **more):
     conv = parse("O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto")
     sizes = {"e": int(tiles * mean), "b": 128, "n": columns, "c": channels}
-    form = roles(conv, sizes)
+    form = contraction_roles(conv, sizes)
     together = packed(form, conv, sizes)
     return Problem(form, sizes, mean=mean, chained=True, segments=tiles, packed=together, **more)
 
@@ -189,9 +194,9 @@ def convolution(channels, mean, tiles=3000, columns=32, **more):
         (3, 5, 16, "128x32x32 w4 s3 packed"),
         (4, 18, 16, "128x32x64 w4 s3 packed"),
         (4, 18, 32, "128x32x32 w4 s5 packed"),
-        (16, 30, 16, "128x32x64 w4 s4 packed ahead"),
+        (16, 30, 16, "128x32x64 w4 s4 packed prefetch_indices"),
         (16, 18, 8, "128x32x128 w4 s5 packed"),
-        (32, 18, 16, "128x32x32 w4 s4 ahead"),
+        (32, 18, 16, "128x32x32 w4 s4 prefetch_indices"),
         (16, 1, 16, "128x32x16 w4 s5"),
     ],
 )
@@ -212,7 +217,7 @@ def test_packed_tiles_are_tried_beside_others(channels):
 
 def test_what_packs_is_what_has_segments_of_its_own():
     for statement in SIZES:
-        assert packed(roles(statement, SIZES[statement]), statement, SIZES[statement]) is None
+        assert packed(contraction_roles(statement, SIZES[statement]), statement, SIZES[statement]) is None
     few = convolution(4, 18, columns=4)
     assert few.packed is None and not default(few).packed
 
@@ -221,15 +226,15 @@ def test_bytes_are_multiplied_as_many_bytes_at_a_time():
     conv = parse("O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto")
     for channels, depth in ((256, 128), (64, 64), (8, 32)):
         sizes = {"e": 9000, "b": 128, "n": 64, "c": channels}
-        found = default(Problem(roles(conv, sizes), sizes, mean=9, bits=8, chained=True, segments=1000))
-        assert found.reduced == depth or not roles(conv, sizes).product
+        found = default(Problem(contraction_roles(conv, sizes), sizes, mean=9, bits=8, chained=True, segments=1000))
+        assert found.reduced == depth or not contraction_roles(conv, sizes).product
 
 
 def test_products_of_products_are_left_to_few_warps():
     """wgmma, for which Triton may read past shared memory, takes four warps and 64 rows."""
     text = "Z[b,l,u,w] = V[l,i,j] * X[b,j,u] * Y[b,l,i,j] * G[b,i,w]"
     sizes = {"b": 1000, "l": 11, "i": 9, "j": 9, "u": 64, "w": 64}
-    form = roles(parse(text), sizes)
+    form = contraction_roles(parse(text), sizes)
     assert form.within
     found = list(candidates(Problem(form, sizes, bits=32)))
     assert found and all(tile.warps <= 2 for tile in found if tile.rows >= 64) and found[0].rows == 64
@@ -240,18 +245,18 @@ def test_few_tiles_are_made_narrower():
     weights = parse("W[k[g],c,n] += x[i[g,q],c] * y[o[g,q],n]")
     for groups, columns in ((1000, 128), (100, 64)):
         sizes = {"g": groups, "q": 2048, "c": 128, "n": 128}
-        found = default(Problem(roles(weights, sizes), sizes, chained=True))
-        assert (found.columns, found.ahead) == (columns, True)
+        found = default(Problem(contraction_roles(weights, sizes), sizes, chained=True))
+        assert (found.columns, found.prefetch_indices) == (columns, True)
 
 
 @pytest.mark.parametrize(
     "channels,tiles,expected",
     [
-        (64, 3000, "128x128x64 w4 s3 ahead"),
-        (96, 3000, "128x128x32 w4 s4 ahead in 4 slices"),
-        (96, 500, "128x128x32 w4 s4 ahead"),
-        (128, 3000, "128x128x64 w4 s3 ahead"),
-        (160, 3000, "128x128x64 w4 s3 ahead"),
+        (64, 3000, "128x128x64 w4 s3 prefetch_indices"),
+        (96, 3000, "128x128x32 w4 s4 prefetch_indices in 4 slices"),
+        (96, 500, "128x128x32 w4 s4 prefetch_indices"),
+        (128, 3000, "128x128x64 w4 s3 prefetch_indices"),
+        (160, 3000, "128x128x64 w4 s3 prefetch_indices"),
     ],
 )
 def test_turns_are_half_as_deep_where_the_last_would_be_mostly_empty(channels, tiles, expected):
@@ -265,10 +270,10 @@ def test_turns_are_half_as_deep_where_the_last_would_be_mostly_empty(channels, t
 @pytest.mark.parametrize(
     "channels,columns,tiles,expected",
     [
-        (96, 128, 3000, "128x128x32 w4 s4 ahead in 4 slices"),
-        (96, 128, 500, "128x128x32 w4 s4 ahead"),
+        (96, 128, 3000, "128x128x32 w4 s4 prefetch_indices in 4 slices"),
+        (96, 128, 500, "128x128x32 w4 s4 prefetch_indices"),
         (96, 64, 3000, "128x64x32 w4 s5"),
-        (128, 128, 3000, "128x128x64 w4 s3 ahead"),
+        (128, 128, 3000, "128x128x64 w4 s3 prefetch_indices"),
     ],
 )
 def test_a_full_tile_of_short_turns_is_written_in_slices(channels, columns, tiles, expected):
@@ -280,8 +285,8 @@ def test_a_fourth_stage_does_not_cost_long_loops_a_round(groups, stages):
     """Gradients of weights over groups of pairs: 528 programs of three stages run at once, 396 of four."""
     weights = parse("W[k[g],c,n] += x[i[g,q],c] * y[o[g,q],n]")
     sizes = {"g": groups, "q": 32768, "c": 64, "n": 64}
-    found = default(Problem(roles(weights, sizes), sizes, chained=True))
-    assert (found.rows, found.columns, found.stages, found.ahead) == (64, 64, stages, True)
+    found = default(Problem(contraction_roles(weights, sizes), sizes, chained=True))
+    assert (found.rows, found.columns, found.stages, found.prefetch_indices) == (64, 64, stages, True)
 
 
 @pytest.mark.parametrize(
@@ -293,13 +298,13 @@ def test_a_fourth_stage_does_not_cost_long_loops_a_round(groups, stages):
     ],
 )
 def test_a_long_loop_of_few_tiles_is_shared(sizes, shared):
-    found = splits(roles(MATMUL, sizes), sizes)
+    found = splits(contraction_roles(MATMUL, sizes), sizes)
     assert (found > 1) == shared
     assert found <= sizes["k"]
 
 
 def test_segments_are_not_shared():
-    assert splits(roles(SPMM, {"p": 1 << 24, "n": 8}), {"p": 1 << 24, "n": 8}) == 1
+    assert splits(contraction_roles(SPMM, {"p": 1 << 24, "n": 8}), {"p": 1 << 24, "n": 8}) == 1
 
 
 def test_seconds():
@@ -312,26 +317,26 @@ def test_seconds():
 
 
 def test_sizes_that_are_about_the_same():
-    from pumice.schedule.tile import about
+    from pumice.schedule.tile import size_bucket
 
-    assert [about(n) for n in range(17)] == [*range(17)]
+    assert [size_bucket(n) for n in range(17)] == [*range(17)]
     for n in (17, 100, 1000, 17_856, 173_011, 10**9):
-        assert about(n) <= n < about(n) * 9 / 8 and about(about(n)) == about(n)
-    assert len({about(n) for n in range(1 << 12, 1 << 13)}) == 8
+        assert size_bucket(n) <= n < size_bucket(n) * 9 / 8 and size_bucket(size_bucket(n)) == size_bucket(n)
+    assert len({size_bucket(n) for n in range(1 << 12, 1 << 13)}) == 8
 
 
 def test_programs_at_once_are_those_that_fit():
     # 74 KB of shared memory each, as compiled: three.
-    assert resident(Tile(128, 64, 64, warps=4, stages=3, ahead=True), 16) == 3
-    assert resident(Tile(128, 64, 64, warps=4, stages=5), 16) == 3
-    assert resident(Tile(128, 128, 64, warps=8, stages=3, ahead=True), 16) == 2
-    assert resident(Tile(128, 256, 64, warps=8, stages=3, ahead=True), 16) == 1
+    assert occupancy(Tile(128, 64, 64, warps=4, stages=3, prefetch_indices=True), 16) == 3
+    assert occupancy(Tile(128, 64, 64, warps=4, stages=5), 16) == 3
+    assert occupancy(Tile(128, 128, 64, warps=8, stages=3, prefetch_indices=True), 16) == 2
+    assert occupancy(Tile(128, 256, 64, warps=8, stages=3, prefetch_indices=True), 16) == 1
     # By registers, and by warps.
-    assert resident(Tile(128, 128, 16, warps=4, stages=2), 16) == 2
-    assert resident(Tile(16, 16, 16, warps=8, stages=2), 8) == 4
+    assert occupancy(Tile(128, 128, 16, warps=4, stages=2), 16) == 2
+    assert occupancy(Tile(16, 16, 16, warps=8, stages=2), 8) == 4
 
 
 def test_a_tile_of_few_programs_has_the_stages_with_which_more_of_them_fit():
     """264 programs run at once with three stages, and 132 with four, which serve 1.75 times as many as well."""
-    assert str(default(convolution(128, 15, 331, columns=128))) == "128x128x64 w4 s3 ahead"
-    assert str(default(convolution(128, 15, 230, columns=128))) == "128x128x64 w4 s4 ahead"
+    assert str(default(convolution(128, 15, 331, columns=128))) == "128x128x64 w4 s3 prefetch_indices"
+    assert str(default(convolution(128, 15, 230, columns=128))) == "128x128x64 w4 s4 prefetch_indices"

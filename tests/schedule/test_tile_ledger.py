@@ -12,9 +12,9 @@ import pytest
 from schedule import writers
 
 from pumice.errors import FileError
-from pumice.schedule import store as stores
-from pumice.schedule.ledger import TILES, VERSION, Key, Ledger, Tuned
+from pumice.schedule import record_store as stores
 from pumice.schedule.tile import Tile
+from pumice.schedule.tuned_tiles import TILES, VERSION, Key, Ledger, Tuned
 
 KEY = Key("some GPU", "C[i] = A[i]", ("fp16",), (3,))
 OTHER = replace(KEY, device="another")
@@ -52,7 +52,10 @@ def stored(path):
 
 # What is kept
 def test_what_is_put_is_found_by_another_process(path):
-    ours, tile = Ledger(path), Tile(64, 32, 16, swapped=True, packed=True, piece=8, hoisted=False, padded=False)
+    ours, tile = (
+        Ledger(path),
+        Tile(64, 32, 16, swapped=True, packed=True, stream_k_chunk=8, hoisted=False, padded=False),
+    )
     assert ours.get(KEY) is None and ours.generation == 0
     ours.put(KEY, tile)
     assert ours.get(KEY) == tile and ours.generation == 1
@@ -140,8 +143,8 @@ def test_a_file_is_read_again_only_where_it_has_changed(path, monkeypatch):
     ours = Ledger(path)
     ours.put(KEY, Tile(16, 16))
     read = []
-    entries = stores.Kind.entries
-    monkeypatch.setattr(stores.Kind, "entries", lambda *args: read.append(args) or entries(*args))
+    entries = stores.RecordType.entries
+    monkeypatch.setattr(stores.RecordType, "entries", lambda *args: read.append(args) or entries(*args))
     assert ours.look(OTHER) is None and ours.look(OTHER) is None and ours.get(KEY) and not read
     assert ours.generation == 1
     Ledger(path).put(OTHER, Tile(32, 32))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pumice.errors import OptionError
-from pumice.schedule.tuner import LAST, Clock, Question, measurements, search
+from pumice.schedule.tuner import LAST, Clock, TuningTask, measurements, search
 
 NAMES = ("a", "b", "c")
 
@@ -33,7 +33,7 @@ class Network:
         return self.exact(assignment) * (1 + self.noise * self.chance.uniform(-1, 1))
 
     def questions(self):
-        return [Question(group, tuple(c for c in ways if c is not None)) for group, ways in self.costs.items()]
+        return [TuningTask(group, tuple(c for c in ways if c is not None)) for group, ways in self.costs.items()]
 
     def clock(self, budget=math.inf, watch=lambda step: None):
         return Clock(budget, lambda: self.time, watch)
@@ -181,7 +181,7 @@ def test_an_interrupt_before_anything_was_found_goes_through():
 
 def test_going_on_from_what_stands():
     network = Network(COSTS)
-    found = search([Question("b", ("x", "y"))], network, start={"a": "x"})
+    found = search([TuningTask("b", ("x", "y"))], network, start={"a": "x"})
     assert found.assignment == {"a": "x", "b": "y"} and found.before == pytest.approx(7e-3)
     assert all(asked in ({}, *({"a": "x", **more} for more in ({}, {"b": "x"}, {"b": "y"}))) for asked in network.asked)
 

@@ -17,9 +17,9 @@ if "pumice" not in sys.modules:
 from filelock import FileLock
 
 from pumice.schedule.dataflow import DATAFLOWS
-from pumice.schedule.ledger import Key, Ledger
-from pumice.schedule.plans import Plan, PlanKey, Plans
 from pumice.schedule.tile import Tile
+from pumice.schedule.tuned_plans import PlanKey, Plans, TunedPlan
+from pumice.schedule.tuned_tiles import Key, Ledger
 
 
 def key(writer: int, number: int) -> Key:
@@ -51,4 +51,4 @@ def keep_plans(path: Path, writer: int, count: int, start) -> None:
     for number in range(count):
         key = PlanKey.of("some GPU", "float16", "training", f"{writer}.{number}", ((10.0, 2.0),))
         assert own.near(key, ((10.0, 2.0),)) is None
-        own.keep(key, Plan(flows, ((10.0, 2.0),), {"total": 1.0}, {"total": 0.5}))
+        own.keep(key, TunedPlan(flows, ((10.0, 2.0),), {"total": 1.0}, {"total": 0.5}))

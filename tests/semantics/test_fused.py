@@ -22,7 +22,7 @@ from pumice.errors import DeviceError, DtypeError, ShapeError
 from pumice.lower import epilogue as epilogues
 from pumice.lower import norm as norms
 from pumice.nn import fused
-from pumice.ops import register
+from pumice.ops import autograd
 from pumice.testing import random_tensor
 
 
@@ -31,9 +31,9 @@ def finished(monkeypatch):
     """As on a GPU; the epilogues of the calls."""
     seen = []
     monkeypatch.setattr(fused, "_worth", lambda x: isinstance(x, pm.SparseTensor))
-    whole = nn.Conv3d.finished
+    whole = nn.Conv3d.forward_with_epilogue
     monkeypatch.setattr(
-        "pumice.nn.conv.Convolution.finished",
+        "pumice.nn.conv.Convolution.forward_with_epilogue",
         lambda self, x, epilogue, *more: seen.append(epilogue) or whole(self, x, epilogue, *more),
     )
     return seen
@@ -83,18 +83,18 @@ def test_networks_are_the_same(finished):
 @pytest.fixture
 def roomy(finished, monkeypatch):
     """As kernels do that leave columns free; where they did, NaN in them."""
-    left, whole = [], fused.Convolution.finished
+    left, whole = [], fused.Convolution.forward_with_epilogue
 
     def room(self, x, epilogue, *more):
         y = whole(self, x, epilogue, *more)
-        if epilogue is None or not epilogue.spare:
+        if epilogue is None or not epilogue.row_padding:
             return y
-        wide = y.feats.new_full((y.feats.shape[0], y.channels + epilogue.spare), torch.nan)
+        wide = y.feats.new_full((y.feats.shape[0], y.channels + epilogue.row_padding), torch.nan)
         wide[:, : y.channels] = y.feats
         left.append(wide)
         return y.replace(wide[:, : y.channels])
 
-    monkeypatch.setattr("pumice.nn.conv.Convolution.finished", room)
+    monkeypatch.setattr("pumice.nn.conv.Convolution.forward_with_epilogue", room)
     return left
 
 
@@ -660,7 +660,7 @@ def test_gradients_of_gradients_are_those_of_differences(steps):
     def norm_of(feats, weight, bias, scale, shift, residual):
         told = norms.Norm(scale, shift, norms.Statistics(None, 0.1, offset=bias), residual, True)
         layer = nn.Conv3d(2, 3, (3, 1, 1), bias=False)
-        return pm.ops.conv_norm.conv_norm(x.replace(feats), weight, layer.asked(), told).feats
+        return pm.ops.conv_norm.conv_norm(x.replace(feats), weight, layer.map_request(), told).feats
 
     torch.manual_seed(0)
     shapes = (3, 3, 1, 1, 2), (3,), (3,), (3,), (6, 3)
@@ -1098,13 +1098,13 @@ def test_one_voxel_without_statistics_is_left_as_it_is():
 
 def test_gradients_read_the_weight_as_it_was_multiplied(steps, monkeypatch):
     """Under autocast narrow: a kernel for narrow rows takes no wide weight."""
-    seen, whole = [], pm.ops.register.HeldCall.gradients
+    seen, whole = [], pm.ops.register.DifferentiableCall.gradients
 
     def told(call, given, grad, wanted):
         seen.append(({x.dtype for x in given}, grad.dtype, [*wanted]))
         return whole(call, given, grad, wanted)
 
-    monkeypatch.setattr(pm.ops.register.HeldCall, "gradients", told)
+    monkeypatch.setattr(pm.ops.register.DifferentiableCall, "gradients", told)
     outcome(made("norm and activation", torch.float32), sample(30, torch.float32), torch.bfloat16)
     assert steps == [True]
     assert seen == [({torch.bfloat16}, torch.bfloat16, [torch.bfloat16, torch.float32])]
@@ -1130,7 +1130,7 @@ def test_backward_within_autocast_is_that_outside(name, steps, monkeypatch):
     def refused(*given):
         raise AssertionError("derived anew")
 
-    monkeypatch.setattr(register, "_gradients", refused)
+    monkeypatch.setattr(autograd, "_gradients", refused)
     found = []
     for within in (False, True):
         module.zero_grad()

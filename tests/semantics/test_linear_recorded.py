@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import pumice as pm
 from pumice import nn
 from pumice.lower import direct, plan
-from pumice.lower import triton as kernels
+from pumice.lower import kernel as kernels
 from pumice.ops import linear
 from pumice.schedule.cost import Work
 from pumice.testing import random_cloud
@@ -71,7 +71,7 @@ def test_later_steps_look_for_nothing(gpu, monkeypatch):
     layer = nn.Linear(96, 19).to(BF)
     for count in (640, 639):
         step(layer, rows(count, 96))
-    monkeypatch.setattr(linear.plan, "held_for", None)
+    monkeypatch.setattr(linear.plan, "bound_plan", None)
     for count in (640, 639, 638):
         gpu.clear()
         step(layer, rows(count, 96))
@@ -157,8 +157,8 @@ def test_gradients_whose_rows_are_apart(gpu):
 def test_the_caller_says_where_tiles_come_from_behind_it_too(gpu, monkeypatch):
     """Gradients are computed in a thread of their own."""
     layer, seen, asked = nn.Linear(8, 3).to(BF), [], kernels.tile_of
-    monkeypatch.setattr(kernels, "tile_of", lambda *given: seen.append(kernels.tile_source()) or asked(*given))
-    with kernels.tiles_from(kernels.DEFAULT):
+    monkeypatch.setattr(kernels, "tile_of", lambda *given: seen.append(kernels.tuning_mode()) or asked(*given))
+    with kernels.use_tuning_mode(kernels.DEFAULT):
         y = layer(rows(640, 8)).feats
     y.sum().backward()
     assert len(seen) >= 3 and set(seen) == {kernels.DEFAULT}

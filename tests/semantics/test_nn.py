@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.coords import Cloud, Geometry
-from pumice.coords.rooms import Buffered, Planner
+from pumice.coords import CoordBuffer, Geometry
+from pumice.coords.capacity import BufferedState, CapacityPlanner
 from pumice.nn import layers
 from pumice.ops.linear import linear_features
-from pumice.ops.tensor import on_rows
+from pumice.ops.tensor import from_raw_feats
 from pumice.testing import assert_close
 
 ACTIVATIONS = ["ReLU", "LeakyReLU", "GELU", "SiLU", "ELU", "Sigmoid", "Tanh", "Softplus"]
@@ -130,9 +130,11 @@ def test_linear_reads_features_of_a_captured_step_as_they_are(channels):
     """Rows that do not live are cleared once, by what sums over rows, and not by a look at dtypes before."""
     x = sample(channels=channels, dtype=torch.float32)
     word = torch.zeros(1, dtype=torch.int32)
-    cloud = Cloud(x.coords, word + len(x), x.geometry.bounds, word.clone())
-    inside = Geometry.in_buffer(cloud, x.geometry.site, Buffered(Planner(len(x), len(x), 1.5, None), trains=True))
-    opened = on_rows(x.feats, inside)
+    cloud = CoordBuffer(x.coords, word + len(x), x.geometry.bounds, word.clone())
+    inside = Geometry.in_buffer(
+        cloud, x.geometry.site, BufferedState(CapacityPlanner(len(x), len(x), 1.5, None), trains=True)
+    )
+    opened = from_raw_feats(x.feats, inside)
     pm.nn.Linear(channels, 8)(opened)
     assert opened._open
 

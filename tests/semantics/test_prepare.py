@@ -7,7 +7,7 @@ import torch
 
 import pumice as pm
 from pumice.lower import maps
-from pumice.lower.dataflow import lay_out
+from pumice.lower.dataflow import materialize
 from pumice.testing import random_tensor
 
 prepare = importlib.import_module("pumice.ops.prepare")
@@ -40,11 +40,11 @@ def test_only_what_layers_read_is_laid_out(differentiable, monkeypatch):
     monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
     x = random_tensor(60, 4, 3)
     passes = pm.ops.Dataflows("implicit-gemm-split2", "planned", "implicit-gemm-table")
-    users = pm.ops.Users(
+    users = pm.ops.MapConsumers(
         [layers("implicit-gemm-unsorted")], [[]], [[layers(None, passes)], [layers("gather-gemm-scatter-fused-fixed")]]
     )
     wanted = wanted_of(x.geometry, users)
-    lay_out(wanted, differentiable)
+    materialize(wanted, differentiable)
     (fine, _), (one, _), (coarse, _), (back, _) = wanted
     down, kept = maps_of(x)
     assert one is down[0] and (fine, coarse) == (kept[0][0], kept[1][0]) and back.flipped
@@ -56,7 +56,7 @@ def test_only_what_layers_read_is_laid_out(differentiable, monkeypatch):
 def test_without_users_all_is_laid_out_both_ways(monkeypatch):
     monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
     wanted = wanted_of(random_tensor(60, 4, 3).geometry)
-    lay_out(wanted, False)
+    materialize(wanted, False)
     assert [found.flipped for found, _ in wanted] == [False, False, False, True]
     forms = [laid(found) for found, _ in wanted]
     assert forms == [{"compacted"}, {"unsorted"}, {"compacted"}, {"unsorted"}], "few taps of few rows are not sorted"

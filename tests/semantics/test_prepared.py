@@ -39,14 +39,14 @@ import pumice as pm
 from pumice import nn
 from pumice.coords import KernelMap, Relation, kernel_map
 from pumice.lower import direct, stamp
-from pumice.lower import triton as kernels
+from pumice.lower import kernel as kernels
 from pumice.models.minkunet import Decoder, Encoder
 from pumice.nn import fused
 from pumice.nn.prepared import Parts, Prepared, prepared
 from pumice.ops import line, linear
-from pumice.ops.tensor import fitting
-from pumice.schedule.ledger import Ledger
+from pumice.ops.tensor import unchecked_tensor
 from pumice.schedule.tile import Tile
+from pumice.schedule.tuned_tiles import Ledger
 from pumice.testing import random_cloud
 
 NEAR = {
@@ -83,7 +83,7 @@ def one_by_one(module, x):
     """What the modules give on a CPU."""
     with on_cpu():
         twin = TWINS.get(x.geometry) or TWINS.setdefault(x.geometry, pm.SparseTensor(x.feats, x.coords).geometry)
-        return module(fitting(x.feats, twin))
+        return module(unchecked_tensor(x.feats, twin))
 
 
 def agree(gpu, module, x, y=None):
@@ -257,9 +257,9 @@ def test_what_programs_share_is_enough_for_all_of_a_line(gpu, monkeypatch, piece
     """And is the same for all of them, which run one after the other."""
     module, x = chain(), cloud()
     monkeypatch.setattr(
-        Ledger, "get", lambda self, key: Tile(64, 16, 16, piece=piece) if "map" in key.statement else None
+        Ledger, "get", lambda self, key: Tile(64, 16, 16, stream_k_chunk=piece) if "map" in key.statement else None
     )
-    lent, needed, whole, found_of = [], [], line.scratch, line.found_of
+    lent, needed, whole, found_of = [], [], line.workspace, line.found_of
 
     def lends(count, size, device):
         lent.append((count, size))
@@ -270,7 +270,7 @@ def test_what_programs_share_is_enough_for_all_of_a_line(gpu, monkeypatch, piece
         needed.append([f.call.aimed.needs for f in found if f.call.aimed.slots.scratch is not None])
         return found
 
-    monkeypatch.setattr(line, "scratch", lends)
+    monkeypatch.setattr(line, "workspace", lends)
     monkeypatch.setattr(line, "found_of", told_of)
     for seed in (0, 1):
         lent.clear(), needed.clear()
@@ -767,7 +767,7 @@ def test_what_is_set_for_all_calls_counts(gpu, setting, monkeypatch):
         if setting == "deterministic":
             patch.setattr(direct, "deterministic", lambda: True)
         elif setting == "tiles":
-            patch.setattr(kernels, "tile_source", lambda: kernels.DEFAULT)
+            patch.setattr(kernels, "tuning_mode", lambda: kernels.DEFAULT)
         else:
             patch.setattr(direct, "ledger", lambda: SimpleNamespace(generation=77))
         agree(gpu, net, x)
@@ -913,7 +913,7 @@ def test_what_is_not_aligned_is_in_no_line(gpu, which):
 def test_features_of_other_rows_than_the_map(gpu, rows):
     x = cloud()
     net = known_chain(gpu, x)
-    wrong = fitting(torch.zeros(rows, 8), x.geometry)
+    wrong = unchecked_tensor(torch.zeros(rows, 8), x.geometry)
     assert problem_of(net, wrong) == unprepared_problem_of(net, wrong) is not None
     assert not gpu.lines
 
@@ -1227,7 +1227,9 @@ def test_a_body_over_other_coordinates(gpu, linear):
     layer, norm = stirred(block).body
     for _ in range(2):
         y = layer(x)
-        layer.finished(x, pm.ops.Epilogue.of_norm(norm.vectors(), norm.eps, torch.zeros_like(y.feats), "relu"))
+        layer.forward_with_epilogue(
+            x, pm.ops.Epilogue.of_norm(norm.vectors(), norm.eps, torch.zeros_like(y.feats), "relu")
+        )
     for seed in (0, 1):
         gpu.clear()
         agree(gpu, block, anew(x, seed))
@@ -1371,13 +1373,13 @@ def test_room_is_what_is_asked_for(gpu, monkeypatch):
 
 def test_layers_with_a_finished_of_their_own_are_heard(gpu):
     """As whoever tunes a network puts there to see what it does."""
-    from pumice.engine.groups import seeing
+    from pumice.engine.groups import recording_calls
 
     x = cloud()
     net = known_chain(gpu, x)
     wanted = [name for name, m in net.named_modules() if isinstance(m, nn.Conv3d)]
     agree(gpu, net, anew(x, 1))
-    with torch.no_grad(), seeing(net) as calls:
+    with torch.no_grad(), recording_calls(net) as calls:
         net(anew(x, 2))
     assert sorted(call.name for call in calls) == sorted(wanted)
     gpu.clear()
@@ -1410,7 +1412,7 @@ def test_what_a_kernel_does_not_fill_is_no_line(gpu, monkeypatch):
     """It is made and finished around the kernel."""
     x = cloud()
     net = known_chain(gpu, x)
-    monkeypatch.setattr(kernels.Runner, "fills", None)
+    monkeypatch.setattr(kernels.KernelExecutor, "writes_result_dtype", None)
     gpu.clear()
     agree(gpu, net, anew(x, 1))
     assert not gpu.in_lines

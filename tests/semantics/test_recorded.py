@@ -15,13 +15,13 @@ import torch
 from found import agree, forms_of
 
 import pumice as pm
-from pumice.coords import Bounds, Geometry, Relation, Site
+from pumice.coords import Bounds, Geometry, GridSpec, Relation
 from pumice.coords.packing import Packer
-from pumice.engine.scenes import undisturbed
+from pumice.engine.subject import undisturbed
 from pumice.env import settings
 from pumice.errors import CoordinateError
 from pumice.lower import dataflow, direct, maps
-from pumice.runtime.cache import Bounded
+from pumice.runtime.cache import BoundedCache
 from pumice.testing import random_cloud
 
 prepare, recorded = (importlib.import_module(f"pumice.ops.{name}") for name in ("prepare", "recorded"))
@@ -87,13 +87,13 @@ def watch(monkeypatch):
 
     def laid_out(wanted, geometry):
         together(wanted, geometry)
-        dataflow.lay_out(found := list(wanted.maps(geometry)), torch.is_grad_enabled())
+        dataflow.materialize(found := list(wanted.maps(geometry)), torch.is_grad_enabled())
         for one in (one for one, flows in found if None in flows):
-            maps.passed(one, torch.is_grad_enabled())
+            maps.planner_operands(one, torch.is_grad_enabled())
 
     monkeypatch.setattr(prepare._Wanted, "find_together", laid_out)
     monkeypatch.setattr(recorded, "_serves", lambda g: not g.maps and not g.levels and len(g) > 0)
-    monkeypatch.setattr(recorded, "_SHELVES", Bounded(8))
+    monkeypatch.setattr(recorded, "_SHELVES", BoundedCache(8))
     monkeypatch.setattr(recorded, "_BEFORE", 0)
     monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
     monkeypatch.setattr(prepare, "by_graph", by_graph)
@@ -259,7 +259,7 @@ FLOWS = {
 
 def users(down, fine, coarse):
     """Of one step and a window of either level; the layer on the fine level that is planned reads with the other."""
-    return pm.ops.Users([layers(down)], [layers(coarse)], [[layers(fine, None)], [layers(coarse)]])
+    return pm.ops.MapConsumers([layers(down)], [layers(coarse)], [[layers(fine, None)], [layers(coarse)]])
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "gradients"])
@@ -327,7 +327,7 @@ class Down(torch.nn.Module):
         self.stem = pm.nn.Conv3d(4, 6, 3, dataflow="implicit-gemm-split2")
         self.down = pm.nn.Conv3d(6, 8, 2, stride=2)
         self.up = pm.nn.InverseConv3d(8, 3, 2, stride=2, dataflow="implicit-gemm-unsorted")
-        self.users = pm.ops.Users([[self.down]], [[self.up]], [[[self.stem]]])
+        self.users = pm.ops.MapConsumers([[self.down]], [[self.up]], [[[self.stem]]])
 
     def forward(self, x):
         x = x.prepare([HALF], [[WINDOW]], self.users)
@@ -469,7 +469,7 @@ def arrays_of(geometry, path=()):
 
 def unread(coords, shape=(20, 20, 20), items=1):
     """A tensor of coordinates that were not looked at, as on a GPU where their box is told."""
-    site = Site((1,) * len(shape), shape, items, Bounds((0,) * len(shape), tuple(s - 1 for s in shape), items))
+    site = GridSpec((1,) * len(shape), shape, items, Bounds((0,) * len(shape), tuple(s - 1 for s in shape), items))
     geometry = Geometry(coords, site)
     geometry._settled = False
     return pm.SparseTensor(torch.zeros(len(coords), 1), geometry)
@@ -520,7 +520,7 @@ def test_a_wrong_scene_outside_of_the_box_leaves_the_others_their_recording(watc
 
 
 def site_of(low, high):
-    return Site((1,) * 3, None, 1, Bounds((low,) * 3, (high,) * 3, 1))
+    return GridSpec((1,) * 3, None, 1, Bounds((low,) * 3, (high,) * 3, 1))
 
 
 def test_batch_items_that_were_not_told_are_outside(watch, replays, monkeypatch):
@@ -618,7 +618,7 @@ def test_whom_graphs_serve(monkeypatch, unread_settings):
 
 
 def test_on_a_cpu_nothing_is_recorded(monkeypatch):
-    monkeypatch.setattr(recorded, "_SHELVES", Bounded(8))
+    monkeypatch.setattr(recorded, "_SHELVES", BoundedCache(8))
     monkeypatch.setattr(recorded, "_BEFORE", 0)
     x = on(scene(50, extent=5)).prepare(*ASKED)
     assert len(x.geometry.maps) == 2 and recorded._SHELVES.get(x.geometry.device) is None

@@ -21,11 +21,11 @@ import pumice as pm
 from pumice import nn
 from pumice.coords import kernel_map
 from pumice.lower import direct, norm
-from pumice.lower import triton as kernels
+from pumice.lower import kernel as kernels
 from pumice.models.minkunet import Decoder, Encoder
 from pumice.nn.prepared import Parts
-from pumice.ops import register, trained
-from pumice.ops.tensor import fitting
+from pumice.ops import autograd, trained
+from pumice.ops.tensor import unchecked_tensor
 from pumice.testing import random_cloud
 
 FAR = 1e-3
@@ -109,7 +109,7 @@ def on_plain(module, x, *given):
         twin = TWINS.get(x.geometry)
         if twin is None:
             twin = TWINS[x.geometry] = pm.SparseTensor(x.feats, x.coords, batch_size=x.batch_size).geometry
-        return step(module, fitting(x.feats, twin), *given)
+        return step(module, unchecked_tensor(x.feats, twin), *given)
 
 
 def agree(gpu, module, x, inner=True, cast=None, most=0.0, plain=FAR, more=(), twin=copy.deepcopy):
@@ -428,7 +428,7 @@ def test_gradients_whose_rows_are_apart_are_copied_where_no_kernel_reads_them(gp
 def missing(monkeypatch, layers):
     """As if kernels of the gradients of these layers were still to be compiled for such numbers of rows: for each call
     that is sought in their place where tiles come from, and whether it is asked for the gradient of the features."""
-    sought, real, aimed = [], register.HeldCall.gradients, trained.Products.gradients
+    sought, real, aimed = [], autograd.DifferentiableCall.gradients, trained.Products.gradients
     products = []
 
     def gradients(own):
@@ -437,11 +437,11 @@ def missing(monkeypatch, layers):
         return None if products.index(own) in layers else aimed(own)
 
     def sought_too(own, given, grad, wanted):
-        sought.append((kernels.tile_source(), wanted[0] is not None))
+        sought.append((kernels.tuning_mode(), wanted[0] is not None))
         return real(own, given, grad, wanted)
 
     monkeypatch.setattr(trained.Products, "gradients", gradients)
-    monkeypatch.setattr(register.HeldCall, "gradients", sought_too)
+    monkeypatch.setattr(autograd.DifferentiableCall, "gradients", sought_too)
     return sought
 
 
@@ -469,7 +469,7 @@ def test_gradients_whose_kernels_are_still_to_be_compiled(gpu, monkeypatch, laye
 def test_gradients_that_are_still_to_be_compiled_have_the_tiles_of_the_caller(gpu, monkeypatch):
     """Gradients are computed in a thread of their own."""
     x = cloud()
-    with kernels.tiles_from(kernels.DEFAULT):
+    with kernels.use_tuning_mode(kernels.DEFAULT):
         net = known_chain(gpu, x)
         y, sought = net(x), missing(monkeypatch, {0, 1})
     loss_of(y).backward()
@@ -1005,7 +1005,7 @@ def test_what_is_set_for_all_calls_counts(gpu, setting, monkeypatch):
         if setting == "deterministic":
             patch.setattr(direct, "deterministic", lambda: True)
         elif setting == "tiles":
-            patch.setattr(kernels, "tile_source", lambda: kernels.DEFAULT)
+            patch.setattr(kernels, "tuning_mode", lambda: kernels.DEFAULT)
         elif setting == "precision":
             patch.setattr(kernels, "float32_precision", lambda: "tf32")
         else:
@@ -1054,7 +1054,7 @@ def test_features_of_other_rows_than_the_map_are_told_alike(gpu):
     x = cloud()
     net = known_chain(gpu, x)
     for rows in (119, 121, 1):
-        wrong = fitting(torch.zeros(rows, 8), x.geometry)
+        wrong = unchecked_tensor(torch.zeros(rows, 8), x.geometry)
         with unprepared():
             want = problem_of(net, wrong)
         assert problem_of(net, wrong) == want is not None
@@ -1153,7 +1153,7 @@ def test_kernels_of_a_norm_by_addresses(gpu, name, dtype):
     own = [[torch.rand(c), torch.rand(c) + 0.5, torch.tensor(3)]]
     own.append([t.clone() for t in own[0]])
     statistics = [norm.Statistics((mean, var), 1e-3, True, 0.3, tracked) for mean, var, tracked in own]
-    settled = norm.Settled(statistics[1], TOLD[name], (c, dtype, -1))
+    settled = norm.NormKernels(statistics[1], TOLD[name], (c, dtype, -1))
     beyond = count.count.data_ptr() & 15
     assert settled.over(rows, beyond) is None
     whole = norm.Norm(weight, bias, statistics[0], residual if adds else None, relu)
@@ -1166,7 +1166,7 @@ def test_kernels_of_a_norm_by_addresses(gpu, name, dtype):
     # Of other rows it is the same kernels.
     assert settled.over(rows - 7, beyond) is not None and (settled.over(rows, (beyond + 4) % 16) is None)
     gpu.clear()
-    shared = norm.scratch(*started.needs, x.device)
+    shared = norm.workspace(*started.needs, x.device)
     room = shared.room.data_ptr(), shared.counters.data_ptr()
     pair, twin, again = torch.empty(2, c), torch.empty_like(x), torch.empty(2, c)
     mean, var, tracked = (t.data_ptr() for t in own[1])

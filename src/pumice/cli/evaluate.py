@@ -103,7 +103,7 @@ def time_inference(net: nn.Module, x: SparseTensor, precision: str, runs: int = 
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerTiming:
     """One module of a network in one run: name, milliseconds, voxels and channels of its result."""
 
     name: str
@@ -113,7 +113,7 @@ class Layer:
 
 
 @torch.no_grad()
-def time_layers(net: nn.Module, x: SparseTensor, precision: str, runs: int = 3) -> list[Layer]:
+def time_layers(net: nn.Module, x: SparseTensor, precision: str, runs: int = 3) -> list[LayerTiming]:
     """The median time of every leaf module over `runs` runs with the maps at hand, in the order of use."""
     net.eval()
     order: list[str] = []
@@ -146,7 +146,7 @@ def time_layers(net: nn.Module, x: SparseTensor, precision: str, runs: int = 3) 
     finally:
         for handle in handles:
             handle.remove()
-    return [Layer(name, float(np.median(times[name][1:])), *shapes.get(name, (0, ""))) for name in order]
+    return [LayerTiming(name, float(np.median(times[name][1:])), *shapes.get(name, (0, ""))) for name in order]
 
 
 def trivial_scores(train: Sequence[Scan], held_out: Sequence[Scan], classes: int) -> dict[str, Scores]:

@@ -25,11 +25,11 @@ from pumice.cli import segment as segment_
 from pumice.cli import tuned as tuned_
 from pumice.cli.job import Job, common_labels, hold_out, labelled, pick_device
 from pumice.cli.segment import Result
-from pumice.cli.training import Recipe, Step
+from pumice.cli.training import Recipe, TrainingProgress
 from pumice.data import READERS, Scan, find_scans, read_scan, street_scene
 from pumice.errors import OptionError, PumiceError
-from pumice.schedule.ledger import ledger
-from pumice.schedule.plans import plans
+from pumice.schedule.tuned_plans import plans
+from pumice.schedule.tuned_tiles import ledger
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 console = Console(highlight=False)
@@ -333,8 +333,8 @@ def _train(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job) -> Resu
         signal.signal(signal.SIGTERM, before)
 
 
-def _watch(progress: Progress, bar: object) -> Callable[[Step, int], None]:
-    def watch(step: Step, total: int) -> None:
+def _watch(progress: Progress, bar: object) -> Callable[[TrainingProgress, int], None]:
+    def watch(step: TrainingProgress, total: int) -> None:
         if console.is_terminal:
             progress.update(bar, completed=step.number, figures=_figures(step))  # type: ignore[arg-type]
             if step.number == total:
@@ -346,7 +346,7 @@ def _watch(progress: Progress, bar: object) -> Callable[[Step, int], None]:
     return watch
 
 
-def _figures(step: Step) -> str:
+def _figures(step: TrainingProgress) -> str:
     return f"loss {step.loss:.3f}  accuracy {step.accuracy:.3f}  {step.speed / 1e3:.1f}k voxels/s"
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pumice.cli import checkpoint, evaluate
-from pumice.cli.evaluate import Layer, Scores, Timing
+from pumice.cli.evaluate import LayerTiming, Scores, Timing
 from pumice.cli.info import distribution
 from pumice.cli.job import Job, choose_features, fit_to_task, labelled
 from pumice.cli.predictions import write_prediction
@@ -31,13 +31,13 @@ from pumice.cli.report import (
     write_report,
 )
 from pumice.cli.task import Task, example
-from pumice.cli.training import Step, autocast, train
+from pumice.cli.training import TrainingProgress, autocast, train
 from pumice.data import Scan
 from pumice.engine import Tuning
 from pumice.engine import tune as tune_network
 from pumice.errors import FileError, OptionError
 
-Watch = Callable[[Step, int], None]
+Watch = Callable[[TrainingProgress, int], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Result:
     """
 
     task: Task
-    steps: tuple[Step, ...]
+    steps: tuple[TrainingProgress, ...]
     checkpoint: Path
     report: Path | None = None
     predictions: Path | None = None
@@ -73,7 +73,7 @@ def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Wat
         raise OptionError("no scan to train on has labels: give --labels, or a --checkpoint to run")
     net, task = _network(train_on, job)
     train_on, judge_on = (fit_to_task(scans, task, job.features) for scans in (train_on, judge_on))
-    steps: list[Step] = []
+    steps: list[TrainingProgress] = []
     total = job.recipe.epochs * len(train_on)
     path = job.opened().out / "checkpoint.safetensors"
     try:
@@ -185,7 +185,7 @@ def _report(
     result: Result,
     views: Sequence[tuple[Scan, str]],
     predicted: Sequence[np.ndarray],
-    layers: Sequence[Layer],
+    layers: Sequence[LayerTiming],
     job: Job,
 ) -> Report:
     task, timing = result.task, result.timing

@@ -68,14 +68,14 @@ class Task:
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
+class LabelledScan:
     """A scan as the network sees it: voxels, and the class of each (int64 [N], -1 where none counts)."""
 
     x: SparseTensor
     labels: Tensor | None
 
 
-def example(scan: Scan, task: Task, device: torch.device, turn: np.random.Generator | None = None) -> Example:
+def example(scan: Scan, task: Task, device: torch.device, turn: np.random.Generator | None = None) -> LabelledScan:
     """`scan` voxelised on `device`; with `turn`, first rotated about the vertical, mirrored and scaled by chance."""
     inputs = _inputs(scan)
     if inputs.shape[1] != len(task.mean):
@@ -88,7 +88,7 @@ def example(scan: Scan, task: Task, device: torch.device, turn: np.random.Genera
     points = torch.from_numpy(np.ascontiguousarray(xyz)).to(device)
     x = voxelize(points, torch.from_numpy(inputs).to(device), task.voxel, origin="min")
     labels = None if scan.labels is None else torch.from_numpy(scan.labels).to(device)
-    return Example(x, None if labels is None else voxel_labels(x, labels, len(task.names)))
+    return LabelledScan(x, None if labels is None else voxel_labels(x, labels, len(task.names)))
 
 
 def voxel_labels(x: SparseTensor, labels: Tensor, classes: int) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pumice.cli.task import IGNORE, Example, Task, example
+from pumice.cli.task import IGNORE, LabelledScan, Task, example
 from pumice.data import Scan
 
 
@@ -27,7 +27,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingProgress:
     """One optimiser step: its number from 1, loss, share of labelled voxels that were right, voxels per second."""
 
     number: int
@@ -39,7 +39,9 @@ class Step:
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train(net: nn.Module, scans: Sequence[Scan], task: Task, recipe: Recipe, device: torch.device) -> Iterator[Step]:
+def train(
+    net: nn.Module, scans: Sequence[Scan], task: Task, recipe: Recipe, device: torch.device
+) -> Iterator[TrainingProgress]:
     """Train `net` in place, one scan a step, and yield each step: `recipe.epochs * len(scans)` of them.
 
     Cross entropy over labelled voxels, rare classes weighted by one over the square root of their share; AdamW with
@@ -61,12 +63,12 @@ def train(net: nn.Module, scans: Sequence[Scan], task: Task, recipe: Recipe, dev
             loss, right = _step(net, sample, loss_of, optimizer, scaler, recipe.precision)
             schedule.step()
             number += 1
-            yield Step(number, loss, right, len(sample.x) / (time.perf_counter() - start))
+            yield TrainingProgress(number, loss, right, len(sample.x) / (time.perf_counter() - start))
 
 
 def _step(
     net: nn.Module,
-    sample: Example,
+    sample: LabelledScan,
     loss_of: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pumice.errors import FileError
-from pumice.schedule.ledger import Key, Ledger, Tuned
-from pumice.schedule.plans import Plan, PlanKey, Plans
+from pumice.schedule.tuned_plans import PlanKey, Plans, TunedPlan
+from pumice.schedule.tuned_tiles import Key, Ledger, Tuned
 
 __all__ = ["Kept"]
 
@@ -102,7 +102,7 @@ def _tiles(found: Mapping[Key, Tuned], device: str) -> Table:
     return table
 
 
-def _plans(found: Mapping[PlanKey, Plan], device: str) -> Table:
+def _plans(found: Mapping[PlanKey, TunedPlan], device: str) -> Table:
     """Of a device, by network: below its name what each group of layers runs."""
     table = _table(f"plans of {device}", "network, dtypes, mode, dataflows", ">ms before", ">ms", "tuned")
     own = [(key, plan) for key, plan in found.items() if key.device == device]
@@ -140,7 +140,7 @@ def _cells(key: Key, tuned: Tuned) -> tuple[str, ...]:
     return statement, f"{dtypes}, from {sizes}", str(tuned.tile), best, _date(tuned)
 
 
-def _date(tuned: Tuned | Plan) -> str:
+def _date(tuned: Tuned | TunedPlan) -> str:
     return tuned.date.astimezone().strftime("%Y-%m-%d")
 
 

@@ -1,22 +1,22 @@
 """Who meets whom: integers in, integers out."""
 
-from pumice.coords import operators  # noqa: F401  (registers them)
-from pumice.coords.build import at_the_end, beside, check_steps, checked_geometry, kernel_map, pyramid
-from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import Cloud
+from pumice.coords import traced_ops  # noqa: F401  (registers them)
+from pumice.coords.box import Bounds, KeySpace
+from pumice.coords.buffer import CoordBuffer
+from pumice.coords.build import check_steps, checked_geometry, join_side_streams, kernel_map, on_side_stream, pyramid
 from pumice.coords.codes import CodeLayout, morton_argsort, morton_unique
-from pumice.coords.compact import Compacted, Grouped, Order
 from pumice.coords.curve import CURVES, deserialize, serialize
 from pumice.coords.geometry import Geometry, same_geometry
-from pumice.coords.grid import ROUNDINGS, Frame, Site
-from pumice.coords.kernel_map import KernelMap, Pairs, settle
-from pumice.coords.keys import Bounds, KeySpace
+from pumice.coords.grid import ROUNDINGS, GridSpec, VoxelFrame
+from pumice.coords.indexes import lookup_of
+from pumice.coords.kernel_map import KernelMap, Pairs, read_pending_sizes
 from pumice.coords.lookup import mask_words
-from pumice.coords.merge import merged
-from pumice.coords.outputs import made_of
+from pumice.coords.map_schedule import MapSchedule
+from pumice.coords.outputs import make_outputs
 from pumice.coords.relation import POLICIES, Relation, as_axes
-from pumice.coords.structures import lookup_of
-from pumice.coords.traced import local
+from pumice.coords.tiles import PairGroups, SortSpec, TileList
+from pumice.coords.tracing import trace_local
+from pumice.coords.unique import unique_coords
 from pumice.coords.voxel import as_tensor, check_points, frame_of, quantize
 
 __all__ = [
@@ -24,39 +24,39 @@ __all__ = [
     "POLICIES",
     "ROUNDINGS",
     "Bounds",
-    "Cloud",
     "CodeLayout",
-    "Compacted",
-    "Frame",
+    "CoordBuffer",
     "Geometry",
-    "Grouped",
+    "GridSpec",
     "KernelMap",
     "KeySpace",
     "MapSchedule",
-    "Order",
+    "PairGroups",
     "Pairs",
     "Relation",
-    "Site",
+    "SortSpec",
+    "TileList",
+    "VoxelFrame",
     "as_axes",
     "as_tensor",
-    "at_the_end",
-    "beside",
     "check_points",
     "check_steps",
     "checked_geometry",
     "deserialize",
     "frame_of",
+    "join_side_streams",
     "kernel_map",
-    "local",
     "lookup_of",
-    "made_of",
+    "make_outputs",
     "mask_words",
-    "merged",
     "morton_argsort",
     "morton_unique",
+    "on_side_stream",
     "pyramid",
     "quantize",
+    "read_pending_sizes",
     "same_geometry",
     "serialize",
-    "settle",
+    "trace_local",
+    "unique_coords",
 ]

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import Cloud, offset_table
+from pumice.coords.box import Bounds
+from pumice.coords.buffer import CoordBuffer, offset_table
 from pumice.coords.codes import CodeLayout
-from pumice.coords.keys import Bounds
-from pumice.coords.lookup import WARPS, WORD, Found, Live, cleared, lanes_of, padded, paired, rows_of
+from pumice.coords.lookup import WARPS, WORD, Live, Neighbours, cleared, lanes_of, padded, paired, rows_of
+from pumice.coords.map_schedule import MapSchedule
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
-from pumice.runtime.launch import constant, kernel, sent, without_kernels
+from pumice.runtime.launch import cached_device_constant, kernel, to_device_async, triton_unavailable_reason
 
 LOW = {1: 9, 2: 8, 3: 9, 4: 8}
 """The binary logarithm of a brick's cells: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4."""
@@ -39,7 +39,7 @@ KINDS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Reach:
+class Stencil:
     """Which cells the rows of a cloud reach, one for each offset.
 
     form: "times" (step * c + offset), "over" ((c - offset) / step, where it divides), "floor" (floor(c / step)).
@@ -50,21 +50,21 @@ class Reach:
     offsets: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of_outputs(relation: Relation) -> Reach:
+    def of_outputs(relation: Relation) -> Stencil:
         """What makes the outputs of a relation exist."""
         if relation.policy == "floor_unique":
-            return Reach("floor", relation.stride, ((0,) * relation.dim,))
-        return Reach.of_meetings(relation)
+            return Stencil("floor", relation.stride, ((0,) * relation.dim,))
+        return Stencil.of_meetings(relation)
 
     @staticmethod
-    def of_meetings(relation: Relation) -> Reach:
+    def of_meetings(relation: Relation) -> Stencil:
         """Which outputs each input meets, tap by tap."""
         form = "times" if relation.policy == "transposed_support" else "over"
-        return Reach(form, relation.stride, relation.offsets)
+        return Stencil(form, relation.stride, relation.offsets)
 
     @staticmethod
-    def itself(dim: int) -> Reach:
-        return Reach("floor", (1,) * dim, ((0,) * dim,))
+    def itself(dim: int) -> Stencil:
+        return Stencil("floor", (1,) * dim, ((0,) * dim,))
 
     @property
     def lanes(self) -> int:
@@ -90,14 +90,14 @@ class Reach:
 
 
 @lru_cache(maxsize=256)
-def _lanes(reach: Reach) -> int:
+def _lanes(reach: Stencil) -> int:
     if reach.form != "over":
         return len(reach.offsets)
     # Of offsets that leave the same rest, all or none divide.
     return max(map(len, _by_rest(reach).values()), default=0)
 
 
-def _by_rest(reach: Reach) -> dict[int, list[int]]:
+def _by_rest(reach: Stencil) -> dict[int, list[int]]:
     """The taps that divide for a row, by the rests that it leaves: one number, row-major."""
     kinds: dict[int, list[int]] = {}
     for tap, offset in enumerate(reach.offsets):
@@ -108,8 +108,8 @@ def _by_rest(reach: Reach) -> dict[int, list[int]]:
     return kinds
 
 
-@constant(256)
-def _taps(reach: Reach, device: torch.device) -> Tensor:
+@cached_device_constant(256)
+def _taps(reach: Stencil, device: torch.device) -> Tensor:
     """What kernels read of the offsets, int32. Of "over" a list for each kind of rests, [prod(steps), lanes, 1+D]: a
     tap (-1 past the last), and what it adds to the quotient along each axis. Of the others [K, D], the offsets.
     """
@@ -120,7 +120,7 @@ def _taps(reach: Reach, device: torch.device) -> Tensor:
         for lane, tap in enumerate(taps):
             shifts = zip(reach.offsets[tap], reach.least, reach.steps, strict=True)
             lists[kind, lane] = torch.tensor([tap, *(-((o - least) // step) for o, least, step in shifts)])
-    return sent(lists, device)
+    return to_device_async(lists, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class Space:
     def bricks(self) -> int:
         return max(self.bounds.batch, 1) << (self.bits - self.low)
 
-    def numbers(self, reach: Reach) -> tuple[int, ...]:
+    def numbers(self, reach: Stencil) -> tuple[int, ...]:
         """batch, what is taken off coordinates, four extents, where each axis's table starts for its low, bits."""
         box, layout = self.bounds, self.layout
         begins = tuple(s + a + b for s, a, b in zip(layout.starts, box.low, layout.bias, strict=True))
@@ -155,9 +155,9 @@ class Space:
         return (box.batch, *taken, *padded(box.extents, 1), *padded(begins, 0), self.bits)
 
 
-def refusal(coords: Tensor, bounds: Bounds, reach: Reach) -> str | None:
+def refusal(coords: Tensor, bounds: Bounds, reach: Stencil) -> str | None:
     """Why no bricks are made of what these coordinates reach in a box, or None."""
-    if why := without_kernels(coords):
+    if why := triton_unavailable_reason(coords):
         return why
     try:
         space = Space.of(bounds)
@@ -203,48 +203,55 @@ class Bricks:
         return {"WHOLE": self.directory is None}
 
     @staticmethod
-    def of(cloud: Cloud, reach: Reach, bounds: Bounds, most: int, strict: bool = False) -> Bricks:
+    def of(cloud: CoordBuffer, reach: Stencil, bounds: Bounds, most: int, strict: bool = False) -> Bricks:
         """The cells in `bounds` that the cloud's rows reach, with room for `most` of them in the worst case.
 
         strict: cells outside, and cells that are reached twice, are reported in the cloud's status.
         """
         space = Space.of(bounds)
-        call = _Call(cloud, reach, space)
+        call = _BrickCall(cloud, reach, space)
         words = (1 << space.low) // 32
         if space.bricks <= WHOLE:
             cells = torch.zeros(space.bricks * words, dtype=torch.int32, device=cloud.device)
-            call("probes.occupy", (cells, cells, cloud.status), (space.bricks,), {"STRICT": strict, "WHOLE": True})
+            call(
+                "lookup_kernels.occupy",
+                (cells, cells, cloud.status),
+                (space.bricks,),
+                {"STRICT": strict, "WHOLE": True},
+            )
             return Bricks(space, space.bricks, None, *paired(cells))
         limit = max(1, min(most, space.bricks))
         size, room = -(-space.bricks // 32) * 32, limit * words
         few = room <= FEW
         marks = torch.zeros(size + 4 * room * few, dtype=torch.int8, device=cloud.device)
         marks, cells = marks[:size], marks[size:].view(torch.int32)
-        call("probes.mark", (marks, cloud.status), (), {"STRICT": strict})
+        call("lookup_kernels.mark", (marks, cloud.status), (), {"STRICT": strict})
         directory, count = paired(marks)
         live = Live(count, words)
         cells = cells if few else cleared(room, live)
         more = {"STRICT": strict, "WHOLE": False}
-        call("probes.occupy", (directory, cells, cloud.status), (limit,), more)
+        call("lookup_kernels.occupy", (directory, cells, cloud.status), (limit,), more)
         return Bricks(space, limit, directory, *paired(cells, live))
 
-    def coords(self, cloud: Cloud, reach: Reach, capacity: int) -> tuple[Tensor, Tensor]:
+    def coords(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> tuple[Tensor, Tensor]:
         """int32 [capacity, 1+D]: the cells in (batch, Morton) order, -1 past them; int32 [1]: how many rows live."""
         return self._met(cloud, reach, capacity, "", True)[1:]
 
-    def rows(self, cloud: Cloud, reach: Reach, capacity: int) -> Tensor:
+    def rows(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> Tensor:
         """int32 [capacity, K]: the row of the cloud that reaches each cell through each offset, -1 where none does."""
         return self._met(cloud, reach, capacity, "rows", False)[0]
 
-    def turned(self, cloud: Cloud, reach: Reach, capacity: int) -> Tensor:
+    def turned(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> Tensor:
         """int32 [N, K]: the place of the cell that each row of the cloud reaches through each offset, else -1."""
         return self._met(cloud, reach, capacity, "turned", False)[0]
 
-    def both(self, cloud: Cloud, reach: Reach, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    def both(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
         """rows and coords in one pass, for offsets that reach every cell that exists."""
         return self._met(cloud, reach, capacity, "rows", True)
 
-    def _met(self, cloud: Cloud, reach: Reach, capacity: int, kind: str, place: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def _met(
+        self, cloud: CoordBuffer, reach: Stencil, capacity: int, kind: str, place: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         volume, device = len(reach.offsets), cloud.device
         count = {"rows": capacity, "turned": cloud.capacity}.get(kind, 0)
         met = torch.full((count, volume), -1, dtype=torch.int32, device=device)
@@ -253,16 +260,16 @@ class Bricks:
         more = {"K": volume, "MAP": kind, "PLACE": place, **self.constants}
         numbers = (self.limit, capacity, *padded(self.space.bounds.low, 0))
         tensors = (*self.tensors, self.count, met, placed, living, cloud.status)
-        _Call(cloud, reach, self.space)("probes.meet", tensors, numbers, more)
+        _BrickCall(cloud, reach, self.space)("lookup_kernels.search_neighbours", tensors, numbers, more)
         return met, placed, living
 
 
 @dataclass(frozen=True)
-class _Call:
+class _BrickCall:
     """A kernel over all cells that rows reach."""
 
-    cloud: Cloud
-    reach: Reach
+    cloud: CoordBuffer
+    reach: Stencil
     space: Space
 
     def __call__(self, name: str, tensors: Sequence[Tensor], numbers: Sequence[int], more: dict[str, Any]) -> None:
@@ -279,37 +286,37 @@ class _Call:
 class BrickLookup:
     """Bricks of a cloud's own cells, with the row of each."""
 
-    def __init__(self, cloud: Cloud, schedule: MapSchedule) -> None:
-        own = Reach.itself(cloud.dim)
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
+        own = Stencil.itself(cloud.dim)
         self._bricks = Bricks.of(cloud, own, cloud.bounds, cloud.capacity, strict=True)
         self._values = self._bricks.rows(cloud, own, cloud.capacity)
 
     @staticmethod
-    def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
-        return refusal(cloud.coords, cloud.bounds, Reach.itself(cloud.dim))
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
+        return refusal(cloud.coords, cloud.bounds, Stencil.itself(cloud.dim))
 
     @property
     def nbytes(self) -> int:
         return self._bricks.nbytes + self._values.numel() * 4
 
-    def neighbours(self, outputs: Cloud, relation: Relation) -> Found:
+    def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
         """See Lookup."""
         bricks, space, device = self._bricks, self._bricks.space, outputs.device
         volume, capacity = len(relation.offsets), outputs.capacity
         rows = torch.empty(capacity, volume, dtype=torch.int32, device=device)
         masks = torch.empty(capacity, -(-volume // WORD), dtype=torch.int32, device=device)
-        lanes, reach = lanes_of(volume), Reach("times", relation.stride, relation.offsets)
+        lanes, reach = lanes_of(volume), Stencil("times", relation.stride, relation.offsets)
         constants = {"D": outputs.dim, "K": volume, **_steps(relation.stride)}
         constants |= {"LOW": space.low, "ROWS": rows_of(lanes), "LANES": lanes, **bricks.constants}
         given = (_taps(reach, device), space.layout.tables(device))
-        kernel("probes.brick_neighbours")(
+        kernel("lookup_kernels.brick_neighbours")(
             -(-capacity // rows_of(lanes)),
             (outputs.coords, outputs.count, *given, *bricks.tensors, self._values, rows, masks),
             (*space.numbers(reach), bricks.limit, capacity),
             constants,
             WARPS,
         )
-        return Found(rows, masks)
+        return Neighbours(rows, masks)
 
 
 def _steps(steps: Sequence[int]) -> dict[str, int]:

@@ -11,17 +11,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pumice.coords import traced
-from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import Cloud
+from pumice.coords import tracing as tracing_module
+from pumice.coords.buffer import CoordBuffer
+from pumice.coords.capacity import BufferedMapState
 from pumice.coords.geometry import Geometry, alike, described
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.lookup import Found
-from pumice.coords.outputs import Listed, Outputs, counted, level_key, made_of, room_of, site_of
+from pumice.coords.lookup import Neighbours
+from pumice.coords.map_schedule import MapSchedule
+from pumice.coords.outputs import Outputs, TorchOutputs, counted, level_key, make_outputs, max_outputs, site_of
 from pumice.coords.relation import POLICIES, Relation
-from pumice.coords.rooms import Between
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
-from pumice.runtime.launch import lasting, runs_kernels
+from pumice.runtime.launch import has_triton, outside_inference_mode
 from pumice.runtime.streams import FIRST, mark
 
 _GROWTH = 16
@@ -38,7 +38,7 @@ def checked_geometry(
     """`Geometry.checked`, also while torch.compile or torch.export traces: the compiled code then checks."""
     if torch.compiler.is_compiling():
         coords, strides, shape = described(coords, stride, spatial_shape)
-        return traced.checked(coords.contiguous(), strides, shape, batch_size)
+        return tracing_module.checked(coords.contiguous(), strides, shape, batch_size)
     return Geometry.checked(coords, stride, spatial_shape, batch_size)
 
 
@@ -50,7 +50,7 @@ def kernel_map(
     `target` names the outputs for the policies `given` and `cached_inverse`, and only for those. `schedule` says how
     neighbours are found; by default the cost model does. It changes no result, and nothing of a map already found.
 
-    While torch.compile or torch.export traces, a map will be found when the traced code runs (coords.traced), unless
+    While torch.compile or torch.export traces, a map will be found when the traced code runs (coords.tracing), unless
     `geometry` was prepared for that; it is left as it is, and what is returned in its place keeps the map.
 
     Raises OptionError for an unknown policy and for what is no schedule, ShapeError and DeviceError for a target that
@@ -64,15 +64,15 @@ def kernel_map(
         return _inverse_map(geometry, relation, target)
     if torch.compiler.is_dynamo_compiling():
         # To look at the maps would bind compiled code to them.
-        return traced.kernel_map(geometry, *_checked(geometry, relation, target))
+        return tracing_module.kernel_map(geometry, *_checked(geometry, relation, target))
     # A geometry as its own target is not named in the key: a reference to itself would keep its memory alive.
     key = (relation, None if target is geometry else target)
     kept = geometry.maps.get(key)
     if kept is None and torch.compiler.is_compiling():
-        return traced.kernel_map(geometry, *_checked(geometry, relation, target))
+        return tracing_module.kernel_map(geometry, *_checked(geometry, relation, target))
     if kept is None:
         # A map found in inference serves training afterwards.
-        with lasting():
+        with outside_inference_mode():
             kept = _build(geometry, relation, target, schedule)
         if geometry.unsettled is not None:
             kept = replace(kept[0], inputs=weakref.ref(geometry)), kept[1]
@@ -82,7 +82,7 @@ def kernel_map(
 
 
 @contextmanager
-def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
+def on_side_stream(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
     """Within it, while a CUDA graph is captured, maps are found on a stream of their own: layers over the first levels
     run beside the search for the others. What it gives is told each map that was found, which readers then wait for.
 
@@ -115,7 +115,7 @@ def beside(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
 
 
 @contextmanager
-def at_the_end(geometry: Geometry) -> Iterator[None]:
+def join_side_streams(geometry: Geometry) -> Iterator[None]:
     """Within it, at the end of a program, what tells of coordinates and maps is read; what runs later waits for it and
     for all that was found beside.
 
@@ -179,7 +179,7 @@ def _level(geometry: Geometry, relation: Relation, schedule: MapSchedule | None)
     outputs = geometry.levels.get(key) if key else None
     if outputs is not None:
         return _to_known(geometry, relation, outputs, None, schedule), outputs
-    made = made_of(geometry.cloud, geometry.site, relation, schedule)
+    made = make_outputs(geometry.cloud, geometry.site, relation, schedule)
     buffered = geometry.buffered is not None
     outputs = _buffer_of(made, geometry, relation) if buffered else made.geometry(*counted(geometry, [made.count]))
     if key:
@@ -196,14 +196,14 @@ def _to_known(
         if table is not None and len(table) > len(geometry):
             # Inputs of a pyramid lie in a longer buffer.
             table = table[: len(geometry)].clone()
-        found = None if table is None else Found(table, None)
+        found = None if table is None else Neighbours(table, None)
         found = found or _search(outputs, geometry, relation, schedule)
         return _map_of(relation, found, outputs, geometry).transpose()
-    found = _search(geometry, outputs, relation, schedule) if table is None else Found(table, None)
+    found = _search(geometry, outputs, relation, schedule) if table is None else Neighbours(table, None)
     return _map_of(relation, found, geometry, outputs)
 
 
-def _map_of(relation: Relation, found: Found, inputs: Geometry, outputs: Geometry) -> KernelMap:
+def _map_of(relation: Relation, found: Neighbours, inputs: Geometry, outputs: Geometry) -> KernelMap:
     made = KernelMap.of_found(relation, found, len(inputs), (inputs.cloud.count, outputs.cloud.count))
     here, there = inputs.buffered, outputs.buffered
     if here is None and there is None:
@@ -211,7 +211,7 @@ def _map_of(relation: Relation, found: Found, inputs: Geometry, outputs: Geometr
     if here is None or there is None:
         raise GeometryError("a captured network has no maps between its own coordinates and those from elsewhere")
     status, place = inputs.cloud.status, (here.path, there.path, relation)
-    return replace(made, between=Between(inputs.cloud.count, outputs.cloud.count, status, here.rooms, place))
+    return replace(made, between=BufferedMapState(inputs.cloud.count, outputs.cloud.count, status, here.rooms, place))
 
 
 def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometry:
@@ -219,14 +219,14 @@ def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometr
     buffered = geometry.buffered
     assert buffered is not None
     site = site_of(geometry.site, relation)
-    if isinstance(made, Listed) and geometry.coords.is_cuda:
+    if isinstance(made, TorchOutputs) and geometry.coords.is_cuda:
         raise GeometryError(
             f"no kernel makes coordinates in the box {site.bounds.low} to {site.bounds.high}, and plain torch waits "
             "for the device: a captured network needs a smaller box"
         )
     path = (*buffered.path, relation)
-    most = room_of(len(geometry), relation, site)
-    room = buffered.rooms.room(("rows", path, site.stride), made.count, most)
+    most = max_outputs(len(geometry), relation, site)
+    room = buffered.rooms.capacity(("rows", path, site.stride), made.count, most)
     return Geometry.in_buffer(made.cloud(room), site, replace(buffered, path=path))
 
 
@@ -241,8 +241,8 @@ def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ..
     levels = [geometry]
     for place, step in enumerate(steps):
         missing = (step, None) not in levels[-1].maps and not torch.compiler.is_compiling()
-        if missing and geometry.buffered is None and runs_kernels(geometry.coords):
-            with lasting():
+        if missing and geometry.buffered is None and has_triton(geometry.coords):
+            with outside_inference_mode():
                 _pyramid(levels[-1], steps[place:])
         levels.append(kernel_map(levels[-1], step)[1])
     return tuple(levels)
@@ -259,11 +259,11 @@ def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
     """Levels in buffers of their worst case, counted, and then cut to size; as many as do not take too much room."""
     cloud, site = geometry.cloud, geometry.site
     made: list[Outputs] = []
-    clouds: list[Cloud] = []
+    clouds: list[CoordBuffer] = []
     for step in steps:
-        made.append(made_of(cloud, site, step))
+        made.append(make_outputs(cloud, site, step))
         site = site_of(site, step)
-        room = room_of(cloud.capacity, step, site)
+        room = max_outputs(cloud.capacity, step, site)
         if len(made) == len(steps) or room > _GROWTH * len(geometry):
             break
         cloud = made[-1].cloud(room, alone=True)
@@ -282,7 +282,7 @@ def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
         geometry = geometry.maps[step, None][1] or geometry
 
 
-def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: MapSchedule | None) -> Found:
+def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: MapSchedule | None) -> Neighbours:
     """The rows of the inputs at stride * out + offset."""
     return inputs.lookup(schedule).neighbours(outputs.cloud, relation)
 
@@ -293,11 +293,11 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
         raise GeometryError("policy 'cached_inverse' needs the target coordinates that the inputs were made from")
     tracing = torch.compiler.is_dynamo_compiling()
     for forward in _ways(relation) if tracing else _forwards(relation):
-        kept = traced.known(target, forward) if tracing else target.maps.get((forward, None))
+        kept = tracing_module.known(target, forward) if tracing else target.maps.get((forward, None))
         if kept is not None and kept[1] is not None and alike(kept[1], geometry):
             return kept[0].transpose(), target
     _checked_target(geometry, target)
-    if geometry.stride != traced.stride_of(target.stride, relation):
+    if geometry.stride != tracing_module.stride_of(target.stride, relation):
         raise GeometryError(
             f"x has stride {geometry.stride}; a convolution of stride {relation.stride} from the target's stride "
             f"{target.stride} does not lead there"

@@ -10,9 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pumice.coords.keys import Bounds
+from pumice.coords.box import Bounds
 from pumice.errors import CoordinateError
-from pumice.runtime.launch import constant, sent
+from pumice.runtime.launch import cached_device_constant, to_device_async
 
 Places = tuple[tuple[int, ...], ...]
 
@@ -221,17 +221,19 @@ def _spread(value: Tensor, places: tuple[int, ...], words: list[Tensor]) -> None
             words[index] += table[digit]
 
 
-@constant(1024)
+@cached_device_constant(1024)
 def _byte_tables(places: tuple[int, ...], device: torch.device) -> tuple[tuple[int, Tensor], ...]:
     """For each word that one byte of an axis reaches: the byte's 256 values with their bits moved to `places`."""
     digits = torch.arange(256, dtype=torch.int64, device=device)
     return tuple((index, _move_bits(digits, moves)) for index, moves in _moves(places).items())
 
 
-@constant(64)
+@cached_device_constant(64)
 def _tables(places: Places, device: torch.device) -> Tensor:
     values = [torch.arange(1 << len(p), dtype=torch.int64) for p in places]
-    return sent(torch.cat([_move_bits(v, enumerate(p)) for v, p in zip(values, places, strict=True)]), device)
+    return to_device_async(
+        torch.cat([_move_bits(v, enumerate(p)) for v, p in zip(values, places, strict=True)]), device
+    )
 
 
 def _moves(places: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pumice.coords.box import Bounds
 from pumice.coords.codes import (
     WORD_BITS,
     axes_of_hilbert,
@@ -18,7 +19,6 @@ from pumice.coords.codes import (
     serial_places,
 )
 from pumice.coords.geometry import check_form
-from pumice.coords.keys import Bounds
 from pumice.errors import CoordinateError, DtypeError, OptionError, ShapeError
 
 # Bits per axis by words of the code and by D: what leaves at least 15 bits for the batch.
@@ -52,7 +52,7 @@ CURVES: dict[str, Curve] = {
 
 
 @dataclass(frozen=True)
-class _Form:
+class _CurveForm:
     """How a code is laid out: D axes of `depth` bits each and the batch above them, in words of 63 bits."""
 
     dim: int
@@ -60,12 +60,12 @@ class _Form:
     words: int
 
     @staticmethod
-    def of(dim: int, depth: int | None, words: int) -> _Form:
+    def of(dim: int, depth: int | None, words: int) -> _CurveForm:
         if depth is None:
-            return _Form(dim, _DEPTHS[words][dim - 1], words)
+            return _CurveForm(dim, _DEPTHS[words][dim - 1], words)
         if not 1 <= depth <= _MAX_DEPTH:
             raise OptionError(f"depth takes 1 to {_MAX_DEPTH} bits per axis, found {depth}")
-        form = _Form(dim, depth, words)
+        form = _CurveForm(dim, depth, words)
         if form.spare < 0:
             raise CoordinateError(f"{form} take {dim * depth} bits, a code holds {words * WORD_BITS}{form.hint}")
         return form
@@ -123,7 +123,7 @@ def serialize(
     matrix = coords if isinstance(coords, Tensor) else coords.coords
     curve = _curve_of(order)
     check_form(matrix)
-    form = _Form.of(matrix.shape[1] - 1, depth, 2 if wide else 1)
+    form = _CurveForm.of(matrix.shape[1] - 1, depth, 2 if wide else 1)
     if check:
         _check_range(Bounds.of(matrix), form)
     batch, *axes = matrix.unbind(1)
@@ -152,7 +152,7 @@ def deserialize(
     if not 1 <= dim <= 4:
         raise ShapeError(f"coordinates have 1 to 4 spatial axes, found dim={dim}")
     words = [codes] if codes.ndim == 1 else [codes[:, 1], codes[:, 0]]
-    form = _Form.of(dim, depth, len(words))
+    form = _CurveForm.of(dim, depth, len(words))
     if check:
         _check_codes(words, form)
     batch, *dealt = (value.int() for value in deinterleave(words, form.places))
@@ -165,7 +165,7 @@ def _curve_of(order: str) -> Curve:
     return CURVES[order]
 
 
-def _check_range(bounds: Bounds, form: _Form) -> None:
+def _check_range(bounds: Bounds, form: _CurveForm) -> None:
     low, high, last = min(bounds.low), max(bounds.high), max(bounds.batch - 1, 0)
     if low < 0 or high >> form.depth:
         raise CoordinateError(
@@ -178,7 +178,7 @@ def _check_range(bounds: Bounds, form: _Form) -> None:
         )
 
 
-def _check_codes(words: Sequence[Tensor], form: _Form) -> None:
+def _check_codes(words: Sequence[Tensor], form: _CurveForm) -> None:
     if len(words[0]) == 0:
         return
     bits = form.dim * form.depth + len(form.places[0])

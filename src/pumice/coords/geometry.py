@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import Cloud, read
+from pumice.coords.box import INT32_MAX, Bounds
+from pumice.coords.buffer import CoordBuffer, read
+from pumice.coords.capacity import BufferedState
 from pumice.coords.codes import morton_argsort
-from pumice.coords.grid import Frame, Site, Stride, tidy
+from pumice.coords.grid import GridSpec, Stride, VoxelFrame, tidy
+from pumice.coords.indexes import explain, lookup_of
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.keys import INT32_MAX, Bounds
 from pumice.coords.lookup import Lookup, find
+from pumice.coords.map_schedule import MapSchedule
 from pumice.coords.packing import alone
 from pumice.coords.relation import Relation, as_axes
-from pumice.coords.rooms import Buffered
-from pumice.coords.structures import explain, lookup_of
 from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
-from pumice.runtime.launch import lasting
-from pumice.runtime.streams import Late
+from pumice.runtime.launch import outside_inference_mode
+from pumice.runtime.streams import PendingEvents
 
 
 @dataclass(eq=False)
-class Trail:
+class TraceOrigin:
     """Where a geometry comes from that was made while torch.compile or torch.export traced: the steps that lead to it
     from the geometry `root`, which was there before (None: from coordinates that were made in the traced function).
 
@@ -49,7 +49,7 @@ class Geometry:
     found for one serve both. D is 1 to 4; coordinates may be negative unless `spatial_shape` bounds them.
     """
 
-    def __init__(self, coords: Tensor, site: Site, inverse: Tensor | None = None, settled: bool = True) -> None:
+    def __init__(self, coords: Tensor, site: GridSpec, inverse: Tensor | None = None, settled: bool = True) -> None:
         self._coords = coords
         self._site = site
         self._inverse = inverse
@@ -57,7 +57,7 @@ class Geometry:
         # (a reference to oneself would keep device memory alive until a garbage collection), and coarser levels.
         self.maps: dict[Any, tuple[KernelMap, Geometry | None]] = {}
         self.levels: dict[Any, Geometry] = {}
-        self._cloud: Cloud | None = None
+        self._cloud: CoordBuffer | None = None
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
         self._settled = settled
@@ -65,14 +65,14 @@ class Geometry:
         self.prepared = False
         # What networks have asked for together, by their keys: it is among the maps (pumice.ops.prepare).
         self.asked: set[Hashable] = set()
-        self.trail: Trail | None = None
-        self._buffered: Buffered | None = None
+        self.trail: TraceOrigin | None = None
+        self._buffered: BufferedState | None = None
         self._alive: Tensor | None = None
         # Of a captured network: what other streams make, the "coords" and all that is "found" of them.
-        self.late = Late()
+        self.late = PendingEvents()
 
     @staticmethod
-    def in_buffer(cloud: Cloud, site: Site, buffered: Buffered) -> Geometry:
+    def in_buffer(cloud: CoordBuffer, site: GridSpec, buffered: BufferedState) -> Geometry:
         """The living rows of a cloud. Its length is the buffer's; what goes wrong shows in the cloud's status alone."""
         geometry = Geometry(cloud.coords, site)
         geometry._cloud, geometry._buffered = cloud, buffered
@@ -97,10 +97,10 @@ class Geometry:
         """
         coords, strides, shape = described(coords, stride, spatial_shape)
         # A copy: maps are kept, and what the caller writes to his tensor later must not change what they are of.
-        with lasting():
+        with outside_inference_mode():
             coords = coords.clone(memory_format=torch.contiguous_format)
         bounds = bounds_of(coords, shape, batch_size)
-        site = Site(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
+        site = GridSpec(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
         geometry = Geometry(coords, site, settled=False)
         if not coords.is_cuda:
             geometry.settle()
@@ -123,7 +123,7 @@ class Geometry:
         return self._coords
 
     @property
-    def site(self) -> Site:
+    def site(self) -> GridSpec:
         if self._site.bounds.batch < 0:
             # A trace could not look.
             bounds = Bounds.of(self._coords)
@@ -132,7 +132,7 @@ class Geometry:
         return self._site
 
     @property
-    def outline(self) -> Site:
+    def outline(self) -> GridSpec:
         """The site as far as it is known without a look at the coordinates, whose bounds it may not tell."""
         return self._site
 
@@ -161,7 +161,7 @@ class Geometry:
         return self.site.bounds
 
     @property
-    def frame(self) -> Frame | None:
+    def frame(self) -> VoxelFrame | None:
         return self._site.frame
 
     @property
@@ -170,7 +170,7 @@ class Geometry:
         return self._inverse
 
     @property
-    def buffered(self) -> Buffered | None:
+    def buffered(self) -> BufferedState | None:
         """What is settled of the sizes, where the coordinates lie in a buffer (a captured network); else None."""
         return self._buffered
 
@@ -180,14 +180,14 @@ class Geometry:
         return self._buffered is not None and self._buffered.trains
 
     @property
-    def alive(self) -> Tensor:
+    def valid_mask(self) -> Tensor:
         """bool [N, 1]: which rows live; all but in a captured network."""
         if self._alive is None:
-            with lasting():
-                self._alive = self.cloud.live()[:, None]
+            with outside_inference_mode():
+                self._alive = self.cloud.valid_mask()[:, None]
         return self._alive
 
-    def known(self, what: str) -> None:
+    def require_host_size(self, what: str) -> None:
         """Raise GeometryError where the number of voxels is the device's alone, for what has to know it."""
         if self._buffered is not None:
             raise GeometryError(
@@ -227,17 +227,17 @@ class Geometry:
         return Geometry(self._coords.pin_memory(), self.site, inverse, self._settled)
 
     @property
-    def cloud(self) -> Cloud:
+    def cloud(self) -> CoordBuffer:
         """The coordinates as kernels take them."""
         self._join("coords")
         if self._cloud is None:
             # What is made in inference serves training afterwards.
-            with lasting():
-                self._cloud = Cloud.of(self._coords, self.bounds)
+            with outside_inference_mode():
+                self._cloud = CoordBuffer.of(self._coords, self.bounds)
         return self._cloud
 
     def _join(self, what: str) -> None:
-        """See Late: of a network that is captured, and of nothing else."""
+        """See PendingEvents: of a network that is captured, and of nothing else."""
         if self.late:
             self.late.join(what, self.device)
 
@@ -264,7 +264,7 @@ class Geometry:
         """
         self._join("found")
         if self._lookup is None or schedule not in (None, self._schedule):
-            with lasting():
+            with outside_inference_mode():
                 found = lookup_of(self.cloud, schedule)
             if not self._settled and not self._coords.is_cuda:
                 self.settle(int(self.cloud.status))
@@ -279,7 +279,7 @@ class Geometry:
         """The row of each of `coords` int [M, 1+D], -1 where it is not present; int64 [M]."""
         return find(self.lookup(), coords, self.bounds).long()
 
-    def enter(self, cells: Cloud) -> Tensor:
+    def assign_points(self, cells: CoordBuffer) -> Tensor:
         """The row of each of `cells` that lives, -1 of others; int64 [P]. It is the `inverse` of coordinates in a
         buffer that were made of these."""
         self._inverse = self.lookup().neighbours(cells, Relation.of(self.dim, 1)).rows[:, 0].long()
@@ -377,7 +377,7 @@ def _check_range(bounds: Bounds, shape: tuple[int, ...] | None, batch_size: int 
         raise CoordinateError(f"coordinates reach {bounds.low} to {bounds.high}, spatial_shape is {shape}")
 
 
-def _plain(site: Site) -> tuple[Any, ...]:
+def _plain(site: GridSpec) -> tuple[Any, ...]:
     """A site in plain numbers, which every pickle reader accepts."""
     stride = tuple((Fraction(s).numerator, Fraction(s).denominator) for s in site.stride)
     frame = None if site.frame is None else (site.frame.size, site.frame.origin, site.frame.rounding)
@@ -392,7 +392,7 @@ def _rebuild(coords: Tensor, stride: Any, shape: Any, batch_size: int, frame: An
     """
     check_form(coords)
     strides, lengths = tuple(tidy(Fraction(n, d)) for n, d in stride), [len(stride)]
-    kept_frame = None if frame is None else Frame(*frame)
+    kept_frame = None if frame is None else VoxelFrame(*frame)
     lengths += [] if shape is None else [len(shape)]
     lengths += [] if kept_frame is None else [len(kept_frame.size), len(kept_frame.origin)]
     if any(length != coords.shape[1] - 1 for length in lengths):
@@ -401,7 +401,7 @@ def _rebuild(coords: Tensor, stride: Any, shape: Any, batch_size: int, frame: An
     _check_range(bounds, shape, batch_size)
     if inverse is not None:
         _check_inverse(inverse, len(coords))
-    return Geometry(coords, Site(strides, shape, batch_size, bounds, kept_frame), inverse, settled=False)
+    return Geometry(coords, GridSpec(strides, shape, batch_size, bounds, kept_frame), inverse, settled=False)
 
 
 def _check_inverse(inverse: Tensor, rows: int) -> None:

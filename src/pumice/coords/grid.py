@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords.keys import Bounds
+from pumice.coords.box import Bounds
 from pumice.errors import OptionError
 from pumice.runtime.launch import vector
 
@@ -21,7 +21,7 @@ ROUNDINGS = ("floor", "round")
 
 
 @dataclass(frozen=True)
-class Frame:
+class VoxelFrame:
     """Where voxels lie in space: the finest voxel c covers [c, c + 1) * size + origin (metres, say).
 
     With `rounding="round"` it covers [c - 1/2, c + 1/2) * size + origin instead.
@@ -47,7 +47,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Site:
+class GridSpec:
     """What is known of a set of coordinates beside the coordinates.
 
     stride: size of a voxel in finest voxels, per axis (a Fraction where a level is finer than the finest).
@@ -59,9 +59,9 @@ class Site:
     spatial_shape: tuple[int, ...] | None
     batch_size: int
     bounds: Bounds
-    frame: Frame | None = None
+    frame: VoxelFrame | None = None
 
-    def scaled(self, factor: Sequence[Fraction | int], **changes: Any) -> Site:
+    def scaled(self, factor: Sequence[Fraction | int], **changes: Any) -> GridSpec:
         """The site of a level whose voxels are `factor` times as large."""
         return replace(self, stride=_scaled(self.stride, tuple(factor)), **changes)
 

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pumice.coords import compact
-from pumice.coords.cloud import read
-from pumice.coords.compact import Compacted, Grouped, Order, Tiling
-from pumice.coords.lookup import Found, mask_words
+from pumice.coords import tiles
+from pumice.coords.buffer import read
+from pumice.coords.capacity import BufferedMapState
+from pumice.coords.lookup import Neighbours, mask_words
 from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
-from pumice.coords.rooms import Between
-from pumice.coords.runs import cut_as_asked
+from pumice.coords.segments import cut_as_asked
+from pumice.coords.tiles import PairGroups, SortSpec, TileList, Tiling
 from pumice.errors import OptionError, ShapeError
-from pumice.runtime.launch import lasting, runs_kernels
+from pumice.runtime.launch import has_triton, outside_inference_mode
 
 Kept = TypeVar("Kept")
 _MISSING = object()
@@ -62,7 +62,7 @@ class KernelMap:
 
     Frozen. Storages are pure functions of the rows, kept once made; `transpose()` shares them and costs nothing.
     Sizes that depend on the data (how many pairs, how many entries of tiles) stay on the device until a storage needs
-    them; `settle` reads those of many maps in one transfer.
+    them; `read_pending_sizes` reads those of many maps in one transfer.
 
     table int32 [num_outputs, K] is `rows()` of the map as it was found; flipped: whether this is its transpose.
     inputs: whose coordinates may still have to be checked when a size is read. between: of a map between buffers, whose
@@ -75,7 +75,7 @@ class KernelMap:
     num_outputs: int
     flipped: bool = False
     inputs: weakref.ref[Checked] | None = field(default=None, repr=False)
-    between: Between | None = field(default=None, repr=False)
+    between: BufferedMapState | None = field(default=None, repr=False)
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -98,71 +98,71 @@ class KernelMap:
 
     def rows(self) -> Tensor:
         """int32 [num_outputs, K]: the input row that each output meets through each tap, -1 where none."""
-        return self.storage("rows", _rows)
+        return self.cached("rows", _rows)
 
     def masks(self) -> Tensor:
         """int32 [num_outputs, ceil(K / 31)]: bit k % 31 of word k // 31 says whether tap k has an input."""
-        return self.storage("masks", lambda m: mask_words(m.rows()))
+        return self.cached("masks", lambda m: mask_words(m.rows()))
 
     def pairs(self) -> Pairs:
         """The lists of meetings per tap, each in the order of the outputs of the map as it was found."""
-        inputs, outputs, sizes = self._found.storage("pairs", _pairs)
+        inputs, outputs, sizes = self._found.cached("pairs", _pairs)
         return Pairs(outputs, inputs, sizes) if self.flipped else Pairs(inputs, outputs, sizes)
 
     def counts(self) -> Tensor:
         """int64 [num_outputs]: how many inputs each output meets."""
-        return self.storage("counts", lambda m: (m.rows() >= 0).sum(1))
+        return self.cached("counts", lambda m: (m.rows() >= 0).sum(1))
 
     def taps(self) -> Tensor:
         """int64 [P]: the tap of each pair, in the order of `pairs()`; the same for the transposed map."""
-        return self._found.storage("taps", _taps)
+        return self._found.cached("taps", _taps)
 
-    def compacted(self, block: int, splits: int = 1, superblock: int = 0) -> Compacted:
-        """Tiles of `block` outputs with the taps that occur in each; see Compacted.
+    def compacted(self, block: int, splits: int = 1, superblock: int = 0) -> TileList:
+        """Tiles of `block` outputs with the taps that occur in each; see TileList.
 
-        splits: 1 sorts rows by all their taps, 0 leaves them in their order; superblock: see Order. Several splits
+        splits: 1 sorts rows by all their taps, 0 leaves them in their order; superblock: see SortSpec. Several splits
         are in `split`.
         """
         if splits > 1:
             raise OptionError(f"splits={splits} are as many storages; split() gives them")
         return self.split(block, splits, superblock)[0]
 
-    def split(self, block: int, splits: int, superblock: int = 0) -> tuple[Compacted, ...]:
-        """One Compacted for each of `splits` ranges of taps, each with an order of rows of its own."""
+    def split(self, block: int, splits: int, superblock: int = 0) -> tuple[TileList, ...]:
+        """One TileList for each of `splits` ranges of taps, each with an order of rows of its own."""
         if not 0 <= splits <= max(1, self.volume):
             raise OptionError(f"splits is 0 to the {self.volume} taps, found {splits}")
         if self.flipped and self.symmetric:
             # The transposed map of a submanifold one is itself with its taps turned around.
             parts = self.transpose().split(block, splits, superblock)[::-1]
             return tuple(part._replace(taps=self.volume - 1 - part.taps) for part in parts)
-        orders = Order.splits(self.volume, splits, superblock)
+        orders = SortSpec.splits(self.volume, splits, superblock)
         made = (("compacted", block, how) for how in orders)
-        return tuple(self.storage(name, lambda m, name=name: _compacted(m, *name[1:])) for name in made)
+        return tuple(self.cached(name, lambda m, name=name: _compacted(m, *name[1:])) for name in made)
 
-    def grouped(self, group: int) -> Grouped:
-        """The pairs of each tap in groups of `group`; see Grouped."""
-        taps, inputs, outputs = self._found.storage(("grouped", group), lambda m: _grouped(m, group))
-        return Grouped(taps, outputs, inputs) if self.flipped else Grouped(taps, inputs, outputs)
+    def grouped(self, group: int) -> PairGroups:
+        """The pairs of each tap in groups of `group`; see PairGroups."""
+        taps, inputs, outputs = self._found.cached(("grouped", group), lambda m: _grouped(m, group))
+        return PairGroups(taps, outputs, inputs) if self.flipped else PairGroups(taps, inputs, outputs)
 
-    def tally(self) -> Tensor:
+    def pair_counts(self) -> Tensor:
         """int32 [K, blocks] on the device: pairs of each tap in the blocks of outputs up to each; totals are last."""
-        return self.storage("tally", lambda m: compact.tally(m.masks(), m.living(), m.volume))
+        return self.cached("pair_counts", lambda m: tiles.pair_counts(m.masks(), m.valid_count(), m.volume))
 
-    def tiling(self, block: int, how: Order) -> Tiling:
+    def tiling(self, block: int, how: SortSpec) -> Tiling:
         """Tiles of `block` outputs before their entries are written; nothing is read."""
-        return self.storage(("tiling", block, how), lambda m: _tiling(m, block, how))
+        return self.cached(("tiling", block, how), lambda m: _tiling(m, block, how))
 
-    def living(self) -> Tensor:
+    def valid_count(self) -> Tensor:
         """int32 [1] on the device: the number of outputs."""
         if self.between is not None:
             return self.between.inputs if self.flipped else self.between.outputs
-        return self.storage("living", lambda m: torch.full((1,), m.num_outputs, dtype=torch.int32, device=m.device))
+        return self.cached("valid_count", lambda m: torch.full((1,), m.num_outputs, dtype=torch.int32, device=m.device))
 
     def has(self, name: Hashable) -> bool:
         """Whether storage `name` was made for this direction of the map."""
         return (name, self.flipped) in self._storages
 
-    def kept(self, name: Hashable) -> Any:
+    def get_cached(self, name: Hashable) -> Any:
         """What was made under that name, or None."""
         if self.between is not None:
             self.between.join((name, self.flipped))
@@ -179,7 +179,7 @@ class KernelMap:
             self.between.built((name, self.flipped))
         return value
 
-    def storage(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
+    def cached(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
         """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
         key = (name, self.flipped)
         if self.between is not None:
@@ -189,7 +189,7 @@ class KernelMap:
             found = self._storages[key] = build(self)
         elif found is _MISSING:
             # A map found in inference serves training afterwards.
-            with lasting():
+            with outside_inference_mode():
                 found = self._storages[key] = build(self)
             if self.between is not None:
                 self.between.built(key)
@@ -212,12 +212,12 @@ class KernelMap:
 
     @staticmethod
     def of_found(
-        relation: Relation, found: Found, num_inputs: int, living: tuple[Tensor, Tensor] | None = None
+        relation: Relation, found: Neighbours, num_inputs: int, valid_counts: tuple[Tensor, Tensor] | None = None
     ) -> KernelMap:
         """The map of what a Lookup found; living: the numbers of inputs and outputs, int32 [1] each on the device."""
         kept = {} if found.masks is None else {("masks", False): found.masks}
-        if living is not None:
-            kept |= {("living", True): living[0], ("living", False): living[1]}
+        if valid_counts is not None:
+            kept |= {("valid_count", True): valid_counts[0], ("valid_count", False): valid_counts[1]}
         return KernelMap(relation, found.rows, num_inputs, len(found.rows), _storages=kept)
 
     @property
@@ -236,7 +236,7 @@ class KernelMap:
         )
 
 
-def settle(wanted: Iterable[tuple[KernelMap, int, Order | None]]) -> None:
+def read_pending_sizes(wanted: Iterable[tuple[KernelMap, int, SortSpec | None]]) -> None:
     """Read in one transfer what storages of these maps need: the entries of tiles of so many outputs in an order.
 
     Without an order: the number of pairs of each tap. Of maps between buffers nothing is read.
@@ -258,16 +258,16 @@ def settle(wanted: Iterable[tuple[KernelMap, int, Order | None]]) -> None:
 
 
 def _totals_of(found: KernelMap) -> tuple[Hashable, Tensor]:
-    return "totals", found.tally()[:, -1]
+    return "totals", found.pair_counts()[:, -1]
 
 
-def _entries_of(found: KernelMap, block: int, how: Order) -> tuple[Hashable, Tensor]:
+def _entries_of(found: KernelMap, block: int, how: SortSpec) -> tuple[Hashable, Tensor]:
     return ("entries", block, how), found.tiling(block, how).entries
 
 
 def _totals(found: KernelMap) -> list[int]:
     """Pairs of each tap; one read."""
-    settle([(found, 0, None)])
+    read_pending_sizes([(found, 0, None)])
     return found._storages["totals", found.flipped]
 
 
@@ -281,7 +281,7 @@ def _rows(found: KernelMap) -> Tensor:
         return rows.index_put((inputs, whole.taps()), outputs.int())
     if found.symmetric:
         return whole.rows().flip(1)
-    return compact.exchanged(whole.rows(), whole.living(), found.num_outputs)
+    return tiles.transpose_table(whole.rows(), whole.valid_count(), found.num_outputs)
 
 
 def _pairs(found: KernelMap) -> Pairs:
@@ -297,7 +297,7 @@ def _pairs(found: KernelMap) -> Pairs:
     if found.between is not None:
         raise OptionError("a list of a map's pairs has a length that only the device knows: not in a captured network")
     totals = _totals(found)
-    inputs, outputs = compact.listed(found.rows(), found.living(), found.tally(), sum(totals))
+    inputs, outputs = tiles.listed(found.rows(), found.valid_count(), found.pair_counts(), sum(totals))
     return Pairs(inputs.long(), outputs.long(), torch.tensor(totals))
 
 
@@ -308,52 +308,54 @@ def _taps(found: KernelMap) -> Tensor:
     return torch.repeat_interleave(taps, sizes, output_size=pairs.inputs.shape[0])
 
 
-def _tiling(found: KernelMap, block: int, how: Order) -> Tiling:
-    return compact.laid_out(found.masks(), found.living(), found.relation, block, how)
+def _tiling(found: KernelMap, block: int, how: SortSpec) -> Tiling:
+    return tiles.build_tiling(found.masks(), found.valid_count(), found.relation, block, how)
 
 
-def _compacted(found: KernelMap, block: int, how: Order) -> Compacted:
+def _compacted(found: KernelMap, block: int, how: SortSpec) -> TileList:
     if found.between is not None:
         return _in_room(found, found.between, block, how)
-    settle([(found, block, how)])
+    read_pending_sizes([(found, block, how)])
     # Without tiles there is no number.
     room = sum(found._storages[("entries", block, how), found.flipped])
-    return compact.filled(found.rows(), found.tiling(block, how), room)
+    return tiles.filled(found.rows(), found.tiling(block, how), room)
 
 
-def _in_room(found: KernelMap, between: Between, block: int, how: Order) -> Compacted:
+def _in_room(found: KernelMap, between: BufferedMapState, block: int, how: SortSpec) -> TileList:
     """The entries of a map between buffers, in the room that there is for them."""
     tiling = found.tiling(block, how)
     most = len(tiling.slots) * (how.last - how.first)
     place = ("entries", between.place, found.flipped, block, how)
-    room = between.rooms.room(place, tiling.entries, most)
-    if not runs_kernels(found.table):
+    room = between.rooms.capacity(place, tiling.entries, most)
+    if not has_triton(found.table):
         # Plain torch takes just as much as there is.
         room = min(room, int(tiling.entries))
-    made = compact.filled(found.rows(), tiling, room, between.status)
+    made = tiles.filled(found.rows(), tiling, room, between.status)
     between.tells()
     cut_as_asked(made.tiles, tiling.ends, found.volume, between.rooms.pieces(place))
     return made
 
 
-def pairs_in_room(found: KernelMap, between: Between) -> int:
+def pairs_in_room(found: KernelMap, between: BufferedMapState) -> int:
     """How many pairs of a map between buffers, as it was found, there is room for."""
-    return between.rooms.room(("pairs", between.place), found.tally()[:, -1], found.volume * found.num_outputs)
+    return between.rooms.capacity(
+        ("pairs", between.place), found.pair_counts()[:, -1], found.volume * found.num_outputs
+    )
 
 
-def _groups_in_room(found: KernelMap, between: Between, group: int) -> int:
+def _groups_in_room(found: KernelMap, between: BufferedMapState, group: int) -> int:
     """How many groups of pairs there is room for: one of each tap may not be full."""
     pairs = pairs_in_room(found, between)
     return min(pairs // group + found.volume, found.volume * -(-found.num_outputs // group))
 
 
-def _grouped(found: KernelMap, group: int) -> Grouped:
+def _grouped(found: KernelMap, group: int) -> PairGroups:
     """Of a map that is not flipped."""
     between = found.between
     if between is None:
         groups = sum(-(-total // group) for total in _totals(found))
-        return compact.grouped(found.rows(), found.living(), found.tally(), (groups, group))
+        return tiles.grouped(found.rows(), found.valid_count(), found.pair_counts(), (groups, group))
     groups = _groups_in_room(found, between, group)
-    made = compact.grouped(found.rows(), found.living(), found.tally(), (groups, group), between.status)
+    made = tiles.grouped(found.rows(), found.valid_count(), found.pair_counts(), (groups, group), between.status)
     between.tells()
     return made

@@ -12,16 +12,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pumice.coords.cloud import Cloud
-from pumice.coords.keys import Bounds
+from pumice.coords.box import Bounds
+from pumice.coords.buffer import CoordBuffer
 from pumice.coords.relation import Relation
-from pumice.runtime.launch import kernel, runs_kernels
+from pumice.runtime.launch import has_triton, kernel
 
 WORD = 31
 """Taps per word of a mask: an int32 without its sign."""
 
 
-class Found(NamedTuple):
+class Neighbours(NamedTuple):
     """rows int32 [capacity, K]: the input that each output meets through each tap, -1 where none.
 
     masks int32 [capacity, ceil(K / 31)]: bit k % 31 of word k // 31 says whether tap k has one; None where they were
@@ -35,7 +35,7 @@ class Found(NamedTuple):
 class Lookup(Protocol):
     """Which row of a cloud holds a coordinate."""
 
-    def neighbours(self, outputs: Cloud, relation: Relation) -> Found:
+    def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
         """For every output and tap the row of the cloud at stride * out + offset."""
         ...
 
@@ -51,7 +51,7 @@ def find(lookup: Lookup, coords: Tensor, bounds: Bounds) -> Tensor:
     if coords.dtype != torch.int32:
         # What int32 does not hold is nowhere.
         narrow[:, 0] = torch.where((narrow == coords).all(1), narrow[:, 0], -1)
-    asked = Cloud.of(narrow, bounds)
+    asked = CoordBuffer.of(narrow, bounds)
     return lookup.neighbours(asked, Relation.of(asked.dim, 1)).rows[:, 0]
 
 
@@ -88,7 +88,7 @@ def cleared(words: int, live: Live) -> Tensor:
     """int32 [words], 0 where they count."""
     found = torch.empty(words, dtype=torch.int32, device=live.count.device)
     constants = {"LIVE": True, "BLOCK": _WORDS}
-    kernel("probes.clear")(-(-words // _WORDS), (found, live.count), (words, live.each), constants)
+    kernel("lookup_kernels.clear")(-(-words // _WORDS), (found, live.count), (words, live.each), constants)
     return found
 
 
@@ -106,21 +106,21 @@ def paired(words: Tensor, live: Live | None = None) -> tuple[Tensor, Tensor]:
     pairs = torch.empty(length, dtype=torch.int64, device=words.device)
     numbers, constants = (length, each), {"LIVE": live is not None, "BLOCK": block}
     if not alone:
-        kernel("probes.count_bits")(programs, (words, sums, count), numbers, constants)
+        kernel("lookup_kernels.count_bits")(programs, (words, sums, count), numbers, constants)
     constants = {"LIVE": live is not None, "ALONE": alone, "BLOCK": block}
-    kernel("probes.pair_up")(programs, (words, sums, count, pairs, total), numbers, constants)
+    kernel("lookup_kernels.pair_up")(programs, (words, sums, count, pairs, total), numbers, constants)
     return pairs, total
 
 
 def mask_words(rows: Tensor) -> Tensor:
     """int32 [N, ceil(K / 31)]: bit k % 31 of word k // 31 of row n says whether rows[n, k] is an input."""
     count, volume = rows.shape
-    if runs_kernels(rows):
+    if has_triton(rows):
         rows = rows.contiguous()
         masks = torch.empty(count, -(-volume // WORD), dtype=torch.int32, device=rows.device)
         lanes = lanes_of(volume)
         each = _NOTED // lanes
-        kernel("probes.mask_words")(
+        kernel("lookup_kernels.mask_words")(
             -(-count // each), (rows, masks), (count,), {"K": volume, "ROWS": each, "LANES": lanes}
         )
         return masks

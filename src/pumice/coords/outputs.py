@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from pumice.coords import bricks
-from pumice.coords.bricks import Bricks, Reach, Space
-from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import OVERFLOW, Cloud, read, tell
+from pumice.coords.box import INT32_MAX, Bounds
+from pumice.coords.bricks import Bricks, Space, Stencil
+from pumice.coords.buffer import OVERFLOW, CoordBuffer, read, set_status
 from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Geometry
-from pumice.coords.grid import Site
-from pumice.coords.keys import INT32_MAX, Bounds
+from pumice.coords.grid import GridSpec
+from pumice.coords.map_schedule import MapSchedule
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
-from pumice.runtime.launch import runs_kernels
+from pumice.runtime.launch import has_triton
 
 Axis = tuple[int, int, int, int, int]
 """Of an axis: least and greatest coordinate, least and greatest offset, stride."""
@@ -39,7 +39,7 @@ class Outputs(Protocol):
         """int32 [1] on the device: how many there are."""
         ...
 
-    def cloud(self, capacity: int, alone: bool = False) -> Cloud:
+    def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
         """The outputs in room for so many, with the inputs' status; rows past their count hold -1.
 
         alone: no table of this capacity will be asked for.
@@ -55,15 +55,17 @@ class Outputs(Protocol):
         ...
 
 
-def made_of(inputs: Cloud, site: Site, relation: Relation, schedule: MapSchedule | None = None) -> Outputs:
+def make_outputs(
+    inputs: CoordBuffer, site: GridSpec, relation: Relation, schedule: MapSchedule | None = None
+) -> Outputs:
     """The outputs that a relation makes of coordinates at `site`, the fastest way that there is."""
     site = site_of(site, relation)
-    if not runs_kernels(inputs.coords) or inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
-        return Listed(inputs, relation, site)
+    if not has_triton(inputs.coords) or inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
+        return TorchOutputs(inputs, relation, site)
     fused = schedule is None or schedule.fused
-    if fused and bricks.refusal(inputs.coords, site.bounds, Reach.of_meetings(relation)) is None:
-        return Fused(inputs, relation, site)
-    return Staged(inputs, relation, site) if codes_fit(site.bounds) else Listed(inputs, relation, site)
+    if fused and bricks.refusal(inputs.coords, site.bounds, Stencil.of_meetings(relation)) is None:
+        return BrickOutputs(inputs, relation, site)
+    return SortedOutputs(inputs, relation, site) if codes_fit(site.bounds) else TorchOutputs(inputs, relation, site)
 
 
 def level_key(relation: Relation) -> Hashable:
@@ -71,7 +73,7 @@ def level_key(relation: Relation) -> Hashable:
     return ("floor_unique", relation.stride) if relation.policy == "floor_unique" else None
 
 
-def site_of(site: Site, relation: Relation) -> Site:
+def site_of(site: GridSpec, relation: Relation) -> GridSpec:
     """What is known of the outputs of a relation without asking the device: a box around them, extents, strides."""
     finer = relation.policy == "transposed_support"
     factor = [Fraction(1, s) if finer else s for s in relation.stride]
@@ -112,12 +114,12 @@ def _transposed_box(axis: Axis) -> tuple[int, int]:
 _AXIS_BOXES = {"floor_unique": _floor_box, "support": _support_box, "transposed_support": _transposed_box}
 
 
-class Fused:
+class BrickOutputs:
     """By bricks: kernels that generate candidates, cut them off at the box, and count and order the distinct ones."""
 
-    def __init__(self, inputs: Cloud, relation: Relation, site: Site) -> None:
+    def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         self._inputs, self._relation, self._site = inputs, relation, site
-        self._reach, self._meets = Reach.of_outputs(relation), Reach.of_meetings(relation)
+        self._reach, self._meets = Stencil.of_outputs(relation), Stencil.of_meetings(relation)
         most = min(INT32_MAX, inputs.capacity * self._reach.lanes)
         self._bricks = Bricks.of(inputs, self._reach, site.bounds, most)
         self._table: Tensor | None = None
@@ -126,10 +128,10 @@ class Fused:
     def count(self) -> Tensor:
         return self._bricks.count
 
-    def cloud(self, capacity: int, alone: bool = False) -> Cloud:
+    def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
         way = partial(self._bricks.coords, self._inputs, self._reach) if alone else self._placed
         coords, living = way(capacity)
-        return Cloud(coords, living, self._site.bounds, self._inputs.status, needed=self.count)
+        return CoordBuffer(coords, living, self._site.bounds, self._inputs.status, needed=self.count)
 
     def geometry(self, count: int) -> Geometry:
         return Geometry(self._placed(count)[0], self._site)
@@ -149,13 +151,13 @@ class Fused:
         return placed[0], placed[1]
 
 
-class Staged:
+class SortedOutputs:
     """By sorting codes: every candidate's code, sorted; the first of its kind stays. No wait for the host."""
 
-    def __init__(self, inputs: Cloud, relation: Relation, site: Site) -> None:
+    def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         self._site, self._inputs = site, inputs
         self._space = Space.of(site.bounds)
-        codes = candidate_codes(self._inputs, Reach.of_outputs(relation), self._space)
+        codes = candidate_codes(self._inputs, Stencil.of_outputs(relation), self._space)
         self._codes = torch.sort(codes)[0]
         new = self._codes != _NO_CODE
         new[1:] &= self._codes[1:] != self._codes[:-1]
@@ -166,7 +168,7 @@ class Staged:
     def count(self) -> Tensor:
         return self._places[-1:].int()
 
-    def cloud(self, capacity: int, alone: bool = False) -> Cloud:
+    def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
         return _buffered(self._coords(capacity), self.count, self._site, self._inputs)
 
     def geometry(self, count: int) -> Geometry:
@@ -177,18 +179,18 @@ class Staged:
 
     def _coords(self, capacity: int) -> Tensor:
         # What is not new, and what there is no room for, goes to a place past the last.
-        tell(self._inputs.status, OVERFLOW, self._places[-1] > capacity)
+        set_status(self._inputs.status, OVERFLOW, self._places[-1] > capacity)
         place = torch.where(self._new & (self._places <= capacity), self._places - 1, capacity)
         codes = self._codes.new_full((capacity + 1,), _NO_CODE).scatter_(0, place, self._codes)[:capacity]
         return coords_of_codes(codes, self._space)
 
 
-class Listed:
+class TorchOutputs:
     """In plain torch, with the host: the twin of the others, for any box."""
 
-    def __init__(self, inputs: Cloud, relation: Relation, site: Site) -> None:
+    def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         # What lies outside the box is not there, as in the other ways.
-        coords = inputs.coords if inputs.exact else inputs.coords[inputs.live() & inputs.inside()]
+        coords = inputs.coords if inputs.exact else inputs.coords[inputs.valid_mask() & inputs.inside()]
         self._coords = _TWINS[relation.policy](coords, inputs.bounds, relation, site)
         self._site, self._inputs = site, inputs
         if len(self._coords) > INT32_MAX:
@@ -198,7 +200,7 @@ class Listed:
     def count(self) -> Tensor:
         return torch.full((1,), len(self._coords), dtype=torch.int32, device=self._coords.device)
 
-    def cloud(self, capacity: int, alone: bool = False) -> Cloud:
+    def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
         self._inputs.status.bitwise_or_(OVERFLOW * (len(self._coords) > capacity))
         coords = self._coords.new_full((capacity, self._coords.shape[1]), -1)
         coords[: len(self._coords)] = self._coords[:capacity]
@@ -219,14 +221,14 @@ def counted(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:
     return [value for (value,) in values[: len(counts)]]
 
 
-def _buffered(coords: Tensor, needed: Tensor, site: Site, inputs: Cloud) -> Cloud:
+def _buffered(coords: Tensor, needed: Tensor, site: GridSpec, inputs: CoordBuffer) -> CoordBuffer:
     """A buffer of outputs; where there are more than it holds, the status says so."""
-    return Cloud(coords, needed.clamp(max=len(coords)), site.bounds, inputs.status, needed=needed)
+    return CoordBuffer(coords, needed.clamp(max=len(coords)), site.bounds, inputs.status, needed=needed)
 
 
-def room_of(inputs: int, relation: Relation, site: Site) -> int:
+def max_outputs(inputs: int, relation: Relation, site: GridSpec) -> int:
     """How many outputs so many inputs have at most, at the outputs' site."""
-    most = inputs * Reach.of_outputs(relation).lanes
+    most = inputs * Stencil.of_outputs(relation).lanes
     return min(most, site.bounds.cells, INT32_MAX)
 
 
@@ -254,13 +256,13 @@ def codes_fit(bounds: Bounds) -> bool:
     return space.bits + bounds.batch.bit_length() <= 62
 
 
-def candidate_codes(cloud: Cloud, reach: Reach, space: Space) -> Tensor:
+def candidate_codes(cloud: CoordBuffer, reach: Stencil, space: Space) -> Tensor:
     """int64 [K * N]: the Morton code of every cell that is reached, the largest int64 where there is none."""
     box, layout = space.bounds, space.layout
     tables, coords = layout.tables(cloud.device), cloud.coords.long()
     found = []
     for offset in reach.offsets:
-        inside = cloud.live() & (coords[:, 0] >= 0) & (coords[:, 0] < box.batch)
+        inside = cloud.valid_mask() & (coords[:, 0] >= 0) & (coords[:, 0] < box.batch)
         code = coords[:, 0] << space.bits
         for axis, (o, step) in enumerate(zip(offset, reach.steps, strict=True)):
             value, whole = _moved(coords[:, axis + 1], o, step, reach.form)
@@ -295,19 +297,19 @@ def coords_of_codes(codes: Tensor, space: Space) -> Tensor:
 # the twin
 
 
-def _floor_unique(coords: Tensor, bounds: Bounds, relation: Relation, site: Site) -> Tensor:
+def _floor_unique(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:
     """Distinct floor(in / stride)."""
     stride = torch.tensor((1, *relation.stride), dtype=torch.int32, device=coords.device)
     coords = torch.div(coords, stride, rounding_mode="floor")
     return _kept(morton_unique(coords, _box(bounds, relation, None))[0], site)
 
 
-def _support(coords: Tensor, bounds: Bounds, relation: Relation, site: Site) -> Tensor:
+def _support(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:
     """Every out with stride * out + offset = in for some active input: (in - offset) / stride, where it divides."""
     return _kept(_spread(coords, bounds, relation, "over"), site)
 
 
-def _transposed_support(coords: Tensor, bounds: Bounds, relation: Relation, site: Site) -> Tensor:
+def _transposed_support(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:
     """Every out = stride * in + offset."""
     return _kept(_spread(coords, bounds, relation, "times"), site)
 
@@ -348,7 +350,7 @@ def _spread(coords: Tensor, bounds: Bounds, relation: Relation, form: str) -> Te
     return coords
 
 
-def _kept(coords: Tensor, site: Site) -> Tensor:
+def _kept(coords: Tensor, site: GridSpec) -> Tensor:
     """Less what lies outside the extent, where there is one."""
     if site.spatial_shape is None:
         return coords

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pumice.errors import DtypeError
-from pumice.runtime.launch import integers, kernel, runs_kernels
+from pumice.runtime.launch import has_triton, integers, kernel
 
 _BLOCK = 2048
 """Entries of one program; every array begins at a multiple of it."""
@@ -51,10 +51,10 @@ class Packer:
             view((n, *shape), strides, begin + start * _BLOCK)
             for n, (shape, _, strides), start in zip(rows, self.layouts, starts, strict=True)
         ]
-        if runs_kernels(out):
+        if has_triton(out):
             told = integers((*starts, *sizes), out.device)
             constants = {"MOST": 1 << (len(starts) - 1).bit_length(), "BLOCK": _BLOCK}
-            kernel("tiling.pack")(end, (self.addresses, told, out), (len(starts),), constants)
+            kernel("tile_kernels.pack")(end, (self.addresses, told, out), (len(starts),), constants)
         else:
             pack_twin(self.arrays, found)
         return found
@@ -68,7 +68,7 @@ def alone(tensor: Tensor) -> Tensor:
 def put_first(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor) -> None:
     """Copy arrays of n rows each, one to three, to the first rows of contiguous buffers, and n to count, int32 [1]."""
     alike = all(a.dtype == b.dtype and a.is_contiguous() for a, b in zip(arrays, buffers, strict=True))
-    if not alike or not runs_kernels(count):
+    if not alike or not has_triton(count):
         return put_first_twin(buffers, arrays, count)
     sizes = [array.numel() for array in arrays]
     programs = max(1, sum(-(-size // _BLOCK) for size in sizes))
@@ -76,7 +76,7 @@ def put_first(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor
     spare = range(_PUT - len(arrays))
     tensors = (*arrays, *(arrays[0] for _ in spare), *buffers, *(buffers[0] for _ in spare), count)
     numbers = (arrays[0].shape[0], *sizes, *(0 for _ in spare))
-    kernel("tiling.put")(programs, tensors, numbers, {"BLOCK": _BLOCK})
+    kernel("tile_kernels.put")(programs, tensors, numbers, {"BLOCK": _BLOCK})
 
 
 def put_first_twin(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pumice.runtime.launch import kernel, runs_kernels
+from pumice.runtime.launch import has_triton, kernel
 
 _DIGIT = 10
 """Bits of a digit, at most."""
@@ -36,7 +36,7 @@ class Digits(NamedTuple):
         """For keys of so many bits; None where they are left to torch."""
         turns = max(1, -(-bits // _DIGIT))
         few = 0 < turns * keys.shape[0] <= _MOST
-        return Digits(turns, -(-bits // turns), _BLOCK) if few and bits > 0 and runs_kernels(keys) else None
+        return Digits(turns, -(-bits // turns), _BLOCK) if few and bits > 0 and has_triton(keys) else None
 
     def counts(self, keys: Tensor, more: int = 0) -> tuple[Tensor, Tensor]:
         """int32 [turns, blocks + 1, 2**width] and [more], all 0: how many rows of each block have each digit goes in
@@ -60,10 +60,12 @@ def ranked(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
         last = turn + 1 == digits.turns
         found = torch.empty(keys.shape[0], dtype=torch.int32 if last else torch.int64, device=keys.device)
         added = {"BINS": bins, "COLUMNS": columns, "ROWS": _ADDED}
-        kernel("tiling.scan_digits")(bins // columns, (starts[turn],), (blocks,), added)
+        kernel("tile_kernels.scan_digits")(bins // columns, (starts[turn],), (blocks,), added)
         tensors = (keys, starts[turn], starts[turn if last else turn + 1], found)
         constants = {"BINS": bins, "BLOCK": digits.block, "FIRST": turn == 0, "LAST": last}
-        kernel("tiling.place_digits")(blocks, tensors, (turn * digits.width, keys.shape[0], blocks), constants, _WARPS)
+        kernel("tile_kernels.place_digits")(
+            blocks, tensors, (turn * digits.width, keys.shape[0], blocks), constants, _WARPS
+        )
         keys = found
     return keys
 

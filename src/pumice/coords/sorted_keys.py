@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pumice.coords.choice import MapSchedule
-from pumice.coords.cloud import DUPLICATE, RANGE, Cloud, tell
-from pumice.coords.keys import Bounds, KeySpace
-from pumice.coords.lookup import Found
+from pumice.coords.box import Bounds, KeySpace
+from pumice.coords.buffer import DUPLICATE, RANGE, CoordBuffer, set_status
+from pumice.coords.lookup import Neighbours
+from pumice.coords.map_schedule import MapSchedule
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 
@@ -26,28 +26,28 @@ class SortedKeys:
     each the place of the former among all (the wide path: any extents).
     """
 
-    def __init__(self, cloud: Cloud, schedule: MapSchedule) -> None:
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         self._cloud = cloud
         self._table: _Narrow | _Wide = _table_of(cloud, (1,) * cloud.dim)
-        live = cloud.live()
-        tell(cloud.status, RANGE, (live & ~_inside(cloud.coords, cloud.bounds)).any())
+        live = cloud.valid_mask()
+        set_status(cloud.status, RANGE, (live & ~_inside(cloud.coords, cloud.bounds)).any())
         keys = self._table.keys
         twice = (keys[1:] == keys[:-1]) & (keys[1:] != _DEAD)
-        tell(cloud.status, DUPLICATE, twice.any())
+        set_status(cloud.status, DUPLICATE, twice.any())
 
     @staticmethod
-    def refusal(cloud: Cloud, schedule: MapSchedule) -> str | None:
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
         return None
 
     @property
     def nbytes(self) -> int:
         return self._table.nbytes
 
-    def neighbours(self, outputs: Cloud, relation: Relation) -> Found:
+    def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
         """See Lookup. rows is laid out tap by tap."""
         volume, device = len(relation.offsets), outputs.device
         if self._cloud.capacity == 0 or outputs.capacity == 0 or volume == 0:
-            return Found(torch.full((outputs.capacity, volume), -1, dtype=torch.int32, device=device), None)
+            return Neighbours(torch.full((outputs.capacity, volume), -1, dtype=torch.int32, device=device), None)
         reach = [max(abs(o[axis]) for o in relation.offsets) for axis in range(relation.dim)]
         # Outputs within reach of the box ask up to twice as far; beyond it they meet nothing.
         table = self._table  # read once: other threads may put another one there
@@ -55,11 +55,11 @@ class SortedKeys:
             table = self._table = _table_of(self._cloud, [max(1, 2 * r) for r in reach])
         met = table.met(outputs, relation, reach)
         if not outputs.exact:
-            met = torch.where(outputs.live(), met, -1)
-        return Found(met.t(), None)
+            met = torch.where(outputs.valid_mask(), met, -1)
+        return Neighbours(met.t(), None)
 
 
-def _table_of(cloud: Cloud, reach: Sequence[int]) -> _Narrow | _Wide:
+def _table_of(cloud: CoordBuffer, reach: Sequence[int]) -> _Narrow | _Wide:
     try:
         return _Narrow(cloud, KeySpace(cloud.bounds.grown(reach)))
     except CoordinateError:
@@ -69,11 +69,11 @@ def _table_of(cloud: Cloud, reach: Sequence[int]) -> _Narrow | _Wide:
 class _Narrow:
     """Keys of a box of less than 2**63 cells."""
 
-    def __init__(self, cloud: Cloud, space: KeySpace) -> None:
+    def __init__(self, cloud: CoordBuffer, space: KeySpace) -> None:
         self._bounds, self._space = cloud.bounds, space
         keys = space.keys(cloud.coords)
         if not cloud.exact:
-            keys = torch.where(cloud.live(), keys, _DEAD)
+            keys = torch.where(cloud.valid_mask(), keys, _DEAD)
         self.keys, self._rows = torch.sort(keys, stable=True)
 
     @property
@@ -84,7 +84,7 @@ class _Narrow:
         grown = self._space.bounds
         return all(a - low >= r for a, low, r in zip(self._bounds.low, grown.low, reach, strict=True))
 
-    def met(self, outputs: Cloud, relation: Relation, reach: Sequence[int]) -> Tensor:
+    def met(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
         """int32 [K, capacity]"""
         space, steps = self._space, [self._space.step(o) for o in relation.offsets]
         near = _inside(outputs.coords, self._bounds.grown(reach), relation.stride)
@@ -108,11 +108,11 @@ class _Narrow:
 class _Wide:
     """Keys of a box of any extents: where the next axis would pass 63 bits, places among the keys so far."""
 
-    def __init__(self, cloud: Cloud) -> None:
+    def __init__(self, cloud: CoordBuffer) -> None:
         self._bounds = cloud.bounds
         self._levels: list[Tensor | None] = []
         keys, cells = cloud.coords[:, 0].long(), max(cloud.bounds.batch, 1)
-        known = cloud.live() & _inside(cloud.coords, cloud.bounds)
+        known = cloud.valid_mask() & _inside(cloud.coords, cloud.bounds)
         for axis, (low, high) in enumerate(zip(cloud.bounds.low, cloud.bounds.high, strict=True)):
             level = None
             if cells * (high - low + 1) >= _DEAD:
@@ -127,7 +127,7 @@ class _Wide:
     def nbytes(self) -> int:
         return 16 * len(self.keys) + 8 * sum(len(level) for level in self._levels if level is not None)
 
-    def met(self, outputs: Cloud, relation: Relation, reach: Sequence[int]) -> Tensor:
+    def met(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
         """int32 [K, capacity]"""
         scaled = outputs.coords.long() * torch.tensor((1, *relation.stride), device=outputs.device)
         offsets = (torch.tensor((0, *o), device=outputs.device) for o in relation.offsets)

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pumice.coords.box import INT32_MAX, Bounds
 from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Geometry
-from pumice.coords.grid import Frame, Site
-from pumice.coords.keys import INT32_MAX, Bounds
+from pumice.coords.grid import GridSpec, VoxelFrame
 from pumice.coords.relation import as_axes
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 
 
 def quantize(
     points: Tensor,
-    frame: Frame,
+    frame: VoxelFrame,
     batch: Tensor | None = None,
     *,
     batch_size: int | None = None,
@@ -50,7 +50,7 @@ def quantize(
     if bounds.batch > size:
         raise CoordinateError(f"batch indices reach {bounds.batch - 1}, batch_size is {size}")
     distinct, place = morton_unique(coords, bounds)
-    site = Site((1,) * points.shape[1], shape, size, bounds, frame)
+    site = GridSpec((1,) * points.shape[1], shape, size, bounds, frame)
     return Geometry(distinct, site, place if kept is None else _scatter(place, kept))
 
 
@@ -59,14 +59,16 @@ def frame_of(
     size: float | Sequence[float] | None,
     origin: float | Sequence[float] | Tensor | str,
     rounding: str,
-) -> Frame:
+) -> VoxelFrame:
     """The frame of voxels of `size`, with `origin` a number, one per axis, or "min" (the cloud's own minimum).
 
     With rounding "round" the minimum is taken of the rounded cells, as published MinkUNet pipelines do.
     """
     dim = points.shape[1] if points.ndim == 2 else 0
     named = isinstance(origin, str)
-    frame = Frame(_numbers(size, dim, "size"), (0.0,) * dim if named else _numbers(origin, dim, "origin"), rounding)
+    frame = VoxelFrame(
+        _numbers(size, dim, "size"), (0.0,) * dim if named else _numbers(origin, dim, "origin"), rounding
+    )
     if named:
         if origin != "min":
             raise OptionError(f"origin={origin!r} is unknown; there are numbers and 'min'")
@@ -75,7 +77,7 @@ def frame_of(
             raise _not_finite(points)
         if rounding == "round":
             low = [round(a / s) * s for a, s in zip(low, frame.size, strict=True)]
-        frame = Frame(frame.size, tuple(low), rounding)
+        frame = VoxelFrame(frame.size, tuple(low), rounding)
     return frame
 
 

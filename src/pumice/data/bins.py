@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pumice.data.cloud import Cloud, bad_file, from_columns
+from pumice.data.point_file import PointFile, bad_file, from_columns
 from pumice.errors import OptionError
 
 __all__ = ["read_bin"]
@@ -23,7 +23,7 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
 }
 
 
-def read_bin(path: Path, columns: int | None = None) -> Cloud:
+def read_bin(path: Path, columns: int | None = None) -> PointFile:
     """Points from a headerless file of float32 (or float16) rows.
 
     Rows are x, y, z, then intensity (KITTI), intensity and ring (nuScenes), intensity and elongation

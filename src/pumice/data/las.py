@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pumice.data.cloud import Cloud, bad_file, optional_package, unit_scale
 from pumice.data.labels import ASPRS, known_or_generic
+from pumice.data.point_file import PointFile, bad_file, optional_package, unit_scale
 
 __all__ = ["read_las"]
 
@@ -24,7 +24,7 @@ _LAYERED = 3
 _LAYERS = {10: 9, 11: 1, 12: 2, 13: 1}
 
 
-def read_las(path: Path, columns: int | None = None) -> Cloud:
+def read_las(path: Path, columns: int | None = None) -> PointFile:
     """Points from a LAS or LAZ file: position, intensity, colours, and classes where points are classified."""
     laspy = optional_package(path, "laspy")
     data = path.read_bytes()
@@ -44,7 +44,7 @@ def read_las(path: Path, columns: int | None = None) -> Cloud:
     classes = np.asarray(las.classification).astype(np.int64)
     # 0 and 1 say "never classified" and "unclassified": no labels rather than a scan of ignored points.
     labels, label_set = known_or_generic(classes, ASPRS, path) if np.any(classes > 1) else (None, None)
-    return Cloud(xyz, np.concatenate(feats, axis=1), labels, label_set)
+    return PointFile(xyz, np.concatenate(feats, axis=1), labels, label_set)
 
 
 def _check_counts(path: Path, data: bytes) -> None:

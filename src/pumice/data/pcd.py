@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pumice.data.cloud import Cloud, bad_file, from_fields
+from pumice.data.point_file import PointFile, bad_file, from_fields
 
 __all__ = ["lzf_decode", "read_pcd"]
 
@@ -22,7 +22,7 @@ class _Header:
     body: bytes
 
 
-def read_pcd(path: Path, columns: int | None = None) -> Cloud:
+def read_pcd(path: Path, columns: int | None = None) -> PointFile:
     """Points from a PCD file; fields x, y, z, intensity, rgb(a) and label are used, all others left."""
     header = _header(path, path.read_bytes())
     table = _DECODERS[header.encoding](path, header)

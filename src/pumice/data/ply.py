@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pumice.data.cloud import Cloud, bad_file, from_fields
+from pumice.data.point_file import PointFile, bad_file, from_fields
 
 __all__ = ["read_ply"]
 
@@ -40,7 +40,7 @@ class _Element:
     lists: list[str]
 
 
-def read_ply(path: Path, columns: int | None = None) -> Cloud:
+def read_ply(path: Path, columns: int | None = None) -> PointFile:
     """Points from the vertices of a PLY file; positions, colours, intensity and label, not the faces."""
     data = path.read_bytes()
     encoding, elements, body = _header(path, data)

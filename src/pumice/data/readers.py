@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from pumice.data.bins import read_bin
-from pumice.data.cloud import Cloud, bad_file, from_columns, unit_scale
 from pumice.data.labels import NUSCENES, SEMANTIC_KITTI, LabelSet, generic_labels, known_or_generic
 from pumice.data.las import read_las
 from pumice.data.pcd import read_pcd
 from pumice.data.ply import read_ply
+from pumice.data.point_file import PointFile, bad_file, from_columns, unit_scale
 from pumice.data.scan import Scan
 from pumice.data.tables import arrow_holds_points, read_arrow, read_obj, read_text, read_tns, text_holds_points
 from pumice.errors import FileError, OptionError, PumiceError
 
 __all__ = ["READERS", "find_scans", "read_labels", "read_scan"]
 
-Reader = Callable[[Path, int | None], Cloud]
+Reader = Callable[[Path, int | None], PointFile]
 _POINT_KEYS = ("points", "xyz", "pc", "coords", "v", "vertices")
 _FEAT_KEYS = ("feats", "features", "intensity", "rgb", "colors", "color")
 _LABEL_KEYS = ("labels", "label", "segment")
@@ -144,7 +144,7 @@ def _is_scan(path: Path) -> bool:
         return True  # A broken file should be reported when it is read, not passed over.
 
 
-def _scan(path: Path, name: str, cloud: Cloud, raw: np.ndarray | None, label_set: LabelSet | None) -> Scan:
+def _scan(path: Path, name: str, cloud: PointFile, raw: np.ndarray | None, label_set: LabelSet | None) -> Scan:
     try:
         if raw is not None:
             label_set = label_set if label_set and label_set.raw else generic_labels(raw)
@@ -159,7 +159,7 @@ def _scan(path: Path, name: str, cloud: Cloud, raw: np.ndarray | None, label_set
     return scan
 
 
-def _label_path(path: Path, name: str, cloud: Cloud, labels: str | Path | bool | None) -> Path | None:
+def _label_path(path: Path, name: str, cloud: PointFile, labels: str | Path | bool | None) -> Path | None:
     """The label file to use, or None for the labels inside the scan (if any)."""
     if labels is None or isinstance(labels, bool):
         if not labels or cloud.labels is not None:
@@ -212,7 +212,7 @@ def _loaded(path: Path) -> Iterator[Any]:
         yield np.load(file, allow_pickle=False)
 
 
-def _read_npy(path: Path, columns: int | None = None) -> Cloud:
+def _read_npy(path: Path, columns: int | None = None) -> PointFile:
     with _loaded(path) as table:
         table = np.asarray(table)
     if table.ndim != 2 or table.shape[1] < 3 or table.dtype.kind not in "fiu":
@@ -220,7 +220,7 @@ def _read_npy(path: Path, columns: int | None = None) -> Cloud:
     return from_columns(table)
 
 
-def _read_npz(path: Path, columns: int | None = None) -> Cloud:
+def _read_npz(path: Path, columns: int | None = None) -> PointFile:
     with _loaded(path) as archive:
         key = next((k for k in _POINT_KEYS if k in archive.files), None)
         if key is None:
@@ -241,10 +241,10 @@ def _read_npz(path: Path, columns: int | None = None) -> Cloud:
     plain = from_columns(points)
     feats = next((k for k in _FEAT_KEYS if k in arrays), None)
     if feats is None:
-        return Cloud(plain.xyz, plain.feats, labels)
+        return PointFile(plain.xyz, plain.feats, labels)
     if arrays[feats].dtype.kind not in "fiu":
         raise bad_file(path, f"{feats} of numbers", str(arrays[feats].dtype))
-    return Cloud(plain.xyz, _features(arrays[feats], scale=feats not in ("feats", "features")), labels)
+    return PointFile(plain.xyz, _features(arrays[feats], scale=feats not in ("feats", "features")), labels)
 
 
 def _features(values: np.ndarray, scale: bool) -> np.ndarray:

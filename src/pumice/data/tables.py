@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pumice.data.cloud import Cloud, bad_file, from_columns, from_fields, optional_package, unit_scale
+from pumice.data.point_file import PointFile, bad_file, from_columns, from_fields, optional_package, unit_scale
 
 __all__ = ["arrow_holds_points", "read_arrow", "read_obj", "read_text", "read_tns", "text_holds_points"]
 
@@ -15,7 +15,7 @@ _HEAD_BYTES = 4096
 _WIDEST = 10
 
 
-def read_text(path: Path, columns: int | None = None) -> Cloud:
+def read_text(path: Path, columns: int | None = None) -> PointFile:
     """Points from lines of numbers, separated by blanks, commas or semicolons; comments begin with # or //.
 
     A first line of words names the columns (as in PLY and PCD); without one they are x, y, z and what
@@ -29,22 +29,22 @@ def read_text(path: Path, columns: int | None = None) -> Cloud:
     return from_fields(path, dict(zip(names, table.T, strict=True)))
 
 
-def read_obj(path: Path, columns: int | None = None) -> Cloud:
+def read_obj(path: Path, columns: int | None = None) -> PointFile:
     """The vertices of a Wavefront OBJ file: ``v x y z``, or ``v x y z r g b``."""
     lines = [line[2:] for line in _lines(path.read_bytes()) if line.startswith(b"v ")]
     if not lines:
         raise bad_file(path, "vertices (lines that begin with v)", "none")
     table = _numbers(path, lines)
-    return Cloud(table[:, :3], unit_scale(table[:, 3:6]) if table.shape[1] == 6 else table[:, :0])
+    return PointFile(table[:, :3], unit_scale(table[:, 3:6]) if table.shape[1] == 6 else table[:, :0])
 
 
-def read_tns(path: Path, columns: int | None = None) -> Cloud:
+def read_tns(path: Path, columns: int | None = None) -> PointFile:
     """Voxel text: i j k (and maybe values, which are kept as they are) per line."""
     table = _numbers(path, _lines(path.read_bytes()))
-    return Cloud(table[:, :3], table[:, 3:])
+    return PointFile(table[:, :3], table[:, 3:])
 
 
-def read_arrow(path: Path, columns: int | None = None) -> Cloud:
+def read_arrow(path: Path, columns: int | None = None) -> PointFile:
     """Points from the columns of a Feather or Parquet file, by name as in PLY and PCD."""
     table = _dataset(path).to_table()
     return from_fields(path, {name: column.to_numpy() for name, column in zip(table.column_names, table, strict=True)})

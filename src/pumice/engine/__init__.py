@@ -2,10 +2,10 @@
 
 from pumice.engine.capture import Captured, CapturedPoints, capture, capture_points
 from pumice.engine.export import Exportable, exportable
-from pumice.engine.measure import Spent, measure
-from pumice.engine.result import Choice, Tiles, Trial, Tuning
-from pumice.engine.step import CapturedStep, capture_step
-from pumice.engine.train import PerItem
+from pumice.engine.measure import PassTiming, measure
+from pumice.engine.result import DataflowChoice, Tiles, Trial, Tuning
+from pumice.engine.train_program import PerItemTarget
+from pumice.engine.train_step import CapturedStep, capture_step
 from pumice.engine.tuning import BINDINGS, tune
 
 __all__ = [
@@ -13,10 +13,10 @@ __all__ = [
     "Captured",
     "CapturedPoints",
     "CapturedStep",
-    "Choice",
-    "PerItem",
+    "DataflowChoice",
     "Exportable",
-    "Spent",
+    "PassTiming",
+    "PerItemTarget",
     "Tiles",
     "Trial",
     "Tuning",

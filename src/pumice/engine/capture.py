@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pumice.coords import Bounds, Site, check_points, frame_of
-from pumice.coords.keys import INT32_MAX
-from pumice.coords.rooms import Shares
-from pumice.engine.entry import Grid, Points, PointScene, Voxels, VoxelScene
-from pumice.engine.graphs import Engine, Graphed, Limits, Margins
-from pumice.engine.static import Autocast, Program
+from pumice.coords import Bounds, GridSpec, check_points, frame_of
+from pumice.coords.box import INT32_MAX
+from pumice.coords.capacity import Shares
+from pumice.engine.buckets import CapacityMargins, CapturedModule, GraphRunner, Limits
+from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
+from pumice.engine.static import Autocast, PaddedProgram
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops import SparseTensor
-from pumice.runtime.launch import lasting
+from pumice.runtime.launch import outside_inference_mode
 
 Box = tuple[Sequence[int], Sequence[int]]
 """The least and the greatest coordinate along each axis."""
@@ -76,14 +76,14 @@ def capture(
     _check_model(model)
     check_example(example)
     limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, batch), buckets)
-    margins = Margins(margin, level_capacity)
+    margins = CapacityMargins(margin, level_capacity)
     own = model if dtype is None else cast(model, dtype)
     x = example if dtype is None else example.to(dtype)
-    program = Program(own, site_within(example.geometry.site, limits.batch, box), Autocast.now(x.device.type))
+    program = PaddedProgram(own, site_within(example.geometry.site, limits.batch, box), Autocast.now(x.device.type))
     scene = VoxelScene(x.feats, x.coords, x.geometry, x)
-    with lasting():
-        buffers = Voxels.of(limits.capacities[-1], x)
-    return Captured(Engine(program, buffers, scene, limits, margins), None if own is model else model)
+    with outside_inference_mode():
+        buffers = VoxelBuffers.of(limits.capacities[-1], x)
+    return Captured(GraphRunner(program, buffers, scene, limits, margins), None if own is model else model)
 
 
 def capture_points(
@@ -126,31 +126,31 @@ def capture_points(
     limits, margins, box = _options_of_points(points, batch, max_points, batch_size, options)
     shape = None if spatial_shape is None else tuple(int(n) for n in spatial_shape)
     own = model if dtype is None else cast(model, dtype)
-    scene = PointScene(points, feats, batch, Grid(frame, shape, limits.batch, dtype))
+    scene = PointScene(points, feats, batch, VoxelGrid(frame, shape, limits.batch, dtype))
     # It raises what is wrong with the example.
     x = scene.tensor()
-    program = Program(own, site_within(x.geometry.site, limits.batch, box), Autocast.now(points.device.type))
-    with lasting():
-        buffers = Points.of(limits.capacities[-1], scene, program.site.bounds)
-    return CapturedPoints(Engine(program, buffers, scene, limits, margins), None if own is model else model)
+    program = PaddedProgram(own, site_within(x.geometry.site, limits.batch, box), Autocast.now(points.device.type))
+    with outside_inference_mode():
+        buffers = PointBuffers.of(limits.capacities[-1], scene, program.site.bounds)
+    return CapturedPoints(GraphRunner(program, buffers, scene, limits, margins), None if own is model else model)
 
 
 def _options_of_points(
     points: Tensor, batch: Tensor | None, most: int | None, items: int | None, options: dict[str, Any]
-) -> tuple[Limits, Margins, Box | None]:
+) -> tuple[Limits, CapacityMargins, Box | None]:
     known = {"level_capacity": None, "buckets": 1.5, "margin": 1.5, "box": None}
     if wrong := options.keys() - known:
         raise TypeError(f"capture_points has no {', '.join(sorted(wrong))}; there are {', '.join(known)}")
     known |= options
     held = 1 if batch is None else int(batch.max()) + 1
     limits = Limits.of("points", (len(points), most), (held, items), known["buckets"])
-    return limits, Margins(known["margin"], known["level_capacity"]), known["box"]
+    return limits, CapacityMargins(known["margin"], known["level_capacity"]), known["box"]
 
 
-class _Base(Graphed):
+class _Base(CapturedModule):
     """What captured networks share."""
 
-    def __init__(self, engine: Engine, source: nn.Module | None) -> None:
+    def __init__(self, engine: GraphRunner, source: nn.Module | None) -> None:
         super().__init__(engine)
         self._source = source
 
@@ -235,7 +235,7 @@ def _held(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def site_within(site: Site, batch: int, box: Box | None) -> Site:
+def site_within(site: GridSpec, batch: int, box: Box | None) -> GridSpec:
     """Of the first coordinates: a box that all scenes are expected in."""
     bounds = site.bounds
     if site.spatial_shape is not None:
@@ -249,7 +249,7 @@ def site_within(site: Site, batch: int, box: Box | None) -> Site:
     else:
         ends = [_roomier(a, b) for a, b in zip(bounds.low, bounds.high, strict=True)]
         low, high = tuple(a for a, _ in ends), tuple(b for _, b in ends)
-    return Site(site.stride, site.spatial_shape, batch, Bounds(low, high, batch), site.frame)
+    return GridSpec(site.stride, site.spatial_shape, batch, Bounds(low, high, batch), site.frame)
 
 
 def _roomier(low: int, high: int) -> tuple[int, int]:
@@ -270,7 +270,7 @@ def _check_model(model: nn.Module) -> None:
 def check_example(example: SparseTensor) -> None:
     if not isinstance(example, SparseTensor):
         raise DtypeError(f"the example is a SparseTensor, found {type(example).__name__}")
-    example.geometry.known("a capture within a capture")
+    example.geometry.require_host_size("a capture within a capture")
     if not len(example):
         raise ShapeError("the example has no voxels: it says nothing of how large inner levels are")
 

@@ -29,7 +29,7 @@ _NOISE = 8
 """How many times the rms of what these change an rms error may be that is rounding, too."""
 
 
-def shaken(feats: Tensor, like: Iterable[Any]) -> Tensor:
+def perturb(feats: Tensor, like: Iterable[Any]) -> Tensor:
     """Features some roundings up or down; of the coarsest dtype among them and the tensors in `like`."""
     held = (x.feats if isinstance(x, SparseTensor) else x for x in like)
     kinds = {x.dtype for x in held if isinstance(x, Tensor) and x.is_floating_point()} | {feats.dtype}
@@ -43,7 +43,7 @@ def shaken(feats: Tensor, like: Iterable[Any]) -> Tensor:
 def differ(got: Any, want: Any, again: Any = None) -> str | None:
     """How two results differ by more than rounding, or None.
 
-    again: what is wanted for features that are `shaken`. What that changes has no digits that could be compared, as a
+    again: what is wanted for features that are `perturb`. What that changes has no digits that could be compared, as a
     mean over what was normalised, which is 0 but for rounding.
     """
     if isinstance(want, SparseTensor) != isinstance(got, SparseTensor):

@@ -20,19 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from pumice.coords import Geometry, KernelMap
-from pumice.engine.scenes import MODES, Subject, fresh
+from pumice.engine.subject import MODES, TuningSubject, fresh
 from pumice.lower import maps
 from pumice.nn.conv import Convolution
 from pumice.ops import Epilogue, SparseTensor
 from pumice.ops.conv import Target
-from pumice.schedule.predict import Side, Work
+from pumice.schedule.predict import LayerWork, MapStats
 
 FEW = 512
 """Rows below which a map's size says nothing: its kernels are bound by what they wait for."""
 
 
 @dataclass(frozen=True)
-class Then:
+class EpilogueSpec:
     """What an epilogue is, without its values: the dtypes of its tensors by name, and its options."""
 
     tensors: tuple[tuple[str, torch.dtype], ...] = ()
@@ -41,9 +41,9 @@ class Then:
     eps: float = 0.0
 
     @staticmethod
-    def of(epilogue: Epilogue) -> Then:
+    def of(epilogue: Epilogue) -> EpilogueSpec:
         held = tuple((name.lstrip("*"), x.dtype) for name, x in epilogue.operands.items())
-        return Then(held, epilogue.activation, epilogue.dtype, epilogue.eps)
+        return EpilogueSpec(held, epilogue.activation, epilogue.dtype, epilogue.eps)
 
     def like(self, y: Tensor) -> Epilogue:
         """Such an epilogue of a result y [N, C_out]."""
@@ -53,7 +53,7 @@ class Then:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class LayerCall:
     """A layer that ran: its name, itself, where and in which dtype it did, the map that it read, and what followed in
     its kernel.
 
@@ -65,7 +65,7 @@ class Call:
     geometry: Geometry
     dtype: torch.dtype
     found: KernelMap
-    then: Then | None = None
+    then: EpilogueSpec | None = None
 
     @property
     def multiplied(self) -> torch.dtype:
@@ -79,7 +79,7 @@ class Call:
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class LayerGroup:
     """Layers that run one dataflow.
 
     name: of their map: the window, strides, and the level's voxels in finest ones. layers: by name, in the order of
@@ -88,8 +88,8 @@ class Group:
 
     name: str
     layers: Mapping[str, Convolution]
-    calls: tuple[Call, ...]
-    works: tuple[tuple[Work, ...], ...]
+    calls: tuple[LayerCall, ...]
+    works: tuple[tuple[LayerWork, ...], ...]
 
     @property
     def rows(self) -> float:
@@ -119,54 +119,54 @@ class Group:
 class Observed:
     """The groups of a network, and what was found by the way and is not tuned."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     notes: tuple[str, ...]
 
 
-def observe(asked: Subject, left: Iterable[str] = ()) -> Observed:
+def observe(tuned_model: TuningSubject, left: Iterable[str] = ()) -> Observed:
     """Run the network on each scene and see which layer reads which map. left: layers that are not to be tuned.
 
     Modes, buffers and random numbers are the caller's to restore.
     """
     left, scenes, notes = set(left), [], []
-    for number, x in enumerate(asked.scenes):
+    for number, x in enumerate(tuned_model.scenes):
         x = fresh(x)
-        with seeing(asked.model) as calls:
-            MODES["inference"](asked, x)
+        with recording_calls(tuned_model.model) as calls:
+            MODES["inference"](tuned_model, x)
         scenes.append(calls)
         if not number:
             notes += _unread(x.geometry, calls)
-    notes += _idle(asked.model, scenes, left)
+    notes += _idle(tuned_model.model, scenes, left)
     tuned = [[call for call in calls if call.name not in left] for calls in scenes]
-    return Observed(tuple(_groups(tuned, asked)), tuple(notes))
+    return Observed(tuple(_groups(tuned, tuned_model)), tuple(notes))
 
 
 @contextmanager
-def seeing(model: nn.Module, arithmetic: bool = True) -> Iterator[list[Call]]:
+def recording_calls(model: nn.Module, arithmetic: bool = True) -> Iterator[list[LayerCall]]:
     """Within it every convolution of a layer is added to the list, with what follows it in its kernel.
 
     arithmetic: False has them give zeros, and no kernel is started for them. No hooks: where a module has any, what
     follows a convolution is not part of its kernel.
     """
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Convolution)}
 
     def finished(name: str, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
         layer = layers[name]
         found, outputs = layer.map_of(x, target)
-        calls.append(Call(name, layer, x.geometry, x.dtype, found, epilogue and Then.of(epilogue)))
+        calls.append(LayerCall(name, layer, x.geometry, x.dtype, found, epilogue and EpilogueSpec.of(epilogue)))
         if arithmetic:
-            return type(layer).finished(layer, x, epilogue, target)
+            return type(layer).forward_with_epilogue(layer, x, epilogue, target)
         kept = (epilogue and epilogue.dtype) or _cast(x.dtype, x.device.type)
         return SparseTensor(x.feats.new_zeros(found.num_outputs, layer.out_channels, dtype=kept), outputs)
 
     for name, layer in layers.items():
-        layer.finished = partial(finished, name)
+        layer.forward_with_epilogue = partial(finished, name)
     try:
         yield calls
     finally:
         for layer in layers.values():
-            del layer.finished
+            del layer.forward_with_epilogue
 
 
 def _cast(dtype: torch.dtype, kind: str) -> torch.dtype:
@@ -175,7 +175,7 @@ def _cast(dtype: torch.dtype, kind: str) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if cast else dtype
 
 
-def _groups(scenes: Sequence[Sequence[Call]], asked: Subject) -> Iterator[Group]:
+def _groups(scenes: Sequence[Sequence[LayerCall]], asked: TuningSubject) -> Iterator[LayerGroup]:
     """Layers that are joined by maps, in any scene."""
     leaders: dict[Any, Any] = {}
 
@@ -197,27 +197,27 @@ def _groups(scenes: Sequence[Sequence[Call]], asked: Subject) -> Iterator[Group]
         name = _name(next(calls[0] for calls in own if calls))
         names[name] = names.get(name, 0) + 1
         known = f"{name} ({names[name]})" if names[name] > 1 else name
-        yield Group(known, layers, tuple(next(calls for calls in own if calls)), works)
+        yield LayerGroup(known, layers, tuple(next(calls for calls in own if calls)), works)
 
 
-def _works(calls: Sequence[Call]) -> Iterator[Work]:
-    sides: dict[tuple[int, bool], Side] = {}
+def _works(calls: Sequence[LayerCall]) -> Iterator[LayerWork]:
+    sides: dict[tuple[int, bool], MapStats] = {}
     for call in calls:
         found, size = call.found, call.multiplied.itemsize
         both = []
         for one in (found, found.transpose()):
             key = (call.map_key, one.flipped)
             both.append(sides.get(key) or sides.setdefault(key, _side(one)))
-        yield Work(both[0], both[1], (call.layer.in_channels, call.layer.out_channels), call.layer.groups, size)
+        yield LayerWork(both[0], both[1], (call.layer.in_channels, call.layer.out_channels), call.layer.groups, size)
 
 
-def _side(found: KernelMap) -> Side:
+def _side(found: KernelMap) -> MapStats:
     forms = maps.tile_forms(found) if found.device.type == "cuda" else ()
     counts, entries = maps.counted(found, forms)
-    return Side(found.num_inputs, found.num_outputs, counts, entries, maps.block_of(found.num_outputs))
+    return MapStats(found.num_inputs, found.num_outputs, counts, entries, maps.tile_rows_for(found.num_outputs))
 
 
-def _name(call: Call) -> str:
+def _name(call: LayerCall) -> str:
     """Of a map, by its first call: the window, the stride, and the voxels of the level that it starts from."""
     relation, level = call.found.relation, call.geometry.stride
     if call.found.flipped:
@@ -232,7 +232,7 @@ def _axes(values: Sequence[Any]) -> str:
     return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
 
 
-def _unread(geometry: Geometry, calls: Sequence[Call]) -> Iterator[str]:
+def _unread(geometry: Geometry, calls: Sequence[LayerCall]) -> Iterator[str]:
     """What is said of maps that were found and that no layer reads."""
     read = {call.map_key for call in calls}
     others = [found for found in _below(geometry, set()) if id(found.table) not in read]
@@ -253,7 +253,7 @@ def _below(geometry: Geometry, seen: set[Geometry]) -> Iterator[KernelMap]:
             yield from _below(outputs, seen)
 
 
-def _idle(model: nn.Module, scenes: Sequence[Sequence[Call]], left: set[str]) -> Iterator[str]:
+def _idle(model: nn.Module, scenes: Sequence[Sequence[LayerCall]], left: set[str]) -> Iterator[str]:
     """What is said of layers that are not tuned."""
     ran = {call.name for calls in scenes for call in calls}
     idle = [name for name, layer in model.named_modules() if isinstance(layer, Convolution) and name not in ran]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from pumice import coords
-from pumice.engine.scenes import Loss, Scene, subject, undisturbed
+from pumice.engine.subject import Loss, Scene, subject, undisturbed
 from pumice.errors import DeviceError, OptionError
 
 Call = Callable[[], object]
@@ -33,7 +33,7 @@ _ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
-class Spent:
+class PassTiming:
     """What a pass over a scene takes, in seconds: the mean over scenes, of the median of the repeats.
 
     total: by the clock. parts: of it, by PARTS, where the clock is "kernels"; they add up to it. wall: from an idle
@@ -67,7 +67,7 @@ def measure(
     *,
     repeats: int = 5,
     loss: Loss | None = None,
-) -> Spent:
+) -> PassTiming:
     """What a network takes as it is, for inference or for a training step without the optimizer's.
 
     samples: SparseTensors (or pairs of coordinates and features); each pass finds its maps anew. loss: of what the
@@ -167,7 +167,7 @@ class Meter:
     clock: str = ""
     note: str = ""
 
-    def spent(self, calls: Sequence[Call]) -> Spent:
+    def spent(self, calls: Sequence[Call]) -> PassTiming:
         """What calls take, one for each scene; each runs once before."""
         for call in calls:
             call()
@@ -177,7 +177,7 @@ class Meter:
             torch.cuda.synchronize()
             return self._by_events(calls) if self.clock == EVENTS else self._by_kernels_if_possible(calls)
 
-    def _by_kernels_if_possible(self, calls: Sequence[Call]) -> Spent:
+    def _by_kernels_if_possible(self, calls: Sequence[Call]) -> PassTiming:
         try:
             return self._by_kernels(calls)
         except Exception as problem:
@@ -188,13 +188,13 @@ class Meter:
         self.clock = EVENTS
         return self._by_events(calls)
 
-    def _by_kernels(self, calls: Sequence[Call]) -> Spent:
+    def _by_kernels(self, calls: Sequence[Call]) -> PassTiming:
         each, walls = by_part(list(calls) * self.repeats)
         parts = middle(each, len(calls))
         self.clock = KERNELS
-        return Spent(sum(parts.values()), parts, _wall(walls, len(calls)), KERNELS)
+        return PassTiming(sum(parts.values()), parts, _wall(walls, len(calls)), KERNELS)
 
-    def _by_events(self, calls: Sequence[Call]) -> Spent:
+    def _by_events(self, calls: Sequence[Call]) -> PassTiming:
         walls, spans = [], []
         for call in list(calls) * self.repeats:
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -205,7 +205,7 @@ class Meter:
             torch.cuda.synchronize()
             walls.append(time.perf_counter() - begin)
             spans.append(1e-3 * first.elapsed_time(last))
-        return Spent(_wall(spans, len(calls)), {}, _wall(walls, len(calls)), EVENTS, self.note)
+        return PassTiming(_wall(spans, len(calls)), {}, _wall(walls, len(calls)), EVENTS, self.note)
 
 
 def by_part(calls: Sequence[Call]) -> tuple[Sequence[Mapping[str, float]], list[float]]:
@@ -238,10 +238,10 @@ def profiled(calls: Sequence[Call]) -> tuple[list[Event], list[float]]:
     return on_device(listening.profiler.kineto_results.events()), walls  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def on_device(told: Iterable[Any]) -> list[Event]:
+def on_device(events: Iterable[Any]) -> list[Event]:
     """What kernels and copies a profiler told of, without the spans that users name and those that waits make."""
     cuda = torch.autograd.DeviceType.CUDA  # pyright: ignore[reportPrivateImportUsage]
-    ran = (event for event in told if event.device_type() == cuda and not _is_named(event))
+    ran = (event for event in events if event.device_type() == cuda and not _is_named(event))
     found = [Event(event.name(), event.start_ns(), event.duration_ns()) for event in ran]
     return [event for event in found if not event.name.endswith((" Sync", "Wait Event"))]
 
@@ -252,14 +252,14 @@ def _is_named(event: Any) -> bool:
     return bool(asked and asked()) or event.name().startswith("ProfilerStep")
 
 
-def _on_wall(calls: Sequence[Call], repeats: int) -> Spent:
+def _on_wall(calls: Sequence[Call], repeats: int) -> PassTiming:
     walls = []
     for call in list(calls) * repeats:
         begin = time.perf_counter()
         call()
         walls.append(time.perf_counter() - begin)
     took = _wall(walls, len(calls))
-    return Spent(took, {}, took, WALL)
+    return PassTiming(took, {}, took, WALL)
 
 
 def _wall(spent: Sequence[float], scenes: int) -> float:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from pumice.errors import OptionError
-from pumice.schedule.tuner import Step
+from pumice.schedule.tuner import SearchProgress
 
-Watch = Callable[[Step], object]
+Watch = Callable[[SearchProgress], object]
 
 
-def told(step: Step) -> str:
+def told(step: SearchProgress) -> str:
     """A step in words: what is measured, and the best so far."""
     what = f"{step.group}: {step.candidate}" if step.candidate is not None else step.group or "the default"
     share = step.before / step.best if 0 < step.best < float("inf") else 1.0
@@ -48,7 +48,7 @@ def _bar() -> Iterator[Watch]:
     with shown:
         task = shown.add_task("finding groups", total=1, left="")
 
-        def watch(step: Step) -> None:
+        def watch(step: SearchProgress) -> None:
             left = f"{step.left // 60:.0f}:{step.left % 60:02.0f} left"
             shown.update(task, total=step.total, completed=step.done, description=told(step), left=left)
 

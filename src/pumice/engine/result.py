@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 from torch import nn
 
-from pumice.engine.measure import Spent
-from pumice.engine.scenes import bare
+from pumice.engine.measure import PassTiming
+from pumice.engine.subject import bare
 from pumice.errors import OptionError
 from pumice.nn.conv import Convolution
 from pumice.ops.conv import Flow
@@ -47,7 +47,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DataflowChoice:
     """What a group of layers runs, and why. rows, pairs: of the map, on average over the scenes; pairs of a row.
 
     predicted: seconds of its layers by the cost model, as the planner picks. flow: what the layers have as `dataflow`.
@@ -96,9 +96,9 @@ class Tuning:
 
     mode: str
     device: str
-    choices: tuple[Choice, ...]
-    before: Spent
-    after: Spent
+    choices: tuple[DataflowChoice, ...]
+    before: PassTiming
+    after: PassTiming
     tiles: tuple[Tiles, ...] = ()
     notes: tuple[str, ...] = ()
     finished: bool = True

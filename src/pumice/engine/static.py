@@ -1,8 +1,8 @@
 """A network as a static program: over coordinates and features in buffers, of sizes that are settled before.
 
-The network's own forward pass runs unchanged on a tensor whose coordinates lie in a buffer (coords.rooms). No size in
-it depends on the scene: how many rows live, the device alone knows. So the same calls serve every scene that fits, and
-on a GPU they can be recorded once as a CUDA graph.
+The network's own forward pass runs unchanged on a tensor whose coordinates lie in a buffer (coords.capacity). No size
+in it depends on the scene: how many rows live, the device alone knows. So the same calls serve every scene that fits,
+and on a GPU they can be recorded once as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pumice.coords import Geometry, Relation, Site, at_the_end
+from pumice.coords import Geometry, GridSpec, Relation, join_side_streams
+from pumice.coords.capacity import BufferedState, Capacities
 from pumice.coords.outputs import site_of
-from pumice.coords.rooms import Buffered, Rooms
-from pumice.engine.entry import Buffers, Entered, per_point
+from pumice.engine.buffers import Buffers, InputBatch, per_point
 from pumice.errors import CaptureError
 from pumice.ops import SparseTensor
 from pumice.ops.tensor import is_sparse
-from pumice.runtime.launch import lasting
+from pumice.runtime.launch import outside_inference_mode
 
 Path = tuple[Relation, ...]
 """The relations that lead from the first coordinates to those of a level."""
@@ -31,7 +31,7 @@ Stride = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Level:
+class LevelOutput:
     """Coordinates in their buffer, int32 [capacity, 1+D], without the maps between them."""
 
     coords: Tensor
@@ -43,7 +43,7 @@ class Level:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class SparseOutput:
     """A sparse tensor among results: features [capacity, C] on the coordinates of a level."""
 
     feats: Tensor
@@ -51,7 +51,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class PerPoint:
+class PointOutput:
     """A tensor among results with a row for each point that entered; taken: whether the network has one for each of
     their voxels."""
 
@@ -61,15 +61,16 @@ class PerPoint:
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """What a run gave. leaves: tensors, Rows and PerPoints of the network's result, which `spec` puts together.
+    """What a run gave. leaves: tensors, SparseOutput and PointOutputs of the network's result, which `spec` puts
+    together.
 
     words: the status, then of each level how many voxels it has or, with room for all, would have.
     """
 
     leaves: list[Any]
     spec: Any
-    levels: Mapping[Path, Level]
-    words: Tensor
+    levels: Mapping[Path, LevelOutput]
+    status_words: Tensor
 
 
 @dataclass(frozen=True)
@@ -92,28 +93,30 @@ class Autocast:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class PaddedProgram:
     """A network over buffers. site: of the first coordinates; its bounds are a box that all of them lie in."""
 
     model: nn.Module
-    site: Site
+    site: GridSpec
     autocast: Autocast
 
-    def run(self, buffers: Buffers, rooms: Rooms, poison: bool = False, told: Tensor | None = None) -> Results:
+    def run(
+        self, buffers: Buffers, rooms: Capacities, poison: bool = False, host_words: Tensor | None = None
+    ) -> Results:
         """One pass. poison: features of rows that do not live are NaN, wherever a tensor is made. told: pinned, where
         the words of the results are copied to, as soon as all maps are there if layers run beside these."""
-        with torch.no_grad(), lasting():
-            entered = buffers.enter(self.site, Buffered(rooms, (), poison))
+        with torch.no_grad(), outside_inference_mode():
+            entered = buffers.enter(self.site, BufferedState(rooms, (), poison))
         geometry = entered.x.geometry
         leaves, spec = pytree.tree_flatten(self.eager(entered.x), is_sparse)
         found = dict(levels_of(geometry))
         # Of the maps nothing is kept: their memory is another graph's.
-        levels = {path: Level(g.coords, g.stride) for path, g in found.items()}
+        levels = {path: LevelOutput(g.coords, g.stride) for path, g in found.items()}
         leaves = [_of_points(_bare(leaf), entered) for leaf in leaves]
-        with at_the_end(geometry):
-            words = words_of(geometry, found.values())
-            if told is not None:
-                told.copy_(words, non_blocking=True)
+        with join_side_streams(geometry):
+            words = status_words_of(geometry, found.values())
+            if host_words is not None:
+                host_words.copy_(words, non_blocking=True)
         return Results(leaves, spec, levels, words)
 
     def eager(self, x: SparseTensor) -> Any:
@@ -127,25 +130,25 @@ def _bare(leaf: Any) -> Any:
         return leaf
     if leaf.geometry.buffered is None:
         raise CaptureError("the network gives coordinates that it did not make from those of its input")
-    return Rows(leaf.feats, leaf.geometry.buffered.path)
+    return SparseOutput(leaf.feats, leaf.geometry.buffered.path)
 
 
-def _of_points(leaf: Any, entered: Entered) -> Any:
+def _of_points(leaf: Any, entered: InputBatch) -> Any:
     """What has a row for each of the first voxels has one for each point, where points entered."""
     if entered.inverse is None:
         return leaf
-    if isinstance(leaf, Rows):
-        return leaf if leaf.path else PerPoint(per_point(leaf.feats, entered.inverse), True)
+    if isinstance(leaf, SparseOutput):
+        return leaf if leaf.path else PointOutput(per_point(leaf.feats, entered.inverse), True)
     if not isinstance(leaf, Tensor) or not leaf.ndim:
         return leaf
     if leaf.shape[0] == len(entered.inverse):
-        return PerPoint(leaf, False)
-    return PerPoint(per_point(leaf, entered.inverse), True) if leaf.shape[0] == len(entered.x.geometry) else leaf
+        return PointOutput(leaf, False)
+    return PointOutput(per_point(leaf, entered.inverse), True) if leaf.shape[0] == len(entered.x.geometry) else leaf
 
 
-def words_of(geometry: Geometry, levels: Iterable[Geometry]) -> Tensor:
+def status_words_of(geometry: Geometry, levels: Iterable[Geometry]) -> Tensor:
     """The status of the first coordinates, then of each level how many voxels it has or, with room for all, would; see
-    `at_the_end`."""
+    `join_side_streams`."""
     clouds = [level.cloud for level in levels]
     return torch.cat([geometry.cloud.status, *[c.count if c.needed is None else c.needed for c in clouds]])
 
@@ -170,25 +173,27 @@ their voxels), "items" of the batch, or ("whole") something else."""
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class OutputCropping:
     """How results are cut to the size of a scene. kinds: one for each leaf."""
 
     kinds: tuple[Kind, ...]
 
     @staticmethod
-    def of(results: Results, words: Sequence[int], wanted: Sequence[Any], batch: tuple[int, int]) -> Reading:
+    def of(results: Results, words: Sequence[int], wanted: Sequence[Any], batch: tuple[int, int]) -> OutputCropping:
         """What the leaves are, by what the eager network gives for the same scene's voxels; batch: items of the
         program's and of the scene. Raises CaptureError where they cannot be the same."""
         counts = dict(zip(results.levels, words[1:], strict=True))
         if len(wanted) != len(results.leaves):
             raise CaptureError(f"the network gives {len(wanted)} results, and {len(results.leaves)} in buffers")
-        return Reading(tuple(_kind(a, b, results, counts, batch) for a, b in zip(results.leaves, wanted, strict=True)))
+        return OutputCropping(
+            tuple(_kind(a, b, results, counts, batch) for a, b in zip(results.leaves, wanted, strict=True))
+        )
 
 
 def _kind(held: Any, wanted: Any, results: Results, counts: Mapping[Path, int], batch: tuple[int, int]) -> Kind:
-    if isinstance(held, Rows):
+    if isinstance(held, SparseOutput):
         return held.path
-    if isinstance(held, PerPoint):
+    if isinstance(held, PointOutput):
         return "taken" if held.taken else "points"
     if not isinstance(held, Tensor):
         return "whole"
@@ -207,16 +212,16 @@ def _kind(held: Any, wanted: Any, results: Results, counts: Mapping[Path, int], 
 
 
 @dataclass(eq=False)
-class Given:
+class CropContext:
     """The scene that results are given back for: its own coordinates if it has any, how many items it has and, where
     points entered, how many those are; counts by path as the device told them. site: of the first coordinates."""
 
     own: Geometry | None
-    site: Site
+    site: GridSpec
     items: int
     points: int
     counts: Mapping[Path, int]
-    levels: Mapping[Path, Level]
+    levels: Mapping[Path, LevelOutput]
     made: dict[Path, Geometry] = field(default_factory=dict)
 
     def level(self, path: Path) -> Geometry:
@@ -232,9 +237,9 @@ class Given:
 
     def cut(self, leaf: Any, kind: Kind) -> Any:
         """A copy of a result's rows that are the scene's."""
-        if isinstance(leaf, Rows):
+        if isinstance(leaf, SparseOutput):
             return SparseTensor(leaf.feats[: self.counts[leaf.path]].clone(), self.level(leaf.path))
-        if isinstance(leaf, PerPoint):
+        if isinstance(leaf, PointOutput):
             return leaf.values[: self.points].clone()
         if not isinstance(leaf, Tensor):
             return leaf

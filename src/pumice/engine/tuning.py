@@ -16,21 +16,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from pumice.engine.groups import Group, Observed, observe
-from pumice.engine.kernels import Alone, alone, compile_at_once, compile_first, time_tiles
-from pumice.engine.measure import Meter, Spent
+from pumice.engine.groups import LayerGroup, Observed, observe
+from pumice.engine.isolated_layers import IsolatedLayer, compile_at_once, compile_first, isolated_layer, time_tiles
+from pumice.engine.measure import Meter, PassTiming
 from pumice.engine.progress import Watch, watching
-from pumice.engine.result import NOT_ASKED, Choice, Tiles, Trial, Tuning
-from pumice.engine.scenes import Loss, Scene, Subject, subject, undisturbed
+from pumice.engine.result import NOT_ASKED, DataflowChoice, Tiles, Trial, Tuning
+from pumice.engine.subject import Loss, Scene, TuningSubject, subject, undisturbed
 from pumice.errors import DeviceError, OptionError, PumiceError
 from pumice.lower.loops import EIGHT_BITS
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops.conv import Flow
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, PLANNED, WGRAD, Dataflow, Dataflows, chosen
-from pumice.schedule.ledger import Key, ledger
-from pumice.schedule.plans import Plan, PlanKey, Workload, plans
-from pumice.schedule.predict import Prospect, Work, promising, prospects, sensible, together
-from pumice.schedule.tuner import LEAST, Assignment, Clock, Found, Question, Step, Tried, search
+from pumice.schedule.predict import CandidateFlow, LayerWork, candidate_flows, is_applicable, promising, together
+from pumice.schedule.tuned_plans import PlanKey, TunedPlan, Workload, plans
+from pumice.schedule.tuned_tiles import Key, ledger
+from pumice.schedule.tuner import (
+    LEAST,
+    Assignment,
+    Clock,
+    SearchProgress,
+    SearchResult,
+    TrialResult,
+    TuningTask,
+    search,
+)
 
 FACTOR = 2.5
 """How many times what the best dataflow is reckoned to take another one may, to be tried."""
@@ -106,7 +115,7 @@ def tune(
         with undisturbed(asked.model, False):
             compile_first(asked)
             observed = observe(asked, left)
-        run = _Run(asked, observed, options, Clock(budget - (time.monotonic() - began), watch=watch))
+        run = _TuningRun(asked, observed, options, Clock(budget - (time.monotonic() - began), watch=watch))
         with undisturbed(asked.model, asked.training):
             result = run.result(fresh, save, began)
         result.apply(asked.model)
@@ -114,7 +123,7 @@ def tune(
 
 
 @dataclass(frozen=True)
-class Options:
+class TuningOptions:
     """What is asked, checked. flows: that may be chosen; all of them are tried where `named`. parts: passes that run
     one dataflow; bind: their name."""
 
@@ -123,14 +132,14 @@ class Options:
     bind: str
     parts: tuple[tuple[str, ...], ...]
 
-    def may(self, flow: Dataflow, passes: Sequence[str], asked: Subject) -> bool:
+    def may(self, flow: Dataflow, passes: Sequence[str], tuned_model: TuningSubject) -> bool:
         """Whether a dataflow may be chosen for these passes."""
-        ordered = torch.are_deterministic_algorithms_enabled() and asked.device.type == "cuda"
-        library = not {x.dtype for x in asked.scenes} & {*EIGHT_BITS}
-        return flow in self.flows and all(sensible(name, flow, ordered, library) for name in passes)
+        ordered = torch.are_deterministic_algorithms_enabled() and tuned_model.device.type == "cuda"
+        library = not {x.dtype for x in tuned_model.scenes} & {*EIGHT_BITS}
+        return flow in self.flows and all(is_applicable(name, flow, ordered, library) for name in passes)
 
 
-def _options(asked: Subject, budget: float, bind: str | None, candidates: Any) -> Options:
+def _options(asked: TuningSubject, budget: float, bind: str | None, candidates: Any) -> TuningOptions:
     if not isinstance(budget, int | float) or not budget > 0:
         raise OptionError(f"budget is a number of seconds above 0, found {budget!r}")
     if bind is not None and (bind not in BINDINGS or not asked.training):
@@ -142,9 +151,9 @@ def _options(asked: Subject, budget: float, bind: str | None, candidates: Any) -
             raise OptionError(f"candidates takes 'all' or a list of dataflows, found {candidates!r}")
         flows = tuple(chosen(one)[0] for one in candidates)
     if not asked.training:
-        return Options(flows, candidates is not None, "", _INFERENCE)
+        return TuningOptions(flows, candidates is not None, "", _INFERENCE)
     bind = bind or binding(asked.device)
-    return Options(flows, candidates is not None, bind, BINDINGS[bind])
+    return TuningOptions(flows, candidates is not None, bind, BINDINGS[bind])
 
 
 def binding(device: torch.device) -> str:
@@ -178,16 +187,16 @@ def _released(model: nn.Module) -> Iterator[list[str]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PassTask:
     """A question to a group: what these passes of its layers run. standing: seconds as the planner picks, as reckoned.
 
     prospects: what else may be tried, the most promising first; seconds are those of all scenes.
     """
 
-    group: Group
+    group: LayerGroup
     passes: tuple[str, ...]
     standing: float
-    prospects: tuple[Prospect, ...]
+    prospects: tuple[CandidateFlow, ...]
 
     @property
     def key(self) -> str:
@@ -198,27 +207,27 @@ class Part:
         return next(found, math.nan) / len(self.group.works)
 
 
-def parts_of(asked: Subject, observed: Observed, options: Options) -> list[Part]:
+def parts_of(tuned_model: TuningSubject, observed: Observed, options: TuningOptions) -> list[PassTask]:
     """Every question, those about what takes longest first."""
     found = []
     for group in observed.groups:
-        works: list[Work] = [work for scene in group.works for work in scene]
+        works: list[LayerWork] = [work for scene in group.works for work in scene]
         for passes in options.parts:
-            flows = [flow for flow in options.flows if options.may(flow, passes, asked)]
-            standing = together(PLANNED, works, passes, asked.device.type)
-            tried = prospects(flows, works, passes, asked.device.type)
+            flows = [flow for flow in options.flows if options.may(flow, passes, tuned_model)]
+            standing = together(PLANNED, works, passes, tuned_model.device.type)
+            tried = candidate_flows(flows, works, passes, tuned_model.device.type)
             tried = tried if options.named else promising(tried, standing, FACTOR)[: _TRIED[len(options.parts)]]
-            found.append(Part(group, passes, standing, tuple(tried)))
+            found.append(PassTask(group, passes, standing, tuple(tried)))
     return sorted(found, key=lambda part: -part.standing)
 
 
-class _Bench:
+class _NetworkBench:
     """Measures a network with assignments of dataflows; what it took by assignment."""
 
-    def __init__(self, asked: Subject, parts: Sequence[Part]) -> None:
+    def __init__(self, asked: TuningSubject, parts: Sequence[PassTask]) -> None:
         self.asked, self.parts = asked, {part.key: part for part in parts}
         self.meter = Meter(asked.device, REPEATS)
-        self.spent: dict[frozenset[tuple[str, Any]], list[Spent]] = {}
+        self.spent: dict[frozenset[tuple[str, Any]], list[PassTiming]] = {}
 
     def __call__(self, assignment: Assignment) -> float:
         for group, flow in self.flows(assignment).items():
@@ -228,24 +237,24 @@ class _Bench:
         self.spent.setdefault(frozenset(assignment.items()), []).append(found)
         return found.total
 
-    def flows(self, assignment: Assignment) -> dict[Group, Flow]:
+    def flows(self, assignment: Assignment) -> dict[LayerGroup, Flow]:
         """What the layers of each group run."""
-        by_group: dict[Group, dict[str, Dataflow]] = {part.group: {} for part in self.parts.values()}
+        by_group: dict[LayerGroup, dict[str, Dataflow]] = {part.group: {} for part in self.parts.values()}
         for key, flow in assignment.items():
             assert isinstance(flow, Dataflow)
             part = self.parts[key]
             by_group[part.group].update(dict.fromkeys(part.passes, flow))
         return {group: flow_of(passes, self.asked.training) for group, passes in by_group.items()}
 
-    def last(self, assignment: Assignment) -> Spent:
+    def last(self, assignment: Assignment) -> PassTiming:
         """The mean of the last two measurements of an assignment."""
         found = self.spent[frozenset(assignment.items())][-2:]
         names = dict.fromkeys(name for each in found for name in each.parts)
         parts = {name: fmean(each.parts.get(name, 0.0) for each in found) for name in names}
         total, wall = fmean(each.total for each in found), fmean(each.wall for each in found)
-        return Spent(total, parts, wall, found[-1].clock, found[-1].note)
+        return PassTiming(total, parts, wall, found[-1].clock, found[-1].note)
 
-    def _measured(self) -> Spent:
+    def _measured(self) -> PassTiming:
         try:
             return self.meter.spent(self.asked.calls())
         except PumiceError:
@@ -274,12 +283,12 @@ def _short(flow: Dataflow) -> str | Dataflow:
 
 
 @dataclass
-class _Run:
+class _TuningRun:
     """One tuning of a network whose groups are known."""
 
-    asked: Subject
+    asked: TuningSubject
     observed: Observed
-    options: Options
+    options: TuningOptions
     clock: Clock
     notes: list[str] = field(default_factory=list)
     tiling: float = 8.0
@@ -293,7 +302,7 @@ class _Run:
         self.workload: Workload = tuple(group.workload for group in self.observed.groups)
         self.key = PlanKey.of(*identity(self.asked, self.observed, self.options.bind), self.workload)
         self.parts = parts_of(self.asked, self.observed, self.options)
-        self.bench = _Bench(self.asked, self.parts)
+        self.bench = _NetworkBench(self.asked, self.parts)
 
     @property
     def left(self) -> float:
@@ -324,7 +333,7 @@ class _Run:
         return Tuning(self.asked.mode, told, choices, before, after, tiles, notes, found.finished, False, spent)
 
     # What was kept
-    def _known(self) -> tuple[Plan | None, Mapping[str, Dataflow]]:
+    def _known(self) -> tuple[TunedPlan | None, Mapping[str, Dataflow]]:
         """The plan that is kept for this, and what one for other scenes would try first."""
         alike = plans().alike(self.key, self.workload)
         if alike is None:
@@ -343,44 +352,44 @@ class _Run:
         self.notes.append(f"tuned on {when} for {why} ({plan.about}): tuned anew")
         return None, plan.flows
 
-    def _reused(self, plan: Plan) -> Tuning:
+    def _reused(self, plan: TunedPlan) -> Tuning:
         flows = self.bench.flows(plan.flows)
         choices = tuple(
             _choice(group, flows[group], (), "kept in the ledger", self._standing(group))
             for group in self.observed.groups
         )
-        before, after = (Spent(**spent) for spent in (plan.before, plan.after))
+        before, after = (PassTiming(**spent) for spent in (plan.before, plan.after))
         notes = (*self.notes, *self.observed.notes)
         return Tuning(self.asked.mode, self.key.device, choices, before, after, (), notes, plan.finished, True)
 
-    def _save(self, found: Found, asked: tuple[str, ...], before: Spent, after: Spent) -> None:
+    def _save(self, found: SearchResult, asked: tuple[str, ...], before: PassTiming, after: PassTiming) -> None:
         flows: Any = found.assignment
         about = f"{type(self.asked.model).__name__}, {len(self.workload)} maps, {self.observed.groups[0]}"
         was, now = ({**asdict(each), "parts": dict(each.parts)} for each in (before, after))
         near = plans().near(self.key, self.workload)
         if near is not None and near[0] != self.key:
             plans().forget([near[0]])
-        plans().keep(self.key, Plan(flows, self.workload, was, now, asked, found.finished, about))
+        plans().keep(self.key, TunedPlan(flows, self.workload, was, now, asked, found.finished, about))
 
     # What is measured
-    def _search(self, start: Assignment, done: Sequence[str], hints: Mapping[str, Dataflow]) -> Found:
+    def _search(self, start: Assignment, done: Sequence[str], hints: Mapping[str, Dataflow]) -> SearchResult:
         questions = []
         for part in self.parts:
             flows = [prospect.flow for prospect in part.prospects]
             if (hint := hints.get(part.key)) in flows:
                 flows.sort(key=lambda flow: flow != hint)
             if part.key not in done and flows:
-                questions.append(Question(part.key, tuple(flows)))
+                questions.append(TuningTask(part.key, tuple(flows)))
         return search(questions, self.bench, self.clock, start, self._compile)
 
-    def _compile(self, question: Question) -> None:
+    def _compile(self, question: TuningTask) -> None:
         part = self.bench.parts[question.group]
         flows: Any = question.candidates
-        layers = alone(part.group.calls, self.asked.training)
+        layers = isolated_layer(part.group.calls, self.asked.training)
         # A large group's kernels may take longer than the budget has left.
         compile_at_once(layers, part.passes, flows, lambda: self.left <= 0)
 
-    def tiles(self, found: Found) -> Iterator[Tiles]:
+    def tiles(self, found: SearchResult) -> Iterator[Tiles]:
         """Time the tiles of the groups' kernels, those of the largest first, while the budget lasts.
 
         Tiles are timed alone, with a cold cache: where the network does not get faster by them they are forgotten.
@@ -389,7 +398,7 @@ class _Run:
         best, largest = found.after, sorted(flows, key=lambda group: -self._standing(group))
         try:
             for number, group in enumerate(largest):
-                self.clock.watch(Step(group.name, "tiles", number, len(flows), self.left, best, found.before))
+                self.clock.watch(SearchProgress(group.name, "tiles", number, len(flows), self.left, best, found.before))
                 new = self._time(group, flows[group])
                 if new:
                     yield (judged := self._judged(group, new, best, found))
@@ -397,7 +406,7 @@ class _Run:
         except KeyboardInterrupt:
             self.notes.append("the timing of tiles was interrupted")
 
-    def _judged(self, group: Group, new: set[Key], best: float, found: Found) -> Tiles:
+    def _judged(self, group: LayerGroup, new: set[Key], best: float, found: SearchResult) -> Tiles:
         """Keep new tiles if the network is not slower by them."""
         after = self.bench(found.assignment)
         if after > best:
@@ -408,10 +417,10 @@ class _Run:
             ledger().forget(new)
         return Tiles(group.name, len(new), best, after, kept)
 
-    def _time(self, group: Group, flow: Flow) -> set[Key]:
+    def _time(self, group: LayerGroup, flow: Flow) -> set[Key]:
         """Time the tiles of a group's layers, as far as the budget reaches; what the ledger has new."""
         known = set(ledger().known())
-        for layer in alone(group.calls, self.asked.training):
+        for layer in isolated_layer(group.calls, self.asked.training):
             begin = self.clock.now()
             if self.left < 1.5 * self.tiling:
                 break
@@ -421,10 +430,10 @@ class _Run:
         return set(ledger().known()) - known
 
     # What is told
-    def _standing(self, group: Group) -> float:
+    def _standing(self, group: LayerGroup) -> float:
         return sum(part.standing for part in self.parts if part.group is group) / len(group.works)
 
-    def _choices(self, found: Found, done: Sequence[str]) -> Iterator[Choice]:
+    def _choices(self, found: SearchResult, done: Sequence[str]) -> Iterator[DataflowChoice]:
         flows = self.bench.flows(found.assignment)
         for group in self.observed.groups:
             own = [part for part in self.parts if part.group is group]
@@ -433,17 +442,17 @@ class _Run:
             yield _choice(group, flows[group], trials, why, self._standing(group))
 
 
-def _choice(group: Group, flow: Flow, trials: tuple[Trial, ...], why: str, standing: float) -> Choice:
+def _choice(group: LayerGroup, flow: Flow, trials: tuple[Trial, ...], why: str, standing: float) -> DataflowChoice:
     pairs = group.pairs / max(1.0, group.rows)
-    return Choice(group.name, tuple(group.layers), group.rows, pairs, standing, flow, trials, why)
+    return DataflowChoice(group.name, tuple(group.layers), group.rows, pairs, standing, flow, trials, why)
 
 
-def _trial(part: Part, tried: Tried) -> Trial:
+def _trial(part: PassTask, tried: TrialResult) -> Trial:
     flow: Any = tried.candidate
     return Trial(str(flow), part.passes, part.predicted(flow), tried.seconds, tried.stood, tried.refused)
 
 
-def _why(part: Part, found: Found, done: bool) -> str:
+def _why(part: PassTask, found: SearchResult, done: bool) -> str:
     """Why a part runs what it does."""
     trials = sorted((_trial(part, tried) for tried in found.tried.get(part.key, ())), key=lambda trial: trial.seconds)
     taken = found.assignment.get(part.key)
@@ -460,7 +469,7 @@ def _why(part: Part, found: Found, done: bool) -> str:
     return f"{names}best of {len(trials)} others: {trials[0]}"
 
 
-def _timed(layer: Alone, flow: Flow, training: bool) -> None:
+def _timed(layer: IsolatedLayer, flow: Flow, training: bool) -> None:
     """Time a layer's tiles; one that cannot be run by itself has none."""
     try:
         time_tiles(layer, flow, training)
@@ -468,28 +477,30 @@ def _timed(layer: Alone, flow: Flow, training: bool) -> None:
         torch.cuda.empty_cache()
 
 
-def identity(asked: Subject, observed: Observed, bind: str) -> tuple[str, str, str, str]:
+def identity(tuned_model: TuningSubject, observed: Observed, bind: str) -> tuple[str, str, str, str]:
     """What a plan is for, besides the workload: device, dtypes, mode, and a digest of the network.
 
     The digest is of what convolution layers are and do and of how maps join them, not of weights.
     """
-    kind = asked.device.type
+    kind = tuned_model.device.type
     device = (
-        torch.cuda.get_device_name(asked.device) if kind == "cuda" else f"{kind}, {torch.get_num_threads()} threads"
+        torch.cuda.get_device_name(tuned_model.device)
+        if kind == "cuda"
+        else f"{kind}, {torch.get_num_threads()} threads"
     )
-    dtypes = sorted({_dtype(layer.weight.dtype) for layer in convolutions(asked.model)})
+    dtypes = sorted({_dtype(layer.weight.dtype) for layer in convolutions(tuned_model.model)})
     if torch.is_autocast_enabled(kind):
         dtypes.append(f"autocast to {_dtype(torch.get_autocast_dtype(kind))}")
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtypes.append("tf32")
     layers = [
         [name, type(m).__name__, list(m.weight.shape), m.groups, m.bias is not None, str(m.relation), str(m.dataflow)]
-        for name, m in asked.model.named_modules()
+        for name, m in tuned_model.model.named_modules()
         if isinstance(m, Convolution)
     ]
     groups = [[group.name, *group.layers] for group in observed.groups]
     digest = hashlib.sha256(json.dumps([layers, groups]).encode()).hexdigest()[:16]
-    mode = f"{asked.mode}, {bind}" if bind else asked.mode
+    mode = f"{tuned_model.mode}, {bind}" if bind else tuned_model.mode
     return device, " ".join(dtypes), mode, digest
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pumice.language.nodes import Access, Affine, Index, Span, affine
-from pumice.language.tokens import Reader, Token, quote, where
+from pumice.language.tokens import Token, TokenReader, quote, where
 
 _MOST_INTEGER = 2**63 - 1
 _LIMITS = "integers have 64 bits, floats end at 1.8e308"
@@ -24,7 +24,7 @@ Linear = tuple[list[tuple[int, Index | Access]], int]
 """Terms and constant of an index expression on its way."""
 
 
-class AccessReader(Reader):
+class AccessReader(TokenReader):
     """Reads numbers and accesses; knows the integers, the target's name and the names met so far."""
 
     def __init__(self, text: str, integers: Mapping[str, int]) -> None:

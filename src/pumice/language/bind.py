@@ -19,7 +19,7 @@ Shape = Sequence[int]
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class BoundStatement:
     """A statement with its sizes; equal to itself alone, so that what follows from it is found by it.
 
     ranges: of every index, by name; shape: of the target; windowed: the indices whose range only windows or the text
@@ -31,7 +31,7 @@ class Bound:
     ranges: Mapping[str, Range]
     shape: tuple[int, ...]
     windowed: tuple[str, ...] = ()
-    like: Bound | None = None
+    like: BoundStatement | None = None
 
     @cached_property
     def extents(self) -> Mapping[str, int]:
@@ -58,7 +58,9 @@ class Axis(NamedTuple):
         return f"axis {self.number} of {self.access}"
 
 
-def bind(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None = None, strict: bool = True) -> Bound:
+def bind(
+    statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None = None, strict: bool = True
+) -> BoundStatement:
     """The sizes of `statement` for operands of these shapes; `shape` is the target's where that is known.
 
     strict: windows may leave their operand only through an index that the text declares. What the library derives is
@@ -84,21 +86,21 @@ def bind(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None 
     if strict:
         _check_windows(statement, ranges, read)
     windowed = tuple(name for name in ranges if name not in bare)
-    return Bound(statement, ranges, _inferred_shape(statement, ranges, written, strict), windowed)
+    return BoundStatement(statement, ranges, _inferred_shape(statement, ranges, written, strict), windowed)
 
 
-def resizable(bound: Bound) -> bool:
+def resizable(bound: BoundStatement) -> bool:
     """Whether the range of every index is the extent of an axis, or the text's: windows may tell another one."""
     return bare_places(bound.like or bound) is not None
 
 
-def resized(bound: Bound, shapes: Mapping[str, Shape], shape: tuple[int, ...]) -> Bound:
+def resized(bound: BoundStatement, shapes: Mapping[str, Shape], shape: tuple[int, ...]) -> BoundStatement:
     """The same statement, which is `resizable`, for operands of other sizes that agree: nothing is checked."""
     ranges = {name: Range(0, extent) for name, extent in extents_at(bound, shapes, shape).items()}
-    return Bound(bound.statement, {**bound.ranges, **ranges}, shape, bound.windowed, bound.like or bound)
+    return BoundStatement(bound.statement, {**bound.ranges, **ranges}, shape, bound.windowed, bound.like or bound)
 
 
-def extents_at(bound: Bound, shapes: Mapping[str, Shape], shape: Shape) -> dict[str, int]:
+def extents_at(bound: BoundStatement, shapes: Mapping[str, Shape], shape: Shape) -> dict[str, int]:
     """The points of each index that an axis tells, for operands of other sizes."""
     places = bare_places(bound.like or bound)
     assert places is not None
@@ -106,7 +108,7 @@ def extents_at(bound: Bound, shapes: Mapping[str, Shape], shape: Shape) -> dict[
 
 
 @lru_cache(maxsize=4096)
-def bare_places(bound: Bound) -> tuple[tuple[str, str, int], ...] | None:
+def bare_places(bound: BoundStatement) -> tuple[tuple[str, str, int], ...] | None:
     """(index, operand, axis) where each index stands bare, "" being the target; those that the text declares stay."""
     statement = bound.statement
     declared = {name for name, _ in statement.ranges}

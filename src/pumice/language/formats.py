@@ -126,7 +126,7 @@ class Coordinate:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FormatLayout:
     """The arrays of a format, their dimensions named by symbols.
 
     values: the symbols of the array of values, in storage order.
@@ -142,7 +142,7 @@ class Layout:
 
 
 @lru_cache(maxsize=256)
-def layout(format: Format) -> Layout:
+def layout(format: Format) -> FormatLayout:
     """What the arrays of a format look like.
 
     CSR     values[p], coordinates m[p], k[p]
@@ -172,7 +172,7 @@ def layout(format: Format) -> Layout:
         Coordinate(axis, arrays.get(axis), None if axis in arrays else axis, format.block(axis), inner.get(axis))
         for axis in format.axes
     )
-    return Layout(tuple(values), tuple(coordinates), position, group)
+    return FormatLayout(tuple(values), tuple(coordinates), position, group)
 
 
 def _fresh(name: str, taken: set[str]) -> str:

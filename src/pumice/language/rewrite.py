@@ -39,7 +39,7 @@ VALUES = "values"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StorageForm:
     """A form in which a sparse operand is held, in names of its own.
 
     coordinates: for each axis the expression that gives its coordinate, over positions and index arrays; None where
@@ -66,14 +66,14 @@ class Stored:
 
     @staticmethod
     @lru_cache(maxsize=256)
-    def of(format: Format, parts: int = 1, ones: bool = False) -> Stored:
+    def of(format: Format, parts: int = 1, ones: bool = False) -> StorageForm:
         """The form of a format: arrays are named after their axes."""
         shape = layout(format)
         plain = enumerate(shape.coordinates)
         dense = tuple((c.position or "", n) for n, c in plain if c.array is None and c.inner is None)
         first = format.flattened[0] if format.flattened else None
         facts = ((first.axes[0], "sorted"),) if first else ()
-        return Stored(tuple(map(_expression, shape.coordinates)), shape.values, dense, facts, parts, ones)
+        return StorageForm(tuple(map(_expression, shape.coordinates)), shape.values, dense, facts, parts, ones)
 
 
 def _expression(c: Coordinate) -> Affine | None:
@@ -93,7 +93,7 @@ class Array(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Conscious:
+class LoweredStatement:
     """A statement in format-conscious form.
 
     steps: statements that are carried out one after another, each adding to the target what it computes.
@@ -114,7 +114,7 @@ class _Unsolvable(Exception):
         self.operand, self.reason = operand, reason
 
 
-def conscious(statement: Statement, stored: Mapping[str, Stored]) -> Conscious:
+def lower_statement(statement: Statement, stored: Mapping[str, StorageForm]) -> LoweredStatement:
     """The steps of `statement` over the arrays of its sparse operands.
 
     Raises OptionError where a sparse operand cannot take part under max, min or mean (there an entry that is not
@@ -125,7 +125,7 @@ def conscious(statement: Statement, stored: Mapping[str, Stored]) -> Conscious:
         held = {name: how for name, how in stored.items() if name not in dense}
         try:
             steps, arrays = _rewritten(statement, held)
-            return Conscious(tuple(map(simplify, steps)), arrays, dense)
+            return LoweredStatement(tuple(map(simplify, steps)), arrays, dense)
         except _Unsolvable as problem:
             if statement.reduction != "sum":
                 raise OptionError(
@@ -184,7 +184,7 @@ def _holds(condition: Exists, others: Sequence[Factor], factors: Sequence[Factor
     return all(e.bare and e.bare in bare for e in condition.access.indices)
 
 
-def _rewritten(statement: Statement, stored: Mapping[str, Stored]) -> tuple[list[Statement], dict[str, Array]]:
+def _rewritten(statement: Statement, stored: Mapping[str, StorageForm]) -> tuple[list[Statement], dict[str, Array]]:
     steps: list[Statement] = []
     arrays: dict[str, Array] = {}
     for step in single_terms(statement):
@@ -204,14 +204,14 @@ def _rewritten(statement: Statement, stored: Mapping[str, Stored]) -> tuple[list
     return steps, arrays
 
 
-def _check_read(step: Statement, stored: Mapping[str, Stored]) -> None:
+def _check_read(step: Statement, stored: Mapping[str, StorageForm]) -> None:
     """A sparse operand is a factor of the right side, nothing else."""
     for access in accesses_of(step):
         if access.name in stored and access.name != step.target.name:
             raise _Unsolvable(access.name, f"`{access}` is no factor of a term")
 
 
-def _check_parts(step: Statement, stored: Mapping[str, Stored]) -> None:
+def _check_parts(step: Statement, stored: Mapping[str, StorageForm]) -> None:
     """Steps are added up, which is not how the others join."""
     for access in accesses_of(step):
         if step.reduction != "sum" and access.name in stored and stored[access.name].parts > 1:
@@ -234,7 +234,7 @@ class _Naming:
     """Names for the arrays and positions of one part of a sparse operand, free of clashes; fills `arrays`."""
 
     part: int
-    stored: Stored
+    stored: StorageForm
     arrays: dict[str, Array]
     statement: Statement
 

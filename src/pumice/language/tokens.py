@@ -96,7 +96,7 @@ def complaint(text: str, place: int, sentence: str) -> StatementError:
     return StatementError(f"{sentence}\n{shown}\n{' ' * column}^")
 
 
-class Reader:
+class TokenReader:
     """The tokens of a text and how far they are read."""
 
     def __init__(self, text: str) -> None:

@@ -19,22 +19,24 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pumice.language.bind import Bound, bind
+from pumice.language.bind import BoundStatement, bind
+from pumice.language.contraction import ContractionRoles, contraction_roles
 from pumice.language.derive import fresh, names_of
 from pumice.language.nodes import Access, Affine, Index, Statement, Term, accesses_of, index, indices_of
-from pumice.language.roles import Roles, roles
-from pumice.lower import triton as kernels
+from pumice.lower import kernel as kernels
 from pumice.lower import work
 from pumice.schedule.cost import DEVICES, Work, seconds
 
-Steps = tuple[Bound, Bound]
+Steps = tuple[BoundStatement, BoundStatement]
 Facts = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
-class Chain:
+class TwoStepLowering:
     """A statement of certain sizes in two steps: called with the operands by name, it gives the result."""
 
-    def __init__(self, bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, precision: str = "") -> None:
+    def __init__(
+        self, bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, precision: str = ""
+    ) -> None:
         self.bound = bound
         first, second = _two(bound, operands)
         self.name = first.statement.target.name
@@ -49,7 +51,7 @@ class Chain:
         return {**operands, self.name: self.first(operands)}
 
 
-def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     """Why the statement is not computed in two steps, or None."""
     if why := kernels.refusal(statement, bound, operands):
         return why
@@ -57,17 +59,17 @@ def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) 
     return found if isinstance(found, str) else None
 
 
-def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The result of a statement that `refusal` has nothing against, in `dtype`; a new tensor."""
-    return Chain(bound, operands, dtype)(operands)
+    return TwoStepLowering(bound, operands, dtype)(operands)
 
 
-def of_chain(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+def of_chain(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
     """The work of both steps."""
     return _work(_two(bound, operands), operands)
 
 
-def _two(bound: Bound, operands: Mapping[str, Tensor]) -> Steps:
+def _two(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Steps:
     """The two steps of a statement that has them."""
     found = _steps(bound, _facts(operands))
     assert not isinstance(found, str)
@@ -85,7 +87,7 @@ def _facts(operands: Mapping[str, Tensor]) -> Facts:
 
 
 @lru_cache(maxsize=1024)
-def _steps(bound: Bound, facts: Facts) -> Steps | str:
+def _steps(bound: BoundStatement, facts: Facts) -> Steps | str:
     """The two steps that cost the least, or why there are none."""
     statement = bound.statement
     operands = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in facts}
@@ -93,7 +95,7 @@ def _steps(bound: Bound, facts: Facts) -> Steps | str:
         return "there are no three factors over plain ranges"
     if not all(_plain(expression) for a in _accesses(statement) for expression in a.indices):
         return "an index is computed"
-    form = roles(statement, bound.extents)
+    form = contraction_roles(statement, bound.extents)
     if form.product and form.within is None and not form.folds:
         return "the whole is one product of matrices"
     ways = list(_ways(bound, operands))
@@ -105,8 +107,8 @@ def _steps(bound: Bound, facts: Facts) -> Steps | str:
     return min(ways, key=lambda way: seconds(_work(way, operands), DEVICES["cuda"]))
 
 
-def _role(bound: Bound) -> Roles:
-    return roles(bound.statement, bound.extents)
+def _role(bound: BoundStatement) -> ContractionRoles:
+    return contraction_roles(bound.statement, bound.extents)
 
 
 def _accesses(statement: Statement) -> tuple[Access, ...]:
@@ -124,7 +126,7 @@ def _plain(expression: Affine) -> bool:
     return all(e.bare is not None for e in atom.indices)
 
 
-def _ways(bound: Bound, operands: Mapping[str, Tensor]) -> Iterator[Steps]:
+def _ways(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Iterator[Steps]:
     """Every pair of steps in which the first sums over an index."""
     statement = bound.statement
     (term,) = statement.terms
@@ -155,7 +157,7 @@ def _with(statement: Statement, target: Access, term: Term) -> Statement:
     return replace(new, facts=tuple(fact for fact in statement.facts if fact[0] in names))
 
 
-def _bound(statement: Statement, operands: Mapping[str, Tensor], shape: tuple[int, ...]) -> Bound:
+def _bound(statement: Statement, operands: Mapping[str, Tensor], shape: tuple[int, ...]) -> BoundStatement:
     names = {access.name for access in accesses_of(statement)}
     return bind(statement, {n: tuple(t.shape) for n, t in operands.items() if n in names}, shape, strict=False)
 
@@ -164,4 +166,4 @@ def _work(steps: Steps, operands: Mapping[str, Tensor]) -> Work:
     first, second = steps
     target = first.statement.target.name
     given = {**operands, target: torch.empty(first.shape, dtype=_between(operands), device="meta")}
-    return work.of_kernel(first.statement, first, given) + work.of_kernel(second.statement, second, given)
+    return work.kernel_work(first.statement, first, given) + work.kernel_work(second.statement, second, given)

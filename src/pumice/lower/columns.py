@@ -7,16 +7,16 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from pumice.runtime.launch import Launcher, runs_kernels
+from pumice.runtime.launch import KernelLauncher, has_triton
 
 _VALUES = 4096
 """Values of one program."""
 
 
-def put_columns(values: Tensor, wide: Tensor, begin: int) -> None:
+def write_columns(values: Tensor, wide: Tensor, begin: int) -> None:
     """wide[:, begin : begin + C] = values [N, C], of the same dtype, columns side by side in both: in place."""
-    if not runs_kernels(wide):
-        return put_columns_twin(values, wide, begin)
+    if not has_triton(wide):
+        return write_columns_twin(values, wide, begin)
     rows, columns = values.shape
     lanes = 1 << max(0, columns - 1).bit_length()
     each = max(1, _VALUES // lanes)
@@ -25,12 +25,12 @@ def put_columns(values: Tensor, wide: Tensor, begin: int) -> None:
     _kernel()(-(-rows // each), (values, wide), (rows,), constants)
 
 
-def put_columns_twin(values: Tensor, wide: Tensor, begin: int) -> None:
+def write_columns_twin(values: Tensor, wide: Tensor, begin: int) -> None:
     """As put_columns, in plain torch."""
     wide[:, begin : begin + values.shape[1]].copy_(values)
 
 
 @lru_cache(maxsize=1)
-def _kernel() -> Launcher:
+def _kernel() -> KernelLauncher:
     """Its file is imported here first: it needs Triton."""
-    return Launcher(importlib.import_module("pumice.lower.norm_kernels").put_columns)
+    return KernelLauncher(importlib.import_module("pumice.lower.norm_kernels").put_columns)

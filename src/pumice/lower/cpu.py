@@ -108,7 +108,7 @@ def weight_gradient(
     return result.permute(2, 0, 1).contiguous().to(dtype)
 
 
-class Engine(NamedTuple):
+class ProductEngine(NamedTuple):
     """How rows meet filters.
 
     axes                               of weight [C_out, K, C_in] in the order in which the engine reads them, K first
@@ -171,9 +171,9 @@ def _outer_convolution(x: Tensor, grad: Tensor, out: Tensor) -> None:
 
 
 ENGINES = {
-    "batched": Engine((1, 2, 0), torch.mm, _batched, interleaved=False, buffered=True),
-    "grouped": Engine((1, 0, 2), _grouped_dense, _grouped, interleaved=True, buffered=False),
-    "strided": Engine((1, 2, 0), torch.mm, _strided, interleaved=True, buffered=False),
+    "batched": ProductEngine((1, 2, 0), torch.mm, _batched, interleaved=False, buffered=True),
+    "grouped": ProductEngine((1, 0, 2), _grouped_dense, _grouped, interleaved=True, buffered=False),
+    "strided": ProductEngine((1, 2, 0), torch.mm, _strided, interleaved=True, buffered=False),
 }
 GRADIENTS = {"gemm": _outer_gemm, "convolution": _outer_convolution}
 
@@ -182,7 +182,7 @@ def _onednn(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
-def _engine(interleaved: bool, dtype: torch.dtype) -> Engine:
+def _engine(interleaved: bool, dtype: torch.dtype) -> ProductEngine:
     """The engine of this layout; oneDNN has no float64."""
     return ENGINES[("grouped" if _onednn(dtype) else "strided") if interleaved else "batched"]
 

@@ -24,11 +24,11 @@ from pumice.coords import KernelMap
 from pumice.errors import DtypeError, OptionError
 from pumice.language.derive import derivative, gradient_name
 from pumice.language.parse import parse
+from pumice.lower import kernel as kernels
 from pumice.lower import maps, movement, plan, reference
-from pumice.lower import triton as kernels
-from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
+from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.lower.loops import EIGHT_BITS
-from pumice.lower.movement import Forward, Layout
+from pumice.lower.movement import Forward, PairLayout
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, WGRAD, Chosen, Dataflow
 from pumice.schedule.grouping import Grouping
 
@@ -53,27 +53,27 @@ class Pass:
     found: KernelMap
     groups: int
 
-    def __call__(self, given: Two, epilogue: Epilogue | None = None) -> Tensor:
+    def __call__(self, operands: Two, epilogue: Epilogue | None = None) -> Tensor:
         """The third operand, in their dtype or the epilogue's."""
         check(self)
         engine = ENGINES.get(self.flow.movement)
         if engine is None:
             raise OptionError(f"movement {self.flow.movement!r} is unknown; there are {', '.join(ENGINES)}")
-        return engine(self, given, epilogue)
+        return engine(self, operands, epilogue)
 
     @property
-    def facing(self) -> KernelMap:
+    def oriented_map(self) -> KernelMap:
         """The map with what is written on its output side."""
         return self.found.transpose() if self.name == DGRAD else self.found
 
 
-def check(asked: Pass) -> None:
+def check(map_pass: Pass) -> None:
     """Raise OptionError for what adds in any order where torch is asked for one."""
-    flow = asked.flow
-    if plan.deterministic() and asked.found.device.type == "cuda" and asked.name not in flow.repeats:
-        able = ", ".join(name for name, other in DATAFLOWS.items() if asked.name in other.repeats)
+    flow = map_pass.flow
+    if plan.deterministic() and map_pass.found.device.type == "cuda" and map_pass.name not in flow.repeats:
+        able = ", ".join(name for name, other in DATAFLOWS.items() if map_pass.name in other.repeats)
         raise OptionError(
-            f"dataflow {flow.name} adds in any order in its {asked.name} pass, and deterministic algorithms are asked "
+            f"dataflow {flow.name} adds in any order in its {map_pass.name} pass, and deterministic algorithms are asked "
             f"for; Dataflows(forward, dgrad, wgrad) takes another for each pass, and these keep to one order: {able}"
         )
 
@@ -95,15 +95,15 @@ def _by_library(run: Callable[[Pass, Two], Tensor], asked: Pass, given: Two, epi
 
 def _explicit(asked: Pass, given: Two) -> Tensor:
     run = movement.columns_weight_gradient if asked.name == WGRAD else movement.columns_forward
-    return run(*given, asked.facing, asked.groups)
+    return run(*given, asked.oriented_map, asked.groups)
 
 
 def _gathered(forward: Forward, asked: Pass, given: Two) -> Tensor:
-    how: Layout = movement.layout(asked.facing, asked.flow.grouping or Grouping("separate"))
+    how: PairLayout = movement.layout(asked.oriented_map, asked.flow.grouping or Grouping("separate"))
     if asked.name == WGRAD:
         fused = forward is not movement.forward_by_group
         return movement.weight_gradient(*given, how, (asked.found.volume, asked.groups), fused)
-    return forward(*given, how, asked.facing.num_outputs, asked.groups)
+    return forward(*given, how, asked.oriented_map.num_outputs, asked.groups)
 
 
 # Statements
@@ -137,14 +137,14 @@ def _form(asked: Pass) -> str:
     return f"{form}_t" if asked.name == DGRAD and f"{form}_t" in maps.FORMS else form
 
 
-def forms(asked: Pass) -> tuple[str, ...]:
+def forms(map_pass: Pass) -> tuple[str, ...]:
     """The forms of the map that the statement of a pass reads; none where it is no statement."""
-    if asked.flow.movement == "planned":
-        return maps.names_of(asked.found, asked.name != FORWARD)
-    return (_form(asked),) if asked.flow.movement in ("implicit", "on-demand") else ()
+    if map_pass.flow.movement == "planned":
+        return maps.names_of(map_pass.found, map_pass.name != FORWARD)
+    return (_form(map_pass),) if map_pass.flow.movement in ("implicit", "on-demand") else ()
 
 
-def lay_out(wanted: Sequence[tuple[KernelMap, Iterable[Chosen | None]]], differentiable: bool) -> None:
+def materialize(wanted: Sequence[tuple[KernelMap, Iterable[Chosen | None]]], differentiable: bool) -> None:
     """Lay maps out as layers in these dataflows will read them, with one read of all their sizes.
 
     None: as the planner likes them. differentiable: for gradients, too.
@@ -158,18 +158,18 @@ def lay_out(wanted: Sequence[tuple[KernelMap, Iterable[Chosen | None]]], differe
             passes = PASSES if differentiable else PASSES[:1]
             for name, flow in zip(passes, three, strict=False):
                 asked.append((found, forms(Pass(name, flow, found, 1))))
-    maps.lay_out(asked)
+    maps.materialize(asked)
 
 
-def _stated(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+def _run_as_einsum(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
     """The statement of a pass over the form of its dataflow."""
     split, finish = _in_groups(asked, given), _finish(epilogue)
-    ready = asked.found.storage(_key(asked, given, finish), lambda _: _ready(asked, split, finish))
-    found = plan.carry_out(ready, split, None if epilogue is None else epilogue.split(asked.groups))
+    ready = asked.found.cached(_key(asked, given, finish), lambda _: _ready(asked, split, finish))
+    found = plan.execute_plan(ready, split, None if epilogue is None else epilogue.split(asked.groups))
     return _flat(asked, found)
 
 
-def _ready(asked: Pass, given: Two, finish: Finish) -> plan.Ready:
+def _ready(asked: Pass, given: Two, finish: EpilogueSignature) -> plan.Plan:
     """The call made ready; it holds the arrays of the map."""
     each = [maps.held(asked.found, form) for form in forms(asked)]
     tokens, arrays = [t for told, _ in each for t in told], [x for _, held in each for x in held]
@@ -179,7 +179,7 @@ def _ready(asked: Pass, given: Two, finish: Finish) -> plan.Ready:
     # Of weights nothing counts rows or entries.
     steady = (len(operands),) if asked.name == WGRAD else (1,)
     piece = 0 if asked.name == WGRAD else asked.flow.piece
-    return plan.held_for(operands, plan.Ask(names, text, shape, steady, (0, 1), lowering, finish, piece))
+    return plan.bound_plan(operands, plan.PlanRequest(names, text, shape, steady, (0, 1), lowering, finish, piece))
 
 
 def _in_order(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
@@ -188,12 +188,12 @@ def _in_order(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
         return _by_library(partial(_gathered, movement.forward_by_group), asked, given, epilogue)
     split, finish = _in_groups(asked, given), _finish(epilogue)
     key = _key(asked, given, finish)
-    products, sums = asked.facing.storage(key, lambda _: _ready_in_order(asked, split, finish))
-    return plan.carry_out(sums, [plan.carry_out(products, split).flatten(1)], epilogue)
+    products, sums = asked.oriented_map.cached(key, lambda _: _ready_in_order(asked, split, finish))
+    return plan.execute_plan(sums, [plan.execute_plan(products, split).flatten(1)], epilogue)
 
 
-def _ready_in_order(asked: Pass, given: Two, finish: Finish) -> tuple[plan.Ready, plan.Ready]:
-    taps, inputs, places, outputs = asked.facing.storage("pairs in output order", _pairs_in_order)
+def _ready_in_order(asked: Pass, given: Two, finish: EpilogueSignature) -> tuple[plan.Plan, plan.Plan]:
+    taps, inputs, places, outputs = asked.oriented_map.cached("pairs in output order", _pairs_in_order)
     operands, lowering = [*given, inputs, taps, places], _lowering(given[0])
     shape = _shape(asked, given)
     text, width = _PRODUCTS[asked.name], shape[1:]
@@ -204,7 +204,7 @@ def _ready_in_order(asked: Pass, given: Two, finish: Finish) -> tuple[plan.Ready
     # Of its shape and dtype alone.
     buffer = given[0].new_empty((len(outputs), math.prod(width)), dtype=products.dtype)
     sums = plan.ready_for([buffer, outputs], "Y|o", _SUMS, (shape[0], math.prod(width)), lowering, finish)
-    return plan.holding(products, operands, (0, 1)), plan.holding(sums, [buffer, outputs], (0,))
+    return plan.bind_operands(products, operands, (0, 1)), plan.bind_operands(sums, [buffer, outputs], (0,))
 
 
 def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -223,7 +223,7 @@ def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return taps, inputs, places.view_as(outputs), flat[order]
 
 
-def _key(asked: Pass, given: Two, finish: Finish) -> tuple[object, ...]:
+def _key(asked: Pass, given: Two, finish: EpilogueSignature) -> tuple[object, ...]:
     """What a call made ready depends on."""
     facts = tuple((x.shape, x.dtype, x.device) for x in given)
     return "dataflow", asked.name, asked.flow, asked.groups, plan.deterministic(), finish, facts
@@ -234,8 +234,8 @@ def _lowering(x: Tensor) -> str:
     return "triton" if x.is_cuda or kernels.interpreted() else ""
 
 
-def _finish(epilogue: Epilogue | None) -> Finish:
-    return NOTHING if epilogue is None else epilogue.finish
+def _finish(epilogue: Epilogue | None) -> EpilogueSignature:
+    return NO_EPILOGUE if epilogue is None else epilogue.finish
 
 
 def _in_groups(asked: Pass, given: Two) -> Two:
@@ -256,7 +256,7 @@ def _shape(asked: Pass, given: Two) -> tuple[int, ...]:
     if asked.name == WGRAD:
         return *groups, second.shape[-1], asked.found.volume, first.shape[-1]
     width = second.shape[-3] if asked.name == FORWARD else second.shape[-1]
-    return asked.facing.num_outputs, *groups, width
+    return asked.oriented_map.num_outputs, *groups, width
 
 
 def _flat(asked: Pass, found: Tensor) -> Tensor:
@@ -275,10 +275,10 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "vectorised": _library(partial(_gathered, movement.forward_by_group)),
         "fused": _library(partial(_gathered, movement.forward_fused)),
         "locality-aware": _library(partial(_gathered, movement.forward_in_order)),
-        "on-demand": _stated,
+        "on-demand": _run_as_einsum,
         "on-demand-in-order": _in_order,
-        "implicit": _stated,
-        "planned": _stated,
+        "implicit": _run_as_einsum,
+        "planned": _run_as_einsum,
     }
 )
 """The engines by movement."""

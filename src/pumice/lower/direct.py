@@ -12,13 +12,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from pumice.lower import kernel as kernels
 from pumice.lower import stamp
-from pumice.lower import triton as kernels
-from pumice.lower.epilogue import NOTHING, RESIDUAL, Finish
-from pumice.lower.plan import Ready, deterministic
-from pumice.runtime.cache import Bounded
-from pumice.schedule.ledger import ledger
-from pumice.schedule.tile import about
+from pumice.lower.epilogue import NO_EPILOGUE, RESIDUAL, EpilogueSignature
+from pumice.lower.plan import Plan, deterministic
+from pumice.runtime.cache import BoundedCache
+from pumice.schedule.tile import size_bucket
+from pumice.schedule.tuned_tiles import ledger
 
 
 def starts_kernels(x: Tensor) -> bool:
@@ -46,7 +46,7 @@ def told(tensors: Sequence[Tensor], counting: Sequence[bool], *facts: Hashable) 
 
 def settings() -> tuple[Hashable, ...]:
     """What is set for all calls, but for how float32 is multiplied."""
-    return deterministic(), ledger().generation, kernels.tile_source()
+    return deterministic(), ledger().generation, kernels.tuning_mode()
 
 
 def interned(facts: Hashable) -> Hashable:
@@ -56,12 +56,12 @@ def interned(facts: Hashable) -> Hashable:
 
 
 @lru_cache(maxsize=256)
-def counting(finish: Finish) -> tuple[bool, ...]:
+def counting(finish: EpilogueSignature) -> tuple[bool, ...]:
     """Of features, a weight and the tensors of an epilogue: which count rows."""
     return (True, False, *[name == RESIDUAL for name in finish.names])
 
 
-def residual_fits(tensors: Sequence[Tensor], finish: Finish, shape: tuple[int, ...]) -> bool:
+def residual_fits(tensors: Sequence[Tensor], finish: EpilogueSignature, shape: tuple[int, ...]) -> bool:
     """Whether the residual among the tensors of a call, whose rows no key tells, has the result's shape."""
     names = finish.names
     # It is the last of all.
@@ -108,7 +108,7 @@ class Held:
         """sizes: of the map, as they are."""
         rows = [x.shape[0] for x in arrays]
         outputs, inputs, taps = sizes
-        return Held(arrays, pattern, rows, [*map(about, rows)], (about(outputs), about(inputs), taps))
+        return Held(arrays, pattern, rows, [*map(size_bucket, rows)], (size_bucket(outputs), size_bucket(inputs), taps))
 
 
 class Direct:
@@ -120,7 +120,7 @@ class Direct:
     def __init__(
         self,
         aimed: stamp.Aimed,
-        runner: kernels.Runner,
+        runner: kernels.KernelExecutor,
         shape: tuple[int, ...],
         places: tuple[tuple[int, int], ...],
     ) -> None:
@@ -129,7 +129,7 @@ class Direct:
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """The result; None where the kernel takes no tensors like these, which nothing but their addresses tells."""
         runner = self.runner
-        out = runner.fresh(tensors[0], self.shape)
+        out = runner.allocate_output(tensors[0], self.shape)
         if not self.aimed.start(tensors, self.places, out):
             return None
         return out if out.dtype is runner.dtype else out.to(runner.dtype)
@@ -141,7 +141,7 @@ class Template:
     __slots__ = ("_array", "_free", "_held", "_mould", "_rows", "_slots", "runner")
 
     def __init__(
-        self, aimed: stamp.Aimed, runner: kernels.Runner, held: Mapping[str, int], free: Mapping[str, int]
+        self, aimed: stamp.Aimed, runner: kernels.KernelExecutor, held: Mapping[str, int], free: Mapping[str, int]
     ) -> None:
         """aimed: of one of these calls; held: which array of a map each held operand is; free: which of the call's
         tensors each other one is."""
@@ -194,13 +194,18 @@ class Call:
         return cast(self.kind, held, counted(self.tensors, self.counting), self.shape)
 
     def leave(
-        self, ready: Ready, held: Held, tensors: Sequence[Tensor], numbers: Sequence[int], finish: Finish = NOTHING
+        self,
+        ready: Plan,
+        held: Held,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[int],
+        finish: EpilogueSignature = NO_EPILOGUE,
     ) -> Direct | None:
         """Keep the template of a call that was carried out; the call for others like it.
 
         tensors: the call's, with those of the epilogue last; numbers: which of them each one is that `ready` takes.
         """
-        if len(ready.parts) != 1 or (finish != NOTHING and not ready.finishes):
+        if len(ready.parts) != 1 or (finish != NO_EPILOGUE and not ready.finishes):
             return None
         order = {name: numbers[n] for name, n in ready.parts[0].places}
         order |= {name: n for n, name in enumerate(finish.names, len(tensors) - len(finish.names))}
@@ -226,7 +231,7 @@ def cast(kind: Hashable, held: Held, rows: Sequence[tuple[int, int]], shape: tup
     return None if template is None else template.over(held, rows, shape)
 
 
-def _of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Direct | None:
+def _of_ready(ready: Plan, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Direct | None:
     """What a call that was carried out leaves where it is one kernel, which holds all but these tensors.
 
     order: the places of the tensors, by their names, among those of later calls.
@@ -238,7 +243,7 @@ def _of_ready(ready: Ready, tensors: Mapping[str, Tensor], order: Mapping[str, i
     return Direct(aimed, run.like, ready.shape, tuple((place, order[name]) for place, name in aimed.slots.free))
 
 
-def _template(ready: Ready, held: Held, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Template | None:
+def _template(ready: Plan, held: Held, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Template | None:
     """The same for other maps; held: the arrays of the call's own."""
     run, places = _alone(ready), {id(x): n for n, x in enumerate(held.arrays)}
     aimed = None if run is None or held.far else run.made(tensors)
@@ -247,11 +252,11 @@ def _template(ready: Ready, held: Held, tensors: Mapping[str, Tensor], order: Ma
     return Template(aimed, run.like, {name: places[id(x)] for name, x in run.held.items()}, order)
 
 
-def _alone(ready: Ready) -> kernels.HeldRunner | None:
+def _alone(ready: Plan) -> kernels.BoundExecutor | None:
     """The one kernel that a call is."""
     run = ready.parts[0].run if len(ready.parts) == 1 else None
-    return run if isinstance(run, kernels.HeldRunner) and run.like.dtype == ready.dtype else None
+    return run if isinstance(run, kernels.BoundExecutor) and run.like.dtype == ready.dtype else None
 
 
-TEMPLATES: Bounded[Template] = Bounded(2048)
-_KNOWN: Bounded[object] = Bounded(1 << 14)
+TEMPLATES: BoundedCache[Template] = BoundedCache(2048)
+_KNOWN: BoundedCache[object] = BoundedCache(1 << 14)

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pumice.errors import OptionError
+from pumice.language.contraction import ContractionRoles, NestedProduct
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, index, indices_of
-from pumice.language.roles import Roles, Within
 from pumice.lower.epilogue import ACTIVATIONS, MEAN, RESIDUAL, SCALE, SHIFT, VARIANCE
 
 FLOATS = {
@@ -66,13 +66,13 @@ class Signature:
     even: str = ""
     whole: bool = False
     thrice: bool = False
-    lanes: int = 1
-    slabs: bool = False
+    segment_threads: int = 1
+    column_major_grid: bool = False
     splits: bool = False
     accumulate: bool = False
-    ahead: bool = False
+    prefetch_indices: bool = False
     pieces: bool = False
-    slices: int = 1
+    epilogue_subtiles: int = 1
     hoisted: bool = True
     padded: bool = True
     activation: str = ""
@@ -108,8 +108,8 @@ class Source:
 class Value:
     """An expression of the source and the axes of the tile that it has, at most two of "YJERX".
 
-    J is what the two sides of a product within the left side share (language.roles.Within), E the entries of a segment
-    that R holds side by side (language.roles.packed).
+    J is what the two sides of a product within the left side share (language.contraction.Within), E the entries of a
+    segment that R holds side by side (language.contraction.packed).
     """
 
     code: str
@@ -124,12 +124,12 @@ class Value:
         return f"({code} {self.test})" if self.test else code
 
 
-def emit(statement: Statement, roles: Roles, signature: Signature) -> Source:
+def emit(statement: Statement, roles: ContractionRoles, signature: Signature) -> Source:
     """The kernel of a statement with one term. Raises OptionError for what no kernel is made of."""
     return _Emitter(statement, roles, signature).source()
 
 
-def depth_of_entry(roles: Roles, extents: Mapping[str, int]) -> int:
+def depth_of_entry(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
     """How many points of the reduction an entry of a pack takes, the last ones idle where they are no power of two."""
     (name,) = roles.reduced
     return 1 << (extents[name] - 1).bit_length()
@@ -146,7 +146,7 @@ def contiguous(statement: Statement, unit: frozenset[tuple[str, int]]) -> set[st
     return found
 
 
-def _leads(roles: Roles) -> bool:
+def _leads(roles: ContractionRoles) -> bool:
     """Whether the first index of the rows is the first axis of the result."""
     return bool(roles.rows and roles.target.indices) and roles.target.indices[0].bare == roles.rows[0]
 
@@ -168,7 +168,7 @@ def _joined(axes: str) -> str:
 @dataclass
 class _Emitter:
     statement: Statement
-    roles: Roles
+    roles: ContractionRoles
     signature: Signature
     head: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
@@ -224,7 +224,7 @@ class _Emitter:
     def _check(self) -> None:
         signature, roles = self.signature, self.roles
         owned = roles.segment is not None and not roles.laned and not roles.stacked
-        if signature.slices > 1 and (not roles.product or roles.folds or roles.laned or roles.stacked):
+        if signature.epilogue_subtiles > 1 and (not roles.product or roles.folds or roles.laned or roles.stacked):
             raise OptionError("the columns of a tile are in slices where a matrix product is written as it is")
         if signature.pieces and not owned:
             raise OptionError("a tile shares the segments of a matrix product whose rows are not the segments")
@@ -257,7 +257,7 @@ class _Emitter:
         """Which tile of results this program owns."""
         roles, head = self.roles, self.head
         head.append("rest = tl.program_id(0)")
-        if self.signature.slabs and not self.turned:
+        if self.signature.column_major_grid and not self.turned:
             head += [f"blocks_x = tl.cdiv({self._volume(roles.columns)}, BX)"]
             # The programs of one block of columns follow each other: the block is the slowest part of the number.
             head += ["others = tl.num_programs(0) // blocks_x", "rest = rest % others * blocks_x + rest // others"]
@@ -304,11 +304,11 @@ class _Emitter:
         return True
 
     def _lane_rows(self) -> bool:
-        """Rows that are segments: each has `lanes` rows of the tile, which take its entries in turn."""
+        """Rows that are segments: each has `segment_threads` rows of the tile, which take its entries in turn."""
         segment = self.roles.segment
         if segment is None or not self.roles.laned:
             return False
-        lanes, head = self.signature.lanes, self.head
+        lanes, head = self.signature.segment_threads, self.head
         rows, starts, stops = (self._segment(part) for part in ("rows", "starts", "stops"))
         count = self._argument("extent", segment.index)
         head += [
@@ -333,7 +333,7 @@ class _Emitter:
         if program == "rest":
             self.head += [f"blocks_{points} = tl.cdiv({total}, {block})"]
             self.head += [f"{points} = rest % blocks_{points} * {block} + tl.arange(0, {block})"]
-            if axis == "X" and self.signature.slices > 1:
+            if axis == "X" and self.signature.epilogue_subtiles > 1:
                 self.head.append("first_x = rest % blocks_x * BX")
             self.head += [f"rest = rest // blocks_{points}"]
             self._points(axis, names, self.head)
@@ -420,7 +420,7 @@ class _Emitter:
 
     # A product within the left side
 
-    def _left_product(self, within: Within, inner: Sequence[int], compute: str) -> Value:
+    def _left_product(self, within: NestedProduct, inner: Sequence[int], compute: str) -> Value:
         """The left side as a product of matrices over an index that is all in one tile."""
         extent = self.static[within.met]
         self.head.append(f"j = tl.arange(0, {self._depth_within()})")
@@ -472,7 +472,7 @@ class _Emitter:
         within = self.roles.within
         return max(16, 1 << (self.static[within.met] - 1).bit_length()) if within else 0
 
-    def _written_out(self, places: Sequence[int], within: Within, axes: str) -> Value:
+    def _written_out(self, places: Sequence[int], within: NestedProduct, axes: str) -> Value:
         """The sum of the products of factors over the short reductions that they have."""
         read = set(indices_of(*(self._factor(place) for place in places)))
         names = [name for name in within.summed if name in read]
@@ -561,7 +561,7 @@ class _Emitter:
         if self.position is None:
             return
         if self.roles.laned:
-            body.append(f"p = start + rest * {self.signature.lanes}")
+            body.append(f"p = start + rest * {self.signature.segment_threads}")
             body.append("in_p = p < stop")
             self.values[self.position] = Value("p", "Y")
         else:
@@ -750,7 +750,7 @@ class _Emitter:
         mask = " & ".join(value.at(own) for value in masks)
         cast = ".to(tl.int32)" if integer and not self.signature.wide else ""
         turns = bool((self.turning - self.fixed) & set(indices_of(access)))
-        if integer and turns and self.signature.ahead and all(e.bare for e in access.indices):
+        if integer and turns and self.signature.prefetch_indices and all(e.bare for e in access.indices):
             loaded = Value(f"v{next(self.number)}", own)
             self.ahead.append((loaded.code, where, mask, cast))
         else:
@@ -914,13 +914,13 @@ class _Emitter:
         head, roles = self.head, self.roles
         self.turning = set()
         self.body = head
-        if looped and roles.laned and self.signature.lanes > 1:
-            lanes = self.signature.lanes
+        if looped and roles.laned and self.signature.segment_threads > 1:
+            lanes = self.signature.segment_threads
             head.append(f"accumulator = tl.sum(tl.reshape(accumulator, (BY // {lanes}, {lanes}, BX)), 1)")
         if self.turned:
             head.append("accumulator = tl.sum(accumulator, 1)[:, None]")
             self._forget_columns()
-        if self.signature.slices > 1:
+        if self.signature.epilogue_subtiles > 1:
             self._store_slices(outer)
         else:
             self._store_part(outer, "accumulator" if looped else "", "1" if roles.folds else "BX")
@@ -930,7 +930,7 @@ class _Emitter:
 
     def _store_slices(self, outer: Sequence[int]) -> None:
         """Part after part of the columns, as if each were a tile's: halves of halves of what the registers hold."""
-        parts, wide = ["accumulator"], self.signature.slices
+        parts, wide = ["accumulator"], self.signature.epilogue_subtiles
         for n in range(1, wide.bit_length()):
             halves = f"(BY, 2, BX // {1 << n})"
             for part in parts:
@@ -980,7 +980,7 @@ class _Emitter:
         self._write()
 
     def _rows_of_result(self) -> str:
-        return f"BY // {self.signature.lanes}" if self.roles.laned else "BY"
+        return f"BY // {self.signature.segment_threads}" if self.roles.laned else "BY"
 
     def _add_before(self, place: str) -> None:
         if self.signature.accumulate and not self._shared:
@@ -1033,7 +1033,7 @@ class _Emitter:
         for expression in self.roles.target.indices:
             for array in expression.arrays:
                 self._load(array, "YX")
-        if self.signature.slices == 1:
+        if self.signature.epilogue_subtiles == 1:
             self.affine = self._affine()
 
     @property
@@ -1102,14 +1102,14 @@ def _doc(statement: Statement) -> str:
     return str(statement).replace("\\", "").replace('"""', "")
 
 
-def grid(roles: Roles, extents: Mapping[str, int], tile: tuple[int, int], segments: int, lanes: int) -> int:
+def grid(roles: ContractionRoles, extents: Mapping[str, int], tile: tuple[int, int], segments: int, lanes: int) -> int:
     """The number of programs for tiles of (rows, columns); `segments` is how many (or stacks of them) the launch
     covers."""
     known = {SPLITS: 1, **extents, STACKS: segments}
     return math.prod(-(-math.prod(known[n] for n in names) // by) for names, by in grid_of(roles, tile, lanes))
 
 
-def grid_of(roles: Roles, tile: tuple[int, int], lanes: int) -> Iterator[tuple[tuple[str, ...], int]]:
+def grid_of(roles: ContractionRoles, tile: tuple[int, int], lanes: int) -> Iterator[tuple[tuple[str, ...], int]]:
     """The factors of the number of programs: names, of which the product of the extents is divided by a number and
     rounded up; STACKS stands for how many segments the launch covers."""
     rows, columns = tile

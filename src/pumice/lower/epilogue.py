@@ -55,7 +55,7 @@ RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 
 @dataclass(frozen=True)
-class Finish:
+class EpilogueSignature:
     """What a kernel has of an epilogue: the names of its tensors, the activation, the dtype of what it writes, eps, and
     how many columns of memory it leaves free behind each row of its result."""
 
@@ -63,22 +63,22 @@ class Finish:
     activation: str = ""
     dtype: torch.dtype | None = None
     eps: float = 0.0
-    spare: int = 0
+    row_padding: int = 0
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.names, self.activation, self.dtype, self.eps, self.spare))
+        return hash((self.names, self.activation, self.dtype, self.eps, self.row_padding))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Hashes of names are not those of other processes.
-        return Finish, (self.names, self.activation, self.dtype, self.eps, self.spare)
+        return EpilogueSignature, (self.names, self.activation, self.dtype, self.eps, self.row_padding)
 
 
-NOTHING = Finish()
-_finish = lru_cache(maxsize=64)(Finish)
+NO_EPILOGUE = EpilogueSignature()
+_finish = lru_cache(maxsize=64)(EpilogueSignature)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +99,13 @@ class Epilogue:
     mean: Tensor | None = None
     variance: Tensor | None = None
     eps: float = 0.0
-    spare: int = 0
+    row_padding: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in RESULTS:
             raise DtypeError(f"a result is cast to one of {', '.join(map(str, RESULTS))}, found {self.dtype}")
-        if not isinstance(self.spare, int) or self.spare < 0:
-            raise OptionError(f"spare columns are 0 or more, found {self.spare!r}")
+        if not isinstance(self.row_padding, int) or self.row_padding < 0:
+            raise OptionError(f"spare columns are 0 or more, found {self.row_padding!r}")
         if self.activation not in ACTIVATIONS:
             known = ", ".join(name for name in ACTIVATIONS if name)
             raise OptionError(f"activation {self.activation!r} is unknown; there are {known}, and '' for none")
@@ -116,9 +116,9 @@ class Epilogue:
         return {f"*{name}": x for name in TENSORS if (x := getattr(self, name)) is not None}
 
     @cached_property
-    def finish(self) -> Finish:
+    def finish(self) -> EpilogueSignature:
         """What a kernel is made for."""
-        return _finish(tuple(self.operands), self.activation, self.dtype, self.eps, self.spare)
+        return _finish(tuple(self.operands), self.activation, self.dtype, self.eps, self.row_padding)
 
     @staticmethod
     def of_norm(
@@ -126,7 +126,7 @@ class Epilogue:
         eps: float,
         residual: Tensor | None = None,
         activation: str = "",
-        spare: int = 0,
+        row_padding: int = 0,
     ) -> Epilogue:
         """That of a norm by known statistics, whose vectors are (mean, variance, scale, shift), and of an activation
         that is known: the same as by its fields, in a third of the time."""
@@ -138,9 +138,9 @@ class Epilogue:
             operands = {name: x for name, x in operands.items() if x is not None}
         made = object.__new__(Epilogue)
         # What is worked out when it is asked for is there at once.
-        held = {"operands": operands, "finish": _finish(tuple(operands), activation, None, eps, spare)}
+        held = {"operands": operands, "finish": _finish(tuple(operands), activation, None, eps, row_padding)}
         held |= {"mean": mean, "variance": variance, "eps": eps, "scale": scale, "shift": shift}
-        held |= {"residual": residual, "activation": activation, "dtype": None, "spare": spare}
+        held |= {"residual": residual, "activation": activation, "dtype": None, "row_padding": row_padding}
         object.__setattr__(made, "__dict__", held)
         return made
 
@@ -159,7 +159,7 @@ class Epilogue:
             return self
         held = ((name, getattr(self, name)) for name in TENSORS)
         parts = {name: x.unflatten(-1, (groups, -1)) for name, x in held if x is not None}
-        return replace(self, spare=0, **parts)
+        return replace(self, row_padding=0, **parts)
 
 
 def check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.device) -> None:

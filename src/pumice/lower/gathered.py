@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Pairs
-from pumice.language.bind import Bound
+from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Statement, arrays_of, indices_of
 from pumice.lower import cpu, graph, tables
-from pumice.runtime.cache import per_tensor
+from pumice.runtime.cache import cached_per_tensor
 from pumice.schedule.cpu import CpuSchedule
 
 
 @dataclass(frozen=True)
-class Match:
+class GatherMatch:
     """The parts of a statement of the form above: the factors in their order, the arrays, and the bare indices.
 
     x is the factor gathered by G, other the weights (forward) or the factor gathered by S (weight gradient).
@@ -41,7 +41,7 @@ class Match:
     weights: bool
 
 
-def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     """Why the statement is not computed this way, or None."""
     match = matched(statement)
     if isinstance(match, str):
@@ -49,11 +49,11 @@ def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) 
     return tables.refusal((match.x.name, match.other.name), operands)
 
 
-def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The result of a statement that `refusal` has nothing against, in `dtype`; a new tensor."""
     statement = bound.statement
     match = matched(statement)
-    assert isinstance(match, Match)
+    assert isinstance(match, GatherMatch)
     if not _places_valid(match, bound, operands):
         return graph.run(bound, operands, dtype)
     # Sums of halves are in float32 anyway: where that is asked for, they are not rounded to halves between.
@@ -69,7 +69,7 @@ def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Ten
 
 
 @lru_cache(maxsize=256)
-def matched(statement: Statement) -> Match | str:
+def matched(statement: Statement) -> GatherMatch | str:
     """The match of a statement, or why there is none."""
     if statement.reduction != "sum" or len(statement.terms) != 1 or statement.terms[0].coefficient != 1:
         return "it is not a plain sum of one product"
@@ -92,7 +92,7 @@ def matched(statement: Statement) -> Match | str:
     return _roles(accesses, names, place)
 
 
-def _places_valid(match: Match, bound: Bound, operands: Mapping[str, Tensor]) -> bool:
+def _places_valid(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
     """Whether every place in the index arrays is there, so that nothing needs a mask."""
     target = bound.statement.target
     scattered, tapped = (target, match.other) if match.weights else (match.other, target)
@@ -103,7 +103,7 @@ def _places_valid(match: Match, bound: Bound, operands: Mapping[str, Tensor]) ->
     return True
 
 
-def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> Match | str:
+def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> GatherMatch | str:
     target, first, second = (tables.bare_of(access) for access in accesses)
     if place == 0:
         group = tuple(i for i in first if i in second and i in target)
@@ -114,7 +114,7 @@ def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> Matc
             and set(second) == {*group, *outer}
             and len(target) == len({*group, *inner, *outer})
         )
-        match = Match(accesses[1], accesses[2], names[1], names[2], names[0], group, inner, outer, False)
+        match = GatherMatch(accesses[1], accesses[2], names[1], names[2], names[0], group, inner, outer, False)
         return match if whole else "an index is reduced that is not the position"
     weights, x = (1, 2) if place == 1 else (2, 1)
     axes = tables.bare_of(accesses[x]), tables.bare_of(accesses[weights])
@@ -123,11 +123,11 @@ def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> Matc
     outer = tuple(i for i in axes[1] if i in target and i not in axes[0])
     found = [set(axes[0]), set(axes[1]), set(target)]
     whole = found == [{*group, *inner}, {*group, *inner, *outer}, {*group, *outer}]
-    match = Match(accesses[x], accesses[weights], names[x], names[0], names[weights], group, inner, outer, True)
+    match = GatherMatch(accesses[x], accesses[weights], names[x], names[0], names[weights], group, inner, outer, True)
     return match if whole else "an index is in one factor alone, or in both and the target"
 
 
-def _forward(match: Match, bound: Bound, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+def _forward(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
     sizes = [bound.points(names) for names in (match.group, match.inner, match.outer)]
     groups, c_in, c_out = sizes
     x = tables.rows_of(operands[match.x.name], match.x, (*match.group, *match.inner))
@@ -140,7 +140,7 @@ def _forward(match: Match, bound: Bound, operands: Mapping[str, Tensor], pairs: 
     return tables.restored(flat, ("", *match.group, *match.outer), bound)
 
 
-def _gradient(match: Match, bound: Bound, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+def _gradient(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
     groups = bound.points(match.group)
     x = tables.rows_of(operands[match.x.name], match.x, (*match.group, *match.inner))
     y = tables.rows_of(operands[match.other.name], match.other, (*match.group, *match.outer))
@@ -149,13 +149,13 @@ def _gradient(match: Match, bound: Bound, operands: Mapping[str, Tensor], pairs:
     return tables.restored(flat, (*match.group, *match.outer, "", *match.inner), bound)
 
 
-@per_tensor
+@cached_per_tensor
 def _sizes(taps: Tensor, volume: int) -> Tensor:
     """How many positions each tap has, on the host."""
     return torch.bincount(taps, minlength=volume)
 
 
-@per_tensor
+@cached_per_tensor
 def _valid(array: Tensor, extent: int) -> bool:
     """Whether all places of an index array are there."""
     return not len(array) or (int(array.min()) >= 0 and int(array.max()) < extent)
@@ -167,7 +167,7 @@ def _prepared(pairs: Pairs, rows: int, inputs: int, channels: tuple[int, int]) -
     return (*pairs, *_chunks(pairs.outputs, pairs.inputs, pairs.sizes, rows, inputs, schedule))
 
 
-@per_tensor
+@cached_per_tensor
 def _chunks(
     outputs: Tensor, inputs: Tensor, sizes: Tensor, rows: int, other_rows: int, schedule: CpuSchedule
 ) -> tuple[Tensor, ...]:

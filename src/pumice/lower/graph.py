@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import pad
 
-from pumice.language.bind import Bound, span_of
+from pumice.language.bind import BoundStatement, span_of
 from pumice.language.nodes import (
     Access,
     Affine,
@@ -33,7 +33,7 @@ from pumice.language.nodes import (
     indices_of,
 )
 from pumice.lower.loops import dtypes_of, equal_dtype, equals, read_names, working_dtype, worst
-from pumice.runtime.cache import Bounded
+from pumice.runtime.cache import BoundedCache
 
 LIMIT = 16 << 30
 """Bytes of gathered operands at which `refusal` refuses."""
@@ -54,21 +54,21 @@ class Setting(NamedTuple):
     inside: frozenset[Access] = frozenset()
 
 
-class Part(NamedTuple):
+class IndexedTensor(NamedTuple):
     """A tensor with an axis for each index, in this order. An axis of a condition may be 1 and stand for all points."""
 
     tensor: Any
     indices: tuple[str, ...]
 
 
-class Prepared(NamedTuple):
+class PreparedGraph(NamedTuple):
     """A graph and what it is called with."""
 
     module: fx.GraphModule
     arguments: tuple[Any, ...]
 
 
-def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The result of any statement, in `dtype`; a new tensor.
 
     On a CPU a long index of the target is taken in pieces, so that what is gathered stays in the cache.
@@ -86,7 +86,7 @@ def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Ten
     return torch.cat(parts, dim=piece.axis)
 
 
-def _whole(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _whole(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     module, arguments = prepare(bound, operands, dtype)
     return module(*arguments)
 
@@ -105,7 +105,7 @@ CACHED = 1 << 19
 
 
 @lru_cache(maxsize=4096)
-def _piece(bound: Bound) -> Piece | None:
+def _piece(bound: BoundStatement) -> Piece | None:
     """The longest index of the target that every access has bare, on the same axis; None where nothing is gathered."""
     statement = bound.statement
     accesses = accesses_of(*statement.terms)
@@ -142,22 +142,22 @@ def _axes_of(index: str, statement: Statement) -> tuple[tuple[str, int], ...] | 
 
 
 @lru_cache(maxsize=4096)
-def _part(bound: Bound, piece: Piece, length: int) -> Bound:
+def _part(bound: BoundStatement, piece: Piece, length: int) -> BoundStatement:
     """The sizes of a piece."""
     shape = tuple(length if axis == piece.axis else n for axis, n in enumerate(bound.shape))
     return replace(bound, ranges={**bound.ranges, piece.index: Range(0, length)}, shape=shape)
 
 
-def prepare(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Prepared:
+def prepare(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> PreparedGraph:
     """The graph for these operands, and its arguments."""
     key = (bound, dtype, *((name, x.dtype, x.device) for name, x in operands.items()))
     known = _KNOWN.get(key) or _KNOWN.keep(key, _built(bound, operands, dtype))
     module, names, last = known
-    return Prepared(module, (*(operands[name] for name in names), last))
+    return PreparedGraph(module, (*(operands[name] for name in names), last))
 
 
 def _built(
-    bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype
+    bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]:
     """The graph, the names of its operands, and its last argument."""
     names = read_names(bound.statement) or tuple(operands)
@@ -167,15 +167,17 @@ def _built(
     return graph(bound.statement, names, Setting(dtypes, dtype, low, _inside(bound, operands))), names, sizes(bound)
 
 
-_KNOWN: Bounded[tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]] = Bounded(4096)
+_KNOWN: BoundedCache[tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]] = BoundedCache(4096)
 
 
-def sizes(bound: Bound) -> tuple[int, ...]:
+def sizes(bound: BoundStatement) -> tuple[int, ...]:
     """The last argument of a graph: the stop of each index's range, then the target's shape."""
     return (*(bound.ranges[name].stop for name in indices_of(bound.statement)), *bound.shape)
 
 
-def refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor], limit: int = LIMIT) -> str | None:
+def refusal(
+    statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor], limit: int = LIMIT
+) -> str | None:
     """Why the graph is not to be run on these operands, or None."""
     most = max((len(indices_of(term)) for term in statement.terms), default=0)
     if most > len(ascii_letters):
@@ -296,20 +298,20 @@ class _Builder:
         start = self.start(name)
         return self.call(points, start, self.extent(name) + start if start else self.extent(name), self.like)
 
-    def position(self, expression: Affine) -> tuple[Part, Part | None]:
+    def position(self, expression: Affine) -> tuple[IndexedTensor, IndexedTensor | None]:
         """The value of an index expression, and where its index arrays have one, as far as bounds do not tell."""
         names = indices_of(expression)
         total: Any = None
-        conditions: list[Part | None] = []
+        conditions: list[IndexedTensor | None] = []
         for coefficient, atom in expression.terms:
             if isinstance(atom, Index):
-                part = Part(self.once(self.points, atom.name), (atom.name,))
+                part = IndexedTensor(self.once(self.points, atom.name), (atom.name,))
             else:
                 part, there = self.read(atom)
-                part = Part(part.tensor.to(torch.int64), part.indices)
+                part = IndexedTensor(part.tensor.to(torch.int64), part.indices)
                 conditions.append(there)
                 if len(expression.terms) > 1 or coefficient < 0 or expression.constant > 0:
-                    conditions.append(Part(part.tensor >= 0, part.indices))
+                    conditions.append(IndexedTensor(part.tensor >= 0, part.indices))
             value = aligned(part, names)
             value = value if coefficient == 1 else value * coefficient
             total = value if total is None else total + value
@@ -317,29 +319,31 @@ class _Builder:
             total = self.call(filled, (), expression.constant, torch.int64, self.like)
         elif expression.constant:
             total = total + expression.constant
-        return Part(total, names), both(conditions)
+        return IndexedTensor(total, names), both(conditions)
 
-    def place(self, access: Access, axes: Sequence[int], lengths: Sequence[Any]) -> tuple[list[Part], Part | None]:
+    def place(
+        self, access: Access, axes: Sequence[int], lengths: Sequence[Any]
+    ) -> tuple[list[IndexedTensor], IndexedTensor | None]:
         """Positions along the axes, 0 where there are none, and where there are."""
         positions, conditions = [], []
         for axis, length in zip(axes, lengths, strict=True):
             position, there = self.once(self.position, access.indices[axis])
             if access.indices[axis].bare is None and access not in self.setting.inside:
                 value = position.tensor
-                there = both([there, Part((value >= 0) & (value < length), position.indices)])
+                there = both([there, IndexedTensor((value >= 0) & (value < length), position.indices)])
             if there is not None:
                 value = self.call(torch.where, aligned(there, position.indices), position.tensor, 0)
-                position = Part(value, position.indices)
+                position = IndexedTensor(value, position.indices)
             positions.append(position)
             conditions.append(there)
         return positions, both(conditions)
 
     # Factors
-    def read(self, access: Access) -> tuple[Part, Part | None]:
+    def read(self, access: Access) -> tuple[IndexedTensor, IndexedTensor | None]:
         """The values of an access, 0 where it is not there, and where it is."""
         return self.once(self._read, access)
 
-    def _read(self, access: Access) -> tuple[Part, Part | None]:
+    def _read(self, access: Access) -> tuple[IndexedTensor, IndexedTensor | None]:
         x = self.operands[access.name]
         looked = looked_up(access)
         lengths = [x.shape[axis] for axis in looked]
@@ -348,16 +352,18 @@ class _Builder:
             if axis not in looked and name and self.start(name):
                 x = x.narrow(axis, self.start(name), self.extent(name))
         if not looked:
-            return diagonal(Part(x, tuple(filter(None, names)))), None
+            return diagonal(IndexedTensor(x, tuple(filter(None, names)))), None
         positions, there = self.place(access, looked, lengths)
         if there is not None:
             x = self.call(readable, x, looked)
         part = diagonal(self._gathered(x, names, looked, positions))
         if there is not None:
-            part = Part(part.tensor.masked_fill(~aligned(there, part.indices), 0), part.indices)
+            part = IndexedTensor(part.tensor.masked_fill(~aligned(there, part.indices), 0), part.indices)
         return part, there
 
-    def _gathered(self, x: Any, names: Sequence[str | None], looked: Sequence[int], positions: Sequence[Part]) -> Part:
+    def _gathered(
+        self, x: Any, names: Sequence[str | None], looked: Sequence[int], positions: Sequence[IndexedTensor]
+    ) -> IndexedTensor:
         """x at positions along the axes `looked`; the other axes are kept."""
         kept = [axis for axis in range(len(names)) if axis not in looked]
         if len(looked) == 1:
@@ -367,33 +373,33 @@ class _Builder:
             if len(position.indices) != 1:
                 shape = [x.shape[other] for other in range(len(names))]
                 value = value.reshape([*shape[:axis], *self.extents(position.indices), *shape[axis + 1 :]])
-            return Part(value, (*before, *position.indices, *after))
+            return IndexedTensor(value, (*before, *position.indices, *after))
         grid = tuple(dict.fromkeys(name for position in positions for name in position.indices))
         x = x.permute(*looked, *kept) if [*looked, *kept] != sorted((*looked, *kept)) else x
         # Permuted positions would permute the result's strides, which the tracer of torch 2.13 mistakes.
         found = [aligned(p, grid).contiguous() if grid else p.tensor.reshape(1) for p in positions]
         value = x[tuple(found)] if grid else x[tuple(found)].squeeze(0)
-        return Part(value, (*grid, *(str(names[axis]) for axis in kept)))
+        return IndexedTensor(value, (*grid, *(str(names[axis]) for axis in kept)))
 
-    def factor(self, factor: Factor, dtype: torch.dtype) -> tuple[Part, Part | None]:
+    def factor(self, factor: Factor, dtype: torch.dtype) -> tuple[IndexedTensor, IndexedTensor | None]:
         """A factor in `dtype`, 0 where it is not there, and where it is."""
         if isinstance(factor, Access):
             part, there = self.read(factor)
             same = self.dtypes[factor.name] == dtype
-            return (part if same else Part(part.tensor.to(dtype), part.indices)), there
+            return (part if same else IndexedTensor(part.tensor.to(dtype), part.indices)), there
         if isinstance(factor, Exists):
             return self._exists(factor.access, dtype), None
         return self._equal(factor, dtype)
 
-    def _exists(self, access: Access, dtype: torch.dtype) -> Part:
+    def _exists(self, access: Access, dtype: torch.dtype) -> IndexedTensor:
         names = indices_of(access)
         there = self.read(access)[1]
         if there is None:
             one = self.call(filled, (), 1, dtype, self.like)
-            return Part(one.expand(*self.extents(names)) if names else one, names)
-        return Part(self.whole(there, names).to(dtype), names)
+            return IndexedTensor(one.expand(*self.extents(names)) if names else one, names)
+        return IndexedTensor(self.whole(there, names).to(dtype), names)
 
-    def _equal(self, factor: Equal, dtype: torch.dtype) -> tuple[Part, Part | None]:
+    def _equal(self, factor: Equal, dtype: torch.dtype) -> tuple[IndexedTensor, IndexedTensor | None]:
         part, there = self.read(factor.access)
         other, others = self.elementwise(factor.terms, equal_dtype(factor, self.dtypes))
         names = tuple(dict.fromkeys((*part.indices, *other.indices)))
@@ -401,13 +407,13 @@ class _Builder:
         there = both([there, others])
         if there is not None:
             value = value & aligned(there, names)
-        return Part(value.to(dtype), names), there
+        return IndexedTensor(value.to(dtype), names), there
 
     # Terms
-    def elementwise(self, terms: Sequence[Term], dtype: torch.dtype) -> tuple[Part, Part | None]:
+    def elementwise(self, terms: Sequence[Term], dtype: torch.dtype) -> tuple[IndexedTensor, IndexedTensor | None]:
         """The sum of the terms over all their indices, and where everything in them is there."""
         names = indices_of(*terms)
-        conditions: list[Part | None] = []
+        conditions: list[IndexedTensor | None] = []
         total: Any = None
         for term in terms:
             value: Any = None if term.coefficient == 1 and term.factors else self.constant(term.coefficient, dtype)
@@ -416,18 +422,18 @@ class _Builder:
                 conditions.append(there)
                 value = aligned(part, names) if value is None else value * aligned(part, names)
             total = value if total is None else total + value
-        return Part(self.constant(0, dtype) if total is None else total, names), both(conditions)
+        return IndexedTensor(self.constant(0, dtype) if total is None else total, names), both(conditions)
 
     def constant(self, value: float, dtype: torch.dtype) -> Any:
         return self.call(filled, (), value, dtype, self.like)
 
-    def term(self, term: Term) -> Part:
+    def term(self, term: Term) -> IndexedTensor:
         """The term, summed over the indices that the target does not have."""
         dtype = self.product_dtype(term)
         parts = [self.factor(factor, dtype)[0] for factor in term.factors]
         tensors = [part for part in parts if part.indices]
         needed = [n for n in indices_of(self.statement.target) if any(n in part.indices for part in parts)]
-        found = contracted(self.call, tensors, tuple(needed)) if tensors else Part(None, ())
+        found = contracted(self.call, tensors, tuple(needed)) if tensors else IndexedTensor(None, ())
         value = None if found.tensor is None else found.tensor.to(self.dtype)
         for part in parts:
             if not part.indices:
@@ -437,7 +443,7 @@ class _Builder:
             value = self.constant(term.coefficient, self.dtype)
         elif term.coefficient != 1:
             value = value * term.coefficient
-        return Part(value, found.indices)
+        return IndexedTensor(value, found.indices)
 
     def product_dtype(self, term: Term) -> torch.dtype:
         """What the factors are multiplied in."""
@@ -447,11 +453,11 @@ class _Builder:
         return kinds.pop() if low else self.dtype
 
     # The target
-    def whole(self, part: Part, names: Sequence[str]) -> Any:
+    def whole(self, part: IndexedTensor, names: Sequence[str]) -> Any:
         """The tensor over all points of these indices."""
         return aligned(part, names).expand(*self.extents(names)) if names else part.tensor
 
-    def scatter(self, part: Part, how: str = "sum", fill: float = 0) -> Any:
+    def scatter(self, part: IndexedTensor, how: str = "sum", fill: float = 0) -> Any:
         """The values joined in a new target, `fill` where an index array leads to none."""
         target = self.statement.target
         looked = looked_up(target, distinct=True)
@@ -487,7 +493,7 @@ class _Builder:
             entries, count = entries * length + aligned(position, rows), count * length
         if there is not None:
             entries = self.call(torch.where, aligned(there, rows), entries, count)
-        return self.whole(Part(entries, rows), rows).reshape(-1), count
+        return self.whole(IndexedTensor(entries, rows), rows).reshape(-1), count
 
     def _padded(self, value: Any, axes: Sequence[int], first: int) -> Any:
         """Zeros around the declared ranges that do not start at 0; the target's `axes` are those from `first` on."""
@@ -530,7 +536,7 @@ class _Builder:
         kept = indices_of(self.statement.target)
         nest = tuple(dict.fromkeys((*kept, *value.indices)))
         reduced = list(range(len(kept), len(nest)))
-        there = there or Part(self.call(filled, (), 1, torch.bool, self.like), ())
+        there = there or IndexedTensor(self.call(filled, (), 1, torch.bool, self.like), ())
         counted, values = self.whole(there, nest), self.whole(value, nest)
         fill = 0 if how == "mean" else worst(self.dtype, how == "max")
         values = self.call(torch.where, counted, values, fill)
@@ -538,8 +544,8 @@ class _Builder:
         if reduced:
             counted = counted.sum(reduced)
             values = values.sum(reduced) if how == "mean" else self.call(extreme, values, reduced, how == "max")
-        count = self.scatter(Part(counted, kept))
-        total = self.scatter(Part(values, kept), {"mean": "sum", "max": "amax", "min": "amin"}[how], fill)
+        count = self.scatter(IndexedTensor(counted, kept))
+        total = self.scatter(IndexedTensor(values, kept), {"mean": "sum", "max": "amax", "min": "amin"}[how], fill)
         if how == "mean":
             return total / count.clamp(min=1)
         if old is None:
@@ -548,14 +554,14 @@ class _Builder:
         return self.call(torch.where, count > 0, self.call(join, total, old), old)
 
 
-def contracted(call: Callable[..., Any], parts: Sequence[Part], wanted: tuple[str, ...]) -> Part:
+def contracted(call: Callable[..., Any], parts: Sequence[IndexedTensor], wanted: tuple[str, ...]) -> IndexedTensor:
     """The product of the parts, summed over all indices but `wanted`."""
     if len(parts) == 1 and set(parts[0].indices) == set(wanted):
         return parts[0]
     letters = dict(zip(dict.fromkeys(n for part in parts for n in part.indices), ascii_letters, strict=False))
     sides = ("".join(letters[name] for name in names) for names in (*(part.indices for part in parts), wanted))
     *left, right = sides
-    return Part(call(torch.einsum, f"{','.join(left)}->{right}", *(part.tensor for part in parts)), wanted)
+    return IndexedTensor(call(torch.einsum, f"{','.join(left)}->{right}", *(part.tensor for part in parts)), wanted)
 
 
 def looked_up(access: Access, distinct: bool = False) -> tuple[int, ...]:
@@ -567,7 +573,7 @@ def looked_up(access: Access, distinct: bool = False) -> tuple[int, ...]:
     return tuple(axis for axis, name in enumerate(bare) if name is None or name in shared)
 
 
-def aligned(part: Part, names: Sequence[str]) -> Any:
+def aligned(part: IndexedTensor, names: Sequence[str]) -> Any:
     """The tensor with its axes in the order of `names`, 1 for those that it lacks."""
     tensor = part.tensor
     order = sorted(range(len(part.indices)), key=lambda axis: names.index(part.indices[axis]))
@@ -578,7 +584,7 @@ def aligned(part: Part, names: Sequence[str]) -> Any:
     return tensor
 
 
-def diagonal(part: Part) -> Part:
+def diagonal(part: IndexedTensor) -> IndexedTensor:
     """One axis for each index."""
     tensor, names = part
     while len(set(names)) < len(names):
@@ -587,20 +593,20 @@ def diagonal(part: Part) -> Part:
         second = names.index(twice, first + 1)
         tensor = tensor.diagonal(0, first, second)
         names = (*(name for axis, name in enumerate(names) if axis not in (first, second)), twice)
-    return Part(tensor, names)
+    return IndexedTensor(tensor, names)
 
 
-def both(conditions: Sequence[Part | None]) -> Part | None:
+def both(conditions: Sequence[IndexedTensor | None]) -> IndexedTensor | None:
     """Where all conditions hold; None where there is none."""
     parts = list(dict.fromkeys(part for part in conditions if part is not None))
     names = tuple(dict.fromkeys(name for part in parts for name in part.indices))
     held: Any = None
     for part in parts:
         held = aligned(part, names) if held is None else held & aligned(part, names)
-    return None if held is None else Part(held, names)
+    return None if held is None else IndexedTensor(held, names)
 
 
-def _inside(bound: Bound, operands: Mapping[str, Tensor]) -> frozenset[Access]:
+def _inside(bound: BoundStatement, operands: Mapping[str, Tensor]) -> frozenset[Access]:
     """The accesses that lie inside their operand at every point, whatever index arrays hold."""
     target = bound.statement.target
     found = {target} if _lies_inside(target, bound.shape, bound) else set()
@@ -608,11 +614,11 @@ def _inside(bound: Bound, operands: Mapping[str, Tensor]) -> frozenset[Access]:
     return frozenset(found.union(a for a in accesses if _lies_inside(a, operands[a.name].shape, bound)))
 
 
-def _lies_inside(access: Access, shape: Sequence[int], bound: Bound) -> bool:
+def _lies_inside(access: Access, shape: Sequence[int], bound: BoundStatement) -> bool:
     return all(_fits(e, extent, bound) for e, extent in zip(access.indices, shape, strict=True))
 
 
-def _fits(expression: Affine, extent: int, bound: Bound) -> bool:
+def _fits(expression: Affine, extent: int, bound: BoundStatement) -> bool:
     if expression.arrays:
         return False
     if not bound.points(indices_of(expression)):
@@ -621,7 +627,7 @@ def _fits(expression: Affine, extent: int, bound: Bound) -> bool:
     return low >= 0 and high < extent
 
 
-def _gathered(term: Term, bound: Bound) -> int:
+def _gathered(term: Term, bound: BoundStatement) -> int:
     """Values that are gathered for the term."""
     read = [f for f in term.factors if not isinstance(f, Access) or looked_up(f)]
     return sum(bound.points(indices_of(factor)) for factor in read)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pumice.coords import KernelMap
-from pumice.coords.operators import RELATION, dynamic, own, register, relation_of
+from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_of
 from pumice.lower import maps
 
 
@@ -19,7 +19,7 @@ def _form(table: Tensor, inputs: int, flipped: bool, *told: Any) -> list[Tensor]
     *fields, name = told
     found = KernelMap(relation_of(*fields), table, inputs, table.shape[0])
     found = found.transpose() if flipped else found
-    return own(maps.read(found, maps.as_it_suits(found, name))[1], table)
+    return own(maps.read(found, maps.preferred_form(found, name))[1], table)
 
 
 def _form_fake(table: Tensor, inputs: int, flipped: bool, *told: Any) -> list[Tensor]:

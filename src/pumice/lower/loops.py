@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pumice.language.bind import Bound
+from pumice.language.bind import BoundStatement
 from pumice.language.nodes import (
     Access,
     Affine,
@@ -41,7 +41,7 @@ class Written(NamedTuple):
     entries: Tensor
 
 
-def run(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """The result of any statement, in `dtype`; a new tensor, differentiable by autograd."""
     statement = bound.statement
     wide = working_dtype(statement, dtypes_of(operands), dtype)
@@ -117,7 +117,7 @@ def _widest(kinds: Iterable[torch.dtype]) -> torch.dtype:
     return widest
 
 
-def _start(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype, value: float = 0) -> Tensor:
+def _start(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, value: float = 0) -> Tensor:
     """The flat target before anything is written, with a slot behind it for points that are not there."""
     statement = bound.statement
     if statement.accumulate:
@@ -141,7 +141,7 @@ def _means(start: Tensor, parts: Iterable[Written]) -> Tensor:
     return start / count.clamp(min=1)
 
 
-def _extremes(bound: Bound, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+def _extremes(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Largest or smallest values, 0 where there are none and the old target takes no part."""
     statement = bound.statement
     largest = statement.reduction == "max"
@@ -171,7 +171,7 @@ def _joined(parts: Iterable[Written]) -> list[Written]:
 
 
 def _written(
-    bound: Bound, operands: Mapping[str, Tensor], terms: Sequence[Term], dtype: torch.dtype
+    bound: BoundStatement, operands: Mapping[str, Tensor], terms: Sequence[Term], dtype: torch.dtype
 ) -> Iterator[Written]:
     """What the terms together write, at all points of their indices and the target's, a part at a time."""
     target = bound.statement.target

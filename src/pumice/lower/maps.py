@@ -19,12 +19,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pumice.coords import KernelMap, Order, settle
+from pumice.coords import KernelMap, SortSpec, read_pending_sizes
 from pumice.coords.kernel_map import pairs_in_room
-from pumice.coords.traced import told
+from pumice.coords.tracing import told
 from pumice.language.parse import parse
-from pumice.language.rewrite import Stored
-from pumice.runtime.cache import OWN
+from pumice.language.rewrite import StorageForm
+from pumice.runtime.cache import PERSISTENT
 from pumice.runtime.streams import FIRST, mark
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
@@ -50,13 +50,13 @@ _FEW_TAPS, _SORTED = 8, 1 << 15
 _AS_THEY_ARE = {"compacted": "unsorted", "compacted_t": "unsorted_t"}
 
 
-def form(name: str) -> Stored:
+def form(name: str) -> StorageForm:
     """The form of that name."""
     return FORMS[name].stored
 
 
 Arrays = Mapping[str, Tensor]
-Sizes = Sequence[tuple[KernelMap, int, Order | None]]
+Sizes = Sequence[tuple[KernelMap, int, SortSpec | None]]
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class MapForm:
     letter for each size.
     """
 
-    stored: Stored
+    stored: StorageForm
     arrays: Callable[[KernelMap], Sequence[Arrays]]
     sizes: Callable[[KernelMap], Sizes] = lambda _: ()
     axes: Mapping[str, str] = field(default_factory=dict)
 
 
 @lru_cache(maxsize=16)
-def _stored(text: str, parts: int = 1) -> Stored:
+def _stored(text: str, parts: int = 1) -> StorageForm:
     statement = parse(text)
-    return Stored(statement.target.indices, facts=statement.facts, parts=parts, ones=True)
+    return StorageForm(statement.target.indices, facts=statement.facts, parts=parts, ones=True)
 
 
 def _pairs(found: KernelMap) -> Sequence[Arrays]:
@@ -85,7 +85,7 @@ def _pairs(found: KernelMap) -> Sequence[Arrays]:
 
 
 def _tiles(found: KernelMap, splits: int) -> Sequence[Arrays]:
-    parts = found.split(block_of(found.num_outputs), splits)
+    parts = found.split(tile_rows_for(found.num_outputs), splits)
     return [{"rows": rows, "tile": tiles, "k": taps, "met": met} for rows, tiles, taps, met in parts]
 
 
@@ -94,7 +94,7 @@ def _grouped(found: KernelMap) -> Sequence[Arrays]:
     return [{"o": outputs, "k": taps, "i": inputs}]
 
 
-def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], list[Tensor]]:
+def planner_operands(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], list[Tensor]]:
     """The arrays of a map for a call, with their tokens: in the forms that its device's lowerings like.
 
     While torch.compile traces, those that are there serve; where there are none, an operator will make them.
@@ -104,7 +104,7 @@ def passed(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], lis
         # A form without rows to sort is its own other one: operands that are passed twice are not those of their names.
         either = dict.fromkeys(name for each in liked for name in (each, _AS_THEY_ARE.get(each, each)))
         return _together(found, tuple(name for name in either if found.has(("form", name))) or liked)
-    return found.storage(("passed", differentiable), lambda m: _together(m, names_of(m, differentiable)))
+    return found.cached(("passed", differentiable), lambda m: _together(m, names_of(m, differentiable)))
 
 
 def _together(found: KernelMap, names: Iterable[str]) -> tuple[tuple[str, ...], list[Tensor]]:
@@ -114,13 +114,13 @@ def _together(found: KernelMap, names: Iterable[str]) -> tuple[tuple[str, ...], 
 
 def held(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     """The tokens and the arrays of a map in one form, kept with it."""
-    return found.storage(("form", name), lambda m: read(m, name))
+    return found.cached(("form", name), lambda m: read(m, name))
 
 
 def names_of(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
     """The forms that the planner is given of a map."""
     names = _liked(found, differentiable)
-    return names if found.volume > _FEW_TAPS else tuple(as_it_suits(found, name) for name in names)
+    return names if found.volume > _FEW_TAPS else tuple(preferred_form(found, name) for name in names)
 
 
 def _liked(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
@@ -128,19 +128,19 @@ def _liked(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
     return training if differentiable else inference
 
 
-def as_it_suits(found: KernelMap, name: str) -> str:
+def preferred_form(found: KernelMap, name: str) -> str:
     """The form of that name, or the one with rows in their order, where sorting them takes longer than it saves."""
     outputs = {"compacted": found.num_outputs, "compacted_t": found.num_inputs}.get(name, _SORTED)
     return _AS_THEY_ARE[name] if found.volume <= _FEW_TAPS and outputs < _SORTED else name
 
 
-def lay_out(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
+def materialize(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
     """Lay maps out in these forms, with one read of all their sizes.
 
     In a CUDA graph that is captured: side by side, and beside all that comes before their first reader.
     """
     asked = list(dict.fromkeys((found, name) for found, names in wanted for name in names))
-    settle([size for found, name in asked for size in FORMS[name].sizes(found)])
+    read_pending_sizes([size for found, name in asked for size in FORMS[name].sizes(found)])
     if asked and asked[0][0].table.is_cuda and torch.cuda.is_current_stream_capturing():
         return _side_by_side(asked)
     for found, name in asked:
@@ -183,10 +183,10 @@ def counted(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...
     """The pairs of each tap, and for these forms of tiles the entries (tile, tap) of each part; with one read."""
     asked: dict[str, Sizes] = {name: FORMS[name].sizes(found) for name in names}
     own = found.transpose() if found.flipped else found
-    settle([(own, 0, None), *(size for sizes in asked.values() for size in sizes)])
-    totals = own.storage("totals", _settled)
+    read_pending_sizes([(own, 0, None), *(size for sizes in asked.values() for size in sizes)])
+    totals = own.cached("totals", _settled)
     entries = {
-        name: tuple(sum(one.storage(("entries", block, how), _settled)) for one, block, how in sizes)
+        name: tuple(sum(one.cached(("entries", block, how), _settled)) for one, block, how in sizes)
         for name, sizes in asked.items()
     }
     return tuple(totals), entries
@@ -208,7 +208,7 @@ def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     held = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
     if found.between is not None:
         for _, x in held:
-            OWN.add(x)
+            PERSISTENT.add(x)
     return tuple(token for token, _ in held), [x for _, x in held]
 
 
@@ -219,7 +219,7 @@ def _traced(found: KernelMap, name: str) -> Sequence[Arrays]:
     return [dict(zip(axes, arrays[at:], strict=False)) for at in range(0, len(arrays), len(axes))]
 
 
-def block_of(outputs: int) -> int:
+def tile_rows_for(outputs: int) -> int:
     """Outputs of a tile: fewer where there are too few tiles to fill a GPU.
 
     Of 27,548 outputs on an H200: 256 channels take 94 us in tiles of 128 and 113 in tiles of 64, 128 channels 33 and
@@ -253,7 +253,7 @@ def _tile_sizes(found: KernelMap, splits: int) -> Sizes:
     if found.flipped and found.symmetric:
         # Its tiles are those of the map as it was found.
         found = found.transpose()
-    return [(found, block_of(found.num_outputs), how) for how in Order.splits(found.volume, splits)]
+    return [(found, tile_rows_for(found.num_outputs), how) for how in SortSpec.splits(found.volume, splits)]
 
 
 def _group_sizes(found: KernelMap) -> Sizes:

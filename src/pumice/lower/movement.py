@@ -57,7 +57,7 @@ def columns_weight_gradient(x: Tensor, y: Tensor, found: KernelMap, groups: int)
 
 def _columns(x: Tensor, found: KernelMap, groups: int) -> Iterator[tuple[slice, Tensor]]:
     """[rows, groups, K * C] of a slice of the outputs: the inputs that they meet, 0 where they meet none."""
-    table = found.storage("padded rows", _padded_rows)
+    table = found.cached("padded rows", _padded_rows)
     # An infinity in a row that is not met must not be multiplied, by 0 either.
     x = torch.cat([x, x.new_zeros(1, x.shape[1])])
     each = max(1, found.volume * x.shape[1] * x.element_size())
@@ -75,7 +75,7 @@ def _padded_rows(found: KernelMap) -> Tensor:
 
 
 # Gather, multiply, scatter
-class Block(NamedTuple):
+class SlotBlock(NamedTuple):
     """Slots first to last: as many of each of these taps."""
 
     first: int
@@ -84,7 +84,7 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class PairLayout:
     """Where the pairs of a map lie while they are multiplied, in slots: one block after the other, tap after tap.
 
     gather, scatter int64 [S]: the input and the output of each slot; of those filled up 0, and the row past the last.
@@ -92,7 +92,7 @@ class Layout:
     starts int64 [rows]: where each output's begin. chosen: taps of each block of several, on the device.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[SlotBlock, ...]
     gather: Tensor
     scatter: Tensor
     filling: Tensor
@@ -101,12 +101,12 @@ class Layout:
     chosen: tuple[Tensor | None, ...]
 
 
-def layout(found: KernelMap, grouping: Grouping) -> Layout:
+def layout(found: KernelMap, grouping: Grouping) -> PairLayout:
     """The layout of a map, kept with it."""
-    return found.storage(("layout", grouping), lambda m: _laid_out(m, grouping))
+    return found.cached(("layout", grouping), lambda m: _laid_out(m, grouping))
 
 
-def _laid_out(found: KernelMap, grouping: Grouping) -> Layout:
+def _laid_out(found: KernelMap, grouping: Grouping) -> PairLayout:
     inputs, outputs, sizes = found.pairs()
     counts, device, rows = sizes.tolist(), inputs.device, found.num_outputs
     blocks = tuple(_blocks(grouping, counts))
@@ -123,21 +123,21 @@ def _laid_out(found: KernelMap, grouping: Grouping) -> Layout:
     order = scatter.argsort(stable=True)[: len(inputs)]
     met = torch.bincount(outputs, minlength=rows)
     chosen = tuple(torch.tensor(b.taps, device=device) if len(b.taps) > 1 else None for b in blocks)
-    return Layout(blocks, gather, scatter, filled.nonzero()[:, 0], order, met.cumsum(0) - met, chosen)
+    return PairLayout(blocks, gather, scatter, filled.nonzero()[:, 0], order, met.cumsum(0) - met, chosen)
 
 
-def _blocks(grouping: Grouping, counts: list[int]) -> Iterator[Block]:
+def _blocks(grouping: Grouping, counts: list[int]) -> Iterator[SlotBlock]:
     """The products of the groups, as long as each has pairs."""
     first = 0
     for group in grouping.groups(counts):
         for taps in [group.taps] if group.batched else [(tap,) for tap in group.taps]:
             last = first + len(taps) * max(counts[tap] for tap in taps)
             if last > first:
-                yield Block(first, last, taps)
+                yield SlotBlock(first, last, taps)
             first = last
 
 
-def forward_by_group(x: Tensor, weight: Tensor, how: Layout, rows: int, groups: int) -> Tensor:
+def forward_by_group(x: Tensor, weight: Tensor, how: PairLayout, rows: int, groups: int) -> Tensor:
     """Each group of taps is gathered, multiplied and added to the outputs before the next."""
     x, filters, out = _given(x, weight, rows, groups)
     for number, block in enumerate(how.blocks):
@@ -148,13 +148,13 @@ def forward_by_group(x: Tensor, weight: Tensor, how: Layout, rows: int, groups: 
     return out[:rows]
 
 
-def forward_fused(x: Tensor, weight: Tensor, how: Layout, rows: int, groups: int) -> Tensor:
+def forward_fused(x: Tensor, weight: Tensor, how: PairLayout, rows: int, groups: int) -> Tensor:
     """All pairs are gathered, all products multiplied, and all added to the outputs."""
     x, filters, out = _given(x, weight, rows, groups)
     return out.index_add_(0, how.scatter, _all_products(x, filters, how).to(out.dtype))[:rows]
 
 
-def forward_in_order(x: Tensor, weight: Tensor, how: Layout, rows: int, groups: int) -> Tensor:
+def forward_in_order(x: Tensor, weight: Tensor, how: PairLayout, rows: int, groups: int) -> Tensor:
     """The same, but every output adds up its own products."""
     x, filters, _ = _given(x, weight, 0, groups)
     if not len(how.order) or not weight.shape[0]:
@@ -163,7 +163,7 @@ def forward_in_order(x: Tensor, weight: Tensor, how: Layout, rows: int, groups: 
     return torch.embedding_bag(products, how.order, how.starts, False, 0, False, None, False)[0]
 
 
-def weight_gradient(x: Tensor, y: Tensor, how: Layout, shape: tuple[int, int], fused: bool) -> Tensor:
+def weight_gradient(x: Tensor, y: Tensor, how: PairLayout, shape: tuple[int, int], fused: bool) -> Tensor:
     """w[g*n, k, c]: of each block x^T @ y, both sides gathered at once or block by block; shape: (taps, groups)."""
     (volume, groups), kind = shape, torch.promote_types(x.dtype, torch.float32)
     x, y = _worked(x), torch.cat([_worked(y), _worked(y).new_zeros(1, y.shape[1])])
@@ -183,7 +183,7 @@ def weight_gradient(x: Tensor, y: Tensor, how: Layout, shape: tuple[int, int], f
     return out.permute(1, 3, 0, 2).reshape(groups * width, volume, channels).to(kind)
 
 
-def _sides(x: Tensor, y: Tensor, how: Layout, at: slice) -> tuple[Tensor, Tensor]:
+def _sides(x: Tensor, y: Tensor, how: PairLayout, at: slice) -> tuple[Tensor, Tensor]:
     """Inputs and outputs of the slots; 0 on both sides where they are filled up."""
     left, right = x.index_select(0, how.gather[at]), y.index_select(0, how.scatter[at])
     if not len(how.filling):
@@ -198,11 +198,11 @@ def _given(x: Tensor, weight: Tensor, rows: int, groups: int) -> tuple[Tensor, T
     return x, filters, x.new_zeros(rows + 1, weight.shape[0], dtype=reference.accumulator(x.dtype))
 
 
-def _all_products(x: Tensor, filters: Tensor, how: Layout) -> Tensor:
+def _all_products(x: Tensor, filters: Tensor, how: PairLayout) -> Tensor:
     return multiplied(x.index_select(0, how.gather), filters, how)
 
 
-def multiplied(gathered: Tensor, filters: Tensor, how: Layout) -> Tensor:
+def multiplied(gathered: Tensor, filters: Tensor, how: PairLayout) -> Tensor:
     """The products alone of rows that were gathered: [S, G * C] and filters [K, G, C, N] give [S, G * N]."""
     products = gathered.new_empty(len(gathered), filters.shape[1] * filters.shape[3])
     for number, block in enumerate(how.blocks):
@@ -211,7 +211,7 @@ def multiplied(gathered: Tensor, filters: Tensor, how: Layout) -> Tensor:
     return products
 
 
-def _filters(filters: Tensor, how: Layout, number: int) -> Tensor:
+def _filters(filters: Tensor, how: PairLayout, number: int) -> Tensor:
     """[T, G, C, N] of the taps of a block."""
     chosen = how.chosen[number]
     if chosen is not None:
@@ -243,4 +243,4 @@ def _worked(x: Tensor) -> Tensor:
     return x.contiguous() if x.is_cuda else x.to(reference.accumulator(x.dtype)).contiguous()
 
 
-Forward = Callable[[Tensor, Tensor, Layout, int, int], Tensor]
+Forward = Callable[[Tensor, Tensor, PairLayout, int, int], Tensor]

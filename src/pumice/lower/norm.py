@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords import Cloud
+from pumice.coords import CoordBuffer
 from pumice.errors import DeviceError, ShapeError
-from pumice.runtime.launch import Fixed, runs_kernels
-from pumice.runtime.workspace import scratch
+from pumice.runtime.launch import BoundKernel, has_triton
+from pumice.runtime.workspace import workspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Statistics:
 
     running: tuple[Tensor, Tensor] | None
     eps: float
-    follows: bool = False
+    update_running_stats: bool = False
     momentum: float | None = None
     tracked: Tensor | None = None
     offset: Tensor | None = None
@@ -47,7 +47,7 @@ class Statistics:
     @property
     def facts(self) -> tuple[float, ...]:
         """For a kernel."""
-        there = self.running is not None, self.follows, self.tracked is not None, self.offset is not None
+        there = self.running is not None, self.update_running_stats, self.tracked is not None, self.offset is not None
         return self.eps, self.momentum is None, *there
 
 
@@ -62,7 +62,7 @@ class Norm:
     relu: bool = False
 
 
-def batch_norm(x: Tensor, rows: Cloud, norm: Norm) -> Tensor:
+def batch_norm(x: Tensor, rows: CoordBuffer, norm: Norm) -> Tensor:
     """y in the dtype of x [N, C], of whose rows those live that do in the cloud.
 
     Differentiable any number of times in x, weight, bias and residual. Running statistics are written where they
@@ -72,7 +72,7 @@ def batch_norm(x: Tensor, rows: Cloud, norm: Norm) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Normed:
+class NormState:
     """What the result of a row depends on beside the row: pair [2, C], mean and 1 / sqrt(variance + eps), in at least
     float32. adds: whether there is a residual."""
 
@@ -116,12 +116,12 @@ class _BatchNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
-        rows: Cloud,
+        rows: CoordBuffer,
         statistics: Statistics,
         relu: bool,
     ) -> Tensor:
         y, told = normed(x, rows, Norm(weight, bias, statistics, residual, relu))
-        ctx.rows, ctx.statistics, ctx.told = rows, statistics, (relu, residual is not None)
+        ctx.rows, ctx.statistics, ctx.state = rows, statistics, (relu, residual is not None)
         ctx.save_for_backward(x, weight, bias, told.pair, y if told.reads_result else None)
         return y
 
@@ -129,24 +129,24 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, bias, pair, y = ctx.saved_tensors
         needed = ctx.needs_input_grad[:4]
-        told = Normed(pair, weight, bias, *ctx.told)
+        told = NormState(pair, weight, bias, *ctx.state)
         if torch.is_grad_enabled():
-            again = composed(x, ctx.rows, told, ctx.statistics, y)
-            found = (*gradients_of(again, grad, (x, weight, bias), needed), let_through(grad, y) if needed[3] else None)
+            again = recompute_with_autograd(x, ctx.rows, told, ctx.statistics, y)
+            found = (*gradients_of(again, grad, (x, weight, bias), needed), relu_grad(grad, y) if needed[3] else None)
         else:
             found = gradients(grad, (x, y), ctx.rows, told, needed)
         return *found, None, None, None
 
 
-def gradients_of(y: Tensor, grad: Tensor, given: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Any]:
+def gradients_of(y: Tensor, grad: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Any]:
     """The gradients of those of the given that need one, recorded in turn; None of the others."""
-    sought = [x if need else None for x, need in zip(given, needed, strict=False)]
+    sought = [x if need else None for x, need in zip(inputs, needed, strict=False)]
     wanted = [x for x in sought if x is not None]
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
     return [None if x is None else next(found) for x in sought]
 
 
-def normed(x: Tensor, rows: Cloud, norm: Norm) -> tuple[Tensor, Normed]:
+def normed(x: Tensor, rows: CoordBuffer, norm: Norm) -> tuple[Tensor, NormState]:
     """y, and what its gradients need; nothing is recorded.
 
     Raises ShapeError and DeviceError where the norm does not fit x.
@@ -154,36 +154,38 @@ def normed(x: Tensor, rows: Cloud, norm: Norm) -> tuple[Tensor, Normed]:
     _check(x, norm)
     x = x.contiguous()
     pair = moments(x, rows, norm.statistics)
-    told = Normed(pair, norm.weight, norm.bias, norm.relu, norm.residual is not None)
+    told = NormState(pair, norm.weight, norm.bias, norm.relu, norm.residual is not None)
     return normalised(x, rows, told, norm.residual), told
 
 
 def gradients(
-    grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: Cloud, told: Normed, needed: Sequence[bool]
+    grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer, state: NormState, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Those of x, weight, bias and residual that are needed. kept: x, and y where that is read. Rows of grad may lie
     apart, as those of a part of a concatenation do."""
     kept, grad = (kept[0].contiguous(), kept[1]), grad if grad.stride(1) == 1 else grad.contiguous()
-    sums = sums_of(grad, kept, rows, told)
-    dx, dresidual = gradient(grad, kept, rows, told, sums) if needed[0] or needed[3] else (None, None)
-    dweight = sums[1].to(told.weight.dtype) if needed[1] and told.weight is not None else None
-    dbias = sums[0].to(told.bias.dtype) if needed[2] and told.bias is not None else None
+    sums = sums_of(grad, kept, rows, state)
+    dx, dresidual = gradient(grad, kept, rows, state, sums) if needed[0] or needed[3] else (None, None)
+    dweight = sums[1].to(state.weight.dtype) if needed[1] and state.weight is not None else None
+    dbias = sums[0].to(state.bias.dtype) if needed[2] and state.bias is not None else None
     return dx, dweight, dbias, dresidual
 
 
-def composed(x: Tensor, rows: Cloud, told: Normed, statistics: Statistics, y: Tensor | None) -> Tensor:
+def recompute_with_autograd(
+    x: Tensor, rows: CoordBuffer, state: NormState, statistics: Statistics, y: Tensor | None
+) -> Tensor:
     """The result but for the residual, in torch's operators, which record gradients of any order; running statistics
     stay as they are. y: the result, where gradients depend on it."""
-    own = moments_twin(x, rows, replace(statistics, follows=False))
+    own = moments_twin(x, rows, replace(statistics, update_running_stats=False))
     # What fewer than two rows were normalised by may have followed others since.
-    again = told.affine(replace(told, pair=torch.where(rows.count > 1, own, told.pair)).apart(x))
-    if told.relu:
+    again = state.affine(replace(state, pair=torch.where(rows.count > 1, own, state.pair)).apart(x))
+    if state.relu:
         again = again.relu() if y is None else torch.where(y > 0, again, 0)
     # Gradients of rows that do not live may be anything.
-    return torch.where(rows.live()[:, None], again, 0).to(x.dtype)
+    return torch.where(rows.valid_mask()[:, None], again, 0).to(x.dtype)
 
 
-def let_through(grad: Tensor, y: Tensor | None) -> Tensor:
+def relu_grad(grad: Tensor, y: Tensor | None) -> Tensor:
     """The gradient of a residual; y: the result where a ReLU is behind it."""
     return grad if y is None else torch.where(y > 0, grad, 0)
 
@@ -219,7 +221,7 @@ _ENTRIES, _JOINED = 4096, 1024
 as the room that it took for more would be all others' loss."""
 
 
-def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
+def moments(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
     """Mean and 1 / sqrt(variance + eps) of the living rows [2, C], in at least float32; running statistics follow."""
     known = statistics.running
     # Kernels write to those that follow as they lie.
@@ -227,7 +229,7 @@ def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
         return moments_twin(x, rows, statistics)
     pair = _pair(x)
     tracked, offset = statistics.tracked, statistics.offset
-    if statistics.follows and statistics.momentum is None and tracked is not None:
+    if statistics.update_running_stats and statistics.momentum is None and tracked is not None:
         # All programs read what one would write.
         tracked.add_((rows.count > 1)[0])
     told = (*((pair, pair) if known is None else known), pair if tracked is None else tracked)
@@ -237,15 +239,15 @@ def moments(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
     return pair
 
 
-def moments_twin(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
+def moments_twin(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
     """As moments, in plain torch."""
-    count, several, alive = rows.count.clamp(min=1), rows.count > 1, rows.live()[:, None]
+    count, several, alive = rows.count.clamp(min=1), rows.count > 1, rows.valid_mask()[:, None]
     wide = torch.where(alive, x.to(torch.promote_types(x.dtype, torch.float32)), 0)
     mean = wide.sum(0) / count
     variance = torch.where(alive, wide - mean, 0).square().sum(0) / count
     known = statistics.running or (torch.zeros_like(mean), torch.ones_like(mean))
     offset = 0 if statistics.offset is None else statistics.offset.detach().to(mean.dtype)
-    if statistics.follows and statistics.running is not None:
+    if statistics.update_running_stats and statistics.running is not None:
         factor: float | Tensor = statistics.momentum or 0.0
         if statistics.tracked is not None:
             statistics.tracked.add_(several[0])
@@ -259,32 +261,32 @@ def moments_twin(x: Tensor, rows: Cloud, statistics: Statistics) -> Tensor:
     return torch.stack([mean, (torch.where(several, variance, known[1]) + statistics.eps).rsqrt()])
 
 
-def normalised(x: Tensor, rows: Cloud, told: Normed, residual: Tensor | None = None) -> Tensor:
+def normalised(x: Tensor, rows: CoordBuffer, state: NormState, residual: Tensor | None = None) -> Tensor:
     """The result in living rows."""
     if not _by_kernels(x):
-        y = told.affine(told.apart(x))
+        y = state.affine(state.apart(x))
         y = y if residual is None else y + residual
-        return (y.relu() if told.relu else y).to(x.dtype)
+        return (y.relu() if state.relu else y).to(x.dtype)
     y = torch.empty_like(x)
     more = x if residual is None else residual.contiguous()
-    _by_blocks("normalise", (x, rows.count, *told.tensors, more, y), told.facts)
+    _by_blocks("normalise", (x, rows.count, *state.tensors, more, y), state.facts)
     return y
 
 
-def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: Cloud, told: Normed) -> Tensor:
+def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer, state: NormState) -> Tensor:
     """The sums over living rows of the gradient, and of that * (x - mean) * scale, [2, C]; kept: as in gradients."""
     x, y = kept
     if not _by_kernels(x):
-        alive, apart = rows.live()[:, None], told.apart(x)
-        wide = torch.where(alive, _passed(grad, apart, y, told), 0)
+        alive, apart = rows.valid_mask()[:, None], state.apart(x)
+        wide = torch.where(alive, _passed(grad, apart, y, state), 0)
         return torch.stack([wide.sum(0), torch.where(alive, wide * apart, 0).sum(0)])
     sums = _pair(x)
-    facts = (*told.facts, grad.stride(0))
-    _by_parts("products", (grad, x, rows.count, *told.tensors, x if y is None else y, sums), facts)
+    facts = (*state.facts, grad.stride(0))
+    _by_parts("products", (grad, x, rows.count, *state.tensors, x if y is None else y, sums), facts)
     return sums
 
 
-def _passed(grad: Tensor, apart: Tensor, y: Tensor | None, told: Normed) -> Tensor:
+def _passed(grad: Tensor, apart: Tensor, y: Tensor | None, told: NormState) -> Tensor:
     """The gradient of what is normalised; apart: (x - mean) * scale."""
     grad = grad.to(told.pair.dtype)
     if not told.relu:
@@ -295,30 +297,30 @@ def _passed(grad: Tensor, apart: Tensor, y: Tensor | None, told: Normed) -> Tens
 def gradient(
     grad: Tensor,
     kept: tuple[Tensor, Tensor | None],
-    rows: Cloud,
-    told: Normed,
+    rows: CoordBuffer,
+    state: NormState,
     sums: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of x in living rows, and of the residual; kept: as in gradients, sums: what sums_of gives."""
     x, y = kept
     if not _by_kernels(x):
         # Fewer than two rows were normalised by what does not depend on them.
-        share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(told.pair.dtype), 0)
-        apart = told.apart(x)
-        let = _passed(grad, apart, y, told)
-        found = (let - share * (sums[0] + apart * sums[1])) * told.pair[1]
-        found = found if told.weight is None else found * told.weight
-        return found.to(x.dtype), let.to(x.dtype) if told.adds else None
+        share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(state.pair.dtype), 0)
+        apart = state.apart(x)
+        let = _passed(grad, apart, y, state)
+        found = (let - share * (sums[0] + apart * sums[1])) * state.pair[1]
+        found = found if state.weight is None else found * state.weight
+        return found.to(x.dtype), let.to(x.dtype) if state.adds else None
     dx = torch.empty_like(x)
     # Without a ReLU the residual's is the result's.
-    dresidual = torch.empty_like(x) if told.reads_result else grad if told.adds else None
+    dresidual = torch.empty_like(x) if state.reads_result else grad if state.adds else None
     more = (x if y is None else y, sums, dx if dresidual is None else dresidual, dx)
-    _by_blocks("gradient", (grad, x, rows.count, *told.tensors, *more), (*told.facts, grad.stride(0)))
+    _by_blocks("gradient", (grad, x, rows.count, *state.tensors, *more), (*state.facts, grad.stride(0)))
     return dx, dresidual
 
 
 def _by_kernels(x: Tensor) -> bool:
-    return x.dtype != torch.float64 and runs_kernels(x)
+    return x.dtype != torch.float64 and has_triton(x)
 
 
 def _pair(x: Tensor) -> Tensor:
@@ -343,7 +345,7 @@ def _by_parts(
     (once, ahead), lanes = _of_parts(name, channels, facts, *[t.dtype for t in tensors])
     sides = -(-channels // lanes)
     parts, far = _shares(rows, lanes, sides)
-    own = scratch(sides, 8 * parts * channels, x.device)
+    own = workspace(sides, 8 * parts * channels, x.device)
     fixed = ahead if far else once
     fixed(parts * sides, (*tensors, own.room, own.counters), (parts, *numbers))
 
@@ -358,18 +360,20 @@ def _shares(rows: int, lanes: int, sides: int) -> tuple[int, bool]:
 
 
 @lru_cache(maxsize=1024)
-def _of_blocks(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[Fixed, int]:
+def _of_blocks(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[BoundKernel, int]:
     """A kernel for tensors of these dtypes, and how many channels a program has."""
     lanes = _lanes(channels)
-    return Fixed(_kernel(name), (channels, _ROWS, lanes, *facts)), lanes
+    return BoundKernel(_kernel(name), (channels, _ROWS, lanes, *facts)), lanes
 
 
 @lru_cache(maxsize=1024)
-def _of_parts(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[tuple[Fixed, Fixed], int]:
+def _of_parts(
+    name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype
+) -> tuple[tuple[BoundKernel, BoundKernel], int]:
     """The same, without and with loads that run ahead."""
     lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
     shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes
-    once, ahead = (Fixed(_kernel(name), (*shape, stages, *facts)) for stages in (1, 3))
+    once, ahead = (BoundKernel(_kernel(name), (*shape, stages, *facts)) for stages in (1, 3))
     return (once, ahead), lanes
 
 
@@ -384,29 +388,29 @@ def _kernel(name: str) -> Any:
     return getattr(importlib.import_module("pumice.lower.norm_kernels"), name)
 
 
-class Settled:
+class NormKernels:
     """The kernels of a norm by float32 vectors, for features of one dtype: started with addresses, as they were
     compiled for tensors."""
 
-    def __init__(self, told: Statistics, facts: tuple[bool, ...], of: tuple[int, torch.dtype, int]) -> None:
-        """facts: as Normed has them; of: the channels, dtype and device of the features."""
+    def __init__(self, statistics: Statistics, facts: tuple[bool, ...], of: tuple[int, torch.dtype, int]) -> None:
+        """facts: as NormState has them; of: the channels, dtype and device of the features."""
         self._channels, dtype, self._device = of
         channels, single, count = self._channels, torch.float32, torch.int32
         vectors = count, single, single, single
-        tracked = single if told.tracked is None else told.tracked.dtype
+        tracked = single if statistics.tracked is None else statistics.tracked.dtype
         moved = (dtype, count, single, single, tracked, single, single)
-        self._moments = _of_parts("moments", channels, told.facts, *moved)
+        self._moments = _of_parts("moments", channels, statistics.facts, *moved)
         self._normalise = _of_blocks("normalise", channels, facts, dtype, *vectors, dtype, dtype)
         self._facts, self._dtypes = facts, (dtype, dtype, *vectors, dtype, single)
         self._back = {channels: self._reading(channels)}
 
-    def _reading(self, step: int) -> tuple[tuple[Fixed, Fixed], Fixed]:
+    def _reading(self, step: int) -> tuple[tuple[BoundKernel, BoundKernel], BoundKernel]:
         """The kernels of gradients whose rows are so far apart."""
         back, dtype = (*self._facts, step), self._dtypes[0]
         products, _ = _of_parts("products", self._channels, back, *self._dtypes)
         return products, _of_blocks("gradient", self._channels, back, *self._dtypes, dtype, dtype)[0]
 
-    def over(self, rows: int, beyond: int, step: int | None = None) -> Started | None:
+    def over(self, rows: int, beyond: int, step: int | None = None) -> NormLaunches | None:
         """They, for so many rows, which are counted so many bytes beyond an alignment; None where one was not compiled
         yet. step: how far the rows of the result's gradient are apart, by default side by side."""
         (each, lanes), (blocks, wide) = self._moments, self._normalise
@@ -420,7 +424,7 @@ class Settled:
             return None
         kernels = tuple((one, kernel.constants) for one, kernel in zip(found, fixed, strict=True))
         programs = parts * sides, -(-rows // _ROWS) * -(-channels // wide)
-        return Started(kernels, programs, parts, (sides, 8 * parts * channels), self._device)
+        return NormLaunches(kernels, programs, parts, (sides, 8 * parts * channels), self._device)
 
 
 def _counts(place: int, tensors: int) -> Callable[[int], tuple[int, ...]]:
@@ -431,7 +435,7 @@ _COUNTS = (_counts(1, 9), _counts(1, 7), _counts(2, 10), _counts(2, 10))
 """Where each kernel takes the number of rows among its tensors."""
 
 
-class Started:
+class NormLaunches:
     """The kernels of a norm over some number of rows. needs: counters and bytes that the programs of one share.
 
     Each takes the addresses of its tensors in the order of its arguments, on the current device.

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from pumice.errors import OptionError
-from pumice.language.bind import Bound, bind
+from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import declare
 from pumice.language.formats import parse_format
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.parse import parse
-from pumice.language.rewrite import Conscious, Stored, conscious, single_terms
-from pumice.lower import bagged, chained, gathered, graph, loops, maps, work
-from pumice.lower import triton as kernels
-from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied
-from pumice.runtime.cache import Bounded
+from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
+from pumice.lower import chained, embedding_bag, gathered, graph, loops, maps, work
+from pumice.lower import kernel as kernels
+from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
+from pumice.runtime.cache import BoundedCache
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
-from pumice.schedule.tile import about
+from pumice.schedule.tile import size_bucket
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -42,27 +42,27 @@ class Lowering:
     work(statement, bound, operands) -> what is to be done.
     """
 
-    refusal: Callable[[Statement, Bound, Mapping[str, Tensor]], str | None]
-    run: Callable[[Bound, Mapping[str, Tensor], torch.dtype], Tensor]
-    work: Callable[[Statement, Bound, Mapping[str, Tensor]], Work]
+    refusal: Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None]
+    run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor]
+    work: Callable[[Statement, BoundStatement, Mapping[str, Tensor]], Work]
 
 
 @dataclass(frozen=True)
-class Given:
+class OperandLayout:
     """What a call passes: names of dense operands, forms of sparse ones with their arrays, shapes, integers.
 
     places: the position of each tensor, by (operand, form, part, local array); form "" of a dense operand.
     """
 
     dense: tuple[str, ...]
-    forms: Mapping[str, Mapping[str, Stored]]
+    forms: Mapping[str, Mapping[str, StorageForm]]
     places: Mapping[tuple[str, str, int, str], int]
     shapes: Shapes
     integers: Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Option:
+class Candidate:
     """A form for each sparse operand and a lowering for each step; why it is refused, or what it costs in seconds."""
 
     forms: tuple[tuple[str, str], ...]
@@ -78,7 +78,7 @@ def token(operand: str, form: str, part: int, local: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def read(names: str) -> Given:
+def read(names: str) -> OperandLayout:
     """What "X|W|map@pairs@0@o|...;A=4096x4096;STR=2" says: tokens in the order of the tensors, shapes, integers."""
     tokens, *rest = names.split(";")
     dense: list[str] = []
@@ -100,13 +100,13 @@ def read(names: str) -> Given:
         else:
             integers[name] = int(value)
     forms = {name: {form: _stored(form, parts) for form, parts in by_form.items()} for name, by_form in held.items()}
-    return Given(tuple(dense), forms, places, shapes, integers)
+    return OperandLayout(tuple(dense), forms, places, shapes, integers)
 
 
-def _stored(form: str, parts: Mapping[int, set[str]]) -> Stored:
+def _stored(form: str, parts: Mapping[int, set[str]]) -> StorageForm:
     if form in maps.FORMS:
         return maps.form(form)
-    return Stored.of(parse_format(form), len(parts), "values" not in parts[0])
+    return StorageForm.of(parse_format(form), len(parts), "values" not in parts[0])
 
 
 @lru_cache(maxsize=1024)
@@ -120,13 +120,13 @@ def statement_of(text: str, names: str) -> Statement:
 
 
 @lru_cache(maxsize=4096)
-def rewritten(text: str, names: str, forms: tuple[tuple[str, str], ...]) -> Conscious:
+def rewritten(text: str, names: str, forms: tuple[tuple[str, str], ...]) -> LoweredStatement:
     """The steps of a call over the arrays of these forms."""
     given = read(names)
-    return conscious(statement_of(text, names), {name: given.forms[name][form] for name, form in forms})
+    return lower_statement(statement_of(text, names), {name: given.forms[name][form] for name, form in forms})
 
 
-def sizes(text: str, names: str, shapes: Sequence[Sequence[int]], shape: Sequence[int] | None) -> Bound:
+def sizes(text: str, names: str, shapes: Sequence[Sequence[int]], shape: Sequence[int] | None) -> BoundStatement:
     """The sizes of a call as the user sees it: sparse operands count with the shape they stand for."""
     given = read(names)
     known = dict(given.shapes)
@@ -135,7 +135,7 @@ def sizes(text: str, names: str, shapes: Sequence[Sequence[int]], shape: Sequenc
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PlanStep:
     """A step made ready: what runs it with its tensors by name, and where those are among the operands.
 
     run(tensors, before) adds to what the steps before have found, which it may write to; None: it is the first.
@@ -146,24 +146,24 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
+class Plan:
     """A call made ready for operands of certain shapes, dtypes and devices.
 
     old: where the target's old values are among the operands, if they take part. finishes: whether the last part does
     the epilogue, too; kept: the dtype of the result behind it.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[PlanStep, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     old: int | None
-    kept: torch.dtype
+    result_dtype: torch.dtype
     finishes: bool = False
 
 
 def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
     """The result of a call. `shape` is the target's; None: it is inferred, and the sizes are checked as users want."""
-    return carry_out(ready_for(operands, names, text, shape, lowering), operands)
+    return execute_plan(ready_for(operands, names, text, shape, lowering), operands)
 
 
 def ready_for(
@@ -172,9 +172,9 @@ def ready_for(
     text: str,
     shape: tuple[int, ...] | None,
     lowering: str,
-    finish: Finish = NOTHING,
+    finish: EpilogueSignature = NO_EPILOGUE,
     kept: torch.dtype | None = None,
-) -> Ready:
+) -> Plan:
     """A call made ready, once for operands of these shapes, dtypes and devices.
 
     finish: of the epilogue to come. kept: the result's dtype, where it is another than the operands' tell.
@@ -191,17 +191,17 @@ def ready_for(
     )
     if (known := _READY.get(key)) is not None:
         return known
-    if finish == NOTHING:
+    if finish == NO_EPILOGUE:
         return _READY.keep(key, _prepared(operands, names, text, shape, lowering, kept))
     # What is not yet finished is not rounded, either.
     dtype = result_dtype(operands, names, text)
     made = _prepared(operands, names, text, shape, lowering, torch.promote_types(dtype, torch.float32))
-    made = replace(made, kept=kept or finish.dtype or dtype)
+    made = replace(made, result_dtype=kept or finish.dtype or dtype)
     return _READY.keep(key, _with_finish(made, finish, operands[0].device))
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlanRequest:
     """A call whose map is given once and for all.
 
     steady: the places of operands whose first axis does not count rows or entries; behind the last one is that of the
@@ -212,10 +212,10 @@ class Ask:
     names: str
     text: str
     shape: tuple[int, ...]
-    steady: tuple[int, ...]
-    free: tuple[int, ...]
+    static_rows: tuple[int, ...]
+    runtime_operands: tuple[int, ...]
     lowering: str = ""
-    finish: Finish = NOTHING
+    finish: EpilogueSignature = NO_EPILOGUE
     piece: int = 0
     kept: torch.dtype | None = None
 
@@ -224,113 +224,115 @@ Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 """What counts of an operand of a call: its shape, where its first axis counts rounded, its dtype and device."""
 
 
-def kind_of(operand: Tensor, steady: bool = False) -> Kind:
+def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
     """steady: whether its first axis does not count rows or entries."""
     shape = operand.shape
-    return shape if steady else (about(shape[0]), *shape[1:]), operand.dtype, operand.device
+    return shape if static_rows else (size_bucket(shape[0]), *shape[1:]), operand.dtype, operand.device
 
 
-def held_for(operands: Sequence[Tensor], ask: Ask, kinds: Sequence[Kind | None] = ()) -> Ready:
-    """A call made ready and `holding`, in some microseconds after others of about the same sizes.
+def bound_plan(operands: Sequence[Tensor], ask: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
+    """A call made ready and `bind_operands`, in some microseconds after others of about the same sizes.
 
     First axes that count are rounded (schedule.tile.about): what is chosen is chosen for that, once for all. kinds:
     those of the operands that are known already.
     """
-    steady, count = ask.steady, len(operands)
+    steady, count = ask.static_rows, len(operands)
     given = kinds or (None,) * count
     kinds = [k or kind_of(t, n in steady) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
-    whole = ask.shape if count in steady else (about(ask.shape[0]), *ask.shape[1:])
+    whole = ask.shape if count in steady else (size_bucket(ask.shape[0]), *ask.shape[1:])
     key = (ask.text, ask.names, whole, ask.lowering, ask.finish, ask.piece, ask.kept, deterministic(), *kinds)
     known = _SERIES.get(key)
     if known is None:
         like = [t if t.shape == shape else t[: shape[0]] for t, (shape, *_) in zip(operands, kinds, strict=True)]
         known = _SERIES.keep(key, _series(_in_pieces(_ready_for(like, ask, whole), like, ask.piece), ask))
     if known.sized is None:
-        return holding(_in_pieces(_ready_for(operands, ask, ask.shape), operands, ask.piece), operands, ask.free)
+        return bind_operands(
+            _in_pieces(_ready_for(operands, ask, ask.shape), operands, ask.piece), operands, ask.runtime_operands
+        )
     return replace(known.ready, parts=tuple(part.at(operands, ask.shape) for part in known.sized), shape=ask.shape)
 
 
 @dataclass(frozen=True, eq=False)
-class Sized:
+class ResizableStep:
     """A part that is one kernel, for calls that differ in sizes and in what they hold.
 
     held: the places of the operands that are held, by name; left: which of the others, in their order, it takes.
     """
 
-    run: kernels.Runner
+    run: kernels.KernelExecutor
     held: tuple[tuple[str, int], ...]
     left: tuple[tuple[str, int], ...]
     places: tuple[tuple[str, int], ...]
 
-    def at(self, operands: Sequence[Tensor], shape: tuple[int, ...]) -> Part:
+    def at(self, operands: Sequence[Tensor], shape: tuple[int, ...]) -> PlanStep:
         shapes = {name: operands[place].shape for name, place in self.places}
-        return Part(
-            kernels.HeldRunner(self.run, {name: operands[place] for name, place in self.held}, (shapes, shape)),
+        return PlanStep(
+            kernels.BoundExecutor(self.run, {name: operands[place] for name, place in self.held}, (shapes, shape)),
             self.left,
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Series:
+class BucketedPlan:
     """A call made ready for all of about the same sizes; sized: its parts, None where each is made ready by itself."""
 
-    ready: Ready
-    sized: tuple[Sized, ...] | None
+    ready: Plan
+    sized: tuple[ResizableStep, ...] | None
 
 
-def _series(ready: Ready, ask: Ask) -> Series:
-    order = {place: number for number, place in enumerate(ask.free)}
+def _series(ready: Plan, ask: PlanRequest) -> BucketedPlan:
+    order = {place: number for number, place in enumerate(ask.runtime_operands)}
     parts = []
     for part in ready.parts:
-        if not isinstance(run := part.run, kernels.Runner) or not run.resizable:
-            return Series(ready, None)
+        if not isinstance(run := part.run, kernels.KernelExecutor) or not run.resizable:
+            return BucketedPlan(ready, None)
         held = tuple((name, place) for name, place in part.places if place not in order)
         left = tuple((name, order[place]) for name, place in part.places if place in order)
-        parts.append(Sized(run, held, left, part.places))
+        parts.append(ResizableStep(run, held, left, part.places))
     old = None if ready.old is None else order[ready.old]
-    return Series(replace(ready, old=old), tuple(parts))
+    return BucketedPlan(replace(ready, old=old), tuple(parts))
 
 
-def _ready_for(operands: Sequence[Tensor], ask: Ask, shape: tuple[int, ...]) -> Ready:
+def _ready_for(operands: Sequence[Tensor], ask: PlanRequest, shape: tuple[int, ...]) -> Plan:
     return ready_for(operands, ask.names, ask.text, shape, ask.lowering, ask.finish, ask.kept)
 
 
-def _in_pieces(ready: Ready, operands: Sequence[Tensor], piece: int) -> Ready:
+def _in_pieces(ready: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
     """The same with long segments shared by programs where kernels run; a CPU has no programs to share them."""
     if not piece:
         return ready
     parts = []
     for part in ready.parts:
-        if isinstance(run := part.run, kernels.Runner):
+        if isinstance(run := part.run, kernels.KernelExecutor):
             tile = kernels.tile_of(run.bound, {name: operands[place] for name, place in part.places}, run.precision)
-            tile = replace(tile, piece=tile.piece or piece)
+            tile = replace(tile, stream_k_chunk=tile.stream_k_chunk or piece)
             part = replace(part, run=kernels.runner(run.bound, run.dtype, tile, run.precision, run.finish))
         parts.append(part)
     return replace(ready, parts=tuple(parts))
 
 
-def _with_finish(ready: Ready, finish: Finish, device: torch.device) -> Ready:
+def _with_finish(ready: Plan, finish: EpilogueSignature, device: torch.device) -> Plan:
     """The same with the epilogue in the last kernel, if it is one that can have it."""
     last = ready.parts[-1] if ready.parts else None
-    if last is None or not isinstance(last.run, kernels.Runner) or not last.run.finishes:
+    if last is None or not isinstance(last.run, kernels.KernelExecutor) or not last.run.finishes:
         return ready
-    if ready.kept == torch.float8_e4m3fn and kernels.without_fp8(device):
+    if ready.result_dtype == torch.float8_e4m3fn and kernels.without_fp8(device):
         return ready
-    run = kernels.runner(last.run.bound, ready.kept, None, last.run.precision, finish)
-    return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), dtype=ready.kept, finishes=True)
+    run = kernels.runner(last.run.bound, ready.result_dtype, None, last.run.precision, finish)
+    return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), dtype=ready.result_dtype, finishes=True)
 
 
-def holding(ready: Ready, operands: Sequence[Tensor], free: Sequence[int]) -> Ready:
-    """The same with its operands given once and for all but those at `free`, which it takes in this order.
+def bind_operands(ready: Plan, operands: Sequence[Tensor], runtime_operands: Sequence[int]) -> Plan:
+    """The same with its operands given once and for all but those at `runtime_operands`, which it takes in this order.
 
     They are not written to any more; the target's old values are not among them.
     """
-    order = {place: number for number, place in enumerate(free)}
+    order = {place: number for number, place in enumerate(runtime_operands)}
     parts = []
     for part in ready.parts:
         held = {name: operands[place] for name, place in part.places if place not in order}
         left = tuple((name, order[place]) for name, place in part.places if place in order)
-        parts.append(Part(_given(part.run, held), left))
+        parts.append(PlanStep(_given(part.run, held), left))
     old = None if ready.old is None else order[ready.old]
     return replace(ready, parts=tuple(parts), old=old)
 
@@ -340,21 +342,21 @@ Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
 
 def _given(run: Run, held: Mapping[str, Tensor]) -> Run:
     """What runs a step with these tensors and others."""
-    if isinstance(run, kernels.Runner):
+    if isinstance(run, kernels.KernelExecutor):
         return run.holding(held)
     return lambda tensors, before: run({**held, **tensors}, before)
 
 
-def carry_out(ready: Ready, operands: Sequence[Tensor], epilogue: Epilogue | None = None) -> Tensor:
+def execute_plan(ready: Plan, operands: Sequence[Tensor], epilogue: Epilogue | None = None) -> Tensor:
     """The result of a call that was made ready, with its epilogue."""
     if epilogue is None:
         return _computed(ready, operands, {})
     inside = epilogue.operands if ready.finishes else {}
     found = _computed(ready, operands, inside)
-    return found if ready.finishes else applied(found, epilogue, ready.kept)
+    return found if ready.finishes else applied(found, epilogue, ready.result_dtype)
 
 
-def _computed(ready: Ready, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
+def _computed(ready: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
     """What the parts find; `more` are operands of the last one."""
     out: Tensor | None = None
     for number, part in enumerate(ready.parts, 1):
@@ -383,8 +385,8 @@ def tune(
     found = []
     for part in ready.parts:
         tensors = {name: operands[place] for name, place in part.places}
-        runners = [part.run] if isinstance(part.run, kernels.Runner) else []
-        if isinstance(part.run, chained.Chain):
+        runners = [part.run] if isinstance(part.run, kernels.KernelExecutor) else []
+        if isinstance(part.run, chained.TwoStepLowering):
             runners, tensors = [part.run.first, part.run.second], part.run.between(tensors)
         for runner in runners:
             times = kernels.tune(runner.bound, tensors, runner.dtype, kernels.measured)
@@ -399,7 +401,7 @@ def _prepared(
     shape: tuple[int, ...] | None,
     lowering: str,
     dtype: torch.dtype | None = None,
-) -> Ready:
+) -> Plan:
     dtype = dtype or result_dtype(operands, names, text)
     if shape is None:
         bound = _sizes(text, names, tuple(tuple(t.shape) for t in operands))
@@ -419,13 +421,13 @@ def _prepared(
         # What is added to is rounded once, by the last step.
         last = number == len(option.steps) - 1 or not dtype.is_floating_point
         kind = dtype if last else torch.promote_types(dtype, torch.float32)
-        parts.append(Part(_runner(option.lowerings[number], bound, tensors, kind, precision), used))
+        parts.append(PlanStep(_runner(option.lowerings[number], bound, tensors, kind, precision), used))
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
-    return Ready(tuple(parts), shape, dtype, old, dtype)
+    return Plan(tuple(parts), shape, dtype, old, dtype)
 
 
-def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Option:
+def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
     """The cheapest option of a lowering, and of all where one that is only preferred cannot do it."""
     wanted = lowering.removesuffix(PREFERRED)
     name = wanted.partition("/")[0]
@@ -441,13 +443,13 @@ def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int,
 
 
 def _runner(
-    name: str, bound: Bound, tensors: Mapping[str, Tensor], dtype: torch.dtype, precision: str
+    name: str, bound: BoundStatement, tensors: Mapping[str, Tensor], dtype: torch.dtype, precision: str
 ) -> Callable[[Mapping[str, Tensor], Tensor | None], Tensor]:
     """What runs a step with its tensors."""
     if name == "triton":
         return kernels.runner(bound, dtype, None, precision)
     if name == "chained":
-        return chained.Chain(bound, tensors, dtype, precision)
+        return chained.TwoStepLowering(bound, tensors, dtype, precision)
 
     values = loops.value_names(bound.statement)
     narrow = [n for n in tensors if n in values and tensors[n].dtype in loops.EIGHT_BITS]
@@ -493,18 +495,18 @@ def array_places(names: str, text: str, forms: tuple[tuple[str, str], ...]) -> d
     return found
 
 
-def arrays(operands: Sequence[Tensor], names: str, text: str, option: Option) -> dict[str, Tensor]:
+def arrays(operands: Sequence[Tensor], names: str, text: str, option: Candidate) -> dict[str, Tensor]:
     """The tensors of a call by their names in the steps of an option."""
     return {name: operands[place] for name, place in array_places(names, text, option.forms).items()}
 
 
-def chosen(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Option:
+def chosen(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
     """The cheapest option. Raises OptionError where there is none, with every reason."""
     key = (names, text, lowering, deterministic(), *((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
     return _CHOSEN.get(key) or _CHOSEN.keep(key, _cheapest(operands, names, text, shape, lowering))
 
 
-def _cheapest(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Option:
+def _cheapest(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
     found = sorted(options(operands, names, text, shape, lowering), key=lambda option: option.cost)
     if not found or found[0].refused:
         reasons = "; ".join(f"{'/'.join(option.lowerings)}: {option.refused}" for option in found)
@@ -512,7 +514,7 @@ def _cheapest(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
     return found[0]
 
 
-def _refused(option: Option, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...]) -> bool:
+def _refused(option: Candidate, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...]) -> bool:
     """Whether a step cannot be done as the option says."""
     tensors = arrays(operands, names, text, option)
     steps = zip(option.steps, option.lowerings, strict=True)
@@ -521,7 +523,7 @@ def _refused(option: Option, operands: Sequence[Tensor], names: str, text: str, 
 
 def options(
     operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str = ""
-) -> Iterator[Option]:
+) -> Iterator[Candidate]:
     """Every form of the sparse operands with the cheapest lowering of each step, and every refusal."""
     given = read(names)
     held = [[(name, form) for form in forms] for name, forms in given.forms.items()]
@@ -529,11 +531,11 @@ def options(
     for forms in product(*held):
         done = rewritten(text, names, forms)
         if done.dense:
-            yield Option(
+            yield Candidate(
                 forms, (), done.steps, math.inf, "; ".join(f"{n} is dense: {w}" for n, w in done.dense.items())
             )
             continue
-        bare = Option(forms, (), done.steps, 0.0)
+        bare = Candidate(forms, (), done.steps, 0.0)
         tensors = arrays(operands, names, text, bare)
         ways = [list(step_options(step, tensors, shape, device, lowering)) for step in done.steps]
         names_ = tuple(min(way, key=lambda w: w[1])[0] for way in ways)
@@ -558,7 +560,7 @@ def step_options(
         yield name, math.inf if why else seconds(lowering.work(step, bound, tensors), device), why or ""
 
 
-def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Bound:
+def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> BoundStatement:
     """The sizes of a step."""
     return _bound(step, tuple((name, tuple(t.shape)) for name, t in tensors.items()), shape)
 
@@ -569,16 +571,16 @@ def device_of(operands: Sequence[Tensor]) -> Device:
 
 
 @lru_cache(maxsize=4096)
-def _sizes(text: str, names: str, shapes: tuple[tuple[int, ...], ...]) -> Bound:
+def _sizes(text: str, names: str, shapes: tuple[tuple[int, ...], ...]) -> BoundStatement:
     return sizes(text, names, shapes, None)
 
 
 @lru_cache(maxsize=4096)
-def _bound(step: Statement, shapes: tuple[tuple[str, tuple[int, ...]], ...], shape: tuple[int, ...]) -> Bound:
+def _bound(step: Statement, shapes: tuple[tuple[str, tuple[int, ...]], ...], shape: tuple[int, ...]) -> BoundStatement:
     return bind(step, dict(shapes), shape, strict=False)
 
 
-def _with_lost_ranges(text: str, names: str, bound: Bound) -> str:
+def _with_lost_ranges(text: str, names: str, bound: BoundStatement) -> str:
     """The text with the ranges declared that only windows told and that the steps could not find again."""
     statement = statement_of(text, names)
     lost = dict(statement.ranges)
@@ -602,36 +604,36 @@ def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n).bit_length() for n in shape)
 
 
-def _never(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+def _never(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def _graph_refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+def _graph_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     return graph.refusal(statement, bound, operands)
 
 
-def _kernel_refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+def _kernel_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     if any(t.device.type != "cuda" for t in operands.values()) and not kernels.interpreted():
         return "the operands are not on a GPU"
     return kernels.refusal(statement, bound, operands)
 
 
-def _chain_refusal(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> str | None:
+def _chain_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     return _kernel_refusal(statement, bound, operands) or chained.refusal(statement, bound, operands)
 
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
-        "triton": Lowering(_kernel_refusal, kernels.run, work.of_kernel),
+        "triton": Lowering(_kernel_refusal, kernels.run, work.kernel_work),
         "chained": Lowering(_chain_refusal, chained.run, chained.of_chain),
-        "gathered": Lowering(gathered.refusal, gathered.run, work.of_gathered),
-        "bagged": Lowering(bagged.refusal, bagged.run, work.of_bagged),
-        "graph": Lowering(_graph_refusal, graph.run, work.of_graph),
-        "reference": Lowering(_never, loops.run, work.of_loops),
+        "gathered": Lowering(gathered.refusal, gathered.run, work.gathered_work),
+        "bagged": Lowering(embedding_bag.refusal, embedding_bag.run, work.bagged_work),
+        "graph": Lowering(_graph_refusal, graph.run, work.graph_work),
+        "reference": Lowering(_never, loops.run, work.loop_work),
     }
 )
 """The ways of computing a step, by name."""
 
-_READY: Bounded[Ready] = Bounded(4096)
-_SERIES: Bounded[Series] = Bounded(4096)
-_CHOSEN: Bounded[Option] = Bounded(4096)
+_READY: BoundedCache[Plan] = BoundedCache(4096)
+_SERIES: BoundedCache[BucketedPlan] = BoundedCache(4096)
+_CHOSEN: BoundedCache[Candidate] = BoundedCache(4096)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pumice.coords.runs import WHOLE, Pieces, bounds_of, by_length, in_pieces, pieces_at_hand
-from pumice.runtime.cache import OWN, per_tensor
+from pumice.coords.segments import WHOLE, Pieces, bounds_of, in_pieces, pieces_at_hand, segments_by_length
+from pumice.runtime.cache import PERSISTENT, cached_per_tensor
 
 _LONG_ARRAY = 1 << 17
 """Entries from which on the longest segments are looked at: below, the read would take longer than what it saves."""
@@ -42,7 +42,7 @@ class Segments:
         return Segments(*(None if x is None else x[which].clone() for x in held))  # pyright: ignore[reportArgumentType]
 
 
-@per_tensor
+@cached_per_tensor
 def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     """The segments of a sorted array for the values 0 to count - 1, empty ones too.
 
@@ -53,7 +53,7 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     """
     if not window:
         found = pieces_at_hand(array, count, WHOLE)
-        return Segments(*(by_length(array, count) if found is None else found[:3]))
+        return Segments(*(segments_by_length(array, count) if found is None else found[:3]))
     bounds = bounds_of(array, count)
     starts, stops = bounds[:-1], bounds[1:]
     mean = array.shape[0] // max(count, 1)
@@ -77,7 +77,7 @@ def pieces(array: Tensor, count: int, most: int) -> Segments:
     return _cut(array, count, most) if found is None else _of_pieces(found)
 
 
-@per_tensor
+@cached_per_tensor
 def _cut(array: Tensor, count: int, most: int) -> Segments:
     return _of_pieces(in_pieces(array, count, most))
 
@@ -86,7 +86,7 @@ def _of_pieces(found: Pieces) -> Segments:
     return Segments(found.values, found.starts, found.stops, firsts=found.firsts, pieces=found.numbers)
 
 
-@per_tensor
+@cached_per_tensor
 def stacks(array: Tensor, count: int, height: int) -> Segments:
     """Up to so many consecutive segments as one, those with the most entries first.
 
@@ -118,7 +118,7 @@ def _longest_first(found: Segments) -> Segments:
 
 def _readable(array: Tensor) -> bool:
     """Whether its values are there and may be waited for."""
-    if type(array) is not Tensor or array.is_meta or array in OWN:
+    if type(array) is not Tensor or array.is_meta or array in PERSISTENT:
         return False
     return not (array.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.language.bind import Bound, bare_places
+from pumice.language.bind import BoundStatement, bare_places
+from pumice.language.contraction import ContractionRoles, segment_axis
 from pumice.language.nodes import accesses_of
-from pumice.language.roles import Roles, segment_axis
 from pumice.lower.emit import SPLITS, STACKS, grid_of
 from pumice.lower.segments import Segments, pieces, segments, stacks
-from pumice.runtime.cache import OWN
-from pumice.runtime.launch import Compiled
+from pumice.runtime.cache import PERSISTENT
+from pumice.runtime.launch import CompiledKernel
 from pumice.runtime.streams import captured
-from pumice.runtime.workspace import Scratch, scratch
+from pumice.runtime.workspace import Workspace, workspace
 from pumice.schedule.tile import Tile
 
 FAR = 1 << 31
@@ -35,10 +35,10 @@ _Factor = tuple[int, tuple[int, ...], int]
 """A number, the places of sizes that it is multiplied with, and what the product is divided by, rounded up."""
 
 
-def segments_of(array: Tensor, count: int, form: Roles, tile: Tile) -> Segments:
+def segments_of(array: Tensor, count: int, form: ContractionRoles, tile: Tile) -> Segments:
     """The segments of a sorted array of the values 0 to count - 1, as programs with this tile take them."""
-    if tile.piece:
-        return pieces(array, count, tile.piece)
+    if tile.stream_k_chunk:
+        return pieces(array, count, tile.stream_k_chunk)
     return stacks(array, count, tile.rows) if tile.stacked else segments(array, count, _WINDOW if form.laned else 0)
 
 
@@ -84,7 +84,9 @@ class Mould:
     rows: the operands whose rows count, the result being ""; array: the one whose segments it takes.
     """
 
-    def __init__(self, emitted: Any, own: Roles, bound: Bound, shapes: Shapes, device: torch.device) -> None:
+    def __init__(
+        self, emitted: Any, own: ContractionRoles, bound: BoundStatement, shapes: Shapes, device: torch.device
+    ) -> None:
         """bound, shapes: of one of these calls; own: its roles, without what the tile makes of them."""
         self._emitted, self._own, self._bound, self._shapes = emitted, own, bound, shapes
         self.device, self.index, self.on_cuda = device, device.index or 0, device.type == "cuda"
@@ -93,14 +95,14 @@ class Mould:
         self.array = None if own.segment is None else own.segment.array
         self._counted = None if own.segment is None else self._segments_in(*segment_axis(own))
         # What segments depend on beside their array and how many there are.
-        self._ways = emitted.tile.piece, emitted.tile.stacked and emitted.tile.rows, own.laned
+        self._ways = emitted.tile.stream_k_chunk, emitted.tile.stacked and emitted.tile.rows, own.laned
         self._counting = [n for n, a in enumerate(emitted.source.arguments) if a.kind in ("extent", "size")]
         self._values, self._moving = self._arguments()
         self._blocks = self._blocks_of()
         # Of what moves alone: whether 16 divides it, it is 1, or needs 64 bits is the same of the rest.
         self._told = tuple({n for _, n in self._moving})
         self._programs, self._grid = self._factors()
-        self._compiled: dict[tuple[int, ...], Compiled] = {}
+        self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
         self._aligned = (True,) * len(emitted.slots)
         # Bytes for what a program finds of a piece.
         self.room = emitted.room(1)
@@ -119,7 +121,7 @@ class Mould:
         key = name, count, self._ways
         found = known.get(key)
         # Passes of a program that is to be captured all go one way: the one before compiles what it starts.
-        if found is None and array is not None and array not in OWN and not captured(array.device):
+        if found is None and array is not None and array not in PERSISTENT and not captured(array.device):
             found = known[key] = Cut(segments_of(array, count, self._own, self._emitted.tile))
         # Those that are apart take a second kernel.
         return None if found is None or found.part.apart is not None else found
@@ -152,7 +154,7 @@ class Mould:
             programs *= _value(factor, sizes)
         return Aimed(self, slots, compiled, programs, values, None if cut is None else cut.part)
 
-    def _kernel(self, sizes: Sequence[int], values: Sequence[Any]) -> Compiled | None:
+    def _kernel(self, sizes: Sequence[int], values: Sequence[Any]) -> CompiledKernel | None:
         """What Triton made for such sizes."""
         key = [0 if self._blocks is None else values[self._blocks[0]]]
         for which in self._told:
@@ -191,7 +193,9 @@ class Mould:
     def _factors(self) -> tuple[int, list[_Factor]]:
         """Of the number of programs: the product of those that are the same for all calls, and the others."""
         form, tile = self._emitted.form, self._emitted.tile
-        factors = [self._product(names, by) for names, by in grid_of(form, (tile.rows, tile.columns), tile.lanes)]
+        factors = [
+            self._product(names, by) for names, by in grid_of(form, (tile.rows, tile.columns), tile.segment_threads)
+        ]
         same = math.prod(_value(factor, ()) for factor in factors if not factor[1])
         return same, [factor for factor in factors if factor[1]]
 
@@ -232,7 +236,7 @@ def _value(factor: _Factor, sizes: Sequence[int]) -> int:
     return -(-found // by)
 
 
-def _places(bound: Bound) -> Mapping[str, tuple[str, int]]:
+def _places(bound: BoundStatement) -> Mapping[str, tuple[str, int]]:
     """An axis that tells the extent of each index which stands bare on one, "" being the result: of no rows if it can
     be."""
     statement = bound.statement
@@ -253,7 +257,13 @@ class Aimed:
     __slots__ = ("compiled", "mould", "part", "programs", "slots", "values")
 
     def __init__(
-        self, mould: Mould, slots: Slots, compiled: Compiled, programs: int, values: list[Any], part: Segments | None
+        self,
+        mould: Mould,
+        slots: Slots,
+        compiled: CompiledKernel,
+        programs: int,
+        values: list[Any],
+        part: Segments | None,
     ) -> None:
         self.mould, self.slots, self.compiled = mould, slots, compiled
         self.programs, self.values, self.part = programs, values, part
@@ -274,7 +284,7 @@ class Aimed:
         if bits & 15:
             return False
         # Held until the kernel is under way.
-        own = None if self.slots.scratch is None else scratch(*self.needs, mould.device)
+        own = None if self.slots.scratch is None else workspace(*self.needs, mould.device)
         self.begin(addresses, places, result, own)
         return True
 
@@ -283,7 +293,7 @@ class Aimed:
         """Counters, and bytes, that its programs share where slots.scratch tells their places."""
         return self.programs, self.programs * self.mould.room
 
-    def begin(self, addresses: Any, places: Sequence[tuple[int, Any]], result: int, own: Scratch | None) -> None:
+    def begin(self, addresses: Any, places: Sequence[tuple[int, Any]], result: int, own: Workspace | None) -> None:
         """Start the kernel, on the current device, with addresses that are aligned; own: what its programs share."""
         values, slots = self.values.copy(), self.slots
         values[slots.result] = result

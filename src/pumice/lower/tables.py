@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from pumice.language.bind import Bound
+from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Affine
 
 
@@ -63,7 +63,7 @@ def rows_of(tensor: Tensor, access: Access, names: Sequence[str]) -> Tensor:
     return found.reshape(len(found), math.prod(found.shape[1:]))
 
 
-def restored(flat: Tensor, order: Sequence[str], bound: Bound) -> Tensor:
+def restored(flat: Tensor, order: Sequence[str], bound: BoundStatement) -> Tensor:
     """A flat result, its axes in this order ("" being that of the index array), as the target has them."""
     want = [e.bare or "" for e in bound.statement.target.indices]
     sizes = dict(zip(want, bound.shape, strict=True))

@@ -6,21 +6,21 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from pumice.language.bind import Bound
+from pumice.language.bind import BoundStatement
+from pumice.language.contraction import ContractionRoles, contraction_roles
 from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
-from pumice.language.roles import Roles, roles
 from pumice.schedule.cost import Work
 from pumice.schedule.tile import PROCESSORS, programs, splits
 
 
-def of_loops(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+def loop_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
     """Reference loops: every access over every point."""
     points = bound.points(indices_of(statement))
     reads = len(accesses_of(statement))
     return Work(flops=2 * points, memory=24 * points * reads, launches=12 * reads)
 
 
-def of_graph(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+def graph_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
     """Gather, einsum, scatter: what is gathered is written and read again."""
     total = Work(launches=0)
     for term in statement.terms:
@@ -38,11 +38,11 @@ def of_graph(statement: Statement, bound: Bound, operands: Mapping[str, Tensor])
     return total
 
 
-def of_kernel(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+def kernel_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
     """One kernel: a factor is read from the cache once for each tile along the axis that it lacks, and where there is
     no product of matrices in every turn of the loop."""
     extents = bound.extents
-    form = roles(statement, extents)
+    form = contraction_roles(statement, extents)
     moved = 4 * bound.points(indices_of(statement.target)) * (3 if form.adds else 1)
     cached = 0.0
     turning = {*form.loops, *(form.columns if form.folds else ())}
@@ -70,7 +70,7 @@ def of_kernel(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]
     return Work(flops * idle, moved, cached, _launches(form, operands), matrix=form.product)
 
 
-def _launches(form: Roles, operands: Mapping[str, Tensor]) -> int:
+def _launches(form: ContractionRoles, operands: Mapping[str, Tensor]) -> int:
     """What is added to is filled with zeros before, and rounded behind where it is kept wider than the values are."""
     narrow = any(x.is_floating_point() and x.element_size() < 4 for x in operands.values())
     return 1 + form.adds + (form.adds and narrow)
@@ -81,7 +81,7 @@ _SHORTEST = 40_000
 H200 241,732 programs of one turn each, for the weight of 4 to 32 channels over 2 million rows, took 1.16 ms."""
 
 
-def _tables(bound: Bound, form: Roles) -> float:
+def _tables(bound: BoundStatement, form: ContractionRoles) -> float:
     """Values of a factor of a product within the left side that are read: whole tiles, again in every program."""
     within, least = form.within, 16
     assert within is not None
@@ -89,7 +89,7 @@ def _tables(bound: Bound, form: Roles) -> float:
     return others * max(least, bound.points(form.rows)) * max(least, bound.points((within.met,)))
 
 
-def _multiplied(statement: Statement, bound: Bound, form: Roles) -> float:
+def _multiplied(statement: Statement, bound: BoundStatement, form: ContractionRoles) -> float:
     """Multiply-adds of a kernel; a product within the left side has its own, once for each block of columns."""
     names = indices_of(statement)
     if form.within is None:
@@ -100,12 +100,12 @@ def _multiplied(statement: Statement, bound: Bound, form: Roles) -> float:
     return bound.points(n for n in names if n not in inside) + bound.points(left)
 
 
-def of_gathered(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+def gathered_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
     """Gather, multiply by matrices, scatter, in chunks that stay in the cache."""
     return Work(2 * bound.points(indices_of(statement)), launches=8, matrix=True)
 
 
-def of_bagged(statement: Statement, bound: Bound, operands: Mapping[str, Tensor]) -> Work:
+def bagged_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
     """Rows are read, weighed and summed at once, at the speed of the cache."""
     reads = sum(
         operands[access.name].element_size() * bound.points(indices_of(access))

@@ -11,7 +11,7 @@ from pumice.coords import Relation
 from pumice.errors import OptionError
 from pumice.nn import BatchNorm, Conv3d, ReLU, ResidualBlock, Sequential
 from pumice.nn.conv import Convolution, convolutions
-from pumice.ops import SparseTensor, Users
+from pumice.ops import MapConsumers, SparseTensor
 
 Padding = int | tuple[int, ...] | None
 
@@ -102,11 +102,11 @@ class CenterPointBackbone(nn.Module):
             [_strided(level, False)] if windows else []
             for level, windows in zip(self.levels, self.windows, strict=True)
         ]
-        self.users = Users([[layer] for layer in strided], [()] * len(strided), kept)
+        self.consumers = MapConsumers([[layer] for layer in strided], [()] * len(strided), kept)
 
     def stages(self, x: SparseTensor) -> list[SparseTensor]:
         """The result of every stage, finest first."""
-        x = x.prepare(self.steps, self.windows, self.users)
+        x = x.prepare(self.steps, self.windows, self.consumers)
         results = []
         for level in self.levels:
             x = level(x)

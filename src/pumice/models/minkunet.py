@@ -11,7 +11,7 @@ from pumice.nn.blocks import CONV, INVERSE_CONV
 from pumice.nn.conv import convolutions
 from pumice.nn.fused import chained, fuses
 from pumice.nn.prepared import Parts, prepared
-from pumice.ops import SparseTensor, Users, cat
+from pumice.ops import MapConsumers, SparseTensor, cat
 
 WIDTHS = (32, 32, 64, 128, 256, 256, 128, 96, 96)
 
@@ -85,19 +85,19 @@ class MinkUNet(nn.Module):
         self.head = Linear(widths[-1], num_classes)
         self.steps = (Relation.of(dim, 2, stride=2).shared(),) * len(self.encoders)
         self.windows = ((Relation.of(dim, 3).shared(),),) * (len(self.encoders) + 1)
-        self.users = self._users()
+        self.consumers = self._consumers()
 
-    def _users(self) -> Users:
+    def _consumers(self) -> MapConsumers:
         """The layers over each map; decoders lead back from the coarsest level."""
         down = [convolutions(encoder)[:1] for encoder in self.encoders]
         back = [convolutions(decoder)[:1] for decoder in reversed(self.decoders)]
         same = [convolutions(self.stem), *(convolutions(encoder)[1:] for encoder in self.encoders)]
         for level, decoder in zip(same, reversed(self.decoders), strict=False):
             level += convolutions(decoder)[1:]
-        return Users(down, back, [[level] for level in same])
+        return MapConsumers(down, back, [[level] for level in same])
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        known = x.prepare(self.steps, self.windows, self.users)
+        known = x.prepare(self.steps, self.windows, self.consumers)
         levels = [self.stem(known)]
         for encoder in self.encoders:
             levels.append(encoder(levels[-1]))

@@ -57,6 +57,8 @@ from pumice.nn.layers import (
 )
 
 __all__ = [
+    "ELU",
+    "GELU",
     "AvgPool1d",
     "AvgPool2d",
     "AvgPool3d",
@@ -71,8 +73,6 @@ __all__ = [
     "ConvTranspose3d",
     "ConvTranspose4d",
     "Dropout",
-    "ELU",
-    "GELU",
     "GenerativeConvTranspose1d",
     "GenerativeConvTranspose2d",
     "GenerativeConvTranspose3d",

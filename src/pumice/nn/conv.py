@@ -57,21 +57,21 @@ class Convolution(nn.Module):
         self.register_parameter("bias", nn.Parameter(torch.empty(channels[1])) if bias else None)
         self.reset_parameters()
 
-    def asked(self, target: Target = None) -> tuple[Relation, Geometry | None]:
+    def map_request(self, target: Target = None) -> tuple[Relation, Geometry | None]:
         """The relation of a call, and the coordinates of its outputs where the call names them."""
         return self.relation, target_of(target)[1]
 
     def map_of(self, x: SparseTensor, target: Target = None) -> tuple[KernelMap, Geometry]:
         """The kernel map that a call with x (and its target) reads, and the coordinates of its outputs."""
-        relation, geometry = self.asked(target)
+        relation, geometry = self.map_request(target)
         return kernel_map(x.geometry, relation, geometry)
 
-    def finished(self, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
+    def forward_with_epilogue(self, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
         """The layer's result behind an epilogue (pumice.ops.conv), in one kernel where there can be one."""
-        return convolve(x, self.weight, self.bias, self.groups, self.asked(target), self.dataflow, epilogue)
+        return convolve(x, self.weight, self.bias, self.groups, self.map_request(target), self.dataflow, epilogue)
 
     def _over(self, x: SparseTensor, target: Target = None) -> SparseTensor:
-        return self.finished(x, None, target)
+        return self.forward_with_epilogue(x, None, target)
 
     def reset_parameters(self) -> None:
         """Draw weight and bias anew."""
@@ -143,7 +143,7 @@ class Conv(Convolution):
         """x: N voxels x in_channels -> SparseTensor with out_channels. `out` replaces the layer's own for this call."""
         return self._over(x, out)
 
-    def asked(self, target: Target = None) -> tuple[Relation, Geometry | None]:
+    def map_request(self, target: Target = None) -> tuple[Relation, Geometry | None]:
         if target is None:
             return self.relation, None
         policy, geometry = target_of(target)

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from pumice.lower.columns import put_columns
+from pumice.lower.columns import write_columns
 from pumice.lower.loops import EIGHT_BITS
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.nn.ends import ACTIVATIONS, epilogue_of, is_known, unheard, unheard_of_gradients
+from pumice.nn.hooks import ACTIVATIONS, epilogue_of, has_no_backward_hooks, has_no_forward_hooks, is_known
 from pumice.ops import SparseTensor, cat
 from pumice.ops.conv import Target, autocast_dtype
 from pumice.ops.conv_norm import conv_norm
 from pumice.ops.linear import linear_features, takes
 from pumice.ops.sets import same_geometry
-from pumice.ops.tensor import rows_of
+from pumice.ops.tensor import raw_feats
 
 if TYPE_CHECKING:
     from pumice.nn.prepared import Prepared
@@ -65,8 +65,8 @@ def chained(
             spare = 0 if beside is None or apart or module.groups > 1 else beside.channels
             own = None if residual is None or apart else residual.feats
             epilogue, taken = epilogue_of(modules[place + 1 : count - apart], own, spare)
-            spare = 0 if epilogue is None else epilogue.spare
-            x = module.finished(x, epilogue, *more)
+            spare = 0 if epilogue is None else epilogue.row_padding
+            x = module.forward_with_epilogue(x, epilogue, *more)
             residual = None if epilogue is not None and epilogue.residual is not None else residual
             place += 1 + taken
             continue
@@ -92,15 +92,15 @@ def _joined(x: SparseTensor, beside: SparseTensor) -> SparseTensor:
     if not alike or feats.stride() != (width, 1):
         return cat([x, beside])
     wide = feats.as_strided((rows, width), (width, 1))
-    put_columns(other, wide, channels)
+    write_columns(other, wide, channels)
     return x.replace(wide)
 
 
 def fuses(x: object, *modules: nn.Module) -> bool:
     """Whether kernels may do what these modules do, rather than that they are called."""
-    if not _worth(x) or torch.compiler.is_compiling() or not unheard(modules):
+    if not _worth(x) or torch.compiler.is_compiling() or not has_no_forward_hooks(modules):
         return False
-    return not torch.is_grad_enabled() or unheard_of_gradients(modules)
+    return not torch.is_grad_enabled() or has_no_backward_hooks(modules)
 
 
 def _trained(
@@ -120,8 +120,8 @@ def _trained(
     relu = len(behind) > 1 and ACTIVATIONS.get(type(behind[1])) == "relu"
     if not relu or (last and residual is not None and own is None):
         relu, own = False, None
-    wanted = norm.told(None if own is None else rows_of(own), relu, layer.bias)
-    y = conv_norm(x, layer.weight, layer.asked(target), wanted)
+    wanted = norm.norm_params(None if own is None else raw_feats(own), relu, layer.bias)
+    y = conv_norm(x, layer.weight, layer.map_request(target), wanted)
     if y is None:
         return _called(layer, x, target), 1, residual
     return y, 2 + relu, residual if own is None else None
@@ -152,22 +152,22 @@ def _activated(norm: nn.Module, behind: nn.Module, x: object) -> SparseTensor | 
     """A batch norm with the ReLU behind it, where one kernel does both: in a captured step of training."""
     if not isinstance(norm, layers.BatchNorm) or type(norm) is not layers.BatchNorm or not isinstance(x, SparseTensor):
         return None
-    if not norm.of_living(x) or ACTIVATIONS.get(type(behind)) != "relu":
+    if not norm.uses_valid_rows(x) or ACTIVATIONS.get(type(behind)) != "relu":
         return None
     both = norm, behind
-    return norm.over_living(x, relu=True) if unheard(both) and unheard_of_gradients(both) else None
+    return norm.over_valid_rows(x, relu=True) if has_no_forward_hooks(both) and has_no_backward_hooks(both) else None
 
 
 def _fits(layer: Convolution, x: SparseTensor, residual: SparseTensor, target: Target = None) -> bool:
     """Whether a residual has the rows and the dtype of the layer's result: over other coordinates a sum is over those
     of both, and one of two dtypes has the wider one's."""
     same = target is None and residual.geometry is x.geometry and layer.relation.policy == "same"
-    return same and residual.dtype == (autocast_dtype(rows_of(x)) or x.dtype)
+    return same and residual.dtype == (autocast_dtype(raw_feats(x)) or x.dtype)
 
 
 def _worth(x: object) -> bool:
     """On a CPU an epilogue is torch's operators one by one, which are more than those of the modules."""
-    return isinstance(x, SparseTensor) and (rows_of(x).is_cuda or x.geometry.trains)
+    return isinstance(x, SparseTensor) and (raw_feats(x).is_cuda or x.geometry.trains)
 
 
 def _call(module: nn.Module, x: SparseTensor) -> SparseTensor:

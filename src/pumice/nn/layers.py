@@ -14,10 +14,10 @@ from pumice.errors import DtypeError, ShapeError
 from pumice.lower import direct
 from pumice.lower import norm as lowered
 from pumice.lower.epilogue import Epilogue
-from pumice.ops import pool, register
+from pumice.ops import autograd, pool
 from pumice.ops.conv import Size
 from pumice.ops.linear import HALF, linear_features, recorded_features, takes
-from pumice.ops.tensor import SparseTensor, living, on_rows, row_by_row, rows_of
+from pumice.ops.tensor import SparseTensor, from_raw_feats, living, raw_feats, row_by_row
 
 
 class _Featurewise(nn.Module):
@@ -34,7 +34,7 @@ class _Entrywise(_Featurewise):
         if not x.geometry.trains:
             return super().forward(x)
         # What torch's module makes of the features: those of rows that do not live may be anything.
-        return on_rows(super(_Featurewise, self).forward(rows_of(x)), x.geometry)
+        return from_raw_feats(super(_Featurewise, self).forward(raw_feats(x)), x.geometry)
 
 
 class BatchNorm(_Featurewise, nn.BatchNorm1d):
@@ -45,13 +45,13 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
     """
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        if self.of_living(x) or self._by_kernels(x):
-            return self.over_living(x)
+        if self.uses_valid_rows(x) or self._by_kernels(x):
+            return self.over_valid_rows(x)
         if torch.compiler.is_compiling():
             # Whether there are two, or any, is not known before the traced code runs; torch's own asks.
             return x.replace(_traced_norm(self, x.feats))
         if self.running_mean is None:
-            x.geometry.known("a BatchNorm without running statistics takes those of all voxels")
+            x.geometry.require_host_size("a BatchNorm without running statistics takes those of all voxels")
         own = self.training or self.running_mean is None
         if not own or len(x) > 1:
             return super().forward(x)
@@ -61,22 +61,26 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         var = self.running_var if self.running_var is not None else like.new_ones(self.num_features)
         return x.replace(functional.batch_norm(x.feats, mean, var, self.weight, self.bias, False, 0.0, self.eps))
 
-    def of_living(self, x: SparseTensor) -> bool:
+    def uses_valid_rows(self, x: SparseTensor) -> bool:
         """Whether it takes statistics of which the device alone knows the number of voxels: in a captured step."""
         return x.geometry.trains and (self.training or self.running_mean is None)
 
     def _by_kernels(self, x: SparseTensor) -> bool:
         """Whether it trains on a GPU, and nobody watches but autograd."""
-        feats, own = rows_of(x), self.training or self.running_mean is None
+        feats, own = raw_feats(x), self.training or self.running_mean is None
         if not own or not torch.is_grad_enabled() or not direct.starts_kernels(feats) or feats.dtype == torch.float64:
             return False
-        return register.by_autograd_alone([feats, *(t for t in self.vectors() if t is not None)])
+        return autograd.by_autograd_alone([feats, *(t for t in self.vectors() if t is not None)])
 
-    def over_living(self, x: SparseTensor, relu: bool = False) -> SparseTensor:
+    def over_valid_rows(self, x: SparseTensor, relu: bool = False) -> SparseTensor:
         """The norm by those statistics, with a ReLU behind it."""
-        return on_rows(lowered.batch_norm(rows_of(x), x.geometry.cloud, self.told(relu=relu)), x.geometry)
+        return from_raw_feats(
+            lowered.batch_norm(raw_feats(x), x.geometry.cloud, self.norm_params(relu=relu)), x.geometry
+        )
 
-    def told(self, residual: Tensor | None = None, relu: bool = False, offset: Tensor | None = None) -> lowered.Norm:
+    def norm_params(
+        self, residual: Tensor | None = None, relu: bool = False, offset: Tensor | None = None
+    ) -> lowered.Norm:
         """The norm by the statistics of what it is given, with what stands behind it; offset: see Statistics."""
         mean, var, weight, bias = self.vectors()
         running = None if mean is None or var is None else (mean, var)
@@ -274,7 +278,7 @@ class Linear(_Featurewise, nn.Linear):
     def _worth(x: SparseTensor) -> bool:
         """The host has more to do for kernels of our own, but not when it replays a graph."""
         # Compiled code is for any number of rows.
-        return not torch.compiler.is_compiling() and (x.geometry.trains or len(rows_of(x)) >= _MANY)
+        return not torch.compiler.is_compiling() and (x.geometry.trains or len(raw_feats(x)) >= _MANY)
 
     def _unaligned(self, x: SparseTensor) -> Tensor | None:
         """Where no gradients are asked for."""

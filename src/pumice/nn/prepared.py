@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from pumice.lower import direct
-from pumice.lower import triton as kernels
-from pumice.lower.epilogue import NOTHING
+from pumice.lower import kernel as kernels
+from pumice.lower.epilogue import NO_EPILOGUE
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.nn.ends import ACTIVATIONS, epilogue_of, unheard, unheard_of_gradients
-from pumice.nn.facts import OF_CONVOLUTIONS, OF_TENSORS, OWN
+from pumice.nn.guards import OF_CONVOLUTIONS, OWN, TENSOR_GUARDS
+from pumice.nn.hooks import ACTIVATIONS, epilogue_of, has_no_backward_hooks, has_no_forward_hooks
 from pumice.nn.trained import Step, Trained
-from pumice.ops import SparseTensor, line, register
+from pumice.ops import SparseTensor, autograd, line
 from pumice.ops.conv import Target
 from pumice.ops.conv import key_of as key_of_conv
 from pumice.ops.linear import key_of as key_of_linear
-from pumice.ops.tensor import fitting, rows_of
+from pumice.ops.tensor import raw_feats, unchecked_tensor
 
 _NAME = "_prepared"
 _OURS = "pumice.nn.blocks"
@@ -52,16 +52,16 @@ def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
     watches but autograd. None elsewhere."""
     if torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
         return None
-    feats, trains = rows_of(x), torch.is_grad_enabled()
+    feats, trains = raw_feats(x), torch.is_grad_enabled()
     if x.geometry.buffered is not None or not direct.starts_kernels(feats):
         return None
-    if not (register.by_autograd_alone((feats,)) if trains else register.plain((feats,))):
+    if not (autograd.by_autograd_alone((feats,)) if trains else autograd.is_plain_call((feats,))):
         return None
     kept = owner.__dict__.get(_NAME)
     if kept is None or kept.parts != parts or not kept.alike():
         # Past torch's own way, which looks for modules and parameters in whatever is set.
         kept = owner.__dict__[_NAME] = Prepared(parts)
-    if not kept.steps or not unheard(kept.watched) or (trains and not unheard_of_gradients(kept.watched)):
+    if not kept.steps or not has_no_forward_hooks(kept.watched) or (trains and not has_no_backward_hooks(kept.watched)):
         return None
     return kept
 
@@ -135,12 +135,12 @@ class Prepared:
         target: what the first one is called with beside x; spare: columns to be left free behind the last one's rows.
         """
         layer = self.steps[0].layer
-        asked = layer.asked(target) if target is not None and isinstance(layer, Convolution) else None
+        asked = layer.map_request(target) if target is not None and isinstance(layer, Convolution) else None
         if target is not None and asked is None:
             return x, 0, 0
         if torch.is_grad_enabled():
             return *self._trained.ahead(x, asked), 0
-        launches, feats = self._launches(rows_of(x), spare), rows_of(x)
+        launches, feats = self._launches(raw_feats(x), spare), raw_feats(x)
         if not launches:
             return x, 0, 0
         found = line.found_of(launches, feats.shape[0], x.geometry, asked)
@@ -148,7 +148,7 @@ class Prepared:
         if y is None:
             return x, 0, 0
         last = found[-1]
-        return fitting(y, last.outputs), last.launch.ends, last.launch.spare
+        return unchecked_tensor(y, last.outputs), last.launch.ends, last.launch.spare
 
     def _launches(self, x: Tensor, spare: int) -> list[line.Launch]:
         """Those of the steps, on features like these; none where that cannot be told, or there is none."""
@@ -165,7 +165,7 @@ class Prepared:
         facts: list[Any] = [spare, x.dtype, x.shape[1], x.stride(), x.get_device(), direct.settings()]
         facts += map(_OF_NORMS, self._norms)
         facts += map(OF_CONVOLUTIONS, self._convolutions)
-        for fact in OF_TENSORS:
+        for fact in TENSOR_GUARDS:
             facts += map(fact, there)
         precision = kernels.float32_precision() if known.wide else ""
         if types != known.types or facts != known.facts or precision != known.precision:
@@ -185,14 +185,14 @@ class Prepared:
             room = spare if step.ends == len(self.parts.modules) else 0
             epilogue, _ = epilogue_of(step.behind, held if step.adds else None, room)
             more = () if epilogue is None else epilogue.operands.values()
-            finish = NOTHING if epilogue is None else epilogue.finish
+            finish = NO_EPILOGUE if epilogue is None else epilogue.finish
             own = tuple(t.data_ptr() for t in (weight, *more) if t is not held)
             if any(address & 15 for address in own):
                 return
             relation = step.layer.relation if isinstance(step.layer, Convolution) else None
             key = (key_of_linear if relation is None else key_of_conv)((x, weight, *more), finish)
             columns, flags = weight.shape[0], (step.opens, step.aside, step.adds, step.ends)
-            yield line.Launch(relation, *flags, key, own, columns, finish.spare, x.stride(0), x.dtype)
+            yield line.Launch(relation, *flags, key, own, columns, finish.row_padding, x.stride(0), x.dtype)
             # Nothing but the layout of what the kernel writes.
             result = x.new_empty((0, columns))
             held, x = (result, x) if step.aside else (held, result)

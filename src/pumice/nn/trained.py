@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from pumice.coords import Geometry, Relation
 from pumice.lower import direct
-from pumice.lower import triton as kernels
-from pumice.lower.norm import Settled, Statistics
+from pumice.lower import kernel as kernels
+from pumice.lower.norm import NormKernels, Statistics
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.nn.ends import ACTIVATIONS
-from pumice.nn.facts import OF_CONVOLUTIONS, OF_TENSORS, OWN, TRAINS
-from pumice.ops import SparseTensor, register, trained
+from pumice.nn.guards import OF_CONVOLUTIONS, OWN, TENSOR_GUARDS, TRAINS
+from pumice.nn.hooks import ACTIVATIONS
+from pumice.ops import SparseTensor, autograd, trained
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.line import found_of
-from pumice.ops.tensor import fitting, rows_of
-from pumice.runtime.cache import Bounded
+from pumice.ops.tensor import raw_feats, unchecked_tensor
+from pumice.runtime.cache import BoundedCache
 
 _OF_NORMS = attrgetter("training", "eps", "momentum", "track_running_stats")
 _EACH = 7
@@ -71,8 +71,8 @@ class Trained:
     def ahead(self, x: SparseTensor, asked: tuple[Relation, Geometry | None] | None) -> tuple[SparseTensor, int]:
         """The result of as many of the modules as calls before, with their gradients, have left all of, and how many
         they are. asked: what the first one asks for, where it names a target."""
-        dtype = autocast_dtype(rows_of(x)) or x.dtype
-        feats, every = rows_of(x), self._tensors()
+        dtype = autocast_dtype(raw_feats(x)) or x.dtype
+        feats, every = raw_feats(x), self._tensors()
         if every is None or not self._steps or dtype not in _DTYPES:
             return x, 0
         # Whoever keeps tensors elsewhere sees as many of them as layers one by one keep, in each call.
@@ -82,7 +82,7 @@ class Trained:
         found = found_of(layers, feats.shape[0], x.geometry, asked)
         own = [every[_EACH * n + place] for n in range(len(found)) for place in (0, 5, 6)]
         y = trained.started(found, feats if feats.dtype is dtype else feats.to(dtype), own) if found else None
-        return (x, 0) if y is None else (fitting(y, found[-1].outputs), found[-1].launch.ends)
+        return (x, 0) if y is None else (unchecked_tensor(y, found[-1].outputs), found[-1].launch.ends)
 
     def _tensors(self) -> list[Tensor | None] | None:
         """Those of all steps, as they are now; None where that cannot be told."""
@@ -103,7 +103,7 @@ class Trained:
         """Those of the steps, on features like these; none where that cannot be told, or there is none."""
         types, known = [*map(type, every)], self._known
         there = [t for t in every if t is not None]
-        if types != known.types and not register.recorded((x, *there)):
+        if types != known.types and not autograd.only_autograd_active((x, *there)):
             return []
         facts: list[Any] = [
             dtype,
@@ -118,7 +118,7 @@ class Trained:
         facts += [kernels.float32_precision()] if dtype is torch.float32 else []
         facts += map(_OF_NORMS, self._norms)
         facts += map(OF_CONVOLUTIONS, self._convolutions)
-        for fact in (*OF_TENSORS, TRAINS):
+        for fact in (*TENSOR_GUARDS, TRAINS):
             facts += map(fact, there)
         if types != known.types or facts != known.facts:
             made = [*trained.placed(self._made(every, x, dtype))]
@@ -155,7 +155,7 @@ class Trained:
             assert mean is not None and variance is not None
             flags = scale is not None, shift is not None, step.adds, step.activated
             told = Statistics((mean, variance), norm.eps, True, norm.momentum, tracked)
-            settled = Settled(told, flags, (shape[0], dtype, x.get_device()))
+            settled = NormKernels(told, flags, (shape[0], dtype, x.get_device()))
             precision = kernels.float32_precision() if dtype is torch.float32 else ""
             facts = "trained", shape, dtype, own.dtype, *given[1:3], precision, direct.settings()
             ends_in = flags, norm.eps, tracked is None or tracked.dtype
@@ -163,7 +163,9 @@ class Trained:
             written = tuple(0 if t is None else t.data_ptr() for t in tensors[2:5])
             ends = step.opens, step.aside, step.adds, step.ends
             known = settled, norm.eps, float(norm.momentum or 0.0), step.activated, written
-            yield trained.Unit(relation, *ends, shape, dtype, own.dtype, given[1], *known, given[2], keys, Bounded(64))
+            yield trained.Unit(
+                relation, *ends, shape, dtype, own.dtype, given[1], *known, given[2], keys, BoundedCache(64)
+            )
             held, given = (result, given) if step.aside else (held, result)
 
 

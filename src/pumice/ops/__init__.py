@@ -1,7 +1,7 @@
 """Differentiable functions of sparse tensors."""
 
 from pumice.lower.epilogue import Epilogue
-from pumice.lower.triton import tuning
+from pumice.lower.kernel import tuning
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
 from pumice.ops.einsum import compile_einsum, einsum
 from pumice.ops.points import coalesce, devoxelize, interpolate, voxelize
@@ -15,7 +15,7 @@ from pumice.ops.pool import (
     row_sum,
     sum_pool,
 )
-from pumice.ops.prepare import Users, prepare, prepare_levels
+from pumice.ops.prepare import MapConsumers, prepare, prepare_levels
 from pumice.ops.quantize import quantize
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
 from pumice.ops.sparse import Sparse, sparse
@@ -29,9 +29,9 @@ __all__ = [
     "Dataflows",
     "Epilogue",
     "Grouping",
+    "MapConsumers",
     "Sparse",
     "SparseTensor",
-    "Users",
     "avg_pool",
     "cat",
     "coalesce",

@@ -13,11 +13,11 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap, Relation
 from pumice.coords.outputs import level_key, site_of
 from pumice.coords.packing import Packer
-from pumice.coords.runs import ENDS, put_in_pieces
+from pumice.coords.segments import RUNS, put_in_pieces
 from pumice.errors import OptionError
 from pumice.lower import maps
 from pumice.lower.direct import Held, Pattern
-from pumice.schedule.tile import about
+from pumice.schedule.tile import size_bucket
 
 Storage = tuple[Hashable, bool]
 """The name of what a map keeps, and the direction of the map."""
@@ -75,7 +75,7 @@ class MapPlan:
         }
         table = arrays[self.table]
         # Those of the map, and of its transpose.
-        inputs, outputs = map(about, sizes)
+        inputs, outputs = map(size_bucket, sizes)
         sides = (outputs, inputs, table.shape[1]), (inputs, outputs, table.shape[1])
         for (name, flipped), (tokens, places) in self.passed.items():
             held, pattern = [arrays[n] for n in places], self.patterns[name, flipped]
@@ -102,7 +102,7 @@ class Contents:
     def give(self, geometry: Geometry, words: Sequence[int], packer: Packer) -> None:
         """Give a scene its levels and maps; packer: of the arrays."""
         sizes, which = self._lengths
-        known = [(n := length.of(words), about(n)) for length in sizes]
+        known = [(n := length.of(words), size_bucket(n)) for length in sizes]
         rows = [known[n] for n in which]
         arrays, levels = packer.first([n for n, _ in rows]), [geometry]
         for level in self.levels:
@@ -129,7 +129,7 @@ class Contents:
         for plan in self.maps:
             for tiles, ends in plan.ends.items():
                 array, asked = arrays[tiles], self.asked[tiles]
-                ENDS.tell(array, arrays[ends], len(plan.relation.offsets), asked)
+                RUNS.tell(array, arrays[ends], len(plan.relation.offsets), asked)
                 # Other threads' calls may ask for more meanwhile.
                 wanted += [(array, arrays[ends].shape[0], most) for most in tuple(asked)]
         put_in_pieces(wanted)
@@ -192,7 +192,7 @@ class Reader:
                 pattern = Pattern(tokens, [self._arrays[n] for n in places])
                 patterns[("passed", self._differentiable), one.flipped] = pattern
         table = self._array(found.table, _count(sides[0]))
-        told = self._totals(own) if own.has("tally") else None
+        told = self._totals(own) if own.has("pair_counts") else None
         totals = () if told is None else (told.first, told.last)
         return MapPlan(found.relation, found.flipped, levels, table, forms, ends, passed, patterns, totals)
 
@@ -209,7 +209,7 @@ class Reader:
             if local == "rows":
                 # The first of a part; the others come behind it.
                 tile = given[token.removesuffix("rows") + "tile"]
-                told = ENDS.of(tile, array.shape[0])
+                told = RUNS.of(tile, array.shape[0])
                 if told is None:
                     raise OptionError(f"nothing tells how many entries the form {name} has")
                 known = {"t": _count(outputs, array.shape[1]), "e": self._tell(told, told[-1:])}
@@ -222,7 +222,7 @@ class Reader:
 
     def _totals(self, own: KernelMap) -> Length:
         """The words with the pairs of each tap."""
-        tally = own.tally()
+        tally = own.pair_counts()
         return self._tell(tally, tally[:, -1])
 
     def _tell(self, of: Tensor, words: Tensor) -> Length:

@@ -12,11 +12,11 @@ from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import direct, maps, plan
 from pumice.lower.dataflow import CONV, GROUPED_CONV
-from pumice.lower.epilogue import NOTHING, Epilogue, Finish, applied, check_epilogue
+from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied, check_epilogue
 from pumice.lower.loops import EIGHT_BITS
-from pumice.ops import register
+from pumice.ops import autograd
 from pumice.ops.dataflow import by_dataflow
-from pumice.ops.tensor import SparseTensor, fitting, on_rows, rows_of
+from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
 
 Size = int | Sequence[int]
@@ -89,36 +89,41 @@ def convolve(
     weight: Tensor,
     bias: Tensor | None,
     groups: int,
-    asked: tuple[Relation, Geometry | None],
+    map_request: tuple[Relation, Geometry | None],
     dataflow: Flow = None,
     epilogue: Epilogue | None = None,
 ) -> SparseTensor:
     """`conv` and its kin by a relation that is at hand, as layers have it, and the target that it names."""
-    relation, target = asked
-    if bias is None and groups == 1 and dataflow is None and (y := _as_before(x, weight, asked, epilogue)) is not None:
+    relation, target = map_request
+    if (
+        bias is None
+        and groups == 1
+        and dataflow is None
+        and (y := _cached_forward(x, weight, map_request, epilogue)) is not None
+    ):
         return y
     check_layer(x, weight, bias, groups, relation)
     return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue, dataflow)
 
 
-def _as_before(
-    x: SparseTensor, weight: Tensor, asked: tuple[Relation, Geometry | None], epilogue: Epilogue | None
+def _cached_forward(
+    x: SparseTensor, weight: Tensor, map_request: tuple[Relation, Geometry | None], epilogue: Epilogue | None
 ) -> SparseTensor | None:
     """The result, where a call like this one was carried out before: then all fits, and nothing is checked."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
         return None
-    geometry, feats = x.geometry, rows_of(x)
+    geometry, feats = x.geometry, raw_feats(x)
     if geometry.buffered is not None or not direct.starts_kernels(feats):
         return None
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         return None
-    relation, target = asked
+    relation, target = map_request
     kept = geometry.maps.get((relation, None)) if target is None else None
     found, outputs = kept or kernel_map(geometry, relation, target)
     if outputs is None:
         outputs = geometry
-    y = _straightaway(feats, weight, found, outputs.coords.shape[0], epilogue)
-    return None if y is None else fitting(y, outputs)
+    y = _cached_forward_features(feats, weight, found, outputs.coords.shape[0], epilogue)
+    return None if y is None else unchecked_tensor(y, outputs)
 
 
 def conv_transpose(
@@ -214,7 +219,7 @@ def conv_features(
     _check_dtypes(x, weight)
     if dataflow is None and groups == 1 and weight.ndim == 3:
         return _features(x, weight, found, rows, epilogue)
-    return _in_full(x, weight, found, rows, groups, epilogue, dataflow)
+    return _checked_forward(x, weight, found, rows, groups, epilogue, dataflow)
 
 
 def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None) -> Tensor:
@@ -222,36 +227,38 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
 
     A call without gradients goes straight to its kernel where one like it was carried out before.
     """
-    if (y := _straightaway(x, weight, found, rows, epilogue)) is not None:
+    if (y := _cached_forward_features(x, weight, found, rows, epilogue)) is not None:
         return y
     flat = weight if weight.ndim == 3 else weight.reshape(weight.shape[0], -1, weight.shape[-1])
-    y = _in_full(x, flat, found, rows, 1, epilogue)
+    y = _checked_forward(x, flat, found, rows, 1, epilogue)
     tensors, finish = _told_by(x, weight, epilogue)
-    if direct.starts_kernels(x) and register.plain(tensors):
+    if direct.starts_kernels(x) and autograd.is_plain_call(tensors):
         _leave(key_of(tensors, finish), tensors, flat, found, finish)
     return y
 
 
-def _told_by(x: Tensor, weight: Tensor, epilogue: Epilogue | None) -> tuple[tuple[Tensor, ...], Finish]:
+def _told_by(x: Tensor, weight: Tensor, epilogue: Epilogue | None) -> tuple[tuple[Tensor, ...], EpilogueSignature]:
     if epilogue is None:
-        return (x, weight), NOTHING
+        return (x, weight), NO_EPILOGUE
     return (x, weight, *epilogue.operands.values()), epilogue.finish
 
 
-def _straightaway(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None) -> Tensor | None:
+def _cached_forward_features(
+    x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None
+) -> Tensor | None:
     """The result, where a call like this one was carried out before, over this map or another of about its sizes."""
     tensors, finish = _told_by(x, weight, epilogue)
-    if not direct.starts_kernels(x) or not register.plain(tensors):
+    if not direct.starts_kernels(x) or not autograd.is_plain_call(tensors):
         return None
     return _started(tensors, found, rows, finish)
 
 
-def key_of(tensors: Sequence[Tensor], finish: Finish) -> Hashable:
+def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
     """What calls with tensors like these are kept under: features, a weight, and the operands of an epilogue."""
     return direct.told(tensors, direct.counting(finish), "direct", finish)
 
 
-def _started(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Finish) -> Tensor | None:
+def _started(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: EpilogueSignature) -> Tensor | None:
     """What a call gives that was carried out before, over this map or another of about its sizes; nobody watches."""
     x, weight, *_ = tensors
     if x.shape[0] != found.num_inputs or rows != found.num_outputs:
@@ -259,13 +266,15 @@ def _started(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Fin
     if x.ndim != 2 or not direct.residual_fits(tensors, finish, (rows, weight.shape[0])):
         return None
     key = key_of(tensors, finish)
-    call = found.kept(key)
+    call = found.get_cached(key)
     if call is None:
-        call = cast_over(found, key, direct.counted(tensors, direct.counting(finish)), weight.shape[0])
+        call = instantiate_over(found, key, direct.counted(tensors, direct.counting(finish)), weight.shape[0])
     return None if call is None else call(tensors)
 
 
-def cast_over(found: KernelMap, key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> direct.Direct | None:
+def instantiate_over(
+    found: KernelMap, key: Hashable, rows: Sequence[tuple[int, int]], columns: int
+) -> direct.Direct | None:
     """The call of which one like it was carried out over a map of about the same sizes, kept for later ones.
 
     key: that of `key_of`; rows: as direct.counted tells them; columns: of the result.
@@ -275,10 +284,10 @@ def cast_over(found: KernelMap, key: Hashable, rows: Sequence[tuple[int, int]], 
     return None if call is None else found.keep(key, call)
 
 
-def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: Finish) -> None:
+def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature) -> None:
     """Keep what a call that was carried out leaves for others."""
     x, weight, *more = tensors
-    ready = found.kept(_call(x, flat, found.num_outputs, 1, finish))
+    ready = found.get_cached(_call(x, flat, found.num_outputs, 1, finish))
     if ready is None or flat.data_ptr() != weight.data_ptr():
         # Where the window's axes lie in no row, a copy was multiplied, and later calls bring the weight itself.
         return
@@ -293,22 +302,22 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
 def held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
     """The arrays of a map that its calls hold."""
     name = "held", differentiable
-    return found.kept(name) or found.storage(name, lambda m: _made_held(m, differentiable))
+    return found.get_cached(name) or found.cached(name, lambda m: _made_held(m, differentiable))
 
 
 def _made_held(found: KernelMap, differentiable: bool) -> direct.Held:
-    tokens, arrays = maps.passed(found, differentiable)
+    tokens, arrays = maps.planner_operands(found, differentiable)
     sizes = found.num_outputs, found.num_inputs, found.volume
     return direct.Held.of(arrays, direct.Pattern(tokens, arrays), sizes)
 
 
-def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: Finish) -> Hashable:
+def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: EpilogueSignature) -> Hashable:
     """What a call over a map is kept under."""
     facts = rows, groups, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
     return "call", plan.deterministic(), finish, facts
 
 
-def _in_full(
+def _checked_forward(
     x: Tensor,
     weight: Tensor,
     found: KernelMap,
@@ -318,7 +327,7 @@ def _in_full(
     dataflow: Flow = None,
 ) -> Tensor:
     """conv_features with every check."""
-    weight, groups = joined(x, weight, groups)
+    weight, groups = merge_small_groups(x, weight, groups)
     if epilogue is not None:
         check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
     if dataflow is not None:
@@ -326,34 +335,34 @@ def _in_full(
         _check_call(x, weight, found, rows, groups)
         return by_dataflow((x, weight), found, groups, chosen(dataflow), epilogue)
     more = () if epilogue is None else epilogue.operands.values()
-    if register.plain((x, weight, *more)):
-        finish = NOTHING if epilogue is None else epilogue.finish
+    if autograd.is_plain_call((x, weight, *more)):
+        finish = NO_EPILOGUE if epilogue is None else epilogue.finish
         key = _call(x, weight, rows, groups, finish)
-        ready = found.storage(key, lambda m: _ready((x, weight), m, rows, groups, finish))
-        y = plan.carry_out(ready, _grouped(x, weight, groups), None if epilogue is None else epilogue.split(groups))
+        ready = found.cached(key, lambda m: _ready((x, weight), m, rows, groups, finish))
+        y = plan.execute_plan(ready, _grouped(x, weight, groups), None if epilogue is None else epilogue.split(groups))
         return y if groups == 1 else y.flatten(1)
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if differentiable and x.dtype in EIGHT_BITS:
         raise DtypeError(f"{x.dtype} is for inference: there are no gradients; train in wider floats, then quantize")
-    if register.recorded((x, weight)):
+    if autograd.only_autograd_active((x, weight)):
         y = recorded_call(x, weight, found, rows, groups, differentiable)(*_grouped(x, weight, groups))
     else:
-        y = register.einsum(*_passed((x, weight), found, rows, groups, differentiable))
+        y = autograd.einsum(*_passed((x, weight), found, rows, groups, differentiable))
     y = y if groups == 1 else y.flatten(1)
     return y if epilogue is None else applied(y, epilogue)
 
 
 def recorded_call(
     x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1, differentiable: bool = True
-) -> register.HeldCall:
+) -> autograd.DifferentiableCall:
     """The call that autograd records, of operands like x [N_in, C_in] and weight [C_out, K, C_in / groups]."""
-    key = ("recorded", differentiable, _call(x, weight, rows, groups, NOTHING))
-    return found.storage(key, lambda m: _held((x, weight), m, rows, groups, differentiable))
+    key = ("recorded", differentiable, _call(x, weight, rows, groups, NO_EPILOGUE))
+    return found.cached(key, lambda m: _held((x, weight), m, rows, groups, differentiable))
 
 
-def kept_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int) -> register.HeldCall | None:
+def cached_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int) -> autograd.DifferentiableCall | None:
     """The same of one group, where there was one like it."""
-    return found.kept(("recorded", True, _call(x, weight, rows, 1, NOTHING)))
+    return found.get_cached(("recorded", True, _call(x, weight, rows, 1, NO_EPILOGUE)))
 
 
 _NARROW = 32
@@ -362,7 +371,7 @@ _WIDE = 256
 """Channels from which on a depthwise convolution is bound by what it reads, entry by entry too."""
 
 
-def joined(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, int]:
+def merge_small_groups(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, int]:
     """The weights and groups that are multiplied: of groups of few channels several are one, with zeros between them.
 
     Not kept from call to call: weights are also written through `.data`, of which a tensor knows nothing, and between
@@ -397,25 +406,27 @@ def _on_matrix_units(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _ready(given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: Finish) -> plan.Ready:
+def _ready(
+    given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: EpilogueSignature
+) -> plan.Plan:
     """The call made ready, once for operands like these; it holds the arrays of the map that it reads."""
     operands, names, text, shape = _passed(given, found, rows, groups, False)
-    ask = plan.Ask(names, text, shape, _STEADY, (0, 1), _lowering(found, operands), finish)
-    return plan.held_for(operands, ask, _kinds(found, False))
+    ask = plan.PlanRequest(names, text, shape, _STEADY, (0, 1), _lowering(found, operands), finish)
+    return plan.bound_plan(operands, ask, _kinds(found, False))
 
 
 def _held(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
-) -> register.HeldCall:
+) -> autograd.DifferentiableCall:
     """The call that autograd records, with the arrays of the map that it and its gradients read; autocast's cast of
     the weight to the dtype of x is its own."""
     _check_devices(*given, found)
     _check_shapes(*given, found, rows, groups)
-    tokens, arrays = maps.passed(found, differentiable)
+    tokens, arrays = maps.planner_operands(found, differentiable)
     names, text, shape = _told(tokens, given[1], rows, groups)
-    ask = plan.Ask(names, text, shape, _STEADY, (0, 1), _lowering(found, given))
+    ask = plan.PlanRequest(names, text, shape, _STEADY, (0, 1), _lowering(found, given))
     like = _grouped(*given, groups), given[0].dtype
-    return register.HeldCall((None, None, *arrays), ask, like, held_arrays(found, differentiable))
+    return autograd.DifferentiableCall((None, None, *arrays), ask, like, held_arrays(found, differentiable))
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
@@ -426,7 +437,7 @@ def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
 def _kinds(found: KernelMap, differentiable: bool) -> Sequence[plan.Kind | None]:
     """Those of the operands: of x and w not known, the map's once for all its calls."""
     name = ("kinds", differentiable)
-    return found.storage(name, lambda m: (None, None, *map(plan.kind_of, maps.passed(m, differentiable)[1])))
+    return found.cached(name, lambda m: (None, None, *map(plan.kind_of, maps.planner_operands(m, differentiable)[1])))
 
 
 _STEADY = (1,)
@@ -440,7 +451,7 @@ def _passed(
     x, weight = given
     _check_devices(x, weight, found)
     _check_call(x, weight, found, rows, groups)
-    tokens, arrays = maps.passed(found, differentiable)
+    tokens, arrays = maps.planner_operands(found, differentiable)
     names, text, shape = _told(tokens, weight, rows, groups)
     return [*_grouped(x, weight, groups), *arrays], names, text, shape
 
@@ -468,7 +479,7 @@ def _over_map(
 ) -> SparseTensor:
     if epilogue is not None and not isinstance(epilogue, Epilogue):
         raise OptionError(f"epilogue takes a pumice.ops.Epilogue, found {type(epilogue).__name__}")
-    given = rows_of(x)
+    given = raw_feats(x)
     within = groups == 1 and dataflow is None and epilogue is None and _cast_within(given, weight)
     feats, cast, bias = _autocast(given, weight, bias, within)
     if feats.dtype != cast.dtype and not within:
@@ -477,7 +488,7 @@ def _over_map(
     if x.geometry.buffered is None:
         return _product(feats, cast, bias, groups, mapped, epilogue, dataflow)
     # Behind the cast nobody watches: what is made ready is a kernel's alone.
-    with register.as_given((feats,)):
+    with autograd.autocast_disabled((feats,)):
         return _product(feats, cast, bias, groups, mapped, epilogue, dataflow)
 
 
@@ -498,7 +509,7 @@ def _product(
     if bias is not None:
         _check_bias(bias, feats.dtype)
     apart = None
-    if epilogue is None and bias is not None and not register.plain((feats, weight, bias)):
+    if epilogue is None and bias is not None and not autograd.is_plain_call((feats, weight, bias)):
         # Gradients of a sum cost less than those of an epilogue.
         apart, bias = bias, None
     if bias is not None:
@@ -508,8 +519,8 @@ def _product(
         y = _features(feats, weight, found, rows, epilogue)
     else:
         flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
-        y = _in_full(feats, flat, found, rows, groups, epilogue, dataflow)
-    return on_rows(y, outputs) if apart is None else SparseTensor(y + apart, outputs)
+        y = _checked_forward(feats, flat, found, rows, groups, epilogue, dataflow)
+    return from_raw_feats(y, outputs) if apart is None else SparseTensor(y + apart, outputs)
 
 
 def _check_bias(bias: Tensor, dtype: torch.dtype) -> None:
@@ -583,7 +594,7 @@ def _cast_within(x: Tensor, weight: Tensor) -> bool:
     if not (torch.is_grad_enabled() and weight.requires_grad) or autocast_dtype(x) is None:
         return False
     alike = weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return alike and register.recorded((x, weight))
+    return alike and autograd.only_autograd_active((x, weight))
 
 
 def target_of(out: Target) -> tuple[str | None, Geometry | None]:

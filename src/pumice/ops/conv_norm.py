@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords import Cloud, Geometry, Relation, kernel_map
+from pumice.coords import CoordBuffer, Geometry, Relation, kernel_map
 from pumice.lower import norm as norms
 from pumice.lower import plan
 from pumice.lower.norm import Norm
-from pumice.ops import register
-from pumice.ops.conv import autocast_dtype, check_layer, kept_call, recorded_call
-from pumice.ops.tensor import SparseTensor, fitting, on_rows, rows_of
+from pumice.ops import autograd
+from pumice.ops.conv import autocast_dtype, cached_call, check_layer, recorded_call
+from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Of what is multiplied, and of the result."""
@@ -36,7 +36,7 @@ def conv_norm(
 
     Raises ShapeError and DeviceError for what does not fit, and what pumice.ops.conv raises.
     """
-    given = (rows_of(x), weight) if norm.residual is None else (rows_of(x), weight, norm.residual)
+    given = (raw_feats(x), weight) if norm.residual is None else (raw_feats(x), weight, norm.residual)
     dtype = _dtype(given)
     if dtype is None:
         return None
@@ -51,20 +51,20 @@ def conv_norm(
     weight = weight if weight.dtype == dtype or weight.requires_grad else weight.to(dtype)
     flat = _flat(weight.detach())
     found, outputs = mapped[0], x.geometry if mapped[1] is None else mapped[1]
-    call = kept_call(feats, flat, found, outputs.coords.shape[0])
+    call = cached_call(feats, flat, found, outputs.coords.shape[0])
     if call is not None and x.geometry.buffered is None:
-        return fitting(_ConvNorm.of((call, flat, outputs.cloud, norm), feats, weight), outputs)
+        return unchecked_tensor(_ConvNorm.of((call, flat, outputs.cloud, norm), feats, weight), outputs)
     check_layer(x, weight, norm.statistics.offset, 1, relation)
     # What is made ready is a kernel's alone.
-    with register.as_given((feats,)):
+    with autograd.autocast_disabled((feats,)):
         call = recorded_call(feats, flat, found, outputs.coords.shape[0])
-        return on_rows(_ConvNorm.of((call, flat, outputs.cloud, norm), feats, weight), outputs)
+        return from_raw_feats(_ConvNorm.of((call, flat, outputs.cloud, norm), feats, weight), outputs)
 
 
 def _dtype(given: tuple[Tensor, ...]) -> torch.dtype | None:
     """In which the operands, features, weight and residual, are multiplied and added; None where that is another
     call's matter."""
-    if not register.by_autograd_alone(given):
+    if not autograd.by_autograd_alone(given):
         return None
     feats, weight, *more = given
     cast = autocast_dtype(feats)
@@ -83,7 +83,7 @@ def _known(weight: Tensor, norm: Norm, relation: Relation) -> bool:
 
 class _ConvNorm(torch.autograd.Function):
     @staticmethod
-    def of(told: tuple[register.HeldCall, Tensor, Cloud, Norm], x: Tensor, weight: Tensor) -> Tensor:
+    def of(told: tuple[autograd.DifferentiableCall, Tensor, CoordBuffer, Norm], x: Tensor, weight: Tensor) -> Tensor:
         """told: the call, the weight [C_out, K, C_in], which rows live, and the norm."""
         norm = told[-1]
         return _ConvNorm.apply(told, x, weight, norm.statistics.offset, norm.weight, norm.bias, norm.residual)
@@ -91,7 +91,7 @@ class _ConvNorm(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
-        told: tuple[register.HeldCall, Tensor, Cloud, Norm],
+        told: tuple[autograd.DifferentiableCall, Tensor, CoordBuffer, Norm],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -100,12 +100,12 @@ class _ConvNorm(torch.autograd.Function):
         residual: Tensor | None,
     ) -> Tensor:
         ctx.call, flat, ctx.rows, norm = told
-        cast = ctx.call.cast((x, flat))
+        cast = ctx.call.instantiate((x, flat))
         h = ctx.call.result(cast)
         # Kernels choose their dtypes themselves; of torch's operators autocast would.
-        with nullcontext() if x.is_cuda else register.as_given((x,)):
+        with nullcontext() if x.is_cuda else autograd.autocast_disabled((x,)):
             y, normed = norms.normed(h, ctx.rows, norm)
-        ctx.statistics, ctx.finish, ctx.tiles = norm.statistics, (normed.relu, normed.adds), plan.kernels.tile_source()
+        ctx.statistics, ctx.finish, ctx.tiles = norm.statistics, (normed.relu, normed.adds), plan.kernels.tuning_mode()
         narrow = None if cast[1] is flat else cast[1]
         ctx.save_for_backward(x, weight, scale, shift, narrow, h, normed.pair, y if normed.reads_result else None)
         return y
@@ -113,7 +113,7 @@ class _ConvNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
-        with register.as_given((grad,)), plan.kernels.tiles_of(ctx.tiles):
+        with autograd.autocast_disabled((grad,)), plan.kernels.tiles_of(ctx.tiles):
             return None, *(_recorded(ctx, grad) if torch.is_grad_enabled() else _gradients(ctx, grad))
 
 
@@ -121,7 +121,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Of x, weight, bias, scale, shift and residual."""
     x, weight, scale, shift, narrow, h, pair, y = ctx.saved_tensors
     needed = ctx.needs_input_grad[1:]
-    told = norms.Normed(pair, scale, shift, *ctx.finish)
+    told = norms.NormState(pair, scale, shift, *ctx.finish)
     within = needed[0] or needed[1] or needed[2]
     dh, dscale, dshift, dresidual = norms.gradients(grad, (h, y), ctx.rows, told, (within, *needed[3:]))
     dx = dweight = None
@@ -137,10 +137,10 @@ def _of_bias(dh: Tensor, ctx: Any) -> Tensor:
     rows, like = ctx.rows, ctx.statistics.offset
     if _goes(rows):
         return torch.zeros_like(like)
-    return (torch.where(rows.live()[:, None], dh, 0).sum(0) * (rows.count < 2)).to(like.dtype)
+    return (torch.where(rows.valid_mask()[:, None], dh, 0).sum(0) * (rows.count < 2)).to(like.dtype)
 
 
-def _goes(rows: Cloud) -> bool:
+def _goes(rows: CoordBuffer) -> bool:
     """Whether a bias is known to be taken away again."""
     return rows.exact and rows.capacity > 1
 
@@ -154,11 +154,13 @@ def _recorded(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if counts:
         # Nothing is added: what it is the gradient of was taken from the running mean.
         h = h + torch.where(ctx.rows.count < 2, bias - bias.detach(), 0).to(h.dtype)
-    again = norms.composed(h, ctx.rows, norms.Normed(pair, scale, shift, *ctx.finish), ctx.statistics, y)
+    again = norms.recompute_with_autograd(
+        h, ctx.rows, norms.NormState(pair, scale, shift, *ctx.finish), ctx.statistics, y
+    )
     sought = (*needed[:2], counts, *needed[3:5])
     dx, dweight, dbias, dscale, dshift = norms.gradients_of(again, grad, (x, weight, bias, scale, shift), sought)
     dbias = torch.zeros_like(bias) if needed[2] and not counts else dbias
-    return dx, dweight, dbias, dscale, dshift, norms.let_through(grad, y) if needed[5] else None
+    return dx, dweight, dbias, dscale, dshift, norms.relu_grad(grad, y) if needed[5] else None
 
 
 def _flat(weight: Tensor) -> Tensor:

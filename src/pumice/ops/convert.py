@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pumice.errors import CoordinateError, OptionError, ShapeError
-from pumice.language.formats import AUTOMATIC, Format, Layout, Level, layout
+from pumice.language.formats import AUTOMATIC, Format, FormatLayout, Level, layout
 
 _KEYS = 2**62  # cells that an int64 key numbers with room to spare
 
@@ -31,7 +31,7 @@ class Entries:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class FormatBucket:
     """One bucket of a sparse tensor; formats without buckets have one part.
 
     coords: axis -> int32 coordinates (of blocks, where the axis is blocked) as layout() says; -1 is padding.
@@ -69,7 +69,7 @@ def group_cost(occupancy: Tensor | Sequence[int], size: int, itemsize: int = 4) 
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowStatistics:
     """The rows of a conversion in numbers: how many, their cells, the longest, and groups by group size."""
 
     rows: int
@@ -82,12 +82,12 @@ class Rows:
         return min(sizes, key=lambda size: ((1 + size) * self.groups[size], size))
 
 
-def _by_count(found: Rows) -> int:
+def _by_count(found: RowStatistics) -> int:
     """The power of two with the fewest gathers and scatters, counted."""
     return found.best([size for size in found.groups if size <= max(1, found.longest)])
 
 
-def _by_root(found: Rows) -> int:
+def _by_root(found: RowStatistics) -> int:
     """The better neighbour of the root of the mean row, which makes a bound on the count least (Insum's rule)."""
     mean = found.cells / max(1, found.rows)
     if mean <= 1:
@@ -97,7 +97,7 @@ def _by_root(found: Rows) -> int:
     return found.best((lower, 2 * lower))
 
 
-GROUP_SIZES: Mapping[str, Callable[[Rows], int]] = MappingProxyType({"count": _by_count, "sqrt": _by_root})
+GROUP_SIZES: Mapping[str, Callable[[RowStatistics], int]] = MappingProxyType({"count": _by_count, "sqrt": _by_root})
 """How a group size is chosen where the format leaves it open."""
 
 
@@ -143,19 +143,19 @@ def checked(shape: Sequence[int], format: Format) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def strategy(name: str) -> Callable[[Rows], int]:
+def strategy(name: str) -> Callable[[RowStatistics], int]:
     if name not in GROUP_SIZES:
         raise OptionError(f"group is one of {', '.join(GROUP_SIZES)}; found {name!r}")
     return GROUP_SIZES[name]
 
 
-def arrange(entries: Entries, format: Format, group: str) -> tuple[Format, tuple[Part, ...]]:
+def arrange(entries: Entries, format: Format, group: str) -> tuple[Format, tuple[FormatBucket, ...]]:
     """The entries in the arrays of the format, and the format with its group sizes filled in.
 
     At most one read from the device: the number of positions, together with what the group size is chosen by.
     """
     choose = strategy(group)
-    plan = _Plan.of(entries, format)
+    plan = _ConversionPlan.of(entries, format)
     grouped = format.grouped
     if grouped is None:
         return format, (plan.part(plan.positions()),)
@@ -178,7 +178,7 @@ class _Places:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class _ConversionPlan:
     """Entries sorted by the coordinates of a format.
 
     outer, inner: per axis, the coordinate of the block and the position in it.
@@ -188,7 +188,7 @@ class _Plan:
 
     entries: Entries
     format: Format
-    layout: Layout
+    layout: FormatLayout
     outer: dict[str, Tensor]
     inner: dict[str, Tensor]
     extents: dict[str, int]
@@ -197,7 +197,7 @@ class _Plan:
     position: Tensor
 
     @staticmethod
-    def of(entries: Entries, format: Format) -> _Plan:
+    def of(entries: Entries, format: Format) -> _ConversionPlan:
         blocks = {axis: format.block(axis) for axis in format.axes}
         coords = dict(zip(format.axes, entries.coords, strict=True))
         extents = {a: _ceil(n, blocks[a]) for a, n in zip(format.axes, entries.shape, strict=True)}
@@ -218,7 +218,7 @@ class _Plan:
         inner = {axis: coords[axis] % n for axis, n in blocks.items() if n > 1}
         row = key // max(1, math.prod(extents[a] for a in grouped))
         above = row // max(1, math.prod(extents[a] for a in parents[len(flattened) :]))
-        return _Plan(entries, format, layout(format), outer, inner, extents, key, row, above)
+        return _ConversionPlan(entries, format, layout(format), outer, inner, extents, key, row, above)
 
     @property
     def splits(self) -> bool:
@@ -249,7 +249,9 @@ class _Plan:
             return _Places(q=rank, group=size)
         return _Places(p=_number(new), q=rank, positions=positions, group=size)
 
-    def split_groups(self, grouped: Level, choose: Callable[[Rows], int]) -> tuple[tuple[int, ...], list[_Places]]:
+    def split_groups(
+        self, grouped: Level, choose: Callable[[RowStatistics], int]
+    ) -> tuple[tuple[int, ...], list[_Places]]:
         """Group sizes, and places where a row fills as many groups as it needs."""
         new_cell, new_row = _starts(self.cell), _starts(self.row)
         row, rank = _number(new_row), _rank(new_cell, new_row)
@@ -267,7 +269,7 @@ class _Plan:
         return sizes, places
 
     def _sizes(
-        self, grouped: Level, choose: Callable[[Rows], int], lengths: Tensor, new_row: Tensor
+        self, grouped: Level, choose: Callable[[RowStatistics], int], lengths: Tensor, new_row: Tensor
     ) -> tuple[tuple[int, ...], list[int]]:
         """The group sizes and how many groups of each there are: one read from the device."""
         if grouped.sizes == AUTOMATIC:
@@ -281,11 +283,11 @@ class _Plan:
         powers = _powers(max(4, bound))
         numbers = [new_row.sum(), lengths.sum(), _longest(lengths - 1), *(_groups(lengths, g).sum() for g in powers)]
         rows, cells, longest, *groups = torch.stack(numbers).tolist()
-        found = Rows(rows, cells, longest, dict(zip(powers, groups, strict=True)))
+        found = RowStatistics(rows, cells, longest, dict(zip(powers, groups, strict=True)))
         size = choose(found)
         return (size,), [found.groups[size]]
 
-    def part(self, place: _Places) -> Part:
+    def part(self, place: _Places) -> FormatBucket:
         """The arrays of one part."""
         sizes, index = dict(self.extents), dict(self.outer)
         if self.layout.position is not None and place.p is not None:
@@ -312,7 +314,7 @@ class _Plan:
             for c in self.layout.coordinates
             if c.array is not None
         }
-        return Part(coords, self._values(place, scatter))
+        return FormatBucket(coords, self._values(place, scatter))
 
     def _values(self, place: _Places, scatter: Callable[[tuple[str, ...], Tensor, int], Tensor]) -> Tensor | None:
         """The array of values; a pattern stays one unless the format has places without a coordinate of their own."""

@@ -21,7 +21,7 @@ from pumice.lower import plan
 from pumice.lower.dataflow import Pass, check
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.lower.loops import EIGHT_BITS
-from pumice.ops import register
+from pumice.ops import autograd
 from pumice.schedule.dataflow import PASSES, Chosen
 
 _X, _W, _Y = range(3)
@@ -30,35 +30,35 @@ _MISSING = (_Y, _X, _W)
 
 
 def by_dataflow(
-    given: tuple[Tensor, Tensor], found: KernelMap, groups: int, flows: Chosen, epilogue: Epilogue | None
+    operands: tuple[Tensor, Tensor], found: KernelMap, groups: int, flows: Chosen, epilogue: Epilogue | None
 ) -> Tensor:
     """The convolution of x [N_in, G*C] and w [G*N, K, C] over a map, checked before, in these dataflows."""
-    form = _Form(tuple(Pass(name, flow, found, groups) for name, flow in zip(PASSES, flows, strict=True)))
+    form = _TrilinearForm(tuple(Pass(name, flow, found, groups) for name, flow in zip(PASSES, flows, strict=True)))
     more = () if epilogue is None else tuple(epilogue.operands.values())
-    if given[0].is_meta:
+    if operands[0].is_meta:
         # Maps alone are wanted.
         kept = None if epilogue is None else epilogue.finish.dtype
-        return given[0].new_empty(found.num_outputs, given[1].shape[0], dtype=kept or given[0].dtype)
-    if register.plain((*given, *more)):
-        return form.passes[0](given, epilogue)
-    if not register.recorded((*given, *more)):
+        return operands[0].new_empty(found.num_outputs, operands[1].shape[0], dtype=kept or operands[0].dtype)
+    if autograd.is_plain_call((*operands, *more)):
+        return form.passes[0](operands, epilogue)
+    if not autograd.only_autograd_active((*operands, *more)):
         raise OptionError(
             f"dataflow {flows[0].name} runs with torch's autograd alone: not while torch.compile or a transform of "
             "torch.func traces, or with forward-mode tangents; without a dataflow all of these work. Set that of the "
             "layers to None, or Tuning.remove(model) where pumice.tune chose it"
         )
-    wanted = [torch.is_grad_enabled() and x.requires_grad for x in given]
-    if any(wanted) and given[0].dtype in EIGHT_BITS:
-        raise DtypeError(f"{given[0].dtype} is for inference: there are no gradients; train in wider floats")
+    wanted = [torch.is_grad_enabled() and x.requires_grad for x in operands]
+    if any(wanted) and operands[0].dtype in EIGHT_BITS:
+        raise DtypeError(f"{operands[0].dtype} is for inference: there are no gradients; train in wider floats")
     for one, asked in zip(form.passes, (True, *wanted), strict=True):
         # Before the forward pass rather than in the middle of the backward one.
         if asked:
             check(one)
-    y = _Trilinear.apply(form, _Y, *given)
+    y = _Trilinear.apply(form, _Y, *operands)
     return y if epilogue is None else applied(y, epilogue)
 
 
-class _Form:
+class _TrilinearForm:
     """The trilinear form: the pass that leaves out each operand."""
 
     def __init__(self, passes: Sequence[Pass]) -> None:
@@ -75,10 +75,10 @@ class _Trilinear(torch.autograd.Function):
     """One operand from the two others; the gradients are the same of other operands."""
 
     @staticmethod
-    def forward(ctx: Any, form: _Form, missing: int, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.form, ctx.missing, ctx.tiles = form, missing, plan.kernels.tile_source()
+    def forward(ctx: Any, form: _TrilinearForm, missing: int, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.form, ctx.missing, ctx.tiles = form, missing, plan.kernels.tuning_mode()
         ctx.save_for_backward(*given)
-        with register.as_given(given):
+        with autograd.autocast_disabled(given):
             return form.without(missing, (given[0], given[1]))
 
     @staticmethod
@@ -93,7 +93,7 @@ class _Trilinear(torch.autograd.Function):
         return None, None, *found
 
 
-def _gradient(form: _Form, place: int, held: dict[int, Tensor], wanted: bool) -> Tensor | None:
+def _gradient(form: _TrilinearForm, place: int, held: dict[int, Tensor], wanted: bool) -> Tensor | None:
     if not wanted:
         return None
     first, second = (held[other] for other in (_X, _W, _Y) if other != place)

@@ -15,20 +15,20 @@ from pumice.language.formats import Format, parse_format
 from pumice.language.nodes import Statement
 from pumice.language.parse import parse
 from pumice.lower import plan
-from pumice.ops import register
-from pumice.ops.door import (
+from pumice.ops import autograd
+from pumice.ops.explain import explanation
+from pumice.ops.index_checks import Declared, IndexCheck, checks_of
+from pumice.ops.operands import (
     Operand,
-    checked,
     facts_of,
     fixed,
     flattened,
     one_dtype,
     problem_of,
+    validate_operands,
     value_names_of,
 )
-from pumice.ops.explain import explanation
-from pumice.ops.places import Declared, Places, checks_of
-from pumice.runtime.cache import Bounded
+from pumice.runtime.cache import BoundedCache
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -69,7 +69,7 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     """
     if torch.compiler.is_compiling():
         tensors, names = _traced(text, operands)
-        result = register.einsum(tensors, names, text, None, lowering)
+        result = autograd.einsum(tensors, names, text, None, lowering)
     else:
         result = _compiled(text, lowering)(**operands)
     return result if out is None else _written(out, result)
@@ -109,7 +109,7 @@ class Einsum:
     lowering: str = ""
 
     @cached_property
-    def _seen(self) -> Bounded[_Seen]:
+    def _seen(self) -> BoundedCache[_Seen]:
         return _seen_by(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,18 +118,18 @@ class Einsum:
 
     def __call__(self, /, **operands: Operand) -> Tensor:
         if torch.compiler.is_compiling():
-            return register.einsum(*_traced(self.text, operands), self.text, None, self.lowering)
+            return autograd.einsum(*_traced(self.text, operands), self.text, None, self.lowering)
         tensors, facts = facts_of(operands)
         seen = self._seen.get(facts)
         if seen is None:
-            return register.einsum(*self._passed(operands, facts), self.text, None, self.lowering)
+            return autograd.einsum(*self._passed(operands, facts), self.text, None, self.lowering)
         for check in seen.checks:
             check.look(operands)
-        if not register.plain(tensors):
-            return register.einsum(tensors, seen.names, self.text, None, self.lowering)
+        if not autograd.is_plain_call(tensors):
+            return autograd.einsum(tensors, seen.names, self.text, None, self.lowering)
         if seen.ready is None:
             seen.ready = plan.ready_for(tensors, seen.names, self.text, None, self.lowering)
-        return plan.carry_out(seen.ready, tensors)
+        return plan.execute_plan(seen.ready, tensors)
 
     def explain(self, /, **operands: Operand) -> str:
         """The forms of the statement, what each lowering would cost on these operands, and the kernel's source.
@@ -165,7 +165,7 @@ class Einsum:
             raise DtypeError(problem)
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
         statement = _parsed(self.text, integers)
-        ready = checked(statement, operands, dict(self.formats))
+        ready = validate_operands(statement, operands, dict(self.formats))
         constants = _numbers(self.text, integers)[1]
         tensors, names = flattened(ready, constants)
         checks = checks_of(statement, ready)
@@ -187,14 +187,14 @@ class _Seen:
     """
 
     names: str
-    checks: tuple[Places | Declared, ...]
-    ready: plan.Ready | None = None
+    checks: tuple[IndexCheck | Declared, ...]
+    ready: plan.Plan | None = None
 
 
 @lru_cache(maxsize=256)
-def _seen_by(statement: Einsum) -> Bounded[_Seen]:
+def _seen_by(statement: Einsum) -> BoundedCache[_Seen]:
     """What equal callables have seen, by the facts of the operands."""
-    return Bounded(256)
+    return BoundedCache(256)
 
 
 def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None, *, lowering: str = "") -> Einsum:
@@ -226,7 +226,7 @@ def _check_lowering(lowering: str) -> None:
 def _bare_names(formats: Mapping[str, str]) -> str:
     tokens = []
     for name, text in formats.items():
-        stored = plan.Stored.of(parse_format(text))
+        stored = plan.StorageForm.of(parse_format(text))
         tokens += [plan.token(name, text, 0, local) for local in (*stored.arrays, "values")]
     return "|".join(tokens)
 

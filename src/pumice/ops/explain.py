@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from pumice.language.bind import Bound
+from pumice.language.bind import BoundStatement
+from pumice.language.contraction import contraction_roles
 from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
-from pumice.language.roles import roles
+from pumice.lower import kernel as kernels
 from pumice.lower import plan
-from pumice.lower import triton as kernels
 
 
 def explanation(operands: Sequence[Tensor], names: str, text: str, lowering: str) -> str:
@@ -37,7 +37,7 @@ def _steps(steps: Sequence[Statement], dense: Mapping[str, str]) -> list[str]:
 
 
 def _option(
-    option: plan.Option, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...]
+    option: plan.Candidate, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...]
 ) -> list[str]:
     form = ", ".join(f"{name} as {form}" for name, form in option.forms) or "dense operands"
     if option.refused:
@@ -50,7 +50,7 @@ def _option(
     return lines
 
 
-def _held(operands: Sequence[Tensor], names: str, option: plan.Option) -> list[str]:
+def _held(operands: Sequence[Tensor], names: str, option: plan.Candidate) -> list[str]:
     """The memory of each sparse operand in the form that is used."""
     form, held = dict(option.forms), {}
     for (name, stored, _, _), place in plan.read(names).places.items():
@@ -72,7 +72,7 @@ def _ways(step: Statement, tensors: dict[str, Tensor], shape: tuple[int, ...]) -
     return lines
 
 
-def _work(step: Statement, bound: Bound) -> str:
+def _work(step: Statement, bound: BoundStatement) -> str:
     """How many points there are, and how many values are gathered and scattered through index arrays."""
     gathers = sum(bound.points(indices_of(access)) for access in accesses_of(*step.terms) if arrays_of(*access.indices))
     scatters = bound.points(indices_of(step.target)) if arrays_of(*step.target.indices) else 0
@@ -93,10 +93,10 @@ def _count(value: float) -> str:
     return f"{value:.3g}T"
 
 
-def _contraction(step: Statement, bound: Bound) -> list[str]:
+def _contraction(step: Statement, bound: BoundStatement) -> list[str]:
     if step.reduction != "sum" or len(step.terms) != 1:
         return []
-    found = roles(step, bound.extents)
+    found = contraction_roles(step, bound.extents)
     kind = "matrix product" if found.product else "entry by entry"
     parts = [("batch", found.batch), ("rows", found.rows), ("columns", found.columns), ("reduced", found.reduced)]
     parts.append(("loops", found.loops))

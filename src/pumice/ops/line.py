@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.lower.direct import Direct
-from pumice.ops.conv import cast_over
+from pumice.ops.conv import instantiate_over
 from pumice.ops.linear import known_call
-from pumice.runtime.workspace import scratch
+from pumice.runtime.workspace import workspace
 
 _ALIGNED = 256
 """Bytes."""
@@ -79,15 +79,15 @@ class Launch(Layer):
     def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> Direct | None:  # noqa: ARG002
         if self.adds and not kept:
             return None
-        call = found.kept(self.key)
+        call = found.get_cached(self.key)
         if call is None:
             counts = self.counted(found.num_inputs, found.num_outputs)
-            call = cast_over(found, self.key, counts, self.columns)
+            call = instantiate_over(found, self.key, counts, self.columns)
         return self._filled(call)
 
     def _filled(self, call: Direct | None) -> Direct | None:
         # What a kernel does not write all of, or in another dtype, is made and finished around it.
-        return None if call is None or call.runner.fills is not self.dtype else call
+        return None if call is None or call.runner.writes_result_dtype is not self.dtype else call
 
     def counted(self, inputs: int, outputs: int) -> list[tuple[int, int]]:
         """As direct.counted tells the rows of its tensors; weights and vectors have one for each column. Rows that are
@@ -156,13 +156,13 @@ def started(found: Sequence[Found[Launch]], x: Tensor) -> Tensor | None:
     address, last = x.data_ptr(), found[-1]
     if address & 15 or (x.is_cuda and x.get_device() != torch._C._cuda_getDevice()):
         return None
-    out = last.call.runner.fresh(x, (last.rows, last.launch.columns))
+    out = last.call.runner.allocate_output(x, (last.rows, last.launch.columns))
     result = out.data_ptr()
     memory, at = _places(found, x, result)
     at[GIVEN] = address
     needs = [f.call.aimed.needs for f in found if f.call.aimed.slots.scratch is not None]
     # Held until the kernels are under way, as the memory is.
-    own = scratch(max(n for n, _ in needs), max(n for _, n in needs), x.device) if needs else None
+    own = workspace(max(n for n, _ in needs), max(n for _, n in needs), x.device) if needs else None
     for one in found:
         launch, call = one.launch, one.call
         addresses = at[launch.reads], *launch.addresses, at[launch.held]

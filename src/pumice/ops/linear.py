@@ -11,15 +11,15 @@ from torch import Tensor
 
 from pumice.errors import DeviceError, DtypeError, ShapeError
 from pumice.lower import direct, plan
-from pumice.lower.epilogue import Epilogue, Finish, check_epilogue
-from pumice.ops import register
+from pumice.lower.epilogue import Epilogue, EpilogueSignature, check_epilogue
+from pumice.ops import autograd
 from pumice.ops.conv import autocast_dtype
-from pumice.runtime.cache import Bounded
-from pumice.schedule.tile import about
+from pumice.runtime.cache import BoundedCache
+from pumice.schedule.tile import size_bucket
 
 _LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
 _NOTHING = direct.Held.of((), direct.Pattern((), ()))
-_CALLS: Bounded[direct.Direct] = Bounded(1024)
+_CALLS: BoundedCache[direct.Direct] = BoundedCache(1024)
 """Calls that were carried out, by what their launch depends on."""
 
 
@@ -38,16 +38,16 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     _check(x, weight)
     shape = x.shape[0], weight.shape[0]
     check_epilogue(epilogue, shape, x.device)
-    ready = plan.held_for((x, weight), plan.Ask(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
-    y = plan.carry_out(ready, (x, weight), epilogue)
-    call = direct.Call(tensors, counting, shape, (about(x.shape[0]), key))
+    ready = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
+    y = plan.execute_plan(ready, (x, weight), epilogue)
+    call = direct.Call(tensors, counting, shape, (size_bucket(x.shape[0]), key))
     call = call.leave(ready, _NOTHING, tensors, (0, 1), finish)
     if call is not None:
         _CALLS.keep((x.shape[0], key), call)
     return y
 
 
-def key_of(tensors: Sequence[Tensor], finish: Finish) -> Hashable:
+def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
     """What calls with tensors like these are kept under: features, a weight, and the operands of an epilogue."""
     return direct.told(tensors, direct.counting(finish), "linear", finish)
 
@@ -60,14 +60,14 @@ def known_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> 
     count, _ = rows[0]
     call = _CALLS.get((count, key))
     if call is None:
-        call = direct.cast((about(count), key), _NOTHING, rows, (count, columns))
+        call = direct.cast((size_bucket(count), key), _NOTHING, rows, (count, columns))
         return None if call is None else _CALLS.keep((count, key), call)
     return call
 
 
 def takes(*tensors: Tensor) -> bool:
     """Whether there is one kernel for these: on a GPU, with nobody watching."""
-    return tensors[0].is_cuda and register.plain(tensors)
+    return tensors[0].is_cuda and autograd.is_plain_call(tensors)
 
 
 def recorded_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -79,7 +79,7 @@ def recorded_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor 
     fit.
     """
     given = (x, weight) if bias is None else (x, weight, bias)
-    if not direct.starts_kernels(x) or plan.deterministic() or not register.by_autograd_alone(given):
+    if not direct.starts_kernels(x) or plan.deterministic() or not autograd.by_autograd_alone(given):
         return None
     cast = autocast_dtype(x)
     dtype = x.dtype if cast is None else cast
@@ -89,10 +89,10 @@ def recorded_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor 
     # An empty product has no kernel.
     if x.ndim != 2 or not x.numel() or weight.shape != (weight.shape[0], x.shape[1]):
         return None
-    return _Recorded.apply(dtype, x, weight, bias)
+    return _LinearFunction.apply(dtype, x, weight, bias)
 
 
-class _Recorded(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         feats, narrow = x.to(dtype), weight.to(dtype)
@@ -101,8 +101,8 @@ class _Recorded(torch.autograd.Function):
         held = x if to_weight else None, weight if to_x else None, narrow if to_x and narrow is not weight else None
         ctx.save_for_backward(*held)
         ctx.like = [None if t is None else (t.shape, t.dtype) for t in (x, weight, bias)]
-        ctx.dtype, ctx.tiles = dtype, plan.kernels.tile_source()
-        with register.as_given((x,)):
+        ctx.dtype, ctx.tiles = dtype, plan.kernels.tuning_mode()
+        with autograd.autocast_disabled((x,)):
             return linear_features(feats, narrow, Epilogue(shift=bias))
 
     @staticmethod
@@ -110,7 +110,7 @@ class _Recorded(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:]
         wanted = [like[1] if need else None for need, like in zip(needed, ctx.like, strict=True)]
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
-        with register.as_given((grad,)), plan.kernels.tiles_of(ctx.tiles):
+        with autograd.autocast_disabled((grad,)), plan.kernels.tiles_of(ctx.tiles):
             dbias = grad.sum(0, dtype=torch.float32).to(wanted[2]) if needed[2] else None
             return None, *_gradients(ctx, grad, wanted[:2]), dbias
 
@@ -133,20 +133,20 @@ _is_batched = attrgetter("_functorch.is_legacy_batchedtensor")(torch._C)
 """Whether it stands for several (torch.autograd.grad with is_grads_batched): no kernel takes them together."""
 
 
-def _call(x: Tensor, weight: Tensor) -> register.HeldCall:
+def _call(x: Tensor, weight: Tensor) -> autograd.DifferentiableCall:
     """The call that autograd records: over no map, and of so many rows."""
     rows, outputs = x.shape[0], weight.shape[0]
     key = rows, weight.shape, x.dtype, x.device
     known = _HELD.get(key)
     if known is None:
-        ask = plan.Ask(_NAMES, _LINEAR, (rows, outputs), (1,), (0, 1), "triton")
+        ask = plan.PlanRequest(_NAMES, _LINEAR, (rows, outputs), (1,), (0, 1), "triton")
         nothing = direct.Held.of((), direct.Pattern((str(x.device),), ()), (rows, rows, 1))
-        known = _HELD.keep(key, register.HeldCall((None, None), ask, ((x, weight), x.dtype), nothing))
+        known = _HELD.keep(key, autograd.DifferentiableCall((None, None), ask, ((x, weight), x.dtype), nothing))
     return known
 
 
 HALF = (torch.float16, torch.bfloat16)
-_HELD: Bounded[register.HeldCall] = Bounded(256)
+_HELD: BoundedCache[autograd.DifferentiableCall] = BoundedCache(256)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

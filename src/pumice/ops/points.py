@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords import Geometry, as_tensor, check_points, frame_of, merged, quantize
+from pumice.coords import Geometry, as_tensor, check_points, frame_of, quantize, unique_coords
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.reduce import REDUCTIONS, pick
 from pumice.ops.tensor import SparseTensor, numbers
@@ -83,7 +83,7 @@ def coalesce(
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (as for SparseTensor, duplicates apart), OptionError.
     """
     _check_reduce(reduce)
-    geometry = merged(coords, stride, spatial_shape, batch_size)
+    geometry = unique_coords(coords, stride, spatial_shape, batch_size)
     _check_values(coords, feats, "coordinates")
     return SparseTensor(_reduced(feats, geometry, reduce), geometry)
 

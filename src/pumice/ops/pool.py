@@ -7,12 +7,12 @@ from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import ShapeError
-from pumice.lower.largest import largest
-from pumice.ops import register
+from pumice.lower.max_pool import max_pool_rows
+from pumice.ops import autograd
 from pumice.ops.conv import Size, Target, conv_features, target_of
 from pumice.ops.reduce import maximum
 from pumice.ops.tensor import SparseTensor, living, numbers
-from pumice.runtime.launch import runs_kernels
+from pumice.runtime.launch import has_triton
 
 
 def max_pool(
@@ -33,14 +33,14 @@ def max_pool(
     feats = numbers(x)
     # Of a map between buffers no pairs are counted.
     if found.between is not None or _by_kernel(feats):
-        return SparseTensor(largest(feats, found), outputs)
+        return SparseTensor(max_pool_rows(feats, found), outputs)
     pairs = found.pairs()
     return SparseTensor(maximum(feats, pairs.inputs, pairs.outputs, outputs.coords.shape[0]), outputs)
 
 
 def _by_kernel(x: Tensor) -> bool:
     """Whether kernels run there, and nobody but torch's autograd watches."""
-    return register.recorded((x,)) and runs_kernels(x)
+    return autograd.only_autograd_active((x,)) and has_triton(x)
 
 
 def sum_pool(
@@ -79,7 +79,7 @@ def global_max_pool(x: SparseTensor) -> Tensor:
     feats, items, batch = numbers(x), x.items, x.batch_size
     if x.geometry.buffered is not None:
         # Rows that do not live are of an item of their own.
-        items = torch.where(x.geometry.cloud.live(), items, batch)
+        items = torch.where(x.geometry.cloud.valid_mask(), items, batch)
         return maximum(feats, torch.arange(feats.shape[0], device=x.device), items, batch + 1)[:batch]
     return maximum(feats, torch.arange(feats.shape[0], device=x.device), items, batch)
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from pumice.coords import Geometry, KernelMap, Relation, beside, check_steps, kernel_map, local, pyramid
+from pumice.coords import Geometry, KernelMap, Relation, check_steps, kernel_map, on_side_stream, pyramid, trace_local
 from pumice.errors import OptionError, ShapeError
-from pumice.lower.dataflow import lay_out
+from pumice.lower.dataflow import materialize
 from pumice.ops.recorded import Asked, by_graph
 from pumice.ops.tensor import SparseTensor
 from pumice.schedule.dataflow import Chosen, Dataflow, Dataflows, chosen
@@ -21,34 +21,37 @@ from pumice.schedule.dataflow import Chosen, Dataflow, Dataflows, chosen
 T = TypeVar("T")
 
 
-class Layer(Protocol):
+class DataflowLayer(Protocol):
     """What has a dataflow, as the convolutions of pumice.nn do."""
 
     dataflow: str | Dataflow | Dataflows | None
 
 
 @dataclass(frozen=True)
-class Users:
+class MapConsumers:
     """The layers over the maps of a pyramid, so that these are laid out as they will be read and in no other way.
 
     steps: of each step the layers that go down. back: of each step those that go back up over its map. same: of each
     level, and of each of its windows, those that keep the coordinates.
     """
 
-    steps: Sequence[Sequence[Layer]]
-    back: Sequence[Sequence[Layer]]
-    same: Sequence[Sequence[Sequence[Layer]]]
+    steps: Sequence[Sequence[DataflowLayer]]
+    back: Sequence[Sequence[DataflowLayer]]
+    same: Sequence[Sequence[Sequence[DataflowLayer]]]
 
 
 def prepare_levels(
-    x: SparseTensor, steps: Sequence[Relation], same: Sequence[Sequence[Relation]] = (), users: Users | None = None
+    x: SparseTensor,
+    steps: Sequence[Relation],
+    same: Sequence[Sequence[Relation]] = (),
+    consumers: MapConsumers | None = None,
 ) -> SparseTensor:
     """Find the maps of a whole network at once: the levels that `steps` make one from the other, finest first.
 
     same: for each level, from this one on, the relations that keep its coordinates (submanifold windows). On a
     GPU the numbers of voxels of all levels are read in one transfer, and the sizes of what convolutions read of
-    all maps in another; layers that use these maps then wait for nothing. users: the layers over the maps
-    (pumice.ops.Users), so that each is laid out for the dataflows of its layers; without, as for layers of no
+    all maps in another; layers that use these maps then wait for nothing. consumers: the layers over the maps
+    (pumice.ops.MapConsumers), so that each is laid out for the dataflows of its layers; without, as for layers of no
     named dataflow, and also the other way round, for those that lead back over a step. Returns the tensor to go on
     with: itself.
 
@@ -67,12 +70,14 @@ def prepare_levels(
         raise OptionError(f"same takes a list of Relations for each level, found {same!r}")
     if len(same) > len(steps) + 1:
         raise ShapeError(f"windows are given for {len(same)} levels, {len(steps)} steps lead to {len(steps) + 1}")
-    if users is not None and not isinstance(users, Users):
-        raise OptionError(f"users takes a pumice.ops.Users, found {type(users).__name__}")
+    if consumers is not None and not isinstance(consumers, MapConsumers):
+        raise OptionError(f"consumers takes a pumice.ops.MapConsumers, found {type(consumers).__name__}")
     if torch.compiler.is_compiling():
-        return SparseTensor(x.feats, local(x.geometry))
+        return SparseTensor(x.feats, trace_local(x.geometry))
     check_steps(steps)
-    wanted = _Wanted(tuple(steps), tuple(map(tuple, same)), None if users is None else _flows_over(steps, same, users))
+    wanted = _Wanted(
+        tuple(steps), tuple(map(tuple, same)), None if consumers is None else _flows_over(steps, same, consumers)
+    )
     geometry, asked = x.geometry, wanted.asked()
     if geometry.buffered is not None:
         wanted.find(geometry, asked.differentiable, geometry.device.type == "cuda")
@@ -101,17 +106,17 @@ class _Wanted:
         pyramid(geometry, self.steps)
         found = list(self.maps(geometry))
         if geometry.device.type == "cuda":
-            lay_out(found, torch.is_grad_enabled())
+            materialize(found, torch.is_grad_enabled())
 
     def find(self, geometry: Geometry, differentiable: bool, laid: bool = True) -> list[KernelMap]:
         """In buffers nothing is read: each is laid out, if it is to be, while the next is found. Those that are read as
         the planner picks."""
         found = []
-        with beside(geometry) as told:
+        with on_side_stream(geometry) as told:
             for one, flows in self.maps(geometry):
                 told(one)
                 if laid:
-                    lay_out([(one, flows)], differentiable)
+                    materialize([(one, flows)], differentiable)
                 if None in flows:
                     found.append(one)
         return found
@@ -125,9 +130,9 @@ class _Wanted:
 
 
 def _flows_over(
-    steps: Sequence[Relation], same: Sequence[Sequence[Relation]], users: Users
+    steps: Sequence[Relation], same: Sequence[Sequence[Relation]], consumers: MapConsumers
 ) -> tuple[frozenset[Chosen | None], ...]:
-    over = list(_by_need(users.same, users.steps, users.back))
+    over = list(_by_need(consumers.same, consumers.steps, consumers.back))
     flat, count = sum(map(len, same)), len(steps)
     if len(over) != flat + 2 * count:
         raise ShapeError(f"users are told of {len(over)} maps, there are {count} down, as many back, {flat} same")
@@ -156,7 +161,7 @@ def _maps(geometry: Geometry, steps: Sequence[Relation], same: Sequence[Sequence
         yield found.transpose()
 
 
-def _flows(layers: Iterable[Layer]) -> frozenset[Chosen | None]:
+def _flows(layers: Iterable[DataflowLayer]) -> frozenset[Chosen | None]:
     return frozenset(None if (flow := layer.dataflow) is None else chosen(flow) for layer in layers)
 
 

@@ -1,9 +1,9 @@
 """The maps of a network found by one CUDA graph, in place of some hundred launches from the host.
 
 When a network asks for the same levels and maps of scene after scene, finding them is recorded, for scenes of about one
-size, over buffers of which nothing is read (coords.rooms). A later scene is copied there, the graph runs, all sizes are
-read in one transfer, and one kernel copies what is the scene's of each array: its maps are like those that would have
-been found without a graph, in memory of their own.
+size, over buffers of which nothing is read (coords.capacity). A later scene is copied there, the graph runs, all sizes
+are read in one transfer, and one kernel copies what is the scene's of each array: its maps are like those that would
+have been found without a graph, in memory of their own.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from pumice.coords import Bounds, Cloud, Geometry, KernelMap, Site
-from pumice.coords.cloud import DUPLICATE, RANGE, clear
-from pumice.coords.keys import INT32_MAX
+from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, KernelMap
+from pumice.coords.box import INT32_MAX
+from pumice.coords.buffer import DUPLICATE, RANGE, new_status
+from pumice.coords.capacity import BufferedState, Capacities, CapacityPlanner, FixedCapacities
 from pumice.coords.packing import Packer, put_first
-from pumice.coords.rooms import Buffered, Planner, Rooms, Settled
 from pumice.env import settings
 from pumice.errors import CoordinateError, PumiceError
 from pumice.ops.contents import Contents, Reader
-from pumice.runtime.cache import Bounded
-from pumice.runtime.launch import constants_read, lasting
+from pumice.runtime.cache import BoundedCache
+from pumice.runtime.launch import outside_inference_mode, recording_constants
 
 _BEFORE = 2
 """Scenes of about a size that are done without a graph before one is recorded."""
@@ -67,7 +67,7 @@ def by_graph(geometry: Geometry, asked: Asked) -> bool:
     if not _serves(geometry):
         return False
     device = geometry.device
-    with lasting():
+    with outside_inference_mode():
         shelf = _SHELVES.get(device) or _SHELVES.keep(device, Shelf(device))
         with shelf.lock:
             return shelf.find(geometry, asked)
@@ -102,7 +102,7 @@ def _capacity(count: int) -> int:
     return found
 
 
-def _box(site: Site) -> Bounds:
+def _box(site: GridSpec) -> Bounds:
     """Where scenes are expected: all of a spatial_shape, or around this one."""
     if site.spatial_shape is None:
         return _beyond(site.bounds)
@@ -118,10 +118,10 @@ class Recorded:
     """
 
     asked: Asked
-    site: Site
+    site: GridSpec
     coords: Tensor
     count: Tensor
-    rooms: Settled
+    rooms: FixedCapacities
     graph: torch.cuda.CUDAGraph | None = None
     left: tuple[Contents, Packer] | None = None
     read: Sequence[object] = ()
@@ -134,10 +134,10 @@ class Recorded:
     def fill(self, geometry: Geometry) -> None:
         put_first((self.coords,), (geometry.coords,), self.count)
 
-    def run(self, rooms: Rooms) -> Contents:
+    def run(self, rooms: Capacities) -> Contents:
         """What is found of the coordinates in the buffer."""
-        cloud = Cloud(self.coords, self.count, self.site.bounds, clear(self.coords.device))
-        geometry = Geometry.in_buffer(cloud, self.site, Buffered(rooms))
+        cloud = CoordBuffer(self.coords, self.count, self.site.bounds, new_status(self.coords.device))
+        geometry = Geometry.in_buffer(cloud, self.site, BufferedState(rooms))
         # It tells duplicates, also where nothing asks for neighbours.
         geometry.lookup()
         laid = list(self.asked.find(geometry))
@@ -164,11 +164,11 @@ class Shelf:
     def __init__(self, device: torch.device) -> None:
         self.lock = Lock()
         self._device = device
-        self._missed: Bounded[int] = Bounded(1024)
+        self._missed: BoundedCache[int] = BoundedCache(1024)
         # How often each was recorded.
-        self._times: Bounded[int] = Bounded(1024)
+        self._times: BoundedCache[int] = BoundedCache(1024)
         self._held: dict[Place, Recorded] = {}
-        self._refused: Bounded[bool] = Bounded(1024)
+        self._refused: BoundedCache[bool] = BoundedCache(1024)
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._done: torch.cuda.Event | None = None
@@ -257,7 +257,9 @@ class Shelf:
             box = box.with_(before.site.bounds)
         coords = torch.full((capacity, 1 + geometry.dim), -1, dtype=torch.int32, device=device)
         count = torch.zeros(1, dtype=torch.int32, device=device)
-        planner = Planner(capacity, len(geometry), _MARGIN, None, None if before is None else before.rooms.rooms)
+        planner = CapacityPlanner(
+            capacity, len(geometry), _MARGIN, None, None if before is None else before.rooms.rooms
+        )
         within = replace(site, bounds=box, batch_size=box.batch)
         made = Recorded(asked, within, coords, count, planner.settled())
         made.fill(geometry)
@@ -279,7 +281,7 @@ class Shelf:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.stream(side), constants_read() as constants:
+            with torch.cuda.stream(side), recording_constants() as constants:
                 made.run(made.rooms)
                 side.synchronize()
                 before = _memory(self._device)
@@ -309,4 +311,4 @@ def _beyond(bounds: Bounds) -> Bounds:
     return Bounds(low, high, bounds.batch)
 
 
-_SHELVES: Bounded[Shelf] = Bounded(64)
+_SHELVES: BoundedCache[Shelf] = BoundedCache(64)

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pumice.coords import Bounds, Geometry, Site, morton_argsort, morton_unique, same_geometry
-from pumice.coords.keys import INT32_MAX, places_in
-from pumice.coords.traced import subset as traced_subset
-from pumice.coords.traced import union as traced_union
+from pumice.coords import Bounds, Geometry, GridSpec, morton_argsort, morton_unique, same_geometry
+from pumice.coords.box import INT32_MAX, places_in
+from pumice.coords.tracing import subset as traced_subset
+from pumice.coords.tracing import union as traced_union
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
-from pumice.ops.tensor import SparseTensor, numbers, on_rows, rows_of
+from pumice.ops.tensor import SparseTensor, from_raw_feats, numbers, raw_feats
 
 
 def to_dense(
@@ -36,7 +36,7 @@ def to_dense(
             "to_dense takes a spatial_shape while torch.compile traces: the box is not known yet; found None"
         )
     if shape is None:
-        x.geometry.known("to_dense without a spatial_shape")
+        x.geometry.require_host_size("to_dense without a spatial_shape")
     box = x.geometry.bounds if buffered else None
     if shape is None:
         box = Bounds.of(x.coords)
@@ -58,7 +58,7 @@ def to_dense(
         index = places_in(x.coords, shape, origin, items, box)
     if buffered:
         # Rows that do not live go to a cell past the last.
-        index = torch.where(x.geometry.cloud.live(), index, cells)
+        index = torch.where(x.geometry.cloud.valid_mask(), index, cells)
     flat = x.feats.new_zeros(cells + buffered, x.channels).index_copy(0, index, x.feats)[:cells]
     return flat.view(items, *shape, x.channels).movedim(-1, 1)
 
@@ -77,7 +77,7 @@ def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
     active = (~(dense.detach().abs() <= threshold)).any(dim=1).nonzero().int()
     bounds = Bounds((0,) * len(shape), tuple(max(0, s - 1) for s in shape), batch)
     coords, _ = morton_unique(active, bounds)
-    geometry = Geometry(coords, Site((1,) * len(shape), shape, batch, bounds))
+    geometry = Geometry(coords, GridSpec((1,) * len(shape), shape, batch, bounds))
     feats = dense.movedim(1, -1)[tuple(coords.long().unbind(1))]
     return SparseTensor(feats, geometry)
 
@@ -94,7 +94,7 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
         known = torch.compiler.is_compiling() or first.geometry.buffered is not None
         if not same_geometry(first, other, check=not known):
             raise GeometryError(f"cat needs one geometry; found {len(first)} and {len(other)} voxels of two geometries")
-    return on_rows(torch.cat([rows_of(t) for t in tensors], dim=1), first.geometry)
+    return from_raw_feats(torch.cat([raw_feats(t) for t in tensors], dim=1), first.geometry)
 
 
 def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
@@ -112,7 +112,7 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
     if same_geometry(x, y):
         return x + y
     for each in (x, y):
-        each.geometry.known("union of two geometries")
+        each.geometry.require_host_size("union of two geometries")
     left, right = numbers(x), numbers(y)
     geometry, places = _united(x, y)
     dtype = torch.promote_types(x.dtype, y.dtype)
@@ -139,7 +139,7 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """
     first = _first(tensors, "collate")
     for each in tensors:
-        each.geometry.known("collate")
+        each.geometry.require_host_size("collate")
     shift, coords, inverses, rows = 0, [], [], 0
     for t in tensors:
         if t.dim != first.dim or t.stride != first.stride or t.device != first.device:
@@ -166,7 +166,7 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 def split(x: SparseTensor) -> list[SparseTensor]:
     """One tensor per batch item, each with batch index 0, rows in the order they had."""
-    x.geometry.known("split")
+    x.geometry.require_host_size("split")
     pieces = []
     for item in range(x.batch_size):
         rows = (x.coords[:, 0] == item).nonzero()[:, 0]
@@ -185,7 +185,7 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
         raise ShapeError(f"mask is [N] = [{len(x.feats)}], found shape {list(mask.shape)}")
     if mask.device != x.device:
         raise DeviceError(f"mask is on {mask.device}, x is on {x.device}")
-    x.geometry.known("prune")
+    x.geometry.require_host_size("prune")
     if torch.compiler.is_compiling():
         geometry, rows = traced_subset(x.geometry, mask)
         return SparseTensor(x.feats[rows], geometry)
@@ -194,13 +194,13 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
     return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site, settled=x.geometry.settled))
 
 
-def _with_batch(x: SparseTensor, batch_size: int, bound: int) -> Site:
+def _with_batch(x: SparseTensor, batch_size: int, bound: int) -> GridSpec:
     site = x.geometry.site
     bounds = Bounds(site.bounds.low, site.bounds.high, bound)
-    return Site(site.stride, site.spatial_shape, batch_size, bounds, site.frame)
+    return GridSpec(site.stride, site.spatial_shape, batch_size, bounds, site.frame)
 
 
-def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> Site:
+def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> GridSpec:
     """A site that holds all: the box around their boxes, the larger extents, a frame only where all have one."""
     sites = [t.geometry.site for t in tensors]
     boxes = [s.bounds for s in sites if s.bounds.batch] or [sites[0].bounds]
@@ -209,7 +209,7 @@ def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> Site:
     shapes = [s.spatial_shape for s in sites if s.spatial_shape is not None]
     shape = tuple(max(e) for e in zip(*shapes, strict=True)) if len(shapes) == len(sites) else None
     frame = sites[0].frame if all(s.frame == sites[0].frame for s in sites) else None
-    return Site(sites[0].stride, shape, batch_size, Bounds(low, high, batch_size), frame)
+    return GridSpec(sites[0].stride, shape, batch_size, Bounds(low, high, batch_size), frame)
 
 
 def _first(tensors: Sequence[SparseTensor], name: str) -> SparseTensor:

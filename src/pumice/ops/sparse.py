@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
-from pumice.language.formats import Coordinate, Format, Layout, layout, parse_format
+from pumice.language.formats import Coordinate, Format, FormatLayout, layout, parse_format
 from pumice.ops.convert import (
     GROUP_SIZES,
     Entries,
+    FormatBucket,
     GroupCost,
-    Part,
     arrange,
     buckets,
     checked,
@@ -26,7 +26,7 @@ from pumice.ops.convert import (
     strategy,
 )
 
-__all__ = ["GROUP_SIZES", "GroupCost", "Part", "Sparse", "buckets", "group_cost", "sparse"]
+__all__ = ["GROUP_SIZES", "FormatBucket", "GroupCost", "Sparse", "buckets", "group_cost", "sparse"]
 
 _INPUTS = (
     "a dense torch tensor, a torch sparse tensor (coo, csr, csc, bsr, bsc), a numpy array, "
@@ -50,12 +50,12 @@ class Sparse:
 
     format: Format
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[FormatBucket, ...]
     nnz: int
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> FormatLayout:
         """What the arrays look like."""
         return layout(self.format)
 
@@ -111,7 +111,7 @@ class Sparse:
             self._storages[name] = build(self)
         return self._storages[name]
 
-    def segments(self, part: Part) -> Tensor:
+    def segments(self, part: FormatBucket) -> Tensor:
         """int32 [extent of the first axis + 1]: where each of its coordinates begins in p; CSR's row pointers.
 
         The first axis is the first of the flattened levels, in blocks where it is blocked.
@@ -135,10 +135,12 @@ class Sparse:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Sparse:
         """The tensor with its arrays on `device` and its values in `dtype`; a pattern stays one."""
 
-        def moved(part: Part) -> Part:
+        def moved(part: FormatBucket) -> FormatBucket:
             coords = {axis: array.to(device=device or array.device) for axis, array in part.coords.items()}
             values = part.values
-            return Part(coords, None if values is None else values.to(device or values.device, dtype or values.dtype))
+            return FormatBucket(
+                coords, None if values is None else values.to(device or values.device, dtype or values.dtype)
+            )
 
         parts = tuple(map(moved, self.parts))
         stays = device is None or torch.empty(0, device=device).device == self.device
@@ -334,7 +336,7 @@ def _of_sparse(x: Sparse) -> Entries:
     return Entries(coords, values, x.shape)
 
 
-def _extents(x: Sparse, part: Part) -> tuple[int, ...]:
+def _extents(x: Sparse, part: FormatBucket) -> tuple[int, ...]:
     """The shape of the part's array of values."""
     found: dict[str, int] = {}
     for c, n in zip(x.layout.coordinates, x.shape, strict=True):
@@ -347,14 +349,14 @@ def _extents(x: Sparse, part: Part) -> tuple[int, ...]:
     return tuple(found[symbol] for symbol in x.layout.values)
 
 
-def _values(x: Sparse, part: Part) -> Tensor:
+def _values(x: Sparse, part: FormatBucket) -> Tensor:
     """The part's values; ones for a pattern."""
     if part.values is not None:
         return part.values
     return torch.ones(_extents(x, part), dtype=torch.bool, device=x.device)
 
 
-def _coordinates(x: Sparse, part: Part) -> tuple[list[Tensor], Tensor | None]:
+def _coordinates(x: Sparse, part: FormatBucket) -> tuple[list[Tensor], Tensor | None]:
     """int64 coordinates of every place for a value, one tensor per axis, and which places are no padding.
 
     They broadcast to the shape of the values. None: there is no padding.
@@ -372,20 +374,20 @@ def _coordinates(x: Sparse, part: Part) -> tuple[list[Tensor], Tensor | None]:
     return coords, inside
 
 
-def _outer(x: Sparse, part: Part, c: Coordinate, extent: int) -> Tensor:
+def _outer(x: Sparse, part: FormatBucket, c: Coordinate, extent: int) -> Tensor:
     if c.array is not None:
         return _spread(x.layout, part.coords[c.axis].long(), c.array)
     assert c.position is not None
     return _spread(x.layout, torch.arange(-(-extent // c.block), device=x.device), (c.position,))
 
 
-def _spread(layout: Layout, array: Tensor, symbols: tuple[str, ...]) -> Tensor:
+def _spread(layout: FormatLayout, array: Tensor, symbols: tuple[str, ...]) -> Tensor:
     """The array with a dimension for every symbol of the values, of extent 1 where it has none."""
     sizes = dict(zip(symbols, array.shape, strict=True))
     return array.reshape([sizes.get(symbol, 1) for symbol in layout.values])
 
 
-def _places(x: Sparse, part: Part) -> tuple[Tensor, Tensor | None]:
+def _places(x: Sparse, part: FormatBucket) -> tuple[Tensor, Tensor | None]:
     """The row-major number in the dense tensor of every place for a value, and which places are no padding."""
     coords, inside = _coordinates(x, part)
     where = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -394,7 +396,7 @@ def _places(x: Sparse, part: Part) -> tuple[Tensor, Tensor | None]:
     return where.expand(_extents(x, part)), inside
 
 
-def _segments(x: Sparse, part: Part) -> Tensor:
+def _segments(x: Sparse, part: FormatBucket) -> Tensor:
     if x.layout.position is None:
         raise CoordinateError(f"format {str(x.format)!r} has no compressed level, and so no segments")
     axis = x.format.flattened[0].axes[0]
@@ -410,7 +412,7 @@ def _index_bytes(x: Sparse) -> int:
     return 4 * (words + sum(_level_words(x, part) for part in x.parts))
 
 
-def _level_words(x: Sparse, part: Part) -> int:
+def _level_words(x: Sparse, part: FormatBucket) -> int:
     """Coordinates and pointers of the flattened levels: a node of C has a coordinate per axis, its parent a pointer."""
     words, parents = 0, 1
     axes: list[str] = []

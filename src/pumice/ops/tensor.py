@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, checked_geometry, same_geometry
 from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
-from pumice.lower.living import clear_rows
 from pumice.lower.loops import EIGHT_BITS
+from pumice.lower.padding import zero_padding_rows
 
 
 class SparseTensor:
@@ -61,9 +61,9 @@ class SparseTensor:
         if coords.buffered is not None and feats.dtype not in EIGHT_BITS:
             if coords.buffered.trains:
                 # Neither the features of rows that do not live nor their gradients count, whoever reads them.
-                feats = torch.where(coords.alive, feats, 0.0)
+                feats = torch.where(coords.valid_mask, feats, 0.0)
             elif coords.buffered.poison:
-                feats = torch.where(coords.alive, feats, torch.nan)
+                feats = torch.where(coords.valid_mask, feats, torch.nan)
         self._feats = feats
         self._geometry = coords
 
@@ -71,7 +71,7 @@ class SparseTensor:
     def feats(self) -> Tensor:
         """[N, C] features."""
         if self._open:
-            self._feats, self._open = torch.where(self._geometry.alive, self._feats, 0.0), False
+            self._feats, self._open = torch.where(self._geometry.valid_mask, self._feats, 0.0), False
         return self._feats
 
     @property
@@ -89,19 +89,19 @@ class SparseTensor:
         """int64 [N]: the batch item of each voxel, on the features' device (in a captured network 0 of rows that do not
         live)."""
         found = self.coords[:, 0].to(self.device, torch.int64)
-        return found if self._geometry.buffered is None else torch.where(self._geometry.cloud.live(), found, 0)
+        return found if self._geometry.buffered is None else torch.where(self._geometry.cloud.valid_mask(), found, 0)
 
     @property
     def item_counts(self) -> Tensor:
         """int64 [B]: how many voxels each batch item has."""
         counts, items = self.items.new_zeros(self.batch_size), self.items
-        ones = torch.ones_like(items) if self._geometry.buffered is None else self._geometry.cloud.live().long()
+        ones = torch.ones_like(items) if self._geometry.buffered is None else self._geometry.cloud.valid_mask().long()
         return counts.index_add(0, items, ones)
 
     @property
-    def living(self) -> Tensor:
+    def valid_mask(self) -> Tensor:
         """bool [N]: which rows are voxels: all, but in a captured network, whose buffers have rows to spare."""
-        return self._geometry.alive[:, 0]
+        return self._geometry.valid_mask[:, 0]
 
     @property
     def stride(self) -> tuple[Any, ...]:
@@ -145,7 +145,7 @@ class SparseTensor:
         return self._feats.requires_grad
 
     def __len__(self) -> int:
-        self._geometry.known("len(x)")
+        self._geometry.require_host_size("len(x)")
         return self._feats.shape[0]
 
     def __repr__(self) -> str:
@@ -237,7 +237,7 @@ class SparseTensor:
             return self._union(other)
         if self._geometry.trains and isinstance(other, SparseTensor):
             _check_operand(self, other, "+")
-            return on_rows(rows_of(self) + rows_of(other), self._geometry)
+            return from_raw_feats(raw_feats(self) + raw_feats(other), self._geometry)
         return self.replace(numbers(self) + _operand(self, other, "+"))
 
     __radd__ = __add__
@@ -289,7 +289,7 @@ def _check_operand(x: SparseTensor, other: SparseTensor, sign: str) -> None:
         raise ShapeError(f"'{sign}' needs as many channels on both sides, found {x.channels} and {other.channels}")
 
 
-def rows_of(x: SparseTensor) -> Tensor:
+def raw_feats(x: SparseTensor) -> Tensor:
     """The features of x for what reads living rows alone, and hands no gradient of others on to what sums them.
 
     While a captured step trains, those of rows that do not live, and their gradients, may be anything.
@@ -297,8 +297,8 @@ def rows_of(x: SparseTensor) -> Tensor:
     return x._feats
 
 
-def on_rows(feats: Tensor, geometry: Geometry) -> SparseTensor:
-    """The tensor of features that come from `rows_of` row by row, or of living rows alone.
+def from_raw_feats(feats: Tensor, geometry: Geometry) -> SparseTensor:
+    """The tensor of features that come from `raw_feats` row by row, or of living rows alone.
 
     Nothing in the way of their gradients may sum over rows: while a captured step trains, gradients of rows that do not
     live may be anything. What does takes `x.feats`, and is made by `x.replace`.
@@ -307,11 +307,11 @@ def on_rows(feats: Tensor, geometry: Geometry) -> SparseTensor:
         return SparseTensor(feats, geometry)
     _check_feats(feats, geometry)
     if geometry.buffered is not None and geometry.buffered.poison:
-        feats = _Poisoned.apply(feats, geometry.alive)
-    return fitting(feats, geometry, True)
+        feats = _Poisoned.apply(feats, geometry.valid_mask)
+    return unchecked_tensor(feats, geometry, True)
 
 
-def fitting(feats: Tensor, geometry: Geometry, open_: bool = False) -> SparseTensor:
+def unchecked_tensor(feats: Tensor, geometry: Geometry, open_: bool = False) -> SparseTensor:
     """The tensor of features that are known to fit; open_: those of rows that do not live may be anything yet."""
     found = SparseTensor.__new__(SparseTensor)
     found._feats, found._geometry, found._open = feats, geometry, open_
@@ -327,7 +327,7 @@ def is_sparse(value: Any) -> bool:
 pytree.register_pytree_node(
     SparseTensor,
     lambda x: ([x._feats], (x._geometry, x._open)),
-    lambda leaves, rest: fitting(*leaves, *rest),
+    lambda leaves, rest: unchecked_tensor(*leaves, *rest),
     serialized_type_name="pumice.SparseTensor",
 )
 
@@ -339,13 +339,13 @@ def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseT
     """
     if not x.geometry.trains:
         return x.replace(function(x.feats))
-    rows, geometry = rows_of(x), x.geometry
+    rows, geometry = raw_feats(x), x.geometry
     # What an operation has just made is nobody's parameter, of which other rows may live elsewhere.
     if rows.grad_fn is not None and not rows._is_view() and rows.is_contiguous():
-        clear_rows(rows, geometry.cloud.count)
+        zero_padding_rows(rows, geometry.cloud.count)
     else:
-        rows = torch.where(geometry.alive, rows, 0.0)
-    return on_rows(_ClearedBack.apply(function(rows), geometry), geometry)
+        rows = torch.where(geometry.valid_mask, rows, 0.0)
+    return from_raw_feats(_ClearedBack.apply(function(rows), geometry), geometry)
 
 
 class _ClearedBack(torch.autograd.Function):
@@ -361,9 +361,9 @@ class _ClearedBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad.requires_grad or not grad.is_contiguous():
-            return torch.where(ctx.geometry.alive, grad, 0.0), None
+            return torch.where(ctx.geometry.valid_mask, grad, 0.0), None
         # To all that a gradient is handed to, such rows may be anything.
-        clear_rows(grad, ctx.geometry.cloud.count)
+        zero_padding_rows(grad, ctx.geometry.cloud.count)
         return grad, None
 
 
@@ -385,7 +385,7 @@ def living(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:
     """Features [N, ...] of x for what reduces over all rows: in a captured network those that do not live filled."""
     if x.geometry.buffered is None:
         return feats
-    return torch.where(x.geometry.cloud.live().view(-1, *(1,) * (feats.ndim - 1)), feats, filler)
+    return torch.where(x.geometry.cloud.valid_mask().view(-1, *(1,) * (feats.ndim - 1)), feats, filler)
 
 
 def numbers(x: SparseTensor) -> Tensor:

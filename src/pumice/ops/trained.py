@@ -17,16 +17,16 @@ from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap
 from pumice.lower import direct
+from pumice.lower import kernel as kernels
 from pumice.lower import norm as norms
-from pumice.lower import triton as kernels
 from pumice.lower.dataflow import CONV
 from pumice.lower.direct import Direct
 from pumice.lower.norm import Norm
-from pumice.ops import line, register
+from pumice.ops import autograd, line
 from pumice.ops.conv import conv_features, held_arrays, recorded_call
 from pumice.ops.line import GIVEN, Found
-from pumice.runtime.cache import Bounded
-from pumice.runtime.workspace import Scratch, scratch
+from pumice.runtime.cache import BoundedCache
+from pumice.runtime.workspace import Workspace, workspace
 
 _ALIGNED = 128
 """Values: what begins at a multiple of them is aligned for every kernel."""
@@ -69,7 +69,7 @@ _Sizes = tuple[Sequence[tuple[int, int]], tuple[int, int, int]]
 class Call(NamedTuple):
     """What a layer starts over some coordinates; a linear map has no kernels of its own."""
 
-    norm: norms.Started
+    norm: norms.NormLaunches
     own: Products | None = None
 
 
@@ -90,14 +90,14 @@ class Unit(line.Layer):
     dtype: torch.dtype
     own: torch.dtype
     strides: tuple[int, ...]
-    settled: norms.Settled
+    settled: norms.NormKernels
     eps: float
     momentum: float
     relu: bool
     known: tuple[int, ...]
     inner: bool
     keys: tuple[Hashable, Hashable]
-    templates: Bounded[tuple[direct.Template, ...]]
+    templates: BoundedCache[tuple[direct.Template, ...]]
     reads: int = GIVEN
     held: int = GIVEN
     weights: int = 0
@@ -126,7 +126,7 @@ class Unit(line.Layer):
             return None
         beyond = outputs.cloud.count.data_ptr() & 15
         key = self.keys[1], beyond
-        call = found.kept(key)
+        call = found.get_cached(key)
         if call is None and (call := self._cast(found, beyond)) is not None:
             found.keep(key, call)
         return call
@@ -135,7 +135,7 @@ class Unit(line.Layer):
         norm = self.settled.over(found.num_outputs, beyond)
         if norm is None:
             return None
-        own = found.kept(self.keys[0])
+        own = found.get_cached(self.keys[0])
         if own is None and (own := self._products(found)) is not None:
             found.keep(self.keys[0], own)
         return None if own is None else Call(norm, own)
@@ -155,9 +155,9 @@ class Unit(line.Layer):
         """Of the result, and of the gradients of weight and, where it is wanted, features: kept for maps of a kind."""
         outputs, taps, channels = self.shape
         wide, strides = self.dtype is torch.float32, (self.strides, (taps * channels, channels, 1), (outputs, 1))
-        kind = register.call_kind((CONV, ""), held, self.dtype, ((channels,), self.shape))
+        kind = autograd.call_kind((CONV, ""), held, self.dtype, ((channels,), self.shape))
         asked = [((), strides[:2]), ((1, self.own), strides), *([((0, self.dtype), strides)] if self.inner else [])]
-        keys = [(kind, register.told_call(facts, wide, self.dtype, own)) for facts, own in asked]
+        keys = [(kind, autograd.told_call(facts, wide, self.dtype, own)) for facts, own in asked]
         found = tuple(one for one in map(direct.TEMPLATES.get, keys) if one is not None)
         if len(found) < len(keys) or found[1].runner.writes is not self.own:
             return None
@@ -193,12 +193,12 @@ def started(found: Sequence[Found[Unit]], x: Tensor, own: Sequence[Tensor | None
 class _Line(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, found: Sequence[Found[Unit]], x: Tensor, *own: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with register.as_given((x,)):
+        with autograd.autocast_disabled((x,)):
             last = found[-1]
             out = x.new_empty((last.rows, last.launch.shape[0]))
             run = _Run.begun(found, x, own, out)
             run.forward()
-        ctx.found, ctx.plan, ctx.tiles = found, run.plan, kernels.tile_source()
+        ctx.found, ctx.plan, ctx.tiles = found, run.plan, kernels.tuning_mode()
         # Gradients depend on no other result of the last layer, which may be written to.
         read = out if found[-1].launch.adds else None
         ctx.save_for_backward(x, *run.memory._replace(out=read), *own)
@@ -208,7 +208,7 @@ class _Line(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, between, pairs, narrow, out, *own = ctx.saved_tensors
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
-        with register.as_given((grad,)), kernels.tiles_of(ctx.tiles):
+        with autograd.autocast_disabled((grad,)), kernels.tiles_of(ctx.tiles):
             if torch.is_grad_enabled():
                 return None, *_recorded(ctx.found, x, own, grad, ctx.needs_input_grad[1:])
             run = _Run(ctx.found, ctx.plan, x, own, _Memory(between, pairs, narrow, out))
@@ -286,11 +286,11 @@ class _Run:
         between, pairs = x.new_empty(plan.between), x.new_empty(plan.vectors, dtype=torch.float32)
         return _Run(found, plan, x, own, _Memory(between, pairs, narrow, out))
 
-    def _scratch(self, calls: Iterable[Direct]) -> Scratch:
+    def _scratch(self, calls: Iterable[Direct]) -> Workspace:
         """What the programs of each of the kernels of a pass share: these and those of the norms."""
         needs = [one.call.norm.needs for one in self.found]
         needs += [call.aimed.needs for call in calls if call.aimed.slots.scratch is not None]
-        return scratch(max([n for n, _ in needs]), max([n for _, n in needs]), self.x.device)
+        return workspace(max([n for n, _ in needs]), max([n for _, n in needs]), self.x.device)
 
     def forward(self) -> None:
         """The result is put where it belongs."""
@@ -304,17 +304,17 @@ class _Run:
             more = self._at[layer.held] if layer.adds else h
             norm.normalise((h, count, pair, *self._affine[n], more, self._at[n]))
 
-    def _multiplied(self, n: int, shared: Scratch) -> None:
+    def _multiplied(self, n: int, shared: Workspace) -> None:
         """What a layer gives to its norm."""
         one, own = self.found[n], self.found[n].call.own
         if own is None:
             torch.mm(self._features(n), self._matrix(n).t(), out=self._of(n))
             return
         given, call = (self._at[one.launch.reads], self._weights[n]), own.result
-        if call.runner.fills is self.x.dtype:
+        if call.runner.writes_result_dtype is self.x.dtype:
             call.aimed.begin(given, call.places, self._taken[n], shared)
             return
-        summed = call.runner.fresh(self.x, (one.rows, one.launch.shape[0]))
+        summed = call.runner.allocate_output(self.x, (one.rows, one.launch.shape[0]))
         call.aimed.begin(given, call.places, summed.data_ptr(), shared)
         self._of(n).copy_(summed)
 
@@ -338,12 +338,12 @@ class _Run:
             weight.aimed.begin(given, weight.places, begin + size * layer.weights, shared)
             if features is not None:
                 rows = x.shape[0] if layer.reads == GIVEN else found[layer.reads].rows
-                dx = features.runner.fresh(x, (rows, layer.shape[2]))
+                dx = features.runner.allocate_output(x, (rows, layer.shape[2]))
                 features.aimed.begin(given, features.places, dx.data_ptr(), shared)
                 _add(grads, layer.reads, dx if dx.dtype is x.dtype else dx.to(x.dtype))
         return [grads.get(GIVEN) if needed[0] else None, *self._own(weights, sums, apart, needed[1:])]
 
-    def _through_norm(self, n: int, grads: dict[int, Tensor], written: tuple[int, int], shared: Scratch) -> None:
+    def _through_norm(self, n: int, grads: dict[int, Tensor], written: tuple[int, int], shared: Workspace) -> None:
         """written: where the gradient of what a norm takes is put, and its sums; that of what is added is one more of
         the grads."""
         one, layer, given, (dh, sums) = self.found[n], self.found[n].launch, grads.pop(n), written

@@ -11,14 +11,14 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from pumice.runtime.launch import lasting
+from pumice.runtime.launch import outside_inference_mode
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 _MOST = 16
 
 
-class Bounded(Generic[Found]):
+class BoundedCache(Generic[Found]):
     """Values by key, at most so many: the oldest goes first."""
 
     def __init__(self, most: int) -> None:
@@ -43,7 +43,7 @@ class Bounded(Generic[Found]):
         return value
 
 
-class Own:
+class PersistentBuffers:
     """Tensors of a program that runs again and again, as a captured graph does: what they hold is written by the
     program, so that what it finds of them lasts as long, and nothing waits for it."""
 
@@ -59,10 +59,10 @@ class Own:
         return held is not None and held() is tensor
 
 
-OWN = Own()
+PERSISTENT = PersistentBuffers()
 
 
-def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:
+def cached_per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:
     """Remember find(tensor, *args) for each living tensor and hashable args; forgotten when the tensor is written to.
 
     Inference tensors do not count their writes and fake ones hold nothing: for them it is found anew each time.
@@ -83,10 +83,10 @@ def per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Co
         if asked in results:
             return results[asked]
         # What was found in inference serves training afterwards.
-        with lasting(), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             found = find(tensor, *args, **kwargs)
         # What is found while a CUDA graph is captured is not computed until the graph runs.
-        if tensor in OWN or not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if tensor in PERSISTENT or not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(results) >= _MOST:
                 results.clear()
             results[asked] = found

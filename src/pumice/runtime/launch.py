@@ -21,7 +21,7 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def runs_kernels(tensor: Tensor) -> bool:
+def has_triton(tensor: Tensor) -> bool:
     """Whether kernels run where this tensor lies: on a GPU, and anywhere by Triton's interpreter."""
     if not _has_triton():
         return False
@@ -32,24 +32,24 @@ def runs_kernels(tensor: Tensor) -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def without_kernels(tensor: Tensor) -> str | None:
+def triton_unavailable_reason(tensor: Tensor) -> str | None:
     """Why no kernel runs where this tensor lies, or None."""
-    return None if runs_kernels(tensor) else "kernels do not run here"
+    return None if has_triton(tensor) else "kernels do not run here"
 
 
-def lasting() -> AbstractContextManager[object]:
+def outside_inference_mode() -> AbstractContextManager[object]:
     """Within it, what is made in inference serves training afterwards."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
-_READ: ContextVar[list[object] | None] = ContextVar("constants_read", default=None)
+_READ: ContextVar[list[object] | None] = ContextVar("recording_constants", default=None)
 
 
-def constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
+def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
     """What a function makes is made once for its arguments and kept, at most so many; for tensors that are read and
-    never written. Whoever reads longer than they are kept holds them: `constants_read`."""
+    never written. Whoever reads longer than they are kept holds them: `recording_constants`."""
 
     def kept(find: Callable[Given, Found]) -> Callable[Given, Found]:
         known = lru_cache(maxsize)(find)
@@ -67,7 +67,7 @@ def constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given,
 
 
 @contextmanager
-def constants_read() -> Iterator[list[object]]:
+def recording_constants() -> Iterator[list[object]]:
     """The constants that are asked for within it: a captured graph reads their memory whenever it runs."""
     read: list[object] = []
     token = _READ.set(read)
@@ -77,7 +77,7 @@ def constants_read() -> Iterator[list[object]]:
         _READ.reset(token)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the CPU on the device, without a wait for the device."""
     if device.type != "cuda":
         return tensor.to(device)
@@ -85,8 +85,8 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64 on the device, without a wait for it: in a third of the time of `sent(torch.tensor(values))`."""
-    return sent(torch.frombuffer(array("q", values), dtype=torch.int64), device)
+    """int64 on the device, without a wait for it: in a third of the time of `to_device_async(torch.tensor(values))`."""
+    return to_device_async(torch.frombuffer(array("q", values), dtype=torch.int64), device)
 
 
 def vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -96,13 +96,13 @@ def vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
     return _vector(values, dtype, device)
 
 
-@constant(256)
+@cached_device_constant(256)
 def _vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with lasting():
-        return sent(torch.tensor(values, dtype=dtype), device)
+    with outside_inference_mode():
+        return to_device_async(torch.tensor(values, dtype=dtype), device)
 
 
-class Compiled:
+class CompiledKernel:
     """What Triton compiled for a device, started with addresses in place of tensors.
 
     Triton's own door asks the driver about every tensor, and builds what only a profiler reads: 10 us of the host. It
@@ -172,13 +172,13 @@ def _in_c(compiled: Any) -> Run | None:
 
 
 @lru_cache(maxsize=64)
-def kernel(name: str) -> Launcher:
+def kernel(name: str) -> KernelLauncher:
     """The kernel `file.function` of this room. Its file is imported here first: it needs Triton."""
     file, _, function = name.partition(".")
-    return Launcher(getattr(importlib.import_module(f"pumice.coords.{file}"), function))
+    return KernelLauncher(getattr(importlib.import_module(f"pumice.coords.{file}"), function))
 
 
-class Launcher:
+class KernelLauncher:
     """A kernel whose arguments are tensors, then numbers, then constants, in this order.
 
     Integers are passed as 64 bits and never specialised on, so that sizes of a scan make no new variant; other numbers
@@ -187,7 +187,7 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._fixed: dict[tuple[Any, ...], Fixed] = {}
+        self._fixed: dict[tuple[Any, ...], BoundKernel] = {}
 
     def __call__(
         self,
@@ -202,20 +202,20 @@ class Launcher:
         key = (warps, *[t.dtype for t in tensors], *known)
         fixed = self._fixed.get(key)
         if fixed is None:
-            fixed = self._fixed[key] = Fixed(self._kernel, known, warps)
+            fixed = self._fixed[key] = BoundKernel(self._kernel, known, warps)
         fixed(programs, tensors, numbers)
 
 
-class Fixed:
+class BoundKernel:
     """A kernel with its constants, for tensors of the same dtypes at each call: nothing is looked up but where they
     lie. The first launch of a variant goes through Triton's own door; later ones start what it compiled."""
 
     def __init__(self, kernel: Any, constants: Sequence[Any], warps: int = 4) -> None:
         self.kernel, self.constants, self.warps = kernel, tuple(constants), warps
-        self._compiled: dict[tuple[int, ...], Compiled] = {}
+        self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
 
     def __call__(self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
-        """As Launcher."""
+        """As KernelLauncher."""
         if programs == 0:
             return
         # -1 on a CPU.
@@ -225,7 +225,7 @@ class Fixed:
                 return self._start(device, programs, tensors, numbers)
         self._start(device, programs, tensors, numbers)
 
-    def compiled(self, device: int, beyond: Sequence[int]) -> Compiled | None:
+    def compiled(self, device: int, beyond: Sequence[int]) -> CompiledKernel | None:
         """What was compiled for tensors that lie so many bytes beyond an alignment to 16; None where that was not
         yet."""
         return self._compiled.get((device, *beyond) if any(beyond) else (device,))
@@ -242,4 +242,4 @@ class Fixed:
             return
         made = self.kernel[(programs,)](*tensors, *numbers, *self.constants, num_warps=self.warps)
         if made is not None:
-            self._compiled[key] = Compiled(made)
+            self._compiled[key] = CompiledKernel(made)

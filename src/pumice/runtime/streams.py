@@ -26,7 +26,7 @@ _LEVEL = "coords", "found"
 """What other streams make of a level: its coordinates, and all that was found with them."""
 
 
-class Late(dict[Hashable, torch.cuda.Event]):
+class PendingEvents(dict[Hashable, torch.cuda.Event]):
     """Events on other streams behind which things are there, by their keys, until all is over; under None the event
     behind which what the others are made of is there. A stream waits for an event once."""
 

@@ -9,8 +9,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from pumice.runtime.cache import Bounded
-from pumice.runtime.launch import lasting
+from pumice.runtime.cache import BoundedCache
+from pumice.runtime.launch import outside_inference_mode
 
 _SPARE = 1 << 20
 """Counters of a device that captured graphs get theirs from: 4 MiB, enough for a thousand kernels."""
@@ -20,7 +20,7 @@ _MOST = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Scratch:
+class Workspace:
     """What no kernel has that may run at the same time.
 
     counters: int32, 0 whenever nobody counts: a kernel that raises one puts it back. room: bytes of any value.
@@ -40,37 +40,37 @@ class Scratch:
         return self.room.shape[0]
 
 
-def scratch(count: int, size: int, device: torch.device) -> Scratch:
+def workspace(count: int, size: int, device: torch.device) -> Workspace:
     """At least so many counters and so many bytes.
 
     The kernels of one stream run one after another and share theirs. A captured graph runs on any stream, beside any
     kernel: each of its kernels has counters of its own, for good, and room in the memory of the graph.
     """
     if device.type != "cuda":
-        return Scratch(torch.zeros(count, dtype=torch.int32, device=device), _room(size, device))
+        return Workspace(torch.zeros(count, dtype=torch.int32, device=device), _room(size, device))
     index = device.index or 0
     if torch.cuda.is_current_stream_capturing():
         spare = _SPARES.get(index)
         # What is made while a graph is captured is 0 in that graph alone: it is not kept for others.
-        return Scratch(spare.taken(count) if spare else _zeros(count, device), _room(size, device))
+        return Workspace(spare.taken(count) if spare else _zeros(count, device), _room(size, device))
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     held = _HELD.get(key)
     if held is not None and held.count >= count and held.size >= size:
         return held
     if _SPARES.get(index) is None:
-        _SPARES.keep(index, _Spare(device))
+        _SPARES.keep(index, _CounterPool(device))
     if size > _MOST:
-        return Scratch(scratch(count, 0, device).counters, _room(size, device))
+        return Workspace(workspace(count, 0, device).counters, _room(size, device))
     if held is not None:
         count, size = max(count, held.count), max(size, held.size)
-    return _HELD.keep(key, Scratch(_zeros(_rounded(count), device), _room(_rounded(size), device)))
+    return _HELD.keep(key, Workspace(_zeros(_rounded(count), device), _room(_rounded(size), device)))
 
 
 def _rounded(size: int) -> int:
     return max(_ALIGNED, 1 << (size - 1).bit_length())
 
 
-class _Spare:
+class _CounterPool:
     """Counters to be given away."""
 
     def __init__(self, device: torch.device) -> None:
@@ -88,14 +88,14 @@ class _Spare:
 
 def _zeros(count: int, device: torch.device) -> Tensor:
     # What was made in inference serves training afterwards.
-    with lasting():
+    with outside_inference_mode():
         return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _room(size: int, device: torch.device) -> Tensor:
-    with lasting():
+    with outside_inference_mode():
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-_SPARES: Bounded[_Spare] = Bounded(64)
-_HELD: Bounded[Scratch] = Bounded(256)
+_SPARES: BoundedCache[_CounterPool] = BoundedCache(64)
+_HELD: BoundedCache[Workspace] = BoundedCache(256)

@@ -54,10 +54,10 @@ class Dataflow:
         return asdict(self)
 
     @staticmethod
-    def of_json(told: Mapping[str, Any]) -> Dataflow:
-        grouping = told["grouping"]
-        tuples = {name: tuple(told[name]) for name in ("repeats", "devices")}
-        return Dataflow(**{**told, **tuples, "grouping": grouping and Grouping(**grouping)})
+    def of_json(data: Mapping[str, Any]) -> Dataflow:
+        grouping = data["grouping"]
+        tuples = {name: tuple(data[name]) for name in ("repeats", "devices")}
+        return Dataflow(**{**data, **tuples, "grouping": grouping and Grouping(**grouping)})
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ Chosen = tuple[Dataflow, Dataflow, Dataflow]
 """Of forward, dgrad and wgrad."""
 
 
-def chosen(asked: str | Dataflow | Dataflows) -> Chosen:
+def chosen(choice: str | Dataflow | Dataflows) -> Chosen:
     """The three dataflows that are asked for. Raises OptionError for what has no such name, with those that exist."""
-    if not isinstance(asked, str | Dataflow | Dataflows):
-        raise OptionError(f"a dataflow is a name, a Dataflow or Dataflows, found {type(asked).__name__}")
-    return _chosen(asked)
+    if not isinstance(choice, str | Dataflow | Dataflows):
+        raise OptionError(f"a dataflow is a name, a Dataflow or Dataflows, found {type(choice).__name__}")
+    return _chosen(choice)
 
 
 @lru_cache(maxsize=256)

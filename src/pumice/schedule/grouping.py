@@ -42,7 +42,7 @@ SIZES = (0, *range(5_000, 25_001, 2_500))
 """The numbers S that it tries."""
 
 
-class Group(NamedTuple):
+class OffsetGroup(NamedTuple):
     """Taps in their order that are multiplied together, in one batched product or each by a plain one."""
 
     taps: Taps
@@ -70,7 +70,7 @@ class Grouping:
             found = f"width={self.width}, size={self.size}, epsilon={self.epsilon}"
             raise OptionError(f"width is at least 1, size at least 0, epsilon from 0 to 1; found {found}")
 
-    def groups(self, counts: Sequence[int]) -> tuple[Group, ...]:
+    def groups(self, counts: Sequence[int]) -> tuple[OffsetGroup, ...]:
         """The groups of taps with so many pairs each: every tap is in one of them."""
         return _groups(self, tuple(counts))
 
@@ -92,30 +92,30 @@ def spread(counts: Sequence[int], taps: Sequence[int]) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _groups(how: Grouping, counts: Taps) -> tuple[Group, ...]:
+def _groups(how: Grouping, counts: Taps) -> tuple[OffsetGroup, ...]:
     return tuple(GROUPINGS[how.kind](how, counts))
 
 
-def _separate(how: Grouping, counts: Taps) -> Iterator[Group]:
+def _separate(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
     for tap in range(len(counts)):
-        yield Group((tap,), False)
+        yield OffsetGroup((tap,), False)
 
 
-def _symmetric(how: Grouping, counts: Taps) -> Iterator[Group]:
+def _symmetric(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
     for unit in (*_units(counts), *_middle(counts)):
-        yield Group(unit, len(unit) > 1)
+        yield OffsetGroup(unit, len(unit) > 1)
 
 
-def _fixed(how: Grouping, counts: Taps) -> Iterator[Group]:
+def _fixed(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
     units = _units(counts)
     width = how.width if _mirrored(counts) else max(1, len(units))
     for at in range(0, len(units), width):
-        yield Group(_together(units[at : at + width]), True)
+        yield OffsetGroup(_together(units[at : at + width]), True)
     for unit in _middle(counts):
-        yield Group(unit, False)
+        yield OffsetGroup(unit, False)
 
 
-def _adaptive(how: Grouping, counts: Taps) -> Iterator[Group]:
+def _adaptive(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
     run: list[int] = []
     for tap in _outside_in(counts):
         if run and spread(counts, [*run, tap]) > how.epsilon:
@@ -125,11 +125,11 @@ def _adaptive(how: Grouping, counts: Taps) -> Iterator[Group]:
     if run:
         yield _weighed(how, counts, run)
     for unit in _middle(counts):
-        yield Group(unit, False)
+        yield OffsetGroup(unit, False)
 
 
-def _weighed(how: Grouping, counts: Taps, run: Sequence[int]) -> Group:
-    return Group(tuple(sorted(run)), len(run) > 1 and max(counts[tap] for tap in run) < how.size)
+def _weighed(how: Grouping, counts: Taps, run: Sequence[int]) -> OffsetGroup:
+    return OffsetGroup(tuple(sorted(run)), len(run) > 1 and max(counts[tap] for tap in run) < how.size)
 
 
 def _mirrored(counts: Taps) -> bool:
@@ -159,7 +159,7 @@ def _together(units: Sequence[Taps]) -> Taps:
     return tuple(sorted(tap for unit in units for tap in unit))
 
 
-GROUPINGS: Mapping[str, Callable[[Grouping, Taps], Iterator[Group]]] = MappingProxyType(
+GROUPINGS: Mapping[str, Callable[[Grouping, Taps], Iterator[OffsetGroup]]] = MappingProxyType(
     {"separate": _separate, "symmetric": _symmetric, "fixed": _fixed, "adaptive": _adaptive}
 )
 """The groupings by name."""

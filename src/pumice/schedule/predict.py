@@ -23,7 +23,7 @@ DEFAULT = "implicit-gemm-sorted"
 
 
 @dataclass(frozen=True)
-class Side:
+class MapStats:
     """A map seen from its outputs. counts: pairs of each tap. entries: by form of tiles, (tile, tap) entries of each
     part, of `block` outputs each; empty where nobody counted them."""
 
@@ -48,14 +48,14 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerWork:
     """A layer over a map: the map as the forward pass reads it, and as the input gradient does.
 
     channels: in and out. size: bytes of a value.
     """
 
-    side: Side
-    back: Side
+    side: MapStats
+    back: MapStats
     channels: tuple[int, int]
     groups: int = 1
     size: int = 4
@@ -65,10 +65,10 @@ class Work:
         """Products of one pair."""
         return self.channels[0] * self.channels[1] / self.groups
 
-    def turned(self) -> Work:
+    def turned(self) -> LayerWork:
         """What the input gradient is: the same with the roles exchanged."""
         inner, outer = self.channels
-        return Work(self.back, self.side, (outer, inner), self.groups, self.size)
+        return LayerWork(self.back, self.side, (outer, inner), self.groups, self.size)
 
 
 # What distinguishes dataflows
@@ -84,25 +84,25 @@ def effect(flow: Dataflow, name: str, device: str) -> Hashable:
     return "products", separate, flow.grouping or Grouping("separate")
 
 
-def sensible(name: str, flow: Dataflow, deterministic: bool, library: bool) -> bool:
+def is_applicable(name: str, flow: Dataflow, deterministic: bool, library: bool) -> bool:
     """Whether a dataflow may be taken for a pass here. library: whether torch's products take the values."""
     stated = flow.movement in ("implicit", "on-demand")
     return (not deterministic or name in flow.repeats) and (library or stated or flow.movement == PLANNED.movement)
 
 
 # Seconds
-def seconds(flow: Dataflow, work: Work, name: str, device: str) -> float:
+def seconds(flow: Dataflow, work: LayerWork, name: str, device: str) -> float:
     """Of the kernels of a pass, its layout of the map apart."""
     return _MODELS[device](flow, work.turned() if name == DGRAD else work, name)
 
 
-def layouts(flow: Dataflow, work: Work, name: str, device: str) -> Mapping[Hashable, float]:
+def layouts(flow: Dataflow, work: LayerWork, name: str, device: str) -> Mapping[Hashable, float]:
     """Seconds of what a pass lays out of its map, by what that is: layers over the map share it."""
     side = work.back if name == DGRAD else work.side
     return dict(_LAYOUTS[device](flow, side, name))
 
 
-def together(flow: Dataflow, works: Sequence[Work], passes: Iterable[str], device: str) -> float:
+def together(flow: Dataflow, works: Sequence[LayerWork], passes: Iterable[str], device: str) -> float:
     """Seconds of the layers over one map, with the layouts that they share."""
     passes = tuple(passes)
     shared: dict[Hashable, float] = {}
@@ -122,7 +122,7 @@ _PART = 12
 """Bytes of a result that another part of a form takes: sums are left in float32, and read again."""
 
 
-def _on_gpu(flow: Dataflow, work: Work, name: str) -> float:
+def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     if flow.movement == PLANNED.movement:
         flow = DATAFLOWS[DEFAULT]
     if flow.movement in ("implicit", "on-demand") and name == WGRAD:
@@ -135,19 +135,19 @@ def _on_gpu(flow: Dataflow, work: Work, name: str) -> float:
     return _by_library(flow, work, name, DEVICES["cuda"])
 
 
-def _by_tiles(flow: Dataflow, work: Work) -> float:
+def _by_tiles(flow: Dataflow, work: LayerWork) -> float:
     parts = work.side.parts(flow.form)
     each = work.side.taps / len(parts), work.side.pairs / len(parts)
     total = sum(_tiled(entries, work, each, flow.piece) for entries in parts)
     return total + (len(parts) - 1) * work.side.outputs * work.channels[1] * _PART / DEVICES["cuda"].memory
 
 
-def _by_table(work: Work) -> float:
+def _by_table(work: LayerWork) -> float:
     entries = -(-work.side.outputs // work.side.block) * work.side.taps
     return _tiled(entries, work, (work.side.taps, work.side.pairs), 0)
 
 
-def _tiled(entries: int, work: Work, each: tuple[float, float], piece: int) -> float:
+def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int) -> float:
     """A kernel over entries of tiles; of the taps and pairs of its part. What is absent is multiplied, not gathered."""
     taps, pairs = each
     moved = (pairs * work.channels[0] + entries * work.each) * work.size
@@ -159,7 +159,7 @@ def _tiled(entries: int, work: Work, each: tuple[float, float], piece: int) -> f
     return _START + (through**1.5 + chain**1.5) ** (2 / 3)
 
 
-def _by_pairs(work: Work, slower: float) -> float:
+def _by_pairs(work: LayerWork, slower: float) -> float:
     """A kernel over the pairs of each tap; both sides are gathered."""
     moved = work.side.pairs * sum(work.channels) * work.size
     return (
@@ -169,7 +169,7 @@ def _by_pairs(work: Work, slower: float) -> float:
     )
 
 
-def _by_library(flow: Dataflow, work: Work, name: str, device: Device) -> float:
+def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> float:
     """What is put in place is written and read again, tap by tap or at once."""
     pairs, ((inner, outer), size) = work.side.pairs, (work.channels, work.size)
     rate = min(device.matrix, _MATRIX[size]) if device.name != "CPU" else device.plain
@@ -190,7 +190,7 @@ def _by_library(flow: Dataflow, work: Work, name: str, device: Device) -> float:
     return kernels * launch + moved / device.memory + 2 * products * inner * outer / work.groups / rate
 
 
-def _on_cpu(flow: Dataflow, work: Work, name: str) -> float:
+def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     device = DEVICES["cpu"]
     if flow.movement == PLANNED.movement:
         # Chunks that stay in the cache, see schedule.cpu.
@@ -202,7 +202,7 @@ def _on_cpu(flow: Dataflow, work: Work, name: str) -> float:
     return _by_library(flow, work, name, device)
 
 
-def _laid_on_gpu(flow: Dataflow, side: Side, name: str) -> Iterator[tuple[Hashable, float]]:
+def _laid_on_gpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Hashable, float]]:
     if flow.movement == PLANNED.movement:
         flow = DATAFLOWS[DEFAULT]
     rows = side.outputs
@@ -221,29 +221,29 @@ def _laid_on_gpu(flow: Dataflow, side: Side, name: str) -> Iterator[tuple[Hashab
         )
 
 
-def _laid_on_cpu(flow: Dataflow, side: Side, name: str) -> Iterator[tuple[Hashable, float]]:
+def _laid_on_cpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Hashable, float]]:
     if flow.movement not in (PLANNED.movement, "explicit"):
         yield (id(side), flow.movement, flow.grouping), 40e-6 + side.taps * 20e-6 + side.pairs * 4e-9
 
 
-_MODELS: Mapping[str, Callable[[Dataflow, Work, str], float]] = MappingProxyType({"cuda": _on_gpu, "cpu": _on_cpu})
-_LAYOUTS: Mapping[str, Callable[[Dataflow, Side, str], Iterator[tuple[Hashable, float]]]] = MappingProxyType(
+_MODELS: Mapping[str, Callable[[Dataflow, LayerWork, str], float]] = MappingProxyType({"cuda": _on_gpu, "cpu": _on_cpu})
+_LAYOUTS: Mapping[str, Callable[[Dataflow, MapStats, str], Iterator[tuple[Hashable, float]]]] = MappingProxyType(
     {"cuda": _laid_on_gpu, "cpu": _laid_on_cpu}
 )
 
 
 # What is tried
 @dataclass(frozen=True)
-class Prospect:
+class CandidateFlow:
     """A dataflow that is worth trying, and what the layers over a map are reckoned to take with it, in seconds."""
 
     flow: Dataflow
     seconds: float
 
 
-def prospects(
-    flows: Iterable[Dataflow], works: Sequence[Work], passes: Sequence[str] = PASSES, device: str = "cuda"
-) -> list[Prospect]:
+def candidate_flows(
+    flows: Iterable[Dataflow], works: Sequence[LayerWork], passes: Sequence[str] = PASSES, device: str = "cuda"
+) -> list[CandidateFlow]:
     """Each dataflow that differs from the default and from those before, the most promising first."""
     seen = {tuple(effect(PLANNED, name, device) for name in passes)}
     found = []
@@ -251,11 +251,11 @@ def prospects(
         does = tuple(effect(flow, name, device) for name in passes)
         if does not in seen:
             seen.add(does)
-            found.append(Prospect(flow, together(flow, works, passes, device)))
+            found.append(CandidateFlow(flow, together(flow, works, passes, device)))
     return sorted(found, key=lambda prospect: prospect.seconds)
 
 
-def promising(found: Sequence[Prospect], standing: float, factor: float) -> list[Prospect]:
+def promising(found: Sequence[CandidateFlow], standing: float, factor: float) -> list[CandidateFlow]:
     """Those within a factor of the best, that of the default being `standing`."""
     best = min([standing, *(prospect.seconds for prospect in found)])
     return [prospect for prospect in found if prospect.seconds <= factor * best]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pumice.errors import OptionError
-from pumice.language.roles import Roles
+from pumice.language.contraction import ContractionRoles
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Tile:
     warps: of 32 threads (64 on CDNA); stages: turns whose loads are under way at once.
     swapped: the columns of the statement are the rows of the tile: wgmma wants 64 rows at least.
     slabs: all rows are taken for one block of columns before the next, so that what they gather stays in the cache.
-    stacked: segments are the rows of a matrix product (language.roles.stacked).
+    stacked: segments are the rows of a matrix product (language.contraction.stacked).
     ahead: of a matrix product: indices are loaded two turns before they are used, so that no load waits for another.
     packed: a turn takes several entries of a segment, as many as `reduced` has room for and at least one, each with all
-        of its few points of the reduction (language.roles.packed).
+        of its few points of the reduction (language.contraction.packed).
     piece: of a matrix product in segments: entries of one program at most. A longer segment is shared by several
     programs, the last of which adds up what all have found, always in the same order; 0: none is shared.
     slices: of a matrix product: parts of its columns that are finished and written one after the other, and not at all
@@ -34,29 +34,38 @@ class Tile:
     rows: int
     columns: int
     reduced: int = 1
-    lanes: int = 1
+    segment_threads: int = 1
     warps: int = 4
     stages: int = 2
     swapped: bool = False
-    slabs: bool = False
+    column_major_grid: bool = False
     stacked: bool = False
-    ahead: bool = False
+    prefetch_indices: bool = False
     packed: bool = False
-    piece: int = 0
-    slices: int = 1
+    stream_k_chunk: int = 0
+    epilogue_subtiles: int = 1
     hoisted: bool = True
     padded: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("rows", "columns", "reduced", "lanes", "warps", "stages", "piece", "slices"):
+        for name in (
+            "rows",
+            "columns",
+            "reduced",
+            "segment_threads",
+            "warps",
+            "stages",
+            "stream_k_chunk",
+            "epilogue_subtiles",
+        ):
             value = getattr(self, name)
-            if (value < 1 or (name != "stages" and value & (value - 1))) and (name != "piece" or value != 0):
+            if (value < 1 or (name != "stages" and value & (value - 1))) and (name != "stream_k_chunk" or value != 0):
                 raise OptionError(f"{name} of a tile is a power of two, at least 1; found {value}")
-        if self.rows % self.lanes:
-            raise OptionError(f"{self.lanes} lanes do not divide {self.rows} rows")
-        if self.slices > self.columns:
-            raise OptionError(f"{self.slices} slices do not divide {self.columns} columns")
-        if self.packed and (self.stacked or self.lanes > 1):
+        if self.rows % self.segment_threads:
+            raise OptionError(f"{self.segment_threads} lanes do not divide {self.rows} rows")
+        if self.epilogue_subtiles > self.columns:
+            raise OptionError(f"{self.epilogue_subtiles} slices do not divide {self.columns} columns")
+        if self.packed and (self.stacked or self.segment_threads > 1):
             raise OptionError("a packed tile is one segment's: it is not stacked, and has no lanes")
         if self.rows * self.columns > 1 << 20:
             raise OptionError(f"a tile has at most 1048576 results, found {self.rows} x {self.columns}")
@@ -74,22 +83,22 @@ class Tile:
             return replace(self, stages=self.stages - 1)
         if self.stacked:
             return self._narrower() if self.columns > 16 else None
-        if max(self.rows // self.lanes, self.columns) <= 16:
+        if max(self.rows // self.segment_threads, self.columns) <= 16:
             return None
-        if self.columns >= self.rows // self.lanes:
+        if self.columns >= self.rows // self.segment_threads:
             return self._narrower()
         return replace(self, rows=self.rows // 2)
 
     def _narrower(self) -> Tile:
         columns = self.columns // 2
-        return replace(self, columns=columns, slices=min(self.slices, columns))
+        return replace(self, columns=columns, epilogue_subtiles=min(self.epilogue_subtiles, columns))
 
     def __str__(self) -> str:
-        lanes = f"/{self.lanes}" if self.lanes > 1 else ""
-        ways = ("swapped", "slabs", "stacked", "packed", "ahead")
+        lanes = f"/{self.segment_threads}" if self.segment_threads > 1 else ""
+        ways = ("swapped", "column_major_grid", "stacked", "packed", "prefetch_indices")
         order = "".join(f" {way}" for way in ways if getattr(self, way))
-        order += f" pieces of {self.piece}" if self.piece else ""
-        order += f" in {self.slices} slices" if self.slices > 1 else ""
+        order += f" pieces of {self.stream_k_chunk}" if self.stream_k_chunk else ""
+        order += f" in {self.epilogue_subtiles} slices" if self.epilogue_subtiles > 1 else ""
         order += " not hoisted" * (not self.hoisted) + " not padded" * (not self.padded)
         return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}{order}"
 
@@ -99,7 +108,7 @@ def power_above(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def about(count: int) -> int:
+def size_bucket(count: int) -> int:
     """A number of rows or entries, rounded down by less than an eighth: what is chosen for one is chosen for all that
     round to it, so that scans of about the same sizes are computed alike."""
     step = 1 << max(0, count.bit_length() - 4)
@@ -120,14 +129,14 @@ class Problem:
     longest: entries of the longest segment that is to be expected.
     """
 
-    roles: Roles
+    roles: ContractionRoles
     extents: Mapping[str, int]
     mean: float = 1.0
     bits: int = 16
     chained: bool = False
     stacks: bool = False
     segments: int = 1
-    packed: Roles | None = None
+    packed: ContractionRoles | None = None
     waits: bool = True
     longest: int = LONGEST
 
@@ -146,7 +155,7 @@ PROCESSORS = 132
 """Of an H200; it is filled from about as many programs on."""
 
 
-def programs(roles: Roles, extents: Mapping[str, int]) -> int:
+def programs(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
     """About how many tiles there are; one for each segment where there are any."""
     rows, columns = _sides(roles)
     across = 1 if roles.folds and not roles.product else _blocks(roles.columns, extents, columns)
@@ -154,7 +163,7 @@ def programs(roles: Roles, extents: Mapping[str, int]) -> int:
     return _blocks(roles.rows, extents, rows) * across * _blocks(roles.batch, extents, 1) * inner
 
 
-def splits(roles: Roles, extents: Mapping[str, int]) -> int:
+def splits(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
     """Into how many programs the loop of a tile is shared: more than one where there are few tiles and long loops.
 
     Segments are not split: what they have found is written once.
@@ -169,7 +178,7 @@ def splits(roles: Roles, extents: Mapping[str, int]) -> int:
     return max(1, min(-(-2 * PROCESSORS // tiles), turns // 8))
 
 
-def _sides(roles: Roles) -> tuple[int, int]:
+def _sides(roles: ContractionRoles) -> tuple[int, int]:
     """Rows and columns of a usual tile."""
     return (128, 128) if roles.product else (8, 256) if roles.folds else (16, 128)
 
@@ -195,13 +204,13 @@ def default(problem: Problem) -> Tile:
         return Tile(_below(rows, 2048 // wide), wide, warps=4)
     wide = _below(columns, 128)
     if problem.stacks and problem.mean >= _STACKED and columns >= 16:
-        return Tile(16, _tile_side(columns, 128), 128, stages=2, stacked=True, ahead=True)
+        return Tile(16, _tile_side(columns, 128), 128, stages=2, stacked=True, prefetch_indices=True)
     if problem.roles.laned:
         lanes = min(16, power_above(max(1, int(problem.mean / 8))))
         height = max(lanes, min(16, 2048 // wide))
         # Short loops end before loads run ahead.
         stages = 2 if problem.mean > 16 else 1
-        return Tile(height, wide, lanes=lanes, warps=_warps(height * wide, 512), stages=stages)
+        return Tile(height, wide, segment_threads=lanes, warps=_warps(height * wide, 512), stages=stages)
     height = _below(rows, max(1, 2048 // wide))
     # As above.
     stages = 1 if math.prod(problem.extents.get(name, 16) for name in roles.loops) <= 8 else 2
@@ -212,14 +221,14 @@ _STACKED = 16
 """Entries of a segment from which on segments are stacked: shorter ones cost what stacks of them save."""
 
 
-def of_long_segments(roles: Roles, extents: Mapping[str, int], tile: Tile) -> Tile:
+def of_long_segments(roles: ContractionRoles, extents: Mapping[str, int], tile: Tile) -> Tile:
     """The tile for segments far longer than those that `tile` is for: one at a time, by many lanes or a deep stack."""
     columns = math.prod(extents[name] for name in roles.columns)
     if tile.stacked:
-        return Tile(16, _tile_side(columns, 64), 256, stages=3, stacked=True, ahead=True)
+        return Tile(16, _tile_side(columns, 64), 256, stages=3, stacked=True, prefetch_indices=True)
     wide = _below(columns, 32)
     lanes = min(256, 4096 // wide)
-    return Tile(lanes, wide, lanes=lanes, warps=4)
+    return Tile(lanes, wide, segment_threads=lanes, warps=4)
 
 
 def candidates(problem: Problem) -> Iterator[Tile]:
@@ -237,7 +246,7 @@ def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     for stages in (1, 2, 3, 4):
         yield replace(first, stages=stages)
     for scale in (0.5, 1, 2, 4):
-        rows = power_above(max(first.lanes, int(first.rows * scale))) if problem.roles.rows else 1
+        rows = power_above(max(first.segment_threads, int(first.rows * scale))) if problem.roles.rows else 1
         for warps in (1, 2, 4, 8):
             # More than 64 results a thread spill.
             if rows * first.columns <= 64 * 32 * warps:
@@ -250,19 +259,21 @@ def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     for width in (32, 64, 128):
         for lanes in (1, 2, 4, 8, 16, 32):
             for rows in (1, 4, 16, 32):
-                tile = replace(first, rows=rows * lanes, columns=min(width, power_above(columns)), lanes=lanes)
+                tile = replace(
+                    first, rows=rows * lanes, columns=min(width, power_above(columns)), segment_threads=lanes
+                )
                 if 256 <= tile.rows * tile.columns <= 8192:
                     warps = _warps(tile.rows * tile.columns, 512)
-                    yield replace(tile, warps=warps, slabs=False)
+                    yield replace(tile, warps=warps, column_major_grid=False)
                     if width < columns:
-                        yield replace(tile, warps=warps, slabs=True)
+                        yield replace(tile, warps=warps, column_major_grid=True)
 
 
 def _stacked_tiles(columns: int) -> Iterator[Tile]:
     for width in sorted({_tile_side(columns, cap) for cap in (64, 128)}):
         for depth, warps in ((128, 4), (64, 4), (64, 2)):
             for stages, ahead in ((2, True), (3, True), (2, False)):
-                yield Tile(16, width, depth, warps=warps, stages=stages, stacked=True, ahead=ahead)
+                yield Tile(16, width, depth, warps=warps, stages=stages, stacked=True, prefetch_indices=ahead)
 
 
 def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
@@ -284,18 +295,18 @@ def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
                 for warps in _warps_of_product(height * width):
                     for stages, ahead in loads:
                         tile = Tile(height, width, first.reduced, warps=warps, stages=stages, swapped=swapped)
-                        yield replace(tile, ahead=ahead)
+                        yield replace(tile, prefetch_indices=ahead)
     for depth in (first.reduced // 2, 2 * first.reduced) if problem.chained and problem.bits == 16 else ():
         if 32 <= depth <= _most_depth(problem):
             for stages, ahead in loads:
-                yield replace(first, reduced=depth, stages=stages, ahead=ahead)
+                yield replace(first, reduced=depth, stages=stages, prefetch_indices=ahead)
     if problem.chained and first.columns >= 64 and not problem.roles.folds:
-        for slices in {1, 2, 4} - {first.slices}:
-            yield replace(first, slices=slices)
+        for slices in {1, 2, 4} - {first.epilogue_subtiles}:
+            yield replace(first, epilogue_subtiles=slices)
     if problem.shares:
         for piece in (4, 8, 16):
             for stages, ahead in loads:
-                yield replace(first, stages=stages, ahead=ahead, piece=piece)
+                yield replace(first, stages=stages, prefetch_indices=ahead, stream_k_chunk=piece)
 
 
 def _warps_of_product(area: int) -> tuple[int, ...]:
@@ -351,7 +362,7 @@ def _short_product(problem: Problem, sides: tuple[int, int], swapped: bool) -> T
     plain = problem.bits == 16 and not (swapped or problem.roles.folds or problem.roles.adds)
     if not plain or problem.roles.loops or not 64 < columns <= 128 or reduced > 192 or rows < 128 * _MANY:
         return None
-    return Tile(128, 128, 32, stages=4, slices=4) if columns <= 96 else Tile(64, 128, 64, stages=2)
+    return Tile(128, 128, 32, stages=4, epilogue_subtiles=4) if columns <= 96 else Tile(64, 128, 64, stages=2)
 
 
 def _depth(problem: Problem) -> int:
@@ -380,14 +391,14 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     height, width, count = _chained_sides(problem, (rows, columns), turns)
     # With 32 bits a side holds its values in parts, for which 4 warps have no registers.
     warps = 8 if problem.bits > 16 and height * width >= 128 * 128 else 4
-    tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, ahead=True)
+    tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, prefetch_indices=True)
     if width == 256:
         return replace(tile, warps=8)
     own = roles.segment is not None and not (roles.packed or roles.adds or roles.folds)
     if own and problem.mean < _SINGLE and problem.longest <= _SHORT and problem.bits == 16:
-        return replace(tile, slices=4 if width == 128 else 1)
+        return replace(tile, epilogue_subtiles=4 if width == 128 else 1)
     tile = _with_loads(problem, tile, (columns, count)) if turns >= _SHORT_LOOP else _not_ahead(tile)
-    return replace(tile, piece=_piece(problem, tile, count)) if problem.shares else tile
+    return replace(tile, stream_k_chunk=_piece(problem, tile, count)) if problem.shares else tile
 
 
 def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tuple[int, int, int]:
@@ -425,13 +436,13 @@ def _with_loads(problem: Problem, tile: Tile, sizes: tuple[int, int]) -> Tile:
         # 96 to 128 channels on an H200 (346,000 voxels of Waymo, a million of a shell): 112 and 885 us where loads that
         # wait for others took 122 and 979.
         full = columns == tile.columns == 128 and problem.bits <= 16 and not (problem.roles.folds or problem.roles.adds)
-        return replace(more, slices=4) if sparse or full else _not_ahead(tile)
+        return replace(more, epilogue_subtiles=4) if sparse or full else _not_ahead(tile)
     alike = roomy and _rounds(problem, more, programs) <= _rounds(problem, tile, programs)
     return more if tile.reduced <= 32 or few or alike else tile
 
 
 def _not_ahead(tile: Tile) -> Tile:
-    return replace(tile, stages=5, ahead=False)
+    return replace(tile, stages=5, prefetch_indices=False)
 
 
 def _piece(problem: Problem, tile: Tile, programs: int) -> int:
@@ -456,7 +467,7 @@ def _rounds(problem: Problem, tile: Tile, programs: int) -> int:
 
 def _at_once(problem: Problem, tile: Tile) -> int:
     """Programs of a matrix product that a device holds."""
-    return PROCESSORS * resident(tile, problem.bits)
+    return PROCESSORS * occupancy(tile, problem.bits)
 
 
 _SHARED, _REGISTERS, _WARPS = 227 << 10, 64 << 10, 64
@@ -465,10 +476,10 @@ _USED = 56
 """Registers of a thread besides its results."""
 
 
-def resident(tile: Tile, bits: int) -> int:
+def occupancy(tile: Tile, bits: int) -> int:
     """Programs of a matrix product that a multiprocessor holds at once; bits: of the values."""
     # Where a load waits for another, half of the stages hold values.
-    buffers = tile.stages if tile.ahead else (tile.stages + 1) // 2
+    buffers = tile.stages if tile.prefetch_indices else (tile.stages + 1) // 2
     shared = buffers * (tile.rows + tile.columns) * tile.reduced * bits // 8
     registers = tile.rows * tile.columns + 32 * tile.warps * _USED
     return max(1, min(_SHARED // max(1, shared), _REGISTERS // registers, _WARPS // tile.warps))
@@ -529,8 +540,8 @@ def _packed_tile(problem: Problem) -> Tile:
     found = _product_tile(replace(problem, roles=problem.packed, mean=turns, packed=None))
     # A loop of two turns has no use for more buffers, and the device has one for more programs: where those are few,
     # indices are loaded ahead all the same. So few turns are not shared.
-    stages, ahead = 3 if turns <= 2 else found.stages, found.ahead or problem.segments < _FEW
-    return replace(found, reduced=depth, stages=stages, packed=True, piece=0, ahead=ahead)
+    stages, ahead = 3 if turns <= 2 else found.stages, found.prefetch_indices or problem.segments < _FEW
+    return replace(found, reduced=depth, stages=stages, packed=True, stream_k_chunk=0, prefetch_indices=ahead)
 
 
 def _packed_tiles(problem: Problem) -> Iterator[Tile]:
@@ -548,7 +559,7 @@ def _packed_tiles(problem: Problem) -> Iterator[Tile]:
         for height in heights:
             for warps in _warps_of_product(height * first.columns):
                 for stages, ahead in ((2, False), (3, False), (5, False), (3, True), (4, True)):
-                    yield replace(first, rows=height, reduced=depth, warps=warps, stages=stages, ahead=ahead)
+                    yield replace(first, rows=height, reduced=depth, warps=warps, stages=stages, prefetch_indices=ahead)
 
 
 def _most_depth(problem: Problem) -> int:

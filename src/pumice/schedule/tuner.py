@@ -36,7 +36,7 @@ LAST = 4
 
 
 @dataclass(frozen=True)
-class Question:
+class TuningTask:
     """A group and what it may run besides the default, in the order in which it is tried."""
 
     group: str
@@ -44,7 +44,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TrialResult:
     """What a candidate gave: seconds of the network, or why it was refused. stood: what it was compared with."""
 
     candidate: Choice
@@ -54,7 +54,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Step:
+class SearchProgress:
     """Where a search is. done, of total: measurements; left: seconds, as reckoned; best, before: seconds of the best
     assignment so far and of the default."""
 
@@ -68,7 +68,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     assignment: those choices that are not the default. before, after: seconds of the default and of the assignment.
@@ -79,7 +79,7 @@ class Found:
     assignment: Assignment
     before: float
     after: float
-    tried: Mapping[str, tuple[Tried, ...]]
+    tried: Mapping[str, tuple[TrialResult, ...]]
     asked: tuple[str, ...]
     measured: int
     finished: bool = True
@@ -92,25 +92,25 @@ class Clock:
 
     budget: float = math.inf
     now: Callable[[], float] = monotonic
-    watch: Callable[[Step], object] = lambda step: None
+    watch: Callable[[SearchProgress], object] = lambda step: None
 
 
 class _Enough(Exception):
     """The budget does not reach for another measurement."""
 
 
-def measurements(questions: Sequence[Question]) -> int:
+def measurements(questions: Sequence[TuningTask]) -> int:
     """How many measurements a search takes at most: linear in the candidates."""
     return 3 + sum(len(question.candidates) + 2 for question in questions) + LAST
 
 
 def search(
-    questions: Sequence[Question],
+    questions: Sequence[TuningTask],
     measure: Measure,
     clock: Clock | None = None,
     start: Assignment | None = None,
-    ready: Callable[[Question], object] = lambda question: None,
-) -> Found:
+    ready: Callable[[TuningTask], object] = lambda question: None,
+) -> SearchResult:
     """Ask each group in turn what it should run; see the head of this file. start: what stands at first.
 
     ready: called before a group is asked, to compile what it may run, say.
@@ -123,12 +123,12 @@ def search(
 
 @dataclass
 class _Search:
-    questions: Sequence[Question]
+    questions: Sequence[TuningTask]
     measure: Measure
     clock: Clock
     standing: dict[str, Choice]
-    ready: Callable[[Question], object]
-    tried: dict[str, list[Tried]] = field(default_factory=dict)
+    ready: Callable[[TuningTask], object]
+    tried: dict[str, list[TrialResult]] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     before: float = math.inf
     best: float = math.inf
@@ -139,7 +139,7 @@ class _Search:
     def __post_init__(self) -> None:
         self.began = self.clock.now()
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         ended = ""
         try:
             self._begin()
@@ -163,7 +163,7 @@ class _Search:
         if self.standing:
             self.best = self._timed(self.standing)
 
-    def _ask(self, question: Question) -> None:
+    def _ask(self, question: TuningTask) -> None:
         """Take the best candidate of a group, if it is better than what stands, twice."""
         self.asking = (question.group, None)
         self._check_budget()
@@ -184,21 +184,21 @@ class _Search:
             self._confirm(question.group, winner)
         self.asked.append(question.group)
 
-    def _try(self, group: str, candidate: Choice, stood: float) -> Tried:
+    def _try(self, group: str, candidate: Choice, stood: float) -> TrialResult:
         self.asking = (group, candidate)
         try:
-            return Tried(candidate, self._timed({**self.standing, group: candidate}), stood)
+            return TrialResult(candidate, self._timed({**self.standing, group: candidate}), stood)
         except PumiceError as reason:
-            return Tried(candidate, stood=stood, refused=str(reason))
+            return TrialResult(candidate, stood=stood, refused=str(reason))
 
-    def _take(self, group: str, results: Sequence[Tried], stood: float) -> Tried | None:
+    def _take(self, group: str, results: Sequence[TrialResult], stood: float) -> TrialResult | None:
         winner = min(results, key=lambda tried: tried.seconds, default=None)
         if winner is None or not self._better(winner.seconds, stood):
             return None
         self.standing[group], self.best = winner.candidate, winner.seconds
         return winner
 
-    def _confirm(self, group: str, winner: Tried) -> None:
+    def _confirm(self, group: str, winner: TrialResult) -> None:
         self.asking = (group, winner.candidate)
         again = self._timed(self.standing)
         self._learn(winner.seconds, again)
@@ -251,12 +251,12 @@ class _Search:
         total, done, spent = measurements(self.questions), len(self.took), self.clock.now() - self.began
         left = min(spent / done * max(0, total - done), max(0.0, self.clock.budget - spent))
         group, candidate = self.asking
-        self.clock.watch(Step(group, candidate, done, max(total, done), left, self.best, self.before))
+        self.clock.watch(SearchProgress(group, candidate, done, max(total, done), left, self.best, self.before))
 
-    def _found(self, ended: str, finished: bool) -> Found:
+    def _found(self, ended: str, finished: bool) -> SearchResult:
         tried = {group: tuple(results) for group, results in self.tried.items()}
         # Nothing that was measured slower is given, whatever was cut short.
         assignment, after = dict(self.standing), self.best
         if not assignment or after >= self.before:
             assignment, after = {}, self.before
-        return Found(assignment, self.before, after, tried, tuple(self.asked), len(self.took), finished, ended)
+        return SearchResult(assignment, self.before, after, tried, tuple(self.asked), len(self.took), finished, ended)

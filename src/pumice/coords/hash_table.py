@@ -1,0 +1,162 @@
+"""Neighbours from a hash table or a dense grid: kernels fill it, and one kernel asks it for all taps at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pumice.coords.box import INT32_MAX, Bounds
+from pumice.coords.buffer import CoordBuffer, offset_table
+from pumice.coords.lookup import WORD, Neighbours, lanes_of, padded, paired
+from pumice.coords.map_schedule import MapSchedule
+from pumice.coords.relation import Relation
+from pumice.runtime.launch import kernel, triton_unavailable_reason
+
+MARGINS = {"hash": 8, "grid": 2, "bitmap": 2, "wide": 0}
+"""Cells around the box that are numbered too, so that a tap adds a constant to a row's number."""
+BLOCKS = {"hash": 128, "grid": 256, "bitmap": 256, "wide": 128}
+"""Cells that a program asks for: few where probes go on, so that the slowest keeps few others waiting."""
+_INSERT_BLOCK = 128
+
+
+class Table:
+    """A hash table or a dense grid, filled and asked by kernels."""
+
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule, kind: str) -> None:
+        self._cloud, self._kind, self._schedule = cloud, kind, schedule
+        self._margin = MARGINS[kind]
+        self._bounds = _numbered(cloud, kind)
+        self._bits, self._last = _row_bits(cloud), (1 << table_bits(cloud.capacity, schedule.load)) - 1
+        self._table = self._free()
+        zero = offset_table(((0,) * cloud.dim,), cloud.device)
+        numbers = (*_box(self._bounds, (1,) * cloud.dim), self._margin, self._bits, self._last)
+        tensors = (cloud.coords, cloud.count, zero, self._table, cloud.status)
+        constants = {"D": cloud.dim, "KIND": kind, "BLOCK": _INSERT_BLOCK}
+        programs = -(-cloud.capacity // _INSERT_BLOCK)
+        kernel("lookup_kernels.insert")(programs, tensors, numbers, constants)
+        self._values = self._table
+        if kind == "bitmap":
+            self._table, _ = paired(self._table)
+            self._values = torch.empty(cloud.capacity, dtype=torch.int32, device=cloud.device)
+            tensors = (cloud.coords, cloud.count, zero, self._table, self._values)
+            constants = {"D": cloud.dim, "BLOCK": _INSERT_BLOCK}
+            kernel("lookup_kernels.number_rows")(programs, tensors, numbers[:-2], constants)
+
+    def _free(self) -> Tensor:
+        device = self._cloud.device
+        if self._kind == "grid":
+            return torch.full((self._bounds.cells,), INT32_MAX, dtype=torch.int32, device=device)
+        if self._kind == "bitmap":
+            return torch.zeros(-(-self._bounds.cells // 32), dtype=torch.int32, device=device)
+        if self._kind == "hash":
+            return torch.full((self._last + 1,), 2**63 - 1, dtype=torch.int64, device=device)
+        return torch.full((self._last + 1 + _INSERT_BLOCK,), -1, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        held = {id(t): t for t in (self._table, self._values)}
+        return sum(t.numel() * t.element_size() for t in held.values())
+
+    def neighbours(self, outputs: CoordBuffer, relation: Relation, mirrored: bool | None = None) -> Neighbours:
+        """mirrored: of a submanifold map, half of the taps is asked for and written twice (no masks then).
+
+        By default where the schedule says so and the map is one.
+        """
+        if mirrored is None:
+            mirrored = self._schedule.mirrored and relation.mirrored and outputs.coords is self._cloud.coords
+        volume, capacity, device = len(relation.offsets), outputs.capacity, outputs.device
+        rows = torch.empty(capacity, volume, dtype=torch.int32, device=device)
+        masks = torch.empty(capacity, -(-volume // WORD), dtype=torch.int32, device=device)
+        if mirrored:
+            rows.fill_(-1)
+        lanes = lanes_of(volume // 2 if mirrored else volume)
+        block = max(1, (self._schedule.block or BLOCKS[self._kind]) // lanes)
+        reach = self._reach(outputs, relation)
+        constants = {"D": outputs.dim, "K": volume, "KIND": self._kind, "EACH": reach is None, "MIRROR": mirrored}
+        constants |= {"ROWS": block, "LANES": lanes}
+        box = _box(self._bounds, relation.stride)
+        numbers = (*box, self._margin, reach or 0, self._bits, self._last, capacity)
+        offsets = offset_table(relation.offsets, device)
+        held = (self._table, self._values, self._cloud.coords)
+        tensors = (outputs.coords, outputs.count, offsets, *held, rows, masks)
+        kernel("lookup_kernels.neighbours")(-(-capacity // block), tensors, numbers, constants, self._schedule.warps)
+        return Neighbours(rows, None if mirrored else masks)
+
+    def _reach(self, outputs: CoordBuffer, relation: Relation) -> int | None:
+        """How far from the box rows may lie to meet something; None where the margin is too narrow to do without."""
+        most = relation.reach
+        if self._kind == "wide":
+            return None
+        if outputs.coords is self._cloud.coords and all(s == 1 for s in relation.stride):
+            # Its own rows lie in the box.
+            return 0 if most <= self._margin else None
+        return most if 2 * most <= self._margin else None
+
+
+class HashTable(Table):
+    """Open addressing with double hashing: one int64 per slot, key << bits | row, where both fit into 63 bits.
+
+    Where they do not, a slot holds the row alone and coordinates are compared (the wide path, any extents). Keys that
+    follow one another along the last axis lie side by side.
+    """
+
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
+        super().__init__(
+            cloud, schedule, "hash" if _numbered(cloud, "hash").cells << _row_bits(cloud) < 2**63 else "wide"
+        )
+
+    @staticmethod
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
+        return triton_unavailable_reason(cloud.coords)
+
+
+class DenseGrid(Table):
+    """One int32 for every cell of the box (TorchSparse, MLSys 2022, section 4.4)."""
+
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
+        super().__init__(cloud, schedule, "grid")
+
+    @staticmethod
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
+        return _too_many(cloud, "grid", schedule.cells)
+
+
+class Bitmap(Table):
+    """A bit for each cell of the box, prefix counts of them, and the row of each bit that is set."""
+
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
+        super().__init__(cloud, schedule, "bitmap")
+
+    @staticmethod
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
+        return _too_many(cloud, "bitmap", 16 * schedule.cells)
+
+
+def _too_many(cloud: CoordBuffer, kind: str, most: int) -> str | None:
+    """Why there is no place for each cell of the box, or None."""
+    cells = _numbered(cloud, kind).cells
+    return triton_unavailable_reason(cloud.coords) or (
+        f"the box has {cells} cells, a {kind} at most {most}" if cells > most else None
+    )
+
+
+def _numbered(cloud: CoordBuffer, kind: str) -> Bounds:
+    """The box with the margin that is numbered too."""
+    return cloud.bounds.grown([MARGINS[kind]] * cloud.dim)
+
+
+def table_bits(capacity: int, load: float) -> int:
+    """The binary logarithm of the slots for so many rows: filled to `load` at most."""
+    return max(6, math.ceil(math.log2(max(1, capacity) / load)))
+
+
+def _row_bits(cloud: CoordBuffer) -> int:
+    return max(1, (cloud.capacity - 1).bit_length())
+
+
+def _box(bounds: Bounds, steps: Sequence[int]) -> tuple[int, ...]:
+    """The numbers that kernels take of a box: batch, four lows, four extents, four steps."""
+    return (bounds.batch, *padded(bounds.low, 0), *padded(bounds.extents, 1), *padded(steps, 1))

@@ -1,0 +1,745 @@
+"""Kernels that find neighbours: a hash table, a dense grid and bricks with occupancy bits, and what asks them.
+
+Only `lookup.py` and `bricks.py`, where the twins in plain torch are, import this file: it needs Triton. Integers past
+the tensors are 64 bits wide and belong to the axes 0 to 3 (those past D are not looked at).
+"""
+
+# No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
+import triton
+import triton.language as tl
+
+_NUMBERS = [
+    "batch", "low0", "low1", "low2", "low3", "size0", "size1", "size2", "size3",
+    "step0", "step1", "step2", "step3", "begin0", "begin1", "begin2", "begin3",
+    "from0", "from1", "from2", "from3", "margin", "reach", "bits", "last", "limit", "capacity", "each",
+]  # fmt: skip
+
+EMPTY = tl.constexpr(2**63 - 1)
+"""What a free slot of a hash table holds: more than any entry."""
+NOBODY = tl.constexpr(-1)
+"""What a free slot of a table of rows holds."""
+FREE = tl.constexpr(2**31 - 1)
+"""What a free cell of a grid holds."""
+DUPLICATE = tl.constexpr(1)
+RANGE = tl.constexpr(2)
+OVERFLOW = tl.constexpr(4)
+
+
+@triton.jit
+def _popcount(word):
+    """Bits set in each int32."""
+    x = word.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _mixed(x):
+    """32 bits of an int64 in which every bit of it tells (the finaliser of MurmurHash3 over both halves)."""
+    u = x.to(tl.uint64, bitcast=True)
+    h = u.to(tl.uint32) ^ ((u >> 32).to(tl.uint32) * 0x9E3779B1)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _slot(key, last):
+    """(the first slot of a key in a table of last + 1, how far it is from each slot to the key's next).
+
+    Four keys that follow one another share 32 bytes; their steps are odd, and differ.
+    """
+    h = _mixed(key >> 2)
+    step = (((h >> 16) << 2) + 1).to(tl.int64)
+    return ((h.to(tl.int64) << 2) | (key & 3)) & last, step
+
+
+@triton.jit
+def _axis(coords, offsets, r, k, there, tapped, step, low, D: tl.constexpr, AXIS: tl.constexpr):
+    """Along one axis: step * c + offset - low, of rows r and taps k."""
+    c = tl.load(coords + r * (D + 1) + AXIS + 1, mask=there, other=0).to(tl.int64)
+    o = tl.load(offsets + k * D + AXIS, mask=tapped, other=0).to(tl.int64)
+    return c * step + o - low
+
+
+@triton.jit
+def _entered(key, inside, v, size, margin):
+    """A key with one more axis, and whether the coordinate is in the box, which lies `margin` within its numbering."""
+    return key * size + v, inside & (v >= margin) & (v < size - margin)
+
+
+@triton.jit
+def _cell(
+    coords, offsets, r, k, there, tapped,
+    batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin,
+    D: tl.constexpr,
+):  # fmt: skip
+    """(row-major number, whether it lies in the box) of the cell that row r meets through tap k."""
+    b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
+    v = _axis(coords, offsets, r, k, there, tapped, step0, low0, D, 0)
+    key, inside = _entered(b, there & tapped & (b >= 0) & (b < batch), v, size0, margin)
+    if D > 1:
+        v = _axis(coords, offsets, r, k, there, tapped, step1, low1, D, 1)
+        key, inside = _entered(key, inside, v, size1, margin)
+    if D > 2:
+        v = _axis(coords, offsets, r, k, there, tapped, step2, low2, D, 2)
+        key, inside = _entered(key, inside, v, size2, margin)
+    if D > 3:
+        v = _axis(coords, offsets, r, k, there, tapped, step3, low3, D, 3)
+        key, inside = _entered(key, inside, v, size3, margin)
+    return key, inside
+
+
+@triton.jit
+def _home(
+    coords, r, there,
+    batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, edge,
+    D: tl.constexpr,
+):  # fmt: skip
+    """(number of row r's own cell, times the steps; whether it lies in the numbering less `edge` all around)."""
+    at = coords + r * (D + 1)
+    b = tl.load(at, mask=there, other=-1).to(tl.int64)
+    v = tl.load(at + 1, mask=there, other=0).to(tl.int64) * step0 - low0
+    key, near = _entered(b, there & (b >= 0) & (b < batch), v, size0, edge)
+    if D > 1:
+        v = tl.load(at + 2, mask=there, other=0).to(tl.int64) * step1 - low1
+        key, near = _entered(key, near, v, size1, edge)
+    if D > 2:
+        v = tl.load(at + 3, mask=there, other=0).to(tl.int64) * step2 - low2
+        key, near = _entered(key, near, v, size2, edge)
+    if D > 3:
+        v = tl.load(at + 4, mask=there, other=0).to(tl.int64) * step3 - low3
+        key, near = _entered(key, near, v, size3, edge)
+    return key, near
+
+
+@triton.jit
+def _step(offsets, k, tapped, size0, size1, size2, size3, D: tl.constexpr):
+    """The difference of the numbers of two cells that tap k leads from and to."""
+    step = tl.load(offsets + k * D, mask=tapped, other=0).to(tl.int64)
+    if D > 1:
+        step = step * size1 + tl.load(offsets + k * D + 1, mask=tapped, other=0)
+    if D > 2:
+        step = step * size2 + tl.load(offsets + k * D + 2, mask=tapped, other=0)
+    if D > 3:
+        step = step * size3 + tl.load(offsets + k * D + 3, mask=tapped, other=0)
+    return step
+
+
+@triton.jit
+def _digest(
+    coords, offsets, r, k, there, tapped,
+    batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3,
+    D: tl.constexpr,
+):  # fmt: skip
+    """As _cell for a box whose cells int64 cannot number: bits to hash by only. Its margin is 0."""
+    b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
+    v = _axis(coords, offsets, r, k, there, tapped, step0, low0, D, 0)
+    inside = there & tapped & (b >= 0) & (b < batch) & (v >= 0) & (v < size0)
+    key = (_mixed(b).to(tl.int64) << 31) + v
+    if D > 1:
+        v = _axis(coords, offsets, r, k, there, tapped, step1, low1, D, 1)
+        inside = inside & (v >= 0) & (v < size1)
+        key = (_mixed(key).to(tl.int64) << 31) + v
+    if D > 2:
+        v = _axis(coords, offsets, r, k, there, tapped, step2, low2, D, 2)
+        inside = inside & (v >= 0) & (v < size2)
+        key = (_mixed(key).to(tl.int64) << 31) + v
+    if D > 3:
+        v = _axis(coords, offsets, r, k, there, tapped, step3, low3, D, 3)
+        inside = inside & (v >= 0) & (v < size3)
+        key = (_mixed(key).to(tl.int64) << 31) + v
+    return key, inside
+
+
+@triton.jit
+def _is_row(
+    source, row, coords, offsets, r, k, there, tapped, step0, step1, step2, step3, D: tl.constexpr
+):  # fmt: skip
+    """Whether row `row` of the source is the very cell that row r meets through tap k."""
+    known = there & tapped & (row >= 0)
+    at = row.to(tl.int64) * (D + 1)
+    equal = known & (tl.load(source + at, mask=known, other=0) == tl.load(coords + r * (D + 1), mask=there, other=0))
+    v = _axis(coords, offsets, r, k, there, tapped, step0, 0, D, 0)
+    equal = equal & (tl.load(source + at + 1, mask=known, other=0).to(tl.int64) == v)
+    if D > 1:
+        v = _axis(coords, offsets, r, k, there, tapped, step1, 0, D, 1)
+        equal = equal & (tl.load(source + at + 2, mask=known, other=0).to(tl.int64) == v)
+    if D > 2:
+        v = _axis(coords, offsets, r, k, there, tapped, step2, 0, D, 2)
+        equal = equal & (tl.load(source + at + 3, mask=known, other=0).to(tl.int64) == v)
+    if D > 3:
+        v = _axis(coords, offsets, r, k, there, tapped, step3, 0, D, 3)
+        equal = equal & (tl.load(source + at + 4, mask=known, other=0).to(tl.int64) == v)
+    return equal
+
+
+@triton.jit
+def _report(status, bit: tl.constexpr, happened):
+    """Set a bit of the status word where anything happened."""
+    if tl.sum(happened.to(tl.int32)) > 0:
+        tl.atomic_or(status, bit)
+
+
+@triton.jit
+def set_status(happened, status, BIT: tl.constexpr):
+    """Set a bit of the status word where what plain torch found has happened."""
+    if tl.load(happened) != 0:
+        tl.atomic_or(status, BIT)
+
+
+# building
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def insert(
+    coords, count, offsets, table, status,
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    step0: "i64", step1: "i64", step2: "i64", step3: "i64", margin: "i64", bits: "i64", last: "i64",
+    D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Enter every row's cell: into a grid, a bitmap, a hash table of key << bits | row, or one of rows ("wide").
+
+    The least row of equal cells stays. last: of the table's slots; a table of rows has BLOCK more behind it. Double
+    hashing.
+    """
+    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    live = r < tl.load(count)
+    k = tl.zeros([BLOCK], tl.int32)
+    if KIND == "wide":
+        key, inside = _digest(
+            coords, offsets, r, k, live, live,
+            batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, D,
+        )  # fmt: skip
+    else:
+        key, inside = _cell(
+            coords, offsets, r, k, live, live,
+            batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
+        )  # fmt: skip
+    _report(status, RANGE, live & (inside == 0))
+    if KIND == "grid":
+        old = tl.atomic_min(table + key, r.to(tl.int32), mask=inside, sem="relaxed")
+        _report(status, DUPLICATE, inside & (old != FREE))
+    elif KIND == "bitmap":
+        bit = (tl.full([BLOCK], 1, tl.int32) << (key & 31).to(tl.int32)).to(tl.int32)
+        old = tl.atomic_or(table + (key >> 5), bit, mask=inside, sem="relaxed")
+        _report(status, DUPLICATE, inside & ((old & bit) != 0))
+    elif KIND == "hash":
+        # An ordered table: a slot keeps the least of the entries that come by, the other goes on. However they come,
+        # the same table results, and equal keys meet.
+        slot, step = _slot(key, last)
+        entry = (key << bits) | r
+        pending = inside
+        twice = inside & (r < 0)
+        while tl.sum(pending.to(tl.int32)) > 0:
+            old = tl.atomic_min(table + slot, entry, mask=pending, sem="relaxed")
+            same = pending & (old != EMPTY) & ((old >> bits) == (entry >> bits))
+            twice = twice | same
+            pending = pending & (old != EMPTY) & (same == 0)
+            entry = tl.where(pending, tl.maximum(old, entry), entry)
+            _, step = _slot(entry >> bits, last)
+            slot = (slot + step) & last
+        _report(status, DUPLICATE, twice)
+    else:
+        # An exchange knows no mask: lanes that are done knock at slots behind the table.
+        slot, step = _slot(key, last)
+        scratch = last + 1 + tl.arange(0, BLOCK)
+        free, own = tl.full([BLOCK], NOBODY, tl.int32), r.to(tl.int32)
+        pending = inside
+        twice = inside & (r < 0)
+        while tl.sum(pending.to(tl.int32)) > 0:
+            at = tl.where(pending, slot, scratch)
+            old = tl.atomic_cas(table + at, free, tl.where(pending, own, free), sem="relaxed")
+            same = _is_row(coords, old, coords, offsets, r, k, pending, pending, 1, 1, 1, 1, D)
+            tl.atomic_min(table + at, own, mask=same, sem="relaxed")
+            twice = twice | same
+            pending = pending & (old != NOBODY) & (same == 0)
+            slot = (slot + step) & last
+        _report(status, DUPLICATE, twice)
+
+
+@triton.jit
+def _paired(pairs, index, known):
+    """As _ranked, of a bitmap whose words have the bits before them beside them: one int64 of both."""
+    pair = tl.load(pairs + (index >> 5), mask=known, other=0)
+    word, shift = pair.to(tl.int32), (index & 31).to(tl.int32)
+    above = (word.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
+    return known & ((above & 1) == 1), (pair >> 32).to(tl.int32) - _popcount(above)
+
+
+@triton.jit
+def _used(words, live, capacity, each, LIVE: tl.constexpr):
+    """How many words of a bitmap count: all, or `each` for every one of those that live."""
+    if LIVE:
+        capacity = tl.minimum(capacity, tl.load(live).to(tl.int64) * each)
+    return capacity
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def clear(words, live, capacity: "i64", each: "i64", LIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """Words that count become 0."""
+    used = _used(words, live, capacity, each, LIVE)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(words + at, tl.zeros([BLOCK], tl.int32), mask=at < used)
+
+
+@triton.jit
+def _words(words, first, used, BLOCK: tl.constexpr):
+    """Words of a bitmap; those of bytes, one for each bit, are put together."""
+    at = first + tl.arange(0, BLOCK)
+    if words.dtype.element_ty == tl.int32:
+        return tl.load(words + at, mask=at < used, other=0)
+    lane = tl.arange(0, 32)[None, :]
+    marks = tl.load(words + at[:, None] * 32 + lane, mask=at[:, None] < used, other=0)
+    return tl.sum(marks.to(tl.int32) << lane, axis=1)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def count_bits(words, sums, live, capacity: "i64", each: "i64", LIVE: tl.constexpr, BLOCK: tl.constexpr):
+    """sums[p] = bits set in the words of program p."""
+    used = _used(words, live, capacity, each, LIVE)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    if first < used:
+        tl.store(sums + tl.program_id(0), tl.sum(_popcount(_words(words, first, used, BLOCK))))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def pair_up(
+    words, sums, live, pairs, total, capacity: "i64", each: "i64",
+    LIVE: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Words of a bitmap, each with how many bits are set up to and with it: one int64 of both; total: of them all.
+
+    sums: as count_bits gives them. ALONE: there is one program. Pairs of words that do not count are left alone.
+    """
+    used = _used(words, live, capacity, each, LIVE)
+    p = tl.program_id(0)
+    first = p.to(tl.int64) * BLOCK
+    if (first < used) | (p == 0):
+        before = tl.zeros([1024], tl.int32)
+        if not ALONE:
+            for start in range(0, p, 1024):
+                turn = start + tl.arange(0, 1024)
+                before += tl.load(sums + turn, mask=turn < p, other=0)
+        at = first + tl.arange(0, BLOCK)
+        word = _words(words, first, used, BLOCK)
+        rank = tl.sum(before) + tl.cumsum(_popcount(word), axis=0)
+        low = word.to(tl.uint32, bitcast=True).to(tl.int64)
+        tl.store(pairs + at, (rank.to(tl.int64) << 32) | low, mask=at < used)
+        if first + BLOCK >= used:
+            tl.store(total, tl.max(rank, axis=0))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def number_rows(
+    coords, count, offsets, pairs, values,
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    step0: "i64", step1: "i64", step2: "i64", step3: "i64", margin: "i64",
+    D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """values[n] = the row whose cell is the n-th of a bitmap. pairs: as pair_up gives them."""
+    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    live = r < tl.load(count)
+    key, inside = _cell(
+        coords, offsets, r, tl.zeros([BLOCK], tl.int32), live, live,
+        batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
+    )  # fmt: skip
+    hit, rank = _paired(pairs, key, inside)
+    tl.store(values + rank, r.to(tl.int32), mask=hit)
+
+
+# asking
+
+
+@triton.jit
+def _note(masks, found, r, lane, there, word, K: tl.constexpr):
+    """One word of each row's mask: the lanes that found something."""
+    bit = tl.where(found >= 0, 1 << lane, 0)
+    tl.store(masks + r * ((K + 30) // 31) + word, tl.sum(bit, axis=1)[:, None], mask=there)
+
+
+@triton.jit
+def _probed(
+    table, values, source, coords, offsets, r, k, live, tapped, key, inside,
+    step0, step1, step2, step3, bits, last,
+    D: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """The row of each cell in a grid or a hash table, -1 where there is none; int32."""
+    if KIND == "grid":
+        found = tl.load(table + key, mask=inside, other=FREE)
+        found = tl.where(found == FREE, -1, found)
+    elif KIND == "bitmap":
+        hit, rank = _paired(table, key, inside)
+        found = tl.load(values + rank, mask=hit, other=-1)
+    else:
+        slot, step = _slot(key, last)
+        # Most cells are met, or found absent, at the first slot; the others go on together.
+        none = EMPTY if KIND == "hash" else NOBODY
+        entry = tl.load(table + slot, mask=inside, other=none)
+        found, pending = _compared(
+            source, coords, offsets, r, k, live, tapped, key, inside, entry, step0, step1, step2, step3, bits, D, KIND
+        )  # fmt: skip
+        while tl.sum(pending.to(tl.int32)) > 0:
+            slot = (slot + step) & last
+            entry = tl.load(table + slot, mask=pending, other=none)
+            more, pending = _compared(
+                source, coords, offsets, r, k, live, tapped, key, pending, entry,
+                step0, step1, step2, step3, bits, D, KIND,
+            )  # fmt: skip
+            found = tl.maximum(found, more)
+    return found
+
+
+@triton.jit
+def _compared(
+    source, coords, offsets, r, k, live, tapped, key, pending, entry, step0, step1, step2, step3, bits,
+    D: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """(the row that a slot holds if it is the key's, else -1; whether the next slot is to be asked)."""
+    if KIND == "hash":
+        held = entry >> bits
+        hit = pending & (held == key)
+        row = (entry & ((tl.zeros_like(entry) + 1 << bits) - 1)).to(tl.int32)
+        # Entries along a key's way are less than its own.
+        onward = pending & (held < key)
+    else:
+        hit = pending & _is_row(source, entry, coords, offsets, r, k, live, tapped, step0, step1, step2, step3, D)
+        row = entry
+        onward = pending & (entry != NOBODY) & (hit == 0)
+    return tl.where(hit, row, -1), onward
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def neighbours(
+    coords, count, offsets, table, values, source, rows, masks,
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    step0: "i64", step1: "i64", step2: "i64", step3: "i64",
+    margin: "i64", reach: "i64", bits: "i64", last: "i64", capacity: "i64",
+    D: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, MIRROR: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """rows[r, k] and the bits of masks[r]: who meets row r through each tap; rows past the count get -1 and 0.
+
+    EACH: whether a cell lies in the box is asked of each cell. Else it is asked of rows, whether they are within reach
+    of the box, and the table's margin numbers whatever taps lead to from there: a tap adds a constant.
+    MIRROR: of a submanifold map only the first half of the taps is asked for, and each find is written twice.
+    """
+    PER: tl.constexpr = 31 if LANES == 32 else LANES
+    ASKED: tl.constexpr = K // 2 if MIRROR else K
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    live = r < tl.load(count)
+    there = r < capacity
+    base, near = _home(
+        coords, r, live,
+        batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin - reach, D,
+    )  # fmt: skip
+    for word in range(0, (ASKED + PER - 1) // PER):
+        k = word * PER + lane
+        tapped = (lane < PER) & (k < ASKED)
+        if not EACH:
+            key = base + _step(offsets, k, tapped, size0, size1, size2, size3, D)
+            inside = near & tapped
+        elif KIND == "wide":
+            key, inside = _digest(
+                coords, offsets, r, k, live, tapped,
+                batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, D,
+            )  # fmt: skip
+        else:
+            key, inside = _cell(
+                coords, offsets, r, k, live, tapped,
+                batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
+            )  # fmt: skip
+        found = _probed(
+            table, values, source, coords, offsets, r, k, live, tapped, key, inside,
+            step0, step1, step2, step3, bits, last, D, KIND,
+        )  # fmt: skip
+        if MIRROR:
+            met = found >= 0
+            tl.store(rows + r * K + k, found, mask=met)
+            tl.store(rows + found.to(tl.int64) * K + (K - 1 - k), tl.where(met, r, 0).to(tl.int32), mask=met)
+        else:
+            tl.store(rows + r * K + k, found, mask=there & tapped)
+            _note(masks, found, r, lane, there, word, K)
+    if MIRROR and K % 2 == 1:
+        tl.store(rows + r * K + K // 2, r.to(tl.int32), mask=live)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def mask_words(rows, masks, capacity: "i64", K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """The bits of the taps through which each row meets something."""
+    PER: tl.constexpr = 31 if LANES == 32 else LANES
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    there = r < capacity
+    for word in range(0, (K + PER - 1) // PER):
+        k = word * PER + lane
+        found = tl.load(rows + r * K + k, mask=there & (lane < PER) & (k < K), other=-1)
+        _note(masks, found, r, lane, there, word, K)
+
+
+# bricks
+
+
+@triton.jit
+def _divided(coords, r, there, begin, D: tl.constexpr, AXIS: tl.constexpr, STEP: tl.constexpr):
+    """(quotient, rest, whether there is one) of c - begin by a step; nothing below begin is divided."""
+    t = tl.load(coords + r * (D + 1) + AXIS + 1, mask=there, other=0).to(tl.int64) - begin
+    there = there & (t >= 0) & (t < 2**31)
+    whole = tl.where(there, t, 0).to(tl.uint32)
+    share = whole // STEP
+    return share.to(tl.int32), (whole - share * STEP).to(tl.int32), there
+
+
+@triton.jit
+def _met(
+    coords, taps, r, lane, there, from0, from1, from2, from3,
+    D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """(tap of a lane, where its numbers stand in `taps`, whether there is one) for each row.
+
+    Of "over" the lanes are the taps that leave a row's own rests, which divide; of the others they are all taps.
+    """
+    known = there & (lane < PER)
+    k = lane + r.to(tl.int32) * 0
+    at = k * D
+    if FORM == "over":
+        _, kind, more = _divided(coords, r, there, from0, D, 0, S0)
+        known = known & more
+        if D > 1:
+            _, rest, more = _divided(coords, r, there, from1, D, 1, S1)
+            kind, known = kind * S1 + rest, known & more
+        if D > 2:
+            _, rest, more = _divided(coords, r, there, from2, D, 2, S2)
+            kind, known = kind * S2 + rest, known & more
+        if D > 3:
+            _, rest, more = _divided(coords, r, there, from3, D, 3, S3)
+            kind, known = kind * S3 + rest, known & more
+        at = (kind * PER + lane) * (D + 1)
+        k = tl.load(taps + at, mask=known, other=-1)
+        at, known = at + 1, known & (k >= 0)
+    return k, at, known
+
+
+@triton.jit
+def _moved(
+    coords, taps, r, at, known, begin, size, D: tl.constexpr, AXIS: tl.constexpr, STEP: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Along one axis: the cell that row r reaches, less the box's first, and whether it is in the box.
+
+    FORM: step * c + offset ("times"), (c - offset) / step ("over"), floor(c / step) ("floor").
+    """
+    if FORM == "times":
+        c = tl.load(coords + r * (D + 1) + AXIS + 1, mask=known, other=0).to(tl.int64)
+        v = c * STEP + tl.load(taps + at + AXIS, mask=known, other=0).to(tl.int64) - begin
+    else:
+        v, _, known = _divided(coords, r, known, begin, D, AXIS, STEP)
+        if FORM == "over":
+            v += tl.load(taps + at + AXIS, mask=known, other=0)
+    return v, known & (v >= 0) & (v < size)
+
+
+@triton.jit
+def _code(
+    coords, taps, tables, r, lane, there,
+    batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+    D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """(Morton code of the cell that row r reaches in a lane, the batch item on top; whether it is in the box; the tap;
+    the cell along each axis, less the box's first)."""
+    k, at, inside = _met(coords, taps, r, lane, there, from0, from1, from2, from3, D, PER, S0, S1, S2, S3, FORM)
+    b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
+    v0, inside = _moved(coords, taps, r, at, inside, from0, size0, D, 0, S0, FORM)
+    v1, v2, v3 = v0, v0, v0
+    inside = inside & (b >= 0) & (b < batch)
+    code = (b << bits) | tl.load(tables + begin0 + v0, mask=inside, other=0)
+    if D > 1:
+        v1, inside = _moved(coords, taps, r, at, inside, from1, size1, D, 1, S1, FORM)
+        code = code | tl.load(tables + begin1 + v1, mask=inside, other=0)
+    if D > 2:
+        v2, inside = _moved(coords, taps, r, at, inside, from2, size2, D, 2, S2, FORM)
+        code = code | tl.load(tables + begin2 + v2, mask=inside, other=0)
+    if D > 3:
+        v3, inside = _moved(coords, taps, r, at, inside, from3, size3, D, 3, S3, FORM)
+        code = code | tl.load(tables + begin3 + v3, mask=inside, other=0)
+    return code, inside, k, v0, v1, v2, v3
+
+
+@triton.jit
+def _placed(directory, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constexpr):
+    """(whether a code's brick exists, the number of its cell in the bitmaps of cells); WHOLE: all bricks do."""
+    hit, cell = inside, code
+    if not WHOLE:
+        hit, brick = _paired(directory, code >> LOW, inside)
+        hit, cell = hit & (brick < limit), (brick.to(tl.int64) << LOW) | (code & ((1 << LOW) - 1))
+    return hit, cell
+
+
+@triton.jit
+def _found(directory, cells, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constexpr):
+    """(whether a code is in the bricks, its rank among all)."""
+    hit, cell = _placed(directory, code, inside, limit, WHOLE, LOW)
+    return _paired(cells, cell, hit)
+
+
+@triton.jit
+def _set(words, index, mask):
+    """Set a bit where it is not yet: many reach the same, and asking is cheaper than an addition in one place."""
+    bit = (tl.full(index.shape, 1, tl.int32) << (index & 31).to(tl.int32)).to(tl.int32)
+    old = tl.load(words + (index >> 5), mask=mask, other=0, cache_modifier=".cg")
+    tl.atomic_or(words + (index >> 5), bit, mask=mask & ((old & bit) == 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def mark(
+    coords, count, taps, tables, directory, status,
+    batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64",
+    D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STRICT: tl.constexpr,
+):  # fmt: skip
+    """Set the byte of the brick of every cell that is reached: bits, few words of them, would keep all waiting for each
+    other. STRICT: a cell outside the box is reported."""
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    live = r < tl.load(count)
+    for first in range(0, PER, LANES):
+        lane = first + tl.arange(0, LANES)[None, :]
+        code, inside, _, _, _, _, _ = _code(
+            coords, taps, tables, r, lane, live,
+            batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, PER, S0, S1, S2, S3, FORM,
+        )  # fmt: skip
+        tl.store(directory + (code >> LOW), tl.full(code.shape, 1, tl.int8), mask=inside)
+        if STRICT:
+            _report(status, RANGE, live & (lane < PER) & (inside == 0))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def occupy(
+    coords, count, taps, tables, directory, cells, status,
+    batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64",
+    D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STRICT: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Set the bit of every cell that is reached, in its brick. limit: how many bricks there is room for.
+
+    STRICT: a cell that is reached twice is reported, and if no bricks were marked (WHOLE) one outside the box is.
+    """
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    live = r < tl.load(count)
+    for first in range(0, PER, LANES):
+        lane = first + tl.arange(0, LANES)[None, :]
+        code, inside, _, _, _, _, _ = _code(
+            coords, taps, tables, r, lane, live,
+            batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, PER, S0, S1, S2, S3, FORM,
+        )  # fmt: skip
+        hit, cell = _placed(directory, code, inside, limit, WHOLE, LOW)
+        if not WHOLE:
+            _report(status, OVERFLOW, inside & (hit == 0))
+        if STRICT:
+            bit = (tl.full(cell.shape, 1, tl.int32) << (cell & 31).to(tl.int32)).to(tl.int32)
+            old = tl.atomic_or(cells + (cell >> 5), bit, mask=hit, sem="relaxed")
+            _report(status, DUPLICATE, hit & ((old & bit) != 0))
+            if WHOLE:
+                _report(status, RANGE, live & (lane < PER) & (inside == 0))
+        else:
+            _set(cells, cell, hit)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def search_neighbours(
+    coords, count, taps, tables, directory, cells, total, rows, outputs, living, status,
+    batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64", capacity: "i64",
+    low0: "i64", low1: "i64", low2: "i64", low3: "i64",
+    D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr,
+    MAP: tl.constexpr, PLACE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """For every cell that row r reaches through tap k and that is in the bricks, at place o among all cells:
+
+    MAP "rows": rows[o, k] = r; "turned": rows[r, k] = o; the others are left alone.
+    PLACE: outputs[o] = its coordinates (whoever reaches it writes the same), -1 past the total, and how many rows live.
+    What lies at or past the capacity is not there, and reported.
+    """
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    live = r < tl.load(count)
+    for first in range(0, PER, LANES):
+        lane = first + tl.arange(0, LANES)[None, :]
+        code, inside, k, v0, v1, v2, v3 = _code(
+            coords, taps, tables, r, lane, live,
+            batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, PER, S0, S1, S2, S3, FORM,
+        )  # fmt: skip
+        hit, rank = _found(directory, cells, code, inside, limit, WHOLE, LOW)
+        o = rank.to(tl.int64)
+        _report(status, OVERFLOW, hit & (o >= capacity))
+        hit = hit & (o < capacity)
+        if MAP == "rows":
+            tl.store(rows + o * K + k, tl.where(hit, r, 0).to(tl.int32), mask=hit)
+        if MAP == "turned":
+            tl.store(rows + r * K + k, rank, mask=hit)
+        if PLACE:
+            at = outputs + o * (D + 1)
+            tl.store(at, (code >> bits).to(tl.int32), mask=hit)
+            tl.store(at + 1, (v0 + low0).to(tl.int32), mask=hit)
+            if D > 1:
+                tl.store(at + 2, (v1 + low1).to(tl.int32), mask=hit)
+            if D > 2:
+                tl.store(at + 3, (v2 + low2).to(tl.int32), mask=hit)
+            if D > 3:
+                tl.store(at + 4, (v3 + low3).to(tl.int32), mask=hit)
+    if PLACE:
+        made = tl.minimum(tl.load(total).to(tl.int64), capacity)
+        if tl.program_id(0) == 0:
+            tl.store(living, made.to(tl.int32))
+        # What is left of the words of all rows, in equal parts.
+        most = capacity * (D + 1)
+        part = (most - made * (D + 1) + tl.num_programs(0) - 1) // tl.num_programs(0)
+        begin = made * (D + 1) + tl.program_id(0) * part
+        for start in range(0, part.to(tl.int32), 128):
+            inner = start + tl.arange(0, 128)
+            left = (inner < part) & (begin + inner < most)
+            tl.store(outputs + begin + inner, tl.full([128], -1, tl.int32), mask=left)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def brick_neighbours(
+    coords, count, taps, tables, directory, cells, values, rows, masks,
+    batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
+    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
+    begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64", capacity: "i64",
+    D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
+    LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """As `neighbours`, of bricks: values[rank] is the row."""
+    PER: tl.constexpr = 31 if LANES == 32 else LANES
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    lane = tl.arange(0, LANES)[None, :]
+    live = r < tl.load(count)
+    there = r < capacity
+    for word in range(0, (K + PER - 1) // PER):
+        k = word * PER + lane
+        code, inside, _, _, _, _, _ = _code(
+            coords, taps, tables, r, k, live & (lane < PER),
+            batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
+            D, K, S0, S1, S2, S3, "times",
+        )  # fmt: skip
+        hit, rank = _found(directory, cells, code, inside, limit, WHOLE, LOW)
+        found = tl.load(values + rank, mask=hit, other=-1)
+        tl.store(rows + r * K + k, found, mask=there & (lane < PER) & (k < K))
+        _note(masks, found, r, lane, there, word, K)

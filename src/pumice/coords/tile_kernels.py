@@ -1,0 +1,529 @@
+"""Kernels that lay a kernel map out for feature kernels: orders of rows, tiles with their taps, lists of pairs.
+
+Only files where the twins in plain torch are (`compact.py` and its like) import this one: it needs Triton.
+"""
+
+# No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
+import triton
+import triton.language as tl
+
+OVERFLOW = tl.constexpr(4)
+_NUMBERS = ["arrays", "first", "last", "shift", "capacity", "tiles_most", "group", "blocks", "width", "sampled"]
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit
+def _bits(masks, r, k, there, tapped, WORDS: tl.constexpr):
+    """Bit k of row r's mask, 0 or 1."""
+    word = tl.load(masks + r * WORDS + k // 31, mask=there & tapped, other=0)
+    return (word >> (k % 31)) & 1
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def pair_counts(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """sums[k, program]: how many of the program's rows have tap k."""
+    WORDS: tl.constexpr = (K + 30) // 31
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    live = r < tl.load(count)
+    for start in range(0, K, LANES):
+        k = start + tl.arange(0, LANES)[None, :]
+        bits = _bits(masks, r, k, live, k < K, WORDS)
+        tl.store(sums + k * blocks + tl.program_id(0), tl.sum(bits, axis=0)[None, :], mask=k < K)
+
+
+@triton.jit
+def _meets(masks, groups, r, g, live, known, WORDS: tl.constexpr):
+    """Whether row r has any tap of group g; 0 or 1."""
+    at = groups + g * (WORDS + 1)
+    common = tl.load(masks + r * WORDS, mask=live, other=0) & tl.load(at, mask=known, other=0)
+    for w in range(1, WORDS):
+        common |= tl.load(masks + r * WORDS + w, mask=live, other=0) & tl.load(at + w, mask=known, other=0)
+    return (common != 0).to(tl.int32)
+
+
+@triton.jit
+def _step(rows, sampled):
+    """Of so many rows every which one is in the sample."""
+    return tl.maximum((rows + sampled - 1) // sampled, 1)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def count_groups(
+    masks, count, groups, totals, sampled: "i64", capacity: "i64",
+    G: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """totals[g] += how many of every step-th row have any tap of group g; at most `sampled` rows are looked at."""
+    rows = tl.load(count).to(tl.int64)
+    r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * _step(rows, sampled)
+    live = r < rows
+    lane = tl.arange(0, 32)
+    for start in range(0, G, 32):
+        g = start + lane
+        met = _meets(masks, groups, r, g[None, :], live & (r < capacity), (g < G)[None, :], WORDS)
+        tl.atomic_add(totals + g, tl.sum(tl.where(live, met, 0), axis=0), mask=g < G, sem="relaxed")
+
+
+@triton.jit
+def _chosen(groups, totals, rows, width, G: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr):
+    """The group that is bit p of what rows are sorted by, for p < width, of 32 lanes; totals: of so many rows."""
+    g = tl.arange(0, SIDE)
+    uneven = tl.abs(2 * tl.load(totals + g, mask=g < G, other=0).to(tl.int64) - rows)
+    even = tl.sort(tl.where(g < G, uneven * SIDE + g, 2**63 - 1))
+    lane = tl.arange(0, 32)
+    taken = lane < width
+    g = tl.gather(even, lane, 0) & (SIDE - 1)
+    absent = rows - tl.load(totals + g, mask=taken, other=0)
+    size = tl.load(groups + g * (WORDS + 1) + WORDS, mask=taken, other=0)
+    return tl.sort(tl.where(taken, size * absent * SIDE + g, 2**63 - 1)) & (SIDE - 1)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def gray_keys(
+    masks, count, groups, totals, keys, counts, sampled: "i64", width: "i64", shift: "i64", capacity: "i64",
+    G: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):  # fmt: skip
+    """keys[r]: what rows are sorted by, the falling rank of the Gray code of which of `width` groups they meet.
+
+    totals: of a sample of rows, as in count_groups, those that meet each of the G groups. shift: rows of a superblock
+    as a power of two; its number stands above. Rows past the count get the largest key. counts[q, d] += rows of the
+    q-th BLOCK whose lowest digit is d, if BINS.
+    """
+    rows = tl.load(count).to(tl.int64)
+    step = _step(rows, sampled)
+    g = _chosen(groups, totals, (rows + step - 1) // step, width, G, WORDS, SIDE)[None, :]
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lane = tl.arange(0, 32)[None, :]
+    x = tl.sum(_meets(masks, groups, r[:, None], g, (r < capacity)[:, None], lane < width, WORDS) << lane, axis=1)
+    x = x ^ (x >> 1)
+    x = x ^ (x >> 2)
+    x = x ^ (x >> 4)
+    x = x ^ (x >> 8)
+    x = x ^ (x >> 16)
+    whole = (tl.full([ROWS], 1, tl.int64) << width) - 1
+    key = (whole - x.to(tl.int64)) | ((r >> shift) << width)
+    key = tl.where(r < rows, key, 2**31 - 1).to(tl.int32)
+    tl.store(keys + r, key, mask=r < capacity)
+    if BINS:
+        tl.atomic_add(counts + r // BLOCK * BINS + (key & (BINS - 1)), 1, mask=r < capacity, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def tile_taps(
+    masks, count, order, slots, active, counts, first: "i64", last: "i64", capacity: "i64",
+    K: tl.constexpr, BLOCK: tl.constexpr, SORTED: tl.constexpr,
+):  # fmt: skip
+    """slots[t, b]: the row in each slot of tile t, -1 past the last; active: the taps that any of them has.
+
+    counts[t]: how many those are. SORTED: rows come in the given order, else in their own.
+    """
+    WORDS: tl.constexpr = (K + 30) // 31
+    t = tl.program_id(0).to(tl.int64)
+    at = t * BLOCK + tl.arange(0, BLOCK)
+    live = (at < tl.load(count)) & (at < capacity)
+    if SORTED:
+        # It is read while it is not yet known which rows live.
+        r = tl.load(order + at, mask=at < capacity, other=0).to(tl.int64)
+    else:
+        r = at
+    tl.store(slots + at, tl.where(live, r, -1).to(tl.int32))
+    lane = tl.arange(0, 32)
+    total = tl.sum(tl.zeros([32], tl.int32))
+    for w in range(0, WORDS):
+        word = tl.where(live, tl.load(masks + r * WORDS + w, mask=at < capacity, other=0), 0)
+        k = w * 31 + lane
+        has = (tl.reduce(word, 0, _or) >> lane) & 1
+        has = tl.where((lane < 31) & (k >= first) & (k < last), has, 0)
+        tl.store(active + t * K + k, has.to(tl.int8), mask=(lane < 31) & (k < K))
+        total += tl.sum(has)
+    tl.store(counts + t, total)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def add_up(counts, tiles_most: "i64", BLOCK: tl.constexpr):
+    """counts[t] becomes the sum up to and with t; of one program."""
+    before = tl.sum(tl.zeros([BLOCK], tl.int32))
+    for start in range(0, tiles_most, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        own = tl.load(counts + t, mask=t < tiles_most, other=0)
+        tl.store(counts + t, before + tl.cumsum(own, axis=0), mask=t < tiles_most)
+        before += tl.sum(own)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def fill_tiles(
+    rows, slots, active, ends, taps, tiles, inputs, status, capacity: "i64", tiles_most: "i64",
+    K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The entries of tile t, one for each of its taps, from ends[t - 1] on: its tap, t, and the inputs of its rows.
+
+    capacity: entries that there is room for; that there are more is reported. The programs past the tiles fill up what
+    room is left, LANES entries each: of no tile, meeting nothing. BLOCK slots by LANES taps at a time.
+    """
+    t = tl.program_id(0)
+    b = tl.arange(0, BLOCK)[:, None]
+    lane = tl.arange(0, LANES)
+    if t < tiles_most:
+        if tl.load(ends + t) > capacity:
+            tl.atomic_or(status, OVERFLOW)
+        r = tl.load(slots + t.to(tl.int64) * BLOCK + b).to(tl.int64)
+        entry = tl.load(ends + t - 1, mask=t > 0, other=0).to(tl.int64)
+        for start in range(0, K, LANES):
+            # Scans are along one axis of one-dimensional tensors: Triton 3.6 cannot lower others of this shape.
+            one = tl.load(active + t.to(tl.int64) * K + start + lane, mask=start + lane < K, other=0).to(tl.int32)
+            k, has = start + lane[None, :], one[None, :]
+            e = (entry + tl.cumsum(one, axis=0) - one)[None, :]
+            on = (has == 1) & (e < capacity)
+            tl.store(taps + e, k.to(tl.int32), mask=on)
+            tl.store(tiles + e, tl.zeros_like(k) + t, mask=on)
+            met = tl.load(rows + r * K + k, mask=on & (r >= 0), other=-1)
+            tl.store(inputs + e * BLOCK + b, met, mask=on & (b >= 0))
+            entry += tl.sum(one)
+    else:
+        total = tl.load(ends + tiles_most - 1, mask=tiles_most > 0, other=0).to(tl.int64)
+        e = ((t - tiles_most).to(tl.int64) * LANES + lane)[None, :]
+        on = (e >= total) & (e < capacity)
+        tl.store(taps + e, tl.zeros_like(e).to(tl.int32), mask=on)
+        tl.store(tiles + e, (tl.zeros_like(e) + tiles_most).to(tl.int32), mask=on)
+        tl.store(inputs + e * BLOCK + b, (tl.zeros_like(e) - 1 + tl.zeros_like(b)).to(tl.int32), mask=on & (b >= 0))
+
+
+@triton.jit
+def _groups_of(ends, lane, group, blocks, K: tl.constexpr):
+    """How many groups of pairs each of these taps has."""
+    totals = tl.load(ends + lane * blocks + blocks - 1, mask=lane < K, other=0).to(tl.int64)
+    return (totals + group - 1) // group
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def rank_groups(
+    ends, taps, ranks, group: "i64", capacity: "i64", blocks: "i64",
+    K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ranks[g]: the place of group g, counted tap after tap, in the order of how far within its tap a group lies; the
+    lower tap is first where two are as far. taps[ranks[g]]: its tap. Past the last group nothing is written.
+
+    Group j of a tap with n lies (2 j + 1) / 2 n within it: before it lie as many of n' groups as there are odd numbers
+    below (2 j + 1) n' / n.
+    """
+    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.zeros([1], tl.int64)
+    tap, own, j = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    for start in range(0, K, LANES):
+        lane = start + tl.arange(0, LANES)
+        n = _groups_of(ends, lane, group, blocks, K)
+        last = first + tl.cumsum(n, axis=0)
+        past = g[:, None] - (last - n)[None, :]
+        inside = (past >= 0) & (g[:, None] < last[None, :])
+        tap += tl.sum(tl.where(inside, lane[None, :], 0), axis=1)
+        own += tl.sum(tl.where(inside, n[None, :], 0), axis=1)
+        j += tl.sum(tl.where(inside, past, 0), axis=1)
+        first += tl.sum(n)
+    rank = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, K, LANES):
+        lane = start + tl.arange(0, LANES)
+        n = _groups_of(ends, lane, group, blocks, K)[None, :]
+        far = (2 * j + 1)[:, None] * n - (lane[None, :] >= tap[:, None]).to(tl.int64)
+        rank += tl.sum(tl.minimum((far // tl.maximum(own, 1)[:, None] + 1) // 2, n), axis=1)
+    there = (own > 0) & (g < capacity)
+    tl.store(ranks + g, rank.to(tl.int32), mask=there)
+    tl.store(taps + rank, tap, mask=there & (rank < capacity))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def list_pairs(
+    rows, count, ends, ranks, inputs, outputs, status, group: "i64", capacity: "i64", blocks: "i64",
+    K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKED: tl.constexpr,
+):  # fmt: skip
+    """Pairs by tap, then by output; where RANKED in groups of `group`, each at the place that its rank says.
+
+    ends[k, p]: pairs of tap k in the blocks of rows up to and with p, of `blocks` in all. capacity: places, or groups,
+    that there is room for; that there are more is reported.
+    """
+    # Rows are the fast axis: those that a tap meets are put side by side.
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
+    live = r < tl.load(count)
+    entry = tl.zeros([1], tl.int64)
+    for start in range(0, K, LANES):
+        lane = start + tl.arange(0, LANES)
+        groups = _groups_of(ends, lane, group, blocks, K)
+        k, begin = lane[:, None], (entry + tl.cumsum(groups, axis=0) - groups)[:, None]
+        entry += tl.sum(groups)
+        met = tl.load(rows + r * K + k, mask=live & (k < K), other=-1)
+        has = (met >= 0).to(tl.int32)
+        before = tl.load(ends + k * blocks + tl.program_id(0) - 1, mask=(k < K) & (tl.program_id(0) > 0), other=0)
+        at = before + tl.cumsum(has, axis=1) - has
+        if RANKED:
+            size = group.to(tl.int32)
+            place, within = begin + at // size, at % size
+            rank = tl.load(ranks + place, mask=(has == 1) & (place < capacity), other=0).to(tl.int64)
+            at = rank * group + within
+            on = (has == 1) & (place < capacity) & (rank < capacity)
+        else:
+            place = begin + at
+            at, on = place, (has == 1) & (place < capacity)
+        if tl.sum(((has == 1) & (place >= capacity)).to(tl.int32)) > 0:
+            tl.atomic_or(status, OVERFLOW)
+        tl.store(inputs + at, met, mask=on)
+        tl.store(outputs + at, (r + tl.zeros_like(at)).to(tl.int32), mask=on)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def transpose_table(rows, count, turned, K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """turned[i, k] = o wherever rows[o, k] = i."""
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    live = r < tl.load(count)
+    for start in range(0, K, LANES):
+        k = start + tl.arange(0, LANES)[None, :]
+        met = tl.load(rows + r * K + k, mask=live & (k < K), other=-1)
+        at = tl.where(met >= 0, met, 0).to(tl.int64) * K + k
+        tl.store(turned + at, (r + tl.zeros_like(at)).to(tl.int32), mask=met >= 0)
+
+
+@triton.jit
+def _digits(keys, r, shift, capacity, BINS: tl.constexpr, FIRST: tl.constexpr):
+    """(digit of each entry, the entry: its key above its row); past the last the greatest digit.
+
+    FIRST: keys stand alone, and rows are in their own order.
+    """
+    if FIRST:
+        entry = (tl.load(keys + r, mask=r < capacity, other=2**31 - 1).to(tl.int64) << 32) | r
+    else:
+        entry = tl.load(keys + r, mask=r < capacity, other=2**63 - 1)
+    return ((entry >> (32 + shift)) & (BINS - 1)).to(tl.int32), entry
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def scan_digits(counts, blocks: "i64", BINS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """counts[p, d] becomes the sum of counts[:p, d], for p up to and with `blocks`."""
+    d = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    before = tl.zeros([1, COLUMNS], tl.int32)
+    for start in range(0, blocks.to(tl.int32) + 1, ROWS):
+        p = start + tl.arange(0, ROWS)[:, None]
+        at = counts + p.to(tl.int64) * BINS + d
+        own = tl.load(at, mask=p < blocks, other=0)
+        tl.store(at, before + tl.cumsum(own, axis=0) - own, mask=p <= blocks)
+        before += tl.sum(own, axis=0)[None, :]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def place_digits(
+    keys, starts, later, found, shift: "i64", capacity: "i64", blocks: "i64",
+    BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """The program's entries where they come in the order of their digits, equal ones as they are.
+
+    starts: as scan_digits gives them. later[q, d] += entries of the next digit d that come to block q. LAST: there is
+    none, and rows alone are written.
+    """
+    p = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    totals = tl.load(starts + blocks * BINS + bins)
+    mine = tl.load(starts + p * BINS + bins)
+    own = tl.load(starts + (p + 1) * BINS + bins) - mine
+    # Where digit d begins among all, and from that on the program's own, less where it begins among the program's own.
+    begin = tl.cumsum(totals, axis=0) - totals + mine - (tl.cumsum(own, axis=0) - own)
+    first, at = p.to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
+    digit, _ = _digits(keys, first + at, shift, capacity, BINS, FIRST)
+    inner = tl.sort(digit * BLOCK + at)
+    digit, r = inner // BLOCK, first + inner % BLOCK
+    _, entry = _digits(keys, r, shift, capacity, BINS, FIRST)
+    place = tl.gather(begin, digit, 0) + at
+    if LAST:
+        tl.store(found + place, entry.to(tl.int32), mask=r < capacity)
+    else:
+        tl.store(found + place, entry, mask=r < capacity)
+        then = ((entry >> (32 + shift)) // BINS & (BINS - 1)).to(tl.int32)
+        tl.atomic_add(later + place // BLOCK * BINS + then, 1, mask=r < capacity, sem="relaxed")
+
+
+@triton.jit
+def _first_not_below(array, value, size, steps):
+    """The first place of a sorted array whose entry is not below the value."""
+    low = tl.zeros_like(value)
+    high = low + size.to(tl.int32)
+    for _ in range(steps.to(tl.int32)):
+        on = low < high
+        middle = low + (high - low) // 2
+        below = tl.load(array + middle, mask=on, other=0) < value
+        low = tl.where(on & below, middle + 1, low)
+        high = tl.where(on & ~below, middle, high)
+    return low
+
+
+@triton.jit(do_not_specialize=["size", "steps", "count", "most", "places"])
+def order_runs(
+    array, values, starts, stops, firsts, numbers,
+    size: "i64", steps: "i64", count: "i64", most: "i64", places: "i64",
+    LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """The runs of the values 0 to count - 1 in a sorted array of `size` entries, the longest first; one program.
+
+    PIECES: in parts of at most `most` entries, in a list of so many places. steps: bits of the size. SIDE: 2**BITS.
+    """
+    i = tl.arange(0, SIDE)
+    live = i < count
+    begin = _first_not_below(array, i, size, steps)
+    length = tl.where(live, _first_not_below(array, i + 1, size, steps) - begin, 0)
+    own = tl.sort(tl.where(live, LONG - tl.minimum(length, LONG), LONG + 1) * SIDE + i) % SIDE
+    begin, length = tl.gather(begin, own, 0), tl.gather(length, own, 0)
+    if PIECES:
+        number = tl.where(live, tl.maximum((length + most.to(tl.int32) - 1) // most.to(tl.int32), 1), 0)
+        ends = tl.cumsum(number, axis=0)
+        each = (length + number - 1) // tl.maximum(number, 1)
+        for first in range(0, places.to(tl.int32), SIDE):
+            p = first + i
+            # How many runs end before this place.
+            owner = tl.zeros_like(p)
+            for bit in tl.static_range(1, BITS + 1):
+                ahead = owner + (SIDE >> bit)
+                owner = tl.where(tl.gather(ends, ahead - 1, 0) <= p, ahead, owner)
+            on, filling = p < places, p >= tl.max(ends)
+            owner = tl.minimum(owner, count.to(tl.int32) - 1)
+            whole, long, low = tl.gather(number, owner, 0), tl.gather(each, owner, 0), tl.gather(begin, owner, 0)
+            at = tl.gather(ends, owner, 0) - whole
+            stop = low + tl.gather(length, owner, 0)
+            start = tl.minimum(low + (p - at) * long, stop)
+            tl.store(values + p, tl.where(filling, 0, tl.gather(own, owner, 0)), mask=on)
+            tl.store(starts + p, tl.where(filling, 0, start), mask=on)
+            tl.store(stops + p, tl.where(filling, 0, tl.minimum(start + long, stop)), mask=on)
+            tl.store(firsts + p, tl.where(filling, p, at), mask=on)
+            tl.store(numbers + p, tl.where(filling, 0, whole), mask=on)
+    else:
+        tl.store(values + i, own, mask=live)
+        tl.store(starts + i, begin, mask=live)
+        tl.store(stops + i, begin + length, mask=live)
+
+
+@triton.jit
+def _run(ends, i, count, size):
+    """(where run i begins in an array of so many entries, how long it is); of what is no run 0."""
+    begin = tl.minimum(tl.load(ends + i - 1, mask=(i > 0) & (i < count), other=0), size)
+    return begin, tl.maximum(tl.minimum(tl.load(ends + i, mask=i < count, other=0), size) - begin, 0)
+
+
+@triton.jit
+def _in_order(
+    ends, values, starts, stops, firsts, numbers, program, programs, size, count, most, places,
+    BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The pieces of a program's runs, where they come in the order of all; of `programs`, each with BLOCK runs.
+
+    Before a run lie the longer ones and, of those as long, those before it: counts of lengths say how many. Lengths
+    are below BINS - 1.
+    """
+    first = program * BLOCK
+    bins = tl.arange(0, BINS)
+    total, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
+    for start in range(0, count, CHUNK):
+        j = start + tl.arange(0, CHUNK)
+        _, length = _run(ends, j, count, size)
+        total += tl.histogram(tl.where(j < count, length, BINS - 1), BINS)
+        if start < first:
+            before += tl.histogram(tl.where((j < first) & (j < count), length, BINS - 1), BINS)
+    parts = tl.maximum((bins + most - 1) // most, 1)
+    whole = tl.where(bins < BINS - 1, total * parts, 0)
+    used = tl.sum(whole)
+    lead = used - tl.cumsum(whole, axis=0) + before * parts
+    i, other = first + tl.arange(0, BLOCK), first + tl.arange(0, BLOCK)[None, :]
+    begin, length = _run(ends, i, count, size)
+    _, alike = _run(ends, other, count, size)
+    within = tl.sum(((alike == length[:, None]) & (other < i[:, None])).to(tl.int32), axis=1)
+    number = tl.maximum((length + most - 1) // most, 1)
+    each = (length + number - 1) // number
+    at = tl.sum(tl.where(length[:, None] == bins[None, :], lead[None, :], 0), axis=1) + within * number
+    live = i < count
+    for piece in range(0, tl.max(tl.where(live, number, 0))):
+        on = live & (piece < number) & (at + piece < places)
+        done = tl.minimum(piece * each, length)
+        tl.store(values + at + piece, i, mask=on)
+        tl.store(starts + at + piece, begin + done, mask=on)
+        tl.store(stops + at + piece, begin + tl.minimum(done + each, length), mask=on)
+        tl.store(firsts + at + piece, at, mask=on)
+        tl.store(numbers + at + piece, number, mask=on)
+    for place in range(used + first, places, programs * BLOCK):
+        p = place + tl.arange(0, BLOCK)
+        on, none = p < places, tl.zeros([BLOCK], tl.int32)
+        tl.store(values + p, none, mask=on)
+        tl.store(starts + p, none, mask=on)
+        tl.store(stops + p, none, mask=on)
+        tl.store(firsts + p, p, mask=on)
+        tl.store(numbers + p, none, mask=on)
+
+
+@triton.jit(do_not_specialize=["size", "count", "most", "places"])
+def order_counted(
+    ends, values, starts, stops, firsts, numbers, size: "i64", count: "i64", most: "i64", places: "i64",
+    BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """As order_runs in pieces, of short runs that end where ends[i] says, which may be past the array's `size`."""
+    _in_order(
+        ends, values, starts, stops, firsts, numbers, tl.program_id(0), tl.num_programs(0),
+        size.to(tl.int32), count.to(tl.int32), most.to(tl.int32), places.to(tl.int32), BINS, BLOCK, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def order_many(arrays, out, blocks: "i64", BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """As order_counted for several arrays, with so many programs each.
+
+    arrays int64 [A, 7]: the address of the ends, where the array's five lists begin in `out`, how long each is with
+    what aligns the next, then the array's size, count, most and places.
+    """
+    programs = blocks.to(tl.int32)
+    row = arrays + tl.program_id(0) // programs * 7
+    ends = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)
+    lists, each = out + tl.load(row + 1), tl.load(row + 2)
+    size, count, most, places = (
+        tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32),
+        tl.load(row + 5).to(tl.int32), tl.load(row + 6).to(tl.int32),
+    )  # fmt: skip
+    _in_order(
+        ends, lists, lists + each, lists + 2 * each, lists + 3 * each, lists + 4 * each,
+        tl.program_id(0) % programs, programs, size, count, most, places, BINS, BLOCK, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _copy(source, to, block, size, BLOCK: tl.constexpr):
+    """to[i] = source[i] for the entries i < size of a block."""
+    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(to + i, tl.load(source + i, mask=i < size), mask=i < size)
+
+
+@triton.jit(do_not_specialize=["rows", "size_a", "size_b", "size_c"])
+def put(
+    a, b, c, to_a, to_b, to_c, count, rows: "i64", size_a: "i64", size_b: "i64", size_c: "i64", BLOCK: tl.constexpr
+):  # fmt: skip
+    """The entries of a in to_a, and so on; count[0] = rows."""
+    p = tl.program_id(0)
+    if p == 0:
+        tl.store(count, rows.to(tl.int32))
+    own_a, own_b = tl.cdiv(size_a, BLOCK), tl.cdiv(size_b, BLOCK)
+    if p < own_a:
+        _copy(a, to_a, p, size_a, BLOCK)
+    elif p < own_a + own_b:
+        _copy(b, to_b, p - own_a, size_b, BLOCK)
+    else:
+        _copy(c, to_c, p - own_a - own_b, size_c, BLOCK)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def pack(sources, starts, out, arrays: "i64", MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """out[starts[a] * BLOCK + i] = array a's entry i, for i < sizes[a]; sources: addresses of arrays of int32; sizes:
+    behind the starts."""
+    sizes = starts + arrays
+    block = tl.program_id(0).to(tl.int64)
+    a = tl.arange(0, MOST)
+    begins = tl.load(starts + a, mask=a < arrays, other=1 << 62)
+    # Of arrays that begin at one block all but the last are empty.
+    own = tl.sum((begins <= block).to(tl.int32), axis=0) - 1
+    source = tl.load(sources + own).to(tl.pointer_type(tl.int32), bitcast=True)
+    lane = tl.arange(0, BLOCK).to(tl.int64)
+    i = (block - tl.load(starts + own)) * BLOCK + lane
+    there = i < tl.load(sizes + own)
+    tl.store(out + block * BLOCK + lane, tl.load(source + i, mask=there), mask=there)

@@ -1,0 +1,451 @@
+"""Kernel maps laid out for feature kernels: orders of rows, tiles that share their taps, lists of the pairs of a tap.
+
+Every stage is a kernel where kernels run and plain torch elsewhere (the functions that end in `_twin`), the same bit
+for bit. No stage waits for the host: sizes stay on the device until `filled`, `listed` and `grouped` are told how much
+room to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.coords.box import INT32_MAX
+from pumice.coords.buffer import OVERFLOW, new_status
+from pumice.coords.lookup import WORD, lanes_of
+from pumice.coords.ranking import Digits, ranked, ranked_twin
+from pumice.coords.relation import Relation
+from pumice.coords.segments import RUNS
+from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
+
+_ROWS = 128
+"""Rows of one program, and of one block of a tally."""
+_SAMPLED = 1 << 14
+"""Rows of which groups are counted, at most: enough to tell how frequent they are."""
+_COUNTED = 128
+"""Rows of one program that counts groups."""
+_KEYS = 512
+"""Rows of one program that makes keys."""
+_RANKED = 64
+"""Groups of pairs that one program ranks."""
+_SUMMED = 2048
+"""Tiles whose entries are added up at a time."""
+_FEW = 10
+"""Taps that all have a bit of one digit."""
+_BITS = 20
+"""Groups that rows are sorted by, two digits; where masks are of several words, as many as an int32 holds."""
+
+
+class TileList(NamedTuple):
+    """Tiles of B outputs, and for each tile only the taps that any of its outputs has.
+
+    rows int32 [T, B]: the outputs of each tile, -1 past the last.
+    tiles int32 [E]: the tile of each (tile, tap) entry, not falling; taps int32 [E]: its tap.
+    inputs int32 [E, B]: the input that output rows[tiles[e], b] meets through taps[e], -1 where none.
+
+    Where there is room for more entries than there are, the last ones belong to no tile: theirs is T.
+    """
+
+    rows: Tensor
+    tiles: Tensor
+    taps: Tensor
+    inputs: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self)
+
+
+class PairGroups(NamedTuple):
+    """The pairs of each tap in groups of Q, the last one of a tap filled up with -1.
+
+    taps int32 [G], -1 past the last group, and where one is missing for which there was no room; inputs, outputs
+    int32 [G, Q]. Groups lie in the order of how far within their taps they are: those that are near to each other read
+    the same rows.
+    """
+
+    taps: Tensor
+    inputs: Tensor
+    outputs: Tensor
+
+
+@dataclass(frozen=True)
+class SortSpec:
+    """Which taps decide how rows share tiles, and within how many rows.
+
+    first, last: taps [first, last) alone count (a mask split). superblock: rows of a power of two that are sorted
+    among themselves, so that what a tile gathers stays in the cache; 0 sorts all. sort: False keeps the rows' order.
+    """
+
+    first: int
+    last: int
+    superblock: int = 0
+    sort: bool = True
+
+    @staticmethod
+    def splits(volume: int, count: int, superblock: int = 0) -> tuple[SortSpec, ...]:
+        """`count` orders of about as many taps each (TorchSparse++, section 4.1); 0: all taps, the rows' own order."""
+        if count == 0:
+            return (SortSpec(0, volume, sort=False),)
+        edges = [round(volume * n / count) for n in range(count + 1)]
+        return tuple(SortSpec(a, b, superblock) for a, b in zip(edges, edges[1:], strict=False))
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """Tiles before their entries are written.
+
+    slots int32 [T, B]: the outputs of each tile, -1 past the last. active int8 [T, K]: whether any of them has tap k.
+    ends int32 [T]: entries up to and with each tile.
+    """
+
+    slots: Tensor
+    active: Tensor
+    ends: Tensor
+
+    @property
+    def entries(self) -> Tensor:
+        """int32 [1] on the device ([0] without tiles): how many there are."""
+        return self.ends[-1:]
+
+
+def build_tiling(masks: Tensor, count: Tensor, relation: Relation, block: int, how: SortSpec) -> Tiling:
+    """The tiles of `block` outputs each that rows with these masks of a relation's taps make; nothing is read."""
+    order = ordered(masks, count, groups_of(relation, how, masks.device), how) if how.sort else None
+    return tiled(masks, count, order, how, (block, len(relation.offsets)))
+
+
+@cached_device_constant(256)
+def groups_of(relation: Relation, how: SortSpec, device: torch.device) -> Tensor:
+    """int32 [G, ceil(K / 31) + 1]: groups of taps that rows may be sorted by, as words of masks; the last column is
+    how many taps each has. First every tap of the order's, then, unless these are few, those that lie in a plane; but
+    none with the tap by which every row meets itself, where there is one.
+    """
+    volume, used = len(relation.offsets), range(how.first, how.last)
+    groups = [[tap] for tap in used]
+    if len(used) > _FEW:
+        planes = ([tap for tap in plane if tap in used] for plane in relation.planes)
+        groups += [plane for plane in planes if 1 < len(plane) < len(used)]
+    if relation.policy == "same" and len(used) > 1:
+        groups = [group for group in groups if all(any(relation.offsets[tap]) for tap in group)]
+    table = torch.zeros(len(groups), -(-volume // WORD) + 1, dtype=torch.int32)
+    for group, taps in zip(table, groups, strict=True):
+        for tap in taps:
+            group[tap // WORD] |= 1 << tap % WORD
+        group[-1] = len(taps)
+    return to_device_async(table, device)
+
+
+def totals_of(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | None = None) -> Tensor:
+    """int32 [G]: how many rows of a sample, every step-th one, have any tap of a group. blank: [G] of 0, if at hand."""
+    if not has_triton(masks):
+        return totals_of_twin(masks, count, groups)
+    totals = torch.zeros(groups.shape[0], dtype=torch.int32, device=masks.device) if blank is None else blank
+    constants = {"G": groups.shape[0], "WORDS": masks.shape[1], "ROWS": _COUNTED}
+    programs = -(-min(masks.shape[0], _SAMPLED) // _COUNTED)
+    kernel("tile_kernels.count_groups")(programs, (masks, count, groups, totals), (_SAMPLED, masks.shape[0]), constants)
+    return totals
+
+
+def totals_of_twin(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
+    """As totals_of, in plain torch."""
+    step = _step(count)
+    return (_met(masks[::step], groups) & _live(masks, count)[::step, None]).sum(0, dtype=torch.int32)
+
+
+def chosen(groups: Tensor, totals: Tensor, rows: Tensor, width: int) -> Tensor:
+    """int64 [width]: the groups that rows are sorted by, the lowest bit first; totals: of so many rows.
+
+    Those that about half of the rows meet tell most of them apart. The more rows do without a group, times its taps,
+    the higher is its bit: where that changes, most is saved by a tile of its own.
+    """
+    uneven = (2 * totals.long() - rows).abs()
+    taken = torch.sort(torch.sort(uneven, stable=True)[1][:width])[0]
+    weights = groups[taken, -1] * (rows - totals[taken].long())
+    return taken[torch.sort(weights, stable=True)[1]]
+
+
+def pair_counts(masks: Tensor, count: Tensor, volume: int) -> Tensor:
+    """int32 [K, ceil(N / 128)]: rows that have tap k, up to and with each block of rows; the last column has totals."""
+    if not has_triton(masks):
+        return pair_counts_twin(masks, count, volume)
+    blocks, lanes = max(1, -(-masks.shape[0] // _ROWS)), lanes_of(volume)
+    sums = torch.empty(volume, blocks, dtype=torch.int32, device=masks.device)
+    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes}
+    kernel("tile_kernels.pair_counts")(blocks, (masks, count, sums), (blocks,), constants)
+    return sums.cumsum(1, dtype=torch.int32)
+
+
+def pair_counts_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
+    """As tally, in plain torch."""
+    blocks = max(1, -(-masks.shape[0] // _ROWS))
+    bits = torch.zeros(blocks * _ROWS, volume, dtype=torch.int32, device=masks.device)
+    bits[: masks.shape[0]] = _bits(masks, volume) * _live(masks, count)[:, None]
+    return bits.view(blocks, _ROWS, volume).sum(1).t().cumsum(1, dtype=torch.int32).contiguous()
+
+
+def ordered(masks: Tensor, count: Tensor, groups: Tensor, how: SortSpec) -> Tensor:
+    """int32 [N]: rows with like taps one after the other; rows past the count come last.
+
+    They fall by the rank, in Gray code, of which of the chosen groups they meet. Planes of a window among the groups
+    make a tenth less entries of LiDAR scans than taps alone do, and as many of shells (measured on five scenes).
+    """
+    digits = Digits.of(masks, _width(groups, how, masks.shape[0]) + _block_bits(how, masks.shape[0]))
+    if digits is None:
+        return ranked_twin(gray_keys(masks, count, groups, totals_of(masks, count, groups), how))
+    counts, blank = digits.counts(masks, groups.shape[0])
+    totals = totals_of(masks, count, groups, blank)
+    return ranked(gray_keys(masks, count, groups, totals, how, (digits, counts)), digits, counts)
+
+
+def gray_keys(
+    masks: Tensor,
+    count: Tensor,
+    groups: Tensor,
+    totals: Tensor,
+    how: SortSpec,
+    tally: tuple[Digits, Tensor] | None = None,
+) -> Tensor:
+    """int32 [N]: what rows are sorted by; totals: as totals_of gives them. tally: digits and where to count them."""
+    width, rows = _width(groups, how, masks.shape[0]), masks.shape[0]
+    if not has_triton(masks):
+        return gray_keys_twin(masks, count, groups, totals, how)
+    keys = torch.empty(rows, dtype=torch.int32, device=masks.device)
+    digits, counts = tally or (Digits(0, 0, 1), keys)
+    number = groups.shape[0]
+    constants = {"G": number, "WORDS": masks.shape[1], "SIDE": max(32, 1 << (number - 1).bit_length())}
+    constants |= {"ROWS": _KEYS, "BLOCK": digits.block, "BINS": 0 if tally is None else 1 << digits.width}
+    tensors = (masks, count, groups, totals, keys, counts)
+    kernel("tile_kernels.gray_keys")(-(-rows // _KEYS), tensors, (_SAMPLED, width, _shift(how), rows), constants)
+    return keys
+
+
+def gray_keys_twin(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor, how: SortSpec) -> Tensor:
+    """As gray_keys, in plain torch."""
+    width, step = _width(groups, how, masks.shape[0]), _step(count)
+    met = _met(masks, groups[chosen(groups, totals, (count + step - 1) // step, width)])
+    rank = (met.long() << torch.arange(width, device=masks.device)).sum(1)
+    for shift in (1, 2, 4, 8, 16):
+        rank = rank ^ (rank >> shift)
+    block = torch.arange(masks.shape[0], device=masks.device) >> _shift(how)
+    keys = (1 << width) - 1 - rank | block << width
+    return torch.where(_live(masks, count), keys, INT32_MAX).int()
+
+
+def tiled(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]) -> Tiling:
+    """Tiles of B rows in the given order (their own without one); shape is (B, K)."""
+    if not has_triton(masks):
+        return tiled_twin(masks, count, order, how, shape)
+    block, volume = shape
+    tiles, device = -(-masks.shape[0] // block), masks.device
+    slots = torch.empty(tiles, block, dtype=torch.int32, device=device)
+    active = torch.empty(tiles, volume, dtype=torch.int8, device=device)
+    ends = torch.empty(tiles, dtype=torch.int32, device=device)
+    constants = {"K": volume, "BLOCK": block, "SORTED": order is not None}
+    tensors = (masks, count, masks if order is None else order, slots, active, ends)
+    kernel("tile_kernels.tile_taps")(tiles, tensors, (how.first, how.last, masks.shape[0]), constants)
+    if tiles:
+        kernel("tile_kernels.add_up")(1, (ends,), (tiles,), {"BLOCK": _SUMMED})
+    return Tiling(slots, active, ends)
+
+
+def tiled_twin(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]) -> Tiling:
+    """As tiled, in plain torch."""
+    block, volume = shape
+    tiles, device = -(-masks.shape[0] // block), masks.device
+    slots = torch.full((tiles * block,), -1, dtype=torch.int32, device=device)
+    own = torch.arange(masks.shape[0], device=device) if order is None else order
+    slots[: masks.shape[0]] = torch.where(_live(masks, count), own, -1).int()
+    bits = _bits(masks, volume)[slots.long().clamp(min=0)] if masks.shape[0] else slots.new_zeros(0, volume)
+    bits = bits * (slots >= 0)[:, None]
+    bits[:, : how.first], bits[:, how.last :] = 0, 0
+    active = bits.view(tiles, block, volume).sum(1) > 0
+    return Tiling(slots.view(tiles, block), active.to(torch.int8), active.sum(1).cumsum(0, dtype=torch.int32))
+
+
+def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None) -> TileList:
+    """The entries of the tiles, in room for so many. status: int32 [1], told of more than that; without it there are
+    just so many.
+    """
+    tiles, block = tiling.slots.shape
+    device = rows.device
+    tap, tile = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
+    inputs = torch.empty(room, block, dtype=torch.int32, device=device)
+    # Where there are just so many, nothing is told.
+    found, told = TileList(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
+    if not has_triton(rows):
+        filled_twin(rows, tiling, found, told)
+        RUNS.tell(tile, tiling.ends, rows.shape[1])
+        return found
+    RUNS.tell(tile, tiling.ends, rows.shape[1])
+    lanes = lanes_of(rows.shape[1])
+    constants = {"K": rows.shape[1], "BLOCK": block, "LANES": lanes}
+    tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs, told)
+    spare = 0 if status is None else -(-room // lanes)
+    kernel("tile_kernels.fill_tiles")(tiles + spare, tensors, (room, tiles), constants)
+    return found
+
+
+def filled_twin(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -> None:
+    """As filled, in plain torch, into these tensors."""
+    status.bitwise_or_(OVERFLOW * (tiling.entries > len(found.taps)).any().int())
+    found.tiles.fill_(len(tiling.slots))
+    found.taps.zero_()
+    found.inputs.fill_(-1)
+    tile, tap = (part[: len(found.tiles)] for part in tiling.active.nonzero().unbind(1))
+    slots = tiling.slots[tile].long()
+    met = rows[slots.clamp(min=0), tap[:, None]]
+    found.tiles[: len(tile)], found.taps[: len(tap)] = tile.int(), tap.int()
+    found.inputs[: len(tile)] = torch.where(slots >= 0, met, -1)
+
+
+def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, status: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(inputs, outputs) int32 [room]: the pairs by tap, then by output; -1 past the last.
+
+    ends: as tally gives them. status: as in filled.
+    """
+    inputs, outputs = (_absent((room,), dtype=torch.int32, device=rows.device) for _ in range(2))
+    told = new_status(rows.device) if status is None else status
+    _list((rows, count, ends, ends, inputs, outputs, told), (1, room), ranked=False)
+    return inputs, outputs
+
+
+def grouped(
+    rows: Tensor, count: Tensor, ends: Tensor, shape: tuple[int, int], status: Tensor | None = None
+) -> PairGroups:
+    """The pairs in room for G groups of Q. ends: as tally gives them. shape: (G, Q). status: as in filled."""
+    groups, size = shape
+    inputs, outputs = (_absent(shape, dtype=torch.int32, device=rows.device) for _ in range(2))
+    told = new_status(rows.device) if status is None else status
+    taps, ranks = group_ranks(ends, groups, size)
+    _list((rows, count, ends, ranks, inputs, outputs, told), (size, groups), ranked=True)
+    return PairGroups(taps, inputs, outputs)
+
+
+def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
+    """(taps, ranks) int32 [groups]: the tap of each group of pairs, -1 past the last; and the place of each group that
+    there is, counted tap after tap, in the order of how far within their taps groups lie."""
+    taps = _absent((groups,), dtype=torch.int32, device=ends.device)
+    ranks = torch.empty_like(taps)
+    if not has_triton(ends):
+        group_ranks_twin(ends, size, (taps, ranks))
+        return taps, ranks
+    volume, blocks = ends.shape
+    constants = {"K": volume, "LANES": lanes_of(volume), "BLOCK": _RANKED}
+    kernel("tile_kernels.rank_groups")(-(-groups // _RANKED), (ends, taps, ranks), (size, groups, blocks), constants)
+    return taps, ranks
+
+
+def group_ranks_twin(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> None:
+    """As group_ranks, in plain torch, into these tensors."""
+    taps, ranks = found
+    whole = _groups_of(ends, size)
+    own = torch.repeat_interleave(torch.arange(len(whole), device=ends.device), whole)
+    nth = torch.arange(len(own), device=ends.device) - (whole.cumsum(0) - whole)[own]
+    # Equal fractions are equal when rounded, and others differ by far more than that.
+    order = ((2 * nth + 1).double() / whole[own]).argsort(stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=ends.device)
+    there = rank[: len(ranks)]
+    ranks[: len(there)] = there.int()
+    kept = there < len(taps)
+    taps[there[kept]] = own[: len(there)][kept].int()
+
+
+def _list(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
+    """tensors: rows, count, ends, ranks; inputs, outputs and the status. shape: pairs of a group, and groups."""
+    rows, _, ends, *_ = tensors
+    if not has_triton(rows):
+        return _list_twin(tensors, shape, ranked)
+    volume = rows.shape[1]
+    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume), "RANKED": ranked}
+    kernel("tile_kernels.list_pairs")(-(-rows.shape[0] // _ROWS), tensors, (*shape, ends.shape[1]), constants)
+
+
+def _list_twin(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
+    """As _list, in plain torch."""
+    rows, count, ends, ranks, inputs, outputs, status = tensors
+    (size, groups), totals = shape, ends[:, -1].long()
+    met = torch.where(_live(rows, count)[:, None], rows, -1).t()
+    taps, at = (met >= 0).nonzero().unbind(1)
+    nth = torch.arange(len(at), device=rows.device) - (totals.cumsum(0) - totals)[taps]
+    whole = _groups_of(ends, size)
+    group = (whole.cumsum(0) - whole)[taps] + nth // size
+    kept = group < groups
+    status.bitwise_or_(OVERFLOW * (~kept).any().int())
+    if ranked:
+        group[kept] = ranks[group[kept]].long()
+        kept = group < groups
+    place = (group * size + nth % size)[kept]
+    inputs.view(-1)[place], outputs.view(-1)[place] = met[taps, at][kept], at[kept].int()
+
+
+def _groups_of(ends: Tensor, size: int) -> Tensor:
+    """How many groups of pairs each tap has."""
+    return (ends[:, -1].long() + size - 1) // size
+
+
+def transpose_table(rows: Tensor, count: Tensor, inputs: int) -> Tensor:
+    """int32 [inputs, K]: the map with its two sides exchanged: turned[i, k] = o where rows[o, k] = i, else -1."""
+    volume = rows.shape[1]
+    turned = _absent((inputs, volume), dtype=torch.int32, device=rows.device)
+    if not has_triton(rows):
+        return transpose_table_twin(rows, count, turned)
+    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
+    kernel("tile_kernels.transpose_table")(-(-rows.shape[0] // _ROWS), (rows, count, turned), (), constants)
+    return turned
+
+
+def transpose_table_twin(rows: Tensor, count: Tensor, turned: Tensor) -> Tensor:
+    """As exchanged, in plain torch, into this tensor."""
+    at, taps = (torch.where(_live(rows, count)[:, None], rows, -1) >= 0).nonzero().unbind(1)
+    turned[rows[at, taps].long(), taps] = at.int()
+    return turned
+
+
+def _absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full(shape, -1, dtype=dtype, device=device)
+
+
+def _live(rows: Tensor, count: Tensor) -> Tensor:
+    return torch.arange(len(rows), device=rows.device) < count
+
+
+def _met(masks: Tensor, groups: Tensor) -> Tensor:
+    """bool [N, G]: whether a row has any tap of a group."""
+    met = masks.new_zeros(masks.shape[0], groups.shape[0], dtype=torch.bool)
+    for word in range(masks.shape[1]):
+        met |= (masks[:, word, None] & groups[:, word]) != 0
+    return met
+
+
+def _bits(masks: Tensor, volume: int) -> Tensor:
+    """int32 [N, K] of 0 and 1."""
+    taps = torch.arange(volume, device=masks.device)
+    return (masks[:, taps // WORD] >> (taps % WORD).int()) & 1
+
+
+def _shift(how: SortSpec) -> int:
+    return how.superblock.bit_length() - 1 if how.superblock else 62
+
+
+def _step(count: Tensor) -> int:
+    """Of so many rows every which one is in the sample; of a buffer as of those that live in it, alone."""
+    return max(1, -(-int(count) // _SAMPLED))
+
+
+def _width(groups: Tensor, how: SortSpec, rows: int) -> int:
+    """How many groups rows are sorted by: what leaves room for the superblocks' numbers, and few where masks are short.
+
+    What rows past the count have above these bits is not needed: they come last of those that are equal.
+    """
+    most = _BITS if how.last - how.first <= WORD else WORD
+    return min(most, groups.shape[0], WORD - _block_bits(how, rows))
+
+
+def _block_bits(how: SortSpec, rows: int) -> int:
+    return (max(rows - 1, 0) >> _shift(how)).bit_length()

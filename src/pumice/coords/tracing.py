@@ -1,0 +1,202 @@
+"""Geometries and kernel maps while torch.compile or torch.export traces: tensors without values, sizes without numbers.
+
+What needs the values (boxes, new coordinates, neighbours, lists of pairs) is an operator of coords.traced_ops, which
+the compiled code calls; what is made here are the objects around its results. Geometries that a trace makes keep their
+maps as others do. One that the compiled function was given is left alone: in its place stands a `trace_local` one of
+the same coordinates, and `alike` tells that the two are one.
+"""
+
+from __future__ import annotations
+
+import operator
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+
+from pumice.coords.box import UNKNOWN
+from pumice.coords.geometry import Geometry, TraceOrigin
+from pumice.coords.grid import GridSpec, Stride
+from pumice.coords.kernel_map import KernelMap
+from pumice.coords.outputs import level_key
+from pumice.coords.relation import Relation
+
+
+def checked(coords: Tensor, stride: Stride, shape: tuple[int, ...] | None, batch_size: int | None) -> Geometry:
+    """A geometry of coordinates that were made in the traced function; they are checked when it runs."""
+    items = -1 if batch_size is None else batch_size
+    found = Geometry(coords, GridSpec(stride, shape, items, UNKNOWN))
+    box = torch.ops.pumice.box(coords, None if shape is None else list(shape), items, False)
+    found.trail = TraceOrigin(_trace(), box=box)
+    return found
+
+
+def trace_local(geometry: Geometry) -> Geometry:
+    """The geometry that keeps maps in its place: itself, if this trace made it."""
+    if is_local(geometry):
+        return geometry
+    found = Geometry(geometry.coords, _unplaced(geometry.outline), geometry.inverse)
+    found.trail = TraceOrigin(_trace(), geometry.start, geometry.steps, geometry)
+    return found
+
+
+def is_local(geometry: Geometry) -> bool:
+    """Whether this trace made it."""
+    return geometry.trail is not None and geometry.trail.trace == _trace()
+
+
+def _trace() -> str:
+    """What tells a trace from others."""
+    return str(id(TracingContext.try_get()))
+
+
+# As torch.compiler.assume_constant_result does, which would import all of torch's compiler now.
+_trace._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def kernel_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:
+    """As build.kernel_map, while tracing."""
+    target = None if target is geometry else target
+    kept = known(geometry, relation, target)
+    if kept is None:
+        geometry = trace_local(geometry)
+        kept = geometry.maps[relation, target] = _found(geometry, relation, target)
+    found, outputs = kept
+    return found, geometry if outputs is None else outputs
+
+
+def known(
+    geometry: Geometry, relation: Relation, target: Geometry | None = None
+) -> tuple[KernelMap, Geometry | None] | None:
+    """A map that is there, with its outputs (None: the geometry's own).
+
+    Those of a geometry that the traced function was given count where it was prepared: compiled code is bound to what
+    it looked at, and what others had found by the way is of another number every time.
+    """
+    kept = geometry.maps.get((relation, target)) if is_local(geometry) else None
+    given = _given(geometry)
+    return given.maps.get((relation, target)) if kept is None and given is not None else kept
+
+
+def subset(geometry: Geometry, mask: Tensor) -> tuple[Geometry, Tensor]:
+    """The coordinates where `mask` is true, in (batch, Morton) order, and which rows they are."""
+    rows = torch.ops.pumice.kept(geometry.coords, mask)
+    return _apart(geometry.coords[rows], _unplaced(geometry.outline)), rows
+
+
+def union(one: Geometry, two: Geometry) -> tuple[Geometry, tuple[Tensor, Tensor]]:
+    """The coordinates of both, in (batch, Morton) order, and the place of each row of both among them."""
+    coords, *places = torch.ops.pumice.united(one.coords, two.coords)
+    first, second = one.outline, two.outline
+    items = max(one.batch_size, two.batch_size) if first.batch_size >= 0 <= second.batch_size else -1
+    pair = first.spatial_shape, second.spatial_shape
+    shape = None if pair[0] is None or pair[1] is None else tuple(map(max, pair[0], pair[1]))
+    frame = first.frame if first.frame == second.frame else None
+    return _apart(coords, GridSpec(first.stride, shape, items, UNKNOWN, frame)), (places[0], places[1])
+
+
+def stride_of(stride: Stride, relation: Relation) -> Stride:
+    """The stride of a relation's outputs, for inputs of this one."""
+    finer = relation.policy == "transposed_support"
+    return tuple(_scaled(s, f, finer) for s, f in zip(stride, relation.stride, strict=True))
+
+
+def told(relation: Relation) -> tuple[Any, ...]:
+    """A relation as operators take it; see operators.RELATION."""
+    custom = None if relation.custom is None else [o for offset in relation.custom for o in offset]
+    extra = None if relation.output_padding is None else list(relation.output_padding)
+    four = (relation.kernel, relation.stride, relation.padding, relation.dilation)
+    return (*[list(values) for values in four], relation.policy, custom, extra, relation.bounded)
+
+
+def _unplaced(site: GridSpec) -> GridSpec:
+    """A site without its bounds: compiled code would be bound to their numbers if it looked at them."""
+    return GridSpec(site.stride, site.spatial_shape, site.batch_size, UNKNOWN, site.frame)
+
+
+def _apart(coords: Tensor, site: GridSpec) -> Geometry:
+    """A geometry that a trace makes, of no other one's steps."""
+    found = Geometry(coords, site)
+    found.trail = TraceOrigin(_trace())
+    return found
+
+
+def _found(here: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry | None]:
+    if relation.policy == "same":
+        return _meeting(here, here, relation), None
+    if relation.policy == "given":
+        return _meeting(here, here if target is None else target, relation), target
+    key = level_key(relation)
+    outputs = _level_of(here, key)
+    if outputs is not None:
+        return _meeting(here, outputs, relation), outputs
+    outputs, table = _made(here, relation)
+    if key:
+        here.levels[key] = outputs
+    numbers = here.coords.shape[0], outputs.coords.shape[0]
+    if relation.policy == "transposed_support":
+        return KernelMap(relation, table, numbers[1], numbers[0]).transpose(), outputs
+    return KernelMap(relation, table, *numbers), outputs
+
+
+def _level_of(here: Geometry, key: Any) -> Geometry | None:
+    if not key:
+        return None
+    kept, given = here.levels.get(key), _given(here)
+    return given.levels.get(key) if kept is None and given is not None else kept
+
+
+def _given(geometry: Geometry) -> Geometry | None:
+    """What was given to the traced function, if it was prepared: the geometry, or the one in whose place it stands."""
+    given = geometry
+    if geometry.trail is not None and is_local(geometry):
+        given = geometry.trail.given
+    return given if given is not None and given.prepared else None
+
+
+def _meeting(inputs: Geometry, outputs: Geometry, relation: Relation) -> KernelMap:
+    """The map between coordinates that are both there."""
+    table = torch.ops.pumice.meet(inputs.coords, _box(inputs), outputs.coords, _box(outputs), *told(relation))
+    return KernelMap(relation, table, inputs.coords.shape[0], outputs.coords.shape[0])
+
+
+def _made(here: Geometry, relation: Relation) -> tuple[Geometry, Tensor]:
+    """The outputs that a relation makes, and the table of the map as it is found."""
+    shape = here.outline.spatial_shape
+    bound = None if shape is None else list(shape)
+    coords, box, table = torch.ops.pumice.level(here.coords, _box(here), bound, *told(relation))
+    kept = None if shape is None or not relation.bounded else relation.output_shape(shape)
+    site = here.outline
+    site = GridSpec(stride_of(site.stride, relation), kept, site.batch_size, UNKNOWN, site.frame)
+    outputs = Geometry(coords, site)
+    outputs.trail = TraceOrigin(_trace(), here.start, (*here.steps, relation), box=box)
+    return outputs, table
+
+
+def _box(geometry: Geometry) -> Tensor:
+    """int64 [1 + 2D] on the CPU: see coords.operators."""
+    trail = geometry.trail if is_local(geometry) else None
+    if trail is not None and trail.box is not None:
+        return trail.box
+    given = geometry if trail is None or trail.given is None else trail.given
+    shape = None if given.outline.spatial_shape is None else list(given.outline.spatial_shape)
+    # Compiled code is bound to what it looks at.
+    items = -1 if given.settled and shape is None else given.outline.batch_size
+    box = torch.ops.pumice.box(given.coords, shape, items, given.settled)
+    if trail is not None:
+        trail.box = box
+    return box
+
+
+def _scaled(stride: int | Fraction, factor: int, finer: bool) -> int | Fraction:
+    if isinstance(stride, int):
+        if not finer:
+            return stride * factor
+        if stride % factor == 0:
+            return stride // factor
+        # Compiled for this stride: fractions are no symbols.
+        stride = operator.index(stride)
+    share = Fraction(stride) / factor if finer else Fraction(stride) * factor
+    return share.numerator if share.denominator == 1 else share

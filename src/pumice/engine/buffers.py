@@ -1,0 +1,345 @@
+"""What enters a captured network, voxels or points: scenes as they come, and the buffers that they are copied to."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, make_outputs
+from pumice.coords.buffer import RANGE, new_status
+from pumice.coords.capacity import BufferedState
+from pumice.coords.grid import VoxelFrame
+from pumice.coords.outputs import TorchOutputs, max_outputs
+from pumice.coords.packing import put_first
+from pumice.errors import GeometryError
+from pumice.ops import SparseTensor, voxelize
+
+
+@dataclass(frozen=True, eq=False)
+class InputBatch:
+    """The first tensor of a program. inverse: int64 [P], each point's row where points entered, -1 for none."""
+
+    x: SparseTensor
+    inverse: Tensor | None = None
+
+
+class Buffers(Protocol):
+    """Where scenes of a program lie, one after the other."""
+
+    @property
+    def capacity(self) -> int:
+        """How many voxels or points there is room for."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def first(self, capacity: int) -> Buffers:
+        """The first rows as buffers of a smaller capacity."""
+        ...
+
+    def enter(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
+        """What lies there as a tensor in buffers; site: of it, its bounds a box that all scenes lie in."""
+        ...
+
+    def poison(self, count: int) -> None:
+        """Make what lies behind so many rows NaN."""
+        ...
+
+
+class ModelInput(Protocol):
+    """What a captured network is called with."""
+
+    @property
+    def count(self) -> int:
+        """Of voxels or points."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has as many of the first voxels as it counts."""
+        ...
+
+    @property
+    def batch(self) -> int | None:
+        """Items that results are given for; None: as many as the program has."""
+        ...
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """A box around it, where the host knows one."""
+        ...
+
+    def fill(self, buffers: Any) -> None:
+        """Copy it to the first rows of buffers."""
+        ...
+
+    def tensor(self) -> SparseTensor:
+        """What the network itself takes. Raises what is wrong with the scene."""
+        ...
+
+    def geometry(self, site: GridSpec) -> Geometry | None:
+        """Its coordinates if they are its own; site: the program's, which they were checked against."""
+        ...
+
+    def sample(self, most: int) -> ModelInput:
+        """It, or so many of its rows at random where it has more, in their order."""
+        ...
+
+
+def taken(count: int, most: int, device: torch.device) -> Tensor | None:
+    """So many of `count` rows at random, rising; None: all."""
+    if count <= most:
+        return None
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:most].sort()[0].to(device)
+
+
+# Voxels
+
+
+@dataclass(frozen=True, eq=False)
+class VoxelBuffers:
+    """Buffers: coords int32 [capacity, 1+D], feats [capacity, C], count int32 [1], how many rows live."""
+
+    coords: Tensor
+    feats: Tensor
+    count: Tensor
+
+    @staticmethod
+    def of(capacity: int, like: SparseTensor) -> VoxelBuffers:
+        device = like.device
+        coords = torch.full((capacity, 1 + like.dim), -1, dtype=torch.int32, device=device)
+        feats = torch.zeros(capacity, like.channels, dtype=like.dtype, device=device)
+        return VoxelBuffers(coords, feats, torch.zeros(1, dtype=torch.int32, device=device))
+
+    @property
+    def capacity(self) -> int:
+        return self.coords.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.coords.device
+
+    def first(self, capacity: int) -> VoxelBuffers:
+        return VoxelBuffers(self.coords[:capacity], self.feats[:capacity], self.count)
+
+    def poison(self, count: int) -> None:
+        self.feats[count:].fill_(torch.nan)
+
+    def enter(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
+        cloud = CoordBuffer(self.coords, self.count, site.bounds, new_status(self.coords.device))
+        geometry = Geometry.in_buffer(cloud, site, buffered)
+        # It tells duplicates and coordinates outside the box, also where nothing asks for neighbours.
+        geometry.lookup()
+        return InputBatch(SparseTensor(self.feats, geometry))
+
+
+@dataclass(frozen=True, eq=False)
+class VoxelScene:
+    """feats [N, C] on coords int32 [N, 1+D]; own: their geometry if it is at hand; like: the example."""
+
+    feats: Tensor
+    coords: Tensor
+    own: Geometry | None
+    like: SparseTensor
+
+    @property
+    def count(self) -> int:
+        return self.coords.shape[0]
+
+    @property
+    def whole(self) -> bool:
+        return True
+
+    @property
+    def batch(self) -> int | None:
+        return None if self.own is None else self.own.batch_size
+
+    @property
+    def bounds(self) -> Bounds | None:
+        return None if self.own is None else self.own.bounds
+
+    def fill(self, buffers: VoxelBuffers) -> None:
+        put_first((buffers.coords, buffers.feats), (self.coords, self.feats), buffers.count)
+
+    def tensor(self) -> SparseTensor:
+        feats = self.feats.to(self.like.dtype)
+        if self.own is not None:
+            return SparseTensor(feats, self.own)
+        return SparseTensor(feats, self.coords, self.like.stride, self.like.spatial_shape)
+
+    def geometry(self, site: GridSpec) -> Geometry:
+        return Geometry(self.coords.contiguous(), site) if self.own is None else self.own
+
+    def sample(self, most: int) -> VoxelScene:
+        chosen = taken(self.count, most, self.coords.device)
+        if chosen is None:
+            return self
+        coords = self.coords[chosen]
+        own = None if self.own is None else Geometry(coords, self.own.site)
+        return VoxelScene(self.feats[chosen], coords, own, self.like)
+
+
+# Points
+
+
+@dataclass(frozen=True, eq=False)
+class VoxelGrid:
+    """How points become voxels of so many batch items. dtype: that their mean features are cast to."""
+
+    frame: VoxelFrame
+    spatial_shape: tuple[int, ...] | None
+    batch: int
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PointBuffers:
+    """Buffers: points [capacity, D], feats [capacity, F] (None: the points), items int32 [capacity], count int32 [1].
+
+    size, origin: float64 [D], the grid's on the device. limits: float64 [2, D], the least and the greatest cell.
+    """
+
+    points: Tensor
+    feats: Tensor | None
+    items: Tensor
+    count: Tensor
+    grid: VoxelGrid
+    size: Tensor
+    origin: Tensor
+    limits: Tensor
+
+    @staticmethod
+    def of(capacity: int, like: PointScene, bounds: Bounds) -> PointBuffers:
+        device, frame = like.points.device, like.grid.frame
+        points = torch.zeros(capacity, like.points.shape[1], dtype=like.points.dtype, device=device)
+        feats = None if like.feats is None else like.feats.new_zeros(capacity, like.feats.shape[1])
+        items, count = (torch.zeros(n, dtype=torch.int32, device=device) for n in (capacity, 1))
+        size = torch.tensor(frame.size, dtype=torch.float64, device=device)
+        origin = torch.tensor(frame.origin, dtype=torch.float64, device=device)
+        limits = torch.tensor((bounds.low, bounds.high), dtype=torch.float64, device=device)
+        return PointBuffers(points, feats, items, count, like.grid, size, origin, limits)
+
+    @property
+    def capacity(self) -> int:
+        return self.points.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.points.device
+
+    def first(self, capacity: int) -> PointBuffers:
+        feats = None if self.feats is None else self.feats[:capacity]
+        return replace(self, points=self.points[:capacity], feats=feats, items=self.items[:capacity])
+
+    def poison(self, count: int) -> None:
+        self.points[count:].fill_(torch.nan)
+        if self.feats is not None:
+            self.feats[count:].fill_(torch.nan)
+
+    def enter(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
+        cells = self._cells(site)
+        relation = Relation.of(cells.dim, 1, policy="floor_unique")
+        made = make_outputs(cells, site, relation)
+        if isinstance(made, TorchOutputs) and cells.coords.is_cuda:
+            raise GeometryError(f"no kernel makes voxels in the box {site.bounds.low} to {site.bounds.high}")
+        place: Hashable = ("rows", buffered.path, site.stride)
+        room = buffered.rooms.capacity(place, made.count, max_outputs(self.capacity, relation, site))
+        geometry = Geometry.in_buffer(made.cloud(room, alone=True), site, buffered)
+        rows = geometry.assign_points(cells)
+        return InputBatch(SparseTensor(self._means(rows, room), geometry), rows)
+
+    def _cells(self, site: GridSpec) -> CoordBuffer:
+        """The cell of each point; of those that are left out, or lie outside the box, that of no batch item."""
+        live = torch.arange(self.capacity, device=self.points.device) < self.count
+        units = (self.points.double() - self.origin) / self.size
+        cells = torch.floor(units + 0.5 if self.grid.frame.rounding == "round" else units)
+        # What is not finite is in no box.
+        inside = ((cells >= self.limits[0]) & (cells <= self.limits[1])).all(1)
+        inside &= (self.items >= 0) & (self.items < site.batch_size)
+        wrong = live & ~inside
+        if self.grid.spatial_shape is not None:
+            # Points outside a grid are left out; those that are nowhere, and items that are not there, are errors.
+            wrong &= ~(torch.isfinite(cells).all(1) & (self.items >= 0) & (self.items < site.batch_size))
+        status = new_status(self.points.device).bitwise_or_(RANGE * wrong.any().int())
+        kept = live & inside
+        items = torch.where(kept, self.items, -1)
+        coords = torch.cat([items[:, None], torch.where(kept[:, None], cells, 0).int()], dim=1)
+        return CoordBuffer(coords, self.count, site.bounds, status)
+
+    def _means(self, rows: Tensor, room: int) -> Tensor:
+        """The mean of each voxel's points, summed in at least float32; points without a voxel go to a row past all."""
+        values = self.points if self.feats is None else self.feats
+        wide = torch.promote_types(values.dtype, torch.float32)
+        place = torch.where(rows >= 0, rows, room)
+        sums = values.new_zeros(room + 1, values.shape[1], dtype=wide).index_add(0, place, values.to(wide))
+        counts = sums.new_zeros(room + 1).index_add(0, place, torch.ones_like(place, dtype=wide))
+        means = (sums / counts.clamp(min=1)[:, None])[:room].to(values.dtype)
+        return means if self.grid.dtype is None else means.to(self.grid.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class PointScene:
+    """points [P, D], their features [P, F] (None: the points) and batch items [P] (None: one item)."""
+
+    points: Tensor
+    feats: Tensor | None
+    items: Tensor | None
+    grid: VoxelGrid
+
+    @property
+    def count(self) -> int:
+        return self.points.shape[0]
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    @property
+    def batch(self) -> None:
+        return None
+
+    @property
+    def bounds(self) -> None:
+        return None
+
+    def fill(self, buffers: PointBuffers) -> None:
+        to, arrays = [buffers.points], [self.points]
+        if buffers.feats is not None and self.feats is not None:
+            to.append(buffers.feats)
+            arrays.append(self.feats)
+        if self.items is None:
+            buffers.items[: self.count].zero_()
+        else:
+            to.append(buffers.items)
+            arrays.append(self.items)
+        put_first(to, arrays, buffers.count)
+
+    def tensor(self) -> SparseTensor:
+        frame, shape = self.grid.frame, self.grid.spatial_shape
+        told = (self.points, self.feats, frame.size, self.items, frame.origin, frame.rounding)
+        x = voxelize(*told, spatial_shape=shape, batch_size=self.grid.batch)
+        return x if self.grid.dtype is None else x.to(self.grid.dtype)
+
+    def geometry(self, site: GridSpec) -> None:
+        return None
+
+    def sample(self, most: int) -> PointScene:
+        chosen = taken(self.count, most, self.points.device)
+        if chosen is None:
+            return self
+        feats, items = (None if t is None else t[chosen] for t in (self.feats, self.items))
+        return PointScene(self.points[chosen], feats, items, self.grid)
+
+
+def per_point(values: Tensor, inverse: Tensor) -> Tensor:
+    """values[inverse] of floats with 0, of others with -1, where a point has no voxel (-1)."""
+    filler = 0 if values.is_floating_point() else -1
+    if not values.shape[0]:
+        return values.new_full((len(inverse), *values.shape[1:]), filler)
+    absent = (inverse < 0).view(-1, *(1,) * (values.ndim - 1))
+    return values[inverse.clamp(min=0)].masked_fill(absent, filler)

@@ -1,0 +1,178 @@
+"""Passes of a network over sample scenes, which leave no trace on it: what is measured, and what maps are found in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pumice.coords import Geometry
+from pumice.errors import DeviceError, DtypeError, OptionError
+from pumice.nn.conv import Convolution, convolutions
+from pumice.ops import SparseTensor
+from pumice.ops.recorded import without_graphs
+
+Loss = Callable[[Any], Tensor]
+Scene = SparseTensor | tuple[Tensor, Tensor]
+"""A tensor, or coordinates int32 [N, 1+D] and features [N, C]."""
+
+
+@dataclass(frozen=True, eq=False)
+class TuningSubject:
+    """A network and the scenes that it is run on, checked. mode: one of MODES. loss: of what the network returns."""
+
+    model: nn.Module
+    scenes: tuple[SparseTensor, ...]
+    mode: str
+    loss: Loss
+
+    @property
+    def training(self) -> bool:
+        return self.mode == "training"
+
+    @property
+    def device(self) -> torch.device:
+        return self.scenes[0].device
+
+    def calls(self) -> list[Callable[[], object]]:
+        """A pass over each scene, on coordinates that have no maps yet."""
+        return [lambda x=x: MODES[self.mode](self, fresh(x)) for x in self.scenes]
+
+
+def subject(model: nn.Module, samples: Sequence[Scene], mode: str, loss: Loss | None = None) -> TuningSubject:
+    """What is asked for, checked.
+
+    Raises OptionError for an unknown mode, no samples, a model without convolutions of pumice.nn or that torch.compile
+    has wrapped; DtypeError for what is no model or no sample; DeviceError for samples that are not where the model is.
+    """
+    if not isinstance(model, nn.Module):
+        raise DtypeError(f"model is a torch.nn.Module, found {type(model).__name__}")
+    if mode not in MODES:
+        raise OptionError(f"mode {mode!r} is unknown; there are {', '.join(MODES)}")
+    if isinstance(samples, SparseTensor | Tensor) or not isinstance(samples, Sequence):
+        raise DtypeError(f"samples is a list of SparseTensors, found {type(samples).__name__}")
+    if not samples:
+        raise OptionError("samples has no scene; expected at least one")
+    model = bare(model)
+    layers = convolutions(model)
+    if not layers:
+        raise OptionError(f"{type(model).__name__} has no convolution of pumice.nn")
+    scenes = tuple(_scene(sample, number) for number, sample in enumerate(samples))
+    _check_devices(layers, scenes)
+    if mode == "training" and not any(p.requires_grad for p in model.parameters()):
+        raise OptionError("mode 'training' needs parameters that ask for gradients, found none")
+    return TuningSubject(model, scenes, mode, loss or sum_of_squares_loss)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Without what wraps it for training on several devices."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return model.module
+    if hasattr(model, "_orig_mod"):
+        raise OptionError("named dataflows do not run under torch.compile: tune takes the model that was compiled")
+    return model
+
+
+def _scene(sample: Any, number: int) -> SparseTensor:
+    if isinstance(sample, tuple | list) and len(sample) == 2 and all(isinstance(part, Tensor) for part in sample):
+        coords, feats = sample
+        sample = SparseTensor(feats, coords)
+    if not isinstance(sample, SparseTensor):
+        raise DtypeError(
+            f"a sample is a SparseTensor or a pair (coords, feats), found {type(sample).__name__} at {number}"
+        )
+    sample.geometry.settle()
+    return sample
+
+
+def _check_devices(layers: Sequence[Convolution], scenes: Sequence[SparseTensor]) -> None:
+    homes = sorted({str(layer.weight.device) for layer in layers})
+    if len(homes) > 1:
+        raise DeviceError(f"the model lies on one device, found convolutions on {' and '.join(homes)}")
+    for number, scene in enumerate(scenes):
+        if str(scene.device) != homes[0]:
+            raise DeviceError(f"the model is on {homes[0]}, sample {number} on {scene.device}")
+
+
+def fresh(x: SparseTensor) -> SparseTensor:
+    """The same rows on a geometry of their own, without maps."""
+    feats = x.feats.detach().requires_grad_(x.requires_grad)
+    return SparseTensor(feats, Geometry(x.coords, x.geometry.site, x.geometry.inverse))
+
+
+@contextmanager
+def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
+    """Within it the model evaluates, or trains, and finds maps without graphs; afterwards its modes, its buffers and
+    torch's random numbers are what they were."""
+    home = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with torch.random.fork_rng([home] if home.type == "cuda" else []), _restored(model), without_graphs():
+        if not training:
+            model.eval()
+        elif not model.training:
+            # Of a model that trains, layers that are frozen stay so.
+            model.train()
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards modes and buffers are what they were."""
+    flags = {module: module.training for module in model.modules()}
+    buffers = [(module._buffers, name, held) for module in model.modules() for name, held in module._buffers.items()]
+    values = [None if held is None else held.detach().clone() for _, _, held in buffers]
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+        with torch.no_grad():
+            for (own, name, held), value in zip(buffers, values, strict=True):
+                own[name] = held if value is None or held is None else held.copy_(value)
+
+
+def sum_of_squares_loss(found: Any) -> Tensor:
+    """The mean of the squares of every floating-point tensor in what a network returns, added up.
+
+    Raises OptionError where none depends on parameters.
+    """
+    parts = [x.float().square().mean() for x in _tensors(found) if x.requires_grad and x.is_floating_point()]
+    if not parts:
+        kind = type(found).__name__
+        raise OptionError(f"the model returns {kind} without a tensor that has gradients; give a loss=")
+    return torch.stack(parts).sum()
+
+
+def _tensors(found: Any) -> Iterator[Tensor]:
+    if isinstance(found, SparseTensor):
+        yield found.feats
+    elif isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, Mapping):
+        yield from _tensors(list(found.values()))
+    elif isinstance(found, list | tuple):
+        for part in found:
+            yield from _tensors(part)
+
+
+def _infer(asked: TuningSubject, x: SparseTensor) -> object:
+    with torch.no_grad():
+        return asked.model(x)
+
+
+def _train(asked: TuningSubject, x: SparseTensor) -> object:
+    wanted = [p for p in asked.model.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        loss = asked.loss(asked.model(x))
+        # What a parameter holds as its gradient is left alone.
+        return torch.autograd.grad(loss, wanted + ([x.feats] if x.requires_grad else []), allow_unused=True)
+
+
+MODES: Mapping[str, Callable[[TuningSubject, SparseTensor], object]] = MappingProxyType(
+    {"inference": _infer, "training": _train}
+)
+"""A pass by mode."""

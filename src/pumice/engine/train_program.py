@@ -1,0 +1,351 @@
+"""A training step as a static program: forward, loss and gradients over buffers, and what its graphs are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import get_total_norm
+
+from pumice.coords import Bounds, Geometry, GridSpec, join_side_streams
+from pumice.coords.capacity import BufferedState, Capacities
+from pumice.engine.buffers import InputBatch, VoxelBuffers, VoxelScene, taken
+from pumice.engine.static import Autocast, LevelOutput, Path, levels_of, status_words_of
+from pumice.errors import CaptureError, OptionError, ShapeError
+from pumice.ops import SparseTensor
+from pumice.runtime.launch import outside_inference_mode
+
+Loss = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class PerItemTarget:
+    """A target with a row for each item of the batch, rather than for each voxel."""
+
+    values: Tensor
+
+
+Target = Tensor | PerItemTarget
+
+
+def values_of(target: Target) -> Tensor:
+    return target.values if isinstance(target, PerItemTarget) else target
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """Buffers: voxels and, beside them, targets; counts: of which of those have a row for each voxel."""
+
+    voxels: VoxelBuffers
+    held: tuple[Tensor, ...]
+    counts: tuple[bool, ...]
+    ignored: int
+
+    @staticmethod
+    def of(capacity: int, x: SparseTensor, targets: Sequence[Target], ignored: int) -> Targets:
+        by_voxel = tuple(_by_voxel(target) for target in targets)
+        held = tuple(
+            torch.zeros((capacity, *t.shape[1:]) if counts else t.shape, dtype=t.dtype, device=x.device)
+            for t, counts in zip(map(values_of, targets), by_voxel, strict=True)
+        )
+        return Targets(VoxelBuffers.of(capacity, x), held, by_voxel, ignored)
+
+    @property
+    def capacity(self) -> int:
+        return self.voxels.capacity
+
+    @property
+    def device(self) -> torch.device:
+        return self.voxels.device
+
+    def first(self, capacity: int) -> Targets:
+        held = tuple(t[:capacity] if counts else t for t, counts in zip(self.held, self.counts, strict=True))
+        return Targets(self.voxels.first(capacity), held, self.counts, self.ignored)
+
+    def poison(self, count: int) -> None:
+        self.voxels.poison(count)
+
+    def enter(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
+        return self.voxels.enter(site, buffered)
+
+    def told(self, alive: Tensor) -> list[Tensor]:
+        """The targets; rows that do not live are ignored: of integers the ignored one, of floats 0, of bools False."""
+        return [
+            torch.where(alive.view(-1, *(1,) * (t.ndim - 1)), t, self._filler(t)) if counts else t
+            for t, counts in zip(self.held, self.counts, strict=True)
+        ]
+
+    def _filler(self, target: Tensor) -> Tensor:
+        ignored = 0 if target.is_floating_point() or target.dtype == torch.bool else self.ignored
+        return target.new_full((), ignored)
+
+
+def _by_voxel(target: Target) -> bool:
+    return isinstance(target, Tensor) and target.ndim > 0
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSample:
+    """A scene with targets."""
+
+    scene: VoxelScene
+    targets: tuple[Target, ...]
+
+    @property
+    def count(self) -> int:
+        return self.scene.count
+
+    @property
+    def whole(self) -> bool:
+        return True
+
+    @property
+    def batch(self) -> int | None:
+        return self.scene.batch
+
+    @property
+    def bounds(self) -> Bounds | None:
+        return self.scene.bounds
+
+    def fill(self, buffers: Targets) -> None:
+        self.scene.fill(buffers.voxels)
+        for target, held in zip(map(values_of, self.targets), buffers.held, strict=True):
+            (held[: len(target)] if target.ndim else held).copy_(target)
+
+    def tensor(self) -> SparseTensor:
+        return self.scene.tensor()
+
+    def geometry(self, site: GridSpec) -> Geometry | None:
+        return self.scene.geometry(site)
+
+    def sample(self, most: int) -> TrainingSample:
+        chosen = taken(self.count, most, self.scene.coords.device)
+        if chosen is None:
+            return self
+        coords = self.scene.coords[chosen]
+        own = self.scene.own
+        made = Geometry(coords, self.scene.like.geometry.site if own is None else own.site)
+        scene = VoxelScene(self.scene.feats[chosen], coords, made, self.scene.like)
+        return TrainingSample(scene, tuple(t[chosen] if _by_voxel(t) else t for t in self.targets))  # pyright: ignore[reportIndexIssue, reportArgumentType]
+
+    def check(self, like: TrainingSample) -> None:
+        """Raise ShapeError where targets do not fit those of the first example."""
+        if len(self.targets) != len(like.targets):
+            raise ShapeError(f"the step takes {len(like.targets)} targets, found {len(self.targets)}")
+        for number, (mine, theirs) in enumerate(zip(self.targets, like.targets, strict=True)):
+            a, b = values_of(mine), values_of(theirs)
+            shape = (self.count, *b.shape[1:]) if _by_voxel(theirs) else tuple(b.shape)
+            if isinstance(mine, PerItemTarget) != isinstance(theirs, PerItemTarget) or tuple(a.shape) != shape:
+                kind = "an item's" if isinstance(theirs, PerItemTarget) else "a voxel's"
+                raise ShapeError(f"target {number} is {list(shape)}, {kind} in each row, found {list(a.shape)}")
+            if a.dtype != b.dtype:
+                raise ShapeError(f"target {number} is {b.dtype}, found {a.dtype}")
+
+
+@dataclass(frozen=True, eq=False)
+class StepOptions:
+    """scaler: a gradient scaler that is enabled, or None. clip: the largest norm of all gradients together."""
+
+    scaler: GradScaler | None = None
+    clip: float | None = None
+    ignored: int = -100
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise OptionError(f"clip is a norm above 0, found {self.clip}")
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a pass gave beside gradients: the loss; words: the status, then of each level how many voxels it has."""
+
+    loss: Tensor
+    levels: Mapping[Path, LevelOutput]
+    status_words: Tensor
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors to others, in few kernels: many at once are copied so where dtypes and layouts are alike."""
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target.stride() != source.stride() or target.dtype != source.dtype:
+            target.copy_(source)
+            continue
+        mine, theirs = alike.setdefault(target.dtype, ([], []))
+        mine.append(target)
+        theirs.append(source)
+    for mine, theirs in alike.values():
+        torch._foreach_copy_(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@dataclass(eq=False)
+class GradientBuffers:
+    """The gradients' memory, by parameter; infinite: float32 [1], whether one was not finite under a scaler."""
+
+    held: dict[Tensor, Tensor] = field(default_factory=dict)
+    infinite: Tensor | None = None
+
+    def take(self, found: Mapping[Tensor, Tensor]) -> None:
+        """Copy gradients here."""
+        for parameter, grad in found.items():
+            if parameter not in self.held:
+                # In the parameter's own layout, as torch has them.
+                self.held[parameter] = torch.zeros_like(parameter, dtype=grad.dtype)
+        absent = [held for parameter, held in self.held.items() if parameter not in found]
+        if absent:
+            torch._foreach_zero_(absent)  # pyright: ignore[reportPrivateImportUsage]
+        if found:
+            copy_all([self.held[p] for p in found], list(found.values()))
+
+    def give(self, parameters: Sequence[Tensor]) -> None:
+        """Make them the gradients of the parameters."""
+        for parameter in parameters:
+            parameter.grad = self.held.get(parameter)
+
+
+@dataclass(frozen=True, eq=False)
+class StepProgram:
+    """Forward, loss and gradients over buffers. site: as a Program's.
+
+    kept: the buffers of modules, and backup: what they were before the last pass. modules: those of model and loss.
+    """
+
+    model: nn.Module
+    loss: Loss
+    site: GridSpec
+    autocast: Autocast
+    parameters: tuple[Tensor, ...]
+    options: StepOptions
+    gradients: GradientBuffers
+    kept: list[Tensor] = field(default_factory=list)
+    backup: list[Tensor] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+
+    def run(self, buffers: Targets, rooms: Capacities, poison: bool = False, scale: float | None = None) -> StepResult:
+        """One pass; gradients go to their memory. poison: as of a Program. scale: instead of the scaler's."""
+        with outside_inference_mode(), torch.enable_grad():
+            with torch.no_grad():
+                copy_all(self.backup, self.kept)
+            entered = buffers.enter(self.site, BufferedState(rooms, (), poison, True))
+            geometry = entered.x.geometry
+            loss = self.learn(entered.x, buffers.told(geometry.valid_mask), scale)
+            levels = dict(levels_of(geometry))
+            with join_side_streams(geometry):
+                words = status_words_of(geometry, levels.values())
+            if self.gradients.infinite is not None:
+                words = torch.cat([words, self.gradients.infinite.int()])
+            return StepResult(loss, {path: LevelOutput(g.coords, g.stride) for path, g in levels.items()}, words)
+
+    def learn(self, x: SparseTensor, targets: Sequence[Tensor], scale: float | None = None) -> Tensor:
+        """The loss; gradients go to their memory, unscaled and clipped."""
+        with outside_inference_mode(), torch.enable_grad():
+            loss = self.value(x, targets)
+            scaler = self.options.scaler
+            scaled = scaler.scale(loss) if scaler is not None and scale is None else loss * (scale or 1.0)
+            wanted = [p for p in self.parameters if p.requires_grad]
+            # Gradients are in the dtypes of what they are of, whatever is cast outside.
+            with torch.autocast(loss.device.type, enabled=False):
+                grads = torch.autograd.grad(scaled, wanted, allow_unused=True)
+            with torch.no_grad():
+                self._keep({p: g for p, g in zip(wanted, grads, strict=True) if g is not None}, scale)
+        return loss.detach()
+
+    def value(self, x: SparseTensor, targets: Sequence[Tensor]) -> Tensor:
+        with self.autocast.again():
+            loss = self.loss(self.model(x), *targets)
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+            told = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise OptionError(f"the loss is a scalar that parameters have a part in, found {told}")
+        return loss
+
+    def _keep(self, found: Mapping[Tensor, Tensor], scale: float | None) -> None:
+        self.gradients.take(found)
+        grads = list(self.gradients.held.values())
+        scaler = self.options.scaler
+        if scale is not None:
+            torch._foreach_div_(grads, scale)  # pyright: ignore[reportPrivateImportUsage]
+            return
+        if scaler is not None:
+            self._unscale(grads, scaler)
+        if self.options.clip is not None:
+            total = get_total_norm(grads)
+            torch._foreach_mul_(grads, (self.options.clip / (total + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
+
+    def _unscale(self, grads: Sequence[Tensor], scaler: GradScaler) -> None:
+        """Divide gradients by the scale, and tell whether one is not finite."""
+        held = self.gradients
+        if held.infinite is None:
+            held.infinite = torch.zeros(1, device=grads[0].device)
+        held.infinite.zero_()
+        scale = scaler._scale
+        assert scale is not None
+        inverse = scale.double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_(list(grads), held.infinite, inverse)  # pyright: ignore[reportPrivateImportUsage]
+
+    def rescale(self) -> None:
+        """Let the scaler's scale follow what the last step found."""
+        scaler, found = self.options.scaler, self.gradients.infinite
+        if scaler is None or found is None or scaler._scale is None or scaler._growth_tracker is None:
+            return
+        told = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        update = torch._amp_update_scale_  # pyright: ignore[reportPrivateImportUsage]
+        update(scaler._scale, scaler._growth_tracker, found, *told)
+
+    def state(self) -> list[Tensor]:
+        """The buffers of the model and the loss, which a pass may write to."""
+        own = self.loss.buffers() if isinstance(self.loss, nn.Module) else ()
+        return [*self.model.buffers(), *own]
+
+    def facts(self) -> tuple[Any, ...]:
+        """What a graph of a pass depends on, but for values of tensors: modes, modules, and where tensors lie."""
+        found: list[Any] = []
+        for module in self.modules:
+            found += (module.training, *map(id, module._modules.values()))
+            for held in (module._parameters, module._buffers):
+                found += [(id(t), t.data_ptr(), t.requires_grad) for t in held.values() if t is not None]
+        return tuple(found)
+
+    def refresh_modules(self) -> None:
+        """Look at all modules anew, and leave no gradients. Raises OptionError for parameters that were not there."""
+        parts = [self.model, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
+        self.modules[:] = dict.fromkeys(m for part in parts for m in part.modules())
+        known = {id(p) for p in self.parameters}
+        if any(id(p) not in known for part in parts for p in part.parameters()):
+            raise OptionError("parameters are new, which the step does not update: call capture_step again")
+        self.kept[:] = self.state()
+        self.backup[:] = [t.clone() for t in self.kept]
+        self.gradients.held.clear()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """What passes do to buffers and random states is undone at the end."""
+        before, device = [(t, t.clone()) for t in self.state()], self.parameters[0].device
+        gpus = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(gpus):
+            try:
+                yield
+            finally:
+                if [id(t) for t in self.state()] != [id(t) for t, _ in before]:
+                    raise CaptureError("the forward pass puts new buffers in the place of old ones: write into them")
+                with torch.no_grad():
+                    for tensor, old in before:
+                        tensor.copy_(old)
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Nothing is dropped: what is compared must not be random."""
+        found = [m for m in self.model.modules() if isinstance(m, _DropoutNd) and m.training]
+        for module in found:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in found:
+                module.training = True

@@ -1,0 +1,476 @@
+"""The contraction inside a statement: which index is batch, row (M), column (N) or reduction (K).
+
+    C[32*AM[p]+bm, n] += A[p,q,bm,bk] * B[32*AK[p,q]+bk, n]      AM sorted
+    segment p under s, rows bm, columns n, reduced bk, loops (p, q)
+
+Where a sorted index array says where the target is written, the points that write one place lie together: its position
+runs within a segment, the sum stays in registers, and nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pumice.language.derive import fresh, names_of
+from pumice.language.nodes import Access, Affine, Index, Statement, Term, accesses_of, affine, arrays_of, indices_of
+
+_SMALLEST = 8
+"""Below this many rows, columns or reduced points a tile of a matrix product is mostly empty."""
+
+_SMALLEST_WITHIN = 4
+"""The same where the left side is a product itself, so that what is on the right is read once."""
+
+_DEEPEST_WITHIN, _LONGEST_WITHIN = 64, 8
+"""The most points that a product within the left side sums over in its matrices, and one after another."""
+
+_MANY = 4096
+"""From so many results in every segment on, these are the rows of a tile, and not the segments."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`position` runs over the entries p with array[p] == index; the array is sorted."""
+
+    array: str
+    position: str
+    index: str
+
+
+@dataclass(frozen=True)
+class NestedProduct:
+    """The left side of a product as a product of its own, over reductions that nothing else has.
+
+        Z[b,i,w] = A[b,l,i,j] * X[b,j,u] * W[b,l,u,w]       left[i,u] = A[i,j] * X[j,u], met j
+
+    met         the index that its two sides share, all of it in one tile
+    summed      its other reductions, each in one side alone, written out one after another
+    left, right places of the factors: those with the rows, those with the reduction of the whole
+    """
+
+    met: str
+    summed: tuple[str, ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ContractionRoles:
+    """The part each index plays.
+
+    product     whether left and right meet in a matrix product; else everything is multiplied entry by entry
+    rows, columns   the two axes of the tile of results; several indices are one axis, the last one fastest
+    reduced     the third axis of a matrix product; loops: the reductions taken one after another
+    batch       indices of the target that a program has fixed
+    left, right places of the factors on either side of the product
+    target      where the result is written, the segment's index in the place of its array
+    segment     see Segment; its index is the batch's first or the only row
+    adds        whether several programs may write one entry
+    folds       whether the columns are a reduction too, summed at the end; of a matrix product after the factors that
+                the loop leaves out were multiplied in: Z[b,p] = (G[b,w] . W[p,u,w]) * X[b,u], columns u
+    stacked     whether the rows of a matrix product are consecutive segments, see stacked()
+    packed      whether the third axis of a matrix product holds several entries of a segment, see packed()
+    within      what the left side is where it is a product too; as in every product of matrices, what is multiplied
+                by 0 there counts: infinities and NaN spread to all rows
+    """
+
+    product: bool
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    reduced: tuple[str, ...]
+    loops: tuple[str, ...]
+    batch: tuple[str, ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    target: Access
+    segment: Segment | None
+    adds: bool
+    folds: bool = False
+    stacked: bool = False
+    packed: bool = False
+    within: NestedProduct | None = None
+
+    @property
+    def laned(self) -> bool:
+        """Whether the rows are the segments themselves, each with its own loop, so that a tile holds many."""
+        return self.segment is not None and self.rows == (self.segment.index,) and not self.stacked
+
+
+def contraction_roles(statement: Statement, extents: Mapping[str, int]) -> ContractionRoles:
+    """The roles in a statement of one term."""
+    (term,) = statement.terms
+    target, segment = _segmented(statement)
+    out = indices_of(target)
+    everything = indices_of(target, term)
+    reduced = tuple(name for name in everything if name not in out)
+    adds = not _injective(target, extents, statement)
+    found = _product(term, target, reduced, segment, extents)
+    if found is None and (segment is not None or adds):
+        # Matrix units that are mostly idle are still faster than others that gather entry by entry.
+        found = _product(term, target, reduced, segment, extents, narrow=True)
+    common = {"target": target, "segment": segment, "adds": adds}
+    if found is not None:
+        return replace(found, **common)
+    folded = _folded_product(term, target, reduced, extents) if segment is None else None
+    if folded is not None:
+        # Several blocks of columns may add to one entry.
+        return replace(folded, target=target, adds=True)
+    return replace(_entrywise(term, target, reduced, segment, extents), **common)
+
+
+def exchanged(roles: ContractionRoles) -> ContractionRoles:
+    """The same product with rows and columns, left and right, in each other's place."""
+    return replace(roles, rows=roles.columns, columns=roles.rows, left=roles.right, right=roles.left)
+
+
+def stacked(roles: ContractionRoles, statement: Statement) -> ContractionRoles | None:
+    """Consecutive segments as the rows of one matrix product, or None where the statement has no such form.
+
+        C[A_m[p],n] = V[p] * B[A_k[p],n]      left[s,p] = V[p] if A_m[p] == s else 0,   right[p,n] = B[A_k[p],n]
+
+    The entries of all segments of a tile are its reduction. Most of the left side is zero, which tensor cores multiply
+    faster than others convert and add what is not.
+    """
+    if not roles.laned or roles.folds or roles.adds or roles.segment is None or not roles.columns:
+        return None
+    deps = [set(indices_of(factor)) for factor in statement.terms[0].factors]
+    right = tuple(i for i, dep in enumerate(deps) if dep & set(roles.columns))
+    left = tuple(i for i, dep in enumerate(deps) if i not in right)
+    if len(right) != 1 or len(left) > 1:
+        return None
+    position = roles.segment.position
+    reduced = (position, *(name for name in roles.loops if name != position))
+    return replace(roles, product=True, reduced=reduced, loops=(), left=left, right=right, stacked=True)
+
+
+def packed(roles: ContractionRoles, statement: Statement, extents: Mapping[str, int]) -> ContractionRoles | None:
+    """Consecutive entries of a segment side by side in the third axis of one matrix product, or None where the
+    statement has no such form.
+
+        O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c]      left[b,(e,c)], right[(e,c),n], few c
+
+    There may be as few c as one, where there is no product over c alone. No axis runs along both e and c, or backwards
+    along e.
+    """
+    segment = roles.segment
+    if segment is None or roles.laned or roles.folds:
+        return None
+    (term,) = statement.terms
+    out = indices_of(roles.target)
+    reduced = tuple(name for name in indices_of(roles.target, term) if name not in out)
+    found = _product(term, roles.target, reduced, segment, extents, 1)
+    if found is None or found.loops != (segment.position,) or len(found.reduced) != 1:
+        return None
+    along = [e for access in accesses_of(term) for e in access.indices if segment.position in indices_of(e)]
+    if any(set(found.reduced) <= set(indices_of(e)) or any(c < 0 for c, _ in e.terms) for e in along):
+        return None
+    return replace(found, target=roles.target, segment=segment, adds=roles.adds, packed=True)
+
+
+def segment_axis(roles: ContractionRoles) -> tuple[str, int, int]:
+    """An axis that the segment's index runs along: its operand ("" is the result), its number, and the coefficient.
+
+    The index takes as many values as the axis has places, in units of the coefficient.
+    """
+    assert roles.segment is not None
+    for access in (roles.target, *accesses_of(*roles.target.indices)):
+        for axis, expression in enumerate(access.indices):
+            for coefficient, atom in expression.terms:
+                if atom == Index(roles.segment.index):
+                    return "" if access.name == roles.target.name else access.name, axis, coefficient
+    raise AssertionError(f"{roles.segment.index} is not in {roles.target}")
+
+
+def _segmented(statement: Statement) -> tuple[Access, Segment | None]:
+    """The target with the first sorted array of one position replaced by an index, and that segment."""
+    sorted_ = {name for name, fact in statement.facts if fact == "sorted"}
+    target, read = statement.target, indices_of(*statement.terms)
+    for array in arrays_of(*target.indices):
+        position = array.indices[0].bare if len(array.indices) == 1 else None
+        # Without a factor that the position turns there is no loop over the entries of a segment.
+        if array.name not in sorted_ or position not in read:
+            continue
+        # Segments take all entries: a range that does not start at 0 is part of them.
+        if (declared := statement.declared(position)) is not None and declared.start:
+            continue
+        name = fresh("s", names_of(statement))
+        replaced = _exchange(target, array, Index(name))
+        if position not in indices_of(replaced) and _coefficient(replaced, name) > 0:
+            return replaced, Segment(array.name, position, name)
+    return target, None
+
+
+def _coefficient(target: Access, name: str) -> int:
+    terms = [t for access in (target, *accesses_of(*target.indices)) for e in access.indices for t in e.terms]
+    return next(c for c, atom in terms if atom == Index(name))
+
+
+def _exchange(access: Access, old: Access, new: Index) -> Access:
+    """The access with an index array inside it replaced by an index."""
+    return replace(access, indices=tuple(_exchanged(e, old, new) for e in access.indices))
+
+
+def _exchanged(expression: Affine, old: Access, new: Index) -> Affine:
+    terms: list[tuple[int, Index | Access]] = []
+    for coefficient, atom in expression.terms:
+        if atom == old:
+            atom = new
+        elif isinstance(atom, Access):
+            atom = _exchange(atom, old, new)
+        terms.append((coefficient, atom))
+    return affine(terms, expression.constant, expression.span)
+
+
+def _injective(target: Access, extents: Mapping[str, int], statement: Statement) -> bool:
+    """Whether different points of the target's indices write different entries."""
+    distinct = {name for name, fact in statement.facts if fact == "distinct"}
+    told: set[str] = set()
+    before = -1
+    # What one axis tells may let another tell more.
+    while before < len(told):
+        before = len(told)
+        for expression in target.indices:
+            told |= _told(expression, told, extents, distinct)
+    return set(indices_of(target)) <= told
+
+
+def _told(expression: Affine, told: set[str], extents: Mapping[str, int], distinct: set[str]) -> set[str]:
+    """The indices whose values follow from the value of the expression and those of the indices in `told`."""
+    if expression.arrays:
+        ((_, atom), *rest) = expression.terms
+        if rest or not isinstance(atom, Access) or atom.name not in distinct:
+            return set()
+        return {e.bare for e in atom.indices if e.bare}
+    unknown = sorted((abs(c), a.name) for c, a in expression.terms if isinstance(a, Index) and a.name not in told)
+    reach = 0
+    for coefficient, name in unknown:
+        if coefficient <= reach:
+            return set()
+        # The segment's index is open; nothing is measured in units above it.
+        reach += coefficient * (max(extents.get(name, 1 << 62), 1) - 1)
+    return {name for _, name in unknown}
+
+
+def _product(
+    term: Term,
+    target: Access,
+    reduced: Sequence[str],
+    segment: Segment | None,
+    extents: Mapping[str, int],
+    shallowest: int = _SMALLEST,
+    narrow: bool = False,
+) -> ContractionRoles | None:
+    """The matrix product with the largest tile, or None; `shallowest`: the fewest points that it may sum over; narrow:
+    rows or columns may be few."""
+    deps = [set(indices_of(factor)) for factor in term.factors]
+    if not all(isinstance(factor, Access) for factor in term.factors):
+        return None
+    own = segment.index if segment else None
+    position = segment.position if segment else None
+    out = [name for name in indices_of(target) if name != own]
+    inside = set(indices_of(*arrays_of(term, target)))
+    best: tuple[tuple[bool, int], ContractionRoles] | None = None
+    for column in (name for name in out if name not in inside):
+        right = tuple(i for i, dep in enumerate(deps) if column in dep)
+        left = tuple(i for i, dep in enumerate(deps) if column not in dep)
+        a, b = _union(deps, left), _union(deps, right)
+        rows = tuple(name for name in out if name in a and name not in b)
+        columns = tuple(name for name in out if name in b and name not in a and name not in inside)
+        meets = tuple(name for name in reduced if name in a and name in b and name != position)
+        if not rows or not meets:
+            continue
+        tile = _tile_of(meets, extents)
+        alone = tuple(name for name in reduced if name in a and name not in b)
+        within = _within(deps, left, meets[-1:], alone, extents) if segment is None else None
+        if within is not None:
+            tile = meets[-1:]
+            both = _union(deps, within.right)
+            rows = tuple(name for name in rows if name not in both)
+        sizes = [_volume(names, extents) if names else 0 for names in (rows, columns, tile)]
+        least = (_SMALLEST_WITHIN,) * 3 if within else (_SMALLEST, _SMALLEST, shallowest)
+        if narrow and columns and max(sizes[:2]) >= _SMALLEST:
+            least = (1, 1, shallowest)
+        if any(size < few for size, few in zip(sizes, least, strict=True)):
+            continue
+        score = math.prod(min(size, cap) for size, cap in zip(sizes, (128, 128, 64), strict=True))
+        # Of two equal ones that whose columns are the target's last axis: they are stored together.
+        score = 2 * score + (bool(target.indices) and target.indices[-1].bare in columns)
+        # A product within spares a loop around all of it.
+        rank = (within is not None, score)
+        if best is None or rank > best[0]:
+            best = rank, _with_rest(target, reduced, (rows, columns, tile), (left, right), own, within)
+    return best[1] if best else None
+
+
+def _within(
+    deps: Sequence[set[str]],
+    places: Sequence[int],
+    tile: Sequence[str],
+    alone: Sequence[str],
+    extents: Mapping[str, int],
+) -> NestedProduct | None:
+    """The factors at these places as a product over `alone`, the reductions that no other factor has, or None."""
+    right = tuple(place for place in places if deps[place] & set(tile))
+    left = tuple(place for place in places if place not in right)
+    met = [name for name in alone if name in _union(deps, left) and name in _union(deps, right)]
+    if len(met) != 1 or not _SMALLEST_WITHIN <= extents[met[0]] <= _DEEPEST_WITHIN:
+        return None
+    summed = tuple(name for name in alone if name != met[0])
+    return NestedProduct(met[0], summed, left, right) if _volume(summed, extents) <= _LONGEST_WITHIN else None
+
+
+def _folded_product(
+    term: Term, target: Access, reduced: Sequence[str], extents: Mapping[str, int]
+) -> ContractionRoles | None:
+    """A product whose columns are a reduction, the largest of its kind, or None."""
+    if not all(isinstance(factor, Access) for factor in term.factors):
+        return None
+    deps = [set(indices_of(factor)) for factor in term.factors]
+    inside = set(indices_of(*arrays_of(term, target)))
+    best: tuple[int, ContractionRoles] | None = None
+    for column, meet in ((c, k) for c in reduced for k in reduced if c != k and not {c, k} & inside):
+        inner = [i for i, dep in enumerate(deps) if meet in dep]
+        right = tuple(i for i in inner if column in deps[i])
+        left = tuple(i for i in inner if column not in deps[i])
+        a, b = _union(deps, left), _union(deps, right)
+        turning = set(reduced) - {column}
+        if not left or not right or any(turning & deps[i] for i in range(len(deps)) if i not in inner):
+            continue
+        rows = tuple(name for name in indices_of(target) if name in a and name not in b)
+        sizes = [_volume(names, extents) for names in (rows, (column,), (meet,))]
+        if not rows or min(sizes) < _SMALLEST:
+            continue
+        score = math.prod(min(size, cap) for size, cap in zip(sizes, (128, 128, 64), strict=True))
+        if best is None or score > best[0]:
+            rest = tuple(name for name in reduced if name != column)
+            found = _with_rest(target, rest, (rows, (column,), (meet,)), (left, right), None)
+            best = score, replace(found, folds=True)
+    return best[1] if best else None
+
+
+def _with_rest(
+    target: Access,
+    reduced: Sequence[str],
+    axes: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]],
+    sides: tuple[tuple[int, ...], tuple[int, ...]],
+    own: str | None,
+    within: NestedProduct | None = None,
+) -> ContractionRoles:
+    rows, columns, tile = axes
+    inside = (within.met, *within.summed) if within else ()
+    loops = tuple(name for name in reduced if name not in tile and name not in inside)
+    batch = tuple(n for n in indices_of(target) if n not in rows and n not in columns and n != own)
+    batch = (own, *batch) if own else batch
+    return ContractionRoles(True, rows, columns, tile, loops, batch, *sides, target, None, False, within=within)
+
+
+def _tile_of(meets: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
+    """The reduction taken in a tile: the last index, with those before it as long as it is short."""
+    tile: list[str] = []
+    for name in reversed(meets):
+        if tile and _volume(tile, extents) >= 16:
+            break
+        tile.insert(0, name)
+    return tuple(tile)
+
+
+def _entrywise(
+    term: Term, target: Access, reduced: Sequence[str], segment: Segment | None, extents: Mapping[str, int]
+) -> ContractionRoles:
+    """Rows and columns of a tile of results; where the target has too few indices, a reduction is the columns."""
+    own, position = (segment.index, segment.position) if segment else (None, None)
+    out = [name for name in indices_of(target) if name != own]
+    inside = set(indices_of(*arrays_of(term, target)))
+    free = [name for name in out if name not in inside]
+    folded = [name for name in reduced if name != position and name not in inside]
+
+    def made(rows: Sequence[str], columns: Sequence[str], folds: bool = False) -> ContractionRoles:
+        loops = tuple(name for name in reduced if name not in columns)
+        names = [own, *out] if own else out
+        batch = tuple(name for name in names if name not in rows and name not in columns)
+        every = tuple(range(len(term.factors)))
+        return ContractionRoles(
+            False, tuple(rows), tuple(columns), (), loops, batch, every, (), target, None, False, folds
+        )
+
+    along = _runs_along(term, extents)
+    if own is None and along in folded and extents[along] >= _SMALLEST and free:
+        # What is read most lies along a reduction.
+        return made(free, [along], True)
+    last = target.indices[-1].bare if target.indices else None
+    # The one index outside arrays is seldom what the result lies along.
+    together = () if own or len(free) != 1 or last in free else _side_by_side(term, target, extents)
+    if together:
+        return made(_longest([name for name in out if name not in together], extents), together)
+    column = [last] if last in free else _longest(free, extents)
+    if own is None and len(out) == 1 and folded:
+        column = []
+    if not column and folded:
+        return made([own] if own else _longest(out, extents), _longest(folded, extents), True)
+    if own and column:
+        side = _widened(column[0], target, free, extents)
+        told = [name for name in out if name in inside and extents[name] >= _TOLD]
+        if told:
+            # Each segment has a row of places, as the tiles of a kernel map: they are the rows.
+            return made(_longest(told, extents), side)
+        many = [name for name in free if name not in column]
+        if _volume(many, extents) >= _MANY:
+            # Each has as many results in every segment.
+            return made(many, column)
+    return made([own] if own else _longest([name for name in out if name not in column], extents), column)
+
+
+def _longest(names: Sequence[str], extents: Mapping[str, int]) -> list[str]:
+    """The name with the most points, if there is any."""
+    return [max(names, key=lambda name: extents[name])] if names else []
+
+
+def _widened(column: str, target: Access, free: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
+    """The column with those before it in the target while they are few: channels of a group, and groups."""
+    bare = [expression.bare for expression in target.indices]
+    found = [column]
+    for name in reversed(bare[: bare.index(column)] if column in bare else []):
+        if name is None or name not in free or _volume(found, extents) >= _TOLD:
+            break
+        found.insert(0, name)
+    return tuple(found)
+
+
+_TOLD = 16
+"""Results, or places that arrays tell, from which on they make a side of a tile."""
+_ACROSS = 128
+"""Results that lie side by side and are written together."""
+
+
+def _side_by_side(term: Term, target: Access, extents: Mapping[str, int]) -> tuple[str, ...]:
+    """Indices that the result lies along, or where it is scattered the largest factor: they may be inside arrays."""
+    scattered = not target.indices or target.indices[-1].bare is None
+    along = _largest(term, extents) if scattered else target
+    places = [name for expression in target.indices for name in indices_of(expression)]
+    found: list[str] = []
+    for expression in reversed(along.indices if along else ()):
+        name = expression.bare
+        if name is None or name in found or places.count(name) != 1 or _volume(found, extents) >= _ACROSS:
+            break
+        found.insert(0, name)
+    return tuple(found)
+
+
+def _runs_along(term: Term, extents: Mapping[str, int]) -> str | None:
+    """The index of the last axis of the factor with the most points."""
+    largest = _largest(term, extents)
+    return largest.indices[-1].bare if largest else None
+
+
+def _largest(term: Term, extents: Mapping[str, int]) -> Access | None:
+    factors = [factor for factor in term.factors if isinstance(factor, Access) and factor.indices]
+    return max(factors, key=lambda f: _volume(indices_of(f), extents), default=None)
+
+
+def _union(deps: Sequence[set[str]], places: Iterable[int]) -> set[str]:
+    return set().union(*(deps[place] for place in places))
+
+
+def _volume(names: Sequence[str], extents: Mapping[str, int]) -> int:
+    return math.prod(extents[name] for name in names)

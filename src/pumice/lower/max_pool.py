@@ -1,0 +1,112 @@
+"""Maxima over the inputs that each output of a kernel map meets.
+
+    y[o, c] = max over taps k with an input of x[rows[o, k], c]          0 where no tap has one
+
+The gradient goes to the first tap that attains the maximum; a NaN is handed on.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pumice.coords import KernelMap
+from pumice.runtime.launch import KernelLauncher, has_triton
+
+_ENTRIES = 512
+"""Results of a program."""
+_CHANNELS = 64
+"""Channels of a program, at most."""
+
+
+def max_pool_rows(x: Tensor, found: KernelMap) -> Tensor:
+    """y [num_outputs, C] in the dtype of x [num_inputs, C]; differentiable, any number of times."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Largest.apply(x, found)
+    return forward(x.contiguous(), found.rows(), False)[0]
+
+
+class _Largest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: KernelMap) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y, taps = forward(x.contiguous(), found.rows(), True)
+        ctx.found = found
+        ctx.save_for_backward(taps)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (taps,), found = ctx.saved_tensors, ctx.found
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return _spread(grad, found.rows(), taps, found.num_inputs), None
+        return gradient(grad.contiguous(), found, taps), None
+
+
+def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
+    """y, and if it is to be kept the tap of each entry, -1 where there is none; int8, or int16 of many taps."""
+    if not _by_kernels(x):
+        return forward_twin(x, rows)
+    (outputs, volume), channels = rows.shape, x.shape[1]
+    y = x.new_empty(outputs, channels)
+    taps = torch.empty((outputs, channels) if kept else (1,), dtype=_of_taps(volume), device=x.device)
+    shape = _shape(channels, volume)
+    _kernel("largest")(_programs(outputs, shape), (x, rows, y, taps), (outputs,), shape | {"KEPT": kept})
+    return y, taps
+
+
+def forward_twin(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """As forward, in plain torch."""
+    top = x.new_full((rows.shape[0], x.shape[1]), -torch.inf)
+    first = torch.full(top.shape, -1, dtype=_of_taps(rows.shape[1]), device=x.device)
+    for tap, met in enumerate(rows.unbind(1)):
+        values, there = x[met.clamp(min=0)], (met >= 0)[:, None]
+        better = there & ((values > top) | values.isnan() | (first < 0))
+        top, first = torch.where(better, values, top), torch.where(better, tap, first).to(first.dtype)
+    return torch.where(first >= 0, top, 0), first
+
+
+def gradient(grad: Tensor, found: KernelMap, taps: Tensor) -> Tensor:
+    """The gradient of x, summed in float32 in the order of the taps."""
+    if not _by_kernels(grad):
+        return _spread(grad, found.rows(), taps, found.num_inputs)
+    rows, channels = found.transpose().rows(), grad.shape[1]
+    dx = grad.new_empty(found.num_inputs, channels)
+    shape = _shape(channels, rows.shape[1])
+    _kernel("gradient")(_programs(len(dx), shape), (grad, rows, taps, dx), (len(dx),), shape)
+    return dx
+
+
+def _spread(grad: Tensor, rows: Tensor, taps: Tensor, inputs: int) -> Tensor:
+    """As gradient, in plain torch; differentiable in grad."""
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    source = rows.gather(1, taps.long().clamp(min=0)).long().clamp(min=0)
+    channels = torch.arange(grad.shape[1], device=grad.device).expand_as(source)
+    found = wide.new_zeros(inputs, grad.shape[1])
+    return found.index_put((source, channels), torch.where(taps >= 0, wide, 0), accumulate=True).to(grad.dtype)
+
+
+def _by_kernels(x: Tensor) -> bool:
+    return x.dtype != torch.float64 and has_triton(x)
+
+
+def _of_taps(volume: int) -> torch.dtype:
+    return torch.int8 if volume <= 127 else torch.int16
+
+
+def _shape(channels: int, volume: int) -> dict[str, int]:
+    lanes = min(_CHANNELS, max(1, 1 << (channels - 1).bit_length()))
+    return {"C": channels, "VOLUME": volume, "ROWS": _ENTRIES // lanes, "LANES": lanes}
+
+
+def _programs(rows: int, shape: dict[str, int]) -> int:
+    return -(-rows // shape["ROWS"]) * -(-shape["C"] // shape["LANES"])
+
+
+@lru_cache(maxsize=4)
+def _kernel(name: str) -> KernelLauncher:
+    """Its file is imported here first: it needs Triton."""
+    return KernelLauncher(getattr(importlib.import_module("pumice.lower.max_pool_kernels"), name))

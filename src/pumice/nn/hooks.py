@@ -1,0 +1,60 @@
+"""What modules behind a convolution, or a linear map, are as its epilogue, and whether anybody listens to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from torch import Tensor, nn
+
+from pumice.nn import layers
+from pumice.ops import Epilogue
+
+ACTIVATIONS: Mapping[type[nn.Module], str] = MappingProxyType(
+    {layers.ReLU: "relu", nn.ReLU: "relu", layers.SiLU: "silu", nn.SiLU: "silu"}
+)
+"""Those without options that change what they compute."""
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether it is a batch norm by statistics that are there."""
+    return type(module) is layers.BatchNorm and not module.training and module._buffers.get("running_mean") is not None
+
+
+def epilogue_of(
+    behind: Sequence[nn.Module], residual: Tensor | None, row_padding: int = 0
+) -> tuple[Epilogue | None, int]:
+    """What of the modules behind a convolution can be its epilogue, and how many that are; residual: features to be
+    added before the last of all; spare: columns that are to be left free if it is all of them."""
+    norm = behind[0] if behind and is_known(behind[0]) else None
+    taken = 0 if norm is None else 1
+    last = len(behind) > taken
+    activation = ACTIVATIONS.get(type(behind[taken]), "") if last else ""
+    own = residual if activation and len(behind) == taken + 1 else None
+    taken += bool(activation)
+    row_padding = row_padding if taken == len(behind) else 0
+    if isinstance(norm, layers.BatchNorm):
+        return Epilogue.of_norm(norm.vectors(), norm.eps, own, activation, row_padding), taken
+    return (Epilogue(residual=own, activation=activation, row_padding=row_padding), 1) if activation else (None, 0)
+
+
+def has_no_forward_hooks(modules: Sequence[nn.Module]) -> bool:
+    """Whether no hook listens to what these modules do."""
+    every = nn.modules.module
+    if every._global_forward_hooks or every._global_forward_pre_hooks:
+        return False
+    # As a loop: a generator, or a list, is half of its time.
+    for module in modules:
+        own = module.__dict__
+        # `forward`: what somebody has put in the place of the class's own.
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            return False
+    return True
+
+
+def has_no_backward_hooks(modules: Sequence[nn.Module]) -> bool:
+    """The same of hooks that listen to gradients."""
+    every = nn.modules.module
+    if every._global_backward_hooks or every._global_backward_pre_hooks:
+        return False
+    return not any([module._backward_hooks or module._backward_pre_hooks for module in modules])

@@ -1,0 +1,578 @@
+"""The operator that the dispatcher knows, its shapes and its derivatives.
+
+`pumice::einsum` carries out any statement of the language; its gradient is made of itself, so that derivatives of any
+order exist. Operands travel as a flat list of tensors, and `names` says what they are (pumice.lower.plan.read):
+compiled code sees nothing else of a sparse operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from pumice.errors import DeviceError
+from pumice.language.bind import bind
+from pumice.language.derive import count, declare, derivative, gradient_name, lost_points, result_name
+from pumice.language.nodes import Statement, accesses_of, indices_of
+from pumice.language.rewrite import VALUES
+from pumice.lower import direct, layouts, maps, plan  # noqa: F401  (layouts registers its operator)
+from pumice.runtime.cache import BoundedCache
+
+_LIBRARY = torch.library.Library("pumice", "DEF")
+_LIBRARY.define(
+    "einsum(Tensor[] operands, str names, str text, SymInt[]? shape, str lowering) -> Tensor",
+    # What is remembered of an index array must not lie in the memory of a graph that is being captured.
+    tags=tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag)),
+)
+
+
+DEVICES = ("cpu", "cuda", "meta")
+"""What is computed on; meta tensors have shapes and no values."""
+
+
+def einsum(
+    operands: Sequence[Tensor], names: str, text: str, shape: Sequence[int] | None = None, lowering: str = ""
+) -> Tensor:
+    """The result of the statement `text`; `shape` is the target's where the caller knows it."""
+    if operands:
+        check_device(operands[0].device)
+    # The dispatcher finds an operator by its tensors, and has nothing to add where nobody watches.
+    if not operands or is_plain_call(operands):
+        return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
+    known = None if shape is None else tuple(shape)
+    if only_autograd_active(operands):
+        # What the dispatcher's operator does, without the walks through its arguments: 50 us of the host.
+        return _EinsumFunction.apply(names, text, known, lowering, *operands)
+    if not torch.compiler.is_compiling() and (_transformed() or _has_forward_tangent(operands)):
+        # Torch's own operators know tangents and functorch's transforms, a kernel would drop them.
+        return plan.execute(operands, names, text, known, "graph")
+    return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
+
+
+def only_autograd_active(operands: Sequence[Tensor]) -> bool:
+    """Whether nobody but torch's autograd watches: no tracing, no transform, no mode, ordinary tensors with values."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _transformed():
+        return False
+    return not (_has_forward_tangent(operands) or not _ordinary(operands))
+
+
+def by_autograd_alone(operands: Sequence[Tensor]) -> bool:
+    """The same, and nothing is differentiated forwards: other tensors of the call may have tangents, too."""
+    return forward_ad._current_level < 0 and only_autograd_active(operands)
+
+
+def is_plain_call(operands: Sequence[Tensor]) -> bool:
+    """Whether nobody watches: no gradients, no tracing, no transform, no mode, ordinary tensors with values.
+
+    Then the dispatcher has nothing to add, and its 10 us are saved.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _watched():
+        return False
+    if not _ordinary(operands) or (torch.is_grad_enabled() and any([x.requires_grad for x in operands])):
+        return False
+    return not operands or not torch.is_autocast_enabled(operands[0].device.type)
+
+
+def _ordinary(operands: Sequence[Tensor]) -> bool:
+    """Whether all are tensors of torch's own, with values."""
+    return _ORDINARY.issuperset(map(type, operands)) and not any([x.is_meta for x in operands])
+
+
+def _has_forward_tangent(operands: Sequence[Tensor]) -> bool:
+    """Whether forward-mode differentiation is under way in one of the operands."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in operands)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _watched() -> bool:
+    """Whether a transform, forward-mode differentiation or a torch function mode is on."""
+    return forward_ad._current_level >= 0 or bool(torch._C._len_torch_function_stack()) or _transformed()
+
+
+_ORDINARY = frozenset((Tensor, torch.nn.Parameter))
+
+
+def check_device(device: torch.device) -> None:
+    """Raise DeviceError for a device that nothing computes on."""
+    if device.type not in DEVICES:
+        raise DeviceError(f"no back end computes on {device.type!r}; there are {', '.join(DEVICES)}")
+
+
+def _einsum(operands: list[Tensor], names: str, text: str, shape: list[int] | None, lowering: str) -> Tensor:
+    known = None if shape is None else tuple(shape)
+    with autocast_disabled(operands):
+        if known is not None and operands[0].is_cuda and (ask := _over_map(names, text)) is not None:
+            return _held(operands, replace(ask, shape=known, lowering=lowering))
+        return plan.execute(operands, names, text, known, lowering)
+
+
+def _held(operands: Sequence[Tensor], ask: plan.PlanRequest) -> Tensor:
+    """The call as plan.execute carries it out, planned once for all clouds of about the same sizes."""
+    return plan.execute_plan(plan.bound_plan(operands, ask), [operands[place] for place in ask.runtime_operands])
+
+
+@lru_cache(maxsize=1024)
+def _over_map(names: str, text: str) -> plan.PlanRequest | None:
+    """How to plan a convolution, or a derivative of one: in compiled code nothing but its arrays is left of a kernel
+    map[o, k, i], and every cloud has others. None for any other statement.
+
+    free: the dense operands. steady: those of them, and the result behind all, whose first axis is no side of the map.
+    """
+    given, statement = plan.read(names), plan.statement_of(text, names)
+    forms = given.forms.get("map", {})
+    if len(given.forms) != 1 or not forms.keys() <= maps.FORMS.keys() or statement.reduction != "sum":
+        return None
+    accesses = (statement.target, *accesses_of(*statement.terms))
+    sides = {str(end) for access in accesses if access.name in given.forms for end in access.indices[::2]}
+    first = {access.name: str(access.indices[0]) for access in accesses if access.indices}
+    places = {name: given.places[name, "", 0, ""] for name in given.dense}
+    steady = [place for name, place in places.items() if first.get(name) not in sides]
+    result = [] if first.get(statement.target.name) in sides else [len(given.places)]
+    return plan.PlanRequest(names, text, (), (*steady, *result), tuple(places.values()))
+
+
+def _einsum_fake(operands: list[Tensor], names: str, text: str, shape: list[int] | None, lowering: str) -> Tensor:
+    if shape is None:
+        shape = list(plan.sizes(text, names, [t.shape for t in operands], None).shape)
+    dtype = plan.result_dtype(operands, names, text)
+    # Features without values meet maps that have them.
+    like = next((t for t in operands if t.is_meta), operands[0])
+    return like.new_empty(shape, dtype=dtype)
+
+
+def autocast_disabled(operands: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Lowerings choose their dtypes themselves: autocast was applied at the door and must not act again inside."""
+    kind = operands[0].device.type if operands else "cpu"
+    return _WithoutAutocast(kind) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
+class _WithoutAutocast:
+    """torch.autocast(kind, enabled=False) within an autocast that is on, in a tenth of its time: nothing that was cast
+    is forgotten before the outer one ends."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self._kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self._kind, True)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    operands, names, text, shape, lowering = inputs
+    # torch takes an empty list for one of tensors, and wants as many gradients.
+    ctx.none = [] if shape is not None and not len(shape) else None
+    _keep(ctx, (names, text, lowering), operands, output)
+
+
+def _keep(ctx: Any, told: tuple[str, str, str], operands: Sequence[Tensor], output: Tensor) -> None:
+    ctx.names, ctx.text, ctx.lowering = told
+    ctx.extreme = plan.statement_of(ctx.text, ctx.names).reduction in ("max", "min")
+    ctx.tiles = plan.kernels.tuning_mode()
+    ctx.save_for_backward(*operands, *([output] if ctx.extreme else []))
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _all_gradients(ctx, grad, ctx.needs_input_grad[0]), None, None, ctx.none, None
+
+
+class _EinsumFunction(torch.autograd.Function):
+    """The operator for torch's autograd where nothing else watches."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, names: str, text: str, shape: tuple[int, ...] | None, lowering: str, *operands: Tensor
+    ) -> Tensor:
+        with autocast_disabled(operands):
+            output = plan.execute(operands, names, text, shape, lowering)
+        _keep(ctx, (names, text, lowering), operands, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, None, None, *_all_gradients(ctx, grad, ctx.needs_input_grad[4:])
+
+
+def _all_gradients(ctx: Any, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of all operands."""
+    *operands, last = (*ctx.saved_tensors, None) if not ctx.extreme else ctx.saved_tensors
+    call = _CallFunction(operands, ctx.names, ctx.text, ctx.lowering, grad.shape)
+    if not any(needed):
+        return [None] * len(operands)
+    with plan.kernels.tiles_of(ctx.tiles):
+        if not call.given.forms or call.statement.reduction == "sum":
+            return _gradients(call, grad, last, needed)
+        # Which points are there, a sparse operand says only in the form that is stored.
+        call, places = call.stored()
+        found = _gradients(call, grad, last, [needed[place] for place in places])
+    grads = dict(zip(places, found, strict=True))
+    return [grads.get(place) for place in range(len(operands))]
+
+
+def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of the operands of a call, None where none is needed."""
+    grads: list[Tensor | None] = [None] * len(call.operands)
+    if any(needed):
+        grad, grads = call.shared(grad, last, grads, needed)
+        for (name, form, part, local), place in call.given.places.items():
+            if needed[place] and grads[place] is None:
+                grads[place] = call.gradient((name, form, part, local), grad, last)
+    return grads
+
+
+class DifferentiableCall:
+    """A call with some operands given once and for all, differentiable in those that are left, which it takes.
+
+    What is held is not written to any more, and needs no gradient; what is left, at ask.free, has always the shapes
+    and devices of `like`, and is cast to the dtype: its gradients then are not rounded to that. ask.steady: of
+    operands; the result's rows or entries are counted. ask.lowering: of the gradients, too. held: what is held, as
+    calls over other maps are known by it. The statement sums. It is called where only torch's autograd watches.
+    """
+
+    def __init__(
+        self,
+        operands: Sequence[Tensor | None],
+        ask: plan.PlanRequest,
+        like: tuple[Sequence[Tensor], torch.dtype],
+        held: direct.Held,
+    ) -> None:
+        """operands: None at ask.free; like: those that will be there, and the dtype."""
+        assert plan.statement_of(ask.text, ask.names).reduction == "sum"
+        given, dtype = like
+        self._ask, self._held, self._operands = ask, held, operands
+        self.dtypes = (dtype,) * len(given)
+        self._wide = dtype is torch.float32
+        self._counting = tuple([place not in ask.static_rows for place in ask.runtime_operands])
+        # What all its calls have in common with those over other maps, whose sizes round alike.
+        shapes = [x.shape[1:] if n else x.shape for x, n in zip(given, self._counting, strict=True)]
+        self._kind = call_kind((ask.text, ask.lowering), held, dtype, shapes)
+        # By whether algorithms are deterministic, and for gradients by which of the free operands.
+        self._results: dict[bool, plan.Plan] = {}
+        self._gradients: dict[tuple[int, torch.dtype, bool], list[_Derivative]] = {}
+        # Those that are one kernel, by what a launch depends on.
+        self._launch_cache: BoundedCache[direct.Direct] = BoundedCache(16)
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        return _BoundCallFunction.apply(self, *given)
+
+    def instantiate(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """What is given, in the dtypes in which it is read."""
+        return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(operands, self.dtypes, strict=True)]
+
+    def result(self, operands: Sequence[Tensor]) -> Tensor:
+        key = self._told(operands)
+        call = self._launch_cache.get(key) or self._over_another(key, operands)
+        if call is not None and (y := call(operands)) is not None:
+            return y
+        with autocast_disabled(operands):
+            ready = self._results.get(plan.deterministic())
+            if ready is None:
+                ready = plan.bound_plan(self._together(operands), self._ask)
+                self._results[plan.deterministic()] = ready
+            y = plan.execute_plan(ready, operands)
+            self._leave(key, ready, operands, range(len(operands)))
+        return y
+
+    def gradients(
+        self, operands: Sequence[Tensor], grad: Tensor, wanted: Sequence[torch.dtype | None]
+    ) -> list[Tensor | None]:
+        """The gradients of what is given, in the dtypes that are wanted; None where none is."""
+        if is_plain_call((*operands, grad)):
+            return [
+                None if dtype is None else self._gradient(n, operands, grad, dtype) for n, dtype in enumerate(wanted)
+            ]
+        # Gradients of gradients: each is recorded in turn.
+        needed = [False] * len(self._operands)
+        for place, dtype in zip(self._ask.runtime_operands, wanted, strict=True):
+            needed[place] = dtype is not None
+        every = _gradients(self._call(operands, grad), grad, None, needed)
+        found = [every[place] for place in self._ask.runtime_operands]
+        return [None if x is None else x.to(dtype) for x, dtype in zip(found, wanted, strict=True)]
+
+    def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> Tensor:
+        everything = (*given, grad)
+        told = self._told(everything, number, dtype)
+        call = self._launch_cache.get(told) or self._over_another(told, everything, number)
+        if call is not None and (found := call(everything)) is not None:
+            return found if found.dtype == dtype else found.to(dtype)
+        key = (number, dtype, plan.deterministic())
+        parts = self._gradients.get(key)
+        if parts is None:
+            parts = self._gradients[key] = self._derivatives(number, given, grad, dtype)
+        first, *more = (plan.execute_plan(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
+        found = sum(more, first) if more else first
+        if not more:
+            self._leave(told, parts[0][0], everything, parts[0][1], number)
+        return found if found.dtype == dtype else found.to(dtype)
+
+    def _told(self, tensors: Sequence[Tensor], *facts: Hashable) -> Hashable:
+        """What the launch of a call depends on beside what is given once and for all, and addresses."""
+        return told_call(facts, self._wide, tensors[-1].dtype, [x.stride() for x in tensors])
+
+    def _like(self, key: Hashable, tensors: Sequence[Tensor], sought: int | None) -> direct.Call:
+        """The call, or that of the gradient of one of the operands, which takes the result's gradient, too, as others
+        like it are known. key: what self._told gives."""
+        ask = self._ask
+        shape = ask.shape if sought is None else tuple(tensors[sought].shape)
+        counting = (*self._counting, True)[: len(tensors)]
+        return direct.Call(tensors, counting, shape, (self._kind, key))
+
+    def _over_another(
+        self, key: Hashable, tensors: Sequence[Tensor], sought: int | None = None
+    ) -> direct.Direct | None:
+        """The call of which one like it was carried out over a map of about the same sizes."""
+        if not direct.starts_kernels(tensors[0]):
+            return None
+        call = self._like(key, tensors, sought).from_template(self._held)
+        return None if call is None else self._launch_cache.keep(key, call)
+
+    def _leave(
+        self,
+        key: Hashable,
+        ready: plan.Plan,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[int],
+        sought: int | None = None,
+    ) -> None:
+        """Keep what a call that was carried out leaves for later ones. numbers: which of the tensors it takes."""
+        if direct.starts_kernels(tensors[0]):
+            call = self._like(key, tensors, sought).leave(ready, self._held, tensors, numbers)
+            if call is not None:
+                self._launch_cache.keep(key, call)
+
+    def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> list[_Derivative]:
+        """The statements whose sum is a gradient, made ready."""
+        call, place, asked = self._call(given, grad), self._ask.runtime_operands[number], self._ask
+        everything, sources = (*call.operands, grad), (*asked.runtime_operands, len(call.operands))
+        found = []
+        for places, names, text in call.derivatives(call.tokens[place], False):
+            operands = [everything[source] for source in places]
+            left = [n for n, source in enumerate(places) if source in sources]
+            steady = [n for n, source in enumerate(places) if source in asked.static_rows]
+            steady += [len(places)] if place in asked.static_rows else []
+            kept = None if dtype == given[number].dtype else dtype
+            shape = tuple(given[number].shape)
+            ask = plan.PlanRequest(names, text, shape, tuple(steady), tuple(left), asked.lowering, kept=kept)
+            numbers = tuple(sources.index(places[n]) for n in left)
+            found.append((plan.bound_plan(operands, ask), numbers))
+        return found
+
+    def _call(self, given: Sequence[Tensor], grad: Tensor) -> _CallFunction:
+        return _CallFunction(self._together(given), self._ask.names, self._ask.text, "", grad.shape)
+
+    def _together(self, given: Sequence[Tensor]) -> list[Tensor]:
+        left = iter(given)
+        return [next(left) if x is None else x for x in self._operands]
+
+
+def call_kind(
+    text: tuple[str, str], held: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
+) -> Hashable:
+    """What the calls of a DifferentiableCall have in common with those over other maps, whose sizes round alike.
+
+    text: the statement and the lowering; held: which tells the names of its arrays, and their device; dtype, shapes: of
+    what is given, without the rows that count.
+    """
+    return direct.interned((text, held.kind, dtype, *map(tuple, shapes)))
+
+
+def told_call(
+    facts: tuple[Hashable, ...], wide: bool, last: torch.dtype, strides: Sequence[tuple[int, ...]]
+) -> Hashable:
+    """What the launch of one of them depends on beside that, and addresses.
+
+    facts: none of the result; of a gradient the number of the operand and the dtype that is wanted. wide: whether
+    float32 is multiplied. last: the dtype of the last tensor; strides: of all.
+    """
+    precision = plan.kernels.float32_precision() if wide else None
+    return (facts, *direct.settings(), precision, last, *strides)
+
+
+_Derivative = tuple[plan.Plan, tuple[int, ...]]
+"""A call made ready, and which of the free operands and the gradient it takes."""
+
+
+class _BoundCallFunction(torch.autograd.Function):
+    """A call with operands that are held, for torch's autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, call: DifferentiableCall, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.call, ctx.tiles = call, plan.kernels.tuning_mode()
+        cast = call.instantiate(given)
+        ctx.save_for_backward(*given, *(x for x, own in zip(cast, given, strict=True) if x is not own))
+        return call.result(cast)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        needed = ctx.needs_input_grad[1:]
+        saved = iter(ctx.saved_tensors)
+        given = list(islice(saved, len(needed)))
+        if torch.is_grad_enabled():
+            cast = ctx.call.instantiate(given)
+        else:
+            cast = [x if x.dtype == dtype else next(saved) for x, dtype in zip(given, ctx.call.dtypes, strict=True)]
+        wanted = [x.dtype if need else None for x, need in zip(given, needed, strict=True)]
+        # Whoever calls backward within autocast has every dtype as it was in the forward pass.
+        with autocast_disabled((grad,)), plan.kernels.tiles_of(ctx.tiles):
+            return None, *ctx.call.gradients(cast, grad, wanted)
+
+
+class _CallFunction:
+    """A call whose gradients are asked for."""
+
+    def __init__(self, operands: Sequence[Tensor], names: str, text: str, lowering: str, shape: Sequence[int]) -> None:
+        self.operands, self.names, self.text, self.shape = operands, names, text, shape
+        self.lowering = lowering and lowering.removesuffix(plan.PREFERRED) + plan.PREFERRED
+        self.given = plan.read(names)
+        self.statement = plan.statement_of(text, names)
+        tokens, *self.notes = names.split(";")
+        self.tokens = tokens.split("|")
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...] | None:
+        """Of the result and the operands; None where they are symbols, while compiled code is made: no key then."""
+        shapes = (tuple(self.shape), *(x.shape for x in self.operands))
+        known = not torch.compiler.is_compiling() and all(type(n) is int for shape in shapes for n in shape)
+        return shapes if known else None
+
+    def stored(self) -> tuple[_CallFunction, list[int]]:
+        """The same call over the arrays of its sparse operands, and which operands those are."""
+        forms = tuple((name, next(iter(held))) for name, held in self.given.forms.items())
+        (step,) = plan.rewritten(self.text, self.names, forms).steps
+        known = plan.array_places(self.names, self.text, forms)
+        names = "|".join(known)
+        return _CallFunction(
+            [self.operands[place] for place in known.values()], names, str(step), self.lowering, self.shape
+        ), list(known.values())
+
+    def shared(
+        self, grad: Tensor, result: Tensor | None, grads: list[Tensor | None], needed: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The gradient of each point that counts, and the gradient of the target's old values."""
+        statement, target = self.statement, self.given.places.get((self.statement.target.name, "", 0, ""))
+        if statement.reduction == "sum":
+            if statement.accumulate and target is not None and needed[target]:
+                grads[target] = grad
+            return grad, grads
+        points = self._run(count(statement), {result_name(statement): result}, self.shape)
+        old = self.operands[target] == result if statement.accumulate and target is not None else None
+        grad = grad / (points if old is None else points + old).clamp(min=1).to(grad.dtype)
+        if old is not None and target is not None and needed[target]:
+            grads[target] = torch.where(old, grad, 0)
+        return grad, grads
+
+    def gradient(self, place: tuple[str, str, int, str], grad: Tensor, result: Tensor | None) -> Tensor | None:
+        """The gradient of one tensor: of a dense operand, or of the values of a sparse one."""
+        name, form, _, local = place
+        operand = self.operands[self.given.places[place]]
+        if not form:
+            given = (*self.operands, grad, result)
+            parts = [
+                einsum(
+                    [x for place in places if (x := given[place]) is not None],
+                    names,
+                    text,
+                    operand.shape,
+                    self.lowering,
+                )
+                for places, names, text in self.derivatives(name, result is not None)
+            ]
+        elif local == VALUES:
+            parts = list(self._of_values(place, grad))
+        else:
+            return None
+        return sum(parts[1:], parts[0]).to(operand.dtype) if parts else None
+
+    def _of_values(self, place: tuple[str, str, int, str], grad: Tensor) -> Any:
+        """The gradients of the values of a sparse operand: those of the steps, in which they are an operand."""
+        forms = tuple((name, next(iter(held))) for name, held in self.given.forms.items())
+        done = plan.rewritten(self.text, self.names, forms)
+        tensors = plan.arrays(self.operands, self.names, self.text, plan.Candidate(forms, (), done.steps, 0.0))
+        for values, array in done.arrays.items():
+            if (array.operand, array.part, array.local) != (place[0], place[2], VALUES):
+                continue
+            for step in done.steps:
+                for new in derivative(step, values):
+                    known = {**tensors, gradient_name(step): grad}
+                    yield self._dense(self._anchored(new), known, tensors[values].shape)
+
+    def _dense(self, new: Statement, tensors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+        used = [name for name in dict.fromkeys(a.name for a in accesses_of(new)) if name in tensors]
+        return einsum([tensors[name] for name in used], "|".join(used), str(new), shape, self.lowering)
+
+    def derivatives(self, name: str, with_result: bool) -> Sequence[tuple[tuple[int, ...], str, str]]:
+        """The calls whose sum is the gradient of a dense operand, worked out once; for operands of these shapes where
+        the text has to tell them.
+
+        Of each the places of its operands (the gradient and the result stand behind the call's own), names and text.
+        """
+        key = (self.names, self.text, name, with_result)
+        if (known := _DERIVATIVES.get(key)) is not None:
+            return known
+        sized = None if self.shapes is None else (*key, self.shapes)
+        if sized is not None and (known := _DERIVATIVES.get(sized)) is not None:
+            return known
+        extra = [gradient_name(self.statement), *([result_name(self.statement)] if with_result else [])]
+        new = derivative(self.statement, name)
+        found = [self._told(each, extra) for each in new]
+        if all(map(self._says_all, new)):
+            return _DERIVATIVES.keep(key, found)
+        return found if sized is None else _DERIVATIVES.keep(sized, found)
+
+    def _told(self, new: Statement, extra: Sequence[str]) -> tuple[tuple[int, ...], str, str]:
+        """A statement over operands of the call and some more: the places of those that it reads, names and text."""
+        used = {access.name for access in accesses_of(*new.terms, *new.target.indices)}
+        kept = [(place, t) for place, t in enumerate(self.tokens) if t.split("@")[0] in used]
+        kept += [(len(self.tokens) + place, name) for place, name in enumerate(extra) if name in used]
+        notes = [note for note in self.notes if note.partition("=")[0] in used]
+        names = ";".join(["|".join(t for _, t in kept), *notes])
+        return tuple(place for place, _ in kept), names, str(self._anchored(new))
+
+    def _run(self, new: Statement, extra: Mapping[str, Tensor | None], shape: Sequence[int]) -> Tensor:
+        """A statement over the operands of the call and some more."""
+        there = {name: x for name, x in extra.items() if x is not None}
+        places, names, text = self._told(new, list(there))
+        given = (*self.operands, *there.values())
+        return einsum([given[place] for place in places], names, text, shape, self.lowering)
+
+    def _anchored(self, new: Statement) -> Statement:
+        """The statement with declared ranges for indices that no axis tells any more, and times the points of those
+        that it lost."""
+        if self._says_all(new):
+            return new
+        shapes: dict[str, Sequence[int]] = dict(self.given.shapes)
+        shapes.update((name, self.operands[self.given.places[name, "", 0, ""]].shape) for name in self.given.dense)
+        bound = bind(self.statement, shapes, self.shape, strict=False)
+        times = bound.points(lost_points(new, self.statement))
+        terms = tuple(replace(term, coefficient=term.coefficient * times) for term in new.terms)
+        return declare(replace(new, terms=terms), bound.ranges)
+
+    def _says_all(self, new: Statement) -> bool:
+        """Whether an axis, or the text, tells the range of every index, and none is lost."""
+        bare = {e.bare for access in accesses_of(new) for e in access.indices}
+        told = set(indices_of(new)) - {name for name, _ in new.ranges} <= bare
+        return told and not lost_points(new, self.statement)
+
+
+_DERIVATIVES: BoundedCache[Sequence[tuple[tuple[int, ...], str, str]]] = BoundedCache(1024)
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("einsum", _einsum, _key)
+torch.library.register_fake("pumice::einsum", _einsum_fake, lib=_LIBRARY)
+torch.library.register_autograd("pumice::einsum", _backward, setup_context=_save, lib=_LIBRARY)

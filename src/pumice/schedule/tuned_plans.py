@@ -1,0 +1,140 @@
+"""Tuned plans that last: which dataflow each group of a network's layers runs, in a file per user (see store).
+
+A plan is kept under the device, the dtypes, what is computed, the network's shape (not its weights), and the workload:
+for each group the rows of its map and the pairs of a row. A plan serves workloads whose numbers are all within a
+factor of the square root of 2 of its own, and no others: one that was tuned for one data set is not used for another
+unawares. Buckets with fixed edges would not do: of nine maps one nearly always lies across an edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pumice.env import settings
+from pumice.schedule.dataflow import DATAFLOWS, Dataflow
+from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
+
+VERSION = 1
+"""Of the file, and in its name."""
+NEAR = 0.5
+"""Binary logarithms by which the numbers of a workload may differ from those that a plan was tuned for."""
+
+Workload = tuple[tuple[float, float], ...]
+"""For each group binary logarithms of its map's rows and of the pairs of a row."""
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """What a plan was tuned for. model: a digest of its layers and groups. workload: twice the logarithms, rounded."""
+
+    device: str
+    dtypes: str
+    mode: str
+    model: str
+    workload: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(device: str, dtypes: str, mode: str, model: str, workload: Workload) -> PlanKey:
+        return PlanKey(device, dtypes, mode, model, tuple((round(2 * a), round(2 * b)) for a, b in workload))
+
+
+@dataclass(frozen=True)
+class TunedPlan:
+    """A tuned plan.
+
+    flows: by group and passes, those that are not the planner's choice. workload: as it was. before, after: seconds of
+    a pass over a scene, and by part. asked: the groups that were asked to the end; finished: whether all were.
+    about: the network and the scenes, for people.
+    """
+
+    flows: Mapping[str, Dataflow]
+    workload: Workload
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    asked: tuple[str, ...] = ()
+    finished: bool = True
+    about: str = ""
+    date: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+
+    def distance(self, workload: Workload) -> float:
+        """The largest difference of two numbers, in binary logarithms."""
+        if len(workload) != len(self.workload):
+            return float("inf")
+        pairs = zip(self.workload, workload, strict=True)
+        return max((abs(a - b) for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)), default=0.0)
+
+
+class Plans(Store[PlanKey, TunedPlan]):
+    """The tuned plans of a file; see Store."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, PLANS)
+
+    def near(self, key: PlanKey, workload: Workload) -> tuple[PlanKey, TunedPlan] | None:
+        """The plan of the same network on the same device for the nearest workload, if one is near enough."""
+        found = self.alike(key, workload)
+        return found if found is not None and found[1].distance(workload) <= NEAR else None
+
+    def alike(self, key: PlanKey, workload: Workload) -> tuple[PlanKey, TunedPlan] | None:
+        """The same, however far its workload is."""
+        self.refresh()
+        alike = {k: p for k, p in self.known().items() if replace(k, workload=key.workload) == key}
+        return min(alike.items(), key=lambda item: item[1].distance(workload), default=None)
+
+
+@lru_cache(maxsize=1)
+def plans() -> Plans:
+    """The user's plans."""
+    return Plans(settings().cache / f"plans-{VERSION}.json")
+
+
+def _entry(key: PlanKey, plan: TunedPlan) -> Entry:
+    told = {name: value for name, value in vars(plan).items() if name != "flows"}
+    flows = {group: _written(flow) for group, flow in plan.flows.items()}
+    date = plan.date.isoformat(timespec="microseconds")
+    parts = {name: dict(told[name]) for name in ("before", "after")}
+    return {"key": asdict(key), "plan": {**told, **parts, "flows": flows, "date": date}}
+
+
+def _written(flow: Dataflow) -> Any:
+    return flow.name if flow == DATAFLOWS.get(flow.name) else flow.to_json()
+
+
+def _flow(told: Any) -> Dataflow:
+    return DATAFLOWS[told] if isinstance(told, str) else Dataflow.of_json(told)
+
+
+def _key(entry: Entry) -> PlanKey | None:
+    try:
+        key = entry["key"]
+        device, dtypes, mode, model = (str(key[name]) for name in ("device", "dtypes", "mode", "model"))
+        return PlanKey(device, dtypes, mode, model, tuple((int(a), int(b)) for a, b in key["workload"]))
+    except UNREADABLE:
+        return None
+
+
+def _plan(entry: Entry) -> TunedPlan | None:
+    """None for a plan with a dataflow or a field that is not known here."""
+    try:
+        told = dict(entry["plan"])
+        flows = {str(group): _flow(flow) for group, flow in told.pop("flows").items()}
+        date = datetime.fromisoformat(told.pop("date"))
+        workload = tuple((float(a), float(b)) for a, b in told.pop("workload"))
+        if date.tzinfo is None or not all(float(told[name]["total"]) >= 0 for name in ("before", "after")):
+            return None
+        return TunedPlan(flows, workload, date=date, **{**told, "asked": _strings(told["asked"])})
+    except UNREADABLE:
+        return None
+
+
+def _strings(told: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(str, told))
+
+
+PLANS: RecordType[PlanKey, TunedPlan] = RecordType("plans", VERSION, _entry, _key, _plan, lambda plan: plan.date)
+"""What the file of tuned plans holds."""

@@ -1,0 +1,95 @@
+"""Tuned tiles that last: a file of them per user, safe with many processes (see store).
+
+A tile is kept under what it was tuned for: the device, the statement, the dtypes, the sizes to half a power of
+two, and how float32 is multiplied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import lru_cache
+from pathlib import Path
+
+from pumice.env import settings
+from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
+from pumice.schedule.tile import Tile
+
+VERSION = 2
+"""Of the file, and in its name."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a tile was tuned for. sizes: twice the binary logarithms, rounded down."""
+
+    device: str
+    statement: str
+    dtypes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    precision: str = ""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A tuned tile, when that was, and the seconds of a call, where they are known."""
+
+    tile: Tile
+    date: datetime
+    seconds: float | None = None
+
+
+class Ledger(Store[Key, Tuned]):
+    """The tuned tiles of a file; see Store."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, TILES)
+
+    def get(self, key: Key) -> Tile | None:
+        """The tile that was tuned for this, or None. The file is read once."""
+        found = self.find(key)
+        return None if found is None else found.tile
+
+    def look(self, key: Key) -> Tile | None:
+        """The same; where there is none, the file is read again if others have written to it."""
+        found = self.seek(key)
+        return None if found is None else found.tile
+
+    def put(self, key: Key, tile: Tile, seconds: float | None = None) -> None:
+        """Keep a tile, and the seconds of a call with it. What others have written meanwhile stays."""
+        self.keep(key, Tuned(tile, datetime.now(timezone.utc), seconds))
+
+
+@lru_cache(maxsize=1)
+def ledger() -> Ledger:
+    """The user's ledger."""
+    return Ledger(settings().cache / f"tiles-{VERSION}.json")
+
+
+def _entry(key: Key, tuned: Tuned) -> Entry:
+    date = tuned.date.isoformat(timespec="microseconds")
+    return {"key": asdict(key), "tile": asdict(tuned.tile), "date": date, "seconds": tuned.seconds}
+
+
+def _key(entry: Entry) -> Key | None:
+    try:
+        key = entry["key"]
+        dtypes, sizes = tuple(map(str, key["dtypes"])), tuple(map(int, key["sizes"]))
+        return Key(str(key["device"]), str(key["statement"]), dtypes, sizes, str(key["precision"]))
+    except UNREADABLE:
+        return None
+
+
+def _tuned(entry: Entry) -> Tuned | None:
+    """None for a tile with a field that is not known here: without that field it would be another tile."""
+    try:
+        date, seconds = datetime.fromisoformat(entry["date"]), entry.get("seconds")
+        if date.tzinfo is None:
+            return None
+        return Tuned(Tile(**entry["tile"]), date, None if seconds is None else float(seconds))
+    except UNREADABLE:
+        return None
+
+
+TILES: RecordType[Key, Tuned] = RecordType("tiles", VERSION, _entry, _key, _tuned, lambda tuned: tuned.date)
+"""What the file of tuned tiles holds."""
