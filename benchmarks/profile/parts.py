@@ -39,7 +39,9 @@ _BY_FILE: Mapping[str, str] = MappingProxyType(
             (f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "ranking", "segments")), LAYING
         ),
         **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("maps", "segments")), LAYING),
-        **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("cpu", "gathered", "embedding_bag", "movement")), ON_CPU),
+        **dict.fromkeys(
+            (f"pumice/lower/{name}.py" for name in ("cpu", "gathered", "embedding_bag", "movement")), ON_CPU
+        ),
         "pumice/coords/": MAPS,
         "pumice/ops/prepare.py": MAPS,
         "pumice/ops/": READY,

@@ -4,13 +4,11 @@ import functools
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 from cases import one_thread  # noqa: F401
 from commands import run_command, scene, write_scan
 
 from pumice.cli import evaluate, main, page
-from pumice.data import street_scene
 
 
 @pytest.fixture
