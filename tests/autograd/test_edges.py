@@ -193,6 +193,15 @@ def test_means_of_values_whose_sum_overflows(device):
     assert pm.interpolate(large, at, "trilinear").item() == 40000.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_many_low_precision_points_are_summed_wide(dtype, device):
+    """A sum of ones in halves ends at 2048, in bfloat16 at 256."""
+    x = pm.voxelize(torch.rand(4096, 1, device=device), size=1.0)
+    feats = torch.zeros(1, 1, dtype=dtype, device=device, requires_grad=True)
+    pm.devoxelize(x.replace(feats)).sum(dtype=torch.float32).backward()
+    assert feats.grad is not None and feats.grad.item() == 4096.0
+
+
 def test_nan_is_seen_and_not_lost():
     """A NaN in the features reaches what depends on it and nothing else."""
     coords = [(0, 0), (0, 1), (0, 8)]

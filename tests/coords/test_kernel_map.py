@@ -82,6 +82,15 @@ def test_a_transposed_map_holds_the_same_meetings(name):
     assert turned.transpose().rows() is m.rows()
 
 
+def test_other_coordinates_of_as_many_rows_are_not_their_own_transpose():
+    inputs, outputs = (Geometry.checked(random_cloud(500, 3, batch_size=2, seed=seed)) for seed in (0, 1))
+    m, _ = kernel_map(inputs, Relation.of(3, 3, policy="given"), outputs)
+    assert m.num_inputs == m.num_outputs and not m.symmetric
+    turned = m.transpose()
+    assert wanted(KernelMap.from_rows(m.relation, turned.rows(), turned.num_inputs)) == wanted(turned)
+    assert sorted(pairs_of(turned.split(64, 1)[0])) == wanted(turned)
+
+
 # Tiles
 
 

@@ -284,6 +284,14 @@ def test_narrow_dtypes(text, dtype):
             assert_close(mine, theirs)
 
 
+def test_sums_of_several_steps_are_rounded_once():
+    """2 ** 11 + 1 is no half."""
+    A = pm.sparse(torch.tensor([[2048.0, 1.0]], dtype=torch.float16), "COO")
+    B, D = torch.ones(2, dtype=torch.float16), torch.full((1,), -2048.0, dtype=torch.float16)
+    got = pm.einsum("C[m] = A[m,k] * B[k] + D[m]", A=A, B=B, D=D)
+    assert got.dtype == torch.float16 and got.item() == 1.0
+
+
 def test_long_sums_are_not_rounded_on_the_way():
     ones = torch.ones(1, 5000, dtype=torch.bfloat16)
     assert pm.einsum("C[i] = A[i,k]", A=ones).item() == 4992  # 5000 as a bfloat16

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import pumice as pm
 from pumice.engine.buckets import CapacityBucket
 from pumice.engine.compare import differ, perturb
-from pumice.engine.static import PaddedProgram
+from pumice.engine.static import CropContext, LevelOutput, PaddedProgram, PointOutput, SparseOutput
 from pumice.errors import (
     CaptureError,
     CoordinateError,
@@ -149,6 +149,21 @@ def test_what_comes_back_is_the_callers(unet):
     # What is captured serves as x does elsewhere.
     assert z.batch_size == 2
     assert_close(net(z.replace(x.feats)).feats, net(x).feats)
+
+
+def test_what_is_cut_shares_no_memory_with_a_graph():
+    leaf, site = torch.ones(4, 2), scene(20).geometry.site
+    cutter = CropContext(None, site, 3, 2, {(): 1}, {(): LevelOutput(torch.zeros(4, 4, dtype=torch.int32), (1, 1, 1))})
+    for held, kind, rows in (
+        (leaf, "items", 3),
+        (leaf, "whole", 4),
+        (leaf, (), 1),
+        (PointOutput(leaf, True), "taken", 2),
+        (SparseOutput(leaf, ()), (), 1),
+    ):
+        found = cutter.cut(held, kind)
+        found = found.feats if isinstance(found, pm.SparseTensor) else found
+        assert len(found) == rows and found.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr(), kind
 
 
 def test_levels_that_come_back_know_where_they_lie():

@@ -20,6 +20,7 @@ from torch.nn import functional
 import pumice as pm
 from pumice.coords import CoordBuffer, Geometry
 from pumice.coords.capacity import BufferedState, FixedCapacities
+from pumice.engine.train_program import GradientBuffers, Targets
 from pumice.errors import (
     CaptureError,
     CoordinateError,
@@ -474,6 +475,23 @@ def test_the_norm_of_gradients_is_clipped():
     for a, b in zip(pair.net.parameters(), pair.other.parameters(), strict=True):
         close(a.grad, b.grad, 1e-9)
         close(a.detach(), b.detach(), 1e-9)
+
+
+def test_targets_of_rows_that_do_not_live():
+    x, _ = scene(3)
+    targets = torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.zeros(3, dtype=torch.bool)
+    told = Targets.of(5, x, targets, -100).told(torch.arange(5)[:, None] < 3)
+    assert [t.tolist() for t in told] == [[0, 0, 0, -100, -100], [0.0] * 5, [False] * 5]
+
+
+def test_gradients_that_a_step_does_not_find_are_zero():
+    one, other = (torch.zeros(3, requires_grad=True) for _ in range(2))
+    gradients = GradientBuffers()
+    gradients.take({one: torch.ones(3), other: torch.ones(3)})
+    gradients.take({other: torch.full((3,), 2.0)})
+    gradients.give([one, other])
+    assert one.grad is not None and other.grad is not None
+    assert one.grad.tolist() == [0.0] * 3 and other.grad.tolist() == [2.0] * 3
 
 
 def test_a_schedule():

@@ -19,7 +19,7 @@ KERNELS = {
     "neighbours": "map",
     "brick_neighbours": "map",
     "clear": "map",
-    "tally_0d1d2d": "sort",
+    "pair_counts_0d1d2d": "sort",
     "place_digits": "sort",
     "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>": "sort",
     "_dot_fp16": "conv",
@@ -84,6 +84,11 @@ def test_the_middle_repeat_counts():
     ]
     found = middle([each for pair in rounds for each in pair], 2)
     assert found == {"map": 0.5, "conv": 1.0, "other": 1.5} and list(found) == ["map", "conv", "other"]
+
+
+def test_times_on_the_wall_are_medians_of_each_scene():
+    """The first scene takes 1, 2 or 9 seconds, the second one 10, 20 or 90."""
+    assert measuring._wall([1.0, 20.0, 9.0, 10.0, 2.0, 90.0], 2) == 11.0
 
 
 def event(name, kind, start=0, took=1, named=False):

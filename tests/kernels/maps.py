@@ -56,7 +56,7 @@ from pumice.coords.bricks import BrickLookup, Bricks, Stencil
 from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
 from pumice.coords.indexes import STRUCTURES, default
-from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin
+from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin, paired
 from pumice.coords.map_schedule import STRUCTURES as NAMES
 from pumice.coords.outputs import BrickOutputs, SortedOutputs, TorchOutputs, make_outputs, max_outputs, site_of
 from pumice.coords.packing import Packer, pack_twin, put_first, put_first_twin
@@ -524,6 +524,8 @@ def stage_checks() -> Checks:
     for count, bits in ((1, 5), (1500, 1), (1500, 9), (1500, 10), (3000, 27), (1024, 31)):
         found[f"ranks of {count} keys of {bits} bits"] = partial(check_ranks, count, bits)
     found["ranks of very many keys"] = check_many_ranks
+    for words in (5, 64, 65, 128):
+        found[f"bits of {words} words"] = partial(check_bits, words)
     for size, count, most in ((0, 1, 4), (50, 7, 4), (900, 128, 8), (900, 130, 1), (5000, 2048, 16), (5000, 5100, 16)):
         found[f"{count} runs of {size} entries"] = partial(check_runs, size, count, most)
     for name, shapes in PACKED.items():
@@ -590,6 +592,16 @@ def check_ranks(count: int, bits: int) -> None:
     for block, part in enumerate(keys.split(digits.block)):
         counts[0, block] = torch.bincount(part & (1 << digits.width) - 1, minlength=1 << digits.width)
     same(ranked(keys, digits, counts), ranked_twin(keys))
+
+
+def check_bits(count: int) -> None:
+    """The bits set up to and with each word of a bitmap, and of all; words may fill their blocks."""
+    words = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(count)).int()
+    ends = torch.tensor([(word & (2**32 - 1)).bit_count() for word in words.tolist()]).cumsum(0)
+    with patch(f"{paired.__module__}._WORDS", 64):
+        pairs, total = paired(words)
+    assert total.tolist() == ends[-1:].tolist()
+    assert torch.equal(pairs >> 32, ends) and torch.equal(pairs.int(), words)
 
 
 def check_many_ranks() -> None:

@@ -106,6 +106,13 @@ def test_without_sorted_rows_results_are_added():
     assert ell.segment is None and not ell.adds and ell.rows == ("m",)
 
 
+def test_an_axis_that_runs_backwards_has_no_segments():
+    """Segments count upwards from the first place of the axis."""
+    text = "C[{}R[p],n] += V[p] * B[K[p],n] ; R:sorted"
+    assert contraction_roles(parse(text.format("9-")), {"p": 100, "n": 64}).segment is None
+    assert contraction_roles(parse(text.format("9+")), {"p": 100, "n": 64}).segment == Segment("R", "p", "s")
+
+
 CONV = {
     "forward": "O[o,n] = map[o,k,i] * X[i,c] * W[n,k,c]",
     "dgrad": "D[i,c] = map[o,k,i] * G[o,n] * W[n,k,c]",

@@ -13,7 +13,7 @@ from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import count, declare, derivative, gradient_name, result_name
 from pumice.language.nodes import Statement, accesses_of
 from pumice.language.parse import parse
-from pumice.lower import graph, loops
+from pumice.lower import graph, loops, plan
 
 LOWERINGS = {"loops": loops.run, "graph": graph.run}
 lowerings = pytest.mark.parametrize("run", LOWERINGS.values(), ids=LOWERINGS)
@@ -314,6 +314,17 @@ def test_deterministic_algorithms():
             made = call(text, operands)
             got = [run(made.bound, made.operands, torch.float64) for run in LOWERINGS.values()]
             torch.testing.assert_close(*got)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_calls_are_made_ready_for_deterministic_algorithms_apart():
+    operands = [torch.ones(3), torch.ones(3)]
+    before = plan.ready_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "")
+    assert plan.ready_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "") is before
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert plan.ready_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "") is not before
     finally:
         torch.use_deterministic_algorithms(False)
 

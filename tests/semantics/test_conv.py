@@ -175,6 +175,16 @@ def test_maps_of_different_relations_do_not_mix():
         assert torch.equal(kept.feats, fresh.feats)
 
 
+def test_maps_to_different_targets_do_not_mix():
+    base = cases.compact(2, -4, 4, 18)
+    feats, weight = torch.randn(len(base), 2, dtype=torch.float64), torch.randn(3, 3, 3, 2, dtype=torch.float64)
+    x, targets = cases.tensor(base, feats), [cases.tensor(base[:n], feats[:n]) for n in (5, 9)]
+    for target in targets * 2:
+        kept = pm.ops.conv(x, weight, out=target)
+        fresh = pm.ops.conv(cases.tensor(base, feats), weight, out=target)
+        assert kept.geometry is target.geometry and torch.equal(kept.feats, fresh.feats)
+
+
 def test_far_apart_coordinates(device):
     """Neighbours at both ends of a wide range; keys must not wrap."""
     far = 2**20 - 3

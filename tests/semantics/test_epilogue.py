@@ -80,6 +80,17 @@ def test_half_precision_is_rounded_once():
     torch.testing.assert_close(got.double(), wanted, rtol=5e-3, atol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_in_it_is_rounded_before_its_end(grad, dtype):
+    """2 ** 11 + 1 is no number of either dtype."""
+    x = pm.SparseTensor(torch.ones(1, 1, dtype=dtype), torch.zeros(1, 2, dtype=torch.int32))
+    weight = torch.full((1, 1, 1), 2.0**11, dtype=dtype, requires_grad=grad)
+    one, less = torch.ones(1, dtype=dtype), torch.full((1, 1), -(2.0**11), dtype=dtype)
+    y = pm.ops.conv(x, weight, epilogue=Epilogue(shift=one, residual=less)).feats
+    assert y.dtype == dtype and y.requires_grad == grad and y.item() == 1.0
+
+
 def test_an_empty_tensor_has_one_too():
     x = random_tensor(0, 4, 3)
     weight, epilogue = torch.randn(CHANNELS, 3, 3, 3, 4), Epilogue(torch.ones(CHANNELS), activation="relu")

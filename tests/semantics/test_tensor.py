@@ -178,6 +178,11 @@ def test_collate_of_batches_and_of_empty_items():
     assert [len(part) for part in x.split()] == [15, 15, 0, 15, 15]
 
 
+def test_collate_leaves_points_without_a_voxel_without_one():
+    x = pm.voxelize(torch.tensor([[0.5], [9.5], [1.5]]), size=1.0, spatial_shape=[4])
+    assert pm.collate([x, x]).inverse.tolist() == [0, -1, 1, 2, -1, 3]
+
+
 def test_split_shows_missing_batch_items_as_empty():
     x = tensor([(0, 1), (2, 5)], torch.ones(2, 1), batch_size=4)
     assert [len(part) for part in x.split()] == [1, 0, 1, 0]

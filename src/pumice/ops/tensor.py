@@ -291,12 +291,6 @@ def not_sparse(x: object, taker: str) -> DtypeError:
 
 
 def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
-    if isinstance(other, Tensor):
-        sizes = zip(reversed(other.shape), reversed(x._feats.shape), strict=False)
-        if other.ndim > 2 or any(n not in (1, size) for n, size in sizes):
-            rows, channels = x._feats.shape
-            taken = f"[C] = [{channels}] or [N, C] = [{rows}, {channels}]"
-            raise ShapeError(f"'{sign}' takes a number or a tensor {taken}, found shape {list(other.shape)}")
     if not isinstance(other, SparseTensor):
         if isinstance(other, Tensor) and not _broadcasts(other.shape, x._feats.shape):
             wide, found = list(x._feats.shape), list(other.shape)
