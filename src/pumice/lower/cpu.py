@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(pairs: Pairs, rows: int, inputs: int, schedule: CpuSchedule) -> tuple[Tensor, ...]:
-    """The chunks of pairs between that many inputs and output rows: (gather, taps, slots, starts, layout).
+    """The chunks of pairs between `inputs` and output `rows`: (gather, taps, slots, starts, layout).
 
     layout int64: [identity offset or -1, tiles are interleaved, rows, tiles and pairs of each chunk].
     """
@@ -233,7 +233,6 @@ def _chunk(pairs: Pairs, identity: int, num_outputs: int, schedule: CpuSchedule)
 
 
 def _chunks(chunked: Sequence[Tensor]) -> Iterator[Chunk]:
-    """The chunks laid out by _chunk()."""
     gather, taps, slots, starts, layout = chunked
     rows, tiles, used = layout[2:].view(3, -1).tolist()
     tile = len(gather) // max(1, sum(tiles))

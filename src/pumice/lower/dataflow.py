@@ -45,7 +45,7 @@ Engine = Callable[["Pass", Two, Epilogue | None], Tensor]
 class Pass:
     """One pass over a map. name: one of PASSES; its operands are (x, w), (y, w) or (x, y).
 
-    x [inputs, G*C], w [G*N, K, C], y [outputs, G*N]: the result or its gradient.
+    x [inputs, G*C], w [G*N, K, C], y [outputs, G*N], each the tensor or its gradient.
     """
 
     name: str

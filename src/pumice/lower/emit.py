@@ -224,7 +224,7 @@ class _Emitter:
         signature, roles = self.signature, self.roles
         owned = roles.segment is not None and not roles.laned and not roles.stacked
         if signature.epilogue_subtiles > 1 and (not roles.product or roles.folds or roles.laned or roles.stacked):
-            raise OptionError("epilogue_subtiles > 1 requires a plain matrix product (not folded, stacked or by lanes)")
+            raise OptionError("epilogue_subtiles > 1 requires a matrix product that is not folded, laned or stacked")
         if signature.pieces and not owned:
             raise OptionError("stream_k_chunk > 0 requires a segmented product whose rows are not the segments")
         if (roles.stacked or roles.packed) and not (signature.hoisted and signature.padded):
@@ -285,7 +285,7 @@ class _Emitter:
             head += [f"start = tl.load({starts} + rest)", f"stop = tl.load({stops} + rest)"]
 
     def _stacked_rows(self) -> bool:
-        """Rows are consecutive segments, whose entries one loop reduces."""
+        """If stacked: make the rows consecutive segments, whose entries one loop reduces; return True."""
         segment, head = self.roles.segment, self.head
         if segment is None or not self.roles.stacked:
             return False
@@ -303,7 +303,7 @@ class _Emitter:
         return True
 
     def _lane_rows(self) -> bool:
-        """Rows are segments: each has `segment_threads` rows of the tile, which take its entries in turn."""
+        """If the rows are segments: `segment_threads` rows of the tile take the entries of one in turn; return True."""
         segment = self.roles.segment
         if segment is None or not self.roles.laned:
             return False
@@ -443,10 +443,7 @@ class _Emitter:
         return self._named("m", Value(f"tl.dot({a}, {b}, between, input_precision='tf32')", "YR"), self.body)
 
     def _rounded(self, code: str, compute: str) -> str:
-        """Round float32 to tf32, which tensor cores would truncate (2.6 times the error).
-
-        Not for packed entries, whose loads would no longer be pipelined.
-        """
+        """Round float32 to tf32, which tensor cores truncate (2.6x the error); not if packed: no pipelining."""
         if compute != "tl.float32" or self.roles.packed:
             return code
         whole = self._named("f", Value(code), self.body).code
@@ -492,10 +489,7 @@ class _Emitter:
         return self._load(Access(segment.array, (index(segment.position),)), "R")
 
     def _one_by_one(self) -> list[str]:
-        """Recompute a stack row by row if a sum is not finite.
-
-        The matrix product multiplies infinities and NaNs with the zeros of other rows, too.
-        """
+        """Recompute a stack row by row if a sum is not finite: the product has multiplied inf and NaN by 0."""
         owner, product = self.entry
         loads = [f"{name} = {_loading(where, mask, True)}{cast}" for name, where, mask, cast in self.ahead]
         turn = len(self.turn)
@@ -567,10 +561,7 @@ class _Emitter:
             self._define(self.position, "start + rest", "", body)
 
     def _reduced(self, names: Sequence[str]) -> None:
-        """Compute the points of the reduction in this iteration.
-
-        A single index is split into a varying base and a constant ramp, so that addresses are computed once.
-        """
+        """Compute the points of the reduction; a single index as base plus ramp, to hoist address arithmetic."""
         if self.signature.whole:
             self.head.append("r = tl.arange(0, BR)")
             self._points("R", names, self.head)
@@ -676,10 +667,9 @@ class _Emitter:
         return "until"
 
     def _pieces(self) -> list[str]:
-        """Reduce the partial sums of a shared segment in the last program, in the order of the entries.
+        """Reduce the partial sums of a shared segment in the order of the entries.
 
-        Each program stores its sums and then increments a counter. The last one reads all sums and resets the counter
-        for the next kernel.
+        Each program stores its sums, then increments a counter; the last one adds all sums and resets the counter.
         """
         segment = self.roles.segment
         assert segment is not None
@@ -705,7 +695,7 @@ class _Emitter:
         ]
 
     def _moved(self) -> list[str]:
-        """End of an iteration: shift the prefetched indices and load those of the iteration after the next.
+        """Shift the prefetched indices and load those of the iteration after the next.
 
         Triton does not pipeline a loop that carries a value unchanged: `| 0` makes it a new value.
         """
@@ -760,10 +750,8 @@ class _Emitter:
     def _folded(
         self, access: Access, axis: str, address: tuple[list[Value], list[Value]], lines: list[str]
     ) -> tuple[list[Value], list[Value]]:
-        """Fold the mask along an axis with an index array into the address: masked addresses are negative.
-
-        One value instead of two is then exchanged between the threads that load the array and those that use it.
-        """
+        """Fold the mask along an axis with an index array into the address, negative where masked: one value instead of
+        two is exchanged between threads."""
         pointer, masks = address
         arrays = (array for expression in access.indices for array in expression.arrays)
         parts, held = ([v for v in values if v.axes == axis] for values in address)
@@ -782,8 +770,7 @@ class _Emitter:
     ) -> tuple[list[Value], list[Value]]:
         """Spread addresses of packed entries over their points; negative where masked.
 
-        An index is loaded once per entry, and its points stay known to be contiguous. An index array that does not
-        depend on the point is left unchanged.
+        An index is thus loaded once per entry, and its points are known to be contiguous.
         """
         pointer, masks = address
         axes = {axis for value in (*pointer, *masks) for axis in value.axes}
@@ -880,7 +867,7 @@ class _Emitter:
         return f"{access}{here}" if here else str(access)
 
     def _atom(self, atom: Index | Access, conditions: list[Value]) -> list[Value]:
-        """The value, as a sum."""
+        """The summands of an atom; appends the mask of an index to the conditions."""
         if isinstance(atom, Access):
             return [self._load(atom, "")]
         value = self.values[atom.name]
@@ -892,7 +879,7 @@ class _Emitter:
         return [*([Value(self.bases[atom.name])] if atom.name in self.bases else []), value]
 
     def _rises(self, expression: Affine) -> bool:
-        """True if the expression is not negative whenever its arrays' values are not."""
+        """True if the expression is non-negative whenever its arrays' values are."""
         return expression.constant >= 0 and self._climbs(expression)
 
     def _climbs(self, expression: Affine) -> bool:
@@ -1023,10 +1010,8 @@ class _Emitter:
         return self._named("v", Value(code, next(iter(like.values())).axes), self.head) if code else None
 
     def _early(self) -> None:
-        """Load the store's row indices and channel vectors before the loop, to overlap with it: 3 % on an H200.
-
-        Not for float32, whose loops lack the registers.
-        """
+        """Load the store's row indices and channel vectors before the loop (3 % on an H200), except for float32, whose
+        loops lack the registers."""
         if not self.roles.product or self.roles.laned or self.roles.stacked or self.compute == "tl.float32":
             return
         for expression in self.roles.target.indices:

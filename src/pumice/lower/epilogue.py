@@ -2,8 +2,8 @@
 
     y = activation((x - mean[n]) / sqrt(variance[n] + eps) * scale[n] + shift[n] + residual)
 
-Kernels apply it in registers, in float32, and round once; `applied` is the twin in plain torch, on a result that is
-float32 without gradients, and already rounded to its dtype with gradients.
+Kernels apply it in registers, in float32, and round once. `applied` is the twin in plain torch; with gradients the
+result was rounded to its dtype before.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 @dataclass(frozen=True)
 class EpilogueSignature:
-    """Static part of an epilogue: names of its tensors, activation, dtype of the result, eps, and the number of columns
-    of memory left free behind each row of the result."""
+    """Static part of an epilogue. row_padding: columns of memory left free behind each row of the result."""
 
     names: tuple[str, ...] = ()
     activation: str = ""
@@ -125,8 +124,7 @@ class Epilogue:
         activation: str = "",
         row_padding: int = 0,
     ) -> Epilogue:
-        """Epilogue of a norm with vectors (mean, variance, scale, shift); unchecked, in a third of the time of the
-        constructor."""
+        """Epilogue of a norm, vectors (mean, variance, scale, shift); unchecked, 3x faster than the constructor."""
         mean, variance, scale, shift = vectors
         operands: dict[str, Any] = {MEAN: mean, VARIANCE: variance, SCALE: scale, SHIFT: shift}
         if residual is not None:
@@ -176,8 +174,7 @@ def check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.dev
 
 
 def applied(result: Tensor, epilogue: Epilogue, dtype: torch.dtype | None = None) -> Tensor:
-    """Apply the epilogue to a result [..., C_out], in at least float32; cast to the epilogue's dtype, else to `dtype`,
-    else to the result's."""
+    """Apply to a result [..., C_out], in at least float32; cast to the epilogue's dtype, `dtype`, or the result's."""
     y = result.to(torch.promote_types(result.dtype, torch.float32))
     if epilogue.mean is not None:
         y = y - epilogue.mean

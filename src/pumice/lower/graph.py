@@ -69,10 +69,7 @@ class PreparedGraph(NamedTuple):
 
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Evaluate any statement; a new tensor of `dtype`.
-
-    On a CPU a long index of the target is processed in pieces, so that gathered values stay in the cache.
-    """
+    """Evaluate any statement; a new tensor of `dtype`. On a CPU a long index is processed in cache-sized pieces."""
     piece = _piece(bound) if all(x.device.type == "cpu" for x in operands.values()) else None
     if piece is None:
         return _whole(bound, operands, dtype)
@@ -244,7 +241,7 @@ def extreme(x: Tensor, axes: Sequence[int], largest: bool) -> Tensor:
 
 
 class _Builder:
-    """Builds the nodes of one statement."""
+    """Builder of the nodes of one statement."""
 
     def __init__(self, statement: Statement, setting: Setting, operands: Mapping[str, Any], sizes: Any) -> None:
         self.statement, self.setting, self.operands, self.sizes = statement, setting, operands, sizes

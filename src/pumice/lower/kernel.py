@@ -541,8 +541,7 @@ def tune(
 
 
 def _compiled_on(stream: torch.cuda.Stream | None, attempt: KernelExecutor, operands: Mapping[str, Tensor]) -> None:
-    """Compile on the caller's stream (a thread has its own current stream): cached properties of the operands must be
-    computed after the operands."""
+    """Compile on the caller's stream, so that cached properties of the operands are computed after the operands."""
     with torch.cuda.stream(stream) if stream else nullcontext():
         attempt.compile(operands)
 
@@ -560,13 +559,12 @@ def _unfit() -> tuple[type[Exception], ...]:
 
 
 def _is_unfit(problem: Exception) -> bool:
-    """True unless it is a RuntimeError that is not the compiler's, such as an illegal memory access."""
+    """True if the tile does not fit; a RuntimeError counts only if the compiler raised it."""
     return not isinstance(problem, RuntimeError) or "PassManager" in str(problem)
 
 
 def tile_of(bound: BoundStatement, operands: Mapping[str, Tensor], precision: str = "") -> Tile:
-    """The tile that `run` takes: the tuned one, or the default. A tuned tile that does not fit the statement (the file
-    may be shared) is ignored with a warning."""
+    """The tile of `run`: the tuned one if it fits (else warns: the file may be shared), or the default."""
     found = None if tuning_mode() == DEFAULT else ledger().get(_key(bound, operands, precision or float32_precision()))
     if found is not None:
         try:
@@ -756,8 +754,7 @@ def _emitted(statement: Statement, form: ContractionRoles, signature: Signature)
 
 @lru_cache(maxsize=1024)
 def loaded(source: Source) -> Any:
-    """The Triton kernel of a source. Its text is registered in `linecache`, where `inspect` finds it for Triton, so
-    that no file, which others could have written, is executed."""
+    """The Triton kernel of a source, registered in `linecache` for `inspect`: no file that others may write is executed."""
     name = f"pumice_kernel_{hashlib.sha256(source.text.encode()).hexdigest()[:24]}"
     file = f"<{name}>"
     # An entry without an mtime is not checked against a file.
@@ -779,7 +776,6 @@ def _launch(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, pa
 
 
 def _values(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> list[Any]:
-    """The arguments of a launch in order."""
     values = list(launch.fixed)
     own = launch.scratch(out.device) if any(kind in SCRATCH for _, kind, _ in launch.slots) else None
     for place, kind, name in launch.slots:
@@ -928,8 +924,7 @@ def _problem(bound: BoundStatement, operands: Mapping[str, Tensor], form: Contra
 
 
 def _longest(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> int:
-    """Upper bound of the entries of a segment: the extent of an axis that each entry indexes once, as the kernel
-    offsets of a map."""
+    """Upper bound of the entries of a segment: the extent of an axis indexed once per entry, as kernel offsets are."""
     entry = set() if form.segment is None else {form.segment.position}
     places = [
         operands[access.name].shape[axis]
@@ -1037,7 +1032,6 @@ def _smallest(form: ContractionRoles) -> Tile:
 
 
 def _bits(operands: Sequence[Tensor]) -> int:
-    """Bits of the widest values."""
     return max(t.dtype.itemsize * 8 for t in operands if _is_value(t.dtype))
 
 
@@ -1056,7 +1050,7 @@ def float32_precision() -> str:
 
 
 def measured(call: Callable[[], object], best: float = math.inf, runs: int = 10) -> float:
-    """Seconds of a call on the GPU: the median of `runs` with a cold cache; one run if far slower than `best`."""
+    """Median GPU seconds of `runs` calls with a cold cache; stops early if far slower than `best`."""
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
     times: list[float] = []
     for _ in range(runs + 2):

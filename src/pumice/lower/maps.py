@@ -43,8 +43,7 @@ _FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Forms passed to the planner by device type: (inference, training)."""
 
 _FEW_TAPS, _SORTED = 8, 1 << 15
-"""Maximum kernel offsets and outputs for which sorting rows costs more than it saves, as for all 2 x 2 x 2 kernels of a
-MinkUNet on a scan of 18k voxels (H200)."""
+"""Kernel offsets and outputs up to which sorting rows does not pay off (MinkUNet's 2 x 2 x 2, 18k voxels, H200)."""
 _AS_THEY_ARE = {"compacted": "unsorted", "compacted_t": "unsorted_t"}
 
 
@@ -92,10 +91,7 @@ def _grouped(found: KernelMap) -> Sequence[Arrays]:
 
 
 def planner_operands(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], list[Tensor]]:
-    """(tokens, arrays) of a map in the default forms of its device.
-
-    While torch.compile traces, existing forms are used; if there are none, an operator builds them.
-    """
+    """(tokens, arrays) of a map in its device's default forms; under torch.compile in the existing forms, if any."""
     if torch.compiler.is_compiling():
         liked = _liked(found, differentiable)
         # Without duplicates: a form that needs no sorting is its own alternative.
@@ -239,8 +235,7 @@ pairs, channels       1024   2048   4096   8192
 
 
 def group_of(found: KernelMap) -> int:
-    """Pairs per group, some thousand to add to the weight gradient rarely. One host synchronisation, except for a map
-    between buffers, whose capacity is used instead."""
+    """Pairs per group, by the number of pairs (one host synchronisation), or the capacity if between buffers."""
     own = found.transpose() if found.flipped else found
     pairs = sum(counted(found)[0]) if own.between is None else pairs_in_room(own, own.between)
     return next(length for below, length in _GROUPS_OF if pairs < below)

@@ -62,9 +62,9 @@ class Norm:
 
 
 def batch_norm(x: Tensor, rows: CoordBuffer, norm: Norm) -> Tensor:
-    """y [N, C] in the dtype of x [N, C]; `rows` holds the number of valid rows. Updates running statistics in place.
+    """y [N, C] in the dtype of x [N, C]; updates running statistics in place. rows: holds the number of valid rows.
 
-    Differentiable any number of times in x, weight, bias and residual.
+    Differentiable any number of times in x, weight, bias and residual. Raises ShapeError or DeviceError.
     """
     return _BatchNorm.apply(x, norm.weight, norm.bias, norm.residual, rows, norm.statistics, norm.relu)
 
@@ -155,8 +155,7 @@ def normed(x: Tensor, rows: CoordBuffer, norm: Norm) -> tuple[Tensor, NormState]
 def gradients(
     grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer, state: NormState, needed: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The needed gradients of x, weight, bias and residual. kept: x, and y if reads_result. Rows of grad may be
-    strided, as a slice of a concatenation is."""
+    """The needed gradients of x, weight, bias, residual. kept: x, and y if reads_result; grad may have a row stride."""
     kept, grad = (kept[0].contiguous(), kept[1]), grad if grad.stride(1) == 1 else grad.contiguous()
     sums = sums_of(grad, kept, rows, state)
     dx, dresidual = gradient(grad, kept, rows, state, sums) if needed[0] or needed[3] else (None, None)
@@ -168,8 +167,7 @@ def gradients(
 def recompute_with_autograd(
     x: Tensor, rows: CoordBuffer, state: NormState, statistics: Statistics, y: Tensor | None
 ) -> Tensor:
-    """The result without the residual, in torch operators for higher-order gradients; running statistics are not
-    updated. y: the result, if reads_result."""
+    """The result without residual and statistics updates, in torch operators; y: the result, if reads_result."""
     own = moments_twin(x, rows, replace(statistics, update_running_stats=False))
     # Fewer than two rows used running statistics, which may have been updated since.
     again = state.affine(replace(state, pair=torch.where(rows.count > 1, own, state.pair)).apart(x))
@@ -185,7 +183,7 @@ def relu_grad(grad: Tensor, y: Tensor | None) -> Tensor:
 
 
 def _check(x: Tensor, norm: Norm) -> None:
-    """Kernels take raw addresses and check nothing."""
+    """Raise ShapeError or DeviceError unless the norm fits x: kernels take raw addresses."""
     (rows, channels), device = x.shape, x.get_device()
     statistics, residual = norm.statistics, norm.residual
     for tensor in (norm.weight, norm.bias, statistics.offset, *(statistics.running or ())):
@@ -207,9 +205,9 @@ def _check(x: Tensor, norm: Norm) -> None:
 _ROWS, _CHANNELS = 64, 64
 """Rows and maximum channels of a program of elementwise kernels."""
 _SHARED, _PROGRAMS = 32, 264
-"""Channels of a program of a reduction, if that divides them, and the maximum number of programs (parts of the rows x
-blocks of channels). With at most 132 parts instead, the reductions of a step of MinkUNet took 2.4 ms on an H200 instead
-of 1.9 (fp16, 346,000 voxels of Waymo), and 4.2 instead of 3.9 (2 million)."""
+"""Channels per program of a reduction, if a divisor, and maximum programs (parts of the rows x blocks of channels).
+With at most 132 parts the reductions of a MinkUNet step took 2.4 instead of 1.9 ms on an H200 (fp16, 346,000 voxels of
+Waymo), and 4.2 instead of 3.9 ms (2 million)."""
 _ENTRIES, _JOINED = 4096, 1024
 """Entries per iteration of a reduction, and of its last program over the parts: 32 and 8 registers with four warps;
 more in the last program would cost all programs occupancy."""
@@ -402,8 +400,7 @@ class NormKernels:
         return products, _of_blocks("gradient", self._channels, back, *self._dtypes, dtype, dtype)[0]
 
     def over(self, rows: int, beyond: int, step: int | None = None) -> NormLaunches | None:
-        """The launches for that many rows; None if a kernel is not compiled yet. beyond: misalignment in bytes of the
-        count's address. step: row stride of the result's gradient, default C."""
+        """Launches for `rows`, None if not compiled yet. beyond: misalignment of the count; step: stride of grad."""
         (each, lanes), (blocks, wide) = self._moments, self._normalise
         step = self._channels if step is None else step
         products, gradient = self._back.get(step) or self._back.setdefault(step, self._reading(step))
@@ -427,10 +424,7 @@ _COUNTS = (_counts(1, 9), _counts(1, 7), _counts(2, 10), _counts(2, 10))
 
 
 class NormLaunches:
-    """Norm kernels with grid sizes for a number of rows. needs: counters and bytes of workspace.
-
-    Each takes the addresses of its tensors in order, on the current device.
-    """
+    """Norm kernels sized for a number of rows, called with tensor addresses. needs: counters and bytes of workspace."""
 
     __slots__ = ("_device", "_kernels", "_parts", "_programs", "needs")
 

@@ -36,11 +36,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Lowering:
-    """An implementation of a step.
-
-    refusal(statement, bound, operands) -> reason for refusal, or None; run(bound, operands, dtype) -> the result;
-    work(statement, bound, operands) -> its work for the cost model.
-    """
+    """An implementation of a step: reason for refusal or None, the result, and the work for the cost model."""
 
     refusal: Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None]
     run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor]
@@ -231,10 +227,9 @@ def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
 
 
 def bound_plan(operands: Sequence[Tensor], ask: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
-    """The plan of a call with its map bound; a cache hit takes some microseconds.
+    """The plan of a call with its map bound, cached by size bucket and chosen for the bucket's size.
 
-    Plans are cached by size bucket (schedule.tile.size_bucket) and chosen for the bucket's size. kinds: those of the
-    operands that are known already, else None.
+    kinds: those of the operands that are known already, else None.
     """
     steady, count = ask.static_rows, len(operands)
     given = kinds or (None,) * count
@@ -323,7 +318,7 @@ def _with_finish(ready: Plan, finish: EpilogueSignature, device: torch.device) -
 
 
 def bind_operands(ready: Plan, operands: Sequence[Tensor], runtime_operands: Sequence[int]) -> Plan:
-    """Bind all operands of a plan but those at `runtime_operands`, which are then passed in this order.
+    """Bind all operands but those at `runtime_operands`, which calls pass in this order.
 
     Bound operands must not be written to afterwards, and cannot include the target's old values.
     """
@@ -341,7 +336,6 @@ Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
 
 
 def _given(run: Run, held: Mapping[str, Tensor]) -> Run:
-    """Bind tensors of a step."""
     if isinstance(run, kernels.KernelExecutor):
         return run.holding(held)
     return lambda tensors, before: run({**held, **tensors}, before)

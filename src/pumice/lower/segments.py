@@ -87,10 +87,9 @@ def _of_pieces(found: Pieces) -> Segments:
 
 @cached_per_tensor
 def stacks(array: Tensor, count: int, height: int) -> Segments:
-    """Stacks of up to `height` consecutive segments, those with the most entries first.
+    """Stacks of up to `height` consecutive segments for the values 0 to count - 1, most entries first.
 
-    For the values 0 to count - 1 of a sorted array, which may begin with -1. Outliers of a long array, which would
-    delay their stack, are put in `apart`, with one host synchronisation.
+    Outliers of a long array, which would delay their stack, are put in `apart`, with one host synchronisation.
     """
     bounds = bounds_of(array, count)
     places = torch.arange(count, device=array.device, dtype=torch.int32)
