@@ -521,7 +521,7 @@ def test_on_amd_no_segments_are_shared(as_on_gpu, monkeypatch):
     forget()
     monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, stream_k_chunk=2))
     x, weight, found = layer(1)
-    with pytest.raises(OptionError, match="which AMD lacks"):
+    with pytest.raises(OptionError, match="not on AMD"):
         pm.ops.conv_features(x, weight, found, 100)
 
 

@@ -94,7 +94,7 @@ def _steps(bound: BoundStatement, facts: Facts) -> Steps | str:
     if statement.ranges or len(statement.terms[0].factors) < 3:
         return "there are fewer than three factors, or declared ranges"
     if not all(_plain(expression) for a in _accesses(statement) for expression in a.indices):
-        return "an index is computed"
+        return "an index is an expression"
     form = contraction_roles(statement, bound.extents)
     if form.product and form.within is None and not form.folds:
         return "the statement is one matrix product"

@@ -145,14 +145,14 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if statement.reduction != "sum" or len(statement.terms) != 1:
-        return "a kernel sums one term"
+        return "kernels support only sums of one term"
     if not all(isinstance(factor, Access) for factor in statement.terms[0].factors):
-        return "a condition (exists, equal) is not loaded"
+        return "kernels do not support conditions (exists, equal)"
     used = {a.name for a in accesses_of(*statement.terms)}
     kinds = {t.dtype for name, t in operands.items() if name in used}
     odd = kinds - set(DTYPES)
     if odd:
-        return f"{', '.join(map(str, odd))} is not a dtype of kernels; there are {', '.join(map(str, DTYPES))}"
+        return f"kernels do not support {', '.join(map(str, odd))}; there are {', '.join(map(str, DTYPES))}"
     if not any(map(_is_value, kinds)):
         return "no operand is floating point"
     if torch.float8_e4m3fn in kinds and (why := without_fp8(next(iter(operands.values())).device)):
@@ -743,7 +743,7 @@ def _form_in(bound: BoundStatement, tile: Tile) -> ContractionRoles:
     if tile.swapped and form.folds:
         raise OptionError(f"tile {tile}: {bound.statement} sums the columns of the tile, sides cannot be swapped")
     if tile.stream_k_chunk and torch.version.hip:
-        raise OptionError(f"tile {tile}: stream-K needs visibility of stores between programs, which AMD lacks")
+        raise OptionError(f"tile {tile}: not on AMD, where a program cannot know that its stores are visible")
     return exchanged(form) if tile.swapped else form
 
 
@@ -754,7 +754,7 @@ def _emitted(statement: Statement, form: ContractionRoles, signature: Signature)
 
 @lru_cache(maxsize=1024)
 def loaded(source: Source) -> Any:
-    """The Triton kernel of a source, registered in `linecache` for `inspect`: no file that others may write is executed."""
+    """The Triton kernel of a source, whose text `inspect` finds in `linecache`: no file, writable by others, is run."""
     name = f"pumice_kernel_{hashlib.sha256(source.text.encode()).hexdigest()[:24]}"
     file = f"<{name}>"
     # An entry without an mtime is not checked against a file.
