@@ -138,10 +138,9 @@ def _weights(
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """The valid entries, sorted by target row.
+    """Valid entries, sorted by target row.
 
-    order: their positions, None if all are valid and sorted; rows: rows of the table; starts: first entry of each
-    target row.
+    order: their positions, or None if all are valid and sorted; rows: of the table; starts: of each target row.
     """
 
     order: Tensor | None

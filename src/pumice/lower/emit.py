@@ -83,7 +83,7 @@ class Signature:
 class Argument:
     """An argument of a kernel.
 
-    kind: "result", "before" (the accumulator), "operand", "segment" (rows, starts, stops, ends, firsts, pieces),
+    kind: "result", "before" (earlier result), "operand", "segment" (rows, starts, stops, ends, firsts, pieces),
     "room" (partial sums of shared segments), "waiting" (counters of finished programs), "extent" of an index, "size" or
     "stride" of an axis of an operand, "zero" (the number 0), or "constant" (constexpr).
     """
@@ -768,10 +768,7 @@ class _Emitter:
     def _spread(
         self, access: Access, address: tuple[list[Value], list[Value]], lines: list[str]
     ) -> tuple[list[Value], list[Value]]:
-        """Spread addresses of packed entries over their points; negative where masked.
-
-        An index is thus loaded once per entry, and its points are known to be contiguous.
-        """
+        """Spread addresses of packed entries (negative if masked) over their points: an index is loaded once each."""
         pointer, masks = address
         axes = {axis for value in (*pointer, *masks) for axis in value.axes}
         if "E" not in axes or (self.dtypes[access.name] in INTEGERS and "R" not in axes):
@@ -1076,7 +1073,7 @@ STACKS = "##"
 """Key of the number of segments or stacks of segments among the extents."""
 
 BEFORE = "+"
-"""Key of the accumulator among the operands."""
+"""Key of the earlier result, to which a kernel adds, among the operands."""
 _LETTERS = {"extent": "n", "size": "size", "stride": "stride", "operand": "t"}
 _SINGLE = {"result": "out", "before": "before", "zero": "zero", "room": "room", "waiting": "waiting"}
 _ORDER = ("result", "before", "operand", "segment", "room", "waiting", "extent", "size", "zero", "stride", "constant")

@@ -25,10 +25,7 @@ from pumice.schedule.cpu import CpuSchedule
 
 @dataclass(frozen=True)
 class GatherMatch:
-    """The parts of a statement of the form above: factors, index arrays, bare indices.
-
-    x: the factor gathered by G; other: the weights (forward) or the factor gathered by S (weight gradient).
-    """
+    """Parts of a statement. x: factor gathered by G; other: weights (forward) or factor gathered by S (gradient)."""
 
     x: Access
     other: Access

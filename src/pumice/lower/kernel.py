@@ -276,10 +276,7 @@ class KernelExecutor:
         return math.prod(shape) + (shape[0] if shape else 1) * self.finish.row_padding >= FAR
 
     def mould(self, operands: Mapping[str, Tensor]) -> Mould | None:
-        """Resizable kernel for later calls like this one, which has been run.
-
-        None if the call takes more than one kernel, or during CUDA graph capture, which has its own segments.
-        """
+        """Resizable kernel of this call, which has been run; None for several kernels or during CUDA graph capture."""
         if self._empty or self.bound.statement.accumulate or captured(operands[self._used[0]].device):
             return None
         key = self._launch_key(operands)
@@ -332,7 +329,7 @@ class KernelExecutor:
             launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
 
     def _result(self, operands: Mapping[str, Tensor], before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(output, accumulator): distinct tensors if the kernel writes the whole result, else the same tensor."""
+        """(output, earlier result): distinct tensors if the kernel writes the whole result, else one tensor."""
         statement = self.bound.statement
         given = before is not None
         if statement.accumulate and not given:
@@ -340,7 +337,7 @@ class KernelExecutor:
         if before is not None and not self._whole:
             out = before.to(self._summed, copy=not given, memory_format=torch.contiguous_format)
             return out, out
-        # The accumulator has the layout of the result.
+        # The earlier result has the layout of the result.
         out = self.allocate_output(operands[self._used[0]], spare=before is None)
         return out, None if before is None else before.contiguous()
 
@@ -882,10 +879,7 @@ def _whole(form: ContractionRoles, extents: Mapping[str, int], tile: Tile, settl
 
 
 def _static(bound: BoundStatement, form: ContractionRoles) -> dict[str, int]:
-    """Extents that are compile-time constants: short ones of reductions and columns.
-
-    Excludes an index that leads every access it occurs in: it counts entries or samples, and varies.
-    """
+    """Compile-time extents: short ones of reductions and columns, but not of leading indices (entries, samples)."""
     extents, leading = bound.extents, _leading(bound)
     names = (*form.reduced, *form.columns, *form.loops)
     found = {n: extents[n] for n in names if n in extents and extents[n] <= _STATIC and n not in leading}

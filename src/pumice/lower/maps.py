@@ -144,10 +144,7 @@ _STREAMS = 4
 
 
 def _side_by_side(wanted: Iterable[tuple[KernelMap, str]]) -> None:
-    """Materialise maps on high-priority side streams: each takes a series of small kernels.
-
-    Maps with one table share intermediate results, and a stream.
-    """
+    """Materialise maps on high-priority side streams, one per table: each takes a series of small kernels."""
     main = torch.cuda.current_stream()
     # No more streams than tables: torch has 32 per priority and assigns them round-robin.
     streams: list[torch.cuda.Stream] = []

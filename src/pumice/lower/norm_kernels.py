@@ -1,7 +1,4 @@
-"""Kernels of batch normalisation over the valid rows of a buffer, and of padding.py and columns.py.
-
-Imported lazily by these files, which hold the twins in plain torch: needs Triton.
-"""
+"""Kernels of norm.py, padding.py and columns.py, which hold the plain-torch twins. Imported lazily: needs Triton."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton

@@ -171,10 +171,7 @@ def ready_for(
     finish: EpilogueSignature = NO_EPILOGUE,
     kept: torch.dtype | None = None,
 ) -> Plan:
-    """The plan of a call, cached by shapes, dtypes and devices.
-
-    finish: signature of the epilogue. kept: dtype of the result, if not that of the operands.
-    """
+    """The cached plan of a call. finish: signature of the epilogue; kept: dtype of the result, default: by operands."""
     key = (
         text,
         names,
@@ -227,10 +224,7 @@ def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
 
 
 def bound_plan(operands: Sequence[Tensor], ask: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
-    """The plan of a call with its map bound, cached by size bucket and chosen for the bucket's size.
-
-    kinds: those of the operands that are known already, else None.
-    """
+    """The plan of a call with its map bound, chosen and cached by size bucket. kinds: of the operands, if known."""
     steady, count = ask.static_rows, len(operands)
     given = kinds or (None,) * count
     kinds = [k or kind_of(t, n in steady) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
