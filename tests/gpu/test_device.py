@@ -571,7 +571,7 @@ def test_a_norm_that_was_left_behind_is_named(gpu):
         net(x)
     counter = norm.num_batches_tracked
     norm.to(gpu).num_batches_tracked = counter.cpu()
-    with pytest.raises(DeviceError, match="the norm counts on cpu, its input is on cuda"):
+    with pytest.raises(DeviceError, match="num_batches_tracked is on cpu, the input on cuda"):
         net(x)
 
 

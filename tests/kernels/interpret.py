@@ -985,7 +985,7 @@ def check_seed(seed: int) -> None:
         part = bind(declare(step, bound.ranges), shapes, bound.shape, strict=False)
         refused = lowered.refusal(part.statement, part, operands)
         # A term without a floating operand, such as a constant, is torch's.
-        assert refused in (None, "nothing is floating point"), refused
+        assert refused in (None, "no operand is floating point"), refused
         total = total + (loops if refused else lowered).run(part, operands, torch.float32)
     near(total, torch.from_numpy(evaluate(case.text, case.operands)), 2e-5)
 

@@ -81,7 +81,7 @@ def test_any_layout_and_old_values():
     [
         ("y[R[p],n] max= B[G[p],n]", "not a sum of one term"),
         ("y[R[p],n] = B[G[p],n] + B[H[p],n]", "not a sum of one term"),
-        ("y[R[p],n] = B[G[p],n] * D[n]", "over more than the positions"),
+        ("y[R[p],n] = B[G[p],n] * D[n]", "other than the positions"),
         ("y[R[p],n] = B[G[p],n] * E[H[p],n]", "not one factor whose rows are gathered"),
         ("y[R[p],n] = B[2*G[p],n]", "not one factor whose rows are gathered"),
         ("y[R[p],n] = B[G[p],k] * D[n]", "the target is not written by rows"),

@@ -139,7 +139,7 @@ WRONG = {
     "weight elsewhere": ({"weight": no_values(torch.ones(5))}, DeviceError, "the norm is on meta, its input on cpu"),
     "mean elsewhere": ({"running": (no_values(torch.ones(5)), torch.ones(5))}, DeviceError, "on meta"),
     "other and elsewhere": ({"weight": no_values(torch.ones(4))}, DeviceError, "on meta"),
-    "residual": ({"residual": torch.ones(9, 4)}, ShapeError, r"the residual is \[9, 5\] on cpu, found \[9, 4\] on cpu"),
+    "residual": ({"residual": torch.ones(9, 4)}, ShapeError, r"a residual \[9, 5\] on cpu, found \[9, 4\] on cpu"),
     "rows": ({"residual": torch.ones(8, 5)}, ShapeError, r"found \[8, 5\]"),
 }
 
@@ -159,7 +159,7 @@ def test_a_counter_elsewhere_reaches_no_kernel():
     """As of a norm that was moved but for its counter; device 3 stands for a GPU."""
     x = SimpleNamespace(shape=(9, 5), get_device=lambda: 3, device="cuda:3")
     told = norm.Statistics(None, EPS, True, None, torch.tensor(0))
-    with pytest.raises(DeviceError, match="the norm counts on cpu, its input is on cuda:3"):
+    with pytest.raises(DeviceError, match="num_batches_tracked is on cpu, the input on cuda:3"):
         norm._check(x, norm.Norm(None, None, told))
 
 

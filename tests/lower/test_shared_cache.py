@@ -70,18 +70,18 @@ def operands(text):
 
 
 UNFIT = {
-    "stacked": (MATMUL, Tile(16, 16, 16, stacked=True), "no segments"),
-    "in pieces": (MATMUL, Tile(16, 16, 16, stream_k_chunk=4), "shares the segments"),
-    "packed": (MATMUL, Tile(16, 16, 16, packed=True), "no entries of a segment"),
-    "not padded": (MATMUL, Tile(16, 16, 16, padded=False), "not padded"),
-    "no product": (SEGMENTS, Tile(16, 16, 16, swapped=True), "no matrix product"),
-    "columns are added up": (FOLDED, Tile(16, 16, 16, swapped=True), "cannot be its rows"),
+    "stacked": (MATMUL, Tile(16, 16, 16, stacked=True), "cannot be stacked"),
+    "in pieces": (MATMUL, Tile(16, 16, 16, stream_k_chunk=4), "requires a segmented product"),
+    "packed": (MATMUL, Tile(16, 16, 16, packed=True), "cannot be packed"),
+    "not padded": (MATMUL, Tile(16, 16, 16, padded=False), "padded=False requires"),
+    "no product": (SEGMENTS, Tile(16, 16, 16, swapped=True), "not a matrix product"),
+    "columns are added up": (FOLDED, Tile(16, 16, 16, swapped=True), "sums the columns"),
     "a product of one row": (MATMUL, Tile(1, 16, 16), "at least 16"),
 }
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_a_tile_that_does_not_fit_is_passed_over(tmp_path, name):
+def test_a_tile_that_does_not_fit_is_ignored(tmp_path, name):
     text, tile, reason = UNFIT[name]
     given = operands(text)
     with emulated(tmp_path):
@@ -89,7 +89,7 @@ def test_a_tile_that_does_not_fit_is_passed_over(tmp_path, name):
         want = kernels.tile_of(bound, given)
         kernels.ledger().put(kernels._key(bound, given, kernels.float32_precision()), tile)
         kernels._told_unfit.cache_clear()
-        with pytest.warns(RuntimeWarning, match=f"(?s)passed over.*{reason}") as told:
+        with pytest.warns(RuntimeWarning, match=f"(?s)is ignored.*{reason}") as told:
             assert kernels.tile_of(bound, given) == want
             assert pm.compile_einsum(text, lowering="triton").explain(**given)
         assert len(told) == 1

@@ -182,7 +182,7 @@ def test_eight_bits(name):
     x, w, found, rows = layer(torch.float32)
     x, w = (8 * x).round().to(torch.int8), (8 * w).round().to(torch.int8)
     if name in LIBRARY:
-        with pytest.raises(DtypeError, match="take no torch.int8"):
+        with pytest.raises(DtypeError, match="do not support torch.int8"):
             conv_features(x, w, found, rows, dataflow=name)
     else:
         assert torch.equal(conv_features(x, w, found, rows, dataflow=name), conv_features(x, w, found, rows))

@@ -106,7 +106,7 @@ def test_an_empty_tensor_has_one_too():
         (lambda n: Epilogue(scale=2.0), DtypeError, "scale .* found float"),
         (lambda n: torch.nn.ReLU(), OptionError, "epilogue takes a pumice.ops.Epilogue, found ReLU"),
         (lambda n: Epilogue(activation="tanh"), OptionError, "activation 'tanh' is unknown; there are relu"),
-        (lambda n: Epilogue(row_padding=-1), OptionError, "spare columns are 0 or more, found -1"),
+        (lambda n: Epilogue(row_padding=-1), OptionError, "row_padding is 0 or more, found -1"),
     ],
 )
 def test_what_does_not_fit_is_refused(made, error, said):

@@ -972,7 +972,7 @@ def test_what_does_not_fit_is_said(steps):
             setattr(exchanged[0], name, torch.nn.Parameter(torch.zeros(shape).double()))
             with pytest.raises(ShapeError, match=text):
                 exchanged(x)
-        with pytest.raises(ShapeError, match="the residual is \\[40, 16\\] on cpu, found \\[40, 8\\]"):
+        with pytest.raises(ShapeError, match="a residual \\[40, 16\\] on cpu, found \\[40, 8\\]"):
             fused.chained(tuple(module), x, x)
         module(x)
 

@@ -1,1 +1,1 @@
-"""For which machine: the operators as loops, and the faster forms of them per device."""
+"""Lowering of einsum statements and convolutions to kernels and library calls, per device."""

@@ -1,11 +1,11 @@
-"""A product of several factors as two kernels: some factors are multiplied and summed first, their result by the rest.
+"""A product of several factors in two kernels: some factors are contracted first, then their result with the rest.
 
     Z[b,i[p],w] = c[p,q] * X[b,j[p,q],u] * Y[b,k[p,q]] * W[b,l[p],u,w]
 
     chained[b,p,u] = c[p,q] * X[b,j[p,q],u] * Y[b,k[p,q]]
     Z[b,i[p],w] = chained[b,p,u] * W[b,l[p],u,w]
 
-One kernel would read W once for each q. It pays where an index is summed over by some of the factors alone.
+One kernel would read W once per q. Two pay off if an index is summed over some of the factors only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Facts = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
 
 class TwoStepLowering:
-    """A statement of certain sizes in two steps: called with the operands by name, it gives the result."""
+    """Executor of a statement of fixed sizes in two steps; call it with the operands by name."""
 
     def __init__(
         self, bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, precision: str = ""
@@ -47,12 +47,12 @@ class TwoStepLowering:
         return self.second(self.between(operands), before)
 
     def between(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The operands of the second step."""
+        """Run the first step; the operands of the second one."""
         return {**operands, self.name: self.first(operands)}
 
 
 def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    """Why the statement is not computed in two steps, or None."""
+    """The reason why the statement has no two steps, or None."""
     if why := kernels.refusal(statement, bound, operands):
         return why
     found = _steps(bound, _facts(operands))
@@ -60,7 +60,7 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
 
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The result of a statement that `refusal` has nothing against, in `dtype`; a new tensor."""
+    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
     return TwoStepLowering(bound, operands, dtype)(operands)
 
 
@@ -77,7 +77,7 @@ def _two(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Steps:
 
 
 def _between(operands: Mapping[str, Tensor]) -> torch.dtype:
-    """What the first result is kept in: it is not rounded to half precision."""
+    """The dtype of the first result, which is not rounded to half precision."""
     kinds = {t.dtype for t in operands.values() if t.dtype.is_floating_point}
     return torch.float64 if torch.float64 in kinds else torch.float32
 
@@ -88,22 +88,22 @@ def _facts(operands: Mapping[str, Tensor]) -> Facts:
 
 @lru_cache(maxsize=1024)
 def _steps(bound: BoundStatement, facts: Facts) -> Steps | str:
-    """The two steps that cost the least, or why there are none."""
+    """The two steps of least cost, or the reason why there are none."""
     statement = bound.statement
     operands = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in facts}
     if statement.ranges or len(statement.terms[0].factors) < 3:
-        return "there are no three factors over plain ranges"
+        return "there are fewer than three factors, or declared ranges"
     if not all(_plain(expression) for a in _accesses(statement) for expression in a.indices):
-        return "an index is computed"
+        return "an index is an expression"
     form = contraction_roles(statement, bound.extents)
     if form.product and form.within is None and not form.folds:
-        return "the whole is one product of matrices"
+        return "the statement is one matrix product"
     ways = list(_ways(bound, operands))
     if form.product:
-        # A product stays one: where it has another within, the second step; where it is folded, the first.
+        # A step must be a matrix product: the second one if there is an inner product, the first one if folded.
         ways = [way for way in ways if (_role(way[1]).within if form.within else _role(way[0]).product)]
     if not ways:
-        return "no index is summed over by some of the factors alone"
+        return "no index is summed over some of the factors only"
     return min(ways, key=lambda way: seconds(_work(way, operands), DEVICES["cuda"]))
 
 
@@ -117,7 +117,7 @@ def _accesses(statement: Statement) -> tuple[Access, ...]:
 
 
 def _plain(expression: Affine) -> bool:
-    """Whether it is an index, or an array's value at indices."""
+    """True for an index, or an index array at plain indices."""
     if expression.bare is not None:
         return True
     ((coefficient, atom), *more) = expression.terms or ((0, Index("")),)
@@ -127,7 +127,7 @@ def _plain(expression: Affine) -> bool:
 
 
 def _ways(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Iterator[Steps]:
-    """Every pair of steps in which the first sums over an index."""
+    """All pairs of steps whose first step reduces an index."""
     statement = bound.statement
     (term,) = statement.terms
     name = fresh("chained", names_of(statement))
@@ -151,7 +151,7 @@ def _ways(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Iterator[Ste
 
 
 def _with(statement: Statement, target: Access, term: Term) -> Statement:
-    """The statement with another target and term, and what is known of the arrays that are left."""
+    """The statement with another target and term, and the facts about its remaining arrays."""
     new = replace(statement, target=target, terms=(term,))
     names = {access.name for access in accesses_of(new)}
     return replace(new, facts=tuple(fact for fact in statement.facts if fact[0] in names))

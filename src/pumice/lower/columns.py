@@ -1,4 +1,4 @@
-"""Features put into the columns of others: what a concatenation does with the part that is not yet in its place."""
+"""Copy of features into a column slice of a wider buffer, for a concatenation in place."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from pumice.runtime.launch import KernelLauncher, has_triton
 
 _VALUES = 4096
-"""Values of one program."""
+"""Values per program."""
 
 
 def write_columns(values: Tensor, wide: Tensor, begin: int) -> None:
-    """wide[:, begin : begin + C] = values [N, C], of the same dtype, columns side by side in both: in place."""
+    """wide[:, begin : begin + C] = values [N, C] in place; same dtype, column stride 1 in both."""
     if not has_triton(wide):
         return write_columns_twin(values, wide, begin)
     rows, columns = values.shape
@@ -26,11 +26,11 @@ def write_columns(values: Tensor, wide: Tensor, begin: int) -> None:
 
 
 def write_columns_twin(values: Tensor, wide: Tensor, begin: int) -> None:
-    """As put_columns, in plain torch."""
+    """Twin of write_columns in plain torch."""
     wide[:, begin : begin + values.shape[1]].copy_(values)
 
 
 @lru_cache(maxsize=1)
 def _kernel() -> KernelLauncher:
-    """Its file is imported here first: it needs Triton."""
+    """Imported lazily: needs Triton."""
     return KernelLauncher(importlib.import_module("pumice.lower.norm_kernels").put_columns)

@@ -1,10 +1,10 @@
-"""The operators on a CPU, through torch's own kernels; their plain twins are in reference.py.
+"""Convolution on a CPU through torch's own kernels; the plain twins are in reference.py.
 
-    out[o, n] += x[i, c] * weight[n, k, c]        for every meeting (o, k, i)
+    out[o, n] += x[i, c] * weight[n, k, c]        for every pair (o, k, i)
 
-Outputs are taken in chunks. The inputs of a chunk's pairs are gathered (`index_select`), multiplied into a buffer of
-products, and `embedding_bag` sums the products of each output: movement stays in the cache, every sum runs in a fixed
-order, and nothing is scattered. The tap of a submanifold map that meets each row with itself is multiplied in place.
+Outputs are processed in chunks. The inputs of a chunk's pairs are gathered (`index_select`), multiplied into a buffer
+of products, and `embedding_bag` sums the products of each output: data stays in the cache, sums have a fixed order, and
+there is no scatter. The identity offset of a submanifold map is multiplied without a gather.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _PAIRS = 3  # the first tables are the pairs themselves
 
 
 class Chunk(NamedTuple):
-    """Output rows first..last and the pairs that reach them, those of the identity tap left out.
+    """Output rows first..last and their pairs, without those of the identity offset.
 
-    The pairs lie in tiles of one tap each, taps [tiles]. What a tile lacks is filled up with input 0, and no slot
-    refers to the products of that. gather [tiles * tile] holds the inputs, tile after tile, or interleaved: the first
-    of every tile, the second of every tile, ... Output first + j is the sum of the products
-    slots[starts[j]:starts[j + 1]].
+    Each tile holds pairs of one kernel offset, taps [tiles], padded with input 0; no slot refers to padding.
+    gather [tiles * tile]: the inputs, tile after tile, or interleaved: the first of every tile, the second of every
+    tile, ... Output first + j is the sum of the products slots[starts[j]:starts[j + 1]].
     """
 
     first: int
@@ -41,9 +40,9 @@ class Chunk(NamedTuple):
 
 
 def chunks(pairs: Pairs, rows: int, inputs: int, schedule: CpuSchedule) -> tuple[Tensor, ...]:
-    """The chunks of pairs between that many inputs and output rows: (gather, taps, slots, starts, layout).
+    """The chunks of pairs between `inputs` and output `rows`: (gather, taps, slots, starts, layout).
 
-    layout int64 on the CPU: identity tap or -1, are tiles interleaved, then rows, tiles and pairs of each chunk.
+    layout int64: [identity offset or -1, tiles are interleaved, rows, tiles and pairs of each chunk].
     """
     return _chunk(pairs, _identity_tap(pairs, rows, inputs), rows, schedule)
 
@@ -57,7 +56,7 @@ def forward(
 ) -> Float[Tensor, "{rows} c_out"]:
     """x [N_in, G*C], weight [G*N, K, C] -> out [rows, G*N] in x's dtype.
 
-    Half precisions are computed in float32 throughout and rounded once. Groups take the loop of reference.py.
+    Half precisions are computed in float32 and rounded once. Several groups use the loop of reference.py.
     """
     pairs = Pairs(*tables[:_PAIRS])
     if groups > 1:
@@ -73,7 +72,7 @@ def forward(
     whole = identity >= 0
     out = engine.dense(x, filters[identity]) if whole else x.new_zeros(rows, weight.shape[0])
     chunks = [chunk for chunk in _chunks(chunked) if len(chunk.slots)]
-    # The same buffers for every chunk: fresh pages are dear.
+    # Buffers are reused for every chunk: page faults are expensive.
     longest = max((len(chunk.gather) for chunk in chunks), default=0)
     scratch = x.new_empty(longest, x.shape[1]), x.new_empty(longest if engine.buffered else 0, out.shape[1])
     for chunk in chunks:
@@ -101,7 +100,7 @@ def weight_gradient(
     for tap, inputs, outputs in reference.meetings(pairs):
         for at in range(0, len(inputs), block):
             here = slice(at, at + block)
-            # The identity tap meets row j with row j: nothing is gathered.
+            # The identity offset pairs row j with row j: no gather.
             a = x[here] if tap == identity else x.index_select(0, inputs[here])
             b = grad[here] if tap == identity else grad.index_select(0, outputs[here])
             (whole if len(a) == block else _outer_gemm)(a, b, result[tap])
@@ -109,13 +108,13 @@ def weight_gradient(
 
 
 class ProductEngine(NamedTuple):
-    """How rows meet filters.
+    """Implementation of the products of rows and filters.
 
-    axes                               of weight [C_out, K, C_in] in the order in which the engine reads them, K first
+    axes                               permutation of weight [C_out, K, C_in] that the engine reads, K first
     dense(x, filter)                   the product of every row with one filter
-    multiply(rows, filters, buffer)    the product of every row of the tiles with the filter of its tile, in their order
-    interleaved                        how the rows of the tiles lie
-    buffered                           whether multiply writes into its buffer [at least len(rows), C_out]
+    multiply(rows, filters, buffer)    the product of every row with the filter of its tile, in order
+    interleaved                        the rows of the tiles are interleaved
+    buffered                           multiply writes into its buffer [at least len(rows), C_out]
     """
 
     axes: tuple[int, int, int]
@@ -126,7 +125,7 @@ class ProductEngine(NamedTuple):
 
 
 def _batched(rows: Tensor, filters: Tensor, buffer: Tensor) -> Tensor:
-    """A batch of small products: the BLAS runs at full speed however few pairs a tap has."""
+    """One batched product: full BLAS speed however few pairs a kernel offset has."""
     tiles, c_in, c_out = filters.shape
     products = buffer[: len(rows)]
     torch.bmm(rows.view(tiles, -1, c_in), filters, out=products.view(tiles, -1, c_out))
@@ -134,13 +133,13 @@ def _batched(rows: Tensor, filters: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _strided(rows: Tensor, filters: Tensor, buffer: Tensor) -> Tensor:
-    """The same of interleaved rows."""
+    """The same for interleaved rows."""
     tiles, c_in, c_out = filters.shape
     return torch.bmm(rows.view(-1, tiles, c_in).transpose(0, 1), filters).transpose(0, 1).reshape(-1, c_out)
 
 
 def _grouped(rows: Tensor, filters: Tensor, buffer: Tensor | None = None) -> Tensor:
-    """A 1x1 convolution with a group for each tile. Its pixels, channels last, are the interleaved rows."""
+    """A 1x1 convolution with a group per tile, whose channels-last pixels are the interleaved rows."""
     tiles, c_out, c_in = filters.shape
     image = rows.view(1, -1, 1, tiles * c_in).permute(0, 3, 1, 2)
     out = torch.mkldnn_convolution(image, filters.view(-1, c_in, 1, 1), None, [0, 0], [1, 1], [1, 1], tiles)
@@ -151,9 +150,9 @@ def _grouped_dense(x: Tensor, filter: Tensor) -> Tensor:
     return _grouped(x, filter.unsqueeze(0))
 
 
-@no_type_check  # here and below: called for every tap, behind the checks of weight_gradient
+@no_type_check  # here and below: called for every kernel offset; weight_gradient has checked the types
 def _outer_gemm(x: Tensor, grad: Tensor, out: Tensor) -> None:
-    """out [C_in, C_out] += x.T @ grad, of the pairs of a tap: x [pairs, C_in], grad [pairs, C_out]."""
+    """out [C_in, C_out] += x.T @ grad for the pairs of a kernel offset: x [pairs, C_in], grad [pairs, C_out]."""
     out.addmm_(x.t(), grad)
 
 
@@ -183,12 +182,12 @@ def _onednn(dtype: torch.dtype) -> bool:
 
 
 def _engine(interleaved: bool, dtype: torch.dtype) -> ProductEngine:
-    """The engine of this layout; oneDNN has no float64."""
+    """The engine for this layout; oneDNN does not support float64."""
     return ENGINES[("grouped" if _onednn(dtype) else "strided") if interleaved else "batched"]
 
 
 def _identity_tap(pairs: Pairs, rows: int, inputs: int) -> int:
-    """The tap whose pairs are (0, 0), (1, 1), ... up to the last row, or -1."""
+    """The kernel offset whose pairs are (0, 0), (1, 1), ... up to the last row, or -1."""
     if rows != inputs:
         return -1
     each, start = torch.arange(rows), 0
@@ -201,7 +200,7 @@ def _identity_tap(pairs: Pairs, rows: int, inputs: int) -> int:
 
 
 def _chunk(pairs: Pairs, identity: int, num_outputs: int, schedule: CpuSchedule) -> tuple[Tensor, ...]:
-    """(gather, taps, slots, starts, layout) of all chunks; each has as many pairs as the others."""
+    """(gather, taps, slots, starts, layout) of all chunks, which have about equally many pairs."""
     inputs, outputs, taps = _gathered_pairs(pairs, identity)
     count, tile, interleaved = len(pairs.sizes), schedule.tile, ENGINES[schedule.engine].interleaved
     met = torch.bincount(outputs, minlength=num_outputs)
@@ -209,7 +208,7 @@ def _chunk(pairs: Pairs, identity: int, num_outputs: int, schedule: CpuSchedule)
     blocks = max(1, -(-len(inputs) // schedule.pairs))
     block_of = (ends - 1).clamp(min=0) * blocks // max(len(inputs), 1)  # the chunk of each output
     block = block_of[outputs]
-    # Pairs come sorted by tap, so that a stable sort by chunk sorts them by (chunk, tap).
+    # Pairs are sorted by kernel offset: a stable sort by chunk sorts them by (chunk, kernel offset).
     order = block.argsort(stable=True)
     segment = block * count + taps
     lengths = torch.bincount(segment, minlength=blocks * count)
@@ -234,7 +233,6 @@ def _chunk(pairs: Pairs, identity: int, num_outputs: int, schedule: CpuSchedule)
 
 
 def _chunks(chunked: Sequence[Tensor]) -> Iterator[Chunk]:
-    """The chunks laid out by _chunk()."""
     gather, taps, slots, starts, layout = chunked
     rows, tiles, used = layout[2:].view(3, -1).tolist()
     tile = len(gather) // max(1, sum(tiles))
@@ -247,7 +245,7 @@ def _chunks(chunked: Sequence[Tensor]) -> Iterator[Chunk]:
 
 
 def _gathered_pairs(pairs: Pairs, identity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(inputs, outputs, tap) of every pair that is not of the identity tap."""
+    """(inputs, outputs, kernel offset) of every pair outside the identity offset."""
     taps = torch.repeat_interleave(torch.arange(len(pairs.sizes)), pairs.sizes)
     if identity < 0:
         return pairs.inputs, pairs.outputs, taps

@@ -1,12 +1,12 @@
-"""Named dataflows (schedule.dataflow) carried out, for the one equation of a convolution and its derivatives.
+"""Execution of the named dataflows (schedule.dataflow) of a convolution and its gradients.
 
     forward   y[o, n]    = map[o, k, i] * x[i, c] * w[n, k, c]
     dgrad     x[i, c]    = map[o, k, i] * y[o, n] * w[n, k, c]          the transposed map
     wgrad     w[n, k, c] = map[o, k, i] * x[i, c] * y[o, n]
 
-with a group of channels beside n and c where there are several. An engine carries out a movement: some are products of
-torch's libraries (movement.py), the others statements over a form of the map, by kernels on a GPU and by what a CPU has
-for these forms (plan.py). Nothing is replaced: what cannot be done is refused with the reason.
+with a group axis next to n and c if there are several groups. An engine implements a movement: either products of
+torch's libraries (movement.py) or a statement over a form of the map, by a kernel on a GPU and by the planner's
+lowerings on a CPU (plan.py). There is no fallback to another dataflow: unsupported ones raise with the reason.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from pumice.schedule.grouping import Grouping
 
 CONV = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c]"
 GROUPED_CONV = "O[o,g,n] = map[o,k,i] * x[i,g,c] * w[g,n,k,c]"
-"""The one equation: a kernel map is a sparse operand, and its gradients are its derivatives."""
+"""The equation: a kernel map is a sparse operand; gradients are its derivatives."""
 
 Two = tuple[Tensor, Tensor]
 Engine = Callable[["Pass", Two, Epilogue | None], Tensor]
-"""What carries out a pass with its two operands and an epilogue."""
+"""Executes a pass on its two operands and an epilogue."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
     """One pass over a map. name: one of PASSES; its operands are (x, w), (y, w) or (x, y).
 
-    x [inputs, G*C], w [G*N, K, C], y [outputs, G*N]: the result, or the gradient that it is given.
+    x [inputs, G*C], w [G*N, K, C], y [outputs, G*N], each the tensor or its gradient.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Pass:
     groups: int
 
     def __call__(self, operands: Two, epilogue: Epilogue | None = None) -> Tensor:
-        """The third operand, in their dtype or the epilogue's."""
+        """The third operand, in their dtype or the epilogue's. Raises OptionError for an unsupported dataflow."""
         check(self)
         engine = ENGINES.get(self.flow.movement)
         if engine is None:
@@ -63,7 +63,7 @@ class Pass:
 
     @property
     def oriented_map(self) -> KernelMap:
-        """The map with what is written on its output side."""
+        """The map oriented so that the result is on the output side."""
         return self.found.transpose() if self.name == DGRAD else self.found
 
 
@@ -74,36 +74,36 @@ def check(map_pass: Pass) -> None:
         able = ", ".join(name for name, other in DATAFLOWS.items() if map_pass.name in other.repeats)
         raise OptionError(
             f"the {map_pass.name} pass of dataflow {flow.name} is not deterministic, and deterministic algorithms are "
-            f"required; Dataflows(forward, dgrad, wgrad) takes another one for each pass; deterministic there: {able}"
+            f"required; Dataflows(forward, dgrad, wgrad) sets one for each pass; deterministic ones: {able}"
         )
 
 
 # Library products
-def _by_library(run: Callable[[Pass, Two], Tensor], asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+def _by_library(run: Callable[[Pass, Two], Tensor], map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
     kind = given[0].dtype
     if kind in EIGHT_BITS:
         raise DtypeError(
-            f"dataflow {asked.flow.name} multiplies by the products of torch's libraries, which take no {kind}; the "
-            "implicit-gemm and fetch-on-demand ones do"
+            f"dataflow {map_pass.flow.name} uses products of torch's libraries, which do not support {kind}; the "
+            "implicit-gemm and fetch-on-demand dataflows do"
         )
-    if asked.name == DGRAD:
+    if map_pass.name == DGRAD:
         y, w = given
-        given = y, reference.transposed(w.contiguous(), asked.groups)
-    result = run(asked, given)
+        given = y, reference.transposed(w.contiguous(), map_pass.groups)
+    result = run(map_pass, given)
     return result.to(kind) if epilogue is None else applied(result, epilogue, kind)
 
 
-def _explicit(asked: Pass, given: Two) -> Tensor:
-    run = movement.columns_weight_gradient if asked.name == WGRAD else movement.columns_forward
-    return run(*given, asked.oriented_map, asked.groups)
+def _explicit(map_pass: Pass, given: Two) -> Tensor:
+    run = movement.columns_weight_gradient if map_pass.name == WGRAD else movement.columns_forward
+    return run(*given, map_pass.oriented_map, map_pass.groups)
 
 
-def _gathered(forward: Forward, asked: Pass, given: Two) -> Tensor:
-    how: PairLayout = movement.layout(asked.oriented_map, asked.flow.grouping or Grouping("separate"))
-    if asked.name == WGRAD:
+def _gathered(forward: Forward, map_pass: Pass, given: Two) -> Tensor:
+    how: PairLayout = movement.layout(map_pass.oriented_map, map_pass.flow.grouping or Grouping("separate"))
+    if map_pass.name == WGRAD:
         fused = forward is not movement.forward_by_group
-        return movement.weight_gradient(*given, how, (asked.found.volume, asked.groups), fused)
-    return forward(*given, how, asked.oriented_map.num_outputs, asked.groups)
+        return movement.weight_gradient(*given, how, (map_pass.found.volume, map_pass.groups), fused)
+    return forward(*given, how, map_pass.oriented_map.num_outputs, map_pass.groups)
 
 
 # Statements
@@ -112,7 +112,7 @@ _PRODUCTS = {
     FORWARD: "Y[s[g,q],h,n] = x[i[g,q],h,c] * w[h,n,k[g],c] ; s:distinct, s:onto",
     DGRAD: "Y[s[g,q],h,c] = grad[i[g,q],h,n] * w[h,n,k[g],c] ; s:distinct, s:onto",
 }
-"""The products of all pairs, pair s in the order of the outputs, for groups h of channels."""
+"""The products of all pairs, pair s sorted by output, for channel groups h."""
 _SUMS = "O[o[p],n] = Y[p,n] ; o:sorted"
 
 
@@ -127,93 +127,93 @@ def statement(name: str, groups: int) -> str:
     return str(found)
 
 
-def _form(asked: Pass) -> str:
-    """The form of the map that a pass reads: with fewer splits where there are fewer taps, and pairs for weights."""
-    form, volume = asked.flow.form, asked.found.volume
-    if asked.name == WGRAD:
+def _form(map_pass: Pass) -> str:
+    """The form of the map that a pass reads: at most as many splits as kernel offsets; "grouped" for wgrad."""
+    form, volume = map_pass.flow.form, map_pass.found.volume
+    if map_pass.name == WGRAD:
         return "grouped"
-    if asked.flow.splits > max(1, volume):
+    if map_pass.flow.splits > max(1, volume):
         form = "compacted" if volume == 1 else f"split{volume}"
-    return f"{form}_t" if asked.name == DGRAD and f"{form}_t" in maps.FORMS else form
+    return f"{form}_t" if map_pass.name == DGRAD and f"{form}_t" in maps.FORMS else form
 
 
 def forms(map_pass: Pass) -> tuple[str, ...]:
-    """The forms of the map that the statement of a pass reads; none where it is no statement."""
+    """The forms of the map that the statement of a pass reads; none for library products."""
     if map_pass.flow.movement == "planned":
         return maps.names_of(map_pass.found, map_pass.name != FORWARD)
     return (_form(map_pass),) if map_pass.flow.movement in ("implicit", "on-demand") else ()
 
 
 def materialize(wanted: Sequence[tuple[KernelMap, Iterable[Chosen | None]]], differentiable: bool) -> None:
-    """Lay maps out as layers in these dataflows will read them, with one read of all their sizes.
+    """Materialise the forms of maps that layers with these dataflows read, with one host synchronisation.
 
-    None: as the planner likes them. differentiable: for gradients, too.
+    None: the planner's default forms. differentiable: include those of the gradients.
     """
-    asked = []
+    requests = []
     for found, flows in wanted:
         for three in flows:
             if three is None:
-                asked.append((found, maps.names_of(found, differentiable)))
+                requests.append((found, maps.names_of(found, differentiable)))
                 continue
             passes = PASSES if differentiable else PASSES[:1]
             for name, flow in zip(passes, three, strict=False):
-                asked.append((found, forms(Pass(name, flow, found, 1))))
-    maps.materialize(asked)
+                requests.append((found, forms(Pass(name, flow, found, 1))))
+    maps.materialize(requests)
 
 
-def _run_as_einsum(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+def _run_as_einsum(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
     """The statement of a pass over the form of its dataflow."""
-    split, finish = _in_groups(asked, given), _finish(epilogue)
-    ready = asked.found.cached(_key(asked, given, finish), lambda _: _ready(asked, split, finish))
-    found = plan.execute_plan(ready, split, None if epilogue is None else epilogue.split(asked.groups))
-    return _flat(asked, found)
+    split, finish = _in_groups(map_pass, given), _finish(epilogue)
+    ready = map_pass.found.cached(_key(map_pass, given, finish), lambda _: _ready(map_pass, split, finish))
+    found = plan.execute_plan(ready, split, None if epilogue is None else epilogue.split(map_pass.groups))
+    return _flat(map_pass, found)
 
 
-def _ready(asked: Pass, given: Two, finish: EpilogueSignature) -> plan.Plan:
-    """The call made ready; it holds the arrays of the map."""
-    each = [maps.held(asked.found, form) for form in forms(asked)]
-    tokens, arrays = [t for told, _ in each for t in told], [x for _, held in each for x in held]
-    operands, names = [*given, *arrays], "|".join((*_OPERANDS[asked.name], *tokens))
-    text, shape = statement(asked.name, asked.groups), _shape(asked, given)
-    lowering = "" if asked.flow.movement == "planned" else _lowering(given[0])
-    # Of weights nothing counts rows or entries.
-    steady = (len(operands),) if asked.name == WGRAD else (1,)
-    piece = 0 if asked.name == WGRAD else asked.flow.piece
+def _ready(map_pass: Pass, given: Two, finish: EpilogueSignature) -> plan.Plan:
+    """The plan of the call, with the arrays of the map bound."""
+    each = [maps.held(map_pass.found, form) for form in forms(map_pass)]
+    tokens, arrays = [t for names, _ in each for t in names], [x for _, held in each for x in held]
+    operands, names = [*given, *arrays], "|".join((*_OPERANDS[map_pass.name], *tokens))
+    text, shape = statement(map_pass.name, map_pass.groups), _shape(map_pass, given)
+    lowering = "" if map_pass.flow.movement == "planned" else _lowering(given[0])
+    # No axis of a weight is a number of rows or entries.
+    steady = (len(operands),) if map_pass.name == WGRAD else (1,)
+    piece = 0 if map_pass.name == WGRAD else map_pass.flow.piece
     return plan.bound_plan(operands, plan.PlanRequest(names, text, shape, steady, (0, 1), lowering, finish, piece))
 
 
-def _in_order(asked: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
-    """Products of all pairs in the order of the outputs, then the sum of each output's; weights tap by tap."""
-    if asked.name == WGRAD:
-        return _by_library(partial(_gathered, movement.forward_by_group), asked, given, epilogue)
-    split, finish = _in_groups(asked, given), _finish(epilogue)
-    key = _key(asked, given, finish)
-    products, sums = asked.oriented_map.cached(key, lambda _: _ready_in_order(asked, split, finish))
+def _in_order(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+    """Products of all pairs sorted by output, then a segment sum; wgrad by kernel offset."""
+    if map_pass.name == WGRAD:
+        return _by_library(partial(_gathered, movement.forward_by_group), map_pass, given, epilogue)
+    split, finish = _in_groups(map_pass, given), _finish(epilogue)
+    key = _key(map_pass, given, finish)
+    products, sums = map_pass.oriented_map.cached(key, lambda _: _ready_in_order(map_pass, split, finish))
     return plan.execute_plan(sums, [plan.execute_plan(products, split).flatten(1)], epilogue)
 
 
-def _ready_in_order(asked: Pass, given: Two, finish: EpilogueSignature) -> tuple[plan.Plan, plan.Plan]:
-    taps, inputs, places, outputs = asked.oriented_map.cached("pairs in output order", _pairs_in_order)
+def _ready_in_order(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tuple[plan.Plan, plan.Plan]:
+    taps, inputs, places, outputs = map_pass.oriented_map.cached("pairs in output order", _pairs_in_order)
     operands, lowering = [*given, inputs, taps, places], _lowering(given[0])
-    shape = _shape(asked, given)
-    text, width = _PRODUCTS[asked.name], shape[1:]
-    if asked.groups == 1:
+    shape = _shape(map_pass, given)
+    text, width = _PRODUCTS[map_pass.name], shape[1:]
+    if map_pass.groups == 1:
         text = text.replace(",h", "").replace("h,", "")
-    names = "|".join((*_OPERANDS[asked.name], "i", "k", "s"))
+    names = "|".join((*_OPERANDS[map_pass.name], "i", "k", "s"))
     products = plan.ready_for(operands, names, text, (len(outputs), *width), lowering)
-    # Of its shape and dtype alone.
+    # Only its shape and dtype are used.
     buffer = given[0].new_empty((len(outputs), math.prod(width)), dtype=products.dtype)
     sums = plan.ready_for([buffer, outputs], "Y|o", _SUMS, (shape[0], math.prod(width)), lowering, finish)
     return plan.bind_operands(products, operands, (0, 1)), plan.bind_operands(sums, [buffer, outputs], (0,))
 
 
 def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Taps [G], inputs [G, Q] and places [G, Q] of the pairs in groups of a tap, and the output of each place [P].
+    """Kernel offsets [G], inputs [G, Q] and places [G, Q] of pairs grouped by offset, and the output of each place [P].
 
-    Places count pairs by output, and those of one output by tap; -1 fills up.
+    A place is the rank of a pair sorted by output, then by kernel offset; padding is -1.
     """
     if found.between is not None:
-        raise OptionError("dataflow fetch-on-demand-deterministic waits for a map's sizes: not in a captured network")
+        raise OptionError("dataflow fetch-on-demand-deterministic reads map sizes on the host, not allowed in capture")
     taps, inputs, outputs = found.grouped(maps.group_of(found))
     flat = outputs.flatten()
     filled = int((flat < 0).sum())
@@ -223,14 +223,14 @@ def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return taps, inputs, places.view_as(outputs), flat[order]
 
 
-def _key(asked: Pass, given: Two, finish: EpilogueSignature) -> tuple[object, ...]:
-    """What a call made ready depends on."""
+def _key(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tuple[object, ...]:
+    """Cache key of the plan of a call."""
     facts = tuple((x.shape, x.dtype, x.device) for x in given)
-    return "dataflow", asked.name, asked.flow, asked.groups, plan.deterministic(), finish, facts
+    return "dataflow", map_pass.name, map_pass.flow, map_pass.groups, plan.deterministic(), finish, facts
 
 
 def _lowering(x: Tensor) -> str:
-    """Kernels where they run: were another lowering taken there, it would be another dataflow."""
+    """Require kernels where Triton runs: another lowering would be another dataflow."""
     return "triton" if x.is_cuda or kernels.interpreted() else ""
 
 
@@ -238,31 +238,31 @@ def _finish(epilogue: Epilogue | None) -> EpilogueSignature:
     return NO_EPILOGUE if epilogue is None else epilogue.finish
 
 
-def _in_groups(asked: Pass, given: Two) -> Two:
-    """The operands with an axis for groups of channels where there are several."""
-    if asked.groups == 1:
+def _in_groups(map_pass: Pass, given: Two) -> Two:
+    """The operands with an axis for channel groups if there are several."""
+    if map_pass.groups == 1:
         return given
     axes = {"x": 1, "grad": 1, "w": 0}
     first, second = (
-        x.unflatten(axes[name], (asked.groups, -1)) for name, x in zip(_OPERANDS[asked.name], given, strict=True)
+        x.unflatten(axes[name], (map_pass.groups, -1)) for name, x in zip(_OPERANDS[map_pass.name], given, strict=True)
     )
     return first, second
 
 
-def _shape(asked: Pass, given: Two) -> tuple[int, ...]:
-    """Of the result, an axis for groups of channels among the others; from operands that have it."""
+def _shape(map_pass: Pass, given: Two) -> tuple[int, ...]:
+    """Shape of the result, with an axis for channel groups, from operands that have it."""
     first, second = given
-    groups = () if asked.groups == 1 else (asked.groups,)
-    if asked.name == WGRAD:
-        return *groups, second.shape[-1], asked.found.volume, first.shape[-1]
-    width = second.shape[-3] if asked.name == FORWARD else second.shape[-1]
-    return asked.oriented_map.num_outputs, *groups, width
+    groups = () if map_pass.groups == 1 else (map_pass.groups,)
+    if map_pass.name == WGRAD:
+        return *groups, second.shape[-1], map_pass.found.volume, first.shape[-1]
+    width = second.shape[-3] if map_pass.name == FORWARD else second.shape[-1]
+    return map_pass.oriented_map.num_outputs, *groups, width
 
 
-def _flat(asked: Pass, found: Tensor) -> Tensor:
-    if asked.groups == 1:
+def _flat(map_pass: Pass, found: Tensor) -> Tensor:
+    if map_pass.groups == 1:
         return found
-    return found.flatten(0, 1) if asked.name == WGRAD else found.flatten(1)
+    return found.flatten(0, 1) if map_pass.name == WGRAD else found.flatten(1)
 
 
 def _library(run: Callable[[Pass, Two], Tensor]) -> Engine:

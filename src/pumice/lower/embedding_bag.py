@@ -2,9 +2,9 @@
 
     T[S[p,q], n...] += V[p,q] * W[p] * ... * B[G[p,q], n...]
 
-by `embedding_bag`, which weighs and sums the rows of B without writing them down. S may be an index array or an index
-itself, positions may be one index or several, and there may be no V. SpMM in any format whose entries lie in lists is
-one of them (COO, CSR, ELL, GroupCOO), and so are its gradient and every sum over neighbours.
+by `embedding_bag`, which weights and sums the rows of B without materialising them. S is an index array or an index,
+there are one or more positions, and V is optional. SpMM in any list format (COO, CSR, ELL, GroupCOO) is of this form,
+and so are its gradient and sums over neighbours.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pumice.runtime.cache import cached_per_tensor
 class BagMatch:
     """The parts of a statement of the form above.
 
-    rows: B, the factor whose rows are gathered; gather: its index array; positions: the indices of that.
+    rows: B, the factor whose rows are gathered; gather: its index array; positions: the indices of `gather`.
     scatter: the target's index array, or the position that is the target's row itself.
-    weights: the factors over positions alone. columns: the bare indices of the target and of B.
+    weights: the factors over positions only. columns: the bare indices of the target and of B.
     """
 
     rows: Access
@@ -40,7 +40,7 @@ class BagMatch:
 
 
 def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    """Why the statement is not computed this way, or None."""
+    """The reason why this lowering does not apply, or None."""
     match = matched(statement)
     if isinstance(match, str):
         return match
@@ -48,7 +48,7 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
 
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The result of a statement that `refusal` has nothing against, in `dtype`; a new tensor."""
+    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
     statement = bound.statement
     match = matched(statement)
     assert isinstance(match, BagMatch)
@@ -69,7 +69,7 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 
 @lru_cache(maxsize=256)
 def matched(statement: Statement) -> BagMatch | str:
-    """The match of a statement, or why there is none."""
+    """The match of a statement, or the reason why there is none."""
     if statement.reduction != "sum" or len(statement.terms) != 1:
         return "it is not a sum of one term"
     factors = [f for f in statement.terms[0].factors if isinstance(f, Access)]
@@ -85,14 +85,14 @@ def matched(statement: Statement) -> BagMatch | str:
     scatter = _scatter_of(statement.target, positions, columns)
     weights = tuple(f for f in factors if f is not gathered)
     if scatter is None or not columns:
-        return "the target is not written by rows of what is gathered"
+        return "the target is not written by rows of the gathered factor"
     if any(not set(indices_of(f)) <= set(positions) or not _plain(f) for f in weights):
-        return "a factor is over more than the positions"
+        return "a weight has indices other than the positions"
     return BagMatch(gathered, gather, scatter, positions, weights, columns)
 
 
 def _scatter_of(target: Access, positions: tuple[str, ...], columns: tuple[str, ...]) -> Access | str | None:
-    """What says the target's row: an index array over positions, or a position; None where nothing does."""
+    """The target's row: an index array over positions, or a position; None if there is none."""
     bare = tables.bare_of(target)
     array = tables.array_of(target)
     if array is not None:
@@ -109,7 +109,7 @@ def _plain(access: Access) -> bool:
 
 
 def _bags_of(match: BagMatch, bound: BoundStatement, operands: Mapping[str, Tensor], extents: tuple[int, int]) -> Bags:
-    """The bags of these operands, found once for each pair of index arrays."""
+    """The bags of these operands, cached per pair of index arrays."""
     sizes = [bound.extent(name) for name in match.positions]
     gather = operands[match.gather.name]
     if isinstance(match.scatter, str):
@@ -123,7 +123,7 @@ def _bags_of(match: BagMatch, bound: BoundStatement, operands: Mapping[str, Tens
 def _weights(
     match: BagMatch, bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor | None:
-    """The product of the weights as a list over all positions, or None where there are none."""
+    """The product of the weights, flat over all positions, or None if there are none."""
     total: Tensor | None = None
     for access in match.weights:
         names = [e.bare for e in access.indices]
@@ -138,10 +138,9 @@ def _weights(
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """The entries that are there, by the row they go to.
+    """Valid entries, sorted by target row.
 
-    order: their places among all positions, None where that is all of them in order; rows: the rows of the table;
-    starts: where each result's begin.
+    order: their positions, or None if all are valid and sorted; rows: of the table; starts: of each target row.
     """
 
     order: Tensor | None
@@ -153,19 +152,19 @@ class Bags:
 def _bags(
     gather: Tensor, scatter: Tensor, order: tuple[int, ...], shape: tuple[int, ...], extents: tuple[int, int]
 ) -> Bags:
-    """Where an index array over some positions says where the rows go: its axes in that order have this shape."""
+    """Bags for an index array as target row; its axes in that order broadcast with this shape."""
     return _found(gather, scatter.permute(order).reshape(shape), extents)
 
 
 @cached_per_tensor
 def _bags_by_position(gather: Tensor, axis: int, extents: tuple[int, int]) -> Bags:
-    """Where the position along an axis of the index array is the row."""
+    """Bags for the position along an axis of the index array as target row."""
     shape = [-1 if place == axis else 1 for place in range(gather.ndim)]
     return _found(gather, torch.arange(gather.shape[axis]).view(shape), extents)
 
 
 def _found(gather: Tensor, scatter: Tensor, extents: tuple[int, int]) -> Bags:
-    """Sorted by where they go, those left out that go nowhere or come from nowhere."""
+    """Sort the entries by target row and drop those with an invalid row on either side."""
     count, table = extents
     to = scatter.expand(gather.shape).reshape(-1).long().contiguous()
     rows = gather.reshape(-1).long().contiguous()
@@ -181,5 +180,5 @@ def _found(gather: Tensor, scatter: Tensor, extents: tuple[int, int]) -> Bags:
 def _summed(table: Tensor, bags: Bags, weights: Tensor | None, count: int) -> Tensor:
     if not len(bags.rows) or not table.numel():
         return table.new_zeros(count, table.shape[1])
-    # mode 0 is the sum; nothing is sparse, no last offset, no padding.
+    # Arguments: scale_grad_by_freq, mode (0: sum), sparse, weights, include_last_offset.
     return torch.embedding_bag(table.contiguous(), bags.rows, bags.starts, False, 0, False, weights, False)[0]

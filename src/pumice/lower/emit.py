@@ -1,12 +1,12 @@
-"""The one emitter: a statement of one term becomes the source of one Triton kernel.
+"""Code generator: a statement of one term becomes the source of one Triton kernel.
 
     gather in the load, product (or dot) in registers, scatter in the store
 
-A program owns a tile of results, rows x columns, and takes the reductions in one flat loop. Index tensors keep the axes
-they depend on (a row of them is 1-D) and meet others only where an address or a mask needs both: nothing is reshaped or
+A program computes a tile of results, rows x columns, and iterates over the reductions in one flat loop. Index tensors
+keep the axes they depend on and are broadcast only where an address or a mask needs both: nothing is reshaped or
 transposed before the dot ("lazy broadcasting", Insum section 5). The plain-torch twin is lower/graph.py.
 
-What the source depends on is in `Signature`; sizes are arguments, so that other sizes need no other kernel.
+`Signature` is the specialisation key of the source; sizes are arguments, so all sizes share a kernel.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ FLOATS = {
 }
 INTEGERS = {"i32": "tl.int32", "i64": "tl.int64"}
 SMALL = {"i8": "tl.int8", **{name: FLOATS[name] for name in ("fp8", "fp16", "bf16")}}
-"""Of values: what tensor cores multiply as it is, without loss."""
+"""Dtypes of values that tensor cores multiply without loss."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What the source of a kernel depends on, besides the statement.
+    """Specialisation key of a kernel's source, besides the statement.
 
     dtypes: of the operands and of the result (under ""), by name: fp8, fp16, bf16, fp32, fp64, i8, i32, i64.
     unit: (operand, axis) whose stride is 1.  wide: operands that need 64-bit addresses.
     far: index expressions whose values need 64 bits.
-    static: extents that are baked in.  starts: first values of declared ranges.
-    strides: (operand, axis, stride) that are baked in: of what is read in packs, whose width they tell.
-    even: which of the axes "Y", "R" and "X" their tile divides.
-    whole: whether one tile takes all of the reduction.
-    thrice: whether float32 is multiplied by three products of tf32 that are written out (see _Emitter._halves).
-    lanes: entries of one segment that a row takes side by side, where the segment's index is the row.
-    slabs: whether all rows are taken for one block of columns before the next.
-    splits: whether several programs share the loop of one tile, and add what they find.
-    accumulate: whether what was found before (BEFORE, laid out as the result) is added.
-    ahead: whether the indices that loads of the loop wait for are loaded two turns before they are used.
-    pieces: whether a segment may be shared by several programs, the last of which adds up what all have found.
-    slices: into how many parts the columns of a tile are split to be finished and written one after the other.
-    hoisted: whether addresses are worked out before the loop as far as they can be.
-    padded: whether arrays over the points of a segment are filled up with -1, so that nothing asks how many there are.
+    static: compile-time extents.  starts: first values of declared ranges.
+    strides: compile-time (operand, axis, stride) of packed operands; they determine the width of loads.
+    even: the axes out of "Y", "R" and "X" that are divisible by their tile.
+    whole: one tile covers the reduction.
+    thrice: float32 products are written out as three tf32 products (see _Emitter._halves).
+    segment_threads: entries of one segment that a row processes in parallel, where the segment's index is the row.
+    column_major_grid: all rows of one block of columns are processed before the next block.
+    splits: split-K: several programs share the loop of one tile and accumulate by atomics.
+    accumulate: the earlier result (BEFORE, in the layout of the result) is added.
+    prefetch_indices: indices that loads of the loop depend on are loaded two iterations ahead.
+    pieces: stream-K: several programs may share a segment; the last one adds up the partial sums.
+    epilogue_subtiles: number of column slices in which the epilogue and the store run.
+    hoisted: loop-invariant address arithmetic is hoisted out of the loop.
+    padded: arrays over the points of a segment are padded with -1, so their number needs no check.
     activation, eps: of the epilogue (lower.epilogue), whose tensors are operands of their names.
     """
 
@@ -85,10 +85,9 @@ class Signature:
 class Argument:
     """An argument of a kernel.
 
-    kind: "result", "before" (what is added to), "operand", "segment" (rows, starts, stops, ends, firsts, pieces),
-    "room" (for what each program has found of a shared segment), "waiting" (how many of them are done), "extent" of an
-    index, "size" or "stride" of an axis of an operand, "zero" (the number), or "constant" (known when the kernel is
-    compiled).
+    kind: "result", "before" (earlier result), "operand", "segment" (rows, starts, stops, ends, firsts, pieces),
+    "room" (partial sums of shared segments), "waiting" (counters of finished programs), "extent" of an index, "size" or
+    "stride" of an axis of an operand, "zero" (the number 0), or "constant" (constexpr).
     """
 
     kind: str
@@ -108,10 +107,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Value:
-    """An expression of the source and the axes of the tile that it has, at most two of "YJERX".
+    """An expression of the source and its tile axes, at most two of "YJERX".
 
-    J is what the two sides of a product within the left side share (language.contraction.Within), E the entries of a
-    segment that R holds side by side (language.contraction.packed).
+    J is the reduction of a product within the left side (language.contraction.NestedProduct), E the entries of a
+    segment that are packed along R (language.contraction.packed).
     """
 
     code: str
@@ -119,7 +118,7 @@ class Value:
     test: str = ""
 
     def at(self, axes: str) -> str:
-        """The expression, broadcastable to `axes`; with a test what the test says of it."""
+        """The expression, broadcastable to `axes`, with its test applied if it has one."""
         code = self.code
         if len(self.axes) == 1 and len(axes) == 2:
             code = f"{code}[:, None]" if axes[0] == self.axes else f"{code}[None, :]"
@@ -127,18 +126,18 @@ class Value:
 
 
 def emit(statement: Statement, roles: ContractionRoles, signature: Signature) -> Source:
-    """The kernel of a statement with one term. Raises OptionError for what no kernel is made of."""
+    """Generate the kernel of a statement with one term. Raises OptionError if it is not supported."""
     return _Emitter(statement, roles, signature).source()
 
 
 def depth_of_entry(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
-    """How many points of the reduction an entry of a pack takes, the last ones idle where they are no power of two."""
+    """Points of the reduction per packed entry: the extent rounded up to a power of two."""
     (name,) = roles.reduced
     return 1 << (extents[name] - 1).bit_length()
 
 
 def contiguous(statement: Statement, unit: frozenset[tuple[str, int]]) -> set[str]:
-    """The indices that run along an axis whose stride is 1."""
+    """The indices along axes of stride 1."""
     accesses = (replace(statement.target, name=""), *accesses_of(*statement.terms, *statement.target.indices))
     found = set()
     for access in accesses:
@@ -149,12 +148,12 @@ def contiguous(statement: Statement, unit: frozenset[tuple[str, int]]) -> set[st
 
 
 def _leads(roles: ContractionRoles) -> bool:
-    """Whether the first index of the rows is the first axis of the result."""
+    """True if the first index of the rows is the first axis of the result."""
     return bool(roles.rows and roles.target.indices) and roles.target.indices[0].bare == roles.rows[0]
 
 
 def _loading(where: str, mask: str, integer: bool) -> str:
-    """A load; 0, or -1 of an integer, outside."""
+    """Code of a load; masked values are 0, or -1 for integers."""
     return f"tl.load({where}, mask={mask}, other={'-1' if integer else '0.0'})" if mask else f"tl.load({where})"
 
 
@@ -163,7 +162,7 @@ def _times(coefficient: int, code: str) -> str:
 
 
 FARTHEST = 1 << 61
-"""What is added in an index expression is below it, and what is taken off is cut off there: it lies outside."""
+"""Bound of the summands of an index expression; subtrahends are clamped to it, which keeps them out of bounds."""
 
 
 def _in_64_bits(code: str, coefficient: int) -> str:
@@ -172,7 +171,7 @@ def _in_64_bits(code: str, coefficient: int) -> str:
 
 
 def _joined(axes: str) -> str:
-    """The axes each once, in the order of the tile."""
+    """The distinct axes, in the order of the tile."""
     return "".join(axis for axis in "YJERX" if axis in axes)
 
 
@@ -208,7 +207,7 @@ class _Emitter:
         self.long = {atom.name for c, atom in taken_off if c < 0 and isinstance(atom, Access)}
         self.compute = ""
         self.accumulator = self.summed = "tl.float64" if "fp64" in self.dtypes.values() else "tl.float32"
-        # What does not change from turn to turn is loaded before the loop.
+        # Loop invariants are loaded before the loop.
         self.fixed = set(self.roles.reduced) if self.signature.whole else set[str]()
         if self.roles.within:
             self.fixed.update((self.roles.within.met, *self.roles.within.summed))
@@ -223,7 +222,7 @@ class _Emitter:
         product = self._product(inner) if inner else None
         self._loop(product)
         self._store(outer, inner != [])
-        # Where the products are written out their precision is, too.
+        # Written-out products fix their precision.
         precise = [] if self.signature.thrice else ["PRECISION"]
         own = ["BR", *precise] if self.roles.product else ["STAGES"] if inner else []
         constants = ["BY", "BX", *own, *self._loop_constants()]
@@ -238,13 +237,13 @@ class _Emitter:
         signature, roles = self.signature, self.roles
         owned = roles.segment is not None and not roles.laned and not roles.stacked
         if signature.epilogue_subtiles > 1 and (not roles.product or roles.folds or roles.laned or roles.stacked):
-            raise OptionError("the columns of a tile are in slices where a matrix product is written as it is")
+            raise OptionError("epilogue_subtiles > 1 requires a matrix product that is not folded, laned or stacked")
         if signature.pieces and not owned:
-            raise OptionError("a tile shares the segments of a matrix product whose rows are not the segments")
+            raise OptionError("stream_k_chunk > 0 requires a segmented product whose rows are not the segments")
         if (roles.stacked or roles.packed) and not (signature.hoisted and signature.padded):
-            raise OptionError("what stacks of segments and packs of entries read is hoisted and padded")
+            raise OptionError("stacked and packed tiles require hoisted=True and padded=True")
         if not signature.padded and not (owned and len(roles.rows) == 1):
-            raise OptionError("a tile that is not padded has the points of one segment as its rows")
+            raise OptionError("padded=False requires tiles whose rows are the points of one segment")
 
     def _text(self, name: str, arguments: Sequence[Argument]) -> str:
         signature = ", ".join(a.variable + (": tl.constexpr" if a.kind == "constant" else "") for a in arguments)
@@ -254,8 +253,8 @@ class _Emitter:
             if a.kind != "constant"
         )
         lines = "\n".join(f"    {line}" if line else "" for line in self.head)
-        # Sizes change from call to call and must not make new kernels. But where neighbours in memory are masked by a
-        # size, that it is a multiple of 16 lets them be loaded at once.
+        # Sizes vary between calls and must not cause recompilation, except where a size masks contiguous elements:
+        # divisibility by 16 then allows vector loads.
         along = contiguous(self.statement, self.signature.unit)
         open_sizes = [
             a.variable for a in arguments if a.kind in ("size", "zero") or (a.kind == "extent" and a.name not in along)
@@ -267,18 +266,18 @@ class _Emitter:
         )
 
     def _programs(self) -> None:
-        """Which tile of results this program owns."""
+        """Compute which tile of results the program owns."""
         roles, head = self.roles, self.head
         head.append("rest = tl.program_id(0)")
         if self.signature.column_major_grid and not self.turned:
             head += [f"blocks_x = tl.cdiv({self._volume(roles.columns)}, BX)"]
-            # The programs of one block of columns follow each other: the block is the slowest part of the number.
+            # The block of columns is the slowest digit of the program id.
             head += ["others = tl.num_programs(0) // blocks_x", "rest = rest % others * blocks_x + rest // others"]
         if self.signature.pieces:
             head.append("unit = rest")
         self._axis("X", roles.columns, "fold" if self.turned else "rest")
         lanes = self._lane_rows() or self._stacked_rows()
-        # Where the rows lead the result, what belongs to one of them is near in memory and is taken together.
+        # If the rows lead the result, process the batch of a row together: it is close in memory.
         together = not roles.product and roles.segment is None and _leads(roles)
         if not lanes and not together:
             self._axis("Y", roles.rows, "rest")
@@ -299,7 +298,7 @@ class _Emitter:
             head += [f"start = tl.load({starts} + rest)", f"stop = tl.load({stops} + rest)"]
 
     def _stacked_rows(self) -> bool:
-        """Rows that are consecutive segments, of which one sum takes all entries."""
+        """If stacked: make the rows consecutive segments, whose entries one loop reduces; return True."""
         segment, head = self.roles.segment, self.head
         if segment is None or not self.roles.stacked:
             return False
@@ -317,7 +316,7 @@ class _Emitter:
         return True
 
     def _lane_rows(self) -> bool:
-        """Rows that are segments: each has `segment_threads` rows of the tile, which take its entries in turn."""
+        """If the rows are segments: `segment_threads` rows of the tile take the entries of one in turn; return True."""
         segment = self.roles.segment
         if segment is None or not self.roles.laned:
             return False
@@ -340,7 +339,7 @@ class _Emitter:
         return True
 
     def _axis(self, axis: str, names: Sequence[str], program: str) -> None:
-        """The points of the indices along an axis of the tile, and which program has which."""
+        """Compute the program's points of the indices along an axis of the tile."""
         total = self._volume(names)
         block, points = f"B{axis}", axis.lower()
         if program == "rest":
@@ -352,7 +351,7 @@ class _Emitter:
             self._points(axis, names, self.head)
 
     def _points(self, axis: str, names: Sequence[str], lines: list[str]) -> None:
-        """The value of each index from the point along the axis; the last index is the fastest."""
+        """Compute each index from the point along the axis; the last index is the fastest."""
         points = axis.lower()
         if axis not in self.signature.even:
             lines.append(f"in_{points} = {points} < {self._volume(names)}")
@@ -375,16 +374,16 @@ class _Emitter:
     # The loop
 
     def _split_factors(self) -> tuple[list[int], list[int]]:
-        """Places of the factors inside the loop, and of those that can be multiplied once at the end."""
+        """(factors inside the loop, factors that are multiplied once at the end), as positions."""
         inner, outer = [], []
         for place, factor in enumerate(self.statement.terms[0].factors):
             if not isinstance(factor, Access):
-                raise OptionError(f"no kernel is made of the condition {factor}")
+                raise OptionError(f"kernels do not support the condition {factor}")
             (inner if self.turning & set(indices_of(factor)) else outer).append(place)
         return inner, outer
 
     def _product(self, inner: Sequence[int]) -> str:
-        """The body of the loop: loads and one product; the code that goes into the accumulator."""
+        """Emit the loop body (loads and one product); return the code of the new accumulator."""
         roles = self.roles
         self._turn()
         self.turn = list(self.body)
@@ -408,7 +407,7 @@ class _Emitter:
             a, b = (self._rounded(side, compute) for side in sides)
             return f"tl.dot({a}, {b}, accumulator, {self._how(compute)})"
         (a, low_a), (b, low_b) = self._halves(sides[0]), self._halves(sides[1])
-        # What is small is summed apart, so that it is looked at once.
+        # Small terms have an accumulator of their own, so that NaNs are filtered once, after the loop.
         self.body += [
             f"small = tl.dot({low_a}, {b}, small, input_precision='tf32')",
             f"small = tl.dot({a}, {low_b}, small, input_precision='tf32')",
@@ -416,15 +415,15 @@ class _Emitter:
         return f"tl.dot({a}, {b}, accumulator, input_precision='tf32')"
 
     def _how(self, compute: str) -> str:
-        """How values meet in a product of matrices."""
+        """The precision arguments of tl.dot."""
         if compute == FLOATS["fp8"]:
-            # Hopper's tensor cores sum it in fewer bits than float32 has: no more than those of one turn.
+            # Hopper's tensor cores accumulate fp8 in fewer bits than float32: limit that to one iteration.
             return "input_precision=PRECISION, max_num_imprecise_acc=BR"
         kind = f"out_dtype={self.summed}, " if compute in ("tl.float64", "tl.int8") else ""
         return f"{kind}input_precision=PRECISION"
 
     def _side(self, value: Value, axes: str, compute: str) -> str:
-        """A value as one side of a product of matrices."""
+        """Code of a value as an operand of tl.dot."""
         code = value.at(axes)
         if value.axes != axes:
             sides = {"J": str(self._depth_within()), **{axis: f"B{axis}" for axis in "YRX"}}
@@ -434,7 +433,7 @@ class _Emitter:
     # A product within the left side
 
     def _left_product(self, within: NestedProduct, inner: Sequence[int], compute: str) -> Value:
-        """The left side as a product of matrices over an index that is all in one tile."""
+        """The left side as a matrix product whose reduction fits one tile."""
         extent = self.static[within.met]
         self.head.append(f"j = tl.arange(0, {self._depth_within()})")
         if extent == self._depth_within():
@@ -457,23 +456,20 @@ class _Emitter:
         return self._named("m", Value(f"tl.dot({a}, {b}, between, input_precision='tf32')", "YR"), self.body)
 
     def _rounded(self, code: str, compute: str) -> str:
-        """float32 that is multiplied as tf32, rounded to that: tensor cores cut off, by 2.6 times the error.
-
-        But for packs of entries, whose loads would no longer run ahead.
-        """
+        """Round float32 to tf32, which tensor cores truncate (2.6x the error); not if packed: no pipelining."""
         if compute != "tl.float32" or self.roles.packed:
             return code
         whole = self._named("f", Value(code), self.body).code
         nearest = f"(({whole}.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)"
-        # Of a NaN the bits may run over, and what is nearly the largest would become infinite.
+        # Not for NaN, whose bits may overflow, nor near the largest value, which would become infinite.
         nearest = f"tl.where(tl.abs({whole}) < 3.4e38, {nearest}, {whole}) if PRECISION == 'tf32' else {whole}"
         return self._named("f", Value(nearest), self.body).code
 
     def _halves(self, code: str) -> tuple[str, str]:
-        """float32 as what tf32 holds of it, and the rest.
+        """Split float32 into its tf32 part and the remainder.
 
-        Triton's tf32x3 rounds where this cuts off, by twice as many instructions as the products have. Of an infinity
-        the rest is NaN, and so is what is small in its product: it is left out.
+        This truncates; Triton's tf32x3 rounds, with twice as many instructions as the products have. The remainder of
+        an infinity is NaN; such small terms are filtered out.
         """
         whole = self._named("f", Value(code), self.body).code
         high = Value(f"({whole}.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)")
@@ -481,12 +477,12 @@ class _Emitter:
         return high, self._named("f", Value(f"{whole} - {high}"), self.body).code
 
     def _depth_within(self) -> int:
-        """How many points of the index the tile has; matrix units take 16 at least."""
+        """Tile depth of the inner product's reduction; tensor cores need at least 16."""
         within = self.roles.within
         return max(16, 1 << (self.static[within.met] - 1).bit_length()) if within else 0
 
     def _written_out(self, places: Sequence[int], within: NestedProduct, axes: str) -> Value:
-        """The sum of the products of factors over the short reductions that they have."""
+        """The product of factors, summed over their short reductions by unrolling."""
         read = set(indices_of(*(self._factor(place) for place in places)))
         names = [name for name in within.summed if name in read]
         found: list[Value] = []
@@ -506,10 +502,7 @@ class _Emitter:
         return self._load(Access(segment.array, (index(segment.position),)), "R")
 
     def _one_by_one(self) -> list[str]:
-        """The rows of a stack one after another, where a value is infinite or none.
-
-        In the product of matrices it is multiplied by the zeros of other rows too, and what is not stored counts.
-        """
+        """Recompute a stack row by row if a sum is not finite: the product has multiplied inf and NaN by 0."""
         owner, product = self.entry
         loads = [f"{name} = {_loading(where, mask, True)}{cast}" for name, where, mask, cast in self.ahead]
         turn = len(self.turn)
@@ -530,12 +523,12 @@ class _Emitter:
         if "fp64" in self.dtypes.values():
             return "tl.float64"
         if self.roles.within:
-            # The product within is not rounded to half precision.
+            # The inner product is not rounded to half precision.
             return "tl.float32"
         return SMALL.get(next(iter(kinds)), "tl.float32") if len(kinds) == 1 else "tl.float32"
 
     def _multiplied(self, places: Sequence[int], axes: str) -> Value:
-        """The product of the factors, each loaded over the axes that it has."""
+        """The product of the factors, each loaded over its own axes."""
         loaded = [self._load(self._factor(place), axes) for place in places]
         if len(loaded) == 1 and self.roles.product:
             return loaded[0]
@@ -551,7 +544,7 @@ class _Emitter:
         return factor
 
     def _turn(self) -> None:
-        """The value of every reduction index from the number of the turn."""
+        """Compute every reduction index from the iteration number."""
         roles, body = self.roles, self.body
         if roles.stacked:
             self._entries()
@@ -561,7 +554,7 @@ class _Emitter:
             return
         body.append("rest = turn")
         if not (self.signature.hoisted and self.signature.padded):
-            # 0, which the compiler does not know and must find in every turn; that 16 divides it, it knows.
+            # Always 0, but opaque to the compiler, which only knows that it is divisible by 16: prevents hoisting.
             body.append(f"shift = (turn & {self._argument('zero', '')}) * 16")
         if self.turned:
             body += ["x = rest % BLOCKS * BX + tl.arange(0, BX)", "rest = rest // BLOCKS"]
@@ -581,10 +574,7 @@ class _Emitter:
             self._define(self.position, "start + rest", "", body)
 
     def _reduced(self, names: Sequence[str]) -> None:
-        """The points of the reduction in this turn.
-
-        Those of one index are a number that changes and a ramp that stays, so that addresses are worked out once.
-        """
+        """Compute the points of the reduction; a single index as base plus ramp, to hoist address arithmetic."""
         if self.signature.whole:
             self.head.append("r = tl.arange(0, BR)")
             self._points("R", names, self.head)
@@ -604,7 +594,7 @@ class _Emitter:
         self.values[name] = Value("ramp", "R")
 
     def _entries(self) -> None:
-        """The entries of all segments of a stack, so many in each turn."""
+        """Compute the entries of a stack of segments, BR per iteration."""
         position, *inner = self.roles.reduced
         self.body += ["r = turn * BR + tl.arange(0, BR)", "in_r = r < entries"]
         rest = "r"
@@ -614,7 +604,7 @@ class _Emitter:
         self._define(position, f"start + {rest}", "R", self.body)
 
     def _pack(self) -> None:
-        """The next entries of the segment, as many as the reduction has room for, each with all of its points."""
+        """Compute the next entries of the segment, as many as fit the reduction with all of their points."""
         (name,) = self.roles.reduced
         deep = depth_of_entry(self.roles, self.static)
         self.head += [f"PACK: tl.constexpr = BR // {deep}", f"r = tl.arange(0, BR) % {deep}"]
@@ -652,7 +642,7 @@ class _Emitter:
                     head.append(f"BLOCKS = tl.cdiv({self._volume(names)}, {block})")
         if self.position is not None and not (self.roles.stacked or self.roles.packed):
             turns.insert(0, "turns" if self.roles.laned else "(stop - start)")
-        # Triton runs the loads of loops with a product ahead by itself, those of others where it is told to.
+        # Triton pipelines loops with a dot by itself, others only with num_stages.
         ahead = "" if self.roles.product else ", num_stages=STAGES"
         first, last = "0", " * ".join(turns) or "1"
         if self.signature.splits:
@@ -679,21 +669,20 @@ class _Emitter:
         self.body = []
 
     def _until(self, last: str) -> str:
-        """The end of the loop: where an array says that the program's results are nowhere, it has no turns."""
+        """The end of the loop: no iterations if an index array says that the program has no results."""
         if not self.roles.adds:
             return last
         arrays = (array for expression in self.roles.target.indices for array in expression.arrays)
-        told = [f"({self._load(a, 'YX').code} >= 0)" for a in arrays if set(indices_of(a)) <= set(self.roles.batch)]
-        if not told:
+        valid = [f"({self._load(a, 'YX').code} >= 0)" for a in arrays if set(indices_of(a)) <= set(self.roles.batch)]
+        if not valid:
             return last
-        self.head.append(f"until = tl.where({' & '.join(told)}, {last}, 0)")
+        self.head.append(f"until = tl.where({' & '.join(valid)}, {last}, 0)")
         return "until"
 
     def _pieces(self) -> list[str]:
-        """What the programs that share a segment have found, added up by the last of them in the order of the entries.
+        """Reduce the partial sums of a shared segment in the order of the entries.
 
-        Each leaves its sums in memory before it is counted. The one that finds all others counted reads them, and puts
-        the counter back to 0 for the next kernel.
+        Each program stores its sums, then increments a counter; the last one adds all sums and resets the counter.
         """
         segment = self.roles.segment
         assert segment is not None
@@ -707,7 +696,7 @@ class _Emitter:
             "done = pieces_here == 1",
             "if pieces_here > 1:",
             f"    tl.store({room} + tl.cast(unit, tl.int64) * (BY * BX) + spot, accumulator)",
-            # All threads have stored when one of them counts the program.
+            # All threads must have stored before one of them increments the counter.
             "    tl.debug_barrier()",
             f"    done = tl.atomic_add({waiting} + first_unit, 1, sem='acq_rel') == pieces_here - 1",
             "    if done:",
@@ -719,9 +708,9 @@ class _Emitter:
         ]
 
     def _moved(self) -> list[str]:
-        """The end of a turn: the indices of the next one move up, and those of the one after it are loaded.
+        """Shift the prefetched indices and load those of the iteration after the next.
 
-        Triton runs no loads ahead in a loop in which a value moves on as it is: it is changed by nothing.
+        Triton does not pipeline a loop that carries a value unchanged: `| 0` makes it a new value.
         """
         if not self.ahead:
             return []
@@ -730,7 +719,7 @@ class _Emitter:
         return [*moved, *self._indices("turn + 2", "_next")]
 
     def _indices(self, turn: str, suffix: str) -> list[str]:
-        """The indices of another turn, none past the end. What is worked out for it has names of its own."""
+        """Load the indices of another iteration, -1 past the end; its intermediate values have names of their own."""
         own = {"turn", *(line.partition(" = ")[0] for line in self.turn)}
         pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(own)))})\b")
 
@@ -746,7 +735,7 @@ class _Emitter:
     # Loads
 
     def _load(self, access: Access, axes: str) -> Value:
-        """The value of an access over the axes of the tile that it depends on; 0, or -1 of an integer, outside."""
+        """Load an access over the tile axes it depends on; out of bounds 0, or -1 for integers."""
         key = self._key(access)
         if key in self.values:
             return self.values[key]
@@ -754,7 +743,7 @@ class _Emitter:
         pointer, masks = self._spread(access, self._address(access, self._operand(access.name), lines), lines)
         own = _joined("".join(value.axes for value in (*pointer, *masks)))
         if len(own) > 2 or (axes and not set(own) <= set(axes)):
-            raise OptionError(f"{access} depends on rows, columns and the reduction of a tile at once")
+            raise OptionError(f"{access} depends on rows, columns and the reduction of a tile")
         if len(own) == 2:
             for axis in own:
                 pointer, masks = self._folded(access, axis, (pointer, masks), lines)
@@ -774,15 +763,13 @@ class _Emitter:
     def _folded(
         self, access: Access, axis: str, address: tuple[list[Value], list[Value]], lines: list[str]
     ) -> tuple[list[Value], list[Value]]:
-        """Where an array tells places along an axis, what is masked there is folded into the address: below 0.
-
-        One value then goes from the threads that load the array to those that load what it tells.
-        """
+        """Fold the mask along an axis with an index array into the address, negative where masked: one value instead of
+        two is exchanged between threads."""
         pointer, masks = address
         arrays = (array for expression in access.indices for array in expression.arrays)
         parts, held = ([v for v in values if v.axes == axis] for values in address)
         if not all(map(self._climbs, access.indices)):
-            # What is read may lie below 0 without its other parts.
+            # A valid address may have negative parts.
             return address
         if not held or len(parts) != 1 or not any(self._array_value(array).axes == axis for array in arrays):
             return address
@@ -794,21 +781,17 @@ class _Emitter:
     def _spread(
         self, access: Access, address: tuple[list[Value], list[Value]], lines: list[str]
     ) -> tuple[list[Value], list[Value]]:
-        """What depends on the entry, for each of its points: one address, below 0 where nothing is read.
-
-        So an index is loaded once for all points of its entry, and these are still known to be neighbours in memory.
-        An index that does not depend on the point stays as it is.
-        """
+        """Spread addresses of packed entries (negative if masked) over their points: an index is loaded once each."""
         pointer, masks = address
         axes = {axis for value in (*pointer, *masks) for axis in value.axes}
         if "E" not in axes or (self.dtypes[access.name] in INTEGERS and "R" not in axes):
             return address
         (parts, pointer), (held, masks) = (
-            [[v for v in values if ("E" in v.axes) == told] for told in (True, False)] for values in address
+            [[v for v in values if ("E" in v.axes) == own] for own in (True, False)] for values in address
         )
         own = _joined("".join(value.axes for value in (*parts, *held)))
         if len(own) > 2:
-            raise OptionError(f"{access} depends on rows, columns and the entry at once")
+            raise OptionError(f"{access} depends on rows, columns and the entry of a tile")
         place = " + ".join(value.at(own) for value in parts) or "0"
         if held:
             place = f"tl.where({' & '.join(value.at(own) for value in held)}, {place}, {_NOWHERE})"
@@ -816,7 +799,7 @@ class _Emitter:
         return [*pointer, spread], [*masks, replace(spread, test=">= 0")]
 
     def _repeated(self, value: Value, divisor: int, lines: list[str]) -> Value:
-        """A value of each entry for each of its points, of which the compiler hears that they are equal."""
+        """Repeat a value per entry for each of its points, declared constant to the compiler."""
         deep, axes = depth_of_entry(self.roles, self.static), value.axes.replace("E", "R")
         if deep == 1:
             return Value(value.code, axes)
@@ -830,12 +813,12 @@ class _Emitter:
         return self._named("o", Value(f"tl.multiple_of({code}, {[divisor] * len(axes)})", axes), lines)
 
     def _divisor(self, access: Access) -> int:
-        """A power of two that divides what an entry adds to the address."""
-        told = [n for n, expression in enumerate(access.indices) if self.position in indices_of(expression)]
-        return math.gcd(16, *(self.strides.get((access.name, axis), 1) for axis in told))
+        """A power of two that divides the entry's address offsets."""
+        axes = [n for n, expression in enumerate(access.indices) if self.position in indices_of(expression)]
+        return math.gcd(16, *(self.strides.get((access.name, axis), 1) for axis in axes))
 
     def _address(self, access: Access, pointer: str, lines: list[str]) -> tuple[list[Value], list[Value]]:
-        """The parts of the address, one per set of axes, and the conditions under which it is read."""
+        """(parts of the address, one per set of axes; load conditions)."""
         parts: dict[str, list[str]] = {}
         masks: dict[str, Value] = {}
         for axis, expression in enumerate(access.indices):
@@ -843,7 +826,7 @@ class _Emitter:
             for value in components:
                 parts.setdefault(value.axes, []).append(self._scaled(access.name, axis, value.code))
             masks.update((value.code, value) for value in conditions)
-        # What all share comes first, so that it is added once.
+        # Shared parts first, so that they are added once.
         ordered = sorted(parts.items(), key=lambda part: len(part[0]))
         return [Value(f"({' + '.join(codes)})", axes) for axes, codes in ordered], list(masks.values())
 
@@ -859,7 +842,7 @@ class _Emitter:
     def _components(
         self, access: Access, axis: int, expression: Affine, lines: list[str]
     ) -> tuple[list[Value], list[Value]]:
-        """The expression as a sum of values of different axes, and what must hold for it to be inside."""
+        """(the expression as a sum of values of different axes, the conditions for it to be in bounds)."""
         far = expression in self.signature.far
         constant = f"tl.cast({expression.constant}, tl.int64)" if far else str(expression.constant)
         sums: dict[str, list[str]] = {"": [constant]} if expression.constant else {}
@@ -881,7 +864,7 @@ class _Emitter:
         return values, conditions
 
     def _counted(self) -> Value:
-        """Whether a point of the segment is among those that there are: all segments but the last are full."""
+        """Condition that a point of the segment is valid: all segments but the last are full."""
         segment, (row,) = self.roles.segment, self.roles.rows
         assert segment is not None
         place = f"{self.values[segment.index].code} * {self._extent(row)} + {self.values[row].code} + shift"
@@ -891,13 +874,13 @@ class _Emitter:
         return self.values[self._key(access)]
 
     def _key(self, access: Access) -> str:
-        """The name of what was loaded; of indices that are written out it depends on their place."""
+        """Cache key of a load; it includes the values of unrolled indices."""
         out = self.roles.within.summed if self.roles.within else ()
         here = [self.values[name].code for name in out if name in indices_of(access) and name in self.values]
         return f"{access}{here}" if here else str(access)
 
     def _atom(self, atom: Index | Access, conditions: list[Value]) -> list[Value]:
-        """The value, as a sum."""
+        """The summands of an atom; appends the mask of an index to the conditions."""
         if isinstance(atom, Access):
             return [self._load(atom, "")]
         value = self.values[atom.name]
@@ -909,11 +892,11 @@ class _Emitter:
         return [*([Value(self.bases[atom.name])] if atom.name in self.bases else []), value]
 
     def _rises(self, expression: Affine) -> bool:
-        """Whether nothing in it is below 0 once its arrays' values are not."""
+        """True if the expression is non-negative whenever its arrays' values are."""
         return expression.constant >= 0 and self._climbs(expression)
 
     def _climbs(self, expression: Affine) -> bool:
-        """The same of what is added to its constant."""
+        """The same for the expression without its constant."""
         starts = (self.starts.get(atom.name, 0) for _, atom in expression.terms if isinstance(atom, Index))
         return min((0, *starts, *(coefficient for coefficient, _ in expression.terms))) >= 0
 
@@ -945,7 +928,7 @@ class _Emitter:
         self.values = {k: v for k, v in self.values.items() if "X" not in v.axes}
 
     def _store_slices(self, outer: Sequence[int]) -> None:
-        """Part after part of the columns, as if each were a tile's: halves of halves of what the registers hold."""
+        """Store slices of the columns one after another, split from the accumulator by repeated halving."""
         parts, wide = ["accumulator"], self.signature.epilogue_subtiles
         for n in range(1, wide.bit_length()):
             halves = f"(BY, 2, BX // {1 << n})"
@@ -960,13 +943,13 @@ class _Emitter:
             self.head.append(f"x = first_x + {n} * (BX // {wide}) + tl.arange(0, BX // {wide})")
             self._points("X", self.roles.columns, self.head)
             self._store_part(outer, part, f"BX // {wide}")
-            # Both are known when the kernel is compiled; of a tile that is full all parts are.
+            # A compile-time condition; unnecessary if the tile is full.
             sure = n == 0 or "X" in self.even or not columns.isdigit()
             head += self.head if sure else [f"if {n} * (BX // {wide}) < {columns}:", *(f"    {x}" for x in self.head)]
         self.head = head
 
     def _store_part(self, outer: Sequence[int], summed: str, width: str) -> None:
-        """The result from the sums, if there are any, for a tile of that width."""
+        """Compute and store the result of a tile of that width from its sums, if it has any."""
         head, roles = self.head, self.roles
         values = [self._load(self._factor(place), "YX") for place in outer]
         factors = [f"({value.at('YX')}).to({self.accumulator})" for value in values]
@@ -984,12 +967,12 @@ class _Emitter:
         if self.signature.pieces:
             masks.append(Value("done"))
         shape = f"({self._rows_of_result()}, {width})"
-        # Sums rather than broadcasts: the interpreter's atomics read whole arrays only.
+        # Sums instead of broadcasts: atomics of the interpreter need full arrays.
         place = " + ".join([*(v.at("YX") for v in pointer), f"tl.zeros({shape}, tl.int32)"])
         head.append(f"where = {self._result()} + {place}")
         head.append(f"mask = {' & '.join([*(v.at('YX') for v in masks), f'tl.full({shape}, True, tl.int1)'])}")
         if not summed or roles.folds:
-            # What was not accumulated may lack an axis.
+            # Values that were not accumulated may lack an axis.
             head.append(f"result = result + tl.zeros({shape}, {self.accumulator})")
         self._add_before(place)
         self._finish()
@@ -1004,7 +987,7 @@ class _Emitter:
             self.head.append(f"result += {found}.to({self.accumulator})")
 
     def _finish(self) -> None:
-        """The epilogue: a channel is what the result lies at behind its first axis."""
+        """Apply the epilogue; the result's axes behind the first are the channels."""
         indices = self.roles.target.indices
         factor, offset = self._affine() if self.affine is None else self.affine
         if factor is not None:
@@ -1012,7 +995,7 @@ class _Emitter:
         if offset is not None:
             self.head.append(f"result = result + {offset.at('YX')}")
         if RESIDUAL in self.dtypes:
-            # Where nothing is written nothing is read, too.
+            # Loads have the mask of the store.
             operand = self._operand(RESIDUAL)
             pointer, _ = self._address(Access(RESIDUAL, indices), operand, self.head)
             where = " + ".join([operand, *(value.at("YX") for value in pointer)])
@@ -1021,7 +1004,7 @@ class _Emitter:
             self.head.append(f"result = {ACTIVATIONS[self.signature.activation].code('result')}")
 
     def _affine(self) -> tuple[Value | None, Value | None]:
-        """What results are multiplied by and what is added then, of each channel."""
+        """(factor, offset) of each channel."""
         found: dict[str, Value] = {}
         for name in (MEAN, VARIANCE, SCALE, SHIFT):
             if name in self.dtypes:
@@ -1040,10 +1023,8 @@ class _Emitter:
         return self._named("v", Value(code, next(iter(like.values())).axes), self.head) if code else None
 
     def _early(self) -> None:
-        """What the end needs to know of rows and channels is loaded while the loop runs, not behind it: 3 % on an H200.
-
-        But of float32, whose loops have no registers for it.
-        """
+        """Load the store's row indices and channel vectors before the loop (3 % on an H200), except for float32, whose
+        loops lack the registers."""
         if not self.roles.product or self.roles.laned or self.roles.stacked or self.compute == "tl.float32":
             return
         for expression in self.roles.target.indices:
@@ -1054,7 +1035,7 @@ class _Emitter:
 
     @property
     def _shared(self) -> bool:
-        """Whether several programs add to one entry."""
+        """True if several programs add to one entry."""
         return self.roles.adds or self.signature.splits
 
     def _write(self) -> None:
@@ -1065,7 +1046,7 @@ class _Emitter:
             self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
 
     def _saturate(self) -> None:
-        """8-bit floats have no infinity: what is larger than the largest becomes that; NaN stays."""
+        """Clamp 8-bit floats, which have no infinity, to +-448; NaN stays."""
         if self.dtypes[""] == "fp8":
             most = "tl.where(result > 448.0, 448.0, result)"
             self.head += ["result = result.to(tl.float32)", f"result = {most}"]
@@ -1077,7 +1058,7 @@ class _Emitter:
         key = (kind, name, axis)
         if key not in self.arguments:
             number = sum(a.kind == kind for a in self.arguments.values())
-            # Of some kinds there is one, of segments one each.
+            # Some kinds occur once; segment arrays once each.
             variable = f"{_LETTERS[kind]}{number}" if kind in _LETTERS else _SINGLE.get(kind, name)
             self.arguments[key] = Argument(kind, variable, name, axis)
         return self.arguments[key].variable
@@ -1101,14 +1082,14 @@ class _Emitter:
 
 
 SPLITS = "#"
-"""The name under which the number of splits stands among the extents; no index has it."""
+"""Key of the number of splits among the extents; not a valid index name."""
 _NOWHERE = -(1 << 30)
-"""An address below 0, which 16 bytes divide."""
+"""A negative address, divisible by 16."""
 STACKS = "##"
-"""The same of the number of stacks of segments."""
+"""Key of the number of segments or stacks of segments among the extents."""
 
 BEFORE = "+"
-"""The name under which stands, among the operands, what is added to."""
+"""Key of the earlier result, to which a kernel adds, among the operands."""
 _LETTERS = {"extent": "n", "size": "size", "stride": "stride", "operand": "t"}
 _SINGLE = {"result": "out", "before": "before", "zero": "zero", "room": "room", "waiting": "waiting"}
 _ORDER = ("result", "before", "operand", "segment", "room", "waiting", "extent", "size", "zero", "stride", "constant")
@@ -1119,15 +1100,13 @@ def _doc(statement: Statement) -> str:
 
 
 def grid(roles: ContractionRoles, extents: Mapping[str, int], tile: tuple[int, int], segments: int, lanes: int) -> int:
-    """The number of programs for tiles of (rows, columns); `segments` is how many (or stacks of them) the launch
-    covers."""
+    """The number of programs for tiles of (rows, columns) and that many segments (or stacks of them)."""
     known = {SPLITS: 1, **extents, STACKS: segments}
     return math.prod(-(-math.prod(known[n] for n in names) // by) for names, by in grid_of(roles, tile, lanes))
 
 
 def grid_of(roles: ContractionRoles, tile: tuple[int, int], lanes: int) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The factors of the number of programs: names, of which the product of the extents is divided by a number and
-    rounded up; STACKS stands for how many segments the launch covers."""
+    """Factors of the number of programs: (names, divisor) for ceil(product of extents / divisor)."""
     rows, columns = tile
     own = roles.segment.index if roles.segment else None
     if not roles.folds or roles.product:

@@ -1,10 +1,9 @@
-"""What is done with a result before it is written: a norm by known statistics, an affine map of each channel, a
-residual, an activation, a cast.
+"""Epilogue of a result before its store: norm by given statistics, affine per channel, residual, activation, cast.
 
     y = activation((x - mean[n]) / sqrt(variance[n] + eps) * scale[n] + shift[n] + residual)
 
-A kernel does it in registers, in float32, and rounds once; `applied` is the same in plain torch, of a result that is in
-float32 where no gradients are asked for, and rounded to its own dtype where they are.
+Kernels apply it in registers, in float32, and round once. `applied` is the twin in plain torch; with gradients the
+result was rounded to its dtype before.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation in torch, and in Triton as a function of the code of its argument."""
+    """An activation in torch (plain), and as Triton code given the code of its argument."""
 
     plain: Callable[[Tensor], Tensor]
     code: Callable[[str], str]
@@ -34,7 +33,7 @@ class Activation:
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         "": Activation(lambda x: x, lambda x: x),
-        # As torch's, which hands NaN on.
+        # Propagates NaN as torch does.
         "relu": Activation(functional.relu, lambda x: f"tl.where({x} < 0.0, 0.0, {x})"),
         "leaky_relu": Activation(functional.leaky_relu, lambda x: f"tl.where({x} < 0.0, 0.01 * {x}, {x})"),
         "silu": Activation(functional.silu, lambda x: f"{x} * tl.sigmoid({x})"),
@@ -42,22 +41,19 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
         "sigmoid": Activation(torch.sigmoid, lambda x: f"tl.sigmoid({x})"),
     }
 )
-"""By name, with torch's defaults: the slope of leaky_relu is 0.01, gelu is that of erf."""
-
+"""Activations by name, with torch's defaults: leaky_relu has slope 0.01, gelu uses erf."""
 
 TENSORS = "mean", "variance", "scale", "shift", "residual"
 EPILOGUE = MEAN, VARIANCE, SCALE, SHIFT, RESIDUAL = tuple(f"*{name}" for name in TENSORS)
-"""The names under which the tensors of an epilogue stand among the operands of a statement."""
-
+"""Keys of the epilogue's tensors among the operands of a statement."""
 
 RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
-"""The dtypes to which a result may be cast."""
+"""Dtypes to which a result may be cast."""
 
 
 @dataclass(frozen=True)
 class EpilogueSignature:
-    """What a kernel has of an epilogue: the names of its tensors, the activation, the dtype of what it writes, eps, and
-    how many columns of memory it leaves free behind each row of its result."""
+    """Static part of an epilogue. row_padding: columns of memory left free behind each row of the result."""
 
     names: tuple[str, ...] = ()
     activation: str = ""
@@ -73,7 +69,7 @@ class EpilogueSignature:
         return hash((self.names, self.activation, self.dtype, self.eps, self.row_padding))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Hashes of names are not those of other processes.
+        # Drop the cached hash: string hashes differ between processes.
         return EpilogueSignature, (self.names, self.activation, self.dtype, self.eps, self.row_padding)
 
 
@@ -83,12 +79,12 @@ _finish = lru_cache(maxsize=64)(EpilogueSignature)
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """scale, shift, mean, variance: [C_out]; residual: of the result's shape; each may be missing. activation: one of
+    """scale, shift, mean, variance: [C_out] or None; residual: shape of the result, or None. activation: one of
     ACTIVATIONS.
 
-    dtype: of the result, one of RESULTS; by default what it is without an epilogue. Casts to float8_e4m3fn keep within
-    +-448, its largest value. eps: what is added to a variance. spare: columns of memory that a kernel may leave free
-    behind each row of a result [N, C_out].
+    dtype: of the result, one of RESULTS; default: that without an epilogue. Casts to float8_e4m3fn clamp to +-448, its
+    largest value. eps: added to the variance. row_padding: columns of memory that a kernel may leave free behind each
+    row of a result [N, C_out]. Raises DtypeError or OptionError for invalid values.
     """
 
     scale: Tensor | None = None
@@ -103,21 +99,21 @@ class Epilogue:
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in RESULTS:
-            raise DtypeError(f"a result is cast to one of {', '.join(map(str, RESULTS))}, found {self.dtype}")
+            raise DtypeError(f"dtype of a result is one of {', '.join(map(str, RESULTS))}, found {self.dtype}")
         if not isinstance(self.row_padding, int) or self.row_padding < 0:
-            raise OptionError(f"spare columns are 0 or more, found {self.row_padding!r}")
+            raise OptionError(f"row_padding is 0 or more, found {self.row_padding!r}")
         if self.activation not in ACTIVATIONS:
             known = ", ".join(name for name in ACTIVATIONS if name)
             raise OptionError(f"activation {self.activation!r} is unknown; there are {known}, and '' for none")
 
     @cached_property
     def operands(self) -> dict[str, Tensor]:
-        """The tensors that are there, by their names among the operands."""
+        """The given tensors, by their keys among the operands."""
         return {f"*{name}": x for name in TENSORS if (x := getattr(self, name)) is not None}
 
     @cached_property
     def finish(self) -> EpilogueSignature:
-        """What a kernel is made for."""
+        """The signature that a kernel is specialised on."""
         return _finish(tuple(self.operands), self.activation, self.dtype, self.eps, self.row_padding)
 
     @staticmethod
@@ -128,8 +124,7 @@ class Epilogue:
         activation: str = "",
         row_padding: int = 0,
     ) -> Epilogue:
-        """That of a norm by known statistics, whose vectors are (mean, variance, scale, shift), and of an activation
-        that is known: the same as by its fields, in a third of the time."""
+        """Epilogue of a norm, vectors (mean, variance, scale, shift); unchecked, 3x faster than the constructor."""
         mean, variance, scale, shift = vectors
         operands: dict[str, Any] = {MEAN: mean, VARIANCE: variance, SCALE: scale, SHIFT: shift}
         if residual is not None:
@@ -137,7 +132,7 @@ class Epilogue:
         if mean is None or variance is None or scale is None or shift is None:
             operands = {name: x for name, x in operands.items() if x is not None}
         made = object.__new__(Epilogue)
-        # What is worked out when it is asked for is there at once.
+        # Fill the cached properties.
         held = {"operands": operands, "finish": _finish(tuple(operands), activation, None, eps, row_padding)}
         held |= {"mean": mean, "variance": variance, "eps": eps, "scale": scale, "shift": shift}
         held |= {"residual": residual, "activation": activation, "dtype": None, "row_padding": row_padding}
@@ -145,7 +140,7 @@ class Epilogue:
         return made
 
     def with_bias(self, bias: Tensor | None) -> Epilogue:
-        """The same of results to which a bias is added first."""
+        """The epilogue after adding a bias to the result first."""
         if bias is None:
             return self
         if self.mean is not None or self.variance is not None:
@@ -154,7 +149,7 @@ class Epilogue:
         return replace(self, shift=before if self.shift is None else self.shift + before)
 
     def split(self, groups: int) -> Epilogue:
-        """The same of results [..., groups, channels of a group]."""
+        """The epilogue for results [..., groups, channels of a group]."""
         if groups == 1:
             return self
         held = ((name, getattr(self, name)) for name in TENSORS)
@@ -163,7 +158,7 @@ class Epilogue:
 
 
 def check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.device) -> None:
-    """Raise DtypeError, ShapeError or DeviceError where the epilogue does not fit a result [N, C_out] of that shape."""
+    """Raise DtypeError, ShapeError or DeviceError unless the epilogue fits a result [N, C_out] of that shape."""
     for name in TENSORS:
         expected = shape if name == "residual" else shape[1:]
         tensor = getattr(epilogue, name)
@@ -171,7 +166,7 @@ def check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.dev
             continue
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise DtypeError(f"{name} of the epilogue is a tensor of floats, found {kind}")
+            raise DtypeError(f"{name} of the epilogue is a floating-point tensor, found {kind}")
         if tuple(tensor.shape) != expected:
             raise ShapeError(f"{name} of the epilogue is {list(expected)}, found shape {list(tensor.shape)}")
         if tensor.device != device:
@@ -179,8 +174,7 @@ def check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.dev
 
 
 def applied(result: Tensor, epilogue: Epilogue, dtype: torch.dtype | None = None) -> Tensor:
-    """The epilogue of a result [..., C_out], worked out in float32 at least; in the epilogue's dtype, or else the given
-    one, or else the result's."""
+    """Apply to a result [..., C_out], in at least float32; cast to the epilogue's dtype, `dtype`, or the result's."""
     y = result.to(torch.promote_types(result.dtype, torch.float32))
     if epilogue.mean is not None:
         y = y - epilogue.mean

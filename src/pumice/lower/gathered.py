@@ -1,9 +1,9 @@
-"""Gather, multiply by the matrix of a group, scatter: statements of that form on a CPU, with the engines of cpu.py.
+"""Gather, multiply by the matrix of a group, scatter: CPU lowering by the engines of cpu.py for statements of the form
 
     T[S[p], g, n] += x[G[p], g, c] * w[K[p], g, c, n]           forward; the input gradient with S and G exchanged
     T[K[p], g, c, n] += x[G[p], g, c] * y[S[p], g, n]           weight gradient                             K sorted
 
-in any order of the axes, g or not. A sparse convolution is one of them, and so is a relational graph convolution.
+with axes in any order and g optional, such as sparse convolutions and relational graph convolutions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from pumice.schedule.cpu import CpuSchedule
 
 @dataclass(frozen=True)
 class GatherMatch:
-    """The parts of a statement of the form above: the factors in their order, the arrays, and the bare indices.
-
-    x is the factor gathered by G, other the weights (forward) or the factor gathered by S (weight gradient).
-    """
+    """Parts of a statement. x: factor gathered by G; other: weights (forward) or factor gathered by S (gradient)."""
 
     x: Access
     other: Access
@@ -42,7 +39,7 @@ class GatherMatch:
 
 
 def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    """Why the statement is not computed this way, or None."""
+    """The reason why this lowering does not apply, or None."""
     match = matched(statement)
     if isinstance(match, str):
         return match
@@ -50,13 +47,13 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
 
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The result of a statement that `refusal` has nothing against, in `dtype`; a new tensor."""
+    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
     statement = bound.statement
     match = matched(statement)
     assert isinstance(match, GatherMatch)
     if not _places_valid(match, bound, operands):
         return graph.run(bound, operands, dtype)
-    # Sums of halves are in float32 anyway: where that is asked for, they are not rounded to halves between.
+    # Halves are summed in float32 anyway: for a float32 result, do not round in between.
     names = (match.x.name, match.other.name)
     operands = {**operands, **{n: operands[n].to(torch.promote_types(operands[n].dtype, dtype)) for n in names}}
     axis = tables.array_axis(statement.target if not match.weights else match.other)
@@ -70,7 +67,7 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 
 @lru_cache(maxsize=256)
 def matched(statement: Statement) -> GatherMatch | str:
-    """The match of a statement, or why there is none."""
+    """The match of a statement, or the reason why there is none."""
     if statement.reduction != "sum" or len(statement.terms) != 1 or statement.terms[0].coefficient != 1:
         return "it is not a plain sum of one product"
     factors = [f for f in statement.terms[0].factors if isinstance(f, Access)]
@@ -93,7 +90,7 @@ def matched(statement: Statement) -> GatherMatch | str:
 
 
 def _places_valid(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
-    """Whether every place in the index arrays is there, so that nothing needs a mask."""
+    """True if all values of the index arrays are in bounds, so that no mask is needed."""
     target = bound.statement.target
     scattered, tapped = (target, match.other) if match.weights else (match.other, target)
     for name, access in ((match.gather, match.x), (match.scatter, scattered), (match.taps, tapped)):
@@ -115,7 +112,7 @@ def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> Gath
             and len(target) == len({*group, *inner, *outer})
         )
         match = GatherMatch(accesses[1], accesses[2], names[1], names[2], names[0], group, inner, outer, False)
-        return match if whole else "an index is reduced that is not the position"
+        return match if whole else "an index other than the position is reduced"
     weights, x = (1, 2) if place == 1 else (2, 1)
     axes = tables.bare_of(accesses[x]), tables.bare_of(accesses[weights])
     group = tuple(i for i in axes[0] if i in axes[1] and i in target)
@@ -124,7 +121,7 @@ def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> Gath
     found = [set(axes[0]), set(axes[1]), set(target)]
     whole = found == [{*group, *inner}, {*group, *inner, *outer}, {*group, *outer}]
     match = GatherMatch(accesses[x], accesses[weights], names[x], names[0], names[weights], group, inner, outer, True)
-    return match if whole else "an index is in one factor alone, or in both and the target"
+    return match if whole else "the indices of factors and target do not form a product of matrices"
 
 
 def _forward(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
@@ -151,18 +148,18 @@ def _gradient(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, 
 
 @cached_per_tensor
 def _sizes(taps: Tensor, volume: int) -> Tensor:
-    """How many positions each tap has, on the host."""
+    """The number of positions per kernel offset."""
     return torch.bincount(taps, minlength=volume)
 
 
 @cached_per_tensor
 def _valid(array: Tensor, extent: int) -> bool:
-    """Whether all places of an index array are there."""
+    """True if all values of an index array are in bounds."""
     return not len(array) or (int(array.min()) >= 0 and int(array.max()) < extent)
 
 
 def _prepared(pairs: Pairs, rows: int, inputs: int, channels: tuple[int, int]) -> tuple[Tensor, ...]:
-    """The pairs and their chunks, which are kept; they do not depend on what the schedule says of gradients."""
+    """The pairs and their cached chunks, which do not depend on the gradient fields of the schedule."""
     schedule = replace(CpuSchedule.default(*channels, len(pairs.inputs)), gradient="gemm", gradient_pairs=1)
     return (*pairs, *_chunks(pairs.outputs, pairs.inputs, pairs.sizes, rows, inputs, schedule))
 

@@ -1,9 +1,9 @@
 """Statements as torch.fx graphs: gather each factor over its own indices, one einsum for a term, scatter to the target.
 
-A graph is made from the statement and the dtypes. Sizes are read from the operands when it runs, so one graph serves
-any of them. It computes with torch operators only, which torch.compile may fuse.
+A graph depends on the statement and the dtypes. It reads sizes from the operands, so one graph serves all sizes, and
+uses torch operators only, which torch.compile may fuse.
 
-Where a factor is not there it is 0, whatever lies in row 0; the other factors of the point are multiplied as they are.
+A factor that is absent at a point is 0; the other factors of the point are multiplied as they are.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from pumice.runtime.cache import BoundedCache
 LIMIT = 16 << 30
 """Bytes of gathered operands at which `refusal` refuses."""
 NATIVE = {"triton.native_matmul": True, "triton.prefer_nd_tiling": True, "unroll_reductions_threshold": 1}
-"""How Inductor fuses gathers, products and scatters into one kernel."""
+"""Options with which Inductor fuses gathers, products and scatters into one kernel."""
 
 
 class Setting(NamedTuple):
-    """What a graph is made for, other than the statement.
+    """Specialisation key of a graph, besides the statement.
 
-    dtypes: of the operands; result: the result's; low: whether products of halves are left to the device's own units,
-    which add up in float32; inside: accesses that are there at every point; far: index
-    expressions whose values may not fit in int64.
+    dtypes: of the operands; result: dtype of the result; low: half-precision products use the device's tensor cores,
+    which accumulate in float32; inside: accesses that are in bounds at every point; far: index expressions whose values
+    may not fit in int64.
     """
 
     dtypes: tuple[tuple[str, torch.dtype], ...]
@@ -57,24 +57,21 @@ class Setting(NamedTuple):
 
 
 class IndexedTensor(NamedTuple):
-    """A tensor with an axis for each index, in this order. An axis of a condition may be 1 and stand for all points."""
+    """A tensor with an axis for each index, in this order. Axes of a condition may have size 1 and broadcast."""
 
     tensor: Any
     indices: tuple[str, ...]
 
 
 class PreparedGraph(NamedTuple):
-    """A graph and what it is called with."""
+    """A graph and its arguments."""
 
     module: fx.GraphModule
     arguments: tuple[Any, ...]
 
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The result of any statement, in `dtype`; a new tensor.
-
-    On a CPU a long index of the target is taken in pieces, so that what is gathered stays in the cache.
-    """
+    """Evaluate any statement; a new tensor of `dtype`. On a CPU a long index is processed in cache-sized pieces."""
     piece = _piece(bound) if all(x.device.type == "cpu" for x in operands.values()) else None
     if piece is None:
         return _whole(bound, operands, dtype)
@@ -94,7 +91,7 @@ def _whole(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.d
 
 
 class Piece(NamedTuple):
-    """An index that is taken in pieces of `length`: its axis of the target, and of the operands that have it."""
+    """An index processed in pieces of `length`, its axis in the target, and (name, axis) in the operands."""
 
     index: str
     length: int
@@ -103,12 +100,12 @@ class Piece(NamedTuple):
 
 
 CACHED = 1 << 19
-"""Points of a piece: some MiB of gathered values."""
+"""Points per piece: some MiB of gathered values."""
 
 
 @lru_cache(maxsize=4096)
 def _piece(bound: BoundStatement) -> Piece | None:
-    """The longest index of the target that every access has bare, on the same axis; None where nothing is gathered."""
+    """The longest index of the target that is bare in every access, on one axis; None if nothing is gathered."""
     statement = bound.statement
     accesses = accesses_of(*statement.terms)
     gathers = any(e.arrays for access in accesses for e in access.indices)
@@ -125,7 +122,7 @@ def _piece(bound: BoundStatement) -> Piece | None:
 
 
 def _axes_of(index: str, statement: Statement) -> tuple[tuple[str, int], ...] | None:
-    """The axis of each operand that is the index; None where it stands otherwise, or on two axes of one."""
+    """The axis of each operand that is the index; None if it is used in an expression or on two axes of one."""
     found: dict[str, set[int]] = {}
     everywhere = (statement.target, *accesses_of(*statement.terms, *statement.target.indices))
     for access in everywhere:
@@ -137,7 +134,7 @@ def _axes_of(index: str, statement: Statement) -> tuple[tuple[str, int], ...] | 
     own = found.pop(statement.target.name, set())
     if len(own) != 1 or any(len(axes) != 1 for axes in found.values()):
         return None
-    # An operand read without the index, too, cannot be cut.
+    # An operand that is also read without the index cannot be sliced.
     if any(a.name in found and index not in [e.bare for e in a.indices] for a in everywhere):
         return None
     return tuple((name, axes.pop()) for name, axes in found.items())
@@ -151,7 +148,7 @@ def _part(bound: BoundStatement, piece: Piece, length: int) -> BoundStatement:
 
 
 def prepare(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> PreparedGraph:
-    """The graph for these operands, and its arguments."""
+    """The cached graph for these operands, and its arguments."""
     key = (bound, dtype, *((name, x.dtype, x.device) for name, x in operands.items()))
     known = _KNOWN.get(key) or _KNOWN.keep(key, _built(bound, operands, dtype))
     module, names, last = known
@@ -161,7 +158,7 @@ def prepare(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.
 def _built(
     bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]:
-    """The graph, the names of its operands, and its last argument."""
+    """(graph, names of its operands, its last argument)."""
     names = read_names(bound.statement) or tuple(operands)
     tensors = [operands[name] for name in names]
     dtypes = tuple((name, operands[name].dtype) for name in names)
@@ -181,7 +178,7 @@ def sizes(bound: BoundStatement) -> tuple[int, ...]:
 def refusal(
     statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor], limit: int = LIMIT
 ) -> str | None:
-    """Why the graph is not to be run on these operands, or None."""
+    """The reason why the graph should not run on these operands, or None."""
     most = max((len(indices_of(term)) for term in statement.terms), default=0)
     if most > len(ascii_letters):
         return f"a term has {most} indices; einsum takes {len(ascii_letters)}"
@@ -195,14 +192,14 @@ def refusal(
 
 
 def compiled(module: fx.GraphModule, native: bool = False) -> Callable[..., Tensor]:
-    """The module compiled by Inductor; native: with gathers and scatters fused into its products where torch can."""
+    """The module compiled by Inductor; native: fuse gathers and scatters into products if torch supports it."""
     known = torch._inductor.list_options()
     options = {name: value for name, value in NATIVE.items() if name in known}
     return torch.compile(module, fullgraph=True, dynamic=None, options=options if native else None)
 
 
 def native_refusal() -> str | None:
-    """Why `compiled` cannot fuse products, or None."""
+    """The reason why `compiled` cannot fuse products, or None."""
     if "triton.native_matmul" in torch._inductor.list_options():
         return None
     return f"torch {torch.__version__} has no triton.native_matmul; 2.10 and later have"
@@ -210,7 +207,7 @@ def native_refusal() -> str | None:
 
 @lru_cache(maxsize=1024)
 def graph(statement: Statement, names: tuple[str, ...], setting: Setting) -> fx.GraphModule:
-    """The statement as a module of the operands `names`, in this order, and `sizes`."""
+    """The statement as a module with arguments `names`, in this order, and `sizes`."""
     made = fx.Graph()
     operands = {name: fx.Proxy(made.placeholder(f"operand{place}")) for place, name in enumerate(names)}
     builder = _Builder(statement, setting, operands, fx.Proxy(made.placeholder("sizes")))
@@ -220,7 +217,7 @@ def graph(statement: Statement, names: tuple[str, ...], setting: Setting) -> fx.
     return fx.GraphModule(torch.nn.Module(), made)
 
 
-# What the graphs call besides torch's own operators.
+# Functions that graphs call besides torch's own operators.
 def points(start: int, stop: int, like: Tensor | None) -> Tensor:
     """The values of an index."""
     return torch.arange(start, stop, device=None if like is None else like.device)
@@ -231,7 +228,7 @@ def filled(shape: Sequence[int], value: float, dtype: torch.dtype, like: Tensor 
 
 
 def readable(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """x with axes of extent 0 made 1, so that reads of nothing have something to read."""
+    """Pad axes of extent 0 to 1, so that masked reads are valid."""
     for axis in axes:
         if x.shape[axis] == 0:
             x = pad(x, [0, 0] * (x.ndim - axis - 1) + [0, 1])
@@ -247,7 +244,7 @@ def extreme(x: Tensor, axes: Sequence[int], largest: bool) -> Tensor:
 
 
 class _Builder:
-    """Makes the nodes of one statement."""
+    """Builder of the nodes of one statement."""
 
     def __init__(self, statement: Statement, setting: Setting, operands: Mapping[str, Any], sizes: Any) -> None:
         self.statement, self.setting, self.operands, self.sizes = statement, setting, operands, sizes
@@ -261,7 +258,7 @@ class _Builder:
         return self.sizes.tracer.create_proxy("call_function", function, arguments, {})
 
     def once(self, make: Callable[[Any], Any], key: Any) -> Any:
-        """make(key), made only once."""
+        """make(key), memoised."""
         full = (make.__name__, key)
         if full not in self.made:
             self.made[full] = make(key)
@@ -273,7 +270,7 @@ class _Builder:
         return 0 if declared is None else declared.start
 
     def extent(self, name: str) -> Any:
-        """How many values an index has: an integer if declared, else the extent of an axis where it stands bare."""
+        """Number of values of an index: an integer if declared, else the extent of an axis where it is bare."""
         declared = self.statement.declared(name)
         return self.once(self._extent, name) if declared is None else len(declared)
 
@@ -302,7 +299,7 @@ class _Builder:
         return self.call(points, start, self.extent(name) + start if start else self.extent(name), self.like)
 
     def position(self, expression: Affine) -> tuple[IndexedTensor, IndexedTensor | None]:
-        """The value of an index expression, and where its index arrays have one, as far as bounds do not tell."""
+        """The value of an index expression, and a mask of valid values of its index arrays unless bounds imply it."""
         names = indices_of(expression)
         total: Any = None
         about: Any = float(expression.constant)
@@ -332,7 +329,7 @@ class _Builder:
     def place(
         self, access: Access, axes: Sequence[int], lengths: Sequence[Any]
     ) -> tuple[list[IndexedTensor], IndexedTensor | None]:
-        """Positions along the axes, 0 where there are none, and where there are."""
+        """Positions along the axes, 0 if out of bounds, and the mask of valid ones."""
         positions, conditions = [], []
         for axis, length in zip(axes, lengths, strict=True):
             position, there = self.once(self.position, access.indices[axis])
@@ -348,7 +345,7 @@ class _Builder:
 
     # Factors
     def read(self, access: Access) -> tuple[IndexedTensor, IndexedTensor | None]:
-        """The values of an access, 0 where it is not there, and where it is."""
+        """The values of an access, 0 if out of bounds, and the mask of valid ones."""
         return self.once(self._read, access)
 
     def _read(self, access: Access) -> tuple[IndexedTensor, IndexedTensor | None]:
@@ -372,7 +369,7 @@ class _Builder:
     def _gathered(
         self, x: Any, names: Sequence[str | None], looked: Sequence[int], positions: Sequence[IndexedTensor]
     ) -> IndexedTensor:
-        """x at positions along the axes `looked`; the other axes are kept."""
+        """Gather x at positions along the axes `looked`; the other axes are kept."""
         kept = [axis for axis in range(len(names)) if axis not in looked]
         if len(looked) == 1:
             (axis,), (position,) = looked, positions
@@ -384,13 +381,13 @@ class _Builder:
             return IndexedTensor(value, (*before, *position.indices, *after))
         grid = tuple(dict.fromkeys(name for position in positions for name in position.indices))
         x = x.permute(*looked, *kept) if [*looked, *kept] != sorted((*looked, *kept)) else x
-        # Permuted positions would permute the result's strides, which the tracer of torch 2.13 mistakes.
+        # Permuted positions would permute the result's strides, which the tracer of torch 2.13 gets wrong.
         found = [aligned(p, grid).contiguous() if grid else p.tensor.reshape(1) for p in positions]
         value = x[tuple(found)] if grid else x[tuple(found)].squeeze(0)
         return IndexedTensor(value, (*grid, *(str(names[axis]) for axis in kept)))
 
     def factor(self, factor: Factor, dtype: torch.dtype) -> tuple[IndexedTensor, IndexedTensor | None]:
-        """A factor in `dtype`, 0 where it is not there, and where it is."""
+        """A factor in `dtype`, 0 if absent, and the mask of present points."""
         if isinstance(factor, Access):
             part, there = self.read(factor)
             same = self.dtypes[factor.name] == dtype
@@ -419,7 +416,7 @@ class _Builder:
 
     # Terms
     def elementwise(self, terms: Sequence[Term], dtype: torch.dtype) -> tuple[IndexedTensor, IndexedTensor | None]:
-        """The sum of the terms over all their indices, and where everything in them is there."""
+        """The sum of the terms at every point of their indices, and the mask where all factors are present."""
         names = indices_of(*terms)
         conditions: list[IndexedTensor | None] = []
         total: Any = None
@@ -436,7 +433,7 @@ class _Builder:
         return self.call(filled, (), value, dtype, self.like)
 
     def term(self, term: Term) -> IndexedTensor:
-        """The term, summed over the indices that the target does not have."""
+        """The term, summed over the indices that are not in the target."""
         dtype = self.product_dtype(term)
         parts = [self.factor(factor, dtype)[0] for factor in term.factors]
         tensors = [part for part in parts if part.indices]
@@ -454,7 +451,7 @@ class _Builder:
         return IndexedTensor(value, found.indices)
 
     def product_dtype(self, term: Term) -> torch.dtype:
-        """What the factors are multiplied in."""
+        """The dtype of the product."""
         kinds = {self.dtypes[f.name] for f in term.factors if isinstance(f, Access)}
         kinds = {kind for kind in kinds if kind.is_floating_point}
         low = self.setting.low and self.dtype == torch.float32 and len(kinds) == 1
@@ -466,7 +463,7 @@ class _Builder:
         return aligned(part, names).expand(*self.extents(names)) if names else part.tensor
 
     def scatter(self, part: IndexedTensor, how: str = "sum", fill: float = 0) -> Any:
-        """The values joined in a new target, `fill` where an index array leads to none."""
+        """Scatter the values into a new target of `fill`; entries of invalid index-array values are dropped."""
         target = self.statement.target
         looked = looked_up(target, distinct=True)
         kept = [axis for axis in range(len(target.indices)) if axis not in looked]
@@ -491,7 +488,7 @@ class _Builder:
         return written.permute(*map(order.index, sorted(order))) if order != sorted(order) else written
 
     def _entries(self, rows: tuple[str, ...]) -> tuple[Any, Any]:
-        """The row of each point in the target's looked-up axes taken as one, the last one for no row; their count."""
+        """(row of each point in the flattened looked-up axes of the target, count if invalid; count)."""
         target = self.statement.target
         looked = looked_up(target, distinct=True)
         lengths = [self.length(axis) for axis in looked]
@@ -504,7 +501,7 @@ class _Builder:
         return self.whole(IndexedTensor(entries, rows), rows).reshape(-1), count
 
     def _padded(self, value: Any, axes: Sequence[int], first: int) -> Any:
-        """Zeros around the declared ranges that do not start at 0; the target's `axes` are those from `first` on."""
+        """Zero-pad declared ranges that do not start at 0; the target's `axes` are those of `value` from `first` on."""
         names = [str(self.statement.target.indices[axis].bare) for axis in axes]
         if not any(map(self.start, names)):
             return value
@@ -514,7 +511,7 @@ class _Builder:
             sides += [start, self.length(axis) - (start + self.extent(name)) if start else 0]
         return self.call(pad, value, sides)
 
-    # The whole
+    # The result
     def result(self) -> Any:
         old = self.operands[self.statement.target.name].to(self.dtype) if self.statement.accumulate else None
         total = self._sum(old) if self.statement.reduction == "sum" else self._joined(old)
@@ -522,7 +519,7 @@ class _Builder:
         return total.clone(memory_format=torch.contiguous_format) if self._viewed() else total.contiguous()
 
     def _viewed(self) -> bool:
-        """Whether the result may be a view of an operand."""
+        """True if the result may be a view of an operand."""
         factors = [factor for term in self.statement.terms for factor in term.factors]
         gathered = any(looked_up(factor) for factor in factors if isinstance(factor, Access))
         return len(factors) <= 1 and not gathered and not self.statement.accumulate
@@ -538,7 +535,7 @@ class _Builder:
         return total
 
     def _joined(self, old: Any) -> Any:
-        """max, min, mean: over the nest of all indices; a point counts only if all of the right side is there."""
+        """max, min, mean over the full index grid; a point counts only if all factors are present."""
         how = self.statement.reduction
         value, there = self.elementwise(self.statement.terms, self.dtype)
         kept = indices_of(self.statement.target)
@@ -573,7 +570,7 @@ def contracted(call: Callable[..., Any], parts: Sequence[IndexedTensor], wanted:
 
 
 def looked_up(access: Access, distinct: bool = False) -> tuple[int, ...]:
-    """The axes that need positions: not bare, or of an index that one of those has; distinct: or that stands twice."""
+    """The axes that need positions: not bare, or sharing an index with one; distinct: or with a repeated index."""
     bare = [expression.bare for expression in access.indices]
     shared = set(indices_of(*(expression for expression in access.indices if not expression.bare)))
     if distinct:
@@ -582,7 +579,7 @@ def looked_up(access: Access, distinct: bool = False) -> tuple[int, ...]:
 
 
 def aligned(part: IndexedTensor, names: Sequence[str]) -> Any:
-    """The tensor with its axes in the order of `names`, 1 for those that it lacks."""
+    """The tensor with its axes in the order of `names`, size 1 for missing ones."""
     tensor = part.tensor
     order = sorted(range(len(part.indices)), key=lambda axis: names.index(part.indices[axis]))
     if order != list(range(len(order))):
@@ -593,7 +590,7 @@ def aligned(part: IndexedTensor, names: Sequence[str]) -> Any:
 
 
 def diagonal(part: IndexedTensor) -> IndexedTensor:
-    """One axis for each index."""
+    """Take diagonals of repeated indices: one axis per index."""
     tensor, names = part
     while len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -605,7 +602,7 @@ def diagonal(part: IndexedTensor) -> IndexedTensor:
 
 
 def both(conditions: Sequence[IndexedTensor | None]) -> IndexedTensor | None:
-    """Where all conditions hold; None where there is none."""
+    """The conjunction of the conditions; None if there are none."""
     parts = list(dict.fromkeys(part for part in conditions if part is not None))
     names = tuple(dict.fromkeys(name for part in parts for name in part.indices))
     held: Any = None
@@ -615,7 +612,7 @@ def both(conditions: Sequence[IndexedTensor | None]) -> IndexedTensor | None:
 
 
 def _inside(bound: BoundStatement, operands: Mapping[str, Tensor]) -> frozenset[Access]:
-    """The accesses that lie inside their operand at every point, whatever index arrays hold."""
+    """The accesses that are in bounds at every point, independently of index arrays."""
     target = bound.statement.target
     found = {target} if _lies_inside(target, bound.shape, bound) else set()
     accesses = accesses_of(*target.indices, *bound.statement.terms)
@@ -643,6 +640,6 @@ def _fits(expression: Affine, extent: int, bound: BoundStatement) -> bool:
 
 
 def _gathered(term: Term, bound: BoundStatement) -> int:
-    """Values that are gathered for the term."""
+    """Number of values gathered for the term."""
     read = [f for f in term.factors if not isinstance(f, Access) or looked_up(f)]
     return sum(bound.points(indices_of(factor)) for factor in read)

@@ -1,4 +1,4 @@
-"""Emitted kernels on the device: their source in memory, their arguments from tensors, their launch."""
+"""Generated kernels at runtime: load their source, build arguments from tensors, choose tiles, launch."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ DTYPES = {
     torch.int64: "i64",
 }
 PRECISIONS = ("ieee", "tf32x3", "bf16x3", "tf32")
-"""How float32 values meet in a product, the most exact first: relative errors of 1e-7, 1e-6, 1e-5 and 5e-4."""
+"""Precisions of float32 products, most exact first: relative errors of 1e-7, 1e-6, 1e-5 and 5e-4."""
 _COMPILERS = 8
-"""Kernels that are made at once while tuning."""
+"""Threads that compile kernels while tuning."""
 _STATIC = 1024
-"""Extents of reductions and columns up to this are baked into the kernel; longer ones are arguments."""
+"""Extents of reductions and columns up to this are compile-time constants; larger ones are arguments."""
 _STRIDES = 1 << 14
-"""The same of the strides of what is read in packs: those of channels and taps, not of rows."""
+"""The same limit for the strides of operands of packed tiles: channel and kernel-offset strides, not row strides."""
 _FEW = 64
-"""The same of the rows of a product whose left side is a product, too."""
+"""The same limit for the rows of a product whose left side is itself a product."""
 
 
 @dataclass(frozen=True, eq=False)
 class SizedLaunch:
-    """A kernel made ready for operands of certain shapes, dtypes and layouts.
+    """A generated kernel with its size arguments filled in.
 
-    fixed: its arguments, None where a tensor belongs. variant: what Triton makes kernels of their own for: a constant
-    that counts, and of each integer that counts whether 16 divides it, it is 1, or needs 64 bits.
+    fixed: the arguments, None for tensors. variant: specialisation key of Triton: for each size argument whether it is
+    divisible by 16, equal to 1, or needs 64 bits, and the value of a size that is a constexpr.
     """
 
     emitted: GeneratedKernel
@@ -114,18 +114,18 @@ class SizedLaunch:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What is known when the kernel is compiled."""
+        """The constexpr arguments, by variable."""
         arguments = enumerate(self.source.arguments)
         return {a.variable: self.fixed[place] for place, a in arguments if a.kind == "constant"}
 
     def scratch(self, device: torch.device) -> Workspace:
-        """Where programs are counted, and leave what they found of a piece."""
+        """Workspace of the launch: counters of finished programs, and their partial sums."""
         return workspace(self.programs, self.emitted.room(self.programs), device)
 
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """How a kernel computes: the precision of float32 products, the programs that share a loop, the epilogue."""
+    """Options of a kernel: float32 precision, number of split-K programs, epilogue."""
 
     precision: str = "ieee"
     splits: int = 1
@@ -133,7 +133,7 @@ class KernelOptions:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels by its interpreter, on a CPU (TRITON_INTERPRET=1)."""
+    """True if Triton runs kernels in its CPU interpreter (TRITON_INTERPRET=1)."""
     if importlib.util.find_spec("triton") is None:
         return False
     from triton import knobs
@@ -142,25 +142,25 @@ def interpreted() -> bool:
 
 
 def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    """Why no kernel is made of the statement, or None."""
+    """The reason why no kernel can be generated for the statement, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if statement.reduction != "sum" or len(statement.terms) != 1:
-        return "a kernel sums one term"
+        return "kernels support only sums of one term"
     if not all(isinstance(factor, Access) for factor in statement.terms[0].factors):
-        return "a condition (exists, equal) is not loaded"
+        return "kernels do not support conditions (exists, equal)"
     used = {a.name for a in accesses_of(*statement.terms)}
     kinds = {t.dtype for name, t in operands.items() if name in used}
     odd = kinds - set(DTYPES)
     if odd:
-        return f"{', '.join(map(str, odd))} is not a dtype of kernels; there are {', '.join(map(str, DTYPES))}"
+        return f"kernels do not support {', '.join(map(str, odd))}; there are {', '.join(map(str, DTYPES))}"
     if not any(map(_is_value, kinds)):
-        return "nothing is floating point"
+        return "no operand is floating point"
     if torch.float8_e4m3fn in kinds and (why := without_fp8(next(iter(operands.values())).device)):
         return why
     form = contraction_roles(statement, bound.extents)
     if form.adds and torch.are_deterministic_algorithms_enabled():
-        return "results are added by atomics, and deterministic algorithms are asked for"
+        return "results are accumulated by atomics, which deterministic algorithms forbid"
     try:
         _emitted(statement, form, _signature(bound, operands, form, torch.float32, _smallest(form)))
     except OptionError as reason:
@@ -175,10 +175,10 @@ def run(
     tile: Tile | None = None,
     precision: str = "",
 ) -> Tensor:
-    """The result of a statement of one term as one kernel, in `dtype`; a new tensor.
+    """Evaluate a statement of one term by one kernel; a new tensor of `dtype`.
 
-    tile: by default the tuned one, and where nothing was tuned a good guess. precision: of float32 products, one of
-    PRECISIONS; by default what torch.set_float32_matmul_precision asks for.
+    tile: default: the tuned tile, else a heuristic one. precision: of float32 products, one of PRECISIONS; default:
+    that of torch.set_float32_matmul_precision.
     """
     return runner(bound, dtype, tile, precision)(operands)
 
@@ -190,13 +190,13 @@ def runner(
     precision: str = "",
     finish: EpilogueSignature = NO_EPILOGUE,
 ) -> KernelExecutor:
-    """`run` for these sizes: what does not depend on the tensors is done once."""
+    """The cached executor of `run` for these sizes."""
     key = (bound, dtype, tile, precision, finish, torch.are_deterministic_algorithms_enabled())
     return _RUNNERS.get(key) or _RUNNERS.keep(key, KernelExecutor(bound, dtype, tile, precision, finish))
 
 
 class KernelExecutor:
-    """A statement of one term of certain sizes: called with the operands by name, it gives the result."""
+    """Executor of a statement of one term with fixed sizes; call it with the operands by name."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class KernelExecutor:
         self.splits = 1 if self._empty or deterministic else tiles.splits(self._form, bound.extents)
         adds = self._form.adds or self.splits > 1
         self._whole = not self._empty and not adds and _covers(bound, self._form)
-        # What is added to is kept in float32 at least.
+        # Accumulate in float32 at least.
         self._summed = torch.promote_types(dtype, torch.float32) if adds else dtype
         self._launches: dict[Any, SizedLaunch] = {}
         self._tiles: dict[Any, Tile] = {}
@@ -222,13 +222,13 @@ class KernelExecutor:
 
     @property
     def resizable(self) -> bool:
-        """Whether it can be `with_sizes`: not where kernels are made for a number of rows."""
+        """True if `with_sizes` applies: no kernel is specialised on a number of rows."""
         if self._empty or not resizable(self.bound):
             return False
         return _leading(self.bound).isdisjoint(_static(self.bound, self._form))
 
     def with_sizes(self, shapes: Mapping[str, Sequence[int]], shape: tuple[int, ...]) -> KernelExecutor:
-        """The same for operands of other sizes, and a result of that shape, with the same tiles and kernels."""
+        """A copy for operands of other sizes and a result of that shape, with the same tiles and kernels."""
         found = copy(self)
         found.bound, found._launches = resized(self.bound, shapes, shape), {}
         found._empty = any(not len(extent) for extent in found.bound.ranges.values())
@@ -236,11 +236,11 @@ class KernelExecutor:
 
     @property
     def finishes(self) -> bool:
-        """Whether the kernel can have an epilogue: it writes every entry of the result once."""
+        """True if the kernel can apply an epilogue: it writes every entry of the result exactly once."""
         return self._whole and not self._form.folds
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
-        """The result. before: what earlier steps found, to which this one adds; it may be written to."""
+        """The result. before: sum of the earlier steps, to which this one adds; may be overwritten."""
         out, before = self._result(operands, before)
         if before is not None:
             operands = {**operands, BEFORE: before}
@@ -249,12 +249,11 @@ class KernelExecutor:
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
     def holding(self, held: Mapping[str, Tensor]) -> BoundExecutor:
-        """The same with these operands given once and for all: they are not written to any more."""
+        """Bind these operands, which must not be written to afterwards."""
         return BoundExecutor(self, held)
 
     def allocate_output(self, like: Tensor, shape: tuple[int, ...] | None = None, spare: bool = True) -> Tensor:
-        """What the kernel writes where nothing was found before, beside a tensor. spare: with the columns that the
-        epilogue leaves free."""
+        """Allocate the output on the device of `like`. spare: include the epilogue's free columns behind each row."""
         shape = self.bound.shape if shape is None else shape
         if spare and self.finish.row_padding:
             rows, columns = shape
@@ -265,23 +264,20 @@ class KernelExecutor:
 
     @property
     def writes_result_dtype(self) -> torch.dtype | None:
-        """The dtype of what the kernel writes where that is all of the result, as it is given back; else None."""
+        """The result dtype if the kernel writes the complete result itself, else None."""
         return self.dtype if self._whole and self._summed is self.dtype else None
 
     @property
     def writes(self) -> torch.dtype:
-        """The dtype of what the kernel writes, or adds to."""
+        """The dtype that the kernel writes or accumulates in."""
         return self._summed
 
     def is_far(self, shape: tuple[int, ...]) -> bool:
-        """Whether addresses of such a result, with the columns that are left free behind it, need 64 bits."""
+        """True if a result of this shape, including its free columns, needs 64-bit addressing."""
         return math.prod(shape) + (shape[0] if shape else 1) * self.finish.row_padding >= FAR
 
     def mould(self, operands: Mapping[str, Tensor]) -> Mould | None:
-        """What calls like one with these operands start, which has been run.
-
-        None where it takes more than one kernel; and while a CUDA graph is captured, which has segments of its own.
-        """
+        """Resizable kernel of this call, which has been run; None for several kernels or during CUDA graph capture."""
         if self._empty or self.bound.statement.accumulate or captured(operands[self._used[0]].device):
             return None
         key = self._launch_key(operands)
@@ -296,18 +292,18 @@ class KernelExecutor:
         return Mould(launch.emitted, self._form, self.bound, shapes, operands[self._used[0]].device)
 
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
-        """All of the result; segments far longer than the others by programs of their own."""
+        """Compute the whole result; segments far longer than the others get a launch of their own."""
         key = self._launch_key(operands)
         tile = self._tiles.get(key) or self._tiles.setdefault(key, self._tile(operands))
         part = _segments(self.bound, operands, self._form, tile)
         if part is not None and part.apart is not None:
-            # On a second stream beside the others they would save 5 %, and cost the host 100 us.
+            # A second stream would save 5 % of GPU time and cost 100 us of host time.
             long = tiles.of_long_segments(self._form, self.bound.extents, tile)
             self._run(operands, out, part.apart, (long, *key))
         self._run(operands, out, part, (tile, *key))
 
     def _run(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, key: tuple[Any, ...]) -> None:
-        """Launch; a default tile that this device has no room for is made smaller. The key begins with the tile."""
+        """Launch; shrink a default tile that exceeds the device's resources. key[0] is the tile."""
         key = (-1 if part is None else part.rows.shape[0], *key)
         while True:
             launch = self._launches.get(key) or self._launches.setdefault(key, self._made(operands, out, part, key[1:]))
@@ -321,7 +317,7 @@ class KernelExecutor:
                 self._launches[key] = self._made(operands, out, part, key[1:], smaller)
 
     def compile(self, operands: Mapping[str, Tensor]) -> None:
-        """Make the kernel without running it, so that several can be made at once; what does not fit shows later."""
+        """Compile without running, so that kernels compile in parallel; tiles that do not fit fail when run."""
         if self._empty or interpreted():
             return
         out, before = self._result(operands, None)
@@ -334,7 +330,7 @@ class KernelExecutor:
             launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
 
     def _result(self, operands: Mapping[str, Tensor], before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The tensor that the kernel writes, and what it adds to: another one where all is written, else the same."""
+        """(output, earlier result): distinct tensors if the kernel writes the whole result, else one tensor."""
         statement = self.bound.statement
         given = before is not None
         if statement.accumulate and not given:
@@ -342,12 +338,12 @@ class KernelExecutor:
         if before is not None and not self._whole:
             out = before.to(self._summed, copy=not given, memory_format=torch.contiguous_format)
             return out, out
-        # What is added to lies where the result does.
+        # The earlier result has the layout of the result.
         out = self.allocate_output(operands[self._used[0]], spare=before is None)
         return out, None if before is None else before.contiguous()
 
     def _launch_key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """What a launch depends on; what was tuned meanwhile counts from the next call on."""
+        """Key of a launch. It includes the generation of the tuned tiles, so new ones apply from the next call on."""
         precision = self.precision or float32_precision()
         used = [operands[name] for name in self._used]
         before = operands.get(BEFORE)
@@ -355,7 +351,7 @@ class KernelExecutor:
         return (ledger().generation, tuning_mode(), precision, kind, *[(x.stride(), x.dtype) for x in used])
 
     def _tile(self, operands: Mapping[str, Tensor]) -> Tile:
-        """The tile that was asked for, the tuned one, or the default; tuned now where that is wanted."""
+        """The explicit tile, the tuned one, or the default; autotunes first in TIMING mode."""
         if self.tile is not None:
             return self.tile
         precision = self.precision or float32_precision()
@@ -372,7 +368,7 @@ class KernelExecutor:
         key: tuple[Any, ...],
         tile: Tile | None = None,
     ) -> SizedLaunch:
-        """The launch of a kernel that may be there already for other sizes. The key begins with the tile."""
+        """A sized launch; the kernel is shared between sizes. key[0] is the tile."""
         given = {**operands, "": out}
         known = (key, *_wide(self.bound, operands, out))
         kernel = self._kernels.get(known)
@@ -383,11 +379,9 @@ class KernelExecutor:
 
 
 class BoundExecutor:
-    """A runner with some operands given once and for all: their addresses, and what else depends on them alone, are
-    not looked up for each call.
+    """Executor with some operands bound: their addresses and launch parameters are computed once.
 
-    at: the shapes of all operands by name, and that of the result, where they are other ones than the runner's, which
-    can be `with_sizes`.
+    at: shapes of all operands by name, and of the result, if they differ from those of the (resizable) runner.
     """
 
     def __init__(
@@ -412,7 +406,7 @@ class BoundExecutor:
         return self.like if self._at is None else self.like.with_sizes(*self._at)
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
-        """The result; operands: those that are not held."""
+        """The result; operands: those that are not bound."""
         if before is not None:
             return self._runner({**self.held, **operands}, before)
         like, key = self.like, self._key(operands)
@@ -431,22 +425,22 @@ class BoundExecutor:
         return found
 
     def made(self, operands: Mapping[str, Tensor]) -> Aimed | None:
-        """The kernel of calls like this one; None before it was called."""
+        """The prepared launch of calls like this one, or None before the first call."""
         return self._aimed.get(self._key(operands))
 
     def _key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """What a launch depends on beside what is held."""
-        kinds, asked = [], self._in_fp32
+        """Launch key of the operands that are not bound."""
+        kinds, uses_fp32 = [], self._in_fp32
         for x in operands.values():
             kind = x.dtype
-            asked |= kind is torch.float32
-            # A kernel belongs to a device, which calls of one runner do not share.
+            uses_fp32 |= kind is torch.float32
+            # A compiled kernel belongs to one device.
             kinds += (x.stride(), kind, x.get_device())
-        precision = self.like.precision or (float32_precision() if asked else "")
+        precision = self.like.precision or (float32_precision() if uses_fp32 else "")
         return (ledger().generation, tuning_mode(), precision, *kinds)
 
     def _cast(self, key: tuple[Any, ...], operands: Mapping[str, Tensor]) -> Aimed | None:
-        """The kernel of calls like this one, which was made for another: with this one's sizes and addresses."""
+        """Instantiate the resizable kernel of similar calls with the sizes and addresses of this one."""
         mould = self.like.moulds.get((key, self._laid))
         if mould is None or self._far or any(map(is_far, operands.values())):
             return None
@@ -465,24 +459,24 @@ class BoundExecutor:
 
 
 def is_far(x: Tensor) -> bool:
-    """Whether addresses of it, whose rows lead, need 64 bits."""
+    """True if a tensor whose rows lead needs 64-bit addressing."""
     return x.ndim > 0 and x.shape[0] * x.stride(0) >= FAR
 
 
 _AIMED = 64
-"""Kernels that a runner keeps: for tensors laid out in other ways, and what was tuned meanwhile."""
+"""Prepared launches per executor, one for each layout of the tensors and generation of tuned tiles."""
 
 
 _TENSORS = ("operand", "before", "result", "segment", *SCRATCH)
-"""Arguments that are tensors."""
+"""Argument kinds that are tensors."""
 
 LEDGER, TIMING, DEFAULT = "ledger", "timing", "default"
-"""Where tiles come from: what was tuned, else the default; what is timed now where nothing was; the default always."""
+"""Tile sources: the tuned tile, else the default; autotuned now where none is stored; always the default."""
 
 
 @contextmanager
 def use_tuning_mode(source: str) -> Iterator[None]:
-    """Within it, the tiles of every kernel that is met come from there; so do those of the gradients."""
+    """Context in which all kernels, gradients included, take their tiles from `source`."""
     token = _TILES_FROM.set(source)
     try:
         yield
@@ -491,16 +485,15 @@ def use_tuning_mode(source: str) -> Iterator[None]:
 
 
 def tiles_of(source: str) -> AbstractContextManager[object]:
-    """As tiles_from, for gradients, which are computed in a thread of their own and see nothing of the caller's
-    context: at no cost where tiles come from there anyway."""
+    """`use_tuning_mode` for gradients, whose thread does not see the caller's context; free if nothing changes."""
     return nullcontext() if source == tuning_mode() else use_tuning_mode(source)
 
 
 def tuning(on: bool = True) -> AbstractContextManager[None]:
-    """Within it, the tiles of every kernel that is met and was not tuned are timed, and the fastest is kept on disk.
+    """Context that autotunes every kernel without a tuned tile and stores the fastest tile on disk.
 
-    The first call takes seconds, later ones and other processes profit. Gradients of what is computed within are tuned
-    too. Nothing happens on a CPU.
+    The first call takes seconds; later calls and other processes reuse the result. Gradients of calls made within are
+    tuned too. No effect on a CPU.
     """
     return use_tuning_mode(TIMING if on else LEDGER)
 
@@ -519,11 +512,10 @@ def tune(
     measure: Callable[[Callable[[], object], float], float],
     precision: str = "",
 ) -> dict[Tile, float]:
-    """Time every tile worth it, keep the fastest in the ledger; all times.
+    """Time all candidate tiles, store the fastest in the cache of tuned tiles, return the seconds by tile.
 
-    measure(call, best) gives the seconds of a call, and need not be exact far above the best so far.
-
-    A tile that does not fit the device is left out.
+    measure(call, best) returns the seconds of a call; it need not be exact far above the best so far. Tiles that do not
+    fit the device are skipped.
     """
     times: dict[Tile, float] = {}
     precision = precision or float32_precision()
@@ -547,8 +539,7 @@ def tune(
 
 
 def _compiled_on(stream: torch.cuda.Stream | None, attempt: KernelExecutor, operands: Mapping[str, Tensor]) -> None:
-    """Each thread has a current device and a current stream of its own; what is found of the operands is kept, and must
-    be found behind what they are made by."""
+    """Compile on the caller's stream, so that cached properties of the operands are computed after the operands."""
     with torch.cuda.stream(stream) if stream else nullcontext():
         attempt.compile(operands)
 
@@ -558,7 +549,7 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _unfit() -> tuple[type[Exception], ...]:
-    """What Triton raises where a tile does not fit the device or its compiler; see also _is_unfit."""
+    """Exceptions of Triton for a tile that does not fit the device or its compiler; see also _is_unfit."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -566,13 +557,12 @@ def _unfit() -> tuple[type[Exception], ...]:
 
 
 def _is_unfit(problem: Exception) -> bool:
-    """A RuntimeError is only meant where it is the compiler's: what a kernel does to memory is one, too."""
+    """True if the tile does not fit; a RuntimeError counts only if the compiler raised it."""
     return not isinstance(problem, RuntimeError) or "PassManager" in str(problem)
 
 
 def tile_of(bound: BoundStatement, operands: Mapping[str, Tensor], precision: str = "") -> Tile:
-    """The tile that `run` takes: the tuned one, or the default. A tuned one that does not fit the statement, as a file
-    that many share may hold, is passed over with a warning."""
+    """The tile of `run`: the tuned one if it fits (else warns: the file may be shared), or the default."""
     found = None if tuning_mode() == DEFAULT else ledger().get(_key(bound, operands, precision or float32_precision()))
     if found is not None:
         try:
@@ -584,24 +574,24 @@ def tile_of(bound: BoundStatement, operands: Mapping[str, Tensor], precision: st
 
 
 def _check_fit(bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile) -> None:
-    """Raises OptionError where no kernel is made of the statement with this tile."""
+    """Raise OptionError if no kernel can be generated for the statement with this tile."""
     form = _form_in(bound, tile)
     # A packed tile takes several entries of few channels as one side.
     sides = min(tile.rows, tile.columns, 16 if tile.packed else tile.reduced)
     if form.product and sides < 16:
-        raise OptionError(f"the sides of a matrix product are at least 16, found {sides}")
+        raise OptionError(f"expected tile sides of a matrix product of at least 16, found {sides}")
     kind = next((t.dtype for t in operands.values() if t.dtype.is_floating_point), torch.float32)
     _emitted(bound.statement, form, _signature(bound, operands, form, kind, tile))
 
 
 @lru_cache(maxsize=256)
 def _told_unfit(statement: str, tile: Tile, reason: str) -> None:
-    """Said once."""
-    warnings.warn(f"the tuned {tile} of {statement} is passed over: {reason}", RuntimeWarning, stacklevel=3)
+    """Warn once."""
+    warnings.warn(f"the tuned {tile} of {statement} is ignored: {reason}", RuntimeWarning, stacklevel=3)
 
 
 def source_of(bound: BoundStatement, operands: Mapping[str, Tensor]) -> str:
-    """The source of the kernel for these operands; "" where none is made."""
+    """The source of the kernel for these operands; "" if none can be generated."""
     if refusal(bound.statement, bound, operands):
         return ""
     dtype = next((t.dtype for t in operands.values() if t.dtype.is_floating_point), torch.float32)
@@ -612,11 +602,11 @@ def source_of(bound: BoundStatement, operands: Mapping[str, Tensor]) -> str:
 
 @lru_cache(maxsize=64)
 def without_fp8(device: torch.device) -> str | None:
-    """Why float8_e4m3fn is neither multiplied nor written there, or None."""
+    """The reason why kernels on this device cannot use float8_e4m3fn, or None."""
     if torch.version.hip:
-        return "these tensor cores have another 8-bit float than float8_e4m3fn"
+        return "these tensor cores use another 8-bit format than float8_e4m3fn"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        return "float8_e4m3fn begins with compute capability 8.9"
+        return "float8_e4m3fn requires compute capability 8.9"
     return None
 
 
@@ -624,7 +614,7 @@ Of = TypeVar("Of")
 
 
 def _per_kind(find: Callable[[BoundStatement], Of]) -> Callable[[BoundStatement], Of]:
-    """Remember what follows from a bound, which is the same for all that were resized from it."""
+    """Cache a function of a bound statement; all statements resized from one share its result."""
     known = lru_cache(maxsize=4096)(find)
     return wraps(find)(lambda bound: known(bound.like or bound))
 
@@ -636,7 +626,7 @@ def _form(bound: BoundStatement) -> ContractionRoles:
 
 @_per_kind
 def _packed_form(bound: BoundStatement) -> ContractionRoles | None:
-    """The roles of packed tiles: how many points an entry has must be known when a kernel is compiled."""
+    """Roles for packed tiles; None unless the extents of an entry are compile-time constants."""
     found = packed(_form(bound), bound.statement, bound.extents)
     return found if found and _static(bound, found).keys() >= set(found.reduced) else None
 
@@ -656,7 +646,7 @@ def prepare(
     part: Segments | None = None,
     how: KernelOptions = KernelOptions(),
 ) -> SizedLaunch:
-    """The kernel for these operands with this tile."""
+    """The sized launch of these operands with this tile."""
     given = {**operands, "": out}
     return generated_kernel(bound, given, tile, how).sized(bound.extents, {n: t.shape for n, t in given.items()}, part)
 
@@ -664,7 +654,7 @@ def prepare(
 def generated_kernel(
     bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile, how: KernelOptions
 ) -> GeneratedKernel:
-    """The kernel for operands like these, the result being "", with this tile."""
+    """The kernel with this tile for operands like these; key "" is the result."""
     form, out = _form_in(bound, tile), operands[""]
     signature = _signature(bound, operands, form, out.dtype, tile)
     thrice = form.within is not None and how.precision == "tf32x3" and _computes_fp32(signature)
@@ -675,11 +665,10 @@ def generated_kernel(
 
 
 class GeneratedKernel:
-    """A kernel for operands of certain dtypes and layouts, whatever rows and entries they have.
+    """Generated kernel for operands of fixed dtypes and layouts, with any number of rows and entries.
 
-    summed: the dtype in which pieces of segments leave their sums. slots: the places of tensors among its arguments,
-    and what belongs there. compiled: by device, variant and which tensors are aligned to 16 bytes, what Triton made of
-    it; later launches go there, and those of other sizes.
+    summed: dtype of partial sums of segments. slots: (position, kind, name) of its tensor arguments. compiled: Triton's
+    binaries, by device, variant and 16-byte alignment of each tensor; all sizes share them.
     """
 
     def __init__(
@@ -696,7 +685,7 @@ class GeneratedKernel:
         self.summed = torch.float64 if torch.float64 in {t.dtype for t in operands.values()} else torch.float32
         self.slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in _TENSORS)
         self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
-        # What counts, and the rest, which is the same whatever sizes operands have.
+        # Arguments that depend on the operands' sizes, and those that do not (`steady`).
         self._counting = [(n, a) for n, a in enumerate(source.arguments) if a.kind in ("extent", "size")]
         self._blocks = [n for n, a in enumerate(source.arguments) if a.variable == "BLOCKS"]
         constants = self._constants(extents)
@@ -704,33 +693,33 @@ class GeneratedKernel:
         self.steady = [None if n in counted else _fixed(a, operands, constants) for n, a in enumerate(source.arguments)]
 
     def room(self, programs: int) -> int:
-        """Bytes for what so many programs find of a piece."""
+        """Bytes of the partial sums of that many programs."""
         return programs * self.tile.rows * self.tile.columns * self.summed.itemsize
 
     def sized(
         self, extents: Mapping[str, int], shapes: Mapping[str, Sequence[int]], part: Segments | None
     ) -> SizedLaunch:
-        """It made ready for operands of these sizes, the result being ""."""
+        """The launch for operands of these sizes; key "" is the result."""
         tile, form = self.tile, self.form
         count = part.rows.shape[0] if part else 0
         extents = {**extents, SPLITS: self.how.splits, STACKS: count}
         if form.segment:
             extents[form.segment.index] = count
-        fixed, told = self.steady.copy(), []
+        fixed, variant = self.steady.copy(), []
         for place, counts in self._counting:
             value = extents[counts.name] if counts.kind == "extent" else shapes[counts.name][counts.axis]
             fixed[place] = value
-            told += (value % 16 == 0, value == 1, value >= FAR)
+            variant += (value % 16 == 0, value == 1, value >= FAR)
         if self._blocks:
             tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
             fixed[self._blocks[0]] = blocks = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
-            told.append(blocks)
+            variant.append(blocks)
         programs = grid(form, extents, (tile.rows, tile.columns), count, tile.segment_threads)
-        return SizedLaunch(self, programs, fixed, tuple(told))
+        return SizedLaunch(self, programs, fixed, tuple(variant))
 
     def _constants(self, extents: Mapping[str, int]) -> dict[str, Any]:
         tile, form = self.tile, self.form
-        # A tile that was tuned for fewer channels still has room for one entry.
+        # A tile that was tuned for fewer channels must still hold one entry.
         depth = max(tile.reduced, depth_of_entry(form, extents)) if form.packed else tile.reduced
         return {
             "BY": tile.rows,
@@ -742,18 +731,18 @@ class GeneratedKernel:
 
 
 def _form_in(bound: BoundStatement, tile: Tile) -> ContractionRoles:
-    """The roles that a tile asks for."""
+    """Roles of the indices for this tile. Raises OptionError if the statement does not allow it."""
     form = _form(bound)
     if tile.packed and (form := _packed_form(bound)) is None:
-        raise OptionError(f"tile {tile}: {bound.statement} has no entries of a segment that fit side by side")
+        raise OptionError(f"tile {tile}: the entries of a segment of {bound.statement} cannot be packed")
     if tile.stacked and (form := stacked(form, bound.statement)) is None:
-        raise OptionError(f"tile {tile}: {bound.statement} has no segments that one matrix product takes")
+        raise OptionError(f"tile {tile}: the segments of {bound.statement} cannot be stacked in one matrix product")
     if tile.swapped and not form.product:
-        raise OptionError(f"tile {tile}: {bound.statement} is no matrix product, whose sides could be swapped")
+        raise OptionError(f"tile {tile}: {bound.statement} is not a matrix product, sides cannot be swapped")
     if tile.swapped and form.folds:
-        raise OptionError(f"tile {tile}: {bound.statement} adds up the columns of the tile, which cannot be its rows")
+        raise OptionError(f"tile {tile}: {bound.statement} sums the columns of the tile, sides cannot be swapped")
     if tile.stream_k_chunk and torch.version.hip:
-        raise OptionError(f"tile {tile}: on AMD a program cannot tell when all that it has stored is seen")
+        raise OptionError(f"tile {tile}: not on AMD, where a program cannot know that its stores are visible")
     return exchanged(form) if tile.swapped else form
 
 
@@ -764,11 +753,10 @@ def _emitted(statement: Statement, form: ContractionRoles, signature: Signature)
 
 @lru_cache(maxsize=1024)
 def loaded(source: Source) -> Any:
-    """The kernel of a source. Triton asks `inspect` for its text, which is found in `linecache`: no file is executed
-    that somebody else may have written."""
+    """The Triton kernel of a source, whose text `inspect` finds in `linecache`: no file, writable by others, is run."""
     name = f"pumice_kernel_{hashlib.sha256(source.text.encode()).hexdigest()[:24]}"
     file = f"<{name}>"
-    # Without a time of change an entry is not compared with a file.
+    # An entry without an mtime is not checked against a file.
     linecache.cache[file] = len(source.text), None, source.text.splitlines(keepends=True), file
     module = ModuleType(name)
     exec(compile(source.text, file, "exec"), vars(module))
@@ -787,7 +775,6 @@ def _launch(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, pa
 
 
 def _values(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> list[Any]:
-    """The arguments of a launch in their order."""
     values = list(launch.fixed)
     own = launch.scratch(out.device) if any(kind in SCRATCH for _, kind, _ in launch.slots) else None
     for place, kind, name in launch.slots:
@@ -801,10 +788,7 @@ def _values(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, pa
 
 
 def _start(launch: SizedLaunch, values: list[Any], device: int) -> None:
-    """The first launch of a variant goes through Triton's own door.
-
-    A kernel belongs to the device that it was first run on.
-    """
+    """Launch. The first launch of a variant on a device goes through Triton, which compiles it."""
     addresses = [(place, values[place].data_ptr()) for place, _, _ in launch.slots]
     key = (device, launch.variant, *[address % 16 == 0 for _, address in addresses])
     compiled = launch.compiled.get(key)
@@ -812,7 +796,7 @@ def _start(launch: SizedLaunch, values: list[Any], device: int) -> None:
         bare = values.copy()
         for place, address in addresses:
             bare[place] = address
-        # The tensors are held until the kernel is under way: another thread might be given their memory before.
+        # `values` keeps the tensors alive until the launch: another thread could be given their memory before.
         compiled(launch.programs, bare, device)
         return
     made = launch.kernel[(launch.programs,)](*values, **launch.options)
@@ -821,7 +805,7 @@ def _start(launch: SizedLaunch, values: list[Any], device: int) -> None:
 
 
 def _fixed(argument: Argument, given: Mapping[str, Tensor], constants: Mapping[str, Any]) -> Any:
-    """The value of an argument that is no tensor and counts nothing."""
+    """The value of an argument that is neither a tensor nor a size."""
     match argument.kind:
         case "stride":
             return given[argument.name].stride(argument.axis)
@@ -840,11 +824,11 @@ def _signature(
     fixed = _static(bound, form)
     unit = frozenset((name, axis) for name, t in used.items() for axis, s in enumerate(t.stride()) if s == 1)
     extents = bound.extents
-    # Whether a tile divides an axis is known where its extent is, and asked where masks would cut loads to pieces: not
-    # of rows or entries, which are others when the kernel is started again.
+    # Divisibility of an axis by the tile is specialised on where its extent is known and masks would split loads, but
+    # not for rows or entries, which vary between launches.
     settled = {*fixed, *contiguous(bound.statement, unit)} - _leading(bound)
     own = form.segment.index if form.segment else None
-    # How many entries a stack has is never known.
+    # The number of entries of a stack is never known.
     stacked_entries = form.reduced if form.stacked else ()
     even = "".join(
         axis
@@ -881,7 +865,7 @@ def _signature(
 
 
 def _strides(used: Mapping[str, Tensor]) -> tuple[tuple[str, int, int], ...]:
-    """Those of values that are not as long as a cloud."""
+    """Strides of values that do not depend on the number of rows: (operand, axis, stride)."""
     values = [(name, t) for name, t in sorted(used.items()) if name not in ("", *EPILOGUE) and _is_value(t.dtype)]
     return tuple((name, axis, s) for name, t in values for axis, s in enumerate(t.stride()) if 1 < s <= _STRIDES)
 
@@ -892,29 +876,26 @@ def _computes_fp32(signature: Signature) -> bool:
 
 
 def _whole(form: ContractionRoles, extents: Mapping[str, int], tile: Tile, settled: set[str]) -> bool:
-    """Whether one tile takes all of the reduction; asked where what it reads is read again in every turn."""
+    """True if one tile covers the reduction; only for products within a product, which reload it per iteration."""
     known = form.within is not None and settled.issuperset(form.reduced)
     return known and math.prod(extents[n] for n in form.reduced) <= tile.reduced
 
 
 def _static(bound: BoundStatement, form: ContractionRoles) -> dict[str, int]:
-    """Extents that are baked into a kernel: short ones of reductions and columns.
-
-    Not those of an index that leads every access that it is in: it counts entries or samples, and changes.
-    """
+    """Compile-time extents: short ones of reductions and columns, but not of leading indices (entries, samples)."""
     extents, leading = bound.extents, _leading(bound)
     names = (*form.reduced, *form.columns, *form.loops)
     found = {n: extents[n] for n in names if n in extents and extents[n] <= _STATIC and n not in leading}
     if form.within is None:
         return found
-    # A product within the left side has few rows, and they are known.
+    # A product within the left side has few rows, of known number.
     few = [n for n in form.rows if extents[n] <= _FEW]
     return found | {n: extents[n] for n in (form.within.met, *form.within.summed, *few)}
 
 
 @_per_kind
 def _leading(bound: BoundStatement) -> frozenset[str]:
-    """The indices that lead every access that they are in."""
+    """The indices that are on the first axis of every access they occur in."""
     statement = bound.statement
     leading: dict[str, bool] = {}
     for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
@@ -926,7 +907,7 @@ def _leading(bound: BoundStatement) -> frozenset[str]:
 
 
 def _problem(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> Problem:
-    """What a tile is chosen for: the same of all sizes that are about the same."""
+    """The problem that a tile is chosen for; sizes are rounded to buckets."""
     statement = bound.statement
     segments = 1 if form.segment is None else max(tiles.size_bucket(_count(bound, operands)), 1)
     entries = 1.0 if form.segment is None else tiles.size_bucket(operands[form.segment.array].shape[0]) / segments
@@ -940,8 +921,7 @@ def _problem(bound: BoundStatement, operands: Mapping[str, Tensor], form: Contra
 
 
 def _longest(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> int:
-    """Entries of the longest segment that is to be expected: no more than there are places along an axis of which each
-    entry names one, as a map's taps."""
+    """Upper bound of the entries of a segment: the extent of an axis indexed once per entry, as kernel offsets are."""
     entry = set() if form.segment is None else {form.segment.position}
     places = [
         operands[access.name].shape[axis]
@@ -958,7 +938,7 @@ def _extents_about(bound: BoundStatement) -> dict[str, int]:
 
 
 def _stacks(bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
-    """Whether segments may be stacked: all values are of one half precision, which tensor cores multiply exactly."""
+    """True if segments may be stacked: all values have one half precision, which tensor cores multiply exactly."""
     kinds = {t.dtype for name in _used(bound) if _is_value((t := operands[name]).dtype)}
     halves = kinds in ({torch.float16}, {torch.bfloat16})
     return halves and stacked(_form(bound), bound.statement) is not None
@@ -985,8 +965,7 @@ def _far(bound: BoundStatement, operands: Mapping[str, Tensor], form: Contractio
 
 
 def _wide(bound: BoundStatement, operands: Mapping[str, Tensor], out: Tensor) -> tuple[Any, ...]:
-    """What a kernel depends on beside tile, dtypes and strides: which tensors need addresses of 64 bits, and which
-    index expressions, the result's dtype."""
+    """Key of a kernel beside tile, dtypes and strides: the result's dtype, expressions and tensors needing 64 bits."""
     return (
         out.dtype,
         _far(bound, operands, _form(bound)),
@@ -995,12 +974,12 @@ def _wide(bound: BoundStatement, operands: Mapping[str, Tensor], out: Tensor) ->
 
 
 def _reach(tensor: Tensor) -> int:
-    """The furthest element's distance from the first."""
+    """Distance of the last element from the first."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size)
 
 
 def _covers(bound: BoundStatement, form: ContractionRoles) -> bool:
-    """Whether every entry of the target is written: each axis by indices of its own that leave nothing out."""
+    """True if every entry of the target is written: each axis is covered by indices of its own."""
     names = [name for expression in form.target.indices for name in indices_of(expression)]
     if len(set(names)) < len(names):
         return False
@@ -1012,14 +991,14 @@ def _covers(bound: BoundStatement, form: ContractionRoles) -> bool:
 
 
 def _fills(expression: Affine, extent: int, bound: BoundStatement, form: ContractionRoles, onto: set[str]) -> bool:
-    """Whether an expression takes every value of an axis: digits without gaps, or an array that is onto."""
+    """True if an expression takes every value of an axis: mixed-radix digits without gaps, or an onto array."""
     own = form.segment.index if form.segment else None
     if expression.arrays:
         ((coefficient, atom), *rest) = expression.terms
         whole = coefficient == 1 and not rest and not expression.constant
         if not whole or not isinstance(atom, Access) or atom.name not in onto:
             return False
-        # All of the array is read.
+        # The whole array is read.
         bare = {e.bare for e in atom.indices}
         read = bare - {own}
         return len(bare) == len(atom.indices) and all(name and not bound.ranges[name].start for name in read)
@@ -1029,7 +1008,7 @@ def _fills(expression: Affine, extent: int, bound: BoundStatement, form: Contrac
         if coefficient != reach or expression.constant:
             return False
         if atom.name == own:
-            # Segments are as many as it takes.
+            # The number of segments follows from the extent.
             return True
         if bound.ranges[atom.name].start:
             return False
@@ -1046,7 +1025,7 @@ def _segments(
 
 
 def _count(bound: BoundStatement, operands: Mapping[str, Tensor]) -> int:
-    """How many segments there are, empty ones included."""
+    """The number of segments, including empty ones."""
     name, axis, coefficient = _counted(bound)
     extent = operands[name].shape[axis] if name else bound.shape[axis]
     return -(-int(extent) // coefficient)
@@ -1054,7 +1033,7 @@ def _count(bound: BoundStatement, operands: Mapping[str, Tensor]) -> int:
 
 @_per_kind
 def _counted(bound: BoundStatement) -> tuple[str, int, int]:
-    """The axis that tells how many segments there are; "" is the result."""
+    """(operand, axis, coefficient) that determine the number of segments; operand "" is the result."""
     return segment_axis(_form(bound))
 
 
@@ -1063,7 +1042,6 @@ def _smallest(form: ContractionRoles) -> Tile:
 
 
 def _bits(operands: Sequence[Tensor]) -> int:
-    """Of the widest values."""
     return max(t.dtype.itemsize * 8 for t in operands if _is_value(t.dtype))
 
 
@@ -1072,10 +1050,9 @@ def _is_value(kind: torch.dtype) -> bool:
 
 
 def float32_precision() -> str:
-    """How float32 is multiplied: as torch is told to, by its older setting or its newer one.
+    """Precision of float32 products according to torch's setting (the older or the newer one).
 
-    "highest" (or "ieee") is three products of tf32 on NVIDIA (relative error 1e-6), which run on tensor cores; AMD has
-    none of them, and multiplies exactly.
+    "highest" (or "ieee") is three tf32 products on NVIDIA's tensor cores (relative error 1e-6), and exact on AMD.
     """
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
@@ -1083,12 +1060,12 @@ def float32_precision() -> str:
 
 
 def measured(call: Callable[[], object], best: float = math.inf, runs: int = 10) -> float:
-    """Seconds of a call on the GPU: the median over some runs, each with a cold cache; fewer far above the best."""
+    """Median GPU seconds of `runs` calls with a cold cache; stops early if far slower than `best`."""
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
     times: list[float] = []
     for _ in range(runs + 2):
         flush.zero_()
-        # The host queues the call meanwhile: what it takes is not the kernel's.
+        # The GPU sleeps while the host enqueues the call, so that launch overhead is not timed.
         torch.cuda._sleep(_TIMING_SLEEP_CYCLES)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -1,7 +1,7 @@
-"""The operator that lays out a map which traced code found: form(table, inputs, flipped, RELATION, name) -> arrays.
+"""Operator that builds a form of a map in traced code: form(table, inputs, flipped, RELATION, name) -> arrays.
 
-The arrays are those of the form of that name, part after part; how many entries they have, and how wide tiles are, is
-the data's. As the operators of pumice.coords it depends on its arguments alone.
+The arrays are those of the named form, part by part, with data-dependent sizes. It is a pure function of its arguments,
+as the operators of pumice.coords are.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_
 from pumice.lower import maps
 
 
-def _form(table: Tensor, inputs: int, flipped: bool, *told: Any) -> list[Tensor]:
-    *fields, name = told
+def _form(table: Tensor, inputs: int, flipped: bool, *relation: Any) -> list[Tensor]:
+    *fields, name = relation
     found = KernelMap(relation_of(*fields), table, inputs, table.shape[0])
     found = found.transpose() if flipped else found
     return own(maps.read(found, maps.preferred_form(found, name))[1], table)
 
 
-def _form_fake(table: Tensor, inputs: int, flipped: bool, *told: Any) -> list[Tensor]:
-    form = maps.FORMS[told[-1]]
+def _form_fake(table: Tensor, inputs: int, flipped: bool, *relation: Any) -> list[Tensor]:
+    form = maps.FORMS[relation[-1]]
     made = []
     for _ in range(form.stored.parts):
         sizes = {axis: dynamic() for axis in dict.fromkeys("".join(form.axes.values()))}

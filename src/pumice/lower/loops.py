@@ -1,8 +1,8 @@
-"""The reference of the einsum language: every point of the index space, in plain torch.
+"""Reference implementation of the einsum language in plain torch, over every point of the index space.
 
-All indices of a term and of the target form a grid. Every access is read over the whole grid, at positions that are 0
-wherever something is not there; such points are written to a slot behind the target, which is cut off. Slow, large,
-and differentiable: what the kernels compute, and their gradients, are checked against it.
+All indices of a term and of the target form a grid. Every access is read over the whole grid, at position 0 if out of
+bounds; such points are written to an extra slot behind the target, which is dropped. Slow, large and differentiable:
+kernels and their gradients are checked against it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from pumice.language.nodes import (
 )
 
 POINTS = 1 << 22
-"""Points that are evaluated at once, unless one value of the longest index has more."""
+"""Points evaluated at a time, unless one value of the longest index has more."""
 
 
 WRAPS = 2.0**62
-"""An index that is about as large, in float64, may be another one in int64, which wraps around; it lies outside."""
+"""Magnitude, in float64, from which on an index may have overflowed int64; it counts as out of bounds."""
 
 
 class Written(NamedTuple):
-    """A value for each point of a grid, and the entry of the flat target that it goes to."""
+    """A value per point of a grid, and the entry of the flat target to write it to."""
 
     values: Tensor
     entries: Tensor
 
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """The result of any statement, in `dtype`; a new tensor, differentiable by autograd."""
+    """Evaluate any statement; a new tensor of `dtype`, differentiable by autograd."""
     statement = bound.statement
     wide = working_dtype(statement, dtypes_of(operands), dtype)
     if statement.reduction == "sum":
@@ -60,10 +60,7 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 def working_dtype(statement: Statement, dtypes: Mapping[str, torch.dtype], dtype: torch.dtype) -> torch.dtype:
-    """What is computed in: the widest dtype of the values and of the result, float32 at least.
-
-    int64 where everything, the result too, is an integer.
-    """
+    """The compute dtype: the widest of the values and of the result, at least float32; int64 if all are integers."""
     names = value_names(statement)
     kinds = [dtypes[name] for name in names] + [dtype]
     if all(not kind.is_floating_point for kind in kinds) and statement.reduction != "mean" and whole(statement.terms):
@@ -72,12 +69,12 @@ def working_dtype(statement: Statement, dtypes: Mapping[str, torch.dtype], dtype
 
 
 def equals(value: Tensor, other: Tensor) -> Tensor:
-    """Where a value is the other one, as near as the value's own dtype can hold that."""
+    """Elementwise equality after a cast of `other` to the dtype of a floating-point `value`."""
     return value == (other.to(value.dtype) if value.dtype.is_floating_point else other)
 
 
 def equal_dtype(factor: Equal, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
-    """What the second argument of `equal` is computed in: int64 for integers, so that large labels differ."""
+    """The dtype of the second argument of `equal`: int64 for integers, so that large labels differ."""
     kinds = [dtypes[access.name] for access in (factor.access, *factors_of(factor.terms))]
     if whole(factor.terms) and not any(kind.is_floating_point for kind in kinds):
         return torch.int64
@@ -89,18 +86,18 @@ def dtypes_of(operands: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
 
 
 def tops_of(operands: Mapping[str, Tensor]) -> dict[str, int]:
-    """The largest values that index arrays may hold."""
+    """The largest value of each index array's dtype."""
     return {name: torch.iinfo(x.dtype).max for name, x in operands.items() if x.dtype in (torch.int32, torch.int64)}
 
 
 def value_names(statement: Statement) -> tuple[str, ...]:
-    """The operands whose values take part: those of the right side, and the target where it is added to."""
+    """The operands whose values are used: those of the right side, and the target if accumulated."""
     old = (statement.target.name,) if statement.accumulate else ()
     return tuple(dict.fromkeys((*(access.name for access in factors_of(statement.terms)), *old)))
 
 
 def read_names(statement: Statement) -> tuple[str, ...]:
-    """The operands that are read: on the right side, in the target's index arrays, and the target if added to."""
+    """The operands that are read: the right side, the target's index arrays, and the target if accumulated."""
     right = (access.name for access in accesses_of(*statement.terms, *statement.target.indices))
     return tuple(dict.fromkeys((*right, *value_names(statement))))
 
@@ -111,12 +108,12 @@ def factors_of(terms: Iterable[Term]) -> tuple[Access, ...]:
 
 
 def whole(terms: Iterable[Term]) -> bool:
-    """Whether all coefficients are integers."""
+    """True if all coefficients are integers."""
     return all(float(term.coefficient).is_integer() for term in terms)
 
 
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
-"""Of quantized values; results are float32 (kernels sum int8 in int32), and torch promotes them to nothing."""
+"""Dtypes of quantized values, which torch does not promote; results are float32 (kernels sum int8 in int32)."""
 
 
 def _widest(kinds: Iterable[torch.dtype]) -> torch.dtype:
@@ -127,7 +124,7 @@ def _widest(kinds: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def _start(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, value: float = 0) -> Tensor:
-    """The flat target before anything is written, with a slot behind it for points that are not there."""
+    """The initial flat target, with an extra slot for out-of-bounds points."""
     statement = bound.statement
     if statement.accumulate:
         old = operands[statement.target.name].to(dtype).flatten()
@@ -151,14 +148,14 @@ def _means(start: Tensor, parts: Iterable[Written]) -> Tensor:
 
 
 def _extremes(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Largest or smallest values, 0 where there are none and the old target takes no part."""
+    """Largest or smallest values; 0 for entries without points unless the old target is included."""
     statement = bound.statement
     largest = statement.reduction == "max"
     found = _start(bound, operands, dtype, worst(dtype, largest))
     reached = torch.full_like(found, statement.accumulate, dtype=torch.bool)
     parts: Iterable[Written] = _written(bound, operands, statement.terms, dtype)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands.values()):
-        parts = _joined(parts)  # so that a gradient is shared evenly by all that are equal, wherever they are
+        parts = _joined(parts)  # ties share the gradient evenly across parts
     for part in parts:
         found = found.scatter_reduce(0, part.entries, part.values, "amax" if largest else "amin")
         reached = reached.index_fill(0, part.entries, True)
@@ -166,7 +163,7 @@ def _extremes(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torc
 
 
 def worst(dtype: torch.dtype, largest: bool) -> float:
-    """What every value is larger (or smaller) than, or equal to."""
+    """The identity of max (or min) in this dtype."""
     if dtype.is_floating_point:
         return -math.inf if largest else math.inf
     return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
@@ -182,7 +179,7 @@ def _joined(parts: Iterable[Written]) -> list[Written]:
 def _written(
     bound: BoundStatement, operands: Mapping[str, Tensor], terms: Sequence[Term], dtype: torch.dtype
 ) -> Iterator[Written]:
-    """What the terms together write, at all points of their indices and the target's, a part at a time."""
+    """The values of the sum of the terms, at all points of their and the target's indices, part by part."""
     target = bound.statement.target
     ranges = {name: bound.ranges[name] for name in indices_of(target, *terms)}
     for part in _parts(ranges):
@@ -199,7 +196,7 @@ def _written(
 
 
 def _parts(ranges: dict[str, Range]) -> Iterator[dict[str, Range]]:
-    """The index space cut along its longest index; nothing where it is empty."""
+    """The index space cut along its longest index; no parts if it is empty."""
     size = math.prod(len(r) for r in ranges.values())
     if size <= POINTS:
         if size:
@@ -227,7 +224,7 @@ def _device(operands: Mapping[str, Tensor]) -> torch.device:
 
 
 class _Place(NamedTuple):
-    """Positions on each axis of an operand, 0 where they are not `there`."""
+    """Positions on each axis of an operand, and the mask `there` of valid ones; invalid ones are 0."""
 
     positions: tuple[Tensor, ...]
     there: Tensor
@@ -235,14 +232,14 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class _Grid:
-    """Values over a part of the index space; everything broadcasts to its shape."""
+    """Values over a part of the index space; all tensors broadcast to its shape."""
 
     points: Mapping[str, Tensor]
     operands: Mapping[str, Tensor]
 
     def there(self, terms: Sequence[Term]) -> Tensor:
-        """Where everything that the terms read is there; `exists` is a question and asks for nothing."""
-        conditions = [condition for term in terms for factor in term.factors for condition in self._asked(factor)]
+        """Mask of the points where all reads of the terms are in bounds; `exists` requires nothing."""
+        conditions = [condition for term in terms for factor in term.factors for condition in self._required(factor)]
         return self._all(conditions)
 
     def sum(self, terms: Sequence[Term], there: Tensor, dtype: torch.dtype) -> Tensor:
@@ -255,13 +252,13 @@ class _Grid:
         return total
 
     def place(self, access: Access, shape: Sequence[int]) -> _Place:
-        """Where the access lies in an operand of this shape."""
+        """The positions of the access in an operand of this shape."""
         found = [self._position(expression) for expression in access.indices]
         inside = [(p >= 0) & (p < extent) for (p, _), extent in zip(found, shape, strict=True)]
         there = self._all([*inside, *(t for _, t in found)])
         return _Place(tuple(torch.where(there, p, 0) for p, _ in found), there)
 
-    def _asked(self, factor: Factor) -> list[Tensor]:
+    def _required(self, factor: Factor) -> list[Tensor]:
         if isinstance(factor, Exists):
             return []
         access = factor if isinstance(factor, Access) else factor.access
@@ -277,7 +274,7 @@ class _Grid:
         return equals(value, self.sum(factor.terms, there, equal_dtype(factor, dtypes_of(self.operands))))
 
     def _read(self, access: Access, there: Tensor) -> Tensor:
-        """The values of the access; 0, and no gradient, where the point is not `there`."""
+        """The values of the access; 0, without gradient, for points that are not `there`."""
         operand = self.operands[access.name]
         if not operand.numel():
             return torch.zeros((), dtype=operand.dtype, device=operand.device)
@@ -285,7 +282,7 @@ class _Grid:
         return torch.where(there, operand[positions] if positions else operand, 0)
 
     def _position(self, expression: Affine) -> tuple[Tensor, Tensor]:
-        """The value of an index expression, and where its index arrays have one."""
+        """The value of an index expression, and the mask of valid values of its index arrays."""
         total = torch.full((), expression.constant, dtype=torch.int64, device=_device(self.operands))
         about = total.double()
         conditions = []

@@ -1,12 +1,12 @@
-"""The forms in which a kernel map is a sparse operand map[o, k, i]: one for each storage that a kernel reads.
+"""Storage forms of a kernel map as sparse operand map[o, k, i].
 
-pairs        lists of pairs per tap (weight-stationary)
-compacted    tiles of outputs with the taps that occur in each (output-stationary), rows sorted by all their taps
+pairs        lists of pairs per kernel offset (weight-stationary)
+compacted    tiles of outputs with the offsets that occur in each (output-stationary), rows sorted by their offset masks
 unsorted     the same with rows in their order
-split2, split3, split4   the same in as many parts, each with the order of rows that suits its share of the taps
-table        the input of every output and tap, -1 where none: all taps are met, there or not
-..._t        the same of the transposed map
-grouped      groups of pairs of one tap
+split2, split3, split4   the same in as many parts, each with rows sorted by its share of the kernel offsets
+table        the input of every output and kernel offset, -1 if none: all offsets are computed
+..._t        the same for the transposed map
+grouped      groups of pairs of one kernel offset
 """
 
 from __future__ import annotations
@@ -34,24 +34,21 @@ _GROUPS = "map[o[g,q], k[g], i[g,q]] = 1"
 _TABLE = "map[o, k, met[o,k]] = 1"
 _TABLE_T = "map[met[i,k], k, i] = 1"
 _SPLITS = {"unsorted": 0, "compacted": 1, "split2": 2, "split3": 3, "split4": 4}
-"""Of the forms of tiles: into how many parts the taps are split; 0: rows are not sorted."""
-
+"""Number of parts into which forms of tiles split the kernel offsets; 0: rows are not sorted."""
 
 _FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cpu": (("pairs",), ("pairs",)),
     "cuda": (("compacted",), ("compacted", "compacted_t", "grouped")),
 }
-"""The forms that are passed on a device: without gradients, and with."""
-
+"""Forms passed to the planner by device type: (inference, training)."""
 
 _FEW_TAPS, _SORTED = 8, 1 << 15
-"""Taps up to which, and outputs below which, sorting rows takes longer than what it saves: it does for all windows of
-2 x 2 x 2 of a MinkUNet on a scan of 18k voxels (H200)."""
+"""Kernel offsets and outputs up to which sorting rows does not pay off (MinkUNet's 2 x 2 x 2, 18k voxels, H200)."""
 _AS_THEY_ARE = {"compacted": "unsorted", "compacted_t": "unsorted_t"}
 
 
 def form(name: str) -> StorageForm:
-    """The form of that name."""
+    """The storage form of that name."""
     return FORMS[name].stored
 
 
@@ -61,10 +58,9 @@ Sizes = Sequence[tuple[KernelMap, int, SortSpec | None]]
 
 @dataclass(frozen=True)
 class MapForm:
-    """A form and how its arrays, part after part, are read from a map. sizes: what coords.settle has to read before.
+    """A form and the function that builds its arrays, part by part. sizes: arguments of coords.read_pending_sizes.
 
-    axes: of forms that traced code has laid out by an operator (lower.layouts), the axes of each array, int32; one
-    letter for each size.
+    axes: for forms that traced code builds by an operator (lower.layouts): axes of each int32 array, a letter per size.
     """
 
     stored: StorageForm
@@ -95,13 +91,10 @@ def _grouped(found: KernelMap) -> Sequence[Arrays]:
 
 
 def planner_operands(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], list[Tensor]]:
-    """The arrays of a map for a call, with their tokens: in the forms that its device's lowerings like.
-
-    While torch.compile traces, those that are there serve; where there are none, an operator will make them.
-    """
+    """(tokens, arrays) of a map in its device's default forms; under torch.compile in the existing forms, if any."""
     if torch.compiler.is_compiling():
         liked = _liked(found, differentiable)
-        # A form without rows to sort is its own other one: operands that are passed twice are not those of their names.
+        # Without duplicates: a form that needs no sorting is its own alternative.
         either = dict.fromkeys(name for each in liked for name in (each, _AS_THEY_ARE.get(each, each)))
         return _together(found, tuple(name for name in either if found.has(("form", name))) or liked)
     return found.cached(("passed", differentiable), lambda m: _together(m, names_of(m, differentiable)))
@@ -113,12 +106,12 @@ def _together(found: KernelMap, names: Iterable[str]) -> tuple[tuple[str, ...], 
 
 
 def held(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
-    """The tokens and the arrays of a map in one form, kept with it."""
+    """(tokens, arrays) of a map in one form, cached with the map."""
     return found.cached(("form", name), lambda m: read(m, name))
 
 
 def names_of(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
-    """The forms that the planner is given of a map."""
+    """The default forms of a map for the planner."""
     names = _liked(found, differentiable)
     return names if found.volume > _FEW_TAPS else tuple(preferred_form(found, name) for name in names)
 
@@ -129,39 +122,36 @@ def _liked(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
 
 
 def preferred_form(found: KernelMap, name: str) -> str:
-    """The form of that name, or the one with rows in their order, where sorting them takes longer than it saves."""
+    """The form of that name, or its unsorted variant if sorting costs more than it saves."""
     outputs = {"compacted": found.num_outputs, "compacted_t": found.num_inputs}.get(name, _SORTED)
     return _AS_THEY_ARE[name] if found.volume <= _FEW_TAPS and outputs < _SORTED else name
 
 
 def materialize(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
-    """Lay maps out in these forms, with one read of all their sizes.
+    """Materialise maps in these forms, with one host synchronisation for all sizes.
 
-    In a CUDA graph that is captured: side by side, and beside all that comes before their first reader.
+    During CUDA graph capture they are built on side streams, concurrently with all work before their first reader.
     """
-    asked = list(dict.fromkeys((found, name) for found, names in wanted for name in names))
-    read_pending_sizes([size for found, name in asked for size in FORMS[name].sizes(found)])
-    if asked and asked[0][0].table.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _side_by_side(asked)
-    for found, name in asked:
+    missing = list(dict.fromkeys((found, name) for found, names in wanted for name in names))
+    read_pending_sizes([size for found, name in missing for size in FORMS[name].sizes(found)])
+    if missing and missing[0][0].table.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _side_by_side(missing)
+    for found, name in missing:
         held(found, name)
 
 
 _STREAMS = 4
 
 
-def _side_by_side(asked: Iterable[tuple[KernelMap, str]]) -> None:
-    """Lay maps out on streams of their own, beside all that does not read them: each takes a series of small kernels.
-
-    Maps with one table share what is made of it, and a stream. They come before what fills the device.
-    """
+def _side_by_side(wanted: Iterable[tuple[KernelMap, str]]) -> None:
+    """Materialise maps on high-priority side streams, one per table: each takes a series of small kernels."""
     main = torch.cuda.current_stream()
-    # As few as there are tables: torch has 32 of a priority, and gives them out in turns.
+    # No more streams than tables: torch has 32 per priority and assigns them round-robin.
     streams: list[torch.cuda.Stream] = []
     turns: dict[int, torch.cuda.Stream] = {}
-    for found, name in asked:
+    for found, name in wanted:
         if found.has(("form", name)):
-            # A stream that does nothing would have to be waited for as well.
+            # An idle stream would have to be waited for as well.
             continue
         stream = turns.get(id(found.table))
         if stream is None:
@@ -180,29 +170,29 @@ def _side_by_side(asked: Iterable[tuple[KernelMap, str]]) -> None:
 
 
 def counted(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
-    """The pairs of each tap, and for these forms of tiles the entries (tile, tap) of each part; with one read."""
-    asked: dict[str, Sizes] = {name: FORMS[name].sizes(found) for name in names}
+    """(pairs per kernel offset, (tile, offset) entries of each part by form); with one host synchronisation."""
+    pending: dict[str, Sizes] = {name: FORMS[name].sizes(found) for name in names}
     own = found.transpose() if found.flipped else found
-    read_pending_sizes([(own, 0, None), *(size for sizes in asked.values() for size in sizes)])
+    read_pending_sizes([(own, 0, None), *(size for sizes in pending.values() for size in sizes)])
     totals = own.cached("totals", _settled)
     entries = {
         name: tuple(sum(one.cached(("entries", block, how), _settled)) for one, block, how in sizes)
-        for name, sizes in asked.items()
+        for name, sizes in pending.items()
     }
     return tuple(totals), entries
 
 
 def tile_forms(found: KernelMap) -> tuple[str, ...]:
-    """The forms of tiles that a map can have: those with no more parts than taps."""
+    """The forms of tiles with no more parts than the map has kernel offsets."""
     return tuple(name for name, splits in _SPLITS.items() if splits <= max(1, found.volume))
 
 
 def _settled(found: KernelMap) -> Sequence[int]:
-    raise AssertionError("settle() has read it")
+    raise AssertionError("read_pending_sizes() has not cached it")
 
 
 def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
-    """The tokens and the arrays of a map in one form."""
+    """(tokens, arrays) of a map in one form."""
     form = FORMS[name]
     parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
     held = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
@@ -213,23 +203,23 @@ def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
 
 
 def _traced(found: KernelMap, name: str) -> Sequence[Arrays]:
-    """The arrays of a form that an operator lays out."""
+    """The arrays of a form, built by an operator."""
     inputs, axes = (found.num_outputs if found.flipped else found.num_inputs), FORMS[name].axes
     arrays = torch.ops.pumice.form(found.table, inputs, found.flipped, *told(found.relation), name)
     return [dict(zip(axes, arrays[at:], strict=False)) for at in range(0, len(arrays), len(axes))]
 
 
 def tile_rows_for(outputs: int) -> int:
-    """Outputs of a tile: fewer where there are too few tiles to fill a GPU.
+    """Rows of a tile for that many outputs: fewer if there were too few tiles to fill a GPU.
 
-    Of 27,548 outputs on an H200: 256 channels take 94 us in tiles of 128 and 113 in tiles of 64, 128 channels 33 and
-    35; of 21,334, 128 channels take 37 and 34.
+    H200, tiles of 128 and 64 rows: 27,548 outputs take 94 and 113 us (256 channels), 33 and 35 us (128 channels);
+    21,334 outputs take 37 and 34 us (128 channels).
     """
     return 64 if outputs < 24_000 else 128
 
 
 _GROUPS_OF = ((1_000_000, 1024), (4_000_000, 2048), (math.inf, 4096))
-"""Pairs below which groups are of so many pairs.
+"""(upper bound of the number of pairs, pairs per group).
 
 On an H200, gradients of weights in fp16, us, by the length of groups:
 pairs, channels       1024   2048   4096   8192
@@ -242,8 +232,7 @@ pairs, channels       1024   2048   4096   8192
 
 
 def group_of(found: KernelMap) -> int:
-    """Pairs of a group: some thousand, so that a group's weights are added to memory rarely; one read of their number,
-    but not for a map between buffers, of which nothing is read: there it is what there is room for."""
+    """Pairs per group, by the number of pairs (one host synchronisation), or the capacity if between buffers."""
     own = found.transpose() if found.flipped else found
     pairs = sum(counted(found)[0]) if own.between is None else pairs_in_room(own, own.between)
     return next(length for below, length in _GROUPS_OF if pairs < below)
@@ -251,7 +240,7 @@ def group_of(found: KernelMap) -> int:
 
 def _tile_sizes(found: KernelMap, splits: int) -> Sizes:
     if found.flipped and found.symmetric:
-        # Its tiles are those of the map as it was found.
+        # A symmetric map has the tiles of its transpose.
         found = found.transpose()
     return [(found, tile_rows_for(found.num_outputs), how) for how in SortSpec.splits(found.volume, splits)]
 

@@ -1,8 +1,8 @@
-"""Maxima over the inputs that each output of a kernel map meets.
+"""Max pooling over a kernel map.
 
-    y[o, c] = max over taps k with an input of x[rows[o, k], c]          0 where no tap has one
+    y[o, c] = max over kernel offsets k with an input of x[rows[o, k], c]          0 if there is no input
 
-The gradient goes to the first tap that attains the maximum; a NaN is handed on.
+The gradient goes to the first kernel offset that attains the maximum; NaN propagates.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pumice.coords import KernelMap
 from pumice.runtime.launch import KernelLauncher, has_triton
 
 _ENTRIES = 512
-"""Results of a program."""
+"""Results per program."""
 _CHANNELS = 64
-"""Channels of a program, at most."""
+"""Maximum channels per program."""
 
 
 def max_pool_rows(x: Tensor, found: KernelMap) -> Tensor:
@@ -47,7 +47,7 @@ class _Largest(torch.autograd.Function):
 
 
 def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
-    """y, and if it is to be kept the tap of each entry, -1 where there is none; int8, or int16 of many taps."""
+    """(y, kernel offset of each maximum, -1 if none; int8 or int16). kept=False: without the kernel offsets."""
     if not _by_kernels(x):
         return forward_twin(x, rows)
     (outputs, volume), channels = rows.shape, x.shape[1]
@@ -59,7 +59,7 @@ def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
 
 
 def forward_twin(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """As forward, in plain torch."""
+    """Twin of forward in plain torch."""
     top = x.new_full((rows.shape[0], x.shape[1]), -torch.inf)
     first = torch.full(top.shape, -1, dtype=_of_taps(rows.shape[1]), device=x.device)
     for tap, met in enumerate(rows.unbind(1)):
@@ -70,7 +70,7 @@ def forward_twin(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient(grad: Tensor, found: KernelMap, taps: Tensor) -> Tensor:
-    """The gradient of x, summed in float32 in the order of the taps."""
+    """The gradient of x, summed in float32 in the order of the kernel offsets."""
     if not _by_kernels(grad):
         return _spread(grad, found.rows(), taps, found.num_inputs)
     rows, channels = found.transpose().rows(), grad.shape[1]
@@ -81,7 +81,7 @@ def gradient(grad: Tensor, found: KernelMap, taps: Tensor) -> Tensor:
 
 
 def _spread(grad: Tensor, rows: Tensor, taps: Tensor, inputs: int) -> Tensor:
-    """As gradient, in plain torch; differentiable in grad."""
+    """Twin of gradient in plain torch; differentiable in grad."""
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     source = rows.gather(1, taps.long().clamp(min=0)).long().clamp(min=0)
     channels = torch.arange(grad.shape[1], device=grad.device).expand_as(source)
@@ -108,5 +108,5 @@ def _programs(rows: int, shape: dict[str, int]) -> int:
 
 @lru_cache(maxsize=4)
 def _kernel(name: str) -> KernelLauncher:
-    """Its file is imported here first: it needs Triton."""
+    """Imported lazily: needs Triton."""
     return KernelLauncher(getattr(importlib.import_module("pumice.lower.max_pool_kernels"), name))

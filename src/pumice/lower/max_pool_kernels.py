@@ -1,7 +1,4 @@
-"""Kernels of maxima over the inputs that each output meets.
-
-Only `largest.py`, where the twins in plain torch are, imports this file: it needs Triton.
-"""
+"""Kernels of max pooling. Imported lazily by `max_pool.py`, which holds the twins in plain torch: needs Triton."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
@@ -22,7 +19,7 @@ def largest(
     x, rows, y, taps, outputs: "i64", C: tl.constexpr, VOLUME: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     KEPT: tl.constexpr
 ):  # fmt: skip
-    """y[o, c] = the largest x[rows[o, k], c], 0 without one; taps[o, c] = the first k that has it, -1 without one."""
+    """y[o, c] = max over k of x[rows[o, k], c], 0 if none; taps[o, c] = the first k that attains it, -1 if none."""
     o, c = _place(C, ROWS, LANES)
     within = c < C
     top = tl.full([ROWS, LANES], float("-inf"), tl.float32)
@@ -30,7 +27,7 @@ def largest(
     for tap in range(VOLUME):
         met = tl.load(rows + o * VOLUME + tap, mask=o < outputs, other=-1).to(tl.int64)[:, None]
         value = tl.load(x + met * C + c, mask=(met >= 0) & within, other=0.0).to(tl.float32)
-        # A NaN is handed on, the last of several.
+        # NaN propagates, the last of several.
         better = (met >= 0) & ((value > top) | (value != value) | (first < 0))
         top = tl.where(better, value, top)
         first = tl.where(better, tap, first)
@@ -44,7 +41,7 @@ def largest(
 def gradient(
     grad, rows, taps, dx, inputs: "i64", C: tl.constexpr, VOLUME: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """dx[i, c] = the sum over taps k of grad[rows[i, k], c] where taps[rows[i, k], c] = k."""
+    """dx[i, c] = sum over k of grad[rows[i, k], c] where taps[rows[i, k], c] = k."""
     i, c = _place(C, ROWS, LANES)
     within = c < C
     found = tl.zeros([ROWS, LANES], tl.float32)

@@ -1,18 +1,17 @@
-"""Convolutions by library products: where the features of a map's pairs are put together, multiplied and added up.
+"""Convolutions by library products: gather, multiply, scatter.
 
-    y[o, g*n] += x[i, g*c] * w[g*n, k, c]          forward; the input gradient is the same of the transposed map
-    w[g*n, k, c] += x[i, g*c] * y[o, g*n]          weight gradient                     for every meeting (o, k, i)
+    y[o, g*n] += x[i, g*c] * w[g*n, k, c]          forward; the input gradient is that of the transposed map
+    w[g*n, k, c] += x[i, g*c] * y[o, g*n]          weight gradient                     for every pair (o, k, i)
 
 explicit        im2col: columns[o, k, c] of many outputs at once, 0 where there is no input, and one product
-vectorised      for each group of taps: gather, multiply, add to the outputs (TorchSparse, MLSys 2022)
-fused           one gather of all pairs, tap after tap, products group by group, and one scatter
-locality-aware  the same, but each output adds up its own products, one after the other: nothing is scattered, and the
-                sums run in one order
+vectorised      for each group of kernel offsets: gather, multiply, scatter-add (TorchSparse, MLSys 2022)
+fused           one gather of all pairs, sorted by kernel offset, a product per group, and one scatter-add
+locality-aware  the same with a segment sum per output instead of the scatter, in a fixed order
 
-The last is what TorchSparse's public code (2.1) does to write. To read it also goes through the inputs, each read
-once and written to all its slots; here every slot reads its own. It adds halves up in half precision, and multiplies
-the middle tap of a submanifold map without gathering it; here sums are in float32 at least, and the middle tap is
-gathered. On a GPU products of half precision are kept in it, as there.
+The last writes as TorchSparse's public code (2.1) does. That code also reads by input, each once into all its slots;
+here every slot reads its input. It accumulates halves in half precision and multiplies the centre offset of a
+submanifold map without a gather; here sums are in float32 at least, and the centre offset is gathered. As there,
+half-precision products on a GPU are stored in half precision.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from pumice.lower import reference
 from pumice.schedule.grouping import Grouping
 
 _COLUMNS = 1 << 28
-"""Bytes of columns that are held at once."""
+"""Maximum bytes of columns held at a time."""
 
 
 # Explicit
 def columns_forward(x: Tensor, weight: Tensor, found: KernelMap, groups: int) -> Tensor:
-    """y[o, g*n] = columns[o, g, k*c] @ w[g, k*c, n], slice by slice of the outputs."""
+    """y[o, g*n] = columns[o, g, k*c] @ w[g, k*c, n], by slices of the outputs."""
     volume, channels = weight.shape[1:]
     x = _worked(x)
     filters = weight.to(x.dtype).reshape(groups, -1, volume * channels).transpose(1, 2)
@@ -45,7 +44,7 @@ def columns_forward(x: Tensor, weight: Tensor, found: KernelMap, groups: int) ->
 
 
 def columns_weight_gradient(x: Tensor, y: Tensor, found: KernelMap, groups: int) -> Tensor:
-    """w[g, n, k*c] = y[o, g, n]^T @ columns[o, g, k*c], added up over slices of the outputs."""
+    """w[g, n, k*c] = y[o, g, n]^T @ columns[o, g, k*c], summed over slices of the outputs."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x, y = _worked(x), _worked(y)
     channels, volume = x.shape[1] // groups, found.volume
@@ -56,9 +55,9 @@ def columns_weight_gradient(x: Tensor, y: Tensor, found: KernelMap, groups: int)
 
 
 def _columns(x: Tensor, found: KernelMap, groups: int) -> Iterator[tuple[slice, Tensor]]:
-    """[rows, groups, K * C] of a slice of the outputs: the inputs that they meet, 0 where they meet none."""
+    """(slice of the outputs, its columns [rows, groups, K * C]); 0 where there is no input."""
     table = found.cached("padded rows", _padded_rows)
-    # An infinity in a row that is not met must not be multiplied, by 0 either.
+    # A zero row instead of a mask: inf * 0 would be NaN.
     x = torch.cat([x, x.new_zeros(1, x.shape[1])])
     each = max(1, found.volume * x.shape[1] * x.element_size())
     step = max(1, _COLUMNS // each)
@@ -76,7 +75,7 @@ def _padded_rows(found: KernelMap) -> Tensor:
 
 # Gather, multiply, scatter
 class SlotBlock(NamedTuple):
-    """Slots first to last: as many of each of these taps."""
+    """Slots first to last: the same number for each of these kernel offsets."""
 
     first: int
     last: int
@@ -85,11 +84,11 @@ class SlotBlock(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PairLayout:
-    """Where the pairs of a map lie while they are multiplied, in slots: one block after the other, tap after tap.
+    """Slots in which the pairs of a map are multiplied, sorted by block and kernel offset.
 
-    gather, scatter int64 [S]: the input and the output of each slot; of those filled up 0, and the row past the last.
-    filling int64: the slots that are filled up. order int64 [P]: the slots that are not, by output and then by tap;
-    starts int64 [rows]: where each output's begin. chosen: taps of each block of several, on the device.
+    gather, scatter int64 [S]: input and output of each slot; padding slots have input 0 and output num_outputs.
+    filling int64: the padding slots. order int64 [P]: the other slots, sorted by output, then by kernel offset;
+    starts int64 [rows]: first position of each output. chosen: kernel offsets of blocks of several, on the device.
     """
 
     blocks: tuple[SlotBlock, ...]
@@ -102,7 +101,7 @@ class PairLayout:
 
 
 def layout(found: KernelMap, grouping: Grouping) -> PairLayout:
-    """The layout of a map, kept with it."""
+    """The layout of a map, cached with the map."""
     return found.cached(("layout", grouping), lambda m: _laid_out(m, grouping))
 
 
@@ -127,7 +126,7 @@ def _laid_out(found: KernelMap, grouping: Grouping) -> PairLayout:
 
 
 def _blocks(grouping: Grouping, counts: list[int]) -> Iterator[SlotBlock]:
-    """The products of the groups, as long as each has pairs."""
+    """The non-empty blocks of slots."""
     first = 0
     for group in grouping.groups(counts):
         for taps in [group.taps] if group.batched else [(tap,) for tap in group.taps]:
@@ -138,7 +137,7 @@ def _blocks(grouping: Grouping, counts: list[int]) -> Iterator[SlotBlock]:
 
 
 def forward_by_group(x: Tensor, weight: Tensor, how: PairLayout, rows: int, groups: int) -> Tensor:
-    """Each group of taps is gathered, multiplied and added to the outputs before the next."""
+    """Gather, multiply and scatter-add, one group of kernel offsets after another."""
     x, filters, out = _given(x, weight, rows, groups)
     for number, block in enumerate(how.blocks):
         at = slice(block.first, block.last)
@@ -149,13 +148,13 @@ def forward_by_group(x: Tensor, weight: Tensor, how: PairLayout, rows: int, grou
 
 
 def forward_fused(x: Tensor, weight: Tensor, how: PairLayout, rows: int, groups: int) -> Tensor:
-    """All pairs are gathered, all products multiplied, and all added to the outputs."""
+    """Gather all pairs, multiply, scatter-add all products."""
     x, filters, out = _given(x, weight, rows, groups)
     return out.index_add_(0, how.scatter, _all_products(x, filters, how).to(out.dtype))[:rows]
 
 
 def forward_in_order(x: Tensor, weight: Tensor, how: PairLayout, rows: int, groups: int) -> Tensor:
-    """The same, but every output adds up its own products."""
+    """Gather all pairs, multiply, sum the products of each output in a fixed order."""
     x, filters, _ = _given(x, weight, 0, groups)
     if not len(how.order) or not weight.shape[0]:
         return x.new_zeros(rows, weight.shape[0])
@@ -164,7 +163,7 @@ def forward_in_order(x: Tensor, weight: Tensor, how: PairLayout, rows: int, grou
 
 
 def weight_gradient(x: Tensor, y: Tensor, how: PairLayout, shape: tuple[int, int], fused: bool) -> Tensor:
-    """w[g*n, k, c]: of each block x^T @ y, both sides gathered at once or block by block; shape: (taps, groups)."""
+    """w[g*n, k, c]: x^T @ y per block; fused: gather all at once; shape: (kernel volume, groups)."""
     (volume, groups), kind = shape, torch.promote_types(x.dtype, torch.float32)
     x, y = _worked(x), torch.cat([_worked(y), _worked(y).new_zeros(1, y.shape[1])])
     channels, width = x.shape[1] // groups, y.shape[1] // groups
@@ -184,7 +183,7 @@ def weight_gradient(x: Tensor, y: Tensor, how: PairLayout, shape: tuple[int, int
 
 
 def _sides(x: Tensor, y: Tensor, how: PairLayout, at: slice) -> tuple[Tensor, Tensor]:
-    """Inputs and outputs of the slots; 0 on both sides where they are filled up."""
+    """Inputs and outputs of the slots; 0 on both sides for padding slots."""
     left, right = x.index_select(0, how.gather[at]), y.index_select(0, how.scatter[at])
     if not len(how.filling):
         return left, right
@@ -192,7 +191,7 @@ def _sides(x: Tensor, y: Tensor, how: PairLayout, at: slice) -> tuple[Tensor, Te
 
 
 def _given(x: Tensor, weight: Tensor, rows: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, filters [K, G, C, N], and where outputs add up, with a row for what is filled up."""
+    """(features, filters [K, G, C, N], zeroed accumulator with an extra row for padding slots)."""
     x = _worked(x)
     filters = reference.grouped(weight.to(x.dtype).contiguous(), groups)
     return x, filters, x.new_zeros(rows + 1, weight.shape[0], dtype=reference.accumulator(x.dtype))
@@ -203,7 +202,7 @@ def _all_products(x: Tensor, filters: Tensor, how: PairLayout) -> Tensor:
 
 
 def multiplied(gathered: Tensor, filters: Tensor, how: PairLayout) -> Tensor:
-    """The products alone of rows that were gathered: [S, G * C] and filters [K, G, C, N] give [S, G * N]."""
+    """Products of gathered rows [S, G * C] and filters [K, G, C, N]: [S, G * N]."""
     products = gathered.new_empty(len(gathered), filters.shape[1] * filters.shape[3])
     for number, block in enumerate(how.blocks):
         at = slice(block.first, block.last)
@@ -212,7 +211,7 @@ def multiplied(gathered: Tensor, filters: Tensor, how: PairLayout) -> Tensor:
 
 
 def _filters(filters: Tensor, how: PairLayout, number: int) -> Tensor:
-    """[T, G, C, N] of the taps of a block."""
+    """Filters [T, G, C, N] of the kernel offsets of a block."""
     chosen = how.chosen[number]
     if chosen is not None:
         return filters.index_select(0, chosen)
@@ -221,7 +220,7 @@ def _filters(filters: Tensor, how: PairLayout, number: int) -> Tensor:
 
 
 def _multiplied(rows: Tensor, filters: Tensor, out: Tensor) -> None:
-    """Rows [T * M, G * C], M of each tap, times [T, G, C, N] into out [T * M, G * N]."""
+    """Rows [T * M, G * C], M per kernel offset, times [T, G, C, N] into out [T * M, G * N]."""
     taps, groups, channels, width = filters.shape
     if taps == groups == 1:
         torch.mm(rows, filters[0, 0], out=out)
@@ -239,7 +238,7 @@ def _split(rows: Tensor, taps: int, groups: int) -> Tensor:
 
 
 def _worked(x: Tensor) -> Tensor:
-    """What is multiplied: half precisions as they are on a GPU, which adds up in float32, else in float32."""
+    """Contiguous x in its compute dtype: half precision only on a GPU, which accumulates in float32."""
     return x.contiguous() if x.is_cuda else x.to(reference.accumulator(x.dtype)).contiguous()
 
 

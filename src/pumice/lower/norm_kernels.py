@@ -1,7 +1,4 @@
-"""Kernels of batch normalisation over the first rows of a buffer.
-
-Only `norm.py`, where the twins in plain torch are, imports this file: it needs Triton.
-"""
+"""Kernels of norm.py, padding.py and columns.py, which hold the plain-torch twins. Imported lazily: needs Triton."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
@@ -28,16 +25,16 @@ def _affine(values, weight, bias, c, C: tl.constexpr, WEIGHT: tl.constexpr, BIAS
 
 @triton.jit
 def _room(halves):
-    """Bytes as numbers."""
+    """Workspace bytes as float32 pointer."""
     return halves.to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
 def _last(waiting, parts, C: tl.constexpr, LANES: tl.constexpr):
-    """Whether all other parts of these channels have left what they found; then the counter is 0 again."""
+    """True in the last program of these channels to store its partial sums, which resets the counter."""
     sides: tl.constexpr = (C + LANES - 1) // LANES
     where = waiting + tl.program_id(0) % sides
-    # All threads have stored when one of them counts the program.
+    # All threads must have stored before one of them increments the counter.
     tl.debug_barrier()
     done = tl.atomic_add(where, 1, sem="acq_rel") == parts - 1
     if done:
@@ -47,7 +44,7 @@ def _last(waiting, parts, C: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _around(mean, spread, seen):
-    """The mean over rows, each of which has seen so many, and the sum of squares around it."""
+    """Merge rows of (mean, sum of squares around it, number of values) into (mean, sum of squares)."""
     total = tl.maximum(tl.sum(seen, axis=0)[None, :], 1.0)
     centre = tl.sum(mean * (seen / total), axis=0)[None, :]
     apart = mean - centre
@@ -63,15 +60,14 @@ def moments(
 ):  # fmt: skip
     """pair [2, C]: mean and 1 / sqrt(variance + eps) of all rows.
 
-    Those that are known follow, by the momentum, or by 1 / tracked where they are to be the MEAN of all so far. With
-    OFFSET those that are known are of rows to which it was added. Each part, which is every parts-th block of rows,
-    leaves its mean and the sum of squares around it in halves [2, parts, C]; the last one puts them together, in the
-    same order each time.
+    With FOLLOWS the running statistics are updated by momentum, or by 1 / tracked for a cumulative MEAN; with OFFSET
+    the running mean includes the offset. Each part (every parts-th block of rows) stores its mean and sum of squares in
+    halves [2, parts, C]; the last program merges them in a fixed order.
     """
     halves = _room(halves)
     part, c = _place(C, LANES)
     rows = tl.load(count)
-    # Each entry of the block follows the mean of what it has seen: no sums over rows, which the next loads would await.
+    # A running mean per entry of the block: no reduction over rows within the loop, which would stall the loads.
     mean = tl.zeros([ROWS, LANES], tl.float32)
     spread = tl.zeros([ROWS, LANES], tl.float32)
     seen = tl.zeros([ROWS, 1], tl.float32)
@@ -124,8 +120,8 @@ def moments(
 def _joined_moments(
     halves, rows, parts, c, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
-    """The mean of all rows and the sum of squares around it."""
-    # How many rows a part has: whole blocks, and what is left of the last one.
+    """(mean of all rows, sum of squares around it)."""
+    # Rows of a part: whole blocks, and the remainder in one of them.
     blocks, left = rows // ROWS, rows % ROWS
     step = parts.to(tl.int32)
     mean = tl.zeros([SLOTS, LANES], tl.float32)
@@ -150,8 +146,7 @@ def normalise(
     x, count, pair, weight, bias, residual, y, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """y = (x - mean) * scale * weight + bias, with mean and scale in pair [2, C], plus residual with ADDS; with RELU 0
-    where that is below."""
+    """y = (x - mean) * scale * weight + bias, mean and scale in pair [2, C]; ADDS: + residual; RELU: max(y, 0)."""
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None]
     rows = tl.load(count)
@@ -172,7 +167,7 @@ def _let_through(
     values, apart, y, weight, bias, c, live, C: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ADDS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """With RELU the gradient counts where the result is above 0, which with ADDS is read; y: its addresses."""
+    """Gradient before the ReLU; with ADDS the result is loaded from the addresses y, else recomputed."""
     if RELU:
         if ADDS:
             result = tl.load(y, mask=live, other=0).to(tl.float32)
@@ -188,8 +183,7 @@ def products(
     ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """sums [2, C]: those of grad, and of grad * (x - mean) * scale; of parts in halves, as in `moments`. STEP: from row
-    to row of grad."""
+    """sums [2, C]: of grad and of grad * (x - mean) * scale; partial sums in halves. STEP: row stride of grad."""
     halves = _room(halves)
     part, c = _place(C, LANES)
     rows = tl.load(count)
@@ -228,8 +222,8 @@ def gradient(
     LANES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr,
     STEP: tl.constexpr
 ):  # fmt: skip
-    """dx = scale * weight * (grad - (sums[0] + (x - mean) * scale * sums[1]) / rows), where grad counts; with ADDS and
-    RELU dresidual = grad there, too. STEP: from row to row of grad."""
+    """dx = scale * weight * (grad - (sums[0] + (x - mean) * scale * sums[1]) / rows), grad masked by the ReLU; with
+    ADDS and RELU dresidual is that grad. STEP: row stride of grad."""
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None]
     rows = tl.load(count)
@@ -244,7 +238,7 @@ def gradient(
         if ADDS and RELU:
             tl.store(dresidual + at, own, mask=live)
         shared = apart * tl.load(sums + C + c, mask=c < C, other=0) + tl.load(sums + c, mask=c < C, other=0)
-        # Fewer than two rows were normalised by what does not depend on them.
+        # The statistics of fewer than two rows are constants.
         share = tl.where(rows > 1, 1.0 / tl.maximum(rows, 1), 0.0)
         if WEIGHT:
             factor *= tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
@@ -253,12 +247,12 @@ def gradient(
 
 @triton.jit(do_not_specialize=["total", "channels"])
 def clear_rows(values, count, total: tl.int64, channels: tl.int64, BLOCK: tl.constexpr):
-    """0 behind the first `count` rows of so many channels, up to `total` values."""
+    """values[r, :] = 0 for padding rows r >= count, `total` values in all."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     living = tl.load(count) * channels
     at, nothing = first + tl.arange(0, BLOCK), tl.zeros((BLOCK,), values.dtype.element_ty)
     if (first >= living) & (first + BLOCK <= total):
-        # Without a mask stores are as wide as they can be.
+        # Stores without a mask are vectorised.
         tl.store(values + at, nothing)
     elif first + BLOCK > living:
         tl.store(values + at, nothing, mask=(at >= living) & (at < total))
@@ -270,7 +264,7 @@ def put_columns(
     FROM: tl.constexpr, TO: tl.constexpr, BEGIN: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """wide[r, BEGIN + c] = values[r, c] for r < rows, c < COLUMNS; FROM, TO: from row to row."""
+    """wide[r, BEGIN + c] = values[r, c] for r < rows, c < COLUMNS; FROM, TO: row strides."""
     r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     c = tl.arange(0, LANES)[None, :]
     there = (r < rows) & (c < COLUMNS)

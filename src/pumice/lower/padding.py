@@ -1,4 +1,4 @@
-"""Rows of a buffer that do not live, cleared."""
+"""Zeroing of the padding rows of a buffer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch import Tensor
 from pumice.runtime.launch import KernelLauncher, has_triton
 
 _BLOCK = 4096
-"""Values of one program: nearly all have nothing to do, and end."""
+"""Values per program; nearly all programs have nothing to do and exit."""
 
 
 def zero_padding_rows(values: Tensor, count: Tensor) -> None:
-    """0 in the rows of values [N, C] behind the first `count` (int32 [1]): in place, and no gradient hears of it.
-
-    Raises nothing: values are contiguous.
-    """
+    """values[count:] = 0 in place, invisible to autograd; values [N, C] contiguous, count int32 [1] on the device."""
     if not has_triton(values):
         return zero_padding_rows_twin(values, count)
     total = values.numel()
@@ -26,12 +23,12 @@ def zero_padding_rows(values: Tensor, count: Tensor) -> None:
 
 
 def zero_padding_rows_twin(values: Tensor, count: Tensor) -> None:
-    """As clear_rows, in plain torch."""
-    # Not detach(): what others have saved of the tensor is no other for this.
+    """Twin of zero_padding_rows in plain torch."""
+    # .data instead of detach(): the version counter of saved tensors must not change.
     values.data.masked_fill_(torch.arange(values.shape[0], device=values.device)[:, None] >= count, 0)
 
 
 @lru_cache(maxsize=1)
 def _kernel() -> KernelLauncher:
-    """Its file is imported here first: it needs Triton."""
+    """Imported lazily: needs Triton."""
     return KernelLauncher(importlib.import_module("pumice.lower.norm_kernels").clear_rows)

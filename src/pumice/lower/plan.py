@@ -1,8 +1,8 @@
-"""From a call to kernels: which form of each sparse operand, which lowering of each step, by what it would cost.
+"""Planner: choose a form of each sparse operand and a lowering of each step by the cost model.
 
-read(names)      what the operands of a call are
-options(...)     every form and lowering, with its cost or the reason why not
-execute(...)     the cheapest of them, run
+read(names)      parse the operand names of a call
+options(...)     every form and lowering, with its cost or the reason for refusal
+execute(...)     run the cheapest one
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Lowering:
-    """A way of computing a step.
-
-    refusal(statement, bound, operands) -> why not, or None; run(bound, operands, dtype) -> the result;
-    work(statement, bound, operands) -> what is to be done.
-    """
+    """An implementation of a step: reason for refusal or None, the result, and the work for the cost model."""
 
     refusal: Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None]
     run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor]
@@ -49,9 +45,9 @@ class Lowering:
 
 @dataclass(frozen=True)
 class OperandLayout:
-    """What a call passes: names of dense operands, forms of sparse ones with their arrays, shapes, integers.
+    """Parsed operand names of a call: dense operands, forms of sparse ones with their arrays, shapes, integers.
 
-    places: the position of each tensor, by (operand, form, part, local array); form "" of a dense operand.
+    places: the position of each tensor, by (operand, form, part, local array); form "" for a dense operand.
     """
 
     dense: tuple[str, ...]
@@ -63,7 +59,7 @@ class OperandLayout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form for each sparse operand and a lowering for each step; why it is refused, or what it costs in seconds."""
+    """A form of each sparse operand and a lowering of each step, with the estimated seconds or a reason for refusal."""
 
     forms: tuple[tuple[str, str], ...]
     lowerings: tuple[str, ...]
@@ -79,7 +75,7 @@ def token(operand: str, form: str, part: int, local: str) -> str:
 
 @lru_cache(maxsize=1024)
 def read(names: str) -> OperandLayout:
-    """What "X|W|map@pairs@0@o|...;A=4096x4096;STR=2" says: tokens in the order of the tensors, shapes, integers."""
+    """Parse "X|W|map@pairs@0@o|...;A=4096x4096;STR=2": tokens in the order of the tensors, shapes, integers."""
     tokens, *rest = names.split(";")
     dense: list[str] = []
     places: dict[tuple[str, str, int, str], int] = {}
@@ -111,7 +107,7 @@ def _stored(form: str, parts: Mapping[int, set[str]]) -> StorageForm:
 
 @lru_cache(maxsize=1024)
 def statement_of(text: str, names: str) -> Statement:
-    """The statement of a call; max= and min= take the target's old values where it is passed."""
+    """The statement of a call; max= and min= include the target's old values if it is passed."""
     given = read(names)
     statement = parse(text, given.integers)
     if statement.reduction in ("max", "min") and statement.target.name in given.dense:
@@ -121,13 +117,13 @@ def statement_of(text: str, names: str) -> Statement:
 
 @lru_cache(maxsize=4096)
 def rewritten(text: str, names: str, forms: tuple[tuple[str, str], ...]) -> LoweredStatement:
-    """The steps of a call over the arrays of these forms."""
+    """The steps of a call, lowered to the arrays of these forms."""
     given = read(names)
     return lower_statement(statement_of(text, names), {name: given.forms[name][form] for name, form in forms})
 
 
 def sizes(text: str, names: str, shapes: Sequence[Sequence[int]], shape: Sequence[int] | None) -> BoundStatement:
-    """The sizes of a call as the user sees it: sparse operands count with the shape they stand for."""
+    """The sizes of a call, sparse operands with their logical (dense) shape."""
     given = read(names)
     known = dict(given.shapes)
     known.update((name, tuple(shapes[given.places[name, "", 0, ""]])) for name in given.dense)
@@ -136,9 +132,9 @@ def sizes(text: str, names: str, shapes: Sequence[Sequence[int]], shape: Sequenc
 
 @dataclass(frozen=True, eq=False)
 class PlanStep:
-    """A step made ready: what runs it with its tensors by name, and where those are among the operands.
+    """An executable step, and the positions of its tensors among the operands, by name.
 
-    run(tensors, before) adds to what the steps before have found, which it may write to; None: it is the first.
+    run(tensors, before) adds to `before`, the sum of the earlier steps (None for the first), and may overwrite it.
     """
 
     run: Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
@@ -147,10 +143,10 @@ class PlanStep:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A call made ready for operands of certain shapes, dtypes and devices.
+    """Executable plan of a call for given shapes, dtypes and devices.
 
-    old: where the target's old values are among the operands, if they take part. finishes: whether the last part does
-    the epilogue, too; kept: the dtype of the result behind it.
+    old: position of the target's old values among the operands, if they are used. finishes: the last part applies the
+    epilogue. result_dtype: dtype after the epilogue.
     """
 
     parts: tuple[PlanStep, ...]
@@ -162,7 +158,7 @@ class Plan:
 
 
 def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
-    """The result of a call. `shape` is the target's; None: it is inferred, and the sizes are checked as users want."""
+    """The result of a call. shape: of the target; None: inferred, with strict checks of the sizes."""
     return execute_plan(ready_for(operands, names, text, shape, lowering), operands)
 
 
@@ -175,10 +171,7 @@ def ready_for(
     finish: EpilogueSignature = NO_EPILOGUE,
     kept: torch.dtype | None = None,
 ) -> Plan:
-    """A call made ready, once for operands of these shapes, dtypes and devices.
-
-    finish: of the epilogue to come. kept: the result's dtype, where it is another than the operands' tell.
-    """
+    """The cached plan of a call. finish: signature of the epilogue; kept: dtype of the result, default: by operands."""
     key = (
         text,
         names,
@@ -193,7 +186,7 @@ def ready_for(
         return known
     if finish == NO_EPILOGUE:
         return _READY.keep(key, _prepared(operands, names, text, shape, lowering, kept))
-    # What is not yet finished is not rounded, either.
+    # Results are rounded after the epilogue only.
     dtype = result_dtype(operands, names, text)
     made = _prepared(operands, names, text, shape, lowering, torch.promote_types(dtype, torch.float32))
     made = replace(made, result_dtype=kept or finish.dtype or dtype)
@@ -202,11 +195,11 @@ def ready_for(
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A call whose map is given once and for all.
+    """Planning request for a call with a bound map.
 
-    steady: the places of operands whose first axis does not count rows or entries; behind the last one is that of the
-    result. free: the places of operands that each call brings, in its order. piece: entries that one program takes of a
-    segment that several share (schedule.tile.Tile), 0 where the tile says it. kept: as in ready_for.
+    static_rows: operand positions whose first axis has a fixed size; position len(operands) stands for the result.
+    runtime_operands: positions of the operands passed per call, in its order. piece: entries per program of a shared
+    segment (stream_k_chunk of schedule.tile.Tile), 0: that of the tile. kept: as in ready_for.
     """
 
     names: str
@@ -221,21 +214,17 @@ class PlanRequest:
 
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
-"""What counts of an operand of a call: its shape, where its first axis counts rounded, its dtype and device."""
+"""Shape (number of rows rounded to a bucket), dtype and device of an operand."""
 
 
 def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
-    """steady: whether its first axis does not count rows or entries."""
+    """Kind of an operand. static_rows: its first axis has a fixed size."""
     shape = operand.shape
     return shape if static_rows else (size_bucket(shape[0]), *shape[1:]), operand.dtype, operand.device
 
 
 def bound_plan(operands: Sequence[Tensor], ask: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
-    """A call made ready and `bind_operands`, in some microseconds after others of about the same sizes.
-
-    First axes that count are rounded (schedule.tile.about): what is chosen is chosen for that, once for all. kinds:
-    those of the operands that are known already.
-    """
+    """The plan of a call with its map bound, chosen and cached by size bucket. kinds: of the operands, if known."""
     steady, count = ask.static_rows, len(operands)
     given = kinds or (None,) * count
     kinds = [k or kind_of(t, n in steady) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
@@ -254,9 +243,9 @@ def bound_plan(operands: Sequence[Tensor], ask: PlanRequest, kinds: Sequence[Kin
 
 @dataclass(frozen=True, eq=False)
 class ResizableStep:
-    """A part that is one kernel, for calls that differ in sizes and in what they hold.
+    """A step of one kernel, for calls of other sizes and bound operands.
 
-    held: the places of the operands that are held, by name; left: which of the others, in their order, it takes.
+    held: positions of the bound operands, by name; left: positions of its others among the runtime operands.
     """
 
     run: kernels.KernelExecutor
@@ -274,7 +263,7 @@ class ResizableStep:
 
 @dataclass(frozen=True, eq=False)
 class BucketedPlan:
-    """A call made ready for all of about the same sizes; sized: its parts, None where each is made ready by itself."""
+    """Plan shared by all calls of one size bucket; sized: its steps, None if each call must be planned separately."""
 
     ready: Plan
     sized: tuple[ResizableStep, ...] | None
@@ -298,7 +287,7 @@ def _ready_for(operands: Sequence[Tensor], ask: PlanRequest, shape: tuple[int, .
 
 
 def _in_pieces(ready: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
-    """The same with long segments shared by programs where kernels run; a CPU has no programs to share them."""
+    """The plan with long segments split between programs (stream-K) in its kernels."""
     if not piece:
         return ready
     parts = []
@@ -312,7 +301,7 @@ def _in_pieces(ready: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
 
 
 def _with_finish(ready: Plan, finish: EpilogueSignature, device: torch.device) -> Plan:
-    """The same with the epilogue in the last kernel, if it is one that can have it."""
+    """The plan with the epilogue fused into the last kernel, if that supports one."""
     last = ready.parts[-1] if ready.parts else None
     if last is None or not isinstance(last.run, kernels.KernelExecutor) or not last.run.finishes:
         return ready
@@ -323,9 +312,9 @@ def _with_finish(ready: Plan, finish: EpilogueSignature, device: torch.device) -
 
 
 def bind_operands(ready: Plan, operands: Sequence[Tensor], runtime_operands: Sequence[int]) -> Plan:
-    """The same with its operands given once and for all but those at `runtime_operands`, which it takes in this order.
+    """Bind all operands but those at `runtime_operands`, which calls pass in this order.
 
-    They are not written to any more; the target's old values are not among them.
+    Bound operands must not be written to afterwards, and cannot include the target's old values.
     """
     order = {place: number for number, place in enumerate(runtime_operands)}
     parts = []
@@ -341,14 +330,13 @@ Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
 
 
 def _given(run: Run, held: Mapping[str, Tensor]) -> Run:
-    """What runs a step with these tensors and others."""
     if isinstance(run, kernels.KernelExecutor):
         return run.holding(held)
     return lambda tensors, before: run({**held, **tensors}, before)
 
 
 def execute_plan(ready: Plan, operands: Sequence[Tensor], epilogue: Epilogue | None = None) -> Tensor:
-    """The result of a call that was made ready, with its epilogue."""
+    """Execute a plan and apply the epilogue."""
     if epilogue is None:
         return _computed(ready, operands, {})
     inside = epilogue.operands if ready.finishes else {}
@@ -357,7 +345,7 @@ def execute_plan(ready: Plan, operands: Sequence[Tensor], epilogue: Epilogue | N
 
 
 def _computed(ready: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
-    """What the parts find; `more` are operands of the last one."""
+    """Sum of the parts; more: additional operands of the last one."""
     out: Tensor | None = None
     for number, part in enumerate(ready.parts, 1):
         if part.places or not operands:
@@ -366,7 +354,7 @@ def _computed(ready: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor
                 tensors.update(more)
             out = part.run(tensors, out)
         else:
-            # A term without tensors was computed where it could be.
+            # A term without tensors is computed on the CPU.
             result = part.run({}, None).to(operands[0].device)
             out = result if out is None else out + result
     if out is not None:
@@ -380,7 +368,7 @@ def _computed(ready: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor
 def tune(
     operands: Sequence[Tensor], names: str, text: str, lowering: str
 ) -> list[tuple[Statement, dict[kernels.Tile, float]]]:
-    """Time the tiles of every step that is a kernel, and keep the best; the times by step."""
+    """Autotune the tiles of every step that is a kernel; seconds by tile of each step."""
     ready = _prepared(operands, names, text, None, lowering)
     found = []
     for part in ready.parts:
@@ -414,11 +402,11 @@ def _prepared(
     for number, step in enumerate(option.steps):
         read_here = {access.name for access in accesses_of(step)}
         used = tuple((name, place) for name, place in places.items() if name in read_here)
-        # The target's old values enter with the first step.
+        # The first step adds the target's old values.
         step = replace(step, accumulate=False) if number else step
         tensors = {name: operands[place] for name, place in used}
         bound = step_bound(step, tensors, shape)
-        # What is added to is rounded once, by the last step.
+        # Accumulate in float32; only the last step rounds.
         last = number == len(option.steps) - 1 or not dtype.is_floating_point
         kind = dtype if last else torch.promote_types(dtype, torch.float32)
         parts.append(PlanStep(_runner(option.lowerings[number], bound, tensors, kind, precision), used))
@@ -428,12 +416,12 @@ def _prepared(
 
 
 def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
-    """The cheapest option of a lowering, and of all where one that is only preferred cannot do it."""
+    """The cheapest option of a lowering, or of all if a merely preferred one is refused."""
     wanted = lowering.removesuffix(PREFERRED)
     name = wanted.partition("/")[0]
     try:
         option = chosen(operands, names, text, shape, name)
-        # The choice was made for sizes like these, not for these.
+        # The cached choice is for a bucket of sizes and may be refused for these.
         stale = _refused(option, operands, names, text, shape)
         return _cheapest(operands, names, text, shape, name) if stale else option
     except OptionError:
@@ -445,7 +433,7 @@ def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int,
 def _runner(
     name: str, bound: BoundStatement, tensors: Mapping[str, Tensor], dtype: torch.dtype, precision: str
 ) -> Callable[[Mapping[str, Tensor], Tensor | None], Tensor]:
-    """What runs a step with its tensors."""
+    """The function that runs a step with its tensors."""
     if name == "triton":
         return kernels.runner(bound, dtype, None, precision)
     if name == "chained":
@@ -465,7 +453,7 @@ def _runner(
 
 
 def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dtype:
-    """The dtype of the values that are read, and of the target where it is read too; float32 for 8-bit values."""
+    """The promoted dtype of the values (and of the target if it is read); 8-bit values count as float32."""
     kinds = [torch.float32 if t.dtype in loops.EIGHT_BITS else t.dtype for t in value_tensors(operands, names, text)]
     found = kinds[0] if kinds else torch.float32
     for kind in kinds[1:]:
@@ -474,7 +462,7 @@ def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dty
 
 
 def value_tensors(operands: Sequence[Tensor], names: str, text: str) -> list[Tensor]:
-    """The tensors whose values enter the result: not index arrays."""
+    """The tensors whose values enter the result, without index arrays."""
     given, statement = read(names), statement_of(text, names)
     values = loops.value_names(statement)
     found = [operands[given.places[name, "", 0, ""]] for name in values if name in given.dense]
@@ -487,7 +475,7 @@ def value_tensors(operands: Sequence[Tensor], names: str, text: str) -> list[Ten
 
 
 def array_places(names: str, text: str, forms: tuple[tuple[str, str], ...]) -> dict[str, int]:
-    """Where the tensors are among the operands, by their names in the steps over these forms."""
+    """Positions of the tensors among the operands, by their names in the steps over these forms."""
     given, form = read(names), dict(forms)
     found = {name: given.places[name, "", 0, ""] for name in given.dense}
     for name, array in rewritten(text, names, forms).arrays.items():
@@ -501,7 +489,7 @@ def arrays(operands: Sequence[Tensor], names: str, text: str, option: Candidate)
 
 
 def chosen(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
-    """The cheapest option. Raises OptionError where there is none, with every reason."""
+    """The cheapest option. Raises OptionError with every reason if there is none."""
     key = (names, text, lowering, deterministic(), *((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
     return _CHOSEN.get(key) or _CHOSEN.keep(key, _cheapest(operands, names, text, shape, lowering))
 
@@ -515,7 +503,7 @@ def _cheapest(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
 
 
 def _refused(option: Candidate, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...]) -> bool:
-    """Whether a step cannot be done as the option says."""
+    """True if the lowering of a step refuses these operands."""
     tensors = arrays(operands, names, text, option)
     steps = zip(option.steps, option.lowerings, strict=True)
     return any(LOWERINGS[name].refusal(step, step_bound(step, tensors, shape), tensors) for step, name in steps)
@@ -524,7 +512,7 @@ def _refused(option: Candidate, operands: Sequence[Tensor], names: str, text: st
 def options(
     operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str = ""
 ) -> Iterator[Candidate]:
-    """Every form of the sparse operands with the cheapest lowering of each step, and every refusal."""
+    """Every form of the sparse operands with the cheapest lowering of each step, or the reasons for refusal."""
     given = read(names)
     held = [[(name, form) for form in forms] for name, forms in given.forms.items()]
     device = device_of(operands)
@@ -547,12 +535,12 @@ def options(
 def step_options(
     step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...], device: Device, wanted: str
 ) -> Iterator[tuple[str, float, str]]:
-    """(lowering, seconds, why not) of every lowering that may be used."""
+    """(lowering, estimated seconds, reason for refusal) of every candidate lowering."""
     bound = step_bound(step, tensors, shape)
     for name, lowering in LOWERINGS.items():
         if wanted and name != wanted:
             continue
-        # The interpreter is for tests: it runs where it is asked for by name.
+        # The interpreter is for tests and only used if requested by name.
         if name in ("triton", "chained") and not wanted and device.name == "CPU":
             yield name, math.inf, "the operands are not on a GPU"
             continue
@@ -566,7 +554,7 @@ def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int,
 
 
 def device_of(operands: Sequence[Tensor]) -> Device:
-    """What the cost of a call on these operands is reckoned for."""
+    """The device that the cost of a call on these operands is estimated for."""
     return DEVICES["cuda" if operands and operands[0].is_cuda else "cpu"]
 
 
@@ -581,7 +569,7 @@ def _bound(step: Statement, shapes: tuple[tuple[str, tuple[int, ...]], ...], sha
 
 
 def _with_lost_ranges(text: str, names: str, bound: BoundStatement) -> str:
-    """The text with the ranges declared that only windows told and that the steps could not find again."""
+    """The text with declarations of ranges that follow from windows only, which the steps could not infer."""
     statement = statement_of(text, names)
     lost = dict(statement.ranges)
     for step in single_terms(statement):
@@ -594,13 +582,13 @@ def _with_lost_ranges(text: str, names: str, bound: BoundStatement) -> str:
 
 
 PREFERRED = "?"
-"""Behind a lowering: it is taken where it can be. Gradients are other statements than what they are of."""
+"""Suffix of a lowering that falls back to another one if refused: gradients are other statements than the forward."""
 
 deterministic = torch.are_deterministic_algorithms_enabled
 
 
 def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
-    """Sizes by their power of two: a choice holds for what is about as large."""
+    """Sizes rounded to powers of two, as key of a choice."""
     return tuple(int(n).bit_length() for n in shape)
 
 
@@ -632,7 +620,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "reference": Lowering(_never, loops.run, work.loop_work),
     }
 )
-"""The ways of computing a step, by name."""
+"""The lowerings of a step, by name."""
 
 _READY: BoundedCache[Plan] = BoundedCache(4096)
 _SERIES: BoundedCache[BucketedPlan] = BoundedCache(4096)

@@ -1,11 +1,11 @@
-"""The meaning of the three operators: a loop over taps in plain torch, the twin of every faster path.
+"""Reference of convolution and its gradients: a loop over kernel offsets in plain torch.
 
     forward          out[o, g, n]  += x[i, g, c] * w[k, g, c, n]
     input gradient   the forward loop with inputs and outputs exchanged and w transposed
-    weight gradient  dw[k, g, c, n] += x[i, g, c] * dout[o, g, n]            for every meeting (o, k, i)
+    weight gradient  dw[k, g, c, n] += x[i, g, c] * dout[o, g, n]            for every pair (o, k, i)
 
-Any device, any floating dtype. Half precisions are accumulated in float32. Within one tap an output occurs once, so
-the sums run in a fixed order and the result is the same every time.
+Any device, any floating dtype. Half precisions are accumulated in float32. Within one kernel offset an output occurs at
+most once, so sums have a fixed order and the result is deterministic.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def weight_gradient(
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are kept: at least float32."""
+    """The accumulator dtype: at least float32."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -54,14 +54,14 @@ def grouped(weight: Float[Tensor, "c_out k c_group"], groups: int) -> Float[Tens
 
 
 def transposed(weight: Float[Tensor, "c_out k c_group"], groups: int) -> Float[Tensor, "c_in k n"]:
-    """The weight [G*C, K, N] of the input gradient, from the weight [G*N, K, C] of the forward operator."""
+    """The weight [G*C, K, N] of the input gradient from the forward weight [G*N, K, C]."""
     if groups == 1:
         return weight.transpose(0, 2)
     return grouped(weight, groups).permute(1, 2, 0, 3).flatten(0, 1)
 
 
 def meetings(pairs: Pairs) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(tap, inputs, outputs) of every tap that has any."""
+    """(kernel offset, inputs, outputs) of every kernel offset with pairs."""
     start = 0
     for tap, size in enumerate(pairs.sizes.tolist()):
         if size:

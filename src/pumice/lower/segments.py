@@ -1,4 +1,4 @@
-"""Runs of equal values in a sorted index array, the longest first."""
+"""Segments (runs of equal values) of a sorted index array, longest first."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pumice.coords.segments import WHOLE, Pieces, bounds_of, in_pieces, pieces_a
 from pumice.runtime.cache import PERSISTENT, cached_per_tensor
 
 _LONG_ARRAY = 1 << 17
-"""Entries from which on the longest segments are looked at: below, the read would take longer than what it saves."""
+"""Minimum entries to look for outlier segments: below, the host synchronisation costs more than it saves."""
 
 _FAR = 4
-"""How many times as long as the mean (and some more) a segment is far longer than the others."""
+"""A segment longer than about this multiple of the mean is an outlier."""
 
 _LONG = 1536
-"""The same of a stack's, in entries."""
+"""The same limit for segments of stacks, in entries."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Entries starts[j] <= p < stops[j] hold the value rows[j]; of a stack the values rows[j] <= value < ends[j].
+    """Entries starts[j] <= p < stops[j] have the value rows[j]; in a stack the values rows[j] <= value < ends[j].
 
-    int32 [n] each. apart: those far longer than the others, where there are any; they are not among these.
-    Of pieces: where those of the same segment begin, and how many there are; 0 of what fills up the list.
+    int32 [n] each. apart: outlier segments, which are excluded here, or None.
+    firsts, pieces: for lists of pieces, the first piece of the segment and its number of pieces; 0 for padding.
     """
 
     rows: Tensor
@@ -37,19 +37,18 @@ class Segments:
     pieces: Tensor | None = None
 
     def taken(self, which: slice | Tensor) -> Segments:
-        """Some of them."""
+        """The selected segments."""
         held = (self.rows, self.starts, self.stops, self.ends)
         return Segments(*(None if x is None else x[which].clone() for x in held))  # pyright: ignore[reportArgumentType]
 
 
 @cached_per_tensor
 def segments(array: Tensor, count: int, window: int = 0) -> Segments:
-    """The segments of a sorted array for the values 0 to count - 1, empty ones too.
+    """The segments of a sorted array for the values 0 to count - 1, including empty ones. It may begin with -1.
 
-    Long ones come first, so that none starts late. With a window only those far above the mean do, and the others keep
-    their neighbourhood, being sorted by length within so many of them: what they read is near, too. How many of those
-    are so long that they would run on after all others is read from a device once for a long array, and put apart.
-    Nothing else is read. The array may begin with -1.
+    Sorted by length, longest first, to avoid a tail. With a window, only segments far above the mean come first; the
+    others are sorted by length within windows of that many, which keeps locality, and outliers of a long array are put
+    in `apart`, with one host synchronisation.
     """
     if not window:
         found = pieces_at_hand(array, count, WHOLE)
@@ -68,10 +67,10 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
 
 
 def pieces(array: Tensor, count: int, most: int) -> Segments:
-    """The segments of a sorted array in pieces of about equal length, of at most so many entries each.
+    """The segments of a sorted array in pieces of about equal length, of at most `most` entries each.
 
-    The longest segments come first, the pieces of one side by side; an empty segment is one piece. The list is as long
-    as it might have to be, so that nothing is read from a device.
+    The longest segments come first, pieces of one segment are adjacent; an empty segment is one piece. The list is
+    padded to an upper bound, without a host synchronisation.
     """
     found = pieces_at_hand(array, count, most)
     return _cut(array, count, most) if found is None else _of_pieces(found)
@@ -88,10 +87,9 @@ def _of_pieces(found: Pieces) -> Segments:
 
 @cached_per_tensor
 def stacks(array: Tensor, count: int, height: int) -> Segments:
-    """Up to so many consecutive segments as one, those with the most entries first.
+    """Stacks of up to `height` consecutive segments for the values 0 to count - 1, most entries first.
 
-    The values 0 to count - 1 of a sorted array, which may begin with -1. Segments of thousands of entries would hold up
-    their stack and all that wait for it: of a long array they are put apart, after one read.
+    Outliers of a long array, which would delay their stack, are put in `apart`, with one host synchronisation.
     """
     bounds = bounds_of(array, count)
     places = torch.arange(count, device=array.device, dtype=torch.int32)
@@ -99,15 +97,15 @@ def stacks(array: Tensor, count: int, height: int) -> Segments:
         return _longest_first(_between(places[::height], bounds))
     long = bounds.diff() > max(_LONG, _FAR * (array.shape[0] // max(count, 1)))
     begins = (places % height == 0) | long
-    # After a long one a stack begins, too.
+    # A stack also begins after an outlier.
     begins[1:] |= long[:-1]
     found = _longest_first(_between(places[begins], bounds))
-    alone = long[found.rows]
-    return replace(found.taken(~alone), apart=found.taken(alone)) if bool(alone.any()) else found
+    outliers = long[found.rows]
+    return replace(found.taken(~outliers), apart=found.taken(outliers)) if bool(outliers.any()) else found
 
 
 def _between(firsts: Tensor, bounds: Tensor) -> Segments:
-    """Stacks that begin with these segments."""
+    """The stacks that begin at these segments."""
     ends = torch.cat([firsts[1:], firsts.new_full((1,), len(bounds) - 1)])[: len(firsts)]
     return Segments(firsts, bounds[firsts], bounds[ends], ends)
 
@@ -117,13 +115,13 @@ def _longest_first(found: Segments) -> Segments:
 
 
 def _readable(array: Tensor) -> bool:
-    """Whether its values are there and may be waited for."""
+    """True if the array has values, and reading them on the host is allowed."""
     if type(array) is not Tensor or array.is_meta or array in PERSISTENT:
         return False
     return not (array.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _rank(lengths: Tensor, most: int, window: int) -> Tensor:
-    """The place of each segment in the order: the long ones, and then window after window."""
+    """Sort key of each segment: long ones first, then window by window."""
     places = torch.arange(len(lengths), device=lengths.device) // window
     return torch.where(lengths > most, -lengths, places * (most + 1) + most - lengths)

@@ -1,4 +1,4 @@
-"""The work of a step in each lowering, counted for the choice between them."""
+"""Cost model estimates: the work of a step in each lowering."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pumice.schedule.tile import PROCESSORS, programs, splits
 
 
 def loop_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
-    """Reference loops: every access over every point."""
+    """Reference loops: every access is read at every point."""
     points = bound.points(indices_of(statement))
     reads = len(accesses_of(statement))
     return Work(flops=2 * points, memory=24 * points * reads, launches=12 * reads)
 
 
 def graph_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
-    """Gather, einsum, scatter: what is gathered is written and read again."""
+    """Gather, einsum, scatter: gathered values are written and read again."""
     total = Work(launches=0)
     for term in statement.terms:
         moved = 0.0
@@ -32,15 +32,14 @@ def graph_work(statement: Statement, bound: BoundStatement, operands: Mapping[st
         moved += 12 * bound.points(indices_of(statement.target))
         flops = 2 * bound.points(indices_of(term, statement.target))
         if len(term.factors) > 2:
-            # Products of some of the factors are written down, at worst over all indices.
+            # Intermediate products are materialised, at worst over all indices.
             moved += 4 * flops
         total = total + Work(flops, moved, 0, 3 + 2 * len(term.factors), matrix=len(term.factors) > 1)
     return total
 
 
 def kernel_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
-    """One kernel: a factor is read from the cache once for each tile along the axis that it lacks, and where there is
-    no product of matrices in every turn of the loop."""
+    """One kernel: a factor is read per tile along the axis it lacks, or without a matrix product per iteration."""
     extents = bound.extents
     form = contraction_roles(statement, extents)
     moved = 4 * bound.points(indices_of(statement.target)) * (3 if form.adds else 1)
@@ -56,13 +55,13 @@ def kernel_work(statement: Statement, bound: BoundStatement, operands: Mapping[s
         if not form.product and turning & set(indices_of(factor)):
             again = bound.points((set(form.loops) | set(form.batch)) & set(extents) - set(indices_of(factor)))
         if form.within and place in form.within.left:
-            # Read value by value, and so are the arrays inside.
+            # Read element by element, and so are its index arrays.
             again = _tables(bound, form) / max(own, 1)
             size += sum(operands[array.name].element_size() for array in arrays_of(factor))
         cached += own * size * again
     flops = 2 * _multiplied(statement, bound, form)
     tiles = programs(form, extents) * splits(form, extents)
-    # What does not fill the device takes as much longer.
+    # Too few programs to fill the device take proportionally longer.
     idle = max(1.0, PROCESSORS / max(1.0, tiles))
     cached *= idle
     if form.adds and form.product:
@@ -71,18 +70,18 @@ def kernel_work(statement: Statement, bound: BoundStatement, operands: Mapping[s
 
 
 def _launches(form: ContractionRoles, operands: Mapping[str, Tensor]) -> int:
-    """What is added to is filled with zeros before, and rounded behind where it is kept wider than the values are."""
+    """Kernels to launch: atomics need a zeroed output, and a cast if it is wider than the values."""
     narrow = any(x.is_floating_point() and x.element_size() < 4 for x in operands.values())
     return 1 + form.adds + (form.adds and narrow)
 
 
 _SHORTEST = 40_000
-"""Bytes from the cache that a program of a product takes as long as at least where it adds to memory at its end. On an
-H200 241,732 programs of one turn each, for the weight of 4 to 32 channels over 2 million rows, took 1.16 ms."""
+"""Minimum cost of a product's program that ends in atomics, in cache bytes: 241,732 took 1.16 ms on an H200 (weight
+gradient, 4 to 32 channels, 2 million rows, one iteration each)."""
 
 
 def _tables(bound: BoundStatement, form: ContractionRoles) -> float:
-    """Values of a factor of a product within the left side that are read: whole tiles, again in every program."""
+    """Values read of a factor of an inner product: full tiles, in every program."""
     within, least = form.within, 16
     assert within is not None
     others = bound.points((*form.batch, *form.loops, *within.summed))
@@ -90,7 +89,7 @@ def _tables(bound: BoundStatement, form: ContractionRoles) -> float:
 
 
 def _multiplied(statement: Statement, bound: BoundStatement, form: ContractionRoles) -> float:
-    """Multiply-adds of a kernel; a product within the left side has its own, once for each block of columns."""
+    """Multiply-adds of a kernel, including those of an inner product."""
     names = indices_of(statement)
     if form.within is None:
         return bound.points(names)
@@ -101,12 +100,12 @@ def _multiplied(statement: Statement, bound: BoundStatement, form: ContractionRo
 
 
 def gathered_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
-    """Gather, multiply by matrices, scatter, in chunks that stay in the cache."""
+    """Gather, multiply, scatter in chunks that stay in the cache."""
     return Work(2 * bound.points(indices_of(statement)), launches=8, matrix=True)
 
 
 def bagged_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
-    """Rows are read, weighed and summed at once, at the speed of the cache."""
+    """Rows are read, weighted and summed in one pass, at cache bandwidth."""
     reads = sum(
         operands[access.name].element_size() * bound.points(indices_of(access))
         for access in accesses_of(*statement.terms)
