@@ -1,4 +1,4 @@
-"""Modules that hold weights; each takes and gives a SparseTensor."""
+"""Layers over SparseTensors, as torch.nn."""
 
 from pumice.nn.blocks import (
     ResidualBlock,
