@@ -20,11 +20,9 @@ from pumice.schedule.dataflow import chosen
 
 class Convolution(nn.Module):
     """Base of convolution layers: weight [C_out, *kernel, C_in / groups], bias [C_out], relation of the kernel map.
-
     Initialised as in torch.nn: weight and bias ~ U(-b, b) with b = 1 / sqrt(fan_in), fan_in = K * C_in / groups
     (kaiming_uniform with a = sqrt 5). dataflow: as in pumice.ops.conv; may be changed between calls. tuned: the
-    dataflow that pumice.tune set, by which it recognises a dataflow set by the user.
-    """
+    dataflow that pumice.tune set, by which it recognises a dataflow set by the user."""
 
     dim: ClassVar[int]
     weight: nn.Parameter
@@ -88,12 +86,12 @@ class Convolution(nn.Module):
 
     def extra_repr(self) -> str:
         window = tuple(self.weight.shape[1:-1])
-        told = {k: v for k, v in self.options.items() if k != "offsets"}
-        if "out" in told and max(self.relation.stride) > 1:
-            told |= {"padding": self.relation.padding, "out": self.relation.policy}
-        told = {k: v for k, v in told.items() if v is not None}
-        told |= {} if self.dataflow is None else {"dataflow": self.dataflow}
-        rest = "".join(f", {name}={value}" for name, value in told.items())
+        shown = {k: v for k, v in self.options.items() if k != "offsets"}
+        if "out" in shown and max(self.relation.stride) > 1:
+            shown |= {"padding": self.relation.padding, "out": self.relation.policy}
+        shown = {k: v for k, v in shown.items() if v is not None}
+        shown |= {} if self.dataflow is None else {"dataflow": self.dataflow}
+        rest = "".join(f", {name}={value}" for name, value in shown.items())
         groups = f", groups={self.groups}" if self.groups > 1 else ""
         bias = "" if self.bias is not None else ", bias=False"
         return f"{self.in_channels}, {self.out_channels}, kernel_size={window}{rest}{groups}{bias}"

@@ -96,14 +96,12 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         running = None if mean is None or var is None else (mean, var)
         tracked = self._buffers.get("num_batches_tracked")
         follows = self.training and self.track_running_stats
-        told = lowered.Statistics(running, self.eps, follows, self.momentum, tracked, offset)
-        return lowered.Norm(weight, bias, told, residual, relu)
+        statistics = lowered.Statistics(running, self.eps, follows, self.momentum, tracked, offset)
+        return lowered.Norm(weight, bias, statistics, residual, relu)
 
     def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Mean, variance, scale and shift, read on each call as training code may replace them.
-
-        Bypasses nn.Module.__getattr__, which takes as long as a launch.
-        """
+        """Mean, variance, scale and shift, read on each call as training code may replace them. Bypasses
+        nn.Module.__getattr__, which takes as long as a launch."""
         own, kept = self._parameters, self._buffers
         try:
             return kept["running_mean"], kept["running_var"], own["weight"], own["bias"]
@@ -337,8 +335,8 @@ class _Pool(nn.Module):
         return type(self).function(x, self.kernel_size, **self.options)
 
     def extra_repr(self) -> str:
-        told = "".join(f", {k}={v}" for k, v in self.options.items() if v is not None)
-        return f"kernel_size={self.kernel_size}{told}"
+        options = "".join(f", {k}={v}" for k, v in self.options.items() if v is not None)
+        return f"kernel_size={self.kernel_size}{options}"
 
 
 class MaxPool(_Pool):

@@ -124,11 +124,9 @@ def _held(operands: Sequence[Tensor], ask: plan.PlanRequest) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _over_map(names: str, text: str) -> plan.PlanRequest | None:
-    """PlanRequest of a convolution or a derivative of one, None for other statements.
-
-    Compiled code passes a kernel map[o, k, i] as arrays, which differ per input. runtime_operands: the dense operands.
-    static_rows: those of them (and last the result) whose first axis is not a side of the map.
-    """
+    """PlanRequest of a convolution or a derivative of one, None for other statements. Compiled code passes a kernel
+    map[o, k, i] as arrays, which differ per input. runtime_operands: the dense operands. static_rows: those of them
+    (and last the result) whose first axis is not a side of the map."""
     given, statement = plan.read(names), plan.statement_of(text, names)
     forms = given.forms.get("map", {})
     if len(given.forms) != 1 or not forms.keys() <= maps.FORMS.keys() or statement.reduction != "sum":
@@ -177,8 +175,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _keep(ctx, (names, text, lowering), operands, output)
 
 
-def _keep(ctx: Any, told: tuple[str, str, str], operands: Sequence[Tensor], output: Tensor) -> None:
-    ctx.names, ctx.text, ctx.lowering = told
+def _keep(ctx: Any, call: tuple[str, str, str], operands: Sequence[Tensor], output: Tensor) -> None:
+    ctx.names, ctx.text, ctx.lowering = call
     ctx.extreme = plan.statement_of(ctx.text, ctx.names).reduction in ("max", "min")
     ctx.tiles = plan.kernels.tuning_mode()
     ctx.save_for_backward(*operands, *([output] if ctx.extreme else []))
@@ -234,11 +232,9 @@ def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: S
 
 class DifferentiableCall:
     """A call with bound operands, differentiable in its runtime operands. Only for calls where just autograd is active.
-
     Bound operands are constant and need no gradient. Runtime operands, at ask.runtime_operands, have the shapes and
     devices of `like` and are cast to its dtype; their gradients are not rounded to it. ask.static_rows excludes the
-    result. ask.lowering applies to gradients too. held: the bound map. The reduction is a sum.
-    """
+    result. ask.lowering applies to gradients too. held: the bound map. The reduction is a sum."""
 
     def __init__(
         self,
@@ -302,8 +298,8 @@ class DifferentiableCall:
 
     def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> Tensor:
         everything = (*given, grad)
-        told = self._told(everything, number, dtype)
-        call = self._launch_cache.get(told) or self._over_another(told, everything, number)
+        launch_key = self._told(everything, number, dtype)
+        call = self._launch_cache.get(launch_key) or self._over_another(launch_key, everything, number)
         if call is not None and (found := call(everything)) is not None:
             return found if found.dtype == dtype else found.to(dtype)
         key = (number, dtype, plan.deterministic())
@@ -313,7 +309,7 @@ class DifferentiableCall:
         first, *more = (plan.execute_plan(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
         found = sum(more, first) if more else first
         if not more:
-            self._leave(told, parts[0][0], everything, parts[0][1], number)
+            self._leave(launch_key, parts[0][0], everything, parts[0][1], number)
         return found if found.dtype == dtype else found.to(dtype)
 
     def _told(self, tensors: Sequence[Tensor], *facts: Hashable) -> Hashable:
@@ -379,22 +375,17 @@ class DifferentiableCall:
 def call_kind(
     text: tuple[str, str], held: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
 ) -> Hashable:
-    """Key that a DifferentiableCall shares with calls over other maps in the same size bucket.
-
-    text: (statement, lowering); held: the bound map, for names and device; dtype, shapes: of the runtime operands,
-    without data-dependent rows.
-    """
+    """Key that a DifferentiableCall shares with calls over other maps in the same size bucket. text: (statement,
+    lowering); held: the bound map, for names and device; dtype, shapes: of the runtime operands, without data-dependent
+    rows."""
     return direct.interned((text, held.kind, dtype, *map(tuple, shapes)))
 
 
 def told_call(
     facts: tuple[Hashable, ...], wide: bool, last: torch.dtype, strides: Sequence[tuple[int, ...]]
 ) -> Hashable:
-    """The rest of the key of a launch, without addresses.
-
-    facts: () for the result; (operand number, wanted dtype) for a gradient. wide: float32 products. last: dtype of the
-    last tensor; strides: of all tensors.
-    """
+    """The rest of the key of a launch, without addresses. facts: () for the result; (operand number, wanted dtype) for
+    a gradient. wide: float32 products. last: dtype of the last tensor; strides: of all tensors."""
     precision = plan.kernels.float32_precision() if wide else None
     return (facts, *direct.settings(), precision, last, *strides)
 
@@ -512,11 +503,8 @@ class _CallFunction:
         return einsum([tensors[name] for name in used], "|".join(used), str(new), shape, self.lowering)
 
     def derivatives(self, name: str, with_result: bool) -> Sequence[tuple[tuple[int, ...], str, str]]:
-        """The calls (operand positions, names, text) whose sum is the gradient of a dense operand.
-
-        Positions count the call's operands, then the output gradient and the result. Cached, by shape if the text
-        declares extents.
-        """
+        """The calls (operand positions, names, text) whose sum is the gradient of a dense operand. Positions count the
+        call's operands, then the output gradient and the result. Cached, by shape if the text declares extents."""
         key = (self.names, self.text, name, with_result)
         if (known := _DERIVATIVES.get(key)) is not None:
             return known
@@ -560,8 +548,8 @@ class _CallFunction:
     def _says_all(self, new: Statement) -> bool:
         """True if every index has a range from an axis or the text, and none is lost."""
         bare = {e.bare for access in accesses_of(new) for e in access.indices}
-        told = set(indices_of(new)) - {name for name, _ in new.ranges} <= bare
-        return told and not lost_points(new, self.statement)
+        has_ranges = set(indices_of(new)) - {name for name, _ in new.ranges} <= bare
+        return has_ranges and not lost_points(new, self.statement)
 
 
 _DERIVATIVES: BoundedCache[Sequence[tuple[tuple[int, ...], str, str]]] = BoundedCache(1024)

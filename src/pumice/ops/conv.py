@@ -62,7 +62,6 @@ def conv(
     Returns a SparseTensor of C_out channels, in the dtype of x; under autocast in the autocast dtype; for 8-bit x and
     weight (ops.quantize) in float32 or the dtype of the epilogue. New coordinates are in (batch, Morton) order; given
     or unchanged ones keep their order.
-
     Raises ShapeError, DtypeError, DeviceError, OptionError, CoordinateError.
 
     Dilation, stride and padding as in torch.nn.functional.conv3d; the submanifold rule is that of Graham, Engelcke
@@ -143,7 +142,6 @@ def conv_transpose(
     such `out`. With a spatial_shape S they are bounded by (S-1) * stride - 2 * padding + dilation * (k-1) + 1 +
     output_padding, as in torch; with bounded=False (generative convolution) they are unbounded. padding=None centres
     odd kernels. The stride of the result is that of x divided by `stride`.
-
     Raises as conv does.
     """
     _check_weight(x, weight, bias, groups, spatial=True)
@@ -178,7 +176,6 @@ def conv_inverse(
 
     for the `out` of `target` only: the transposed kernel map of the forward convolution with the same stride, padding
     and dilation. target None: the coordinates that x's derive from. weight is [C_out, *kernel, C_in / groups].
-
     Raises as conv does, and GeometryError if x's coordinates are known to derive from other coordinates than the
     target's or by another window, or if target is None and their origin is unknown.
     """
@@ -208,7 +205,6 @@ def conv_features(
 
     found: the kernel map; rows: its number of outputs; dataflow: as in `conv`. Differentiable any number of times in x
     and weight. On a GPU small groups are merged for the tensor cores: inf and NaN then spread to neighbouring groups.
-
     Raises ShapeError, DtypeError, DeviceError, OptionError.
     """
     _check_dtypes(x, weight)
@@ -268,9 +264,7 @@ def instantiate_over(
     found: KernelMap, key: Hashable, rows: Sequence[tuple[int, int]], columns: int
 ) -> direct.Direct | None:
     """Instantiate and cache the template of an equal call over another map in the same size bucket, if there is one.
-
-    key: from `key_of`; rows: from direct.counted; columns: of the result.
-    """
+    key: from `key_of`; rows: from direct.counted; columns: of the result."""
     held = held_arrays(found, False)
     call = direct.cast((key, held.kind), held, rows, (found.num_outputs, columns))
     return None if call is None else found.keep(key, call)
@@ -364,25 +358,21 @@ _WIDE = 256
 
 
 def merge_small_groups(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, int]:
-    """Merge small channel groups into block-diagonal weights: (weight, groups).
-
-    Not cached: writes through `.data` or between replays of a CUDA graph do not change a tensor's version.
-    """
+    """Merge small channel groups into block-diagonal weights: (weight, groups). Not cached: writes through `.data` or
+    between replays of a CUDA graph do not change a tensor's version."""
     together = _groups_together(x, weight, groups) if groups > 1 else 1
     if together == 1:
         return weight, groups
-    (outputs, taps, each), fewer = weight.shape, groups // together
-    parts = weight.reshape(fewer, together, outputs // groups, taps, each)
+    (outputs, volume, each), fewer = weight.shape, groups // together
+    parts = weight.reshape(fewer, together, outputs // groups, volume, each)
     # [group, output part, n, kernel offset, input part, c]: nonzero where output part = input part.
     whole = torch.diag_embed(parts.permute(0, 2, 3, 4, 1), dim1=1, dim2=4)
-    return whole.reshape(outputs, taps, together * each), fewer
+    return whole.reshape(outputs, volume, together * each), fewer
 
 
 def _groups_together(x: Tensor, weight: Tensor, groups: int) -> int:
-    """Number of groups to merge into one; 1 but for small groups on a GPU.
-
-    H200, 128 channels (waymo_1f_5cm, fp16): 0.75 ms in 32 groups without tensor cores, 0.064 ms in 4 groups.
-    """
+    """Number of groups to merge into one; 1 but for small groups on a GPU. H200, 128 channels (waymo_1f_5cm, fp16):
+    0.75 ms in 32 groups without tensor cores, 0.064 ms in 4 groups."""
     fits = x.ndim == 2 and weight.ndim == 3 and weight.shape[2] * groups == x.shape[1]
     if not _on_matrix_units(x) or not fits or weight.shape[0] % groups:
         return 1

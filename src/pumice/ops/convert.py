@@ -44,10 +44,7 @@ class FormatBucket:
 
 @dataclass(frozen=True)
 class GroupCost:
-    """Cost of one group size, in entries and bytes.
-
-    gathers: coordinates of grouped axes. scatters: groups, each written once. padded: padding entries.
-    """
+    """Cost of a group size. gathers: coordinates of grouped axes. scatters: groups. padded: padding entries."""
 
     gathers: int
     scatters: int
@@ -102,10 +99,8 @@ GROUP_SIZES: Mapping[str, Callable[[RowStatistics], int]] = MappingProxyType({"c
 
 
 def buckets(occupancy: Tensor | Sequence[int], count: int = 3) -> tuple[int, ...]:
-    """Up to `count` powers of two of least total cost, each row in its cheapest size; on ties the fewest sizes.
-
-    Empty rows are ignored.
-    """
+    """Up to `count` powers of two of least total cost, each row in its cheapest size; on ties the fewest sizes. Empty
+    rows are ignored."""
     lengths, often = torch.as_tensor(occupancy).cpu().unique(return_counts=True)
     lengths, often = lengths[lengths > 0], often[lengths > 0]
     if len(lengths) == 0:
@@ -150,10 +145,8 @@ def strategy(name: str) -> Callable[[RowStatistics], int]:
 
 
 def arrange(entries: Entries, format: Format, group: str) -> tuple[Format, tuple[FormatBucket, ...]]:
-    """The format with its group sizes filled in, and the entries in its arrays.
-
-    At most one host synchronisation, for the number of positions and the row statistics.
-    """
+    """The format with its group sizes filled in, and the entries in its arrays. At most one host synchronisation, for
+    the number of positions and the row statistics."""
     choose = strategy(group)
     plan = _ConversionPlan.of(entries, format)
     grouped = format.grouped
@@ -179,12 +172,9 @@ class _Places:
 
 @dataclass(frozen=True, eq=False)
 class _ConversionPlan:
-    """Entries sorted by the coordinates of a format.
-
-    outer, inner: per axis, the coordinate of the block and the position in it.
-    cell, row, position: sorted keys of an entry's block, of the row that groups split (cell without groups), and of
-    its coordinates in the flattened levels.
-    """
+    """Entries sorted by the coordinates of a format. outer, inner: per axis, the coordinate of the block and the
+    position in it. cell, row, position: sorted keys of an entry's block, of the row that groups split (cell without
+    groups), and of its coordinates in the flattened levels."""
 
     entries: Entries
     format: Format

@@ -60,7 +60,6 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     Returns a new tensor of the target's shape, in the operands' dtype (under autocast in the autocast dtype). Half
     precision is accumulated in float32 and rounded once per term. Differentiable any number of times in every floating
     operand.
-
     Raises StatementError, ShapeError, DtypeError, DeviceError, OptionError, and CoordinateError for index arrays with
     values out of range (validated once per tensor, and after a write; on a GPU writes through `.data` go undetected,
     but kernels never access memory out of range).
@@ -133,20 +132,16 @@ class Einsum:
 
     def explain(self, /, **operands: Operand) -> str:
         """The forms of the statement, the estimated cost of each lowering on these operands, and the kernel source.
-
-        Without operands only the forms.
-        """
+        Without operands only the forms."""
         if not operands:
             return explanation([], _bare_names(dict(self.formats)), self.text, self.lowering)
         tensors, names = self._passed(operands)
         return explanation(tensors, names, self.text, self.lowering)
 
     def tune(self, **operands: Operand) -> str:
-        """Autotune the kernel tiles on these operands, for this size bucket; returns the measured times as text.
-
-        The fastest tiles are stored on disk for this and other processes. Raises OptionError if no step is a kernel
-        (on a CPU).
-        """
+        """Autotune the kernel tiles on these operands, for this size bucket; returns the measured times as text. The
+        fastest tiles are stored on disk for this and other processes. Raises OptionError if no step is a kernel (on a
+        CPU)."""
         tensors, names = self._passed(operands)
         found = plan.tune(tensors, names, self.text, self.lowering)
         if not found:
@@ -181,10 +176,8 @@ class Einsum:
 
 @dataclass(eq=False)
 class _Seen:
-    """Cached call of operands that need no conversion: their names for the operator, and the checks of values.
-
-    ready: the plan, after the first plain call.
-    """
+    """Cached call of operands that need no conversion: their names for the operator, and the checks of values. ready:
+    the plan, after the first plain call."""
 
     names: str
     checks: tuple[Unwritten | IndexCheck | Declared, ...]
@@ -203,7 +196,6 @@ def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None,
     formats: of the sparse operands, by name; a dense tensor of a name with a format is converted on every call.
     Kernels are generated once per (text, formats, dtypes, layouts), for all sizes. `.explain(**operands)` shows the
     three forms, the choice with its reasons, and the kernel source.
-
     Raises StatementError if the text is invalid for all values of its integers, and OptionError for a format of the
     target or of a name that the statement does not read.
     """

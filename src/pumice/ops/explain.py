@@ -100,8 +100,8 @@ def _contraction(step: Statement, bound: BoundStatement) -> list[str]:
     kind = "matrix product" if found.product else "entry by entry"
     parts = [("batch", found.batch), ("rows", found.rows), ("columns", found.columns), ("reduced", found.reduced)]
     parts.append(("loops", found.loops))
-    told = ", ".join(f"{label} {' '.join(names)}" for label, names in parts if names)
-    lines = [f"roles      {kind}: {told}"]
+    roles = ", ".join(f"{label} {' '.join(names)}" for label, names in parts if names)
+    lines = [f"roles      {kind}: {roles}"]
     if found.segment:
         lines.append(f"           segments of {found.segment.array}: each result is written once, in a fixed order")
     elif found.adds:

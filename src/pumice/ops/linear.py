@@ -24,10 +24,8 @@ _CALLS: BoundedCache[direct.Direct] = BoundedCache(1024)
 
 
 def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
-    """y[n] = epilogue(x[n] @ weight.T): x [N, C_in], weight [C_out, C_in] -> [N, C_out], without gradients.
-
-    Raises ShapeError, DtypeError and DeviceError.
-    """
+    """y[n] = epilogue(x[n] @ weight.T): x [N, C_in], weight [C_out, C_in] -> [N, C_out], not differentiable.
+    Raises ShapeError, DtypeError and DeviceError."""
     finish, tensors = epilogue.finish, (x, weight, *epilogue.operands.values())
     key, counting = key_of(tensors, finish), direct.counting(finish)
     # The key does not include row counts.
@@ -53,10 +51,8 @@ def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
 
 
 def known_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> direct.Direct | None:
-    """A cached call of as many rows, or instantiated from a template of the same size bucket, or None.
-
-    key: from `key_of`; rows: from direct.counted, the features first; columns: of the result.
-    """
+    """A cached call of as many rows, or instantiated from a template of the same size bucket, or None. key: from
+    `key_of`; rows: from direct.counted, the features first; columns: of the result."""
     count, _ = rows[0]
     call = _CALLS.get((count, key))
     if call is None:
@@ -71,12 +67,10 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def recorded_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """y[n] = x[n] @ weight.T + bias in half precision (or under autocast to it), differentiable any number of times.
-
-    x [N, C_in], weight [C_out, C_in], bias [C_out] -> [N, C_out]. Gradients of weights that autocast casts are not
+    """y[n] = x[n] @ weight.T + bias in half precision (or under autocast to it), differentiable any number of times. x
+    [N, C_in], weight [C_out, C_in], bias [C_out] -> [N, C_out]. Gradients of weights that autocast casts are not
     rounded to half precision. None if torch should compute it: other dtypes, CPU, deterministic algorithms, anything
-    active besides autograd, or operands that do not match.
-    """
+    active besides autograd, or operands that do not match."""
     given = (x, weight) if bias is None else (x, weight, bias)
     if not direct.starts_kernels(x) or plan.deterministic() or not autograd.by_autograd_alone(given):
         return None

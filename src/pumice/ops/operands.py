@@ -83,17 +83,17 @@ _DTYPES = (
 
 
 def one_dtype(operands: dict[str, Any], values: set[str]) -> dict[str, Any]:
-    """Values in one dtype: that of the floating ones, which must agree; under autocast in its dtype."""
+    """Convert values to one dtype: that of the floating ones, which must agree, or the autocast dtype."""
     kinds = {name: operands[name].dtype for name in sorted(values) if isinstance(operands[name], Tensor | Sparse)}
     strange = [name for name, kind in kinds.items() if kind not in _DTYPES]
     if strange:
-        told = ", ".join(f"{name} is {kinds[name]}" for name in strange)
-        raise DtypeError(f"values are float16, bfloat16, float32, float64, integers or bools: {told}")
+        dtypes = ", ".join(f"{name} is {kinds[name]}" for name in strange)
+        raise DtypeError(f"values are float16, bfloat16, float32, float64, integers or bools: {dtypes}")
     floating = {name: kind for name, kind in kinds.items() if kind.is_floating_point}
     dtype = _autocast(floating, operands)
     if len(set(floating.values())) > 1 and dtype is None:
-        told = ", ".join(f"{name} is {kind}" for name, kind in floating.items())
-        raise DtypeError(f"values are of one floating dtype: {told}; convert one, or use torch.autocast")
+        dtypes = ", ".join(f"{name} is {kind}" for name, kind in floating.items())
+        raise DtypeError(f"values are of one floating dtype: {dtypes}; convert one, or use torch.autocast")
     scalars = any(type(operands[name]) is float for name in values)
     if dtype is None:
         dtype = next(iter(floating.values()), torch.get_default_dtype() if scalars or not kinds else None)
@@ -153,10 +153,8 @@ def flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]])
 
 
 def facts_of(operands: Mapping[str, Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """The tensors of all operands in the order of `flattened`, and the cache key of checks and plans.
-
-    The key excludes the values of index arrays, which have checks of their own.
-    """
+    """The tensors of all operands in the order of `flattened`, and the cache key of checks and plans. The key excludes
+    the values of index arrays, which have checks of their own."""
     tensors: list[Tensor] = []
     facts: list[Any] = [torch.are_deterministic_algorithms_enabled()]
     for name, x in operands.items():

@@ -46,7 +46,6 @@ def voxelize(
 
     Returns a SparseTensor in (batch, Morton) order. `inverse` int64 [P] is the row of each point:
     `y.feats[y.inverse]` is per point. Differentiable in feats.
-
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (non-finite points, cells beyond int32), OptionError.
     """
     _check_reduce(reduce)
@@ -81,7 +80,6 @@ def coalesce(
 
     Returns a SparseTensor in (batch, Morton) order. `inverse` int64 [P] is the output row of each input row.
     Differentiable in feats.
-
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (out of range, too many voxels), OptionError.
     """
     _check_reduce(reduce)
@@ -98,7 +96,6 @@ def devoxelize(
     points: [P, D] in the unit of voxelize(); default: the voxelised points, only with mode "nearest".
     mode: "nearest" (the voxel that contains the point, 0 if absent) or "trilinear" (see interpolate()).
     x may be at any level of a network: its stride is taken into account. Differentiable.
-
     Raises GeometryError if the coordinates do not derive from voxelize(), OptionError for an unknown mode.
     """
     if mode not in MODES:

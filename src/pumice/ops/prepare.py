@@ -107,14 +107,12 @@ class _Wanted:
             materialize(found, torch.is_grad_enabled())
 
     def find(self, geometry: Geometry, differentiable: bool, laid: bool = True) -> list[KernelMap]:
-        """Build maps in buffers, where no size is read: each is laid out (if `laid`) while the next is built.
-
-        Returns the maps that have an automatic dataflow.
-        """
+        """Build maps in buffers, where no size is read: each is laid out (if `laid`) while the next is built. Returns
+        the maps that have an automatic dataflow."""
         found = []
-        with on_side_stream(geometry) as told:
+        with on_side_stream(geometry) as publish:
             for one, flows in self.maps(geometry):
-                told(one)
+                publish(one)
                 if laid:
                     materialize([(one, flows)], differentiable)
                 if None in flows:
@@ -176,7 +174,6 @@ def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:
     The model runs once on meta features, so that later passes need not build maps. x's geometry keeps the maps, and
     compiled code specialises on them: for coordinates that are used repeatedly. On other coordinates it builds maps
     itself, for any sizes.
-
     Raises OptionError if model is not a torch.nn.Module.
     """
     if not isinstance(model, nn.Module):

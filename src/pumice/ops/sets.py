@@ -85,7 +85,6 @@ def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """Concatenate channels: feats [N, C_0 + C_1 + ...] of tensors on one geometry, or on equal coordinates in the same
     order.
-
     Raises GeometryError for different coordinates: use union(), or conv(out=...) onto the other's coordinates.
     """
     first = _first(tensors, "cat")
@@ -98,7 +97,6 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
     """Sum over the union of the coordinates: rows present in both are added; (batch, Morton) order.
-
     Raises ShapeError (channels or axes differ), GeometryError (strides differ), DeviceError.
     """
     _first((x, y), "union")

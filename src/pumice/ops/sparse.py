@@ -109,10 +109,8 @@ class Sparse:
         return self._storages[name]
 
     def segments(self, part: FormatBucket) -> Tensor:
-        """int32 [extent of the first axis + 1]: start of each coordinate in p; for CSR the row pointers.
-
-        The first axis is that of the flattened levels, counted in blocks if it is blocked.
-        """
+        """int32 [extent of the first axis + 1]: start of each coordinate in p; for CSR the row pointers. The first axis
+        is that of the flattened levels, counted in blocks if it is blocked."""
         number = self.parts.index(part)
         return self.storage(("segments", number), lambda x: _segments(x, x.parts[number]))
 
@@ -212,7 +210,6 @@ def sparse(tensor: Any, format: str | Format = "COO", *, group: str = "count") -
 
     Differentiable in the values. Extents that are not a multiple of their block are padded with zeros. Of a Sparse
     with blocks all entries of the blocks are kept; of one without coordinate arrays the nonzeros.
-
     Raises ShapeError (axes, a row longer than a fixed group), CoordinateError (too many cells), OptionError (type of
     tensor, strategy), StatementError (text of the format).
     """
@@ -354,10 +351,8 @@ def _values(x: Sparse, part: FormatBucket) -> Tensor:
 
 
 def _coordinates(x: Sparse, part: FormatBucket) -> tuple[list[Tensor], Tensor | None]:
-    """int64 coordinates of the values, one tensor per axis, and the mask of values that are not padding, or None.
-
-    They broadcast to the shape of the values.
-    """
+    """int64 coordinates of the values, one tensor per axis, and the mask of values that are not padding, or None. They
+    broadcast to the shape of the values."""
     coords, inside = [], None
     for c, extent in zip(x.layout.coordinates, x.shape, strict=True):
         outer = _outer(x, part, c, extent)

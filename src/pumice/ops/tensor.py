@@ -33,7 +33,6 @@ class SparseTensor:
     spatial_shape: extent of the grid per axis, which bounds the outputs of convolutions; None: unbounded.
     batch_size: number of batch items; None: the largest batch index + 1. Needed if the last items may be empty.
     geometry: the geometry of another tensor, instead of all arguments but feats.
-
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels).
     """
 
@@ -319,19 +318,15 @@ def _check_operand(x: SparseTensor, other: SparseTensor, sign: str) -> None:
 
 
 def raw_feats(x: SparseTensor) -> Tensor:
-    """Features of x whose padding rows, and their gradients, are undefined in a captured training step.
-
-    For readers of valid rows only that pass no gradient of padding rows to a reduction.
-    """
+    """Features of x whose padding rows, and their gradients, are undefined in a captured training step. For readers of
+    valid rows only that pass no gradient of padding rows to a reduction."""
     return x._feats
 
 
 def from_raw_feats(feats: Tensor, geometry: Geometry) -> SparseTensor:
-    """SparseTensor of features whose padding rows are undefined in a captured training step.
-
-    Backward must not reduce over rows: there the gradients of padding rows are undefined. Functions that do reduce
-    use `x.feats` and `x.replace`.
-    """
+    """SparseTensor of features whose padding rows are undefined in a captured training step. Backward must not reduce
+    over rows: there the gradients of padding rows are undefined. Functions that do reduce use `x.feats` and
+    `x.replace`."""
     if not geometry.trains:
         return SparseTensor(feats, geometry)
     _check_feats(feats, geometry)
@@ -362,10 +357,8 @@ pytree.register_pytree_node(
 
 
 def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
-    """Apply a row-wise `function` whose parameter gradients sum over rows.
-
-    In a captured training step these sums exclude padding rows: their features and gradients are zeroed.
-    """
+    """Apply a row-wise `function` whose parameter gradients sum over rows. In a captured training step these sums
+    exclude padding rows: their features and gradients are zeroed."""
     if not x.geometry.trains:
         return x.replace(function(x.feats))
     rows, geometry = raw_feats(x), x.geometry
