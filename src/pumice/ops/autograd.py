@@ -69,8 +69,7 @@ def by_autograd_alone(operands: Sequence[Tensor]) -> bool:
 
 
 def is_plain_call(operands: Sequence[Tensor]) -> bool:
-    """True if the dispatcher can be bypassed, which saves 10 us: no autograd, autocast, tracing, functorch transform or
-    mode, and plain non-meta tensors."""
+    """True to bypass the dispatcher (10 us): plain non-meta tensors, no autograd, autocast, tracing, transform or mode."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _watched():
         return False
     if not _ordinary(operands) or (torch.is_grad_enabled() and any([x.requires_grad for x in operands])):
@@ -317,8 +316,7 @@ class DifferentiableCall:
         return told_call(facts, self._wide, tensors[-1].dtype, [x.stride() for x in tensors])
 
     def _like(self, key: Hashable, tensors: Sequence[Tensor], sought: int | None) -> direct.Call:
-        """Template key of the call or, with `sought`, of the gradient of that operand, whose last tensor is the output
-        gradient. key: from self._told."""
+        """Template key of the call or, with `sought`, of that operand's gradient (last tensor: the output gradient)."""
         ask = self._ask
         shape = ask.shape if sought is None else tuple(tensors[sought].shape)
         counting = (*self._counting, True)[: len(tensors)]
@@ -376,8 +374,7 @@ def call_kind(
     text: tuple[str, str], held: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
 ) -> Hashable:
     """Key that a DifferentiableCall shares with calls over other maps in the same size bucket. text: (statement,
-    lowering); held: the bound map, for names and device; dtype, shapes: of the runtime operands, without data-dependent
-    rows."""
+    lowering); held: the bound map; dtype, shapes: of the runtime operands, shapes without data-dependent rows."""
     return direct.interned((text, held.kind, dtype, *map(tuple, shapes)))
 
 

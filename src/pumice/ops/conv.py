@@ -55,7 +55,7 @@ def conv(
         default at larger strides otherwise), or a SparseTensor or Geometry on the output coordinates.
     offsets: K distinct offsets of D integers instead of a kernel window: in = stride * out + dilation * offsets[k].
     epilogue: replaces y by activation((y - mean) / sqrt(variance + eps) * scale + shift + residual), cast: a batch
-        norm in evaluation, a residual block, the scales of 8-bit values. Fused into the kernel without autograd.
+        norm in evaluation, a residual block, the scales of 8-bit values. Fused if nothing needs a gradient.
     dataflow: a name of pumice.schedule.dataflow.DATAFLOWS, a Dataflow, or one per pass as
         Dataflows(forward, dgrad, wgrad). None: automatic.
 
@@ -568,8 +568,7 @@ def _autocast(
 
 
 def _cast_within(x: Tensor, weight: Tensor) -> bool:
-    """True if the differentiable call casts the weight: the gradient is then in the weight's dtype, neither rounded to
-    the autocast dtype nor copied."""
+    """True if the differentiable call casts the weight, whose gradient is then not rounded to the autocast dtype."""
     if not (torch.is_grad_enabled() and weight.requires_grad) or autocast_dtype(x) is None:
         return False
     alike = weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.float16, torch.bfloat16)

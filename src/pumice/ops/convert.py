@@ -99,8 +99,8 @@ GROUP_SIZES: Mapping[str, Callable[[RowStatistics], int]] = MappingProxyType({"c
 
 
 def buckets(occupancy: Tensor | Sequence[int], count: int = 3) -> tuple[int, ...]:
-    """Up to `count` powers of two of least total cost, each row in its cheapest size; on ties the fewest sizes. Empty
-    rows are ignored."""
+    """Up to `count` powers of two of least total cost, each row in its cheapest size (empty rows in none); on ties the
+    fewest sizes."""
     lengths, often = torch.as_tensor(occupancy).cpu().unique(return_counts=True)
     lengths, often = lengths[lengths > 0], often[lengths > 0]
     if len(lengths) == 0:

@@ -131,17 +131,15 @@ class Einsum:
         return plan.execute_plan(seen.ready, tensors)
 
     def explain(self, /, **operands: Operand) -> str:
-        """The forms of the statement, the estimated cost of each lowering on these operands, and the kernel source.
-        Without operands only the forms."""
+        """The forms of the statement and, with operands, the estimated cost of each lowering and the kernel source."""
         if not operands:
             return explanation([], _bare_names(dict(self.formats)), self.text, self.lowering)
         tensors, names = self._passed(operands)
         return explanation(tensors, names, self.text, self.lowering)
 
     def tune(self, **operands: Operand) -> str:
-        """Autotune the kernel tiles on these operands, for this size bucket; returns the measured times as text. The
-        fastest tiles are stored on disk for this and other processes. Raises OptionError if no step is a kernel (on a
-        CPU)."""
+        """Autotune the kernel tiles for operands of this size bucket; returns the measured times as text. The fastest
+        tiles are stored on disk for all processes. Raises OptionError if no step is a kernel (on a CPU)."""
         tensors, names = self._passed(operands)
         found = plan.tune(tensors, names, self.text, self.lowering)
         if not found:
@@ -176,8 +174,7 @@ class Einsum:
 
 @dataclass(eq=False)
 class _Seen:
-    """Cached call of operands that need no conversion: their names for the operator, and the checks of values. ready:
-    the plan, after the first plain call."""
+    """Cached call of operands that need no conversion. names: for the operator; ready: plan of the first plain call."""
 
     names: str
     checks: tuple[Unwritten | IndexCheck | Declared, ...]

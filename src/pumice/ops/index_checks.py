@@ -39,9 +39,8 @@ class Unwritten:
     array: str
 
     def look(self, operands: Mapping[str, Any]) -> None:
-        """Increment the version of an array that changed, which invalidates all that is cached of it. A CPU array is
-        compared by value. On a GPU that would synchronise: only address, shape and stride are compared, and writes
-        through `.data` go undetected."""
+        """Increment the version of an array that changed, which invalidates its caches. Compares values on a CPU; on a
+        GPU, without a synchronisation, only address, shape and stride: writes through `.data` go undetected."""
         array = operands[self.array]
         if _held(array) and not _same(_seen(array), array):
             torch.autograd.graph.increment_version(array)

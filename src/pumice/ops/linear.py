@@ -67,8 +67,8 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def recorded_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """y[n] = x[n] @ weight.T + bias in half precision (or under autocast to it), differentiable any number of times. x
-    [N, C_in], weight [C_out, C_in], bias [C_out] -> [N, C_out]. Gradients of weights that autocast casts are not
+    """y[n] = x[n] @ weight.T + bias in half precision (or under autocast to it), differentiable any number of times:
+    x [N, C_in], weight [C_out, C_in], bias [C_out] -> [N, C_out]. Gradients of weights that autocast casts are not
     rounded to half precision. None if torch should compute it: other dtypes, CPU, deterministic algorithms, anything
     active besides autograd, or operands that do not match."""
     given = (x, weight) if bias is None else (x, weight, bias)

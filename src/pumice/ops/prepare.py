@@ -107,8 +107,7 @@ class _Wanted:
             materialize(found, torch.is_grad_enabled())
 
     def find(self, geometry: Geometry, differentiable: bool, laid: bool = True) -> list[KernelMap]:
-        """Build maps in buffers, where no size is read: each is laid out (if `laid`) while the next is built. Returns
-        the maps that have an automatic dataflow."""
+        """Build maps in buffers, laid out (if `laid`) while the next is built; returns those of automatic dataflow."""
         found = []
         with on_side_stream(geometry) as publish:
             for one, flows in self.maps(geometry):

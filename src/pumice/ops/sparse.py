@@ -351,8 +351,7 @@ def _values(x: Sparse, part: FormatBucket) -> Tensor:
 
 
 def _coordinates(x: Sparse, part: FormatBucket) -> tuple[list[Tensor], Tensor | None]:
-    """int64 coordinates of the values, one tensor per axis, and the mask of values that are not padding, or None. They
-    broadcast to the shape of the values."""
+    """Per axis int64 coordinates that broadcast to the values' shape, and the mask of values not padding, or None."""
     coords, inside = [], None
     for c, extent in zip(x.layout.coordinates, x.shape, strict=True):
         outer = _outer(x, part, c, extent)
@@ -405,8 +404,7 @@ def _index_bytes(x: Sparse) -> int:
 
 
 def _level_words(x: Sparse, part: FormatBucket) -> int:
-    """Number of coordinates and pointers of the flattened levels: C has a coordinate per node and axis, and a pointer
-    per parent."""
+    """Number of coordinates (per node and axis of C) and pointers (per parent) of the flattened levels."""
     words, parents = 0, 1
     axes: list[str] = []
     levels = x.format.flattened

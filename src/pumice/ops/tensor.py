@@ -287,12 +287,6 @@ def not_sparse(x: object, taker: str) -> DtypeError:
 
 
 def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
-    if isinstance(other, Tensor):
-        sizes = zip(reversed(other.shape), reversed(x._feats.shape), strict=False)
-        if other.ndim > 2 or any(n not in (1, size) for n, size in sizes):
-            rows, channels = x._feats.shape
-            taken = f"[C] = [{channels}] or [N, C] = [{rows}, {channels}]"
-            raise ShapeError(f"'{sign}' takes a number or a tensor {taken}, found shape {list(other.shape)}")
     if not isinstance(other, SparseTensor):
         if isinstance(other, Tensor) and not _broadcasts(other.shape, x._feats.shape):
             wide, found = list(x._feats.shape), list(other.shape)
@@ -324,9 +318,8 @@ def raw_feats(x: SparseTensor) -> Tensor:
 
 
 def from_raw_feats(feats: Tensor, geometry: Geometry) -> SparseTensor:
-    """SparseTensor of features whose padding rows are undefined in a captured training step. Backward must not reduce
-    over rows: there the gradients of padding rows are undefined. Functions that do reduce use `x.feats` and
-    `x.replace`."""
+    """SparseTensor of features whose padding rows, and their gradients, are undefined in a captured training step:
+    backward must not reduce over rows. Functions that do reduce use `x.feats` and `x.replace`."""
     if not geometry.trains:
         return SparseTensor(feats, geometry)
     _check_feats(feats, geometry)
