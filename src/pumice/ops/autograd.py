@@ -69,7 +69,7 @@ def by_autograd_alone(operands: Sequence[Tensor]) -> bool:
 
 
 def is_plain_call(operands: Sequence[Tensor]) -> bool:
-    """True to bypass the dispatcher (10 us): plain non-meta tensors, no autograd, autocast, tracing, transform or mode."""
+    """True to skip the dispatcher (10 us): plain non-meta tensors; no autograd, autocast, tracing, transform, mode."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _watched():
         return False
     if not _ordinary(operands) or (torch.is_grad_enabled() and any([x.requires_grad for x in operands])):

@@ -102,7 +102,7 @@ def devoxelize(
         raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
     if points is None:
         if mode != "nearest":
-            raise OptionError(f"mode={mode!r} needs the points; without them there is 'nearest'")
+            raise OptionError(f"mode={mode!r} needs points; without them only 'nearest' is available")
         return _take(x.feats, x.inverse)
     frame = x.geometry.frame
     if frame is None:

@@ -67,7 +67,7 @@ def prepare_levels(
     if not all(isinstance(window, Relation) for windows in _listed(same) for window in _listed(windows)):
         raise OptionError(f"same takes a list of Relations for each level, found {same!r}")
     if len(same) > len(steps) + 1:
-        raise ShapeError(f"windows are given for {len(same)} levels, {len(steps)} steps lead to {len(steps) + 1}")
+        raise ShapeError(f"same has {len(same)} levels, expected at most {len(steps) + 1} for {len(steps)} steps")
     if consumers is not None and not isinstance(consumers, MapConsumers):
         raise OptionError(f"consumers takes a pumice.ops.MapConsumers, found {type(consumers).__name__}")
     if torch.compiler.is_compiling():

@@ -172,7 +172,7 @@ class SparseTensor:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = f"; it is called {_CALLED[name]} here" if name in _CALLED else ""
+            hint = f"; use {_CALLED[name]} instead" if name in _CALLED else ""
             raise AttributeError(f"a SparseTensor has no attribute {name!r}{hint}", name=name, obj=self)
 
     # same coordinates, other features
@@ -275,8 +275,8 @@ _CALLED = {
     "C": "x.coords",
     "dense": "x.to_dense()",
     "replace_feature": "x.replace(feats)",
-    "shape": "x.feats.shape, or x.spatial_shape,",
-    "size": "x.feats.size(), or x.spatial_shape,",
+    "shape": "x.feats.shape or x.spatial_shape",
+    "size": "x.feats.size() or x.spatial_shape",
 }
 """Attribute names of spconv, MinkowskiEngine and torch, with ours."""
 
