@@ -1,9 +1,6 @@
 """Layers over SparseTensors, as torch.nn."""
 
-from pumice.nn.blocks import (
-    ResidualBlock,
-    Sequential,
-)
+from pumice.nn.blocks import ResidualBlock, Sequential
 from pumice.nn.conv import (
     Conv1d,
     Conv2d,

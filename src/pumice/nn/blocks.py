@@ -14,12 +14,7 @@ from pumice.nn.prepared import Parted, Parts, prepared
 from pumice.ops.tensor import SparseTensor
 
 CONV = {1: convs.Conv1d, 2: convs.Conv2d, 3: convs.Conv3d, 4: convs.Conv4d}
-INVERSE_CONV = {
-    1: convs.InverseConv1d,
-    2: convs.InverseConv2d,
-    3: convs.InverseConv3d,
-    4: convs.InverseConv4d,
-}
+INVERSE_CONV = {1: convs.InverseConv1d, 2: convs.InverseConv2d, 3: convs.InverseConv3d, 4: convs.InverseConv4d}
 
 
 class Sequential(Parted, nn.Sequential):

@@ -171,12 +171,7 @@ class ConvTranspose(Convolution):
         output_padding: Size = 0,
         dataflow: Flow = None,
     ) -> None:
-        options = {
-            "stride": stride,
-            "padding": padding,
-            "dilation": dilation,
-            "output_padding": output_padding,
-        }
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "output_padding": output_padding}
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
         self.relation = Relation.of_transposed(self.dim, window, **options).shared()

@@ -164,12 +164,7 @@ class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
 
 def _as_sync(module: BatchNorm, process_group: Any) -> SyncBatchNorm:
     sync = SyncBatchNorm(
-        module.num_features,
-        module.eps,
-        module.momentum,
-        module.affine,
-        module.track_running_stats,
-        process_group,
+        module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, process_group
     )
     sync.weight, sync.bias = module.weight, module.bias
     sync.running_mean, sync.running_var = module.running_mean, module.running_var

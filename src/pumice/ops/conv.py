@@ -181,12 +181,7 @@ def conv_inverse(
     """
     _check_weight(x, weight, bias, groups, spatial=True)
     relation = Relation.of(
-        x.dim,
-        tuple(weight.shape[1:-1]),
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        policy="cached_inverse",
+        x.dim, tuple(weight.shape[1:-1]), stride=stride, padding=padding, dilation=dilation, policy="cached_inverse"
     )
     _, finer = target_of(target)
     return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, finer), None, dataflow)
