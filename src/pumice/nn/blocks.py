@@ -21,10 +21,9 @@ class Sequential(Parted, nn.Sequential):
     """torch.nn.Sequential over SparseTensors.
 
     A module receives the SparseTensor if it is or contains a layer of pumice, or if its forward is annotated with
-    SparseTensor; any other module (torch.nn.Linear, a layer of another library) receives the features.
-
-    On a GPU a batch norm and an activation after a convolution are fused: into its kernel in inference, into one
-    autograd step in training (pumice.nn.fused).
+    SparseTensor; any other module (torch.nn.Linear, a layer of another library) receives the features. On a GPU a
+    batch norm and an activation after a convolution are fused: into its kernel in inference, into one autograd step in
+    training (pumice.nn.fused).
     """
 
     def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

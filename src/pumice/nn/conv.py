@@ -211,9 +211,8 @@ class GenerativeConvTranspose(Convolution):
 class InverseConv(Convolution):
     """Inverse of a strided convolution, to known finer coordinates; see pumice.ops.conv_inverse.
 
-    `forward(x, target)`: target is a tensor or geometry on the coordinates from which a convolution of the same
-    kernel, stride, padding and dilation made x's. `forward(x)`: the same, while that geometry is alive, so that one
-    Sequential can hold encoder and decoder.
+    `forward(x, target)`: target, a tensor or geometry, has the coordinates from which a convolution of the same kernel,
+    stride, padding and dilation made x's. Without target (as in a Sequential) that geometry itself, while it is alive.
     """
 
     def __init__(

@@ -373,8 +373,8 @@ class DifferentiableCall:
 def call_kind(
     text: tuple[str, str], held: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
 ) -> Hashable:
-    """Key that a DifferentiableCall shares with calls over other maps in the same size bucket. text: (statement,
-    lowering); held: the bound map; dtype, shapes: of the runtime operands, shapes without data-dependent rows."""
+    """Key that a DifferentiableCall shares with calls over other maps in the same size bucket.
+    text: (statement, lowering); held: the bound map; dtype, shapes: of the runtime operands, without dynamic rows."""
     return direct.interned((text, held.kind, dtype, *map(tuple, shapes)))
 
 

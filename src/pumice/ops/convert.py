@@ -99,8 +99,7 @@ GROUP_SIZES: Mapping[str, Callable[[RowStatistics], int]] = MappingProxyType({"c
 
 
 def buckets(occupancy: Tensor | Sequence[int], count: int = 3) -> tuple[int, ...]:
-    """Up to `count` powers of two of least total cost, each row in its cheapest size (empty rows in none); on ties the
-    fewest sizes."""
+    """Up to `count` powers of two of least total cost, each row in its cheapest size; ties: the fewest sizes."""
     lengths, often = torch.as_tensor(occupancy).cpu().unique(return_counts=True)
     lengths, often = lengths[lengths > 0], often[lengths > 0]
     if len(lengths) == 0:
@@ -172,9 +171,8 @@ class _Places:
 
 @dataclass(frozen=True, eq=False)
 class _ConversionPlan:
-    """Entries sorted by the coordinates of a format. outer, inner: per axis, the coordinate of the block and the
-    position in it. cell, row, position: sorted keys of an entry's block, of the row that groups split (cell without
-    groups), and of its coordinates in the flattened levels."""
+    """Entries sorted by the coordinates of a format. outer, inner: per axis, block coordinate and position in it.
+    cell, row, position: sorted keys of the block, of the row split into groups (cell without), of flattened levels."""
 
     entries: Entries
     format: Format

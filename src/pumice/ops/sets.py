@@ -83,8 +83,7 @@ def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
 
 
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
-    """Concatenate channels: feats [N, C_0 + C_1 + ...] of tensors on one geometry, or on equal coordinates in the same
-    order.
+    """Concatenate channels: feats [N, C_0 + C_1 + ...] of tensors on the same coordinates in the same order.
     Raises GeometryError for different coordinates: use union(), or conv(out=...) onto the other's coordinates.
     """
     first = _first(tensors, "cat")

@@ -109,8 +109,7 @@ class Sparse:
         return self._storages[name]
 
     def segments(self, part: FormatBucket) -> Tensor:
-        """int32 [extent of the first axis + 1]: start of each coordinate in p; for CSR the row pointers. The first axis
-        is that of the flattened levels, counted in blocks if it is blocked."""
+        """int32 [extent + 1]: start in p of each coordinate (block) of the first flattened axis; CSR's row pointers."""
         number = self.parts.index(part)
         return self.storage(("segments", number), lambda x: _segments(x, x.parts[number]))
 
