@@ -328,7 +328,7 @@ def test_mistakes_are_told():
 def test_dense_grids_need_an_extent():
     model = Applied(lambda x, a: a(x).to_dense(), conv(3))
     fast, _ = compiled(model)
-    with pytest.raises(Exception, match="to_dense takes a spatial_shape while torch.compile traces"):
+    with pytest.raises(Exception, match="to_dense needs a spatial_shape under torch.compile"):
         fast(cloud(0))
     x = cloud(0, spatial_shape=(10, 11, 12))
     assert_same(fast(x), model(x))

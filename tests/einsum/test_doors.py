@@ -256,7 +256,7 @@ def test_integers_may_come_with_the_operands(text):
 
 
 def test_formats_are_of_operands():
-    with pytest.raises(OptionError, match="a format is told of B, .* reads A"):
+    with pytest.raises(OptionError, match="found a format of B, but .* reads A"):
         pm.compile_einsum("C[i] = A[i]", {"B": "k:C"})
     with pytest.raises(OptionError, match="the target C is a dense tensor"):
         pm.compile_einsum("C[i] += A[i]", {"C": "k:C"})

@@ -123,7 +123,7 @@ NAMES |= {"replace_feature": r"x.replace\(feats\)", "shape": "x.feats.shape"}
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_other_libraries(name, x):
     assert not hasattr(x, name)
-    with pytest.raises(AttributeError, match=f"no attribute {name!r}; it is called {NAMES[name]}"):
+    with pytest.raises(AttributeError, match=f"no attribute {name!r}; use {NAMES[name]}"):
         getattr(x, name)
 
 

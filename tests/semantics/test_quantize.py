@@ -131,7 +131,7 @@ def test_autocast_leaves_bytes_alone():
 )
 def test_what_would_add_them_without_their_scales_is_refused(kind, call):
     x = random_tensor(40, 4, 3)
-    with pytest.raises(DtypeError, match=f"x is {kind}: convolutions take 8 bits and their scales"):
+    with pytest.raises(DtypeError, match=f"x is {kind}: only convolutions take 8 bits, with scales"):
         call(x.replace(x.feats.to(kind)))
 
 
@@ -170,5 +170,5 @@ def test_autocast_takes_no_codes_for_numbers(kind, which):
 def test_sums_that_an_int32_may_not_hold_are_refused():
     x = random_tensor(5, 400, 3)
     weight = torch.zeros(1, 7, 7, 7, 400, dtype=torch.int8)
-    with pytest.raises(ShapeError, match="at most 131072 terms, within int32; found 343 taps x 400 channels"):
+    with pytest.raises(ShapeError, match="at most 131072 terms, within int32; found 343 kernel offsets x 400 channels"):
         pm.ops.conv(x.replace(x.feats.to(torch.int8)), weight)

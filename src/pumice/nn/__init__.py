@@ -1,9 +1,6 @@
-"""Modules that hold weights; each takes and gives a SparseTensor."""
+"""Layers over SparseTensors, as torch.nn."""
 
-from pumice.nn.blocks import (
-    ResidualBlock,
-    Sequential,
-)
+from pumice.nn.blocks import ResidualBlock, Sequential
 from pumice.nn.conv import (
     Conv1d,
     Conv2d,

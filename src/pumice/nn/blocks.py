@@ -1,4 +1,4 @@
-"""Modules made of modules."""
+"""Containers: Sequential and ResidualBlock."""
 
 from __future__ import annotations
 
@@ -14,22 +14,16 @@ from pumice.nn.prepared import Parted, Parts, prepared
 from pumice.ops.tensor import SparseTensor
 
 CONV = {1: convs.Conv1d, 2: convs.Conv2d, 3: convs.Conv3d, 4: convs.Conv4d}
-INVERSE_CONV = {
-    1: convs.InverseConv1d,
-    2: convs.InverseConv2d,
-    3: convs.InverseConv3d,
-    4: convs.InverseConv4d,
-}
+INVERSE_CONV = {1: convs.InverseConv1d, 2: convs.InverseConv2d, 3: convs.InverseConv3d, 4: convs.InverseConv4d}
 
 
 class Sequential(Parted, nn.Sequential):
-    """Modules one after the other.
+    """torch.nn.Sequential over SparseTensors.
 
-    A module is given the SparseTensor if it is a layer of pumice, has one in it, or its forward is annotated with
-    SparseTensor; any other (torch.nn.Linear, a subclass of it, a layer of another library) is applied to the features.
-
-    On a GPU a batch norm and an activation behind a convolution are part of its kernel without gradients, and of its
-    step of autograd in training (pumice.nn.fused).
+    A module receives the SparseTensor if it is or contains a layer of pumice, or if its forward is annotated with
+    SparseTensor; any other module (torch.nn.Linear, a layer of another library) receives the features. On a GPU a
+    batch norm and an activation after a convolution are fused: into its kernel in inference, into one autograd step in
+    training (pumice.nn.fused).
     """
 
     def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -44,9 +38,9 @@ _CHAINS = (Sequential.forward, nn.Sequential.forward)
 
 
 class ResidualBlock(Parted):
-    """y = act(norm(conv(act(norm(conv(x))))) + shortcut(x)), both convolutions of `kernel_size`, coordinates kept.
+    """y = act(norm(conv(act(norm(conv(x))))) + shortcut(x)), both convolutions submanifold, of `kernel_size`.
 
-    The shortcut is the identity, or a pointwise map and a norm where the channels change. He et al., "Deep Residual
+    The shortcut is the identity, or a linear layer and a norm if the channels change. He et al., "Deep Residual
     Learning for Image Recognition", CVPR 2016, fig. 2.
     """
 
@@ -88,7 +82,7 @@ class ResidualBlock(Parted):
     def _parts(self) -> Parts:
         own: dict[str, Any] = self._modules
         body, act, shortcut = own.get("body"), own.get("act"), own.get("shortcut")
-        # A function, or None, may be in the place of one, and the body may do something else than what is in it.
+        # A submodule may have been replaced by a function or None, and the body may have a forward of its own.
         if body is None or act is None or shortcut is None or type(body).forward not in _CHAINS:
             return Parts(())
         return Parts((*body, act), shortcut, (body,))

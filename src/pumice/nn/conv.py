@@ -1,4 +1,4 @@
-"""Convolution modules: they hold weights and options, and call pumice.ops."""
+"""Convolution modules: weights and options around pumice.ops."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from pumice.schedule.dataflow import chosen
 
 
 class Convolution(nn.Module):
-    """What all convolution layers are: weight [C_out, *kernel, C_in / groups] and bias [C_out], set as torch.nn sets
-    them, and the relation of their kernel map.
-
-    weight ~ U(-b, b) with b = 1 / sqrt(fan_in), fan_in = K * C_in / groups (kaiming_uniform with a = sqrt 5);
-    bias likewise. dataflow: as in pumice.ops.conv; it may be set anew between calls. tuned: what pumice.tune has put
-    there; any other value there is the user's own.
-    """
+    """Base of convolution layers: weight [C_out, *kernel, C_in / groups], bias [C_out], relation of the kernel map.
+    Initialised as in torch.nn: weight and bias ~ U(-b, b) with b = 1 / sqrt(fan_in), fan_in = K * C_in / groups
+    (kaiming_uniform with a = sqrt 5). dataflow: as in pumice.ops.conv; may be changed between calls. tuned: the
+    dataflow that pumice.tune set, by which it recognises a dataflow set by the user."""
 
     dim: ClassVar[int]
     weight: nn.Parameter
@@ -37,7 +34,7 @@ class Convolution(nn.Module):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "dim" in vars(cls):
-            # Conv1d to Conv4d have the documentation of Conv, which itself is no public name.
+            # Conv1d to Conv4d inherit the docstring of Conv, which is not public.
             line, _, _ = (cls.__doc__ or "").partition(";")
             cls.__doc__ = f"{line}.\n\n{cls.__bases__[0].__doc__}"
 
@@ -60,28 +57,28 @@ class Convolution(nn.Module):
         if channels[0] % groups or channels[1] % groups:
             raise ShapeError(f"groups={groups} must divide in_channels={channels[0]} and out_channels={channels[1]}")
         self.weight = nn.Parameter(torch.empty(channels[1], *window, channels[0] // groups))
-        # None, too, is among the parameters, as in torch.
+        # A bias of None is registered too, as in torch.
         self.register_parameter("bias", nn.Parameter(torch.empty(channels[1])) if bias else None)
         self.reset_parameters()
 
     def map_request(self, target: Target = None) -> tuple[Relation, Geometry | None]:
-        """The relation of a call, and the coordinates of its outputs where the call names them."""
+        """(relation, output geometry if the target is one) of a call."""
         return self.relation, target_of(target)[1]
 
     def map_of(self, x: SparseTensor, target: Target = None) -> tuple[KernelMap, Geometry]:
-        """The kernel map that a call with x (and its target) reads, and the coordinates of its outputs."""
+        """(kernel map, output geometry) of a call on x."""
         relation, geometry = self.map_request(target)
         return kernel_map(x.geometry, relation, geometry)
 
     def forward_with_epilogue(self, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
-        """The layer's result behind an epilogue (pumice.ops.conv), in one kernel where there can be one."""
+        """forward with an epilogue (see pumice.ops.conv), in one kernel if possible."""
         return convolve(x, self.weight, self.bias, self.groups, self.map_request(target), self.dataflow, epilogue)
 
     def _over(self, x: SparseTensor, target: Target = None) -> SparseTensor:
         return self.forward_with_epilogue(x, None, target)
 
     def reset_parameters(self) -> None:
-        """Draw weight and bias anew."""
+        """Reinitialise weight and bias."""
         bound = 1 / math.sqrt(self.weight[0].numel())
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -89,37 +86,37 @@ class Convolution(nn.Module):
 
     def extra_repr(self) -> str:
         window = tuple(self.weight.shape[1:-1])
-        told = {k: v for k, v in self.options.items() if k != "offsets"}
-        if "out" in told and max(self.relation.stride) > 1:
-            told |= {"padding": self.relation.padding, "out": self.relation.policy}
-        told = {k: v for k, v in told.items() if v is not None}
-        told |= {} if self.dataflow is None else {"dataflow": self.dataflow}
-        rest = "".join(f", {name}={value}" for name, value in told.items())
+        shown = {k: v for k, v in self.options.items() if k != "offsets"}
+        if "out" in shown and max(self.relation.stride) > 1:
+            shown |= {"padding": self.relation.padding, "out": self.relation.policy}
+        shown = {k: v for k, v in shown.items() if v is not None}
+        shown |= {} if self.dataflow is None else {"dataflow": self.dataflow}
+        rest = "".join(f", {name}={value}" for name, value in shown.items())
         groups = f", groups={self.groups}" if self.groups > 1 else ""
         bias = "" if self.bias is not None else ", bias=False"
         return f"{self.in_channels}, {self.out_channels}, kernel_size={window}{rest}{groups}{bias}"
 
 
 def convolutions(*modules: nn.Module) -> list[Convolution]:
-    """The convolution layers in these modules, in their order."""
+    """The convolution layers in these modules, in order."""
     return [layer for module in modules for layer in module.modules() if isinstance(layer, Convolution)]
 
 
 class Conv(Convolution):
-    """Sparse convolution in D axes: pumice.ops.conv with its own weight; Conv1d to Conv4d fix D.
+    """Sparse convolution over D axes, see pumice.ops.conv; Conv1d to Conv4d fix D.
 
-    Defaults are not those of torch and spconv, which pad by 0 and compute the support: padding is centred,
+    Defaults differ from torch and spconv, which pad by 0 and compute the support: padding is centred,
     `dilation * (kernel_size // 2)` (0 for even kernels), stride 1 keeps the coordinates (out="same", submanifold), and
-    a greater stride makes the distinct floor(in / stride) (out="floor_unique"; with a padding given out="support").
-    Name `out` and `padding` for others, or the outputs of one call: `layer(x, out=target)`.
+    larger strides give the distinct floor(in / stride) (out="floor_unique"; with explicit padding out="support").
+    `layer(x, out=target)` sets the outputs of one call.
 
     Parameters
     ----------
     in_channels, out_channels: int.
     kernel_size, stride, padding, dilation: an int or one per axis; padding None means centred.
-    groups: channel groups. bias: whether to add one.
-    out: output policy. offsets: [K][D] integers in place of a kernel window (then kernel_size is K or None).
-    dataflow: how it is computed, as in pumice.ops.conv; None: as the planner picks.
+    groups: channel groups. bias: True to add a bias.
+    out: output policy. offsets: [K][D] integers instead of a kernel window (then kernel_size is K or None).
+    dataflow: as in pumice.ops.conv; None: automatic.
     """
 
     def __init__(
@@ -147,7 +144,7 @@ class Conv(Convolution):
             self.relation = Relation.of_offsets(self.dim, offsets, **spread).shared()
 
     def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
-        """x: N voxels x in_channels -> SparseTensor with out_channels. `out` replaces the layer's own for this call."""
+        """x: N voxels x in_channels -> SparseTensor with out_channels. `out` overrides the layer's for this call."""
         return self._over(x, out)
 
     def map_request(self, target: Target = None) -> tuple[Relation, Geometry | None]:
@@ -158,7 +155,7 @@ class Conv(Convolution):
 
 
 class ConvTranspose(Convolution):
-    """Transposed sparse convolution, which makes new coordinates: pumice.ops.conv_transpose with its own weight."""
+    """Transposed sparse convolution, which generates new coordinates; see pumice.ops.conv_transpose."""
 
     def __init__(
         self,
@@ -174,12 +171,7 @@ class ConvTranspose(Convolution):
         output_padding: Size = 0,
         dataflow: Flow = None,
     ) -> None:
-        options = {
-            "stride": stride,
-            "padding": padding,
-            "dilation": dilation,
-            "output_padding": output_padding,
-        }
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "output_padding": output_padding}
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
         self.relation = Relation.of_transposed(self.dim, window, **options).shared()
@@ -189,7 +181,7 @@ class ConvTranspose(Convolution):
 
 
 class GenerativeConvTranspose(Convolution):
-    """Transposed convolution over every coordinate it can reach, bounded by nothing; odd kernels are centred.
+    """Transposed convolution that generates every coordinate it reaches, unbounded; odd kernels are centred.
 
     As MinkowskiGenerativeConvolutionTranspose: Gwak, Choy and Savarese, "Generative Sparse Detection Networks",
     ECCV 2020, sec. 3. Follow it with prune().
@@ -217,11 +209,10 @@ class GenerativeConvTranspose(Convolution):
 
 
 class InverseConv(Convolution):
-    """Back to known, finer coordinates: pumice.ops.conv_inverse with its own weight.
+    """Inverse of a strided convolution, to known finer coordinates; see pumice.ops.conv_inverse.
 
-    `forward(x, target)`: target is a tensor (or geometry) on the coordinates from which a convolution of the same
-    kernel, stride, padding and dilation made x's; no key has to be named. `forward(x)`: the same while that tensor
-    lives, so that a Sequential holds encoder and decoder.
+    `forward(x, target)`: target, a tensor or geometry, has the coordinates from which a convolution of the same kernel,
+    stride, padding and dilation made x's. Without target (as in a Sequential) that geometry itself, while it is alive.
     """
 
     def __init__(

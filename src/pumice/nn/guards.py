@@ -1,4 +1,4 @@
-"""What kernels that are started again depend on, as it is compared in each call."""
+"""Guards of cached launches, compared on every call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TENSOR_GUARDS: Sequence[Callable[[Any], Any]] = (
     torch._C.TensorBase.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     torch._C.TensorBase.stride,
 )
-"""What tells whether a tensor is what it was, with its type: where it lies tells the device."""
+"""Guards of a tensor, besides its type; the address implies the device."""
 TRAINS: Callable[[Any], bool] = torch._C.TensorBase.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
-"""Whether a tensor wants a gradient."""
+"""`requires_grad` of a tensor."""
 OF_CONVOLUTIONS = attrgetter("groups", "dataflow", "relation")
 OWN = frozenset(("weight", "bias", "forward_with_epilogue", "map_request"))
-"""What a line does without looking it up: whoever puts another one on a layer is to be heard."""
+"""Attributes that the fused path bypasses; if an instance overrides one, fall back to the slow path."""

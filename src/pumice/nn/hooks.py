@@ -1,4 +1,4 @@
-"""What modules behind a convolution, or a linear map, are as its epilogue, and whether anybody listens to them."""
+"""Modules that can be the epilogue of a convolution or linear layer, and checks for hooks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pumice.ops import Epilogue
 ACTIVATIONS: Mapping[type[nn.Module], str] = MappingProxyType(
     {layers.ReLU: "relu", nn.ReLU: "relu", layers.SiLU: "silu", nn.SiLU: "silu"}
 )
-"""Those without options that change what they compute."""
+"""Activations without options that change the result."""
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether it is a batch norm by statistics that are there."""
+    """True for a batch norm in evaluation with running statistics."""
     return type(module) is layers.BatchNorm and not module.training and module._buffers.get("running_mean") is not None
 
 
 def epilogue_of(
     behind: Sequence[nn.Module], residual: Tensor | None, row_padding: int = 0
 ) -> tuple[Epilogue | None, int]:
-    """What of the modules behind a convolution can be its epilogue, and how many that are; residual: features to be
-    added before the last of all; spare: columns that are to be left free if it is all of them."""
+    """(epilogue, number of modules it covers) of the modules after a convolution. residual: features added before the
+    last module; row_padding: columns left free behind each row if the epilogue covers all modules."""
     norm = behind[0] if behind and is_known(behind[0]) else None
     taken = 0 if norm is None else 1
     last = len(behind) > taken
@@ -39,21 +39,21 @@ def epilogue_of(
 
 
 def has_no_forward_hooks(modules: Sequence[nn.Module]) -> bool:
-    """Whether no hook listens to what these modules do."""
+    """True if none of the modules has a forward hook."""
     every = nn.modules.module
     if every._global_forward_hooks or every._global_forward_pre_hooks:
         return False
-    # As a loop: a generator, or a list, is half of its time.
+    # A loop: a generator or a list would take half of the time.
     for module in modules:
         own = module.__dict__
-        # `forward`: what somebody has put in the place of the class's own.
+        # `forward`: an instance attribute that overrides the class's.
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
             return False
     return True
 
 
 def has_no_backward_hooks(modules: Sequence[nn.Module]) -> bool:
-    """The same of hooks that listen to gradients."""
+    """True if none of the modules has a backward hook."""
     every = nn.modules.module
     if every._global_backward_hooks or every._global_backward_pre_hooks:
         return False

@@ -1,4 +1,4 @@
-"""Layers that treat each voxel's features alone: norms, activations, linear maps; and those that pool."""
+"""Row-wise layers (norms, activations, linear) and pooling layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pumice.ops.tensor import SparseTensor, from_raw_feats, living, not_sparse, 
 
 
 def _check(layer: nn.Module, x: object, channels: int | None = None) -> None:
-    """Raises DtypeError for what is no SparseTensor, ShapeError for another number of channels."""
+    """Raise DtypeError if x is not a SparseTensor, ShapeError if it has another number of channels."""
     if not isinstance(x, SparseTensor):
         raise not_sparse(x, type(layer).__name__)
     if channels is not None and x.channels != channels:
@@ -29,7 +29,7 @@ def _check(layer: nn.Module, x: object, channels: int | None = None) -> None:
 
 
 class _Featurewise(nn.Module):
-    """A torch module applied to the features: the coordinates stay."""
+    """A torch module applied to the features; coordinates unchanged."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         _check(self, x)
@@ -37,20 +37,20 @@ class _Featurewise(nn.Module):
 
 
 class _Entrywise(_Featurewise):
-    """One without parameters, to which each row matters alone."""
+    """A row-wise torch module without parameters."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         if not isinstance(x, SparseTensor) or not x.geometry.trains:
             return super().forward(x)
-        # What torch's module makes of the features: those of rows that do not live may be anything.
+        # torch's module on the raw features: padding rows may be undefined.
         return from_raw_feats(super(_Featurewise, self).forward(raw_feats(x)), x.geometry)
 
 
 class BatchNorm(_Featurewise, nn.BatchNorm1d):
     """torch.nn.BatchNorm1d over all voxels: mean and variance per channel.
 
-    Fewer than two voxels have no variance: where their own statistics would count, they are normalised by the running
-    ones, which they leave alone (without running statistics, by mean 0 and variance 1).
+    Fewer than two voxels have no variance: instead of batch statistics they are normalised by the running statistics,
+    which stay unchanged (without running statistics by mean 0 and variance 1).
     """
 
     def forward(self, x: SparseTensor) -> SparseTensor:
@@ -58,32 +58,32 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         if self.uses_valid_rows(x) or self._by_kernels(x):
             return self.over_valid_rows(x)
         if torch.compiler.is_compiling():
-            # Whether there are two, or any, is not known before the traced code runs; torch's own asks.
+            # The number of voxels is symbolic while tracing; torch's batch norm branches on it.
             return x.replace(_traced_norm(self, x.feats))
         if self.running_mean is None:
             x.geometry.require_host_size("a BatchNorm without running statistics takes those of all voxels")
         own = self.training or self.running_mean is None
         if not own or len(x) > 1:
             return super().forward(x)
-        # Under autocast features are narrower than what is beside them.
+        # Under autocast the features are narrower than the parameters.
         like = x.feats if self.weight is None else self.weight.detach()
         mean = self.running_mean if self.running_mean is not None else like.new_zeros(self.num_features)
         var = self.running_var if self.running_var is not None else like.new_ones(self.num_features)
         return x.replace(functional.batch_norm(x.feats, mean, var, self.weight, self.bias, False, 0.0, self.eps))
 
     def uses_valid_rows(self, x: SparseTensor) -> bool:
-        """Whether it takes statistics of which the device alone knows the number of voxels: in a captured step."""
+        """True if batch statistics are taken over the valid rows of a captured training step."""
         return x.geometry.trains and (self.training or self.running_mean is None)
 
     def _by_kernels(self, x: SparseTensor) -> bool:
-        """Whether it trains on a GPU, and nobody watches but autograd."""
+        """True if our kernels train it: batch statistics on a GPU, with only autograd active."""
         feats, own = raw_feats(x), self.training or self.running_mean is None
         if not own or not torch.is_grad_enabled() or not direct.starts_kernels(feats) or feats.dtype == torch.float64:
             return False
         return autograd.by_autograd_alone([feats, *(t for t in self.vectors() if t is not None)])
 
     def over_valid_rows(self, x: SparseTensor, relu: bool = False) -> SparseTensor:
-        """The norm by those statistics, with a ReLU behind it."""
+        """Batch norm over the valid rows, then optionally a ReLU."""
         return from_raw_feats(
             lowered.batch_norm(raw_feats(x), x.geometry.cloud, self.norm_params(relu=relu)), x.geometry
         )
@@ -91,33 +91,31 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
     def norm_params(
         self, residual: Tensor | None = None, relu: bool = False, offset: Tensor | None = None
     ) -> lowered.Norm:
-        """The norm by the statistics of what it is given, with what stands behind it; offset: see Statistics."""
+        """Parameters of the batch norm kernels, with the epilogue (residual, relu); offset: see Statistics."""
         mean, var, weight, bias = self.vectors()
         running = None if mean is None or var is None else (mean, var)
         tracked = self._buffers.get("num_batches_tracked")
         follows = self.training and self.track_running_stats
-        told = lowered.Statistics(running, self.eps, follows, self.momentum, tracked, offset)
-        return lowered.Norm(weight, bias, told, residual, relu)
+        statistics = lowered.Statistics(running, self.eps, follows, self.momentum, tracked, offset)
+        return lowered.Norm(weight, bias, statistics, residual, relu)
 
     def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Mean, variance, scale and shift; they are looked at for each call, as whoever trains may put others there.
-
-        Past torch's search for attributes, which takes as long as a launch.
-        """
+        """Mean, variance, scale and shift, read on each call as training code may replace them. Bypasses
+        nn.Module.__getattr__, which takes as long as a launch."""
         own, kept = self._parameters, self._buffers
         try:
             return kept["running_mean"], kept["running_var"], own["weight"], own["bias"]
         except KeyError:
-            # Plain attributes stand in the place of parameters in what some of torch's tools make of a module.
+            # Some of torch's tools turn parameters into plain attributes.
             return self.running_mean, self.running_var, self.weight, self.bias
 
 
 def _traced_norm(norm: BatchNorm, x: Tensor) -> Tensor:
-    """Batch normalisation where the number of voxels is a symbol."""
+    """Batch normalisation for a symbolic number of voxels."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     known = wide.new_zeros(norm.num_features), wide.new_ones(norm.num_features)
     if norm.running_mean is not None and norm.running_var is not None:
-        # Copies: in training they are written to while autograd holds what is used here.
+        # Copies: training updates the statistics in place while autograd has saved these.
         known = norm.running_mean.to(wide.dtype, copy=True), norm.running_var.to(wide.dtype, copy=True)
     mean, var = _statistics(norm, wide, known) if norm.training or norm.running_mean is None else known
     y = (wide - mean) * torch.rsqrt(var + norm.eps)
@@ -127,7 +125,7 @@ def _traced_norm(norm: BatchNorm, x: Tensor) -> Tensor:
 
 
 def _statistics(norm: BatchNorm, x: Tensor, known: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the voxels; what is known, where there are fewer than two. The running ones take them."""
+    """Mean and variance over the voxels, or `known` if there are fewer than two; updates the running statistics."""
     count = torch.full((), x.shape[0], dtype=x.dtype, device=x.device)
     many, some = count > 1, count.clamp(min=1)
     mean = x.sum(0) / some
@@ -139,7 +137,7 @@ def _statistics(norm: BatchNorm, x: Tensor, known: tuple[Tensor, Tensor]) -> tup
 
 
 def _track(norm: BatchNorm, many: Tensor, seen: tuple[Tensor, Tensor]) -> None:
-    """The running statistics take what was seen, where it was of many voxels."""
+    """Update the running statistics from `seen` if `many`."""
     share: float | Tensor = 0.0 if norm.momentum is None else norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(many)
@@ -154,7 +152,7 @@ class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """`module` with every BatchNorm, ours and torch's, made synchronous; parameters and statistics are kept."""
+        """Replace every BatchNorm in `module`, ours and torch's, by SyncBatchNorm; parameters and statistics stay."""
         if isinstance(module, BatchNorm):
             return _as_sync(module, process_group)
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -166,12 +164,7 @@ class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
 
 def _as_sync(module: BatchNorm, process_group: Any) -> SyncBatchNorm:
     sync = SyncBatchNorm(
-        module.num_features,
-        module.eps,
-        module.momentum,
-        module.affine,
-        module.track_running_stats,
-        process_group,
+        module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, process_group
     )
     sync.weight, sync.bias = module.weight, module.bias
     sync.running_mean, sync.running_var = module.running_mean, module.running_var
@@ -273,11 +266,11 @@ class Identity(nn.Identity):
 
 
 class Linear(_Featurewise, nn.Linear):
-    """y[n] = x[n] @ weight.T + bias: a convolution with a kernel of 1."""
+    """y[n] = x[n] @ weight.T + bias: a convolution with kernel size 1."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        # Where rows of 16-bit channels are no multiple of 16 bytes libraries have slow products alone: 96 to 19
-        # channels of 173,000 rows took 45 us of an H200.
+        # cuBLAS is slow for 16-bit rows that are not a multiple of 16 bytes: 45 us on an H200 for 173,000 rows of 96
+        # to 19 channels.
         _check(self, x, self.in_features)
         odd = self.in_features % 8 or self.out_features % 8
         if odd and not x.geometry.trains and (y := self._unaligned(x)) is not None:
@@ -286,12 +279,12 @@ class Linear(_Featurewise, nn.Linear):
 
     @staticmethod
     def _worth(x: SparseTensor) -> bool:
-        """The host has more to do for kernels of our own, but not when it replays a graph."""
-        # Compiled code is for any number of rows.
+        """True if our kernels outweigh their host time: many rows, or replay of a graph."""
+        # Compiled code takes any number of rows.
         return not torch.compiler.is_compiling() and (x.geometry.trains or len(raw_feats(x)) >= _MANY)
 
     def _unaligned(self, x: SparseTensor) -> Tensor | None:
-        """Where no gradients are asked for."""
+        """The result by our kernel, without gradients; None if it does not apply."""
         feats, weight, bias = x.feats, self.weight, self.bias
         tensors = (feats, weight) if bias is None else (feats, weight, bias)
         if feats.dtype not in HALF or any(t.dtype != feats.dtype for t in tensors):
@@ -305,13 +298,12 @@ class Linear(_Featurewise, nn.Linear):
 
 
 _MANY = 1 << 16
-"""Rows from which on a linear map of odd channels trains by kernels of our own. Of an H200 and its host, 96 to 19
-channels, both passes, fp16 autocast: 36,000 rows take 34 us where torch takes 63, but 0.1 ms more of the host; 346,000
-rows 113 and 245 us, 2 million 479 and 1,151."""
+"""Rows from which on unaligned linear layers train by our kernels. H200, 96 to 19 channels, both passes, fp16 autocast,
+us of ours and torch: 36,000 rows 34 and 63 (0.1 ms more host time); 346,000: 113 and 245; 2 million: 479 and 1,151."""
 
 
 class _Pool(nn.Module):
-    """Options of a pool over windows; D is fixed by the subclass."""
+    """Base of window pooling layers; subclasses fix D."""
 
     dim: ClassVar[int]
     function: ClassVar[Callable[..., SparseTensor]]
@@ -337,8 +329,8 @@ class _Pool(nn.Module):
         return type(self).function(x, self.kernel_size, **self.options)
 
     def extra_repr(self) -> str:
-        told = "".join(f", {k}={v}" for k, v in self.options.items() if v is not None)
-        return f"kernel_size={self.kernel_size}{told}"
+        options = "".join(f", {k}={v}" for k, v in self.options.items() if v is not None)
+        return f"kernel_size={self.kernel_size}{options}"
 
 
 class MaxPool(_Pool):

@@ -1,4 +1,4 @@
-"""Differentiable functions of sparse tensors."""
+"""Differentiable functions on sparse tensors."""
 
 from pumice.lower.epilogue import Epilogue
 from pumice.lower.kernel import tuning

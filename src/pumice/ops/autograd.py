@@ -1,8 +1,7 @@
-"""The operator that the dispatcher knows, its shapes and its derivatives.
+"""The operator `pumice::einsum`: dispatch, fake implementation and derivatives of any order.
 
-`pumice::einsum` carries out any statement of the language; its gradient is made of itself, so that derivatives of any
-order exist. Operands travel as a flat list of tensors, and `names` says what they are (pumice.lower.plan.read):
-compiled code sees nothing else of a sparse operand.
+It evaluates any statement of the language, and its gradients are statements too. Operands are a flat list of tensors
+that `names` describes (pumice.lower.plan.read); compiled code sees sparse operands only in this form.
 """
 
 from __future__ import annotations
@@ -29,51 +28,48 @@ from pumice.runtime.cache import BoundedCache
 _LIBRARY = torch.library.Library("pumice", "DEF")
 _LIBRARY.define(
     "einsum(Tensor[] operands, str names, str text, SymInt[]? shape, str lowering) -> Tensor",
-    # What is remembered of an index array must not lie in the memory of a graph that is being captured.
+    # Cached properties of index arrays must not be allocated in the memory pool of a graph under capture.
     tags=tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag)),
 )
 
 
 DEVICES = ("cpu", "cuda", "meta")
-"""What is computed on; meta tensors have shapes and no values."""
+"""Supported device types."""
 
 
 def einsum(
     operands: Sequence[Tensor], names: str, text: str, shape: Sequence[int] | None = None, lowering: str = ""
 ) -> Tensor:
-    """The result of the statement `text`; `shape` is the target's where the caller knows it."""
+    """The result of the statement `text`; `shape`: of the target, if the caller knows it."""
     if operands:
         check_device(operands[0].device)
-    # The dispatcher finds an operator by its tensors, and has nothing to add where nobody watches.
+    # Plain calls, and calls without tensors, bypass the dispatcher.
     if not operands or is_plain_call(operands):
         return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
     known = None if shape is None else tuple(shape)
     if only_autograd_active(operands):
-        # What the dispatcher's operator does, without the walks through its arguments: 50 us of the host.
+        # As the registered operator, without the dispatcher: saves 50 us of host time.
         return _EinsumFunction.apply(names, text, known, lowering, *operands)
     if not torch.compiler.is_compiling() and (_transformed() or _has_forward_tangent(operands)):
-        # Torch's own operators know tangents and functorch's transforms, a kernel would drop them.
+        # torch's operators support forward tangents and functorch transforms; a kernel would drop them.
         return plan.execute(operands, names, text, known, "graph")
     return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
 
 
 def only_autograd_active(operands: Sequence[Tensor]) -> bool:
-    """Whether nobody but torch's autograd watches: no tracing, no transform, no mode, ordinary tensors with values."""
+    """True if at most autograd is active: no tracing, functorch transform or mode, and plain non-meta tensors."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _transformed():
         return False
     return not (_has_forward_tangent(operands) or not _ordinary(operands))
 
 
 def by_autograd_alone(operands: Sequence[Tensor]) -> bool:
-    """The same, and nothing is differentiated forwards: other tensors of the call may have tangents, too."""
+    """`only_autograd_active`, and no forward-mode AD: other tensors of the call could have tangents."""
     return forward_ad._current_level < 0 and only_autograd_active(operands)
 
 
 def is_plain_call(operands: Sequence[Tensor]) -> bool:
-    """Whether nobody watches: no gradients, no tracing, no transform, no mode, ordinary tensors with values.
-
-    Then the dispatcher has nothing to add, and its 10 us are saved.
-    """
+    """True to skip the dispatcher (10 us): plain non-meta tensors; no autograd, autocast, tracing, transform, mode."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _watched():
         return False
     if not _ordinary(operands) or (torch.is_grad_enabled() and any([x.requires_grad for x in operands])):
@@ -82,24 +78,24 @@ def is_plain_call(operands: Sequence[Tensor]) -> bool:
 
 
 def _ordinary(operands: Sequence[Tensor]) -> bool:
-    """Whether all are tensors of torch's own, with values."""
+    """True if all are plain torch tensors and none is meta."""
     return _ORDINARY.issuperset(map(type, operands)) and not any([x.is_meta for x in operands])
 
 
 def _has_forward_tangent(operands: Sequence[Tensor]) -> bool:
-    """Whether forward-mode differentiation is under way in one of the operands."""
+    """True if an operand has a forward-mode tangent."""
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in operands)
 
 
 def _transformed() -> bool:
-    """Whether a transform of torch.func is under way."""
+    """True within a torch.func transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _watched() -> bool:
-    """Whether a transform, forward-mode differentiation or a torch function mode is on."""
+    """True within a torch.func transform, forward-mode AD or a torch function mode."""
     return forward_ad._current_level >= 0 or bool(torch._C._len_torch_function_stack()) or _transformed()
 
 
@@ -107,7 +103,7 @@ _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 
 
 def check_device(device: torch.device) -> None:
-    """Raise DeviceError for a device that nothing computes on."""
+    """Raise DeviceError for an unsupported device."""
     if device.type not in DEVICES:
         raise DeviceError(f"no back end computes on {device.type!r}; there are {', '.join(DEVICES)}")
 
@@ -121,17 +117,15 @@ def _einsum(operands: list[Tensor], names: str, text: str, shape: list[int] | No
 
 
 def _held(operands: Sequence[Tensor], ask: plan.PlanRequest) -> Tensor:
-    """The call as plan.execute carries it out, planned once for all clouds of about the same sizes."""
+    """plan.execute with one plan per size bucket."""
     return plan.execute_plan(plan.bound_plan(operands, ask), [operands[place] for place in ask.runtime_operands])
 
 
 @lru_cache(maxsize=1024)
 def _over_map(names: str, text: str) -> plan.PlanRequest | None:
-    """How to plan a convolution, or a derivative of one: in compiled code nothing but its arrays is left of a kernel
-    map[o, k, i], and every cloud has others. None for any other statement.
-
-    free: the dense operands. steady: those of them, and the result behind all, whose first axis is no side of the map.
-    """
+    """PlanRequest of a convolution or a derivative of one, None for other statements. Compiled code passes a kernel
+    map[o, k, i] as arrays, which differ per input. runtime_operands: the dense operands. static_rows: those of them
+    (and last the result) whose first axis is not a side of the map."""
     given, statement = plan.read(names), plan.statement_of(text, names)
     forms = given.forms.get("map", {})
     if len(given.forms) != 1 or not forms.keys() <= maps.FORMS.keys() or statement.reduction != "sum":
@@ -149,20 +143,19 @@ def _einsum_fake(operands: list[Tensor], names: str, text: str, shape: list[int]
     if shape is None:
         shape = list(plan.sizes(text, names, [t.shape for t in operands], None).shape)
     dtype = plan.result_dtype(operands, names, text)
-    # Features without values meet maps that have them.
+    # Meta features may come with maps that have values.
     like = next((t for t in operands if t.is_meta), operands[0])
     return like.new_empty(shape, dtype=dtype)
 
 
 def autocast_disabled(operands: Sequence[Tensor]) -> AbstractContextManager[object]:
-    """Lowerings choose their dtypes themselves: autocast was applied at the door and must not act again inside."""
+    """Disable autocast within lowerings: operands are cast on entry, and must not be cast again."""
     kind = operands[0].device.type if operands else "cpu"
     return _WithoutAutocast(kind) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class _WithoutAutocast:
-    """torch.autocast(kind, enabled=False) within an autocast that is on, in a tenth of its time: nothing that was cast
-    is forgotten before the outer one ends."""
+    """torch.autocast(kind, enabled=False) inside an enabled autocast, in a tenth of the time: keeps the cast cache."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -176,13 +169,13 @@ class _WithoutAutocast:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     operands, names, text, shape, lowering = inputs
-    # torch takes an empty list for one of tensors, and wants as many gradients.
+    # torch takes an empty list for a list of tensors, and expects a list of gradients.
     ctx.none = [] if shape is not None and not len(shape) else None
     _keep(ctx, (names, text, lowering), operands, output)
 
 
-def _keep(ctx: Any, told: tuple[str, str, str], operands: Sequence[Tensor], output: Tensor) -> None:
-    ctx.names, ctx.text, ctx.lowering = told
+def _keep(ctx: Any, call: tuple[str, str, str], operands: Sequence[Tensor], output: Tensor) -> None:
+    ctx.names, ctx.text, ctx.lowering = call
     ctx.extreme = plan.statement_of(ctx.text, ctx.names).reduction in ("max", "min")
     ctx.tiles = plan.kernels.tuning_mode()
     ctx.save_for_backward(*operands, *([output] if ctx.extreme else []))
@@ -193,7 +186,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 class _EinsumFunction(torch.autograd.Function):
-    """The operator for torch's autograd where nothing else watches."""
+    """The operator for calls where only autograd is active."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -218,7 +211,7 @@ def _all_gradients(ctx: Any, grad: Tensor, needed: Sequence[bool]) -> list[Tenso
     with plan.kernels.tiles_of(ctx.tiles):
         if not call.given.forms or call.statement.reduction == "sum":
             return _gradients(call, grad, last, needed)
-        # Which points are there, a sparse operand says only in the form that is stored.
+        # Only the storage form of a sparse operand tells which points exist.
         call, places = call.stored()
         found = _gradients(call, grad, last, [needed[place] for place in places])
     grads = dict(zip(places, found, strict=True))
@@ -226,7 +219,7 @@ def _all_gradients(ctx: Any, grad: Tensor, needed: Sequence[bool]) -> list[Tenso
 
 
 def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients of the operands of a call, None where none is needed."""
+    """The gradients of the operands of a call, None if not needed."""
     grads: list[Tensor | None] = [None] * len(call.operands)
     if any(needed):
         grad, grads = call.shared(grad, last, grads, needed)
@@ -237,13 +230,10 @@ def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: S
 
 
 class DifferentiableCall:
-    """A call with some operands given once and for all, differentiable in those that are left, which it takes.
-
-    What is held is not written to any more, and needs no gradient; what is left, at ask.free, has always the shapes
-    and devices of `like`, and is cast to the dtype: its gradients then are not rounded to that. ask.steady: of
-    operands; the result's rows or entries are counted. ask.lowering: of the gradients, too. held: what is held, as
-    calls over other maps are known by it. The statement sums. It is called where only torch's autograd watches.
-    """
+    """A call with bound operands, differentiable in its runtime operands. Only for calls where just autograd is active.
+    Bound operands are constant and need no gradient. Runtime operands, at ask.runtime_operands, have the shapes and
+    devices of `like` and are cast to its dtype; their gradients are not rounded to it. ask.static_rows excludes the
+    result. ask.lowering applies to gradients too. held: the bound map. The reduction is a sum."""
 
     def __init__(
         self,
@@ -252,27 +242,27 @@ class DifferentiableCall:
         like: tuple[Sequence[Tensor], torch.dtype],
         held: direct.Held,
     ) -> None:
-        """operands: None at ask.free; like: those that will be there, and the dtype."""
+        """operands: None at ask.runtime_operands; like: example runtime operands, and the dtype."""
         assert plan.statement_of(ask.text, ask.names).reduction == "sum"
         given, dtype = like
         self._ask, self._held, self._operands = ask, held, operands
         self.dtypes = (dtype,) * len(given)
         self._wide = dtype is torch.float32
         self._counting = tuple([place not in ask.static_rows for place in ask.runtime_operands])
-        # What all its calls have in common with those over other maps, whose sizes round alike.
+        # Key shared with calls over other maps in the same size bucket.
         shapes = [x.shape[1:] if n else x.shape for x, n in zip(given, self._counting, strict=True)]
         self._kind = call_kind((ask.text, ask.lowering), held, dtype, shapes)
-        # By whether algorithms are deterministic, and for gradients by which of the free operands.
+        # Keyed by determinism, gradients also by runtime operand and dtype.
         self._results: dict[bool, plan.Plan] = {}
         self._gradients: dict[tuple[int, torch.dtype, bool], list[_Derivative]] = {}
-        # Those that are one kernel, by what a launch depends on.
+        # Calls that are a single kernel.
         self._launch_cache: BoundedCache[direct.Direct] = BoundedCache(16)
 
     def __call__(self, *given: Tensor) -> Tensor:
         return _BoundCallFunction.apply(self, *given)
 
     def instantiate(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """What is given, in the dtypes in which it is read."""
+        """The runtime operands, cast to the dtypes of the call."""
         return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(operands, self.dtypes, strict=True)]
 
     def result(self, operands: Sequence[Tensor]) -> Tensor:
@@ -292,12 +282,12 @@ class DifferentiableCall:
     def gradients(
         self, operands: Sequence[Tensor], grad: Tensor, wanted: Sequence[torch.dtype | None]
     ) -> list[Tensor | None]:
-        """The gradients of what is given, in the dtypes that are wanted; None where none is."""
+        """The gradients of the runtime operands in the wanted dtypes, None where the dtype is None."""
         if is_plain_call((*operands, grad)):
             return [
                 None if dtype is None else self._gradient(n, operands, grad, dtype) for n, dtype in enumerate(wanted)
             ]
-        # Gradients of gradients: each is recorded in turn.
+        # Double backward: autograd records each gradient.
         needed = [False] * len(self._operands)
         for place, dtype in zip(self._ask.runtime_operands, wanted, strict=True):
             needed[place] = dtype is not None
@@ -307,8 +297,8 @@ class DifferentiableCall:
 
     def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> Tensor:
         everything = (*given, grad)
-        told = self._told(everything, number, dtype)
-        call = self._launch_cache.get(told) or self._over_another(told, everything, number)
+        launch_key = self._told(everything, number, dtype)
+        call = self._launch_cache.get(launch_key) or self._over_another(launch_key, everything, number)
         if call is not None and (found := call(everything)) is not None:
             return found if found.dtype == dtype else found.to(dtype)
         key = (number, dtype, plan.deterministic())
@@ -318,16 +308,15 @@ class DifferentiableCall:
         first, *more = (plan.execute_plan(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
         found = sum(more, first) if more else first
         if not more:
-            self._leave(told, parts[0][0], everything, parts[0][1], number)
+            self._leave(launch_key, parts[0][0], everything, parts[0][1], number)
         return found if found.dtype == dtype else found.to(dtype)
 
     def _told(self, tensors: Sequence[Tensor], *facts: Hashable) -> Hashable:
-        """What the launch of a call depends on beside what is given once and for all, and addresses."""
+        """Cache key of a launch of this call, without bound operands and addresses."""
         return told_call(facts, self._wide, tensors[-1].dtype, [x.stride() for x in tensors])
 
     def _like(self, key: Hashable, tensors: Sequence[Tensor], sought: int | None) -> direct.Call:
-        """The call, or that of the gradient of one of the operands, which takes the result's gradient, too, as others
-        like it are known. key: what self._told gives."""
+        """Template key of the call or, with `sought`, of that operand's gradient (last tensor: the output gradient)."""
         ask = self._ask
         shape = ask.shape if sought is None else tuple(tensors[sought].shape)
         counting = (*self._counting, True)[: len(tensors)]
@@ -336,7 +325,7 @@ class DifferentiableCall:
     def _over_another(
         self, key: Hashable, tensors: Sequence[Tensor], sought: int | None = None
     ) -> direct.Direct | None:
-        """The call of which one like it was carried out over a map of about the same sizes."""
+        """Instantiate the cached template of an equal call over another map in the same size bucket, or None."""
         if not direct.starts_kernels(tensors[0]):
             return None
         call = self._like(key, tensors, sought).from_template(self._held)
@@ -350,14 +339,14 @@ class DifferentiableCall:
         numbers: Sequence[int],
         sought: int | None = None,
     ) -> None:
-        """Keep what a call that was carried out leaves for later ones. numbers: which of the tensors it takes."""
+        """Cache the launch and the template of a call. numbers: which of the tensors it takes."""
         if direct.starts_kernels(tensors[0]):
             call = self._like(key, tensors, sought).leave(ready, self._held, tensors, numbers)
             if call is not None:
                 self._launch_cache.keep(key, call)
 
     def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> list[_Derivative]:
-        """The statements whose sum is a gradient, made ready."""
+        """Plans of the statements whose sum is a gradient."""
         call, place, asked = self._call(given, grad), self._ask.runtime_operands[number], self._ask
         everything, sources = (*call.operands, grad), (*asked.runtime_operands, len(call.operands))
         found = []
@@ -384,32 +373,26 @@ class DifferentiableCall:
 def call_kind(
     text: tuple[str, str], held: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
 ) -> Hashable:
-    """What the calls of a DifferentiableCall have in common with those over other maps, whose sizes round alike.
-
-    text: the statement and the lowering; held: which tells the names of its arrays, and their device; dtype, shapes: of
-    what is given, without the rows that count.
-    """
+    """Key that a DifferentiableCall shares with calls over other maps in the same size bucket.
+    text: (statement, lowering); held: the bound map; dtype, shapes: of the runtime operands, without dynamic rows."""
     return direct.interned((text, held.kind, dtype, *map(tuple, shapes)))
 
 
 def told_call(
     facts: tuple[Hashable, ...], wide: bool, last: torch.dtype, strides: Sequence[tuple[int, ...]]
 ) -> Hashable:
-    """What the launch of one of them depends on beside that, and addresses.
-
-    facts: none of the result; of a gradient the number of the operand and the dtype that is wanted. wide: whether
-    float32 is multiplied. last: the dtype of the last tensor; strides: of all.
-    """
+    """The rest of the key of a launch, without addresses. facts: () for the result; (operand number, wanted dtype) for
+    a gradient. wide: float32 products. last: dtype of the last tensor; strides: of all tensors."""
     precision = plan.kernels.float32_precision() if wide else None
     return (facts, *direct.settings(), precision, last, *strides)
 
 
 _Derivative = tuple[plan.Plan, tuple[int, ...]]
-"""A call made ready, and which of the free operands and the gradient it takes."""
+"""A plan, and which of (runtime operands..., output gradient) it takes."""
 
 
 class _BoundCallFunction(torch.autograd.Function):
-    """A call with operands that are held, for torch's autograd."""
+    """autograd.Function of a DifferentiableCall."""
 
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -428,13 +411,13 @@ class _BoundCallFunction(torch.autograd.Function):
         else:
             cast = [x if x.dtype == dtype else next(saved) for x, dtype in zip(given, ctx.call.dtypes, strict=True)]
         wanted = [x.dtype if need else None for x, need in zip(given, needed, strict=True)]
-        # Whoever calls backward within autocast has every dtype as it was in the forward pass.
+        # Backward uses the dtypes of the forward pass, even when called within autocast.
         with autocast_disabled((grad,)), plan.kernels.tiles_of(ctx.tiles):
             return None, *ctx.call.gradients(cast, grad, wanted)
 
 
 class _CallFunction:
-    """A call whose gradients are asked for."""
+    """Derivatives of one call."""
 
     def __init__(self, operands: Sequence[Tensor], names: str, text: str, lowering: str, shape: Sequence[int]) -> None:
         self.operands, self.names, self.text, self.shape = operands, names, text, shape
@@ -446,13 +429,13 @@ class _CallFunction:
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...] | None:
-        """Of the result and the operands; None where they are symbols, while compiled code is made: no key then."""
+        """Shapes of the result and the operands, a cache key; None while tracing, where they may be symbolic."""
         shapes = (tuple(self.shape), *(x.shape for x in self.operands))
         known = not torch.compiler.is_compiling() and all(type(n) is int for shape in shapes for n in shape)
         return shapes if known else None
 
     def stored(self) -> tuple[_CallFunction, list[int]]:
-        """The same call over the arrays of its sparse operands, and which operands those are."""
+        """The call rewritten over the arrays of its sparse operands, and their operand positions."""
         forms = tuple((name, next(iter(held))) for name, held in self.given.forms.items())
         (step,) = plan.rewritten(self.text, self.names, forms).steps
         known = plan.array_places(self.names, self.text, forms)
@@ -464,7 +447,7 @@ class _CallFunction:
     def shared(
         self, grad: Tensor, result: Tensor | None, grads: list[Tensor | None], needed: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The gradient of each point that counts, and the gradient of the target's old values."""
+        """The gradient of each contributing point, and in `grads` that of the target's old values."""
         statement, target = self.statement, self.given.places.get((self.statement.target.name, "", 0, ""))
         if statement.reduction == "sum":
             if statement.accumulate and target is not None and needed[target]:
@@ -478,7 +461,7 @@ class _CallFunction:
         return grad, grads
 
     def gradient(self, place: tuple[str, str, int, str], grad: Tensor, result: Tensor | None) -> Tensor | None:
-        """The gradient of one tensor: of a dense operand, or of the values of a sparse one."""
+        """The gradient of a dense operand, or of the values of a sparse one; None for coordinates."""
         name, form, _, local = place
         operand = self.operands[self.given.places[place]]
         if not form:
@@ -500,7 +483,7 @@ class _CallFunction:
         return sum(parts[1:], parts[0]).to(operand.dtype) if parts else None
 
     def _of_values(self, place: tuple[str, str, int, str], grad: Tensor) -> Any:
-        """The gradients of the values of a sparse operand: those of the steps, in which they are an operand."""
+        """The gradients of the values of a sparse operand, one per use in a step."""
         forms = tuple((name, next(iter(held))) for name, held in self.given.forms.items())
         done = plan.rewritten(self.text, self.names, forms)
         tensors = plan.arrays(self.operands, self.names, self.text, plan.Candidate(forms, (), done.steps, 0.0))
@@ -517,11 +500,8 @@ class _CallFunction:
         return einsum([tensors[name] for name in used], "|".join(used), str(new), shape, self.lowering)
 
     def derivatives(self, name: str, with_result: bool) -> Sequence[tuple[tuple[int, ...], str, str]]:
-        """The calls whose sum is the gradient of a dense operand, worked out once; for operands of these shapes where
-        the text has to tell them.
-
-        Of each the places of its operands (the gradient and the result stand behind the call's own), names and text.
-        """
+        """The calls (operand positions, names, text) whose sum is the gradient of a dense operand. Positions count the
+        call's operands, then the output gradient and the result. Cached, by shape if the text declares extents."""
         key = (self.names, self.text, name, with_result)
         if (known := _DERIVATIVES.get(key)) is not None:
             return known
@@ -536,7 +516,7 @@ class _CallFunction:
         return found if sized is None else _DERIVATIVES.keep(sized, found)
 
     def _told(self, new: Statement, extra: Sequence[str]) -> tuple[tuple[int, ...], str, str]:
-        """A statement over operands of the call and some more: the places of those that it reads, names and text."""
+        """(positions, names, text) of the operands that a statement reads, among those of the call and `extra`."""
         used = {access.name for access in accesses_of(*new.terms, *new.target.indices)}
         kept = [(place, t) for place, t in enumerate(self.tokens) if t.split("@")[0] in used]
         kept += [(len(self.tokens) + place, name) for place, name in enumerate(extra) if name in used]
@@ -545,15 +525,14 @@ class _CallFunction:
         return tuple(place for place, _ in kept), names, str(self._anchored(new))
 
     def _run(self, new: Statement, extra: Mapping[str, Tensor | None], shape: Sequence[int]) -> Tensor:
-        """A statement over the operands of the call and some more."""
+        """Evaluate a statement over the operands of the call and `extra`."""
         there = {name: x for name, x in extra.items() if x is not None}
         places, names, text = self._told(new, list(there))
         given = (*self.operands, *there.values())
         return einsum([given[place] for place in places], names, text, shape, self.lowering)
 
     def _anchored(self, new: Statement) -> Statement:
-        """The statement with declared ranges for indices that no axis tells any more, and times the points of those
-        that it lost."""
+        """The statement with ranges for indices that lost their axis, times the extents of indices that it lost."""
         if self._says_all(new):
             return new
         shapes: dict[str, Sequence[int]] = dict(self.given.shapes)
@@ -564,10 +543,10 @@ class _CallFunction:
         return declare(replace(new, terms=terms), bound.ranges)
 
     def _says_all(self, new: Statement) -> bool:
-        """Whether an axis, or the text, tells the range of every index, and none is lost."""
+        """True if every index has a range from an axis or the text, and none is lost."""
         bare = {e.bare for access in accesses_of(new) for e in access.indices}
-        told = set(indices_of(new)) - {name for name, _ in new.ranges} <= bare
-        return told and not lost_points(new, self.statement)
+        has_ranges = set(indices_of(new)) - {name for name, _ in new.ranges} <= bare
+        return has_ranges and not lost_points(new, self.statement)
 
 
 _DERIVATIVES: BoundedCache[Sequence[tuple[tuple[int, ...], str, str]]] = BoundedCache(1024)

@@ -1,4 +1,4 @@
-"""Convolutions: one operator over different kernel maps."""
+"""Sparse convolutions over kernel maps."""
 
 from __future__ import annotations
 
@@ -38,36 +38,30 @@ def conv(
     epilogue: Epilogue | None = None,
     dataflow: Flow = None,
 ) -> SparseTensor:
-    """Sparse convolution; at stride 1 submanifold, with centred padding, unless `out` and `padding` say otherwise.
+    """Sparse convolution. Defaults at stride 1: submanifold, centred padding.
 
-        y[o, n] = bias[n] + sum over taps r and inputs i with  in = stride * out + dilation * r - padding  of
+        y[o, n] = bias[n] + sum over kernel offsets r and inputs i with  in = stride * out + dilation * r - padding  of
                   x[i, c] * weight[n, r, c]
 
     Parameters
     ----------
     x: N voxels x C_in channels, D axes.
-    weight: [C_out, *kernel, C_in / groups], taps row-major (last axis fastest);
-        with `offsets` [C_out, K, C_in / groups].
+    weight: [C_out, *kernel, C_in / groups], kernel offsets row-major; with `offsets` [C_out, K, C_in / groups].
     bias: [C_out] or None.
-    stride, padding, dilation: an int or one per axis. padding defaults to dilation * (k // 2) for odd kernels and to
-        0 for even ones.
+    stride, padding, dilation: an int or one per axis. Default padding: dilation * (k // 2), for even kernels 0.
     groups: channel groups; C_in for a depthwise convolution.
-    out: which outputs exist. "same" (the default at stride 1: submanifold convolution), "support" (the active set of
-        the dense convolution; the default at larger strides if padding is given), "floor_unique" (the distinct
-        floor(in / stride); the default at larger strides otherwise), or a SparseTensor or Geometry with the outputs.
-    offsets: K distinct offsets of D integers in place of a kernel window: in = stride * out + dilation * offsets[k].
-    epilogue: activation((y - mean) / sqrt(variance + eps) * scale + shift + residual), cast, in place of y; in the
-        kernel itself where no gradients are asked for: a batch norm in evaluation, a residual block, the scales of
-        8-bit values.
-    dataflow: how it is computed: a name of pumice.schedule.dataflow.DATAFLOWS, a Dataflow, or one for each pass as
-        Dataflows(forward, dgrad, wgrad). None: what the planner picks.
+    out: output coordinates. "same" (submanifold; default at stride 1), "support" (the active set of the dense
+        convolution; default at larger strides if padding is given), "floor_unique" (the distinct floor(in / stride);
+        default at larger strides otherwise), or a SparseTensor or Geometry on the output coordinates.
+    offsets: K distinct offsets of D integers instead of a kernel window: in = stride * out + dilation * offsets[k].
+    epilogue: replaces y by activation((y - mean) / sqrt(variance + eps) * scale + shift + residual), cast: a batch
+        norm in evaluation, a residual block, the scales of 8-bit values. Fused if nothing needs a gradient.
+    dataflow: a name of pumice.schedule.dataflow.DATAFLOWS, a Dataflow, or one per pass as
+        Dataflows(forward, dgrad, wgrad). None: automatic.
 
-    Returns
-    -------
-    SparseTensor, C_out channels, in the dtype of x (under autocast: in the autocast dtype; of 8-bit x and weight
-    (ops.quantize): float32, or what the epilogue says). New coordinates come in (batch, Morton) order; a given or
-    unchanged set keeps its order.
-
+    Returns a SparseTensor of C_out channels, in the dtype of x; under autocast in the autocast dtype; for 8-bit x and
+    weight (ops.quantize) in float32 or the dtype of the epilogue. New coordinates are in (batch, Morton) order; given
+    or unchanged ones keep their order.
     Raises ShapeError, DtypeError, DeviceError, OptionError, CoordinateError.
 
     Dilation, stride and padding as in torch.nn.functional.conv3d; the submanifold rule is that of Graham, Engelcke
@@ -93,7 +87,7 @@ def convolve(
     dataflow: Flow = None,
     epilogue: Epilogue | None = None,
 ) -> SparseTensor:
-    """`conv` and its kin by a relation that is at hand, as layers have it, and the target that it names."""
+    """Convolution by a precomputed (relation, target geometry), as layers have it."""
     relation, target = map_request
     if (
         bias is None
@@ -109,7 +103,7 @@ def convolve(
 def _cached_forward(
     x: SparseTensor, weight: Tensor, map_request: tuple[Relation, Geometry | None], epilogue: Epilogue | None
 ) -> SparseTensor | None:
-    """The result, where a call like this one was carried out before: then all fits, and nothing is checked."""
+    """Fast path without checks: the result through a cached launch of an equal earlier call, else None."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
         return None
     geometry, feats = x.geometry, raw_feats(x)
@@ -139,16 +133,15 @@ def conv_transpose(
     bounded: bool = True,
     dataflow: Flow = None,
 ) -> SparseTensor:
-    """Transposed sparse convolution, which makes new coordinates.
+    """Transposed sparse convolution, which generates new coordinates.
 
-        y[o, n] = bias[n] + sum over taps r and inputs i with  out = stride * in + dilation * r - padding  of
+        y[o, n] = bias[n] + sum over kernel offsets r and inputs i with  out = stride * in + dilation * r - padding  of
                   x[i, c] * weight[n, r, c]
 
-    weight is [C_out, *kernel, C_in / groups], this layer's own C_out first; taps are not flipped. Every such `out`
-    exists. With a spatial_shape S the result is bounded by (S-1) * stride - 2 * padding + dilation * (k-1) + 1 +
-    output_padding, as in torch; with bounded=False (a generative convolution) by nothing. padding=None centres odd
-    kernels. The stride of the result is x's divided by `stride`.
-
+    weight is [C_out, *kernel, C_in / groups], output channels of this layer first, not flipped. The outputs are all
+    such `out`. With a spatial_shape S they are bounded by (S-1) * stride - 2 * padding + dilation * (k-1) + 1 +
+    output_padding, as in torch; with bounded=False (generative convolution) they are unbounded. padding=None centres
+    odd kernels. The stride of the result is that of x divided by `stride`.
     Raises as conv does.
     """
     _check_weight(x, weight, bias, groups, spatial=True)
@@ -176,26 +169,19 @@ def conv_inverse(
     groups: int = 1,
     dataflow: Flow = None,
 ) -> SparseTensor:
-    """The way back of a strided convolution: from x to the known, finer coordinates of `target`, without one to those
-    that x's coordinates were made from.
+    """Inverse of a strided convolution: from x to the known, finer coordinates of `target`.
 
-        y[o, n] = bias[n] + sum over taps r and inputs i with  out = stride * in + dilation * r - padding  of
+        y[o, n] = bias[n] + sum over kernel offsets r and inputs i with  out = stride * in + dilation * r - padding  of
                   x[i, c] * weight[n, r, c]
 
-    for the `out` of `target` only: the pairs of the forward convolution with the same stride, padding and dilation,
-    exchanged; tap r uses the forward pairs of tap r. weight is [C_out, *kernel, C_in / groups].
-
-    Raises as conv does, and GeometryError where x's coordinates are known to have been made from others than the
-    target, or by another window than this one, and without a target where it is not known from what they were made.
+    for the `out` of `target` only: the transposed kernel map of the forward convolution with the same stride, padding
+    and dilation. target None: the coordinates that x's derive from. weight is [C_out, *kernel, C_in / groups].
+    Raises as conv does, and GeometryError if x's coordinates are known to derive from other coordinates than the
+    target's or by another window, or if target is None and their origin is unknown.
     """
     _check_weight(x, weight, bias, groups, spatial=True)
     relation = Relation.of(
-        x.dim,
-        tuple(weight.shape[1:-1]),
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        policy="cached_inverse",
+        x.dim, tuple(weight.shape[1:-1]), stride=stride, padding=padding, dilation=dilation, policy="cached_inverse"
     )
     _, finer = target_of(target)
     return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, finer), None, dataflow)
@@ -210,13 +196,11 @@ def conv_features(
     epilogue: Epilogue | None = None,
     dataflow: Flow = None,
 ) -> Tensor:
-    """The convolution of plain features: x [N_in, C_in], weight [C_out, K, C_in / groups] -> [rows, C_out].
+    """Convolution over a kernel map: x [N_in, C_in], weight [C_out, K, C_in / groups] -> [rows, C_out].
 
-    `found` is the kernel map, `rows` its number of outputs. Differentiable, any number of times, in x and weight.
-    Groups of few channels are multiplied several at once where matrix units run: what is infinite or NaN in one of them
-    then shows in its neighbours, too. dataflow: as in `conv`.
-
-    Raises ShapeError, DtypeError, DeviceError, OptionError for what does not fit.
+    found: the kernel map; rows: its number of outputs; dataflow: as in `conv`. Differentiable any number of times in x
+    and weight. On a GPU small groups are merged for the tensor cores: inf and NaN then spread to neighbouring groups.
+    Raises ShapeError, DtypeError, DeviceError, OptionError.
     """
     _check_dtypes(x, weight)
     if dataflow is None and groups == 1 and weight.ndim == 3:
@@ -225,10 +209,7 @@ def conv_features(
 
 
 def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None) -> Tensor:
-    """conv_features of one group as the planner picks; the window of the weight may have any number of axes.
-
-    A call without gradients goes straight to its kernel where one like it was carried out before.
-    """
+    """conv_features of one group, automatic dataflow, any number of kernel axes; tries the launch cache first."""
     if (y := _cached_forward_features(x, weight, found, rows, epilogue)) is not None:
         return y
     flat = weight if weight.ndim == 3 else weight.reshape(weight.shape[0], -1, weight.shape[-1])
@@ -248,7 +229,7 @@ def _told_by(x: Tensor, weight: Tensor, epilogue: Epilogue | None) -> tuple[tupl
 def _cached_forward_features(
     x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None
 ) -> Tensor | None:
-    """The result, where a call like this one was carried out before, over this map or another of about its sizes."""
+    """The result through a cached launch, or a cached template of a map in the same size bucket, else None."""
     tensors, finish = _told_by(x, weight, epilogue)
     if not direct.starts_kernels(x) or not autograd.is_plain_call(tensors):
         return None
@@ -256,12 +237,12 @@ def _cached_forward_features(
 
 
 def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
-    """What calls with tensors like these are kept under: features, a weight, and the operands of an epilogue."""
+    """Cache key of a call on (features, weight, operands of the epilogue...)."""
     return direct.told(tensors, direct.counting(finish), "direct", finish)
 
 
 def _started(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: EpilogueSignature) -> Tensor | None:
-    """What a call gives that was carried out before, over this map or another of about its sizes; nobody watches."""
+    """`_cached_forward_features` of a plain call."""
     x, weight, *_ = tensors
     if x.shape[0] != found.num_inputs or rows != found.num_outputs:
         return None
@@ -277,21 +258,19 @@ def _started(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Epi
 def instantiate_over(
     found: KernelMap, key: Hashable, rows: Sequence[tuple[int, int]], columns: int
 ) -> direct.Direct | None:
-    """The call of which one like it was carried out over a map of about the same sizes, kept for later ones.
-
-    key: that of `key_of`; rows: as direct.counted tells them; columns: of the result.
-    """
+    """Instantiate and cache the template of an equal call over another map in the same size bucket, if there is one.
+    key: from `key_of`; rows: from direct.counted; columns: of the result."""
     held = held_arrays(found, False)
     call = direct.cast((key, held.kind), held, rows, (found.num_outputs, columns))
     return None if call is None else found.keep(key, call)
 
 
 def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature) -> None:
-    """Keep what a call that was carried out leaves for others."""
+    """Cache the launch of this call, and its template, for later calls."""
     x, weight, *more = tensors
     ready = found.get_cached(_call(x, flat, found.num_outputs, 1, finish))
     if ready is None or flat.data_ptr() != weight.data_ptr():
-        # Where the window's axes lie in no row, a copy was multiplied, and later calls bring the weight itself.
+        # `flat` is a copy of a strided weight: the launch would not read the weight of later calls.
         return
     held = held_arrays(found, False)
     shape = found.num_outputs, weight.shape[0]
@@ -302,7 +281,7 @@ def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: Kernel
 
 
 def held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
-    """The arrays of a map that its calls hold."""
+    """The arrays of a map that its calls are bound to."""
     name = "held", differentiable
     return found.get_cached(name) or found.cached(name, lambda m: _made_held(m, differentiable))
 
@@ -314,7 +293,7 @@ def _made_held(found: KernelMap, differentiable: bool) -> direct.Held:
 
 
 def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: EpilogueSignature) -> Hashable:
-    """What a call over a map is kept under."""
+    """Cache key of a call over a map."""
     facts = rows, groups, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
     return "call", plan.deterministic(), finish, facts
 
@@ -345,7 +324,7 @@ def _checked_forward(
         return y if groups == 1 else y.flatten(1)
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if differentiable and x.dtype in EIGHT_BITS:
-        raise DtypeError(f"{x.dtype} is for inference: there are no gradients; train in wider floats, then quantize")
+        raise DtypeError(f"{x.dtype} is for inference and has no gradients; train in wider floats, then quantize")
     if autograd.only_autograd_active((x, weight)):
         y = recorded_call(x, weight, found, rows, groups, differentiable)(*_grouped(x, weight, groups))
     else:
@@ -357,43 +336,38 @@ def _checked_forward(
 def recorded_call(
     x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1, differentiable: bool = True
 ) -> autograd.DifferentiableCall:
-    """The call that autograd records, of operands like x [N_in, C_in] and weight [C_out, K, C_in / groups]."""
+    """The differentiable call for operands like x [N_in, C_in] and weight [C_out, K, C_in / groups]."""
     key = ("recorded", differentiable, _call(x, weight, rows, groups, NO_EPILOGUE))
     return found.cached(key, lambda m: _held((x, weight), m, rows, groups, differentiable))
 
 
 def cached_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int) -> autograd.DifferentiableCall | None:
-    """The same of one group, where there was one like it."""
+    """The cached differentiable call of one group, or None."""
     return found.get_cached(("recorded", True, _call(x, weight, rows, 1, NO_EPILOGUE)))
 
 
 _NARROW = 32
-"""Channels of a group below which matrix units would be mostly idle."""
+"""Channels per group below which tensor cores would be mostly idle."""
 _WIDE = 256
-"""Channels from which on a depthwise convolution is bound by what it reads, entry by entry too."""
+"""Channels from which on a depthwise convolution is memory-bound without tensor cores."""
 
 
 def merge_small_groups(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, int]:
-    """The weights and groups that are multiplied: of groups of few channels several are one, with zeros between them.
-
-    Not kept from call to call: weights are also written through `.data`, of which a tensor knows nothing, and between
-    the replays of a CUDA graph.
-    """
+    """Merge small channel groups into block-diagonal weights: (weight, groups). Not cached: writes through `.data` or
+    between replays of a CUDA graph do not change a tensor's version."""
     together = _groups_together(x, weight, groups) if groups > 1 else 1
     if together == 1:
         return weight, groups
-    (outputs, taps, each), fewer = weight.shape, groups // together
-    parts = weight.reshape(fewer, together, outputs // groups, taps, each)
-    # [group, one of its parts, n, tap, the part that is read, c]: only a part reads itself.
+    (outputs, volume, each), fewer = weight.shape, groups // together
+    parts = weight.reshape(fewer, together, outputs // groups, volume, each)
+    # [group, output part, n, kernel offset, input part, c]: nonzero where output part = input part.
     whole = torch.diag_embed(parts.permute(0, 2, 3, 4, 1), dim1=1, dim2=4)
-    return whole.reshape(outputs, taps, together * each), fewer
+    return whole.reshape(outputs, volume, together * each), fewer
 
 
 def _groups_together(x: Tensor, weight: Tensor, groups: int) -> int:
-    """How many groups become one: on a GPU, of those with few channels.
-
-    On an H200, 128 channels in 32 groups took 0.75 ms entry by entry, and in 4 groups 0.064 (waymo_1f_5cm, fp16).
-    """
+    """Number of groups to merge into one; 1 but for small groups on a GPU. H200, 128 channels (waymo_1f_5cm, fp16):
+    0.75 ms in 32 groups without tensor cores, 0.064 ms in 4 groups."""
     fits = x.ndim == 2 and weight.ndim == 3 and weight.shape[2] * groups == x.shape[1]
     if not _on_matrix_units(x) or not fits or weight.shape[0] % groups:
         return 1
@@ -411,7 +385,7 @@ def _on_matrix_units(x: Tensor) -> bool:
 def _ready(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: EpilogueSignature
 ) -> plan.Plan:
-    """The call made ready, once for operands like these; it holds the arrays of the map that it reads."""
+    """The plan of a call, bound to the arrays of the map."""
     operands, names, text, shape = _passed(given, found, rows, groups, False)
     ask = plan.PlanRequest(names, text, shape, _STEADY, (0, 1), _lowering(found, operands), finish)
     return plan.bound_plan(operands, ask, _kinds(found, False))
@@ -420,8 +394,7 @@ def _ready(
 def _held(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
 ) -> autograd.DifferentiableCall:
-    """The call that autograd records, with the arrays of the map that it and its gradients read; autocast's cast of
-    the weight to the dtype of x is its own."""
+    """The differentiable call bound to the arrays of the map; it casts the weight to the dtype of x itself."""
     _check_devices(*given, found)
     _check_shapes(*given, found, rows, groups)
     tokens, arrays = maps.planner_operands(found, differentiable)
@@ -432,18 +405,18 @@ def _held(
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
-    """Entries that fill up a buffer are for kernels alone to pass over."""
+    """Force triton over padded buffers on a GPU: only kernels skip padding entries."""
     return "triton" if found.between is not None and operands[0].is_cuda else ""
 
 
 def _kinds(found: KernelMap, differentiable: bool) -> Sequence[plan.Kind | None]:
-    """Those of the operands: of x and w not known, the map's once for all its calls."""
+    """Planner kinds of the operands: None for x and w, those of the map's arrays cached."""
     name = ("kinds", differentiable)
     return found.cached(name, lambda m: (None, None, *map(plan.kind_of, maps.planner_operands(m, differentiable)[1])))
 
 
 _STEADY = (1,)
-"""Of x, w, and the arrays of a map: what is as long for every cloud."""
+"""Position, in (x, w, arrays of a map), of the operand whose first axis has a fixed size: w."""
 
 
 def _passed(
@@ -489,7 +462,7 @@ def _over_map(
         raise DtypeError(f"x is {feats.dtype}, weight is {cast.dtype}; {how}")
     if x.geometry.buffered is None:
         return _product(feats, cast, bias, groups, mapped, epilogue, dataflow)
-    # Behind the cast nobody watches: what is made ready is a kernel's alone.
+    # All casts are done: without autocast the call can be plain and bound to a kernel.
     with autograd.autocast_disabled((feats,)):
         return _product(feats, cast, bias, groups, mapped, epilogue, dataflow)
 
@@ -505,14 +478,14 @@ def _product(
 ) -> SparseTensor:
     found, outputs = mapped
     if outputs.trains and epilogue is not None:
-        # Its gradients sum over rows.
+        # The gradients of an epilogue sum over rows.
         y = _product(feats, weight, bias, groups, mapped, None, dataflow)
         return SparseTensor(applied(y.feats, epilogue), outputs)
     if bias is not None:
         _check_bias(bias, feats.dtype)
     apart = None
     if epilogue is None and bias is not None and not autograd.is_plain_call((feats, weight, bias)):
-        # Gradients of a sum cost less than those of an epilogue.
+        # The gradient of a separate sum is cheaper than that of an epilogue.
         apart, bias = bias, None
     if bias is not None:
         epilogue = (epilogue or Epilogue()).with_bias(bias)
@@ -526,7 +499,7 @@ def _product(
 
 
 def _check_bias(bias: Tensor, dtype: torch.dtype) -> None:
-    """dtype: in which features and weights are multiplied."""
+    """Check the bias against the dtype of features and weight."""
     if dtype not in EIGHT_BITS:
         if bias.dtype != dtype:
             raise DtypeError(f"bias is {bias.dtype}, weight is {dtype}; convert one")
@@ -535,7 +508,7 @@ def _check_bias(bias: Tensor, dtype: torch.dtype) -> None:
 
 
 def _check_devices(x: Tensor, weight: Tensor, found: KernelMap) -> None:
-    """Kernels take addresses as they are: what lies elsewhere must not reach them. Meta features meet any map."""
+    """Raise DeviceError for tensors on another device than the map: kernels take raw addresses. Meta x is allowed."""
     if x.is_meta or (x.device == found.device and weight.device == found.device):
         return
     name, tensor = ("x", x) if x.device != found.device else ("weight", weight)
@@ -548,7 +521,7 @@ def _check_dtypes(x: Tensor, weight: Tensor) -> None:
 
 
 def _check_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int) -> None:
-    """What kernels would take as it is."""
+    """Check dtypes and shapes, which kernels do not."""
     _check_dtypes(x, weight)
     _check_shapes(x, weight, found, rows, groups)
 
@@ -563,17 +536,16 @@ def _check_shapes(x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups
         taken = f"[C_out, {found.volume}, {x.shape[1]} / {groups}], C_out a multiple of the groups"
         raise ShapeError(f"weight is {taken}, found shape {list(weight.shape)}")
     if x.dtype == torch.int8 and found.volume * weight.shape[2] > _INT8_TERMS:
-        terms = f"{found.volume} taps x {weight.shape[2]} channels"
+        terms = f"{found.volume} kernel offsets x {weight.shape[2]} channels"
         raise ShapeError(f"a sum of int8 has at most {_INT8_TERMS} terms, within int32; found {terms}")
 
 
 _INT8_TERMS = 1 << 17
-"""How many products of int8 an int32 surely holds."""
+"""Number of int8 products whose sum cannot overflow int32."""
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast has x multiplied; None where it is off, and for what it leaves alone: float64, as in
-    torch, 8 bits, and tensors without values."""
+    """Autocast dtype for x; None if autocast is off, and for float64 (as in torch), 8-bit and meta tensors."""
     kind = x.device.type
     if x.dtype == torch.float64 or x.dtype in EIGHT_BITS or kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -583,7 +555,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def _autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None, within: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in the dtype that autocast asks for, if it does; within: but for the weight."""
+    """The operands in the autocast dtype, if any; within: the weight stays as it is."""
     dtype = autocast_dtype(x)
     if dtype is None or weight.dtype in EIGHT_BITS:
         return x, weight, bias
@@ -591,8 +563,7 @@ def _autocast(
 
 
 def _cast_within(x: Tensor, weight: Tensor) -> bool:
-    """Whether autocast's cast of the weight is the recorded call's, whose gradient is in the weight's own dtype then:
-    it is neither rounded to the narrow one nor copied."""
+    """True if the differentiable call casts the weight, whose gradient is then not rounded to the autocast dtype."""
     if not (torch.is_grad_enabled() and weight.requires_grad) or autocast_dtype(x) is None:
         return False
     alike = weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -600,10 +571,10 @@ def _cast_within(x: Tensor, weight: Tensor) -> bool:
 
 
 def target_of(out: Target) -> tuple[str | None, Geometry | None]:
-    """(policy, target geometry) that `out` asks for."""
+    """(policy, target geometry) of the argument `out`."""
     if out is None or isinstance(out, str):
         if out in ("given", "cached_inverse", "transposed_support"):
-            raise OptionError(f"out={out!r} is reached by giving the target, conv_inverse or conv_transpose")
+            raise OptionError(f"out={out!r} is internal; pass a target, or use conv_inverse or conv_transpose")
         return out, None
     if isinstance(out, SparseTensor | Geometry):
         return "given", out.geometry if isinstance(out, SparseTensor) else out
@@ -611,7 +582,7 @@ def target_of(out: Target) -> tuple[str | None, Geometry | None]:
 
 
 def check_layer(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, relation: Relation) -> None:
-    """Raise what is wrong with a call by a relation that is at hand."""
+    """Raise ShapeError, DtypeError, DeviceError or OptionError if weight, bias, groups or relation do not fit x."""
     _check_weight(x, weight, bias, groups, spatial=relation.custom is None)
     if relation.dim != x.dim:
         raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
@@ -644,6 +615,6 @@ def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: 
 
 def _check_offsets(weight: Tensor, offsets: Sequence[Any], padding: Any) -> None:
     if padding is not None:
-        raise OptionError(f"offsets stand where they are: padding={padding!r} does not go with them")
+        raise OptionError(f"offsets cannot be combined with padding, found padding={padding!r}")
     if weight.shape[1] != len(offsets):
-        raise ShapeError(f"weight has {weight.shape[1]} taps, there are {len(offsets)} offsets")
+        raise ShapeError(f"weight has {weight.shape[1]} kernel offsets, `offsets` has {len(offsets)}")

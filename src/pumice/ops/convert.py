@@ -1,4 +1,4 @@
-"""From a list of entries to the arrays of a format: one sort of one key, then cumulative sums and scatters."""
+"""Conversion of a list of entries to the arrays of a format: one sort of one key, then cumulative sums and scatters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from pumice.errors import CoordinateError, OptionError, ShapeError
 from pumice.language.formats import AUTOMATIC, Format, FormatLayout, Level, layout
 
-_KEYS = 2**62  # cells that an int64 key numbers with room to spare
+_KEYS = 2**62  # bound of the cells that int64 keys number, with a margin
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """What is stored, in any order: int64 coordinates, one [n] per axis, no cell twice; values [n], None for ones."""
+    """Stored entries in any order: int64 coordinates, one [n] per axis, distinct cells; values [n], None for ones."""
 
     coords: tuple[Tensor, ...]
     values: Tensor | None
@@ -32,10 +32,10 @@ class Entries:
 
 @dataclass(frozen=True, eq=False)
 class FormatBucket:
-    """One bucket of a sparse tensor; formats without buckets have one part.
+    """One bucket of a sparse tensor; formats without buckets have one.
 
-    coords: axis -> int32 coordinates (of blocks, where the axis is blocked) as layout() says; -1 is padding.
-    values: shape by layout().values; None where every stored entry is 1.
+    coords: axis -> int32 coordinates (of blocks if the axis is blocked), shape by layout(); -1 is padding.
+    values: shape by layout().values; None if every stored entry is 1.
     """
 
     coords: dict[str, Tensor]
@@ -44,10 +44,7 @@ class FormatBucket:
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What groups of one size cost, in entries and in bytes.
-
-    gathers: coordinates of grouped axes. scatters: groups, each written once. padded: places that hold nothing.
-    """
+    """Cost of a group size. gathers: coordinates of grouped axes. scatters: groups. padded: padding entries."""
 
     gathers: int
     scatters: int
@@ -56,12 +53,12 @@ class GroupCost:
 
     @property
     def total(self) -> int:
-        """Gathers and scatters, which `group="count"` makes least."""
+        """Gathers + scatters, which `group="count"` minimises."""
         return self.gathers + self.scatters
 
 
 def group_cost(occupancy: Tensor | Sequence[int], size: int, itemsize: int = 4) -> GroupCost:
-    """The cost of rows that hold `occupancy` entries each in groups of `size`, with int32 coordinates."""
+    """The cost of rows with `occupancy` entries each in groups of `size`, with int32 coordinates."""
     lengths = torch.as_tensor(occupancy)
     entries, groups = torch.stack([lengths.sum(), _groups(lengths, size).sum()]).tolist()
     places = size * groups
@@ -70,7 +67,7 @@ def group_cost(occupancy: Tensor | Sequence[int], size: int, itemsize: int = 4) 
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """The rows of a conversion in numbers: how many, their cells, the longest, and groups by group size."""
+    """Rows of a conversion: their number, their cells, the longest, and the number of groups by group size."""
 
     rows: int
     cells: int
@@ -78,34 +75,31 @@ class RowStatistics:
     groups: Mapping[int, int]
 
     def best(self, sizes: Sequence[int]) -> int:
-        """The size of least cost, the smallest of equals."""
+        """The cheapest size, on ties the smallest."""
         return min(sizes, key=lambda size: ((1 + size) * self.groups[size], size))
 
 
 def _by_count(found: RowStatistics) -> int:
-    """The power of two with the fewest gathers and scatters, counted."""
+    """The power of two with the fewest gathers + scatters, by exact count."""
     return found.best([size for size in found.groups if size <= max(1, found.longest)])
 
 
 def _by_root(found: RowStatistics) -> int:
-    """The better neighbour of the root of the mean row, which makes a bound on the count least (Insum's rule)."""
+    """The cheaper power of two next to the root of the mean row, which minimises a bound of the count (Insum)."""
     mean = found.cells / max(1, found.rows)
     if mean <= 1:
         return found.best((2, 4))
-    # The largest power of two below the root; the root itself, where it is one, is the upper neighbour.
+    # The largest power of two strictly below the root.
     lower = 2 ** (math.ceil(math.log2(math.sqrt(mean))) - 1)
     return found.best((lower, 2 * lower))
 
 
 GROUP_SIZES: Mapping[str, Callable[[RowStatistics], int]] = MappingProxyType({"count": _by_count, "sqrt": _by_root})
-"""How a group size is chosen where the format leaves it open."""
+"""Strategies for group sizes that the format does not fix."""
 
 
 def buckets(occupancy: Tensor | Sequence[int], count: int = 3) -> tuple[int, ...]:
-    """Up to `count` powers of two of least cost, where each row goes to the size that costs it least.
-
-    The fewest sizes of equal cost. Empty rows go nowhere.
-    """
+    """Up to `count` powers of two of least total cost, each row in its cheapest size; ties: the fewest sizes."""
     lengths, often = torch.as_tensor(occupancy).cpu().unique(return_counts=True)
     lengths, often = lengths[lengths > 0], often[lengths > 0]
     if len(lengths) == 0:
@@ -127,7 +121,7 @@ def _powers(longest: int) -> list[int]:
 
 
 def checked(shape: Sequence[int], format: Format) -> tuple[int, ...]:
-    """The shape, if the format has its axes and its cells can be numbered."""
+    """The shape; raises if the format has another number of axes, or if int64 keys cannot number the cells."""
     if len(shape) != format.ndim:
         order = " ".join(f"a{axis}" for axis in range(len(shape)))
         raise ShapeError(
@@ -150,10 +144,8 @@ def strategy(name: str) -> Callable[[RowStatistics], int]:
 
 
 def arrange(entries: Entries, format: Format, group: str) -> tuple[Format, tuple[FormatBucket, ...]]:
-    """The entries in the arrays of the format, and the format with its group sizes filled in.
-
-    At most one read from the device: the number of positions, together with what the group size is chosen by.
-    """
+    """The format with its group sizes filled in, and the entries in its arrays. At most one host synchronisation, for
+    the number of positions and the row statistics."""
     choose = strategy(group)
     plan = _ConversionPlan.of(entries, format)
     grouped = format.grouped
@@ -168,7 +160,7 @@ def arrange(entries: Entries, format: Format, group: str) -> tuple[Format, tuple
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Where each sorted entry goes: position p of `positions`, place q of `group`; `here` is whether in this part."""
+    """Target of each sorted entry: position p < positions, slot q < group; `here`: True for entries of this part."""
 
     p: Tensor | None = None
     q: Tensor | None = None
@@ -179,12 +171,8 @@ class _Places:
 
 @dataclass(frozen=True, eq=False)
 class _ConversionPlan:
-    """Entries sorted by the coordinates of a format.
-
-    outer, inner: per axis, the coordinate of the block and the position in it.
-    cell: numbers the places that are kept apart; row: what a group lies in (equal to cell without groups).
-    position: what shares the flattened levels.
-    """
+    """Entries sorted by the coordinates of a format. outer, inner: per axis, block coordinate and position in it.
+    cell, row, position: sorted keys of the block, of the row split into groups (cell without), of flattened levels."""
 
     entries: Entries
     format: Format
@@ -222,7 +210,7 @@ class _ConversionPlan:
 
     @property
     def splits(self) -> bool:
-        """Whether a row may fill several groups: it needs a position per group, which dense parents have not."""
+        """True if a row may have several groups, which takes a position per group: not with dense parents."""
         return bool(self.format.flattened) and self.format.parents == self.format.flattened
 
     def positions(self) -> _Places:
@@ -235,7 +223,7 @@ class _ConversionPlan:
         return _Places(p=_number(new), positions=int(new.sum()))
 
     def fixed_groups(self, grouped: Level) -> _Places:
-        """Places where each row has one group, which holds the longest row."""
+        """Places if each row has one group, of the length of the longest row."""
         new = _starts(self.position)
         rank = _rank(_starts(self.cell), _starts(self.row))
         positions, longest = torch.stack([new.sum(), _longest(rank)]).tolist()
@@ -252,10 +240,10 @@ class _ConversionPlan:
     def split_groups(
         self, grouped: Level, choose: Callable[[RowStatistics], int]
     ) -> tuple[tuple[int, ...], list[_Places]]:
-        """Group sizes, and places where a row fills as many groups as it needs."""
+        """Group sizes, and places if a row has as many groups as it needs."""
         new_cell, new_row = _starts(self.cell), _starts(self.row)
         row, rank = _number(new_row), _rank(new_cell, new_row)
-        # As long as there are entries, so that the number of rows need not be known: the rest are empty rows.
+        # One length per entry, so that the number of rows is not read: the surplus rows are empty.
         lengths = torch.zeros_like(row).index_add_(0, row, new_cell.long())
         sizes, counts = self._sizes(grouped, choose, lengths, new_row)
         bucket = _cheapest(lengths, sizes)
@@ -271,14 +259,14 @@ class _ConversionPlan:
     def _sizes(
         self, grouped: Level, choose: Callable[[RowStatistics], int], lengths: Tensor, new_row: Tensor
     ) -> tuple[tuple[int, ...], list[int]]:
-        """The group sizes and how many groups of each there are: one read from the device."""
+        """The group sizes and the number of groups of each: one host synchronisation."""
         if grouped.sizes == AUTOMATIC:
             lengths = lengths.cpu()
             sizes = buckets(lengths)
             return sizes, _bucket_groups(lengths, sizes).tolist()
         if grouped.sizes:
             return grouped.sizes, _bucket_groups(lengths, grouped.sizes).tolist()
-        # No row is longer than its axes, nor than all entries; 4 is there because `sqrt` weighs 2 against 4.
+        # No row is longer than its axes or than all entries; at least 4, as `sqrt` compares 2 and 4.
         bound = min(math.prod(self.extents[axis] for axis in grouped.axes), len(self.entries))
         powers = _powers(max(4, bound))
         numbers = [new_row.sum(), lengths.sum(), _longest(lengths - 1), *(_groups(lengths, g).sum() for g in powers)]
@@ -299,8 +287,7 @@ class _ConversionPlan:
                 sizes[c.inner] = c.block
                 index[c.inner] = self.inner.get(c.axis, torch.zeros_like(self.outer[c.axis]))
 
-        # Where each row has one group, the first of all rows lie together in memory, then the second of all: rows are
-        # read side by side.
+        # With one group per row store group-major (as ELL), so that neighbouring threads read neighbouring rows.
         first = "" if self.splits else self.layout.group
 
         def scatter(symbols: tuple[str, ...], source: Tensor, empty: int) -> Tensor:
@@ -317,20 +304,20 @@ class _ConversionPlan:
         return FormatBucket(coords, self._values(place, scatter))
 
     def _values(self, place: _Places, scatter: Callable[[tuple[str, ...], Tensor, int], Tensor]) -> Tensor | None:
-        """The array of values; a pattern stays one unless the format has places without a coordinate of their own."""
+        """The array of values; None for a pattern, unless some values have no coordinate of their own."""
         symbols, values = self.layout.values, self.entries.values
         if values is None:
             if set(symbols) <= {symbol for c in self.layout.coordinates for symbol in c.array or ()}:
                 return None
             values = torch.ones_like(self.cell, dtype=torch.bool)
-        # Sorted entries, one per position, are the array.
+        # One entry per position: the sorted values are the array.
         if symbols == (self.layout.position,) and place.here is None:
             return values
         return scatter(symbols, values, 0)
 
 
 def _cheapest(lengths: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The number of the size that costs each row least, the first of equals."""
+    """Index of the cheapest size for each row, on ties the first."""
     best = torch.zeros_like(lengths)
     cost = (1 + sizes[0]) * _groups(lengths, sizes[0])
     for number, size in enumerate(sizes[1:], 1):
@@ -341,33 +328,33 @@ def _cheapest(lengths: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _bucket_groups(lengths: Tensor, sizes: Sequence[int]) -> Tensor:
-    """How many groups of each size there are."""
+    """Number of groups of each size."""
     bucket = _cheapest(lengths, sizes)
     return torch.stack([(_groups(lengths, g) * (bucket == number)).sum() for number, g in enumerate(sizes)])
 
 
 def _scatter(where: Tensor, source: Tensor, shape: Sequence[int], here: Tensor | None, empty: int) -> Tensor:
-    """A tensor that holds source[i] at the flat place where[i] for each i that is `here`, and `empty` elsewhere."""
+    """A tensor with source[i] at flat index where[i] for each i in `here`, and `empty` elsewhere."""
     cells = math.prod(shape)
     if here is None:
         return source.new_full((cells,), empty).index_copy(0, where, source).view(tuple(shape))
-    # One place past the end takes what is not here, so that nobody has to ask how much that is.
+    # An extra cell at the end takes the other entries: compacting them would synchronise.
     where = torch.where(here, where, cells)
     return source.new_full((cells + 1,), empty).index_copy(0, where, source)[:cells].view(tuple(shape))
 
 
 def _starts(key: Tensor) -> Tensor:
-    """Whether each of the sorted keys differs from the one before."""
+    """True where a sorted key differs from the one before."""
     return torch.cat([torch.ones_like(key[:1], dtype=torch.bool), key[1:] != key[:-1]])
 
 
 def _number(starts: Tensor) -> Tensor:
-    """Runs counted from 0, for each member."""
+    """Index of the run of each element."""
     return torch.cumsum(starts, 0) - 1
 
 
 def _rank(new_cell: Tensor, new_row: Tensor) -> Tensor:
-    """The number of each entry's cell in its row."""
+    """Index of each entry's cell within its row."""
     cell = _number(new_cell)
     if cell.shape[0] == 0:  # cummax has nothing to start from
         return cell
@@ -379,7 +366,7 @@ def _longest(rank: Tensor) -> Tensor:
 
 
 def _ravel(coords: Sequence[Tensor], extents: Sequence[int]) -> Tensor:
-    """Row-major numbers of the coordinates."""
+    """Row-major index of the coordinates."""
     return reduce(lambda key, axis: key * axis[1] + axis[0], zip(coords[1:], extents[1:], strict=True), coords[0])
 
 

@@ -1,10 +1,10 @@
 """Convolutions in named dataflows, differentiable any number of times.
 
-What a convolution computes is one trilinear form of x, w and y, of which each pass leaves one out:
+A convolution is a trilinear form of x, w and y; each pass is its derivative by one of them:
 
     T(x, w, y) = sum of map[o, k, i] * x[i, c] * w[n, k, c] * y[o, n]       y = dT/dy, dx = dT/dx, dw = dT/dw
 
-so that the gradients of a pass are the two others, each in its own dataflow.
+so the gradients of a pass are the two other passes, each in its own dataflow.
 """
 
 from __future__ import annotations
@@ -26,32 +26,31 @@ from pumice.schedule.dataflow import PASSES, Chosen
 
 _X, _W, _Y = range(3)
 _MISSING = (_Y, _X, _W)
-"""The operand that each of PASSES works out, of x, w and y."""
+"""The result of each of PASSES, among x, w and y."""
 
 
 def by_dataflow(
     operands: tuple[Tensor, Tensor], found: KernelMap, groups: int, flows: Chosen, epilogue: Epilogue | None
 ) -> Tensor:
-    """The convolution of x [N_in, G*C] and w [G*N, K, C] over a map, checked before, in these dataflows."""
+    """The convolution of checked x [N_in, G*C] and w [G*N, K, C] over a map, in these dataflows."""
     form = _TrilinearForm(tuple(Pass(name, flow, found, groups) for name, flow in zip(PASSES, flows, strict=True)))
     more = () if epilogue is None else tuple(epilogue.operands.values())
     if operands[0].is_meta:
-        # Maps alone are wanted.
+        # `prepare`: shapes only.
         kept = None if epilogue is None else epilogue.finish.dtype
         return operands[0].new_empty(found.num_outputs, operands[1].shape[0], dtype=kept or operands[0].dtype)
     if autograd.is_plain_call((*operands, *more)):
         return form.passes[0](operands, epilogue)
     if not autograd.only_autograd_active((*operands, *more)):
         raise OptionError(
-            f"dataflow {flows[0].name} runs with torch's autograd alone: not while torch.compile or a transform of "
-            "torch.func traces, or with forward-mode tangents; without a dataflow all of these work. Set that of the "
-            "layers to None, or Tuning.remove(model) where pumice.tune chose it"
+            f"dataflow {flows[0].name} does not support torch.compile, torch.func transforms or forward-mode AD; "
+            "the automatic dataflow does: set layer.dataflow = None, or call Tuning.remove(model) if pumice.tune set it"
         )
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in operands]
     if any(wanted) and operands[0].dtype in EIGHT_BITS:
-        raise DtypeError(f"{operands[0].dtype} is for inference: there are no gradients; train in wider floats")
+        raise DtypeError(f"{operands[0].dtype} is for inference and has no gradients; train in wider floats")
     for one, asked in zip(form.passes, (True, *wanted), strict=True):
-        # Before the forward pass rather than in the middle of the backward one.
+        # Fail before the forward pass rather than in backward.
         if asked:
             check(one)
     y = _Trilinear.apply(form, _Y, *operands)
@@ -59,20 +58,20 @@ def by_dataflow(
 
 
 class _TrilinearForm:
-    """The trilinear form: the pass that leaves out each operand."""
+    """The three passes of the trilinear form."""
 
     def __init__(self, passes: Sequence[Pass]) -> None:
         self.passes = passes
 
     def without(self, missing: int, given: tuple[Tensor, Tensor]) -> Tensor:
-        """What works out an operand from the two others, in the order x, w, y."""
+        """The operand `missing` from the two others, given in the order x, w, y."""
         one = self.passes[_MISSING.index(missing)]
         # The input gradient takes y first.
         return one((given[1], given[0]) if missing == _X else given)
 
 
 class _Trilinear(torch.autograd.Function):
-    """One operand from the two others; the gradients are the same of other operands."""
+    """One operand from the two others; its gradients are applications of the same function."""
 
     @staticmethod
     def forward(ctx: Any, form: _TrilinearForm, missing: int, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,4 +1,4 @@
-"""Sparse einsums: one line of text over dense and sparse operands."""
+"""Sparse einsums over dense and sparse operands."""
 
 from __future__ import annotations
 
@@ -37,35 +37,32 @@ Found = TypeVar("Found")
 
 
 def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **operands: Operand) -> Tensor:
-    """Carry out a statement of the einsum language.
+    """Evaluate a statement of the einsum language.
 
         einsum("C[i,n] = A[i,k] * B[k,n]", A=A, B=B)                             affine or indirect indices, any depth
         einsum("C[D[y],x] += A[y,E[r]] * B[r,x]", C=C, D=D, A=A, E=E, B=B)
         einsum("O[p] = I[2*p+r-1] * F[r] ; p:14", I=I, F=F)                       a declared range pads with zeros
-        einsum("C[m,n] = A[m,k] * B[k,n]", A=pm.sparse(a, "CSR"), B=B)            formats are found by themselves
+        einsum("C[m,n] = A[m,k] * B[k,n]", A=pm.sparse(a, "CSR"), B=B)            formats come from the operands
 
     Parameters
     ----------
-    text: target, an operator (= += max= min= mean=), a sum of products, and declarations after ";". An index that is
-        not in the target is reduced; entries that are written several times are joined. Where an index array holds -1
-        or an index leaves its operand, a term contributes nothing.
-    operands: by name. Tensors of one floating dtype (integers and bools take part as values in it), index arrays of
+    text: target, an operator (= += max= min= mean=), a sum of products, and declarations after ";". Indices that are
+        not in the target are reduced, as are several writes to one entry. A term contributes nothing where an index
+        array holds -1 or an index is out of range.
+    operands: by name. Tensors of one floating dtype (integer and bool values are converted to it), index arrays of
         int32 or int64, `pm.sparse` operands, Python floats (scalars) and ints (scalars, or constants in indices).
-        `+=` adds to the operand of the target's name, which stays as it is.
-    out: where the result is written; a tensor of its shape. It is returned.
-    lowering: "triton", "chained", "gathered", "bagged", "graph" or "reference"; by default the cheapest, as explain()
-        tells.
-        "triton/bf16x3" (or ieee, tf32x3, tf32) says how float32 is multiplied; by default as
-        torch.set_float32_matmul_precision says.
+        `+=` adds to the operand of the target's name, which is not modified.
+    out: tensor of the result's shape and dtype, which is written and returned.
+    lowering: "triton", "chained", "gathered", "bagged", "graph" or "reference"; default: the cheapest by the cost
+        model, see explain(). "triton/bf16x3" (or ieee, tf32x3, tf32) sets the precision of float32 products; default:
+        torch.set_float32_matmul_precision.
 
-    Returns
-    -------
-    A new tensor of the target's shape, in the operands' dtype (under autocast: in the autocast dtype). Half precisions
-    are accumulated in float32 and rounded once per term. Differentiable any number of times in every floating operand.
-
-    Raises StatementError, ShapeError, DtypeError, DeviceError, OptionError, and CoordinateError for an index array
-    with values that are not there (looked at once per tensor, and again after a write; on a GPU writes through `.data`
-    are not noticed; outside, kernels read and write nothing).
+    Returns a new tensor of the target's shape, in the operands' dtype (under autocast in the autocast dtype). Half
+    precision is accumulated in float32 and rounded once per term. Differentiable any number of times in every floating
+    operand.
+    Raises StatementError, ShapeError, DtypeError, DeviceError, OptionError, and CoordinateError for index arrays with
+    values out of range (validated once per tensor, and after a write; on a GPU writes through `.data` go undetected,
+    but kernels never access memory out of range).
 
     Source: "Sparse GPU Kernels Simplified and Optimized with Indirect Einsums" (Insum) for indirect indices, "Unified
     Convolution Framework" (UCF) for affine ones and level formats.
@@ -79,14 +76,13 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
 
 
 def _compiled(text: str, lowering: str) -> Einsum:
-    """The callable of a statement; formats are told by the operands themselves."""
+    """The callable of a statement, whose formats come from the operands."""
     known = isinstance(text, str) and isinstance(lowering, str)
     return _kept(text, lowering) if known else compile_einsum(text, lowering=lowering)
 
 
 def _traced(text: str, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
-    """The operands while torch.compile traces. Nothing can be read then: shapes are checked by the operator, and
-    values of index arrays are masked by whatever runs."""
+    """Flattened operands while torch.compile traces: the operator checks shapes, lowerings mask invalid indices."""
     operands = {n: fixed(x) if type(x) in (int, float) else x for n, x in operands.items()}
     integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
     values, constants = _numbers(text, integers)
@@ -105,7 +101,7 @@ def _parsed(text: str, integers: tuple[tuple[str, int], ...]) -> Statement:
 
 @dataclass(frozen=True)
 class Einsum:
-    """A statement with the formats of its sparse operands: call it with operands by name."""
+    """A statement with the formats of its sparse operands, called with operands by name."""
 
     text: str
     formats: tuple[tuple[str, str], ...] = ()
@@ -116,7 +112,7 @@ class Einsum:
         return _seen_by(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What was made ready stays behind.
+        # The cache is not pickled.
         return Einsum, (self.text, self.formats, self.lowering)
 
     def __call__(self, /, **operands: Operand) -> Tensor:
@@ -135,25 +131,19 @@ class Einsum:
         return plan.execute_plan(seen.ready, tensors)
 
     def explain(self, /, **operands: Operand) -> str:
-        """The forms of the statement, what each lowering would cost on these operands, and the kernel's source.
-
-        Operands may be left out of a statement without them: then only the forms are told.
-        """
+        """The forms of the statement and, with operands, the estimated cost of each lowering and the kernel source."""
         if not operands:
             return explanation([], _bare_names(dict(self.formats)), self.text, self.lowering)
         tensors, names = self._passed(operands)
         return explanation(tensors, names, self.text, self.lowering)
 
     def tune(self, **operands: Operand) -> str:
-        """Time the tiles of the kernels on these operands, and keep the fastest for sizes like these; the times.
-
-        What was found is kept on disk and used from then on, in this process and in others.
-        Raises OptionError where no kernel runs (on a CPU).
-        """
+        """Autotune the kernel tiles for operands of this size bucket; returns the measured times as text. The fastest
+        tiles are stored on disk for all processes. Raises OptionError if no step is a kernel (on a CPU)."""
         tensors, names = self._passed(operands)
         found = plan.tune(tensors, names, self.text, self.lowering)
         if not found:
-            raise OptionError("there is nothing to tune: no step is a kernel here, see explain()")
+            raise OptionError("nothing to tune: no step is a kernel here, see explain()")
         lines = []
         for step, times in found:
             lines.append(str(step))
@@ -163,7 +153,7 @@ class Einsum:
     def _passed(
         self, operands: Mapping[str, Operand], facts: tuple[Any, ...] | None = None
     ) -> tuple[list[Tensor], str]:
-        """All checks, and whatever has to be converted; what needs no conversion is passed as it is from then on."""
+        """Check, convert and flatten the operands; caches that a call needs no conversion."""
         if problem := problem_of(operands):
             raise DtypeError(problem)
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
@@ -184,10 +174,7 @@ class Einsum:
 
 @dataclass(eq=False)
 class _Seen:
-    """What was found of operands that need no conversion: their names for the operator, and what is left to check.
-
-    ready: the call made ready, once it was carried out while nobody watched.
-    """
+    """Cached call of operands that need no conversion. names: for the operator; ready: plan of the first plain call."""
 
     names: str
     checks: tuple[Unwritten | IndexCheck | Declared, ...]
@@ -196,19 +183,18 @@ class _Seen:
 
 @lru_cache(maxsize=256)
 def _seen_by(statement: Einsum) -> BoundedCache[_Seen]:
-    """What equal callables have seen, by the facts of the operands."""
+    """Cache of calls by operand facts, shared by equal callables."""
     return BoundedCache(256)
 
 
 def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None, *, lowering: str = "") -> Einsum:
-    """A callable for a statement, its text checked now; `formats` of the sparse operands, by name.
+    """Check a statement and return its callable, which takes the operands by name as einsum() does.
 
-    Calling it takes the operands by name, as einsum() does; a dense tensor where a format is told is converted on
-    every call. Kernels are made once for (text, formats, dtypes, layouts); other sizes need no other kernel.
-    `.explain(**operands)` tells the three forms, the choice and its reasons, and the kernel's source.
-
-    Raises StatementError for a text that no values of its integers make a statement, and OptionError for a format of
-    what is no operand of it, or is its target.
+    formats: of the sparse operands, by name; a dense tensor of a name with a format is converted on every call.
+    Kernels are generated once per (text, formats, dtypes, layouts), for all sizes. `.explain(**operands)` shows the
+    three forms, the choice with its reasons, and the kernel source.
+    Raises StatementError if the text is invalid for all values of its integers, and OptionError for a format of the
+    target or of a name that the statement does not read.
     """
     if not isinstance(text, str):
         raise DtypeError(f"a statement is text, found {type(text).__name__}")
@@ -219,32 +205,29 @@ def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None,
 
 
 def _constant(function: Callable[Given, Found]) -> Callable[Given, Found]:
-    """Let torch.compile run `function` while it traces and keep what it gives.
-
-    What torch.compiler.assume_constant_result does, without its import of the compiler (and of Triton).
-    """
+    """torch.compiler.assume_constant_result without its import of the compiler (and of Triton)."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @_constant
 def _check_text(text: str, formats: tuple[str, ...]) -> None:
-    """Raise for what is no statement, and for formats of what is no operand that it reads."""
+    """Raise if the text is invalid, or has formats of names that it does not read."""
     statement = _probed(text)
     read = {access.name for access in accesses_of(*statement.terms, *statement.target.indices)}
     for name in formats:
         if name == statement.target.name:
             raise OptionError(f"the target {name} is a dense tensor, found a format of it")
         if name not in read:
-            raise OptionError(f"a format is told of {name}, `{text}` reads {', '.join(sorted(read)) or 'nothing'}")
+            raise OptionError(f"found a format of {name}, but `{text}` reads {', '.join(sorted(read)) or 'nothing'}")
 
 
 def _probed(text: str) -> Statement:
-    """The statement, integers that are given with the operands taken for small or large ones where it needs them."""
+    """The statement; if it needs integers that come with the operands, parsed with small or large values."""
     try:
         return _parsed(text, ())
     except StatementError:
-        # A name that has axes, or is declared, is none.
+        # Names with axes or declarations are not integers.
         bare = re.sub(r"#[^\n]*", "", text)
         names = set(re.findall(r"[^\W\d]\w*", bare)) - set(re.findall(r"([^\W\d]\w*)\s*[\[:]", bare))
         for value in (1, 1 << 30):
@@ -272,20 +255,20 @@ def _bare_names(formats: Mapping[str, str]) -> str:
 
 
 def _used_dense(text: str, names: str) -> set[str]:
-    """The sparse operands that have no form over stored entries in this statement."""
+    """The sparse operands that this statement uses in dense form."""
     forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
     return set(plan.rewritten(text, names, forms).dense) if forms else set()
 
 
 @_constant
 def _numbers(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
-    """The operands whose values take part, and the given integers that the text cannot be read without."""
+    """The operands used as values, and the integer operands needed to parse the text."""
     values = value_names_of(_parsed(text, integers))
     return values, tuple((n, x) for n, x in integers if n not in values or _needed(text, integers, n))
 
 
 def _needed(text: str, integers: tuple[tuple[str, int], ...], name: str) -> bool:
-    """Whether a given integer, a value elsewhere in the text, is a constant of an index or a range too."""
+    """True if an integer operand used as a value is also a constant of an index or a range."""
     try:
         _parsed(text, tuple(given for given in integers if given[0] != name))
     except StatementError:

@@ -1,4 +1,4 @@
-"""What becomes of a statement, told in text."""
+"""Text of `explain`: forms, costs and kernels of a statement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pumice.lower import plan
 
 
 def explanation(operands: Sequence[Tensor], names: str, text: str, lowering: str) -> str:
-    """The format-agnostic form, the format-conscious one, and, with operands, the choice, its costs and the kernel."""
+    """The format-agnostic and the format-conscious form and, with operands, the choice, its costs and the kernel."""
     statement = plan.statement_of(text, names)
     lines = ["statement", f"  {statement}", ""]
     if not operands:
@@ -51,7 +51,7 @@ def _option(
 
 
 def _held(operands: Sequence[Tensor], names: str, option: plan.Candidate) -> list[str]:
-    """The memory of each sparse operand in the form that is used."""
+    """Bytes of each sparse operand in the chosen form."""
     form, held = dict(option.forms), {}
     for (name, stored, _, _), place in plan.read(names).places.items():
         if form.get(name) == stored:
@@ -60,7 +60,7 @@ def _held(operands: Sequence[Tensor], names: str, option: plan.Candidate) -> lis
 
 
 def _ways(step: Statement, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> list[str]:
-    """What each lowering says to a step, the work and the roles in it, and the source of its kernel."""
+    """Cost (or refusal) of each lowering of a step, its work and index roles, and the source of its kernel."""
     lines = [f"lowerings of {step}"]
     device = plan.device_of(list(tensors.values()))
     for name, cost, why in plan.step_options(step, tensors, shape, device, ""):
@@ -73,7 +73,7 @@ def _ways(step: Statement, tensors: dict[str, Tensor], shape: tuple[int, ...]) -
 
 
 def _work(step: Statement, bound: BoundStatement) -> str:
-    """How many points there are, and how many values are gathered and scattered through index arrays."""
+    """Iteration points, FLOP, and values gathered and scattered through index arrays."""
     gathers = sum(bound.points(indices_of(access)) for access in accesses_of(*step.terms) if arrays_of(*access.indices))
     scatters = bound.points(indices_of(step.target)) if arrays_of(*step.target.indices) else 0
     points = bound.points(indices_of(step))
@@ -85,7 +85,7 @@ def _work(step: Statement, bound: BoundStatement) -> str:
 
 
 def _count(value: float) -> str:
-    """A number in thousands, millions, ..."""
+    """A number with the suffix k, M, G or T."""
     for unit in ("", "k", "M", "G"):
         if value < 1000:
             return f"{value:.3g}{unit}"
@@ -100,8 +100,8 @@ def _contraction(step: Statement, bound: BoundStatement) -> list[str]:
     kind = "matrix product" if found.product else "entry by entry"
     parts = [("batch", found.batch), ("rows", found.rows), ("columns", found.columns), ("reduced", found.reduced)]
     parts.append(("loops", found.loops))
-    told = ", ".join(f"{label} {' '.join(names)}" for label, names in parts if names)
-    lines = [f"roles      {kind}: {told}"]
+    roles = ", ".join(f"{label} {' '.join(names)}" for label, names in parts if names)
+    lines = [f"roles      {kind}: {roles}"]
     if found.segment:
         lines.append(f"           segments of {found.segment.array}: each result is written once, in a fixed order")
     elif found.adds:

@@ -1,4 +1,4 @@
-"""What the values of index arrays must be, looked at once per tensor and again where it was written."""
+"""Checks of the values of index arrays, made once per tensor and after each write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pumice.runtime.cache import cached_per_tensor
 
 @dataclass(frozen=True)
 class IndexCheck:
-    """An index array, and the axis whose places it holds in units of `coefficient`."""
+    """An index array, and the axis that coefficient * its values address."""
 
     array: str
     text: str
@@ -26,7 +26,7 @@ class IndexCheck:
     where: str
 
     def look(self, operands: Mapping[str, Any]) -> None:
-        """Raise CoordinateError unless the values are there; they are read once per tensor."""
+        """Raise CoordinateError if values are out of range; they are read once per tensor."""
         array = operands[self.array]
         if _held(array):
             _check_values(self, *_limits(array))
@@ -34,16 +34,13 @@ class IndexCheck:
 
 @dataclass(frozen=True)
 class Unwritten:
-    """An index array that may have been written where its version does not count: through numpy, or `.data`."""
+    """An index array that may have been written without a change of its version: through numpy, or `.data`."""
 
     array: str
 
     def look(self, operands: Mapping[str, Any]) -> None:
-        """Count that as a write, so that all that was found of the array is forgotten.
-
-        On a CPU the values are compared with those seen last. On a GPU that would wait for the device: only where the
-        array lies is compared, and values written through `.data` there are not noticed.
-        """
+        """Increment the version of an array that changed, which invalidates its caches. Compares values on a CPU; on a
+        GPU, without a synchronisation, only address, shape and stride: writes through `.data` go undetected."""
         array = operands[self.array]
         if _held(array) and not _same(_seen(array), array):
             torch.autograd.graph.increment_version(array)
@@ -52,14 +49,14 @@ class Unwritten:
 
 @dataclass(frozen=True)
 class Declared:
-    """An index array of which the text says that it is sorted, distinct, or onto an axis of that extent."""
+    """An index array declared sorted, distinct, or onto an axis of that extent."""
 
     array: str
     fact: str
     extent: int
 
     def look(self, operands: Mapping[str, Any]) -> None:
-        """Raise CoordinateError unless it is; lowerings rely on it."""
+        """Raise CoordinateError if the declaration is false; lowerings rely on it."""
         array = operands[self.array]
         if _held(array) and not _FACTS[self.fact](array, self.extent):
             where = f" an axis of extent {self.extent}" if self.fact == "onto" else ""
@@ -67,7 +64,7 @@ class Declared:
 
 
 def checks_of(statement: Statement, operands: Mapping[str, Any]) -> tuple[Unwritten | IndexCheck | Declared, ...]:
-    """What the values of the index arrays must be: -1, or a place along each axis that they index."""
+    """Checks that index arrays hold -1 or valid positions of each axis that they index, and of declarations."""
     found: list[IndexCheck | Declared] = []
     declared = dict(statement.shapes)
     for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
@@ -83,7 +80,7 @@ def checks_of(statement: Statement, operands: Mapping[str, Any]) -> tuple[Unwrit
     extents = {(check.array, check.extent) for check in found if isinstance(check, IndexCheck)}
     for name, fact in statement.facts:
         if isinstance(operands.get(name), Tensor):
-            # Every axis that an array addresses may become that of a gradient.
+            # Every axis that the array addresses may become an axis of a gradient.
             reached = sorted(extent for array, extent in extents if array == name) if fact == "onto" else []
             found += [Declared(name, fact, extent) for extent in reached or [0]]
     written = dict.fromkeys(Unwritten(check.array) for check in found)
@@ -100,14 +97,14 @@ def _check_values(check: IndexCheck, low: int, high: int) -> None:
 
 
 def _held(array: Tensor) -> bool:
-    """Whether there are values, and whether they may be looked at now."""
+    """True if the array has values that can be read now."""
     there = array.numel() and not array.is_meta and not isinstance(array, FakeTensor)
     return bool(there) and not (array.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @cached_per_tensor
 def _seen(array: Tensor) -> Tensor | tuple[Any, ...]:
-    """What a later look compares the array with."""
+    """Snapshot of the array for later comparison."""
     return (array.data_ptr(), array.shape, array.stride()) if array.is_cuda else array.clone()
 
 
@@ -119,20 +116,20 @@ def _same(seen: Tensor | tuple[Any, ...], array: Tensor) -> bool:
 
 @cached_per_tensor
 def _sorted(array: Tensor, extent: int) -> bool:
-    """Whether no value is smaller than the one before it on the first axis."""
+    """True if values do not decrease along the first axis."""
     return bool((array[1:] >= array[:-1]).all())
 
 
 @cached_per_tensor
 def _distinct(array: Tensor, extent: int) -> bool:
-    """Whether no place occurs twice; -1 may."""
+    """True if no value other than -1 occurs twice."""
     places = array[array >= 0]
     return len(torch.unique(places)) == len(places)
 
 
 @cached_per_tensor
 def _onto(array: Tensor, extent: int) -> bool:
-    """Whether every place of the axis occurs."""
+    """True if every position of the axis occurs."""
     return len(torch.unique(array[array >= 0])) == extent
 
 
@@ -141,6 +138,6 @@ _FACTS = {"sorted": _sorted, "distinct": _distinct, "onto": _onto}
 
 @cached_per_tensor
 def _limits(array: Tensor) -> tuple[int, int]:
-    """The smallest and the largest value; reads the device."""
+    """Smallest and largest value; synchronises with the device."""
     low, high = torch.stack(torch.aminmax(array)).tolist()
     return low, high

@@ -1,4 +1,4 @@
-"""Linear maps of features with what stands behind them, in one kernel."""
+"""Linear layers with a fused epilogue."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from pumice.schedule.tile import size_bucket
 _LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
 _NOTHING = direct.Held.of((), direct.Pattern((), ()))
 _CALLS: BoundedCache[direct.Direct] = BoundedCache(1024)
-"""Calls that were carried out, by what their launch depends on."""
+"""Launch cache."""
 
 
 def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
-    """y[n] = epilogue(x[n] @ weight.T): x [N, C_in], weight [C_out, C_in] -> [N, C_out], without gradients.
-
-    Raises ShapeError, DtypeError and DeviceError for what does not fit.
-    """
+    """y[n] = epilogue(x[n] @ weight.T): x [N, C_in], weight [C_out, C_in] -> [N, C_out], not differentiable.
+    Raises ShapeError, DtypeError and DeviceError."""
     finish, tensors = epilogue.finish, (x, weight, *epilogue.operands.values())
     key, counting = key_of(tensors, finish), direct.counting(finish)
-    # The key tells the rows of no tensor.
+    # The key does not include row counts.
     if x.ndim == 2 and direct.residual_fits(tensors, finish, (x.shape[0], weight.shape[0])):
         call = known_call(key, direct.counted(tensors, counting), weight.shape[0])
         if call is not None and (y := call(tensors)) is not None:
@@ -48,15 +46,13 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
 
 
 def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
-    """What calls with tensors like these are kept under: features, a weight, and the operands of an epilogue."""
+    """Cache key of a call on (features, weight, operands of the epilogue...)."""
     return direct.told(tensors, direct.counting(finish), "linear", finish)
 
 
 def known_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> direct.Direct | None:
-    """A call that was carried out before, with so many rows or about as many; None where there was none.
-
-    key: that of `key_of`; rows: as direct.counted tells them, of the features first; columns: of the result.
-    """
+    """A cached call of as many rows, or instantiated from a template of the same size bucket, or None. key: from
+    `key_of`; rows: from direct.counted, the features first; columns: of the result."""
     count, _ = rows[0]
     call = _CALLS.get((count, key))
     if call is None:
@@ -66,18 +62,15 @@ def known_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> 
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether there is one kernel for these: on a GPU, with nobody watching."""
+    """True if one kernel can take these: a plain call on a GPU."""
     return tensors[0].is_cuda and autograd.is_plain_call(tensors)
 
 
 def recorded_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """y[n] = x[n] @ weight.T + bias in half precision, differentiable any number of times; autocast counts. Weights
-    that autocast casts have gradients that are not rounded to half precision on their way.
-
-    x [N, C_in], weight [C_out, C_in], bias [C_out] -> [N, C_out]. None where torch's own product is asked for: in other
-    dtypes, on a CPU, where somebody beside autograd watches, where sums are to have one order, and for what does not
-    fit.
-    """
+    """y[n] = x[n] @ weight.T + bias in half precision (or under autocast to it), differentiable any number of times:
+    x [N, C_in], weight [C_out, C_in], bias [C_out] -> [N, C_out]. Gradients of weights that autocast casts are not
+    rounded to half precision. None if torch should compute it: other dtypes, CPU, deterministic algorithms, anything
+    active besides autograd, or operands that do not match."""
     given = (x, weight) if bias is None else (x, weight, bias)
     if not direct.starts_kernels(x) or plan.deterministic() or not autograd.by_autograd_alone(given):
         return None
@@ -97,7 +90,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         feats, narrow = x.to(dtype), weight.to(dtype)
         to_x, to_weight, _ = ctx.needs_input_grad[1:]
-        # What no gradient depends on is not held, and may be written to.
+        # Save only what gradients read: the rest may be written in place.
         held = x if to_weight else None, weight if to_x else None, narrow if to_x and narrow is not weight else None
         ctx.save_for_backward(*held)
         ctx.like = [None if t is None else (t.shape, t.dtype) for t in (x, weight, bias)]
@@ -109,20 +102,20 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         needed = ctx.needs_input_grad[1:]
         wanted = [like[1] if need else None for need, like in zip(needed, ctx.like, strict=True)]
-        # Whoever calls backward within autocast has every dtype as it was in the forward pass.
+        # Backward uses the dtypes of the forward pass, even when called within autocast.
         with autograd.autocast_disabled((grad,)), plan.kernels.tiles_of(ctx.tiles):
             dbias = grad.sum(0, dtype=torch.float32).to(wanted[2]) if needed[2] else None
             return None, *_gradients(ctx, grad, wanted[:2]), dbias
 
 
 def _gradients(ctx: Any, grad: Tensor, wanted: Sequence[torch.dtype | None]) -> Sequence[Tensor | None]:
-    """Those of x and weight, in the dtypes that are wanted; None where none is."""
+    """The gradients of x and weight in the wanted dtypes, None where the dtype is None."""
     x, weight, narrow = ctx.saved_tensors
     if torch.is_grad_enabled() or _is_batched(grad):
-        # Of gradients of gradients torch records the products.
+        # Double backward: torch records these products.
         dx = None if wanted[0] is None else (grad @ weight.to(ctx.dtype)).to(wanted[0])
         return dx, None if wanted[1] is None else (grad.t() @ x.to(ctx.dtype)).to(wanted[1])
-    # What is not held is not read either: it has a shape alone.
+    # Tensors that were not saved are not read: placeholders of their shapes.
     (of_x, _), (of_weight, _), nothing = *ctx.like[:2], grad.new_empty(1)
     feats = nothing.expand(of_x) if wanted[1] is None else x.to(ctx.dtype)
     own = nothing.expand(of_weight) if wanted[0] is None else weight if narrow is None else narrow
@@ -130,11 +123,11 @@ def _gradients(ctx: Any, grad: Tensor, wanted: Sequence[torch.dtype | None]) -> 
 
 
 _is_batched = attrgetter("_functorch.is_legacy_batchedtensor")(torch._C)
-"""Whether it stands for several (torch.autograd.grad with is_grads_batched): no kernel takes them together."""
+"""True for a batched tensor of torch.autograd.grad(is_grads_batched=True), which kernels do not support."""
 
 
 def _call(x: Tensor, weight: Tensor) -> autograd.DifferentiableCall:
-    """The call that autograd records: over no map, and of so many rows."""
+    """The cached differentiable call for as many rows, without a map."""
     rows, outputs = x.shape[0], weight.shape[0]
     key = rows, weight.shape, x.dtype, x.device
     known = _HELD.get(key)

@@ -1,4 +1,4 @@
-"""The door of einsums: operands of one kind, on one device, in one dtype, and their names for the operator."""
+"""Validation and flattening of einsum operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Operand = Tensor | Sparse | int | float
 def validate_operands(
     statement: Statement, operands: Mapping[str, Operand], formats: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The operands of one floating dtype and one device, scalars as tensors; what cannot be is refused."""
+    """The operands in one floating dtype on one device, scalars as tensors. Raises if they do not fit the statement."""
     target = statement.target.name
     named = {access.name for access in accesses_of(*statement.terms, *statement.target.indices)}
     missing = sorted(named - set(operands))
@@ -43,7 +43,7 @@ def validate_operands(
 
 
 def problem_of(operands: Mapping[str, Any]) -> str:
-    """What is wrong with the kind of an operand, if anything."""
+    """Error message for an operand of an unsupported type or layout, else ""."""
     for name, x in operands.items():
         if isinstance(x, Tensor):
             if x.layout != torch.strided:
@@ -83,17 +83,17 @@ _DTYPES = (
 
 
 def one_dtype(operands: dict[str, Any], values: set[str]) -> dict[str, Any]:
-    """Values in one dtype: that of the floating ones, which must agree; under autocast in its dtype."""
+    """Convert values to one dtype: that of the floating ones, which must agree, or the autocast dtype."""
     kinds = {name: operands[name].dtype for name in sorted(values) if isinstance(operands[name], Tensor | Sparse)}
     strange = [name for name, kind in kinds.items() if kind not in _DTYPES]
     if strange:
-        told = ", ".join(f"{name} is {kinds[name]}" for name in strange)
-        raise DtypeError(f"values are float16, bfloat16, float32, float64, integers or bools: {told}")
+        dtypes = ", ".join(f"{name} is {kinds[name]}" for name in strange)
+        raise DtypeError(f"values are float16, bfloat16, float32, float64, integers or bools: {dtypes}")
     floating = {name: kind for name, kind in kinds.items() if kind.is_floating_point}
     dtype = _autocast(floating, operands)
     if len(set(floating.values())) > 1 and dtype is None:
-        told = ", ".join(f"{name} is {kind}" for name, kind in floating.items())
-        raise DtypeError(f"values are of one floating dtype: {told}; convert one, or use torch.autocast")
+        dtypes = ", ".join(f"{name} is {kind}" for name, kind in floating.items())
+        raise DtypeError(f"values are of one floating dtype: {dtypes}; convert one, or use torch.autocast")
     scalars = any(type(operands[name]) is float for name in values)
     if dtype is None:
         dtype = next(iter(floating.values()), torch.get_default_dtype() if scalars or not kinds else None)
@@ -104,7 +104,7 @@ def one_dtype(operands: dict[str, Any], values: set[str]) -> dict[str, Any]:
     for name in values:
         x = operands[name]
         if isinstance(x, int | float):
-            # Filled on the device: a copy from the host would wait.
+            # Filled on the device: a copy from the host would synchronise.
             done[name] = torch.full((), x, dtype=dtype, device=device)
         elif x.dtype != dtype:
             done[name] = x.to(dtype=dtype)
@@ -119,14 +119,14 @@ def _autocast(floating: Mapping[str, torch.dtype], operands: Mapping[str, Any]) 
 
 
 def value_names_of(statement: Statement) -> tuple[str, ...]:
-    """The operands whose values take part, the target's name among them; index arrays stay as they are."""
+    """The operands used as values, including the target, as opposed to index arrays."""
     indices = {array.name for array in arrays_of(*statement.terms, statement.target)}
     names = dict.fromkeys((*plan.loops.value_names(statement), statement.target.name))
     return tuple(name for name in names if name not in indices)
 
 
 def fixed(number: Any) -> Any:
-    """The number itself, where torch.compile would put a symbol for it: it is part of a text."""
+    """The number as a constant while torch.compile traces: it becomes part of a text."""
     if not torch.compiler.is_compiling():
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar
@@ -135,7 +135,7 @@ def fixed(number: Any) -> Any:
 
 
 def flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]]) -> tuple[list[Tensor], str]:
-    """The tensors of all operands, and their names for the operator, with the integers that the text needs."""
+    """The tensors of all operands, and the operator's `names`, including the integers that the text needs."""
     tensors: list[Tensor] = []
     tokens: list[str] = []
     notes: list[str] = []
@@ -153,10 +153,8 @@ def flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]])
 
 
 def facts_of(operands: Mapping[str, Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """The tensors of all operands in the order of `flattened`, and all that checks and choices depend on.
-
-    Values of index arrays apart: those are looked at on their own.
-    """
+    """The tensors of all operands in the order of `flattened`, and the cache key of checks and plans. The key excludes
+    the values of index arrays, which have checks of their own."""
     tensors: list[Tensor] = []
     facts: list[Any] = [torch.are_deterministic_algorithms_enabled()]
     for name, x in operands.items():

@@ -1,4 +1,4 @@
-"""Between points and voxels: voxelise, coalesce, devoxelise, interpolate."""
+"""Conversions between points and voxels: voxelise, coalesce, devoxelise, interpolate."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ def voxelize(
     spatial_shape: int | Sequence[int] | None = None,
     batch_size: int | None = None,
 ) -> SparseTensor:
-    """Points to voxels: voxel floor((p - origin) / size) takes the `reduce` of its points' features.
+    """Voxelise points: the features of the points in a voxel are reduced to one row.
+
+        y.feats[n] = reduce of feats[p] over the points p with  floor((points[p] - origin) / size) = y.coords[n]
 
     Parameters
     ----------
-    points: floating point [P, D], D from 1 to 4, in metres say: a tensor, an array or lists, as feats and batch.
-    feats: floating point [P, F]; the points themselves if left out.
-    size: edge of a voxel, in the points' unit; a number or one per axis. It has to be given.
-    batch: integers [P], the batch item of each point; all 0 if left out.
-    origin: what becomes coordinate 0: a number, one per axis, or "min" (the cloud's minimum).
-    rounding: "floor", or "round" (the nearest cell, the rule of published MinkUNet pipelines with origin="min").
+    points: floating point [P, D], D from 1 to 4. points, feats and batch are tensors, arrays or lists.
+    feats: floating point [P, F]; default: the points.
+    size: edge length of a voxel in the unit of the points, a number or one per axis; required.
+    batch: integers [P], batch item of each point; default: 0.
+    origin: position of coordinate 0: a number, one per axis, or "min" (the minimum over the points).
+    rounding: "floor", or "round" (the nearest cell, as published MinkUNet pipelines do with origin="min").
     reduce: "mean", "sum", "max" or "first" (the point of lowest index).
-    spatial_shape: extent of the grid; points outside are left out, with -1 in `inverse`.
-    batch_size: number of batch items, if the last ones may be empty.
+    spatial_shape: extent of the grid; points outside are dropped and have -1 in `inverse`.
+    batch_size: number of batch items; needed if the last ones may be empty.
 
-    Returns a SparseTensor in (batch, Morton) order; its `inverse` int64 [P] names each point's row, so that
+    Returns a SparseTensor in (batch, Morton) order. `inverse` int64 [P] is the row of each point:
     `y.feats[y.inverse]` is per point. Differentiable in feats.
-
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (non-finite points, cells beyond int32), OptionError.
     """
     _check_reduce(reduce)
@@ -66,7 +67,7 @@ def coalesce(
     spatial_shape: Sequence[int] | None = None,
     batch_size: int | None = None,
 ) -> SparseTensor:
-    """A sparse tensor of coordinates that may come more than once: a voxel takes the `reduce` of its rows' features.
+    """SparseTensor of coordinates with duplicates, whose features are reduced.
 
         y.feats[n] = reduce of feats[p] over the p with coords[p] = y.coords[n]
 
@@ -75,12 +76,11 @@ def coalesce(
     feats: floating point [P, C], on the device of coords.
     coords: int32 [P, 1+D] = (batch, axes...), D from 1 to 4.
     reduce: "mean", "sum", "max" or "first" (the lowest row).
-    stride, spatial_shape, batch_size: as for SparseTensor; a row outside is an error.
+    stride, spatial_shape, batch_size: as for SparseTensor; a row outside spatial_shape is an error.
 
-    Returns a SparseTensor in (batch, Morton) order; its `inverse` int64 [P] names each row's place, so that
-    `y.feats[y.inverse]` is per row given. Differentiable in feats.
-
-    Raises ShapeError, DtypeError, DeviceError, CoordinateError (as for SparseTensor, duplicates apart), OptionError.
+    Returns a SparseTensor in (batch, Morton) order. `inverse` int64 [P] is the output row of each input row.
+    Differentiable in feats.
+    Raises ShapeError, DtypeError, DeviceError, CoordinateError (out of range, too many voxels), OptionError.
     """
     _check_reduce(reduce)
     geometry = unique_coords(coords, stride, spatial_shape, batch_size)
@@ -93,17 +93,16 @@ def devoxelize(
 ) -> Tensor:
     """Features at points: [P, C].
 
-    points: [P, D] in the unit given to voxelize(); left out, they are the points that were voxelised, for which
-    only mode "nearest" is known. mode: "nearest" (the voxel that holds the point, 0 where there is none) or
-    "trilinear" (see interpolate()). Works at every level of a network, through the stride. Differentiable.
-
-    Raises GeometryError when x does not stem from voxelize(), OptionError on an unknown mode.
+    points: [P, D] in the unit of voxelize(); default: the voxelised points, only with mode "nearest".
+    mode: "nearest" (the voxel that contains the point, 0 if absent) or "trilinear" (see interpolate()).
+    x may be at any level of a network: its stride is taken into account. Differentiable.
+    Raises GeometryError if the coordinates do not derive from voxelize(), OptionError for an unknown mode.
     """
     if mode not in MODES:
         raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
     if points is None:
         if mode != "nearest":
-            raise OptionError(f"mode={mode!r} needs the points; without them there is 'nearest'")
+            raise OptionError(f"mode={mode!r} needs points; without them only 'nearest' is available")
         return _take(x.feats, x.inverse)
     frame = x.geometry.frame
     if frame is None:
@@ -124,11 +123,11 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
 
     Parameters
     ----------
-    positions: floating point [P, 1+D] = (batch, axes...) in finest voxels: voxel c of a level of stride t covers
-        [c * t, (c + 1) * t), its centre is at (c + 1/2) * t.
-    mode: "trilinear" (multilinear in D axes) or "nearest" (the voxel that holds the position).
-    normalize: divide by the sum of the weights of the voxels present; absent voxels count 0 either way, and a
-        position without any gives 0.
+    positions: floating point [P, 1+D] = (batch, axes...) in units of the finest voxels: at stride t voxel c covers
+        [c * t, (c + 1) * t) and has its centre at (c + 1/2) * t.
+    mode: "trilinear" (multilinear in D axes) or "nearest" (the voxel that contains the position).
+    normalize: divide by the sum of the weights of the voxels present. Absent voxels contribute 0; a position without
+        voxels gives 0.
 
     Differentiable in x.feats, and for "trilinear" in positions.
     """
@@ -153,7 +152,7 @@ def _nearest(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> 
 def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> Tensor:
     corner = torch.floor(units.detach() - 0.5)
     ahead = (units - 0.5 - corner).masked_fill(corner.isinf(), 0)
-    # A half would round the weights, and the sums of eight parts and eight gradients: all is kept wide, rounded once.
+    # In at least float32, rounded once: half precision would round the weights and the sums of 2^D terms.
     wide = torch.promote_types(x.dtype, torch.float32)
     feats = x.feats.to(wide)
     total = y = None
@@ -177,7 +176,7 @@ MODES: dict[str, Callable[[SparseTensor, Tensor, Tensor, bool], Tensor]] = {
 
 
 def _cells(batch: Tensor, cells: Tensor) -> Tensor:
-    """int32 coordinates of cells given as floats; item -1, which no voxel has, for what int32 does not hold."""
+    """int32 coordinates of cells given as floats; batch item -1, which no voxel has, for values beyond int32."""
     coords = torch.cat([batch, cells], dim=1)
     held = (coords >= -(2.0**31)) & (coords < 2.0**31)
     return coords.where(held, 0).int().masked_fill(~held.all(dim=1, keepdim=True), -1)

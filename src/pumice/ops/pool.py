@@ -1,4 +1,4 @@
-"""Pooling: the one loop with (+, *) replaced by (max, first) or (mean, first)."""
+"""Pooling over windows and over batch items."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def max_pool(
     dilation: Size = 1,
     out: Target = None,
 ) -> SparseTensor:
-    """y[o, c] = max of x[i, c] over the inputs present in the window of o; 0 where a given output has none.
+    """y[o, c] = max of x[i, c] over the inputs present in the window of o; 0 if there are none.
 
-    The gradient goes to the first input that attains the maximum, in the order of taps. Arguments as in conv();
-    stride defaults to kernel_size.
+    The gradient goes to the first input that attains the maximum, in the order of kernel offsets. Arguments as in
+    conv(); stride defaults to kernel_size.
     """
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
     feats = numbers(x)
-    # Of a map between buffers no pairs are counted.
+    # Maps between buffers have no pair counts on the host.
     if found.between is not None or _by_kernel(feats):
         return SparseTensor(max_pool_rows(feats, found), outputs)
     pairs = found.pairs()
@@ -39,7 +39,7 @@ def max_pool(
 
 
 def _by_kernel(x: Tensor) -> bool:
-    """Whether kernels run there, and nobody but torch's autograd watches."""
+    """True if Triton runs on the device of x, with only autograd active."""
     return autograd.only_autograd_active((x,)) and has_triton(x)
 
 
@@ -66,9 +66,9 @@ def avg_pool(
     dilation: Size = 1,
     out: Target = None,
 ) -> SparseTensor:
-    """y[o, c] = mean of x[i, c] over the inputs present in the window of o (absent ones do not count)."""
+    """y[o, c] = mean of x[i, c] over the inputs present in the window of o. Arguments as in max_pool()."""
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
-    # Divided before it is rounded to x's dtype: a sum may overflow a half where the mean does not.
+    # Divide before rounding to x's dtype: the sum may overflow half precision where the mean does not.
     wide = numbers(x).to(torch.promote_types(x.dtype, torch.float32))
     means = _sums(wide, found, outputs) / found.counts().clamp(min=1)[:, None].to(x.device)
     return SparseTensor(means.to(x.dtype), outputs)
@@ -78,7 +78,7 @@ def global_max_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the maximum over each batch item's voxels; 0 for an empty item."""
     feats, items, batch = numbers(x), x.items, x.batch_size
     if x.geometry.buffered is not None:
-        # Rows that do not live are of an item of their own.
+        # Padding rows form a batch item of their own, which is dropped.
         items = torch.where(x.geometry.cloud.valid_mask(), items, batch)
         return maximum(feats, torch.arange(feats.shape[0], device=x.device), items, batch + 1)[:batch]
     return maximum(feats, torch.arange(feats.shape[0], device=x.device), items, batch)
@@ -102,24 +102,24 @@ def global_avg_pool(x: SparseTensor) -> Tensor:
 
 
 def row_sum(x: SparseTensor, values: Tensor) -> Tensor:
-    """[...]: the sum of values [N, ...] over the voxels of x: in a captured network over living rows alone."""
+    """[...]: the sum of values [N, ...] over the voxels of x, in a captured network without padding rows."""
     _check_rows(x, values)
     return living(x, values).sum(0)
 
 
 def row_mean(x: SparseTensor, values: Tensor) -> Tensor:
-    """[...]: the mean of values [N, ...] over the voxels of x: in a captured network over living rows alone.
+    """[...]: the mean of values [N, ...] over the voxels of x, in a captured network without padding rows.
 
-    Of none NaN, as torch's. A loss of each voxel's becomes that of all by it:
+    NaN if x is empty, as in torch. Turns a loss per voxel into a scalar:
 
         row_mean(y, functional.mse_loss(y.feats, wanted, reduction="none").mean(1))
 
-    Raises ShapeError where values have not a row for each of x's.
+    Raises ShapeError unless values have one row per row of x.
     """
     _check_rows(x, values)
     if x.geometry.buffered is None:
         return values.mean(0)
-    # As torch's: summed in at least float32, and divided before it is rounded, for a sum may overflow a half.
+    # As torch's mean: sum in at least float32 and divide before rounding, as the sum may overflow half precision.
     total = living(x, values).sum(0, dtype=torch.promote_types(values.dtype, torch.float32))
     return (total / x.geometry.cloud.count[0]).to(values.dtype)
 

@@ -1,4 +1,4 @@
-"""Finding all kernel maps of a network before it runs."""
+"""Build all kernel maps of a network before it runs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 
 class DataflowLayer(Protocol):
-    """What has a dataflow, as the convolutions of pumice.nn do."""
+    """A layer with a dataflow, such as the convolutions of pumice.nn."""
 
     dataflow: str | Dataflow | Dataflows | None
 
 
 @dataclass(frozen=True)
 class MapConsumers:
-    """The layers over the maps of a pyramid, so that these are laid out as they will be read and in no other way.
+    """The layers over each map of a pyramid: maps are laid out for their dataflows only.
 
-    steps: of each step the layers that go down. back: of each step those that go back up over its map. same: of each
-    level, and of each of its windows, those that keep the coordinates.
+    steps: per step the strided layers. back: per step the inverse layers over its map. same: per level and window the
+    layers that keep the coordinates.
     """
 
     steps: Sequence[Sequence[DataflowLayer]]
@@ -46,30 +46,28 @@ def prepare_levels(
     same: Sequence[Sequence[Relation]] = (),
     consumers: MapConsumers | None = None,
 ) -> SparseTensor:
-    """Find the maps of a whole network at once: the levels that `steps` make one from the other, finest first.
+    """Build the kernel maps of all levels of a network; returns the tensor to continue with, x itself when eager.
 
-    same: for each level, from this one on, the relations that keep its coordinates (submanifold windows). On a
-    GPU the numbers of voxels of all levels are read in one transfer, and the sizes of what convolutions read of
-    all maps in another; layers that use these maps then wait for nothing. consumers: the layers over the maps
-    (pumice.ops.MapConsumers), so that each is laid out for the dataflows of its layers; without, as for layers of no
-    named dataflow, and also the other way round, for those that lead back over a step. Returns the tensor to go on
-    with: itself.
+    steps: the relation from each level to the next coarser one, finest first. same: per level, from x's on, the
+    relations that keep its coordinates (submanifold windows). consumers: the layers over the maps: each map is laid
+    out for the dataflows of its layers; None: for the automatic dataflow, transposed maps of the steps included. On a
+    GPU this takes two host synchronisations, for the voxel counts and for the layout sizes; layers over these maps
+    then need none.
 
     Example: the nine maps of a MinkUNet
 
         x.prepare([Relation.of(3, 2, stride=2)] * 4, [[Relation.of(3, 3)]] * 5)
 
-    Raises what kernel_map raises, GeometryError for a step that makes no coordinates, OptionError for what is no
-    Relation, and ShapeError for windows of more levels than there are and for users of other maps than these.
-    While torch.compile traces, maps are found where they are needed, and the tensor that is returned keeps them:
-    it stands in the place of this one, whose geometry compiled code leaves as it is.
+    Raises as kernel_map does, GeometryError for a step that makes no coordinates, OptionError for values that are not
+    Relations, and ShapeError if `same` has too many levels or `consumers` does not match the maps.
+    While torch.compile traces, maps are built on first use and kept by the returned tensor, not by x's geometry.
     """
     if not all(isinstance(step, Relation) for step in _listed(steps)):
         raise OptionError(f"steps takes a list of Relations, found {steps!r}")
     if not all(isinstance(window, Relation) for windows in _listed(same) for window in _listed(windows)):
         raise OptionError(f"same takes a list of Relations for each level, found {same!r}")
     if len(same) > len(steps) + 1:
-        raise ShapeError(f"windows are given for {len(same)} levels, {len(steps)} steps lead to {len(steps) + 1}")
+        raise ShapeError(f"same has {len(same)} levels, expected at most {len(steps) + 1} for {len(steps)} steps")
     if consumers is not None and not isinstance(consumers, MapConsumers):
         raise OptionError(f"consumers takes a pumice.ops.MapConsumers, found {type(consumers).__name__}")
     if torch.compiler.is_compiling():
@@ -90,31 +88,30 @@ def prepare_levels(
 
 @dataclass(frozen=True, eq=False)
 class _Wanted:
-    """Maps, and in which dataflows each is read; flows: None as the planner picks, both ways."""
+    """Requested maps with the dataflows of their layers; flows None: automatic, with transposed maps."""
 
     steps: tuple[Relation, ...]
     same: tuple[tuple[Relation, ...], ...]
     flows: tuple[frozenset[Chosen | None], ...] | None
 
     def maps(self, geometry: Geometry) -> Iterator[tuple[KernelMap, Iterable[Chosen | None]]]:
-        """Each found when it is asked for."""
+        """(map, dataflows), built lazily."""
         flows = repeat((None,)) if self.flows is None else self.flows
         return zip(_maps(geometry, self.steps, self.same), flows)  # noqa: B905  (flows may go on)
 
     def find_together(self, geometry: Geometry) -> None:
-        """All levels are counted in one transfer, and what is laid out in another."""
+        """Build all maps with one transfer for the voxel counts and one for the layout sizes."""
         pyramid(geometry, self.steps)
         found = list(self.maps(geometry))
         if geometry.device.type == "cuda":
             materialize(found, torch.is_grad_enabled())
 
     def find(self, geometry: Geometry, differentiable: bool, laid: bool = True) -> list[KernelMap]:
-        """In buffers nothing is read: each is laid out, if it is to be, while the next is found. Those that are read as
-        the planner picks."""
+        """Build maps in buffers, laid out (if `laid`) while the next is built; returns those of automatic dataflow."""
         found = []
-        with on_side_stream(geometry) as told:
+        with on_side_stream(geometry) as publish:
             for one, flows in self.maps(geometry):
-                told(one)
+                publish(one)
                 if laid:
                     materialize([(one, flows)], differentiable)
                 if None in flows:
@@ -122,9 +119,9 @@ class _Wanted:
         return found
 
     def asked(self) -> Asked:
-        """As graphs are asked for it."""
+        """The request of map-building graphs."""
         differentiable = torch.is_grad_enabled()
-        # Where a graph is recorded, inference mode is left, and gradients are enabled.
+        # Bound now: graphs are recorded outside inference mode, with gradients enabled.
         find = partial(self.find, differentiable=differentiable)
         return Asked((self.steps, self.same, self.flows, differentiable), find, differentiable)
 
@@ -135,12 +132,12 @@ def _flows_over(
     over = list(_by_need(consumers.same, consumers.steps, consumers.back))
     flat, count = sum(map(len, same)), len(steps)
     if len(over) != flat + 2 * count:
-        raise ShapeError(f"users are told of {len(over)} maps, there are {count} down, as many back, {flat} same")
+        raise ShapeError(f"consumers has {len(over)} maps, expected {count} down, {count} back, {flat} same")
     return tuple(map(_flows, over))
 
 
 def _by_need(same: Sequence[Sequence[T]], down: Sequence[T], back: Sequence[T]) -> Iterator[T]:
-    """In the order in which a network that goes down and back up comes to them."""
+    """The values in the order in which an encoder-decoder uses them."""
     for level in range(max(len(same), len(down))):
         yield from same[level] if level < len(same) else ()
         yield from down[level : level + 1]
@@ -148,7 +145,7 @@ def _by_need(same: Sequence[Sequence[T]], down: Sequence[T], back: Sequence[T]) 
 
 
 def _maps(geometry: Geometry, steps: Sequence[Relation], same: Sequence[Sequence[Relation]]) -> Iterator[KernelMap]:
-    """The maps in that order, each found when it is asked for."""
+    """The maps in that order, built lazily."""
     down: list[KernelMap] = []
     for level in range(max(len(same), len(steps))):
         for window in same[level] if level < len(same) else ():
@@ -166,18 +163,17 @@ def _flows(layers: Iterable[DataflowLayer]) -> frozenset[Chosen | None]:
 
 
 def _listed(values: Any) -> Sequence[Any]:
-    """Itself if it is a sequence, else one entry that is none of those wanted."""
+    """The values if they are a sequence, else (None,), which fails the check of its entries."""
     return values if isinstance(values, Sequence) else (None,)
 
 
 def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:
-    """Find every kernel map that `model` will ask for on x's coordinates, without any arithmetic; returns x.
+    """Build every kernel map that `model` uses on x's coordinates, without arithmetic; returns x.
 
-    The model runs once on features without values (torch's meta device), so that a later pass does not wait for maps.
-    The maps are kept by x's geometry, and compiled code relies on them from then on: for coordinates that come again
-    and again. For others it finds maps by itself, and is not bound to the sizes of these.
-
-    Raises OptionError for a model that has no module form.
+    The model runs once on meta features, so that later passes need not build maps. x's geometry keeps the maps, and
+    compiled code specialises on them: for coordinates that are used repeatedly. On other coordinates it builds maps
+    itself, for any sizes.
+    Raises OptionError if model is not a torch.nn.Module.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"prepare takes a torch.nn.Module, found {type(model).__name__}")
@@ -192,7 +188,7 @@ def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:
 
 
 def _mark(geometry: Geometry) -> None:
-    """Compiled code is to rely on the maps of these coordinates, and of those that they lead to."""
+    """Let compiled code rely on the maps of these coordinates, and of those derived from them."""
     if not geometry.prepared:
         geometry.prepared = True
         for _, outputs in geometry.maps.values():

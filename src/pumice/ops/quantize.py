@@ -1,4 +1,4 @@
-"""Values in 8 bits with their scales, for inference."""
+"""Quantization to 8 bits with scales, for inference."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ _MOST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn
 
 
 def quantize(x: Tensor, dtype: torch.dtype = torch.int8, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """(values, scale) with  x = values * scale  up to rounding.
+    """Quantize x: (values, scale) with  x = values * scale  up to rounding.
 
         scale[n] = max |x[n, ...]| / 127  (float8_e4m3fn: / 448),   values = x / scale, int8 to the nearest even
 
     Parameters
     ----------
-    x: finite floating point within float32's range, any shape; gradients do not pass.
+    x: finite floating point within the range of float32, any shape; not differentiable.
     dtype: torch.int8 or torch.float8_e4m3fn.
-    dim: the axis that has a scale for each place (weights: 0, the output channels); None: one scale for all.
+    dim: axis with one scale per index (weights: 0, the output channels); None: one scale for the tensor.
 
-    Returns
-    -------
-    values of x's shape in `dtype`; scale float32, [x.shape[dim]] or []. What is all 0 has scale 1.
+    Returns values of x's shape in `dtype`, and scale float32, [x.shape[dim]] or []. The scale of zeros is 1.
 
-    A convolution of both in 8 bits takes the scales in its epilogue, and the layer's bias as `shift` (conv adds its own
-    `bias` before the scale, in units of the sums):
+    An 8-bit convolution takes the scales in its epilogue, and the bias of the layer as `shift` (conv adds `bias`
+    before the scale, in units of the integer sums):
 
         x8, sx = quantize(x.feats)
         w8, sw = quantize(weight, dim=0)
@@ -55,7 +53,7 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.int8, dim: int | None = None)
 
 
 def _largest(x: Tensor, dim: int | None) -> Tensor:
-    """The largest magnitude of all, or of each place of an axis."""
+    """Largest magnitude over the tensor, or per index of an axis."""
     others = [axis for axis in range(x.ndim) if dim is None or axis != dim % x.ndim]
     if not x.numel():
         return x.new_zeros([] if dim is None else [x.shape[dim]])

@@ -1,4 +1,4 @@
-"""Many rows to one: out[outputs[j]] takes x[inputs[j]] for every j, reduced by sum, mean, maximum or first."""
+"""Segment reductions: out[outputs[j]] reduces x[inputs[j]] over all j, by sum, mean, maximum or first."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 def maximum(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
     """out[o, c] = x[w, c] with w the first listed input whose x[w, c] is the maximum over o's inputs; 0 without one."""
-    if x.is_meta:  # maps are being prepared: shapes only
+    if x.is_meta:  # `prepare`: shapes only
         return x.new_empty(rows, x.shape[1])
     with torch.no_grad():
         winner = _first_maximum(x[inputs], outputs, rows)
         found = winner < inputs.shape[0]
         source = torch.cat([inputs, inputs.new_zeros(1)])[winner]
     if torch.compiler.is_compiling():
-        # Whether there are any is not known yet: a row to pick from.
+        # The number of rows is symbolic and may be 0: append a row to index.
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
     elif x.shape[0] == 0:
         return x.sum(dim=0).expand(rows, -1)  # zeros, with x's graph
@@ -26,12 +26,12 @@ def maximum(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
 
 
 def _first_maximum(values: Tensor, outputs: Tensor, rows: int) -> Tensor:
-    """[rows, C]: the place in the list of the first maximum per output and channel; the list's length where none."""
+    """[rows, C]: list position of the first maximum per output and channel; the list's length if there is none."""
     places, channels = values.shape
     index = outputs[:, None].expand(-1, channels)
     top = values.new_full((rows, channels), -torch.inf).scatter_reduce(0, index, values, "amax")
     place = torch.arange(places, device=values.device)[:, None].expand(-1, channels)
-    # NaN equals nothing: let it win, so that it is seen and not lost.
+    # NaN compares unequal to itself: count it as a maximum, so that it propagates.
     attains = (values == top[outputs]) | torch.isnan(values)
     candidate = torch.where(attains, place, places)
     first = torch.full((rows, channels), places, dtype=torch.int64, device=values.device)
@@ -39,10 +39,7 @@ def _first_maximum(values: Tensor, outputs: Tensor, rows: int) -> Tensor:
 
 
 def pick(x: Tensor, index: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """x[index], with a gradient that is summed in at least float32 and in a fixed order.
-
-    Those of gather and index_select are summed in x's dtype, and on a GPU in any order.
-    """
+    """x[index], with a gradient summed in at least float32 and in a fixed order, unlike gather and index_select."""
     return x.to(torch.promote_types(x.dtype, torch.float32))[index].to(x.dtype)
 
 
@@ -52,7 +49,7 @@ def total(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
 
 
 def mean(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
-    """out[o] = mean of x[i] over o's inputs; 0 without one."""
+    """out[o] = mean of x[i] over o's inputs; 0 if there are none."""
     counts = torch.bincount(outputs, minlength=rows).clamp(min=1)
     return (_wide_sum(x, inputs, outputs, rows) / counts[:, None]).to(x.dtype)
 
@@ -64,7 +61,7 @@ def first(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
 
 
 def _wide_sum(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
-    """Sums in at least float32: many rows of half precision overflow it."""
+    """Sums in at least float32: sums of half precision may overflow."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return x.new_zeros((rows, x.shape[1]), dtype=dtype).index_add(0, outputs, x[inputs].to(dtype))
 

@@ -1,4 +1,4 @@
-"""Changing and joining sets of coordinates: dense forms, batches, unions, pruning."""
+"""Operations on coordinate sets: dense conversion, batching, union, pruning."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def to_dense(
 
     Parameters
     ----------
-    spatial_shape: D extents; defaults to x.spatial_shape, else to the box around the voxels.
-    origin: D integers, the coordinate at index 0; defaults to 0 if an extent is known, else to the box's corner.
+    spatial_shape: D extents; default: x.spatial_shape, else the bounding box.
+    origin: D integers, the coordinate at index 0; default: 0 if an extent is known, else the corner of the box.
 
-    Returns [batch_size, C, *spatial_shape]. Raises CoordinateError when a voxel lies outside, and for a box of more
-    than 2^31 - 1 entries that nobody asked for.
+    Returns [batch_size, C, *spatial_shape]. Raises CoordinateError if a voxel is outside, or if a bounding box taken by
+    default has more than 2^31 - 1 entries.
     """
     shape = spatial_shape if spatial_shape is not None else x.spatial_shape
     buffered = x.geometry.buffered is not None
     if shape is None and torch.compiler.is_compiling():
         raise OptionError(
-            "to_dense takes a spatial_shape while torch.compile traces: the box is not known yet; found None"
+            "to_dense needs a spatial_shape under torch.compile, where the bounding box is unknown; found None"
         )
     if shape is None:
         x.geometry.require_host_size("to_dense without a spatial_shape")
@@ -44,8 +44,8 @@ def to_dense(
         shape = tuple(max(0, h - o + 1) for h, o in zip(box.high, origin, strict=True))
         if x.batch_size * math.prod(shape) * x.channels > INT32_MAX:
             raise CoordinateError(
-                f"{x.batch_size} items of {shape} cells, the box around the voxels, and {x.channels} channels are more "
-                f"than {INT32_MAX} entries; give a spatial_shape"
+                f"{x.batch_size} items of {shape} cells (the bounding box) and {x.channels} channels are more than "
+                f"{INT32_MAX} entries; pass a spatial_shape"
             )
     shape, origin = tuple(shape), tuple(origin) if origin is not None else (0,) * x.dim
     if len(shape) != x.dim or len(origin) != x.dim:
@@ -57,23 +57,23 @@ def to_dense(
     else:
         index = places_in(x.coords, shape, origin, items, box)
     if buffered:
-        # Rows that do not live go to a cell past the last.
+        # Padding rows go to an extra cell at the end.
         index = torch.where(x.geometry.cloud.valid_mask(), index, cells)
     flat = x.feats.new_zeros(cells + buffered, x.channels).index_copy(0, index, x.feats)[:cells]
     return flat.view(items, *shape, x.channels).movedim(-1, 1)
 
 
 def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
-    """The voxels of a dense [B, C, *spatial] where some channel exceeds `threshold` in magnitude.
+    """The voxels of a dense [B, C, *spatial] where the magnitude of some channel exceeds `threshold`.
 
-    Differentiable in the values kept. The result has spatial_shape and batch_size, in (batch, Morton) order.
+    Differentiable in the selected values. The result has spatial_shape and batch_size, in (batch, Morton) order.
     """
     if not dense.is_floating_point():
         raise DtypeError(f"dense is floating point, found {dense.dtype}")
     if not 3 <= dense.ndim <= 6:
         raise ShapeError(f"dense is [B, C, *spatial] with 1 to 4 spatial axes, found shape {list(dense.shape)}")
     batch, shape = dense.shape[0], tuple(dense.shape[2:])
-    # "not small" rather than "large": a NaN is kept, so that it is seen.
+    # Negated comparison, so that NaN counts as active.
     active = (~(dense.detach().abs() <= threshold)).any(dim=1).nonzero().int()
     bounds = Bounds((0,) * len(shape), tuple(max(0, s - 1) for s in shape), batch)
     coords, _ = morton_unique(active, bounds)
@@ -83,11 +83,8 @@ def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
 
 
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
-    """Channels side by side: feats [N, C_0 + C_1 + ...] on the one geometry of all tensors, which may also be equal
-    coordinates in the same order that were made apart.
-
-    Raises GeometryError when they are of different geometries: join those with union(), or bring one to the other's
-    coordinates with conv(out=...).
+    """Concatenate channels: feats [N, C_0 + C_1 + ...] of tensors on the same coordinates in the same order.
+    Raises GeometryError for different coordinates: use union(), or conv(out=...) onto the other's coordinates.
     """
     first = _first(tensors, "cat")
     for other in tensors[1:]:
@@ -98,8 +95,7 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 
 def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
-    """The sum over the union of the coordinates: rows present in both are added; (batch, Morton) order.
-
+    """Sum over the union of the coordinates: rows present in both are added; (batch, Morton) order.
     Raises ShapeError (channels or axes differ), GeometryError (strides differ), DeviceError.
     """
     _first((x, y), "union")
@@ -117,14 +113,14 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
     geometry, places = _united(x, y)
     dtype = torch.promote_types(x.dtype, y.dtype)
     feats = left.new_zeros((geometry.coords.shape[0], x.channels), dtype=dtype)
-    # Added one after the other: rows are distinct within each, so that the order of addition is fixed.
+    # One index_add each: rows are distinct within a tensor, so the order of addition is deterministic.
     feats = feats.index_add(0, places[0], left.to(dtype))
     feats = feats.index_add(0, places[1], right.to(dtype))
     return SparseTensor(feats, geometry)
 
 
 def _united(x: SparseTensor, y: SparseTensor) -> tuple[Geometry, tuple[Tensor, Tensor]]:
-    """The union of the coordinates, and the place in it of each row of both."""
+    """The union of the coordinates, and the row in it of each row of x and of y."""
     if torch.compiler.is_compiling():
         return traced_union(x.geometry, y.geometry)
     site = _joint_site([x, y], max(x.batch_size, y.batch_size))
@@ -133,10 +129,7 @@ def _united(x: SparseTensor, y: SparseTensor) -> tuple[Geometry, tuple[Tensor, T
 
 
 def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
-    """One batch out of many tensors: the batch items of each follow those of the one before.
-
-    Rows keep their order, so that the result's feats are the tensors' feats end to end; `inverse` likewise.
-    """
+    """Concatenate tensors along the batch: batch items are renumbered, feats and `inverse` concatenated in order."""
     first = _first(tensors, "collate")
     for each in tensors:
         each.geometry.require_host_size("collate")
@@ -165,7 +158,7 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 
 def split(x: SparseTensor) -> list[SparseTensor]:
-    """One tensor per batch item, each with batch index 0, rows in the order they had."""
+    """One tensor per batch item, each with batch index 0; rows keep their order."""
     x.geometry.require_host_size("split")
     pieces = []
     for item in range(x.batch_size):
@@ -201,7 +194,7 @@ def _with_batch(x: SparseTensor, batch_size: int, bound: int) -> GridSpec:
 
 
 def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> GridSpec:
-    """A site that holds all: the box around their boxes, the larger extents, a frame only where all have one."""
+    """GridSpec that covers all tensors: the joint bounds, the largest extents, and the frame if it is common."""
     sites = [t.geometry.site for t in tensors]
     boxes = [s.bounds for s in sites if s.bounds.batch] or [sites[0].bounds]
     low = tuple(min(side) for side in zip(*(b.low for b in boxes), strict=True))

@@ -1,4 +1,4 @@
-"""Sparse tensors in any format of levels: `sparse` makes them, the einsums read them."""
+"""Operands of sparse einsums, stored in a format of levels."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _INPUTS = (
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
-    """A tensor stored by a format.
+    """A sparse tensor in a format; made by `sparse`.
 
     Worked example, [[0, 7, 8, 9], [0, 0, 0, 0], [5, 0, 0, 0]] as "m:C k:G2":
 
@@ -44,8 +44,8 @@ class Sparse:
         k      = [[1, 2], [3, -1], [0, -1]]     -1 is padding
         values = [[7, 8], [9, 0], [5, 0]]
 
-    nnz: stored entries that are real: padding of groups and of blocks not counted.
-    Frozen. Values carry gradients; storages are functions of the coordinates, kept once made.
+    nnz: stored entries, without padding of groups and blocks.
+    Immutable. Values carry gradients; derived storages depend on the coordinates only and are cached.
     """
 
     format: Format
@@ -56,7 +56,7 @@ class Sparse:
 
     @property
     def layout(self) -> FormatLayout:
-        """What the arrays look like."""
+        """Axes and symbols of the arrays of this format."""
         return layout(self.format)
 
     @property
@@ -75,19 +75,19 @@ class Sparse:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the format proper, padding counted: row pointers where a level has them, int32 coordinates."""
+        """Bytes of the format including padding: values, int32 coordinates, row pointers where a level has them."""
         values = (part.values for part in self.parts)
         return self.storage("nbytes", _index_bytes) + sum(v.numel() * v.element_size() for v in values if v is not None)
 
     @property
     def padding(self) -> float:
-        """The share of the places for values that hold nothing."""
+        """Fraction of the stored values that is padding."""
         places = sum(math.prod(_extents(self, part)) for part in self.parts)
         return 1 - self.nnz / places if places else 0.0
 
     @property
     def named(self) -> tuple[tuple[int, str, Tensor], ...]:
-        """(part, name, array) of every array: coordinates of levels, then "values" where there are any."""
+        """(part, name, array) of every array: coordinates of levels, then "values" if there are any."""
         found: list[tuple[int, str, Tensor]] = []
         for number, part in enumerate(self.parts):
             found += [(number, name, array) for name, array in part.coords.items()]
@@ -97,30 +97,24 @@ class Sparse:
 
     @cached_property
     def facts(self) -> tuple[tuple[Tensor, ...], tuple[Hashable, ...]]:
-        """Every array in the order of `named`; and what kernels depend on: format, shape, and of every array its name,
-        shape, dtype and device. Not for code that is being compiled."""
+        """The arrays in the order of `named`, and their cache key: format, shape, and name, shape, dtype and device of
+        every array. Not for use under torch.compile."""
         arrays = ((n, name, array.shape, array.dtype, array.device) for n, name, array in self.named)
         return tuple(array for _, _, array in self.named), (str(self.format), self.shape, *arrays)
 
     def storage(self, name: Hashable, build: Callable[[Sparse], Any]) -> Any:
-        """What `build(self)` gives, made once and kept under `name`; a function of the coordinates alone.
-
-        `with_values` hands it on.
-        """
+        """`build(self)`, cached under `name` and shared with `with_values`: a function of the coordinates only."""
         if name not in self._storages:
             self._storages[name] = build(self)
         return self._storages[name]
 
     def segments(self, part: FormatBucket) -> Tensor:
-        """int32 [extent of the first axis + 1]: where each of its coordinates begins in p; CSR's row pointers.
-
-        The first axis is the first of the flattened levels, in blocks where it is blocked.
-        """
+        """int32 [extent + 1]: start in p of each coordinate (block) of the first flattened axis; CSR's row pointers."""
         number = self.parts.index(part)
         return self.storage(("segments", number), lambda x: _segments(x, x.parts[number]))
 
     def with_values(self, values: Sequence[Tensor | None]) -> Sparse:
-        """The same coordinates with other values, one tensor per part; None is ones."""
+        """The same coordinates with other values, one tensor per part; None means ones."""
         if len(values) != len(self.parts):
             raise ShapeError(f"values are one tensor per part: expected {len(self.parts)}, found {len(values)}")
         for part, new in zip(self.parts, values, strict=True):
@@ -133,7 +127,7 @@ class Sparse:
         return replace(self, parts=tuple(replace(p, values=v) for p, v in zip(self.parts, values, strict=True)))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Sparse:
-        """The tensor with its arrays on `device` and its values in `dtype`; a pattern stays one."""
+        """Move the arrays to `device` and convert the values to `dtype`; a pattern stays a pattern."""
 
         def moved(part: FormatBucket) -> FormatBucket:
             coords = {axis: array.to(device=device or array.device) for axis, array in part.coords.items()}
@@ -152,23 +146,23 @@ class Sparse:
         flat = torch.zeros(cells + 1, dtype=self.dtype, device=self.device)
         for part in self.parts:
             where, inside = _places(self, part)
-            # The place past the end takes the padding.
+            # Padding goes to an extra cell at the end.
             where = where if inside is None else torch.where(inside, where, cells)
             flat = flat.index_copy(0, where.reshape(-1), _values(self, part).reshape(-1))
         return flat[:cells].view(self.shape)
 
     def to_format(self, format: str | Format, *, group: str = "count") -> Sparse:
-        """The tensor in another format, its axes taken in order. See `sparse`."""
+        """Convert to another format, whose axes are those of the tensor in order; see `sparse`."""
         return _make(self, parse_format(format), group)
 
     def to_torch(self) -> Tensor:
-        """A torch sparse tensor: csr, csc, bsr or bsc where the format is one, else coo; differentiable."""
+        """Convert to a torch sparse tensor: csr, csc, bsr or bsc if the format is one, else coo; differentiable."""
         kind = _kind(self)
         if kind == "coo":
             coo = self if _is_coo(self) else self.to_format(_coo(self.ndim))
             (part,) = coo.parts
             coords = torch.stack([part.coords[axis].long() for axis in coo.format.axes])
-            # Two orders of axes sort differently, and torch's own is the logical one.
+            # Coalesced in torch's sense only if the format sorts by the logical order of axes.
             ordered = True if coo.format.axes == tuple(a for x in coo.format.levels for a in x.axes) else None
             return torch.sparse_coo_tensor(coords, _values(coo, part), self.shape, is_coalesced=ordered)
         pointers, coords, values = _compressed(self)
@@ -176,7 +170,7 @@ class Sparse:
         return make(pointers.long(), coords.long(), values, self.shape)
 
     def to_scipy(self) -> Any:
-        """A scipy sparse array of a matrix: csr, csc or bsr where the format is one, else coo."""
+        """Convert a matrix to a scipy sparse array: csr, csc or bsr if the format is one, else coo."""
         import scipy.sparse
 
         if self.ndim != 2:
@@ -203,21 +197,20 @@ class Sparse:
 
 
 def sparse(tensor: Any, format: str | Format = "COO", *, group: str = "count") -> Sparse:
-    """The tensor in a format.
+    """Convert a tensor to a sparse format, as an operand of `einsum`.
 
     Parameters
     ----------
-    tensor: a dense torch tensor or numpy array, of which entries other than 0 are stored (NaN is); or a torch sparse
-        tensor, a scipy sparse array or a Sparse, of which all stored entries are, zeros too. COO duplicates are summed.
-    format: as text, a name or a Format; see pumice.language.formats. Its axes are the tensor's, in order.
-    group: how the size of a `G` that names none is chosen, a name of GROUP_SIZES. "count" makes gathers + scatters
-        least, "sqrt" takes the root of the mean row. Where rows cannot be split (ELL) it is the longest row.
+    tensor: a dense torch tensor or numpy array, whose nonzeros (and NaN) are stored; or a torch sparse tensor, scipy
+        sparse array or Sparse, whose stored entries are kept, explicit zeros included. COO duplicates are summed.
+    format: text, a name or a Format; see pumice.language.formats. Its axes are the tensor's, in order.
+    group: strategy for the size of a `G` without one, a name of GROUP_SIZES: "count" minimises gathers + scatters,
+        "sqrt" uses the square root of the mean row length. If rows cannot be split (ELL) it is the longest row.
 
-    Differentiable in the values. Where an extent is no multiple of its block the rest is padded with zeros. Of a
-    Sparse with blocks every entry of the blocks counts as stored; of one without any array of coordinates, nonzeros.
-
-    Raises ShapeError (axes, a row longer than a fixed group), CoordinateError (too many cells), OptionError (another
-    kind of tensor, an unknown strategy), StatementError (the text of the format).
+    Differentiable in the values. Extents that are not a multiple of their block are padded with zeros. Of a Sparse
+    with blocks all entries of the blocks are kept; of one without coordinate arrays the nonzeros.
+    Raises ShapeError (axes, a row longer than a fixed group), CoordinateError (too many cells), OptionError (type of
+    tensor, strategy), StatementError (text of the format).
     """
     return _make(tensor, parse_format(format), group)
 
@@ -284,7 +277,7 @@ def _of_coo(tensor: Tensor) -> Entries:
     return Entries(tensor.indices().unbind(0), tensor.values(), tuple(tensor.shape))
 
 
-# Whether the rows are what is compressed.
+# True: compressed rows; False: compressed columns.
 _COMPRESSED = {torch.sparse_csr: True, torch.sparse_bsr: True, torch.sparse_csc: False, torch.sparse_bsc: False}
 
 
@@ -319,7 +312,7 @@ def _of_sparse(x: Sparse) -> Entries:
     for part in x.parts:
         extents = _extents(x, part)
         coords, kept = _coordinates(x, part)
-        if x.layout.position is None and x.layout.group is None:  # a dense tensor in disguise
+        if x.layout.position is None and x.layout.group is None:  # stored densely
             nonzero = _values(x, part).detach() != 0
             kept = nonzero if kept is None else kept & nonzero
         lists.append([c.expand(extents).reshape(-1) for c in coords])
@@ -357,10 +350,7 @@ def _values(x: Sparse, part: FormatBucket) -> Tensor:
 
 
 def _coordinates(x: Sparse, part: FormatBucket) -> tuple[list[Tensor], Tensor | None]:
-    """int64 coordinates of every place for a value, one tensor per axis, and which places are no padding.
-
-    They broadcast to the shape of the values. None: there is no padding.
-    """
+    """Per axis int64 coordinates that broadcast to the values' shape, and the mask of values not padding, or None."""
     coords, inside = [], None
     for c, extent in zip(x.layout.coordinates, x.shape, strict=True):
         outer = _outer(x, part, c, extent)
@@ -382,13 +372,13 @@ def _outer(x: Sparse, part: FormatBucket, c: Coordinate, extent: int) -> Tensor:
 
 
 def _spread(layout: FormatLayout, array: Tensor, symbols: tuple[str, ...]) -> Tensor:
-    """The array with a dimension for every symbol of the values, of extent 1 where it has none."""
+    """The array with one dimension per symbol of the values, of extent 1 for symbols that it lacks."""
     sizes = dict(zip(symbols, array.shape, strict=True))
     return array.reshape([sizes.get(symbol, 1) for symbol in layout.values])
 
 
 def _places(x: Sparse, part: FormatBucket) -> tuple[Tensor, Tensor | None]:
-    """The row-major number in the dense tensor of every place for a value, and which places are no padding."""
+    """Row-major index of each value in the dense tensor, and the mask of values that are not padding, or None."""
     coords, inside = _coordinates(x, part)
     where = torch.zeros((), dtype=torch.int64, device=x.device)
     for c, n in zip(coords, x.shape, strict=True):
@@ -406,14 +396,14 @@ def _segments(x: Sparse, part: FormatBucket) -> Tensor:
 
 
 def _index_bytes(x: Sparse) -> int:
-    """Bytes of all coordinates and pointers that the format needs, int32."""
+    """Bytes of all int32 coordinates and pointers of the format."""
     grouped = x.format.grouped.axes if x.format.grouped else ()
     words = sum(part.coords[axis].numel() for part in x.parts for axis in grouped)
     return 4 * (words + sum(_level_words(x, part) for part in x.parts))
 
 
 def _level_words(x: Sparse, part: FormatBucket) -> int:
-    """Coordinates and pointers of the flattened levels: a node of C has a coordinate per axis, its parent a pointer."""
+    """Number of coordinates (per node and axis of C) and pointers (per parent) of the flattened levels."""
     words, parents = 0, 1
     axes: list[str] = []
     levels = x.format.flattened
@@ -431,13 +421,13 @@ def _level_words(x: Sparse, part: FormatBucket) -> int:
 
 
 def _distinct(coords: list[Tensor]) -> int:
-    """How many distinct tuples there are in sorted lists."""
+    """Number of distinct tuples in sorted lists."""
     stacked = torch.stack(coords)
     return int((stacked[:, 1:] != stacked[:, :-1]).any(0).sum()) + bool(stacked.shape[1])
 
 
 def _is_coo(x: Sparse) -> bool:
-    """Whether each value has its own coordinates, as torch's and scipy's coo have."""
+    """True if each value has its own coordinates, as in torch's and scipy's coo."""
     return x.layout.values == (x.layout.position,)
 
 
@@ -447,14 +437,14 @@ def _coo(ndim: int) -> str:
 
 
 def _kind(x: Sparse) -> str:
-    """The kind of torch sparse tensor whose arrays these are, "coo" where there is none."""
+    """The torch layout that has the same arrays, else "coo"."""
     levels = x.format.levels
     if x.ndim != 2 or [level.kind for level in levels[:2]] != ["U", "C"]:
         return "coo"
     by_rows = levels[0].axes[0] == x.format.axes[0]
     if len(levels) == 2:
         return "csr" if by_rows else "csc"
-    # Blocks lie row by row in both, and fill their matrix.
+    # torch's blocks are row-major in both, and divide the extents.
     blocked = [level.axes[0] for level in levels[2:]] == list(x.format.axes)
     if blocked and all(n % x.format.block(axis) == 0 for n, axis in zip(x.shape, x.format.axes, strict=True)):
         return "bsr" if by_rows else "bsc"
@@ -462,6 +452,6 @@ def _kind(x: Sparse) -> str:
 
 
 def _compressed(x: Sparse) -> tuple[Tensor, Tensor, Tensor]:
-    """Pointers, coordinates and values of a format that is a kind of torch's."""
+    """Pointers, coordinates and values of a format that torch has too."""
     (part,) = x.parts
     return x.segments(part), part.coords[x.format.levels[1].axes[0]], _values(x, part)

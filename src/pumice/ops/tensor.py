@@ -1,4 +1,4 @@
-"""SparseTensor: features that sit on coordinates."""
+"""SparseTensor: features on voxel coordinates."""
 
 from __future__ import annotations
 
@@ -21,26 +21,23 @@ class SparseTensor:
 
         dense[b, :, x, y, z] = feats[n]   where coords[n] = (b, x, y, z)
 
-    Rows stay in the order given. Immutable: operations return new tensors, which share the geometry (and with it
-    the kernel maps already found) wherever the coordinates are the same.
+    Rows keep their order. Immutable: operations return new tensors, which share the geometry and its cached kernel
+    maps if the coordinates are unchanged.
 
     Parameters
     ----------
     feats: floating point (or int8: ops.quantize) [N, C], on the device of coords.
     coords: int32 [N, 1+D], D from 1 to 4, distinct rows, in units of this tensor's own voxels; may be negative
         unless `spatial_shape` is given.
-    stride: size of a voxel in finest voxels, an int or one per axis.
-    spatial_shape: extent of the grid per axis; it bounds what convolutions reach. Without it nothing is cut off.
-    batch_size: number of batch items, if the last ones may be empty; else the largest batch index + 1.
-    geometry: another tensor's, in place of all but feats.
-
-    Raises
-    ------
-    ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels).
+    stride: voxel size in units of the finest voxels, an int or one per axis.
+    spatial_shape: extent of the grid per axis, which bounds the outputs of convolutions; None: unbounded.
+    batch_size: number of batch items; None: the largest batch index + 1. Needed if the last items may be empty.
+    geometry: the geometry of another tensor, instead of all arguments but feats.
+    Raises ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels).
     """
 
-    # FSDP2 and DistributedDataParallel walk through dataclasses to tensors of inputs and outputs (torch 2.13 asks for
-    # no pytree nodes), and put others in their place by `type(x)(feats=..., geometry=...)`.
+    # FSDP2 and DistributedDataParallel find the tensors of inputs and outputs through dataclass fields (torch 2.13
+    # without pytree nodes), and rebuild them by `type(x)(feats=..., geometry=...)`.
     __dataclass_fields__ = {f.name: f for f in fields(make_dataclass("_Fields", ["feats", "geometry"]))}
 
     def __init__(
@@ -60,7 +57,7 @@ class SparseTensor:
         self._open = False
         if coords.buffered is not None and feats.dtype not in EIGHT_BITS:
             if coords.buffered.trains:
-                # Neither the features of rows that do not live nor their gradients count, whoever reads them.
+                # Padding rows contribute neither features nor gradients.
                 feats = torch.where(coords.valid_mask, feats, 0.0)
             elif coords.buffered.poison:
                 feats = torch.where(coords.valid_mask, feats, torch.nan)
@@ -86,26 +83,25 @@ class SparseTensor:
 
     @property
     def items(self) -> Tensor:
-        """int64 [N]: the batch item of each voxel, on the features' device (in a captured network 0 of rows that do not
-        live)."""
+        """int64 [N]: batch item of each voxel, on the features' device; 0 in padding rows of a captured network."""
         found = self.coords[:, 0].to(self.device, torch.int64)
         return found if self._geometry.buffered is None else torch.where(self._geometry.cloud.valid_mask(), found, 0)
 
     @property
     def item_counts(self) -> Tensor:
-        """int64 [B]: how many voxels each batch item has."""
+        """int64 [B]: number of voxels per batch item."""
         counts, items = self.items.new_zeros(self.batch_size), self.items
         ones = torch.ones_like(items) if self._geometry.buffered is None else self._geometry.cloud.valid_mask().long()
         return counts.index_add(0, items, ones)
 
     @property
     def valid_mask(self) -> Tensor:
-        """bool [N]: which rows are voxels: all, but in a captured network, whose buffers have rows to spare."""
+        """bool [N]: True for valid rows. Only the buffers of a captured network have padding rows."""
         return self._geometry.valid_mask[:, 0]
 
     @property
     def stride(self) -> tuple[Any, ...]:
-        """Size of a voxel in finest voxels, per axis."""
+        """Voxel size in units of the finest voxels, per axis."""
         return self._geometry.stride
 
     @property
@@ -118,9 +114,9 @@ class SparseTensor:
 
     @property
     def inverse(self) -> Tensor:
-        """int64 [P]: the row of each point that was voxelised (-1: outside), so that `feats[inverse]` is per point."""
+        """int64 [P]: row of each voxelised point, so that `feats[inverse]` is per point; -1: outside spatial_shape."""
         if self._geometry.inverse is None:
-            raise GeometryError("these coordinates were not made by voxelize(), so there are no points to go back to")
+            raise GeometryError("these coordinates were not made by voxelize() or coalesce(), they have no inverse")
         return self._geometry.inverse
 
     @property
@@ -166,7 +162,7 @@ class SparseTensor:
         return SparseTensor, (self._feats, self._geometry)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseTensor:
-        # Coordinates never change, so that a copy shares them, as two views of one tensor would.
+        # Coordinates are immutable: the copy shares them.
         import copy
 
         copied = SparseTensor(copy.deepcopy(self._feats, memo), self._geometry)
@@ -176,7 +172,7 @@ class SparseTensor:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = f"; it is called {_CALLED[name]} here" if name in _CALLED else ""
+            hint = f"; use {_CALLED[name]} instead" if name in _CALLED else ""
             raise AttributeError(f"a SparseTensor has no attribute {name!r}{hint}", name=name, obj=self)
 
     # same coordinates, other features
@@ -186,11 +182,11 @@ class SparseTensor:
         return SparseTensor(feats, self._geometry)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SparseTensor:
-        """`replace(function(feats))`: any function that keeps the rows, a torch.nn module say."""
+        """`replace(function(feats))` for a row-preserving function such as a torch.nn module."""
         return self.replace(function(self._feats))
 
     def to(self, *args: Any, **kwargs: Any) -> SparseTensor:
-        """As torch.Tensor.to: another dtype, another device (coordinates and maps move along), or both."""
+        """As torch.Tensor.to: change dtype, device or both; coordinates and kernel maps move with the features."""
         feats = self._feats.to(*args, **kwargs)
         return SparseTensor(feats, self._geometry.to(feats.device, bool(kwargs.get("non_blocking", False))))
 
@@ -238,7 +234,7 @@ class SparseTensor:
     # arithmetic
 
     def __add__(self, other: Any) -> SparseTensor:
-        """Sum: of rows on one geometry; over the union of the coordinates on two; with a scalar or [N, C] or [C]."""
+        """Row-wise sum on one geometry, sum over the union of two geometries, or sum with a scalar, [N, C] or [C]."""
         if isinstance(other, SparseTensor) and not same_geometry(self, other):
             return self._union(other)
         if self._geometry.trains and isinstance(other, SparseTensor):
@@ -264,7 +260,7 @@ class SparseTensor:
     def __neg__(self) -> SparseTensor:
         return self.replace(-self._feats)
 
-    # Functions of this package that are methods, too. They need this class: ops/__init__.py binds them.
+    # Functions that need this class; ops/__init__.py binds them as methods.
     prepare: Callable[..., SparseTensor]
     to_dense: Callable[..., Tensor]
     prune: Callable[..., SparseTensor]
@@ -279,14 +275,14 @@ _CALLED = {
     "C": "x.coords",
     "dense": "x.to_dense()",
     "replace_feature": "x.replace(feats)",
-    "shape": "x.feats.shape, or x.spatial_shape,",
-    "size": "x.feats.size(), or x.spatial_shape,",
+    "shape": "x.feats.shape or x.spatial_shape",
+    "size": "x.feats.size() or x.spatial_shape",
 }
-"""What other libraries call it: spconv, MinkowskiEngine, torch."""
+"""Attribute names of spconv, MinkowskiEngine and torch, with ours."""
 
 
 def not_sparse(x: object, taker: str) -> DtypeError:
-    """The error of a call with something else than a SparseTensor."""
+    """The error to raise if x is not a SparseTensor."""
     return DtypeError(f"{taker} takes a SparseTensor, found {type(x).__name__}; torch.nn's modules take features")
 
 
@@ -316,19 +312,14 @@ def _check_operand(x: SparseTensor, other: SparseTensor, sign: str) -> None:
 
 
 def raw_feats(x: SparseTensor) -> Tensor:
-    """The features of x for what reads living rows alone, and hands no gradient of others on to what sums them.
-
-    While a captured step trains, those of rows that do not live, and their gradients, may be anything.
-    """
+    """Features of x whose padding rows, and their gradients, are undefined in a captured training step. For readers of
+    valid rows only that pass no gradient of padding rows to a reduction."""
     return x._feats
 
 
 def from_raw_feats(feats: Tensor, geometry: Geometry) -> SparseTensor:
-    """The tensor of features that come from `raw_feats` row by row, or of living rows alone.
-
-    Nothing in the way of their gradients may sum over rows: while a captured step trains, gradients of rows that do not
-    live may be anything. What does takes `x.feats`, and is made by `x.replace`.
-    """
+    """SparseTensor of features whose padding rows, and their gradients, are undefined in a captured training step:
+    backward must not reduce over rows. Functions that do reduce use `x.feats` and `x.replace`."""
     if not geometry.trains:
         return SparseTensor(feats, geometry)
     _check_feats(feats, geometry)
@@ -338,18 +329,18 @@ def from_raw_feats(feats: Tensor, geometry: Geometry) -> SparseTensor:
 
 
 def unchecked_tensor(feats: Tensor, geometry: Geometry, open_: bool = False) -> SparseTensor:
-    """The tensor of features that are known to fit; open_: those of rows that do not live may be anything yet."""
+    """SparseTensor without checks of feats; open_: the padding rows of feats are undefined."""
     found = SparseTensor.__new__(SparseTensor)
     found._feats, found._geometry, found._open = feats, geometry, open_
     return found
 
 
 def is_sparse(value: Any) -> bool:
-    """Whether a value is a SparseTensor: `is_leaf` of pytrees whose leaves are tensors of both kinds."""
+    """True if value is a SparseTensor; `is_leaf` of pytrees of dense and sparse tensors."""
     return isinstance(value, SparseTensor)
 
 
-# DistributedDataParallel, and FSDP2 before torch 2.13, find the tensors of inputs and outputs as those of a pytree.
+# DistributedDataParallel, and FSDP2 before torch 2.13, find the tensors of inputs and outputs through pytrees.
 pytree.register_pytree_node(
     SparseTensor,
     lambda x: ([x._feats], (x._geometry, x._open)),
@@ -359,14 +350,12 @@ pytree.register_pytree_node(
 
 
 def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
-    """`function`, which treats each row alone and whose parameters' gradients sum over rows, of the features of x.
-
-    While a captured step trains, those sums are of living rows: they read no others, and no gradients of others.
-    """
+    """Apply a row-wise `function` whose parameter gradients sum over rows. In a captured training step these sums
+    exclude padding rows: their features and gradients are zeroed."""
     if not x.geometry.trains:
         return x.replace(function(x.feats))
     rows, geometry = raw_feats(x), x.geometry
-    # What an operation has just made is nobody's parameter, of which other rows may live elsewhere.
+    # In place only for the fresh result of an operation: views and leaves may be read elsewhere.
     if rows.grad_fn is not None and not rows._is_view() and rows.is_contiguous():
         zero_padding_rows(rows, geometry.cloud.count)
     else:
@@ -375,12 +364,12 @@ def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseT
 
 
 class _ClearedBack(torch.autograd.Function):
-    """0 in the gradients of rows that do not live."""
+    """Zero the gradients of padding rows."""
 
     @staticmethod
     def forward(ctx: Any, feats: Tensor, geometry: Geometry) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.geometry = geometry
-        # Not a view: what comes next may write to it, as a ReLU in place does.
+        # Not a view: the next operation may write to it, as an in-place ReLU does.
         ctx.mark_dirty(feats)
         return feats
 
@@ -388,13 +377,13 @@ class _ClearedBack(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad.requires_grad or not grad.is_contiguous():
             return torch.where(ctx.geometry.valid_mask, grad, 0.0), None
-        # To all that a gradient is handed to, such rows may be anything.
+        # In place: every reader of the gradient accepts any value in padding rows.
         zero_padding_rows(grad, ctx.geometry.cloud.count)
         return grad, None
 
 
 class _Poisoned(torch.autograd.Function):
-    """NaN in rows that do not live, in features and in gradients."""
+    """Set padding rows to NaN, in features and gradients."""
 
     @staticmethod
     def forward(ctx: Any, feats: Tensor, alive: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -408,18 +397,18 @@ class _Poisoned(torch.autograd.Function):
 
 
 def living(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:
-    """Features [N, ...] of x for what reduces over all rows: in a captured network those that do not live filled."""
+    """Features [N, ...] of x for reductions over all rows: padding rows of a captured network are set to `filler`."""
     if x.geometry.buffered is None:
         return feats
     return torch.where(x.geometry.cloud.valid_mask().view(-1, *(1,) * (feats.ndim - 1)), feats, filler)
 
 
 def numbers(x: SparseTensor) -> Tensor:
-    """The features of x as numbers. Raises DtypeError for those in 8 bits: what they stand for is their scale's."""
+    """The features of x for arithmetic. Raises DtypeError for 8-bit features, which mean nothing without a scale."""
     if not isinstance(x, SparseTensor):
         raise not_sparse(x, "this function")
     if x.dtype in EIGHT_BITS:
-        raise DtypeError(f"x is {x.dtype}: convolutions take 8 bits and their scales; convert it: x.to(torch.float32)")
+        raise DtypeError(f"x is {x.dtype}: only convolutions take 8 bits, with scales; convert it: x.to(torch.float32)")
     return x.feats
 
 
@@ -440,6 +429,6 @@ def _check_feats(feats: Tensor, geometry: Geometry) -> None:
         raise ShapeError(f"feats are [N, C], found shape {list(feats.shape)}")
     if feats.shape[0] != geometry.coords.shape[0]:
         raise ShapeError(f"feats have {feats.shape[0]} rows, the coordinates have {geometry.coords.shape[0]}")
-    # Meta features on real coordinates are how maps are prepared without arithmetic.
+    # Meta features on real coordinates: `prepare` builds maps without arithmetic.
     if feats.device != geometry.device and feats.device.type != "meta":
         raise DeviceError(f"feats are on {feats.device}, the coordinates on {geometry.device}")
