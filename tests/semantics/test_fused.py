@@ -1098,13 +1098,13 @@ def test_one_voxel_without_statistics_is_left_as_it_is():
 
 def test_gradients_read_the_weight_as_it_was_multiplied(steps, monkeypatch):
     """Under autocast narrow: a kernel for narrow rows takes no wide weight."""
-    seen, whole = [], pm.ops.register.DifferentiableCall.gradients
+    seen, whole = [], pm.ops.autograd.DifferentiableCall.gradients
 
     def told(call, given, grad, wanted):
         seen.append(({x.dtype for x in given}, grad.dtype, [*wanted]))
         return whole(call, given, grad, wanted)
 
-    monkeypatch.setattr(pm.ops.register.DifferentiableCall, "gradients", told)
+    monkeypatch.setattr(pm.ops.autograd.DifferentiableCall, "gradients", told)
     outcome(made("norm and activation", torch.float32), sample(30, torch.float32), torch.bfloat16)
     assert steps == [True]
     assert seen == [({torch.bfloat16}, torch.bfloat16, [torch.bfloat16, torch.float32])]

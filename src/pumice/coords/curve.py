@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.box import Bounds
-from pumice.coords.codes import (
-    WORD_BITS,
-    axes_of_hilbert,
-    deinterleave,
-    hilbert_of_axes,
-    interleave,
-    serial_places,
-)
+from pumice.coords.codes import WORD_BITS, axes_of_hilbert, deinterleave, hilbert_of_axes, interleave, serial_places
 from pumice.coords.geometry import check_form
 from pumice.errors import CoordinateError, DtypeError, OptionError, ShapeError
 

@@ -55,10 +55,7 @@ def quantize(
 
 
 def frame_of(
-    points: Tensor,
-    size: float | Sequence[float] | None,
-    origin: float | Sequence[float] | Tensor | str,
-    rounding: str,
+    points: Tensor, size: float | Sequence[float] | None, origin: float | Sequence[float] | Tensor | str, rounding: str
 ) -> VoxelFrame:
     """The frame of voxels of `size`, with `origin` a number, one per axis, or "min" (the cloud's own minimum).
 

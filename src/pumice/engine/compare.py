@@ -12,12 +12,7 @@ from torch import Tensor
 from pumice.ops import SparseTensor
 
 _LIMITS: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
-    {
-        torch.float64: (1e-10, 1e-9),
-        torch.float32: (2e-3, 2e-2),
-        torch.float16: (2e-2, 0.2),
-        torch.bfloat16: (1e-1, 1.0),
-    }
+    {torch.float64: (1e-10, 1e-9), torch.float32: (2e-3, 2e-2), torch.float16: (2e-2, 0.2), torch.bfloat16: (1e-1, 1.0)}
 )
 """The largest rms error and the largest error of an entry, both over the rms of what is wanted: of whole networks,
 whose roundings add up. A row that is wrong has an error of about 1."""

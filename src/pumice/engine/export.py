@@ -16,11 +16,7 @@ class Exportable(nn.Module):
     """forward(coords int32 [N, 1+D], feats [N, C]) -> what `model` gives for them, in plain tensors; see exportable."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        stride: int | Sequence[int],
-        spatial_shape: Sequence[int] | None,
-        batch_size: int | None,
+        self, model: nn.Module, stride: int | Sequence[int], spatial_shape: Sequence[int] | None, batch_size: int | None
     ) -> None:
         super().__init__()
         self.model = model

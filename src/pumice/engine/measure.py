@@ -61,12 +61,7 @@ class Event(NamedTuple):
 
 
 def measure(
-    model: nn.Module,
-    samples: Sequence[Scene],
-    mode: str = "inference",
-    *,
-    repeats: int = 5,
-    loss: Loss | None = None,
+    model: nn.Module, samples: Sequence[Scene], mode: str = "inference", *, repeats: int = 5, loss: Loss | None = None
 ) -> PassTiming:
     """What a network takes as it is, for inference or for a training step without the optimizer's.
 

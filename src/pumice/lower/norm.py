@@ -287,11 +287,7 @@ def _passed(grad: Tensor, apart: Tensor, y: Tensor | None, state: NormState) -> 
 
 
 def gradient(
-    grad: Tensor,
-    kept: tuple[Tensor, Tensor | None],
-    rows: CoordBuffer,
-    state: NormState,
-    sums: Tensor,
+    grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer, state: NormState, sums: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of x in valid rows, and of the residual; kept: as in gradients, sums: of sums_of."""
     x, y = kept

@@ -28,8 +28,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.down = _unit(CONV[dim](in_channels, in_channels, 2, stride=2, bias=False), in_channels)
         self.blocks = Sequential(
-            ResidualBlock(in_channels, out_channels, dim=dim),
-            ResidualBlock(out_channels, out_channels, dim=dim),
+            ResidualBlock(in_channels, out_channels, dim=dim), ResidualBlock(out_channels, out_channels, dim=dim)
         )
 
     def forward(self, x: SparseTensor) -> SparseTensor:

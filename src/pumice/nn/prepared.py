@@ -86,17 +86,7 @@ class Prepared:
     steps: these; watched: all modules that they take the place of. A copy of it begins anew.
     """
 
-    __slots__ = (
-        "_convolutions",
-        "_known",
-        "_nested",
-        "_norms",
-        "_trained",
-        "_types",
-        "parts",
-        "steps",
-        "watched",
-    )
+    __slots__ = ("_convolutions", "_known", "_nested", "_norms", "_trained", "_types", "parts", "steps", "watched")
 
     def __init__(self, parts: Parts) -> None:
         self.parts, made = parts, _Plan()
