@@ -69,7 +69,7 @@ def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
 _OF_NORMS = attrgetter("training", "eps")
 
 
-class _Known(NamedTuple):
+class _GuardedLaunches(NamedTuple):
     """Launches, and what they depend on: the types of tensors, whether one is float32 and how that is multiplied, and
     all other facts."""
 
@@ -95,7 +95,7 @@ class Prepared:
         self._types = [*map(type, self.watched)]
         self._norms = [step.norm for step in self.steps if step.norm is not None]
         self._convolutions = [step.layer for step in self.steps if isinstance(step.layer, Convolution)]
-        self._known, self._trained = _Known([], [], False, "", []), Trained(self.steps)
+        self._known, self._trained = _GuardedLaunches([], [], False, "", []), Trained(self.steps)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Prepared, (Parts(()),)
@@ -161,7 +161,9 @@ class Prepared:
         if types != known.types or facts != known.facts or precision != known.precision:
             wide = any(t.dtype is torch.float32 for t in (x, *there))
             precision = kernels.float32_precision() if wide else ""
-            known = self._known = _Known(types, facts, wide, precision, [*line.placed(self._made(every, x, spare))])
+            known = self._known = _GuardedLaunches(
+                types, facts, wide, precision, [*line.placed(self._made(every, x, spare))]
+            )
         return known.launches
 
     def _made(self, every: Sequence[Tensor | None], x: Tensor, spare: int) -> Iterator[line.Launch]:

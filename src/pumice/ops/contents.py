@@ -40,7 +40,7 @@ class Length:
 
 
 @dataclass(frozen=True, eq=False)
-class Level:
+class MapLevel:
     """Coordinates, how many are a scene's, and the relation that makes them of which level."""
 
     coords: Tensor
@@ -94,7 +94,7 @@ class Contents:
 
     arrays: Sequence[Tensor]
     lengths: Sequence[Length]
-    levels: Sequence[Level]
+    levels: Sequence[MapLevel]
     maps: Sequence[MapPlan]
     words: Tensor
     asked: Mapping[int, set[int]]
@@ -156,7 +156,7 @@ class Reader:
         """Raises OptionError for forms whose lengths nothing tells, and where there are no maps."""
         numbers = {id(one): n for n, (one, *_) in enumerate(self._levels)}
         levels = [
-            Level(one.coords, _count(n), above, relation)
+            MapLevel(one.coords, _count(n), above, relation)
             for n, (one, above, relation) in enumerate(self._levels)
             if relation is not None
         ]

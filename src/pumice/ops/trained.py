@@ -66,7 +66,7 @@ _Sizes = tuple[Sequence[tuple[int, int]], tuple[int, int, int]]
 """Rows of features, weight and gradient, as direct.counted tells them, and the shape of the weight."""
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """What a layer starts over some coordinates; a linear map has no kernels of its own."""
 
     norm: norms.NormLaunches
@@ -114,11 +114,11 @@ class Unit(line.Layer):
         """How much is left free behind two vectors."""
         return _aligned(2 * self.shape[0]) - 2 * self.shape[0]
 
-    def alone(self, outputs: Geometry, rows: int) -> Call | None:
+    def alone(self, outputs: Geometry, rows: int) -> StepCall | None:
         norm = self.settled.over(rows, outputs.cloud.count.data_ptr() & 15) if rows > 1 else None
-        return None if norm is None else Call(norm)
+        return None if norm is None else StepCall(norm)
 
-    def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> Call | None:
+    def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> StepCall | None:
         # What one row, or none, is normalised by is not its own.
         if (self.adds and not kept) or found.between is not None or found.num_outputs < 2:
             return None
@@ -131,14 +131,14 @@ class Unit(line.Layer):
             found.keep(key, call)
         return call
 
-    def _cast(self, found: KernelMap, beyond: int) -> Call | None:
+    def _cast(self, found: KernelMap, beyond: int) -> StepCall | None:
         norm = self.settled.over(found.num_outputs, beyond)
         if norm is None:
             return None
         own = found.get_cached(self.keys[0])
         if own is None and (own := self._products(found)) is not None:
             found.keep(self.keys[0], own)
-        return None if own is None else Call(norm, own)
+        return None if own is None else StepCall(norm, own)
 
     def _products(self, found: KernelMap) -> Products | None:
         """As the calls were carried out that autograd records layer by layer (register.HeldCall)."""
@@ -215,7 +215,7 @@ class _Line(torch.autograd.Function):
             return None, *run.backward(grad, ctx.needs_input_grad[1:])
 
 
-class _Plan(NamedTuple):
+class _SequencePlan(NamedTuple):
     """Where things begin, in values. taken, results: of all layers, and of all but the last, in one piece of `between`
     values; weights, vectors: how long pieces are with those of all."""
 
@@ -226,7 +226,7 @@ class _Plan(NamedTuple):
     vectors: int
 
     @staticmethod
-    def of(found: Sequence[Found[Unit]]) -> _Plan:
+    def of(found: Sequence[Found[Unit]]) -> _SequencePlan:
         taken, results, end = [], [], 0
         for one in found:
             size = _aligned(one.rows * one.launch.shape[0])
@@ -234,7 +234,7 @@ class _Plan(NamedTuple):
             results.append(end + size)
             end += 2 * size
         # The last result is a tensor of its own.
-        return _Plan(taken, results[:-1], results[-1], *found[-1].launch.following)
+        return _SequencePlan(taken, results[:-1], results[-1], *found[-1].launch.following)
 
 
 _copy_each = attrgetter("_foreach_copy_")(torch)
@@ -255,7 +255,7 @@ class _Run:
     """Layers with their calls and the memory of a pass. own: weight, scale and shift of each."""
 
     def __init__(
-        self, found: Sequence[Found[Unit]], plan: _Plan, x: Tensor, own: Sequence[Any], memory: _Memory
+        self, found: Sequence[Found[Unit]], plan: _SequencePlan, x: Tensor, own: Sequence[Any], memory: _Memory
     ) -> None:
         self.found, self.plan, self.x, self.weights, self.memory = found, plan, x, own[::3], memory
         between, pairs, narrow, out = memory
@@ -279,7 +279,7 @@ class _Run:
     @staticmethod
     def begun(found: Sequence[Found[Unit]], x: Tensor, own: Sequence[Any], out: Tensor) -> _Run:
         """With memory to be written to, and weights that are cast."""
-        plan, weights, narrow = _Plan.of(found), own[::3], None
+        plan, weights, narrow = _SequencePlan.of(found), own[::3], None
         if weights[0].dtype is not x.dtype:
             narrow = x.new_empty(plan.weights)
             _copy_each([_like(w, narrow, one.launch) for w, one in zip(weights, found, strict=True)], weights)
