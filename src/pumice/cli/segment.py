@@ -19,17 +19,7 @@ from pumice.cli.evaluate import LayerTiming, Scores, Timing
 from pumice.cli.info import distribution
 from pumice.cli.job import Job, choose_features, fit_to_task, labelled
 from pumice.cli.predictions import write_prediction
-from pumice.cli.report import (
-    CloudView,
-    InferenceTiming,
-    LayerTime,
-    Metrics,
-    Report,
-    RunFacts,
-    TrainStep,
-    class_styles,
-    write_report,
-)
+from pumice.cli.report import CloudView, Metrics, Report, RunFacts, class_styles, write_report
 from pumice.cli.task import Task, example
 from pumice.cli.training import TrainingProgress, autocast, train
 from pumice.data import Scan
@@ -188,10 +178,7 @@ def _report(
     layers: Sequence[LayerTiming],
     job: Job,
 ) -> Report:
-    task, timing = result.task, result.timing
-    spent = max(sum(layer.ms for layer in layers), 1e-9)
-    device = _device_name(job.device)
-    scores = result.scores
+    task, scores = result.task, result.scores
     return Report(
         title="Semantic segmentation",
         views=[
@@ -199,18 +186,15 @@ def _report(
             for (scan, split), classes in zip(views, predicted, strict=True)
         ],
         classes=class_styles(task.names, task.colors),
-        history=[TrainStep(s.number, s.loss, s.accuracy, s.speed) for s in result.steps],
+        history=result.steps,
         metrics=None
         if scores is None
         else Metrics(scores.accuracy, scores.miou, scores.iou.tolist(), scores.counts.tolist(), result.where),
-        timing=None
-        if timing is None
-        else InferenceTiming(
-            timing.median, timing.p20, timing.p80, timing.voxels, device, job.recipe.precision, True, timing.runs
-        ),
-        layers=[LayerTime(a.name, a.ms, a.ms / spent, a.voxels, a.channels) for a in layers if a.voxels],
+        timing=result.timing,
+        precision=job.recipe.precision,
+        layers=[layer for layer in layers if layer.voxels],
         facts=RunFacts(
-            device=device,
+            device=_device_name(job.device),
             versions={"pumice": distribution("pumice") or "from source", "torch": torch.__version__},
             voxel_size=task.voxel,
             commands=[shlex.join(["pumice", *sys.argv[1:]])],
