@@ -65,9 +65,7 @@ def _dtype(path: Path, entries: dict[str, list[str]]) -> np.dtype:
             fields.append((name, dtype) if int(count) == 1 else (name, dtype, (int(count),)))
         except (KeyError, TypeError, ValueError):
             raise bad_file(
-                path,
-                "TYPE F, I or U of SIZE 1, 2, 4 or 8",
-                f"TYPE {kind} SIZE {size} COUNT {count} for {name}",
+                path, "TYPE F, I or U of SIZE 1, 2, 4 or 8", f"TYPE {kind} SIZE {size} COUNT {count} for {name}"
             ) from None
     try:
         return np.dtype(fields)

@@ -51,9 +51,7 @@ def read_ply(path: Path, columns: int | None = None) -> PointFile:
     for element in (*before, vertex):
         if element.lists:
             raise bad_file(
-                path,
-                "no list property up to the vertices",
-                f"list {element.lists[0]} in element {element.name}",
+                path, "no list property up to the vertices", f"list {element.lists[0]} in element {element.name}"
             )
     read = _ascii if encoding == "ascii" else _binary
     table = read(path, body, before, _dtype(path, vertex, _ORDERS[encoding]), vertex.rows)

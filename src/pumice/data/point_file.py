@@ -15,16 +15,7 @@ __all__ = ["PointFile", "bad_file", "from_columns", "from_fields", "optional_pac
 
 _INTENSITY = ("intensity", "i", "reflectance", "reflectivity", "remission", "scalar_intensity")
 _COLORS = (("red", "green", "blue"), ("r", "g", "b"), ("diffuse_red", "diffuse_green", "diffuse_blue"))
-_LABELS = (
-    "label",
-    "labels",
-    "class",
-    "classification",
-    "semantic",
-    "segment",
-    "scalar_label",
-    "scalar_classification",
-)
+_LABELS = ("label", "labels", "class", "classification", "semantic", "segment", "scalar_label", "scalar_classification")
 
 
 @dataclass(frozen=True, eq=False)

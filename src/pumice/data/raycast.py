@@ -68,11 +68,7 @@ class Convex:
             # Parallel to the plane: infinitely far, with the sign of the side on which the ray runs.
             t = offset / np.where(np.abs(slope) < _TINY, np.where(inwards, -_TINY, _TINY), slope)
             later = inwards & (t > near)
-            near, cosine, face = (
-                np.where(later, t, near),
-                np.where(later, -slope, cosine),
-                np.where(later, i, face),
-            )
+            near, cosine, face = (np.where(later, t, near), np.where(later, -slope, cosine), np.where(later, i, face))
             far = np.where(inwards, far, np.minimum(far, t))
         return np.where((near < far) & (near > 0), near, _MISS), cosine, face
 

@@ -266,11 +266,7 @@ READERS: Mapping[str, Reader] = MappingProxyType(
 )
 """Suffix to reader (path, columns) -> Cloud."""
 _LABEL_READERS: Mapping[str, Callable[[Path], tuple[np.ndarray, LabelSet]]] = MappingProxyType(
-    {
-        ".label": _semantic_kitti_labels,
-        ".bin": _lidarseg_labels,
-        ".npy": _npy_labels,
-    }
+    {".label": _semantic_kitti_labels, ".bin": _lidarseg_labels, ".npy": _npy_labels}
 )
 _PROBES: Mapping[str, Callable[[Path], bool]] = MappingProxyType(
     {

@@ -75,12 +75,7 @@ class Plot:
 def _ground_plan(rng: np.random.Generator) -> Street:
     half = rng.uniform(5.0, 6.2)
     waves = np.stack(
-        [
-            rng.uniform(0.01, 0.07, 4),
-            rng.normal(0, 0.16, 4),
-            rng.normal(0, 0.16, 4),
-            rng.uniform(0, 2 * np.pi, 4),
-        ],
+        [rng.uniform(0.01, 0.07, 4), rng.normal(0, 0.16, 4), rng.normal(0, 0.16, 4), rng.uniform(0, 2 * np.pi, 4)],
         axis=1,
     )
     cross = rng.choice([-1, 1]) * rng.uniform(16, 45) if rng.random() < 0.6 else 1e4
@@ -135,11 +130,7 @@ def _building(plot: Plot, u: float, side: int, front: float, width: float) -> No
     wall = v - side * depth / 2
     for _ in range(rng.integers(0, 4)):  # balconies and canopies
         size = rng.uniform(1.5, 4), rng.uniform(0.6, 1.3), rng.choice([0.2, 1.1])
-        place = (
-            u + rng.uniform(-0.4, 0.4) * width,
-            wall - side * size[1] / 2,
-            base + 1 + rng.uniform(2.5, height),
-        )
+        place = (u + rng.uniform(-0.4, 0.4) * width, wall - side * size[1] / 2, base + 1 + rng.uniform(2.5, height))
         plot.add(_BUILDING, light * rng.uniform(0.6, 1.3), box(place, size))
     if rng.random() < 0.5:  # steps at the door
         place = u + rng.uniform(-0.3, 0.3) * width
@@ -313,11 +304,7 @@ def _tree(plot: Plot, u: float, v: float) -> None:
     trunk, spread = rng.uniform(1.9, 3.0), rng.uniform(1.1, 2.2)
     light = rng.uniform(0.2, 0.6)
     plot.take(u, v, 0.4)
-    plot.add(
-        _TREE,
-        rng.uniform(0.15, 0.5),
-        Cylinder(np.array([u, v, base - 0.1]), rng.uniform(0.09, 0.22), trunk + 1),
-    )
+    plot.add(_TREE, rng.uniform(0.15, 0.5), Cylinder(np.array([u, v, base - 0.1]), rng.uniform(0.09, 0.22), trunk + 1))
     for _ in range(rng.integers(5, 10)):
         axes = spread * rng.uniform(0.5, 1.0, 3)
         offset = np.array([*rng.normal(0, 0.55 * spread, 2), axes[2] * 0.8 + rng.uniform(0, 1.6 * spread)])
@@ -353,11 +340,7 @@ def _person(plot: Plot, u: float, v: float) -> None:
         plot.add(_PERSON, coat, Cylinder(arm, 0.05, 0.36 * tall))
     wide = rng.uniform(0.18, 0.24)
     plot.add(_PERSON, coat, Ellipsoid(foot + [0, 0, 0.66 * tall], np.array([wide, wide, 0.2 * tall])))
-    plot.add(
-        _PERSON,
-        rng.uniform(0.2, 0.6),
-        Ellipsoid(foot + [0, 0, 0.93 * tall], np.array([0.1, 0.1, 0.075 * tall])),
-    )
+    plot.add(_PERSON, rng.uniform(0.2, 0.6), Ellipsoid(foot + [0, 0, 0.93 * tall], np.array([0.1, 0.1, 0.075 * tall])))
 
 
 # Earlier builders keep their places; later ones use the remaining room.

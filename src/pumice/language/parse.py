@@ -17,17 +17,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pumice.language.accesses import AccessReader, Use, count_axes
-from pumice.language.nodes import (
-    FACTS,
-    Equal,
-    Exists,
-    Factor,
-    Range,
-    Statement,
-    Term,
-    accesses_of,
-    indices_of,
-)
+from pumice.language.nodes import FACTS, Equal, Exists, Factor, Range, Statement, Term, accesses_of, indices_of
 from pumice.language.tokens import Token, quote, where
 
 MOST_TERMS = 1000  # terms of a sum, multiplied out
