@@ -102,7 +102,7 @@ def test_export_and_merge(pumice, filled, tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "ledger", lambda: other)
     for count in ("2 tuned tiles", "0 tuned tiles"):
         ran = pumice("tune", "--merge", file)
-        assert (ran.code, ran.out) == (0, f"took {count} that {file} has new or newer\n")
+        assert (ran.code, ran.out) == (0, f"added {count} from {file}\n")
     assert Ledger(other.path).all() == filled.all()
 
 
@@ -122,11 +122,11 @@ def test_plans_go_along(pumice, filled, tmp_path, monkeypatch):
     assert pumice("tune", "--export", file).out == f"wrote 2 tuned tiles and 1 tuned plan to {file}\n"
     monkeypatch.setattr(cli, "ledger", lambda: Ledger(other))
     monkeypatch.setattr(cli, "plans", lambda: Plans(other.with_name("plans.json")))
-    assert "took 2 tuned tiles and 1 tuned plan that" in pumice("tune", "--merge", file).out
+    assert "added 2 tuned tiles and 1 tuned plan from" in pumice("tune", "--merge", file).out
     assert Ledger(other).all() == filled.all() and Plans(other.with_name("plans.json")).all() == {PLAN_KEY: PLAN}
     assert Ledger(tmp_path / "third.json").merge(file) == 2, "as before there were plans"
     assert pumice("tune", "--clear").out.count("removed 2 tuned tiles from") == 1
-    assert "took 0 tuned tiles and 1 tuned plan" in pumice("tune", "--merge", own.path).out
+    assert "added 0 tuned tiles and 1 tuned plan" in pumice("tune", "--merge", own.path).out
     file.write_text(file.read_text().replace('"plans": {"version": 1', '"plans": {"version": 99'))
     assert refused(pumice("tune", "--merge", file), "tuning cache of plans of version 99, expected 1")
 

@@ -38,9 +38,9 @@ PALETTE = (
 
 @dataclass(frozen=True, eq=False)
 class CloudView:
-    """One scan. xyz [P, 3] in metres; labels, prediction int [P] in 0..classes-1, all else is unlabelled.
+    """One scan. xyz [P, 3] in metres; labels, prediction int [P]: values outside 0..classes-1 are unlabelled.
 
-    Raises ShapeError where the lengths differ, OptionError for a split that is not in SPLITS.
+    Raises ShapeError if the lengths differ, OptionError for a split that is not in SPLITS.
     """
 
     name: str
@@ -64,7 +64,7 @@ class CloudView:
 
 @dataclass(frozen=True)
 class ClassStyle:
-    """A class by its name and its colour (#rrggbb)."""
+    """A class with its name and colour (#rrggbb)."""
 
     name: str
     colour: str
@@ -76,7 +76,7 @@ class ClassStyle:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Scores as shares of 1. iou, counts (labelled points): one entry per class; None, NaN: class absent."""
+    """Scores from 0 to 1. iou, counts (labelled points): one entry per class; None, NaN: class absent."""
 
     point_accuracy: float
     miou: float
@@ -87,7 +87,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is needed to run it again. voxel_size in metres; extra holds more rows of the table, in order."""
+    """Facts needed to repeat the run. voxel_size in metres; extra holds more rows of the table, in order."""
 
     device: str
     versions: Mapping[str, str]
@@ -98,7 +98,7 @@ class RunFacts:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """All that one page shows. What is empty or None leaves its section out."""
+    """Content of the page; empty or None leaves a section out."""
 
     title: str
     views: Sequence[CloudView]
@@ -121,10 +121,7 @@ class Report:
 
 
 def class_styles(names: Sequence[str], colours: Sequence[str] | None = None) -> tuple[ClassStyle, ...]:
-    """Names with their colours (#rrggbb), or with those of a palette of 20 where colours is None.
-
-    Raises ShapeError where the lengths differ.
-    """
+    """Names with colours (#rrggbb; default: a palette of 20). Raises ShapeError if the lengths differ."""
     if colours is None:
         colours = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
     if len(colours) != len(names):
@@ -133,16 +130,16 @@ def class_styles(names: Sequence[str], colours: Sequence[str] | None = None) -> 
 
 
 def write_report(path: str | Path, report: Report) -> Path:
-    """Writes the page (UTF-8 HTML, about 5 MB and 11 bytes per drawn point) and returns its path.
+    """Write the page (UTF-8 HTML, about 5 MB and 11 bytes per drawn point) and return its path.
 
-    A view of more than 80 000 points (fewer where there are more than seven views) is thinned by a seeded
-    choice, and the page says so. Missing folders are made. Raises FileError where the file cannot be written.
+    A view of more than 80 000 points (fewer with more than seven views) is thinned by a seeded choice, and the page
+    says so. Missing folders are made. Raises FileError if the file cannot be written.
     """
     body = "\n".join(part for part in (make(report) for make in SECTIONS) if part)
     return write_page(path, Page(report.title, body, _payload(report), ("report.css",), "report.js"))
 
 
-# The data of the page
+# Data of the page
 def _payload(report: Report) -> dict[str, Any]:
     classes = len(report.classes)
     spent = max(sum(layer.ms for layer in report.layers), 1e-9)
@@ -179,13 +176,13 @@ def _payload(report: Report) -> dict[str, Any]:
 
 
 def _thinned_steps(history: Sequence[TrainingProgress]) -> list[TrainingProgress]:
-    """At most MAX_STEPS of them, evenly chosen, the last one always among them."""
+    """At most MAX_STEPS of them, evenly chosen, including the last."""
     if len(history) <= MAX_STEPS:
         return list(history)
     return [history[i] for i in np.linspace(0, len(history) - 1, MAX_STEPS).round().astype(int)]
 
 
-# The sections of the page; each gives "" where there is nothing to show
+# Sections of the page; "" if there is nothing to show
 def _header(report: Report) -> str:
     subtitle = report.subtitle or _default_subtitle(report)
     line = f'<p class="subtitle">{escape(subtitle)}</p>' if subtitle else ""
@@ -315,7 +312,7 @@ def _facts(report: Report) -> str:
 
 
 def _footer(report: Report) -> str:
-    return "<footer>One file, nothing is loaded from anywhere. Drawn with plotly.js.</footer>"
+    return "<footer>Self-contained: no network requests. Drawn with plotly.js.</footer>"
 
 
 SECTIONS: tuple[Callable[[Report], str], ...] = (_header, _cards, _cloud, _curves, _layers, _facts, _footer)

@@ -42,7 +42,7 @@ def read_bin(path: Path, columns: int | None = None) -> PointFile:
         raise bad_file(
             path,
             _sizes(layouts) + ", with finite coordinates within 10 km",
-            f"{len(data)} bytes" + (" of numbers that are no coordinates (columns= takes any)" if fitting else ""),
+            f"{len(data)} bytes" + (" of implausible coordinates (columns= accepts any)" if fitting else ""),
         )
     # Round float32 numbers read as plausible float16, hardly ever the other way.
     sane = [one for one in sane if one[1] == sane[0][1]]

@@ -132,7 +132,7 @@ def _renumber(scan: Scan, common: LabelSet) -> Scan:
 def _real(values: np.ndarray, what: str) -> np.ndarray:
     array = np.asarray(values)
     if array.dtype.kind not in "fiub":
-        raise DtypeError(f"{what} holds real numbers, found dtype {array.dtype}")
+        raise DtypeError(f"{what} must hold real numbers, found dtype {array.dtype}")
     return array if array.dtype.kind == "f" else array.astype(np.float64)
 
 

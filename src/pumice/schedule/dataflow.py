@@ -155,5 +155,5 @@ _LIST = (
 DATAFLOWS: Mapping[str, Dataflow] = MappingProxyType({flow.name: flow for flow in _LIST})
 """The dataflows by name."""
 
-PLANNED = Dataflow("planned", "planned", "planned", "what the planner picks where no dataflow is named")
+PLANNED = Dataflow("planned", "planned", "planned", "the planner's choice without a named dataflow")
 """For one pass next to named dataflows of others; a layer without a named dataflow has none."""
