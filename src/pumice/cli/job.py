@@ -113,8 +113,7 @@ def labelled(scan: Scan) -> bool:
 
 
 def choose_features(scan: Scan, choice: str | None, fill: Sequence[float] = (1.0,)) -> Scan:
-    """The scan with one of FEATURES instead of its own; "constant" gives each point `fill`. Raises OptionError if the
-    scan does not have them."""
+    """The scan with one of FEATURES for its own ("constant": `fill`). Raises OptionError if the scan lacks them."""
     if choice is None:
         return scan
     if choice == "constant":

@@ -11,11 +11,9 @@ __all__ = ["code_type", "packed_view"]
 def packed_view(
     xyz: np.ndarray, labels: np.ndarray | None, prediction: np.ndarray | None, classes: int, limit: int
 ) -> dict[str, Any]:
-    """A scan in 8 bytes a point: uint16 per axis between the bounds (3 mm over 200 m), and two class codes.
-
-    xyz [P, 3] metres; labels, prediction int [P] or None. At most `limit` finite points are drawn, by a seeded choice.
-    Counts and accuracy are those of all P points.
-    """
+    """A scan in 8 bytes a point: uint16 per axis between the bounds (3 mm over 200 m), and two class codes. xyz [P, 3]
+    metres; labels, prediction int [P] or None. At most `limit` finite points are drawn, by a seeded choice. Counts and
+    accuracy are those of all P points."""
     xyz = np.asarray(xyz, dtype=np.float64)
     labels = _codes(labels, classes)
     prediction = _codes(prediction, classes)

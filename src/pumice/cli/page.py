@@ -44,10 +44,8 @@ class Page:
 
 
 def write_page(path: str | Path, page: Page) -> Path:
-    """Write the page (UTF-8 HTML; plotly is 5 MB of it) and return its path. Missing folders are made.
-
-    Raises FileError if the file cannot be written.
-    """
+    """Write the page (UTF-8 HTML; plotly is 5 MB of it) and return its path. Missing folders are made. Raises FileError
+    if the file cannot be written."""
     path = Path(path)
     text = _fill(
         asset("report.html"),

@@ -51,11 +51,9 @@ class Result:
 
 
 def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Watch) -> Result:
-    """Train on labelled scans (or continue from job.checkpoint), evaluate, time, and write the report.
-
-    `watch(step, total)` is called after each step. Scans without a labelled point are not trained on. KeyboardInterrupt
-    in training saves the checkpoint and ends the job; later it propagates.
-    """
+    """Train on labelled scans (or continue from job.checkpoint), evaluate, time, and write the report. `watch(step,
+    total)` is called after each step. Scans without a labelled point are not trained on. KeyboardInterrupt in training
+    saves the checkpoint and ends the job; later it propagates."""
     same = len(train_on) == len(judge_on) == 1 and train_on[0] is judge_on[0]
     train_on = [scan for scan in train_on if labelled(scan)]
     if not train_on:
@@ -94,10 +92,8 @@ def _save_early(path: Path, net: nn.Module, task: Task) -> None:
 
 
 def apply(scans: Sequence[Scan], job: Job, scored: bool = False) -> Result:
-    """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes.
-
-    Raises OptionError if they have none and `scored` is set.
-    """
+    """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes. Raises OptionError
+    if they have none and `scored` is set."""
     if job.checkpoint is None:
         raise OptionError("scans without labels need a --checkpoint to run")
     net, task = checkpoint.load(job.checkpoint, job.device)

@@ -42,11 +42,9 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def train(
     net: nn.Module, scans: Sequence[Scan], task: Task, recipe: Recipe, device: torch.device
 ) -> Iterator[TrainingProgress]:
-    """Train `net` in place, one scan a step, and yield each step: `recipe.epochs * len(scans)` of them.
-
-    Cross entropy over labelled voxels, weighted by one over the square root of the class frequency; AdamW with a
-    one-cycle learning rate.
-    """
+    """Train `net` in place, one scan a step, and yield each step: `recipe.epochs * len(scans)` of them. Cross entropy
+    over labelled voxels, weighted by one over the square root of the class frequency; AdamW with a one-cycle learning
+    rate."""
     chance = np.random.default_rng(recipe.seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=recipe.rate, weight_decay=recipe.decay)
     total = max(1, recipe.epochs * len(scans))

@@ -24,13 +24,10 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 
 def read_bin(path: Path, columns: int | None = None) -> PointFile:
-    """Points of a headerless file of float32 (or float16) rows.
-
-    Rows are x, y, z, then intensity (KITTI), intensity and ring (nuScenes), intensity and elongation (Waymo), r, g, b
-    (ScanNet), or nothing. Without `columns` the layout is the one that divides the file, gives plausible numbers
-    (finite, within 10 km), and has the smoothest sequence of rows; the few rows beyond 10 km become NaN, which a scan
-    drops.
-    """
+    """Points of a headerless file of float32 (or float16) rows. Rows are x, y, z, then intensity (KITTI), intensity and
+    ring (nuScenes), intensity and elongation (Waymo), r, g, b (ScanNet), or nothing. Without `columns` the layout is
+    the one that divides the file, gives plausible numbers (finite, within 10 km), and has the smoothest sequence of
+    rows; the few rows beyond 10 km become NaN, which a scan drops."""
     data = path.read_bytes()
     if columns is not None:
         return from_columns(_given(path, data, columns))

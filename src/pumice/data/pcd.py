@@ -138,11 +138,9 @@ def _compressed(path: Path, header: _Header) -> np.ndarray:
 
 
 def lzf_decode(packed: bytes, size: int) -> bytes:
-    """Decode LZF data to `size` bytes; ValueError if it is not LZF of that size.
-
-    A control byte c below 32 starts a run of c + 1 literal bytes; any other copies (c >> 5) + 2 bytes (7 << 5: a length
-    byte follows and is added) from ((c & 31) << 8 | next) + 1 bytes back.
-    """
+    """Decode LZF data to `size` bytes; ValueError if it is not LZF of that size. A control byte c below 32 starts a run
+    of c + 1 literal bytes; any other copies (c >> 5) + 2 bytes (7 << 5: a length byte follows and is added) from ((c &
+    31) << 8 | next) + 1 bytes back."""
     out, i = bytearray(), 0
     try:
         while i < len(packed) and len(out) <= size:

@@ -56,11 +56,9 @@ def unit_scale(values: np.ndarray) -> np.ndarray:
 
 
 def from_columns(table: np.ndarray) -> PointFile:
-    """A cloud from rows (x, y, z, ...): 4 columns end in intensity, 6 in r, g, b.
-
-    The last of 5 columns is kept (elongation, or the age of a sweep in seconds) unless it holds ring numbers, which
-    index the sensor's beams and are not measurements.
-    """
+    """A cloud from rows (x, y, z, ...): 4 columns end in intensity, 6 in r, g, b. The last of 5 columns is kept
+    (elongation, or the age of a sweep in seconds) unless it holds ring numbers, which index the sensor's beams and are
+    not measurements."""
     rest = table[:, 3:]
     if table.shape[1] in (4, 6):
         return PointFile(table[:, :3], unit_scale(rest))

@@ -16,10 +16,8 @@ _WIDEST = 10
 
 
 def read_text(path: Path, columns: int | None = None) -> PointFile:
-    """Points of lines of numbers, separated by blanks, commas or semicolons; comments begin with # or //.
-
-    A first line of words names the columns (as in PLY and PCD); without one `from_columns` interprets them.
-    """
+    """Points of lines of numbers, separated by blanks, commas or semicolons; comments begin with # or //. A first line
+    of words names the columns (as in PLY and PCD); without one `from_columns` interprets them."""
     lines = _lines(path.read_bytes())
     names = _names(lines)
     if not names:

@@ -136,11 +136,9 @@ def span_of(expression: Affine, ranges: Mapping[str, Range]) -> tuple[int, int]:
 def reaches(
     bound: BoundStatement, target: Access, shapes: Mapping[str, Shape], tops: Mapping[str, int]
 ) -> dict[Affine, tuple[int, int]]:
-    """Bounds of every index expression other than a bare index; tops: maxima of the index arrays.
-
-    An added index array is bounded by its axis, since it has been validated; a subtracted one by `tops`. target: that
-    of the statement, or the one with a segment index.
-    """
+    """Bounds of every index expression other than a bare index; tops: maxima of the index arrays. An added index array
+    is bounded by its axis, since it has been validated; a subtracted one by `tops`. target: that of the statement, or
+    the one with a segment index."""
     found: dict[Affine, tuple[int, int]] = {}
     axes = [*zip(target.indices, bound.shape, strict=True)]
     for access in accesses_of(*bound.statement.terms, *target.indices):

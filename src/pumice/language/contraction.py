@@ -23,8 +23,7 @@ _SMALLEST_WITHIN = 4  # the same if the left side is itself a product, so that t
 _DEEPEST_WITHIN, _LONGEST_WITHIN = 64, 8
 """Limits of a product in the left side: points reduced in its matrices, and in unrolled loops."""
 
-_MANY = 4096
-"""Results per segment from which these, not the segments, are the rows of a tile."""
+_MANY = 4096  # results per segment from which these, not the segments, are the rows of a tile
 
 
 @dataclass(frozen=True)
@@ -256,8 +255,7 @@ def _product(
     shallowest: int = _SMALLEST,
     narrow: bool = False,
 ) -> ContractionRoles | None:
-    """The matrix product with the largest tile, or None; shallowest: minimal points of the reduction; narrow: few rows
-    or columns are allowed."""
+    """The matrix product with the largest tile, or None; shallowest: least reduction; narrow: allow thin sides."""
     deps = [set(indices_of(factor)) for factor in term.factors]
     if not all(isinstance(factor, Access) for factor in term.factors):
         return None

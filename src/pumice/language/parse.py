@@ -36,10 +36,8 @@ _ONE = [_Product(1)]
 
 
 def parse(text: str, integers: Mapping[str, int] | None = None) -> Statement:
-    """The statement of the text. Raises StatementError, whose message shows the position.
-
-    integers: the values of names that stand for constants in index expressions and declarations (`STR*p + r`, `p:P`).
-    """
+    """The statement of the text. Raises StatementError, whose message shows the position. integers: the values of names
+    that stand for constants in index expressions and declarations (`STR*p + r`, `p:P`)."""
     return _Parser(text, integers or {}).statement()
 
 

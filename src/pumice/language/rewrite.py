@@ -114,11 +114,9 @@ class _Unsolvable(Exception):
 
 
 def lower_statement(statement: Statement, stored: Mapping[str, StorageForm]) -> LoweredStatement:
-    """The steps of `statement` over the arrays of its sparse operands.
-
-    Raises OptionError if a sparse operand cannot take part under max, min or mean, where an entry that is not stored
-    does not exist, so that a dense form would have another meaning.
-    """
+    """The steps of `statement` over the arrays of its sparse operands. Raises OptionError if a sparse operand cannot
+    take part under max, min or mean, where an entry that is not stored does not exist, so that a dense form would have
+    another meaning."""
     dense: dict[str, str] = {}
     while True:
         held = {name: how for name, how in stored.items() if name not in dense}

@@ -78,8 +78,7 @@ class Dataflows:
         return " / ".join(str(flow) for flow in chosen(self))
 
 
-Chosen = tuple[Dataflow, Dataflow, Dataflow]
-"""Dataflows of forward, dgrad and wgrad."""
+Chosen = tuple[Dataflow, Dataflow, Dataflow]  # dataflows of forward, dgrad and wgrad
 
 
 def chosen(choice: str | Dataflow | Dataflows) -> Chosen:
@@ -152,8 +151,7 @@ _LIST = (
     _implicit("split-k", "compacted", "FlexGEMM, masked implicit GEMM with split-K; stream-K: PPoPP 2023", 1, 8),
 )
 
-DATAFLOWS: Mapping[str, Dataflow] = MappingProxyType({flow.name: flow for flow in _LIST})
-"""The dataflows by name."""
+DATAFLOWS: Mapping[str, Dataflow] = MappingProxyType({flow.name: flow for flow in _LIST})  # the dataflows by name
 
 PLANNED = Dataflow("planned", "planned", "planned", "the planner's choice without a named dataflow")
 """For one pass next to named dataflows of others; a layer without a named dataflow has none."""

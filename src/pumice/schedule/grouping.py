@@ -36,10 +36,8 @@ from pumice.errors import OptionError
 
 Taps = tuple[int, ...]
 
-EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
-"""Values of epsilon that TorchSparse's tuner tries."""
-SIZES = (0, *range(5_000, 25_001, 2_500))
-"""Values of S that it tries."""
+EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # values of epsilon that TorchSparse's tuner tries
+SIZES = (0, *range(5_000, 25_001, 2_500))  # values of S that it tries
 
 
 class OffsetGroup(NamedTuple):
@@ -161,5 +159,4 @@ def _together(units: Sequence[Taps]) -> Taps:
 
 GROUPINGS: Mapping[str, Callable[[Grouping, Taps], Iterator[OffsetGroup]]] = MappingProxyType(
     {"separate": _separate, "symmetric": _symmetric, "fixed": _fixed, "adaptive": _adaptive}
-)
-"""The groupings by name."""
+)  # the groupings by name

@@ -25,11 +25,9 @@ from filelock import FileLock
 
 from pumice.errors import FileError
 
-WAIT = 10.0
-"""Timeout of the lock in seconds (a change takes milliseconds); 0 after the first failure."""
+WAIT = 10.0  # timeout of the lock in seconds (a change takes milliseconds); 0 after the first failure
 
-Entry: TypeAlias = Any
-"""A record in the file's JSON form. Unreadable records (of a newer version) stay in the file."""
+Entry: TypeAlias = Any  # a record in JSON form; unreadable ones (of a newer version) stay in the file
 Stamp: TypeAlias = tuple[int, int, int]  # inode, size and modification time, to detect that a file was replaced
 UNREADABLE = (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
 """Errors of parsing a record of another version; infinite numbers and deep nesting are among the causes."""
@@ -150,11 +148,9 @@ class Store(Generic[K, V]):
         return self.kind.document([self.kind.write(key, value) for key, value in self.all().items()])
 
     def merge(self, source: Path | str) -> int:
-        """Add records that are new or newer from another file or the text of an export; returns how many.
-
-        Unreadable records are skipped. Raises FileError if the source has another format or version, or if a file
-        cannot be read or written.
-        """
+        """Add records that are new or newer from another file or the text of an export; returns how many. Unreadable
+        records are skipped. Raises FileError if the source has another format or version, or if a file cannot be read
+        or written."""
         theirs = self.kind.readable(_given(source, self.kind))
         newer: dict[K, V] = {}
 

@@ -75,10 +75,8 @@ class Tile:
             raise OptionError(f"a program has at most 32 warps, found {self.warps}")
 
     def smaller(self) -> Tile | None:
-        """The next tile that needs fewer resources: fewer stages, then half the longer side; None at the minimum.
-
-        The number of stacked segments stays, since the map was built for it.
-        """
+        """The next tile that needs fewer resources: fewer stages, then half the longer side; None at the minimum. The
+        number of stacked segments stays, since the map was built for it."""
         if self.stages > 2:
             return replace(self, stages=self.stages - 1)
         if self.stacked:
@@ -110,14 +108,12 @@ def power_above(value: int) -> int:
 
 
 def size_bucket(count: int) -> int:
-    """`count` rounded down by less than an eighth: tiles and plans are chosen per bucket, so that similar scans share
-    them."""
+    """`count` rounded down by less than an eighth: the bucket for which tiles and plans are chosen."""
     step = 1 << max(0, count.bit_length() - 4)
     return count // step * step
 
 
-LONGEST = 27
-"""Assumed entries of the longest segment if unknown: the kernel offsets of 3 x 3 x 3."""
+LONGEST = 27  # assumed entries of the longest segment if unknown: the kernel offsets of 3 x 3 x 3
 
 
 @dataclass(frozen=True)
@@ -184,11 +180,8 @@ def _blocks(names: tuple[str, ...], extents: Mapping[str, int], side: int) -> in
 
 
 def default(problem: Problem) -> Tile:
-    """The default tile without autotuning.
-
-    Heuristics for matrix products come from convolutions on an H200 (C = 32, 64, 128, 256); other tiles keep a program
-    at 2 to 8 KiB of registers.
-    """
+    """The default tile without autotuning. Heuristics for matrix products come from convolutions on an H200 (C = 32,
+    64, 128, 256); other tiles keep a program at 2 to 8 KiB of registers."""
     roles = problem.roles
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
     if _packs(problem):
@@ -410,8 +403,7 @@ def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tu
 
 
 def _with_loads(problem: Problem, tile: Tile, sizes: tuple[int, int]) -> Tile:
-    """With as many stages as fit; sizes: columns, programs. A fourth stage lowers occupancy: only for few programs or
-    small tiles."""
+    """With as many stages as fit; sizes: columns, programs. A fourth lowers occupancy; only for few or small tiles."""
     (columns, programs), more, area = sizes, replace(tile, stages=4), tile.rows * tile.columns
     roomy = tile.rows <= 64 or (area < 128 * 128 and programs < _MANY)
     few = problem.bits <= 16 and not problem.roles.adds and programs <= 1.75 * _at_once(problem, more)
@@ -432,11 +424,9 @@ def _not_ahead(tile: Tile) -> Tile:
 
 
 def _piece(problem: Problem, tile: Tile, programs: int) -> int:
-    """Chunk of a segment per program, if the longest segment outlasts the others by far; 0: none is shared.
-
-    Partial sums go through memory, so nothing is shared if all programs have work, or if nearly every kernel offset
-    occurs in every tile.
-    """
+    """Chunk of a segment per program, if the longest segment outlasts the others by far; 0: none is shared. Partial
+    sums go through memory, so nothing is shared if all programs have work, or if nearly every kernel offset occurs in
+    every tile."""
     each, longest = problem.mean * programs / _at_once(problem, tile), max(problem.longest, 1.4 * problem.mean)
     alike = 0.8 * problem.longest < problem.mean <= problem.longest
     if longest < 2.5 * each or alike or problem.longest <= _SHORT:
@@ -482,8 +472,7 @@ channels, programs        256, 320   128, 334   256, 214   256, 124   256, 74   
 Over 122 tiles of 128 outputs, 128 channels take 25 us in tiles of 128 x 128 and 34 in tiles of 64 x 64."""
 
 _LONG_LOOP = 16  # iterations of a long loop, at least
-_WIDE = 200
-"""Tiles of 128 rows from which one program takes 256 columns: 94 us, 100 with two (216 tiles on an H200)."""
+_WIDE = 200  # tiles of 128 rows from which one program takes 256 columns: 94 us, 100 with two (216 tiles on an H200)
 
 _MANY = 4 * PROCESSORS  # programs from which a fourth stage must not lower the occupancy
 _SHORT_LOOP = 6  # iterations below which indices are not prefetched
@@ -492,8 +481,7 @@ _SINGLE = 2.5
 """Entries of a segment up to which a program is mostly prologue and epilogue, as of outputs with one input each: 31 us
 for 173,000 of 96 channels on an H200 (42 with deeper loads), 168 us for a million (213)."""
 
-_FEW_POINTS = 16
-"""Reduction points up to which entries are packed: an iteration takes as long as with more."""
+_FEW_POINTS = 16  # reduction points up to which entries are packed: an iteration takes as long as with more
 
 
 def _packs(problem: Problem) -> bool:

@@ -19,8 +19,7 @@ from pumice.schedule.dataflow import DATAFLOWS, Dataflow
 from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
 
 VERSION = 1  # of the file, and in its name
-NEAR = 0.5
-"""log2 of the factor by which the numbers of a workload may differ from the tuned ones."""
+NEAR = 0.5  # log2 of the factor by which the numbers of a workload may differ from the tuned ones
 
 Workload = tuple[tuple[float, float], ...]  # per group: log2 of its map's rows and of the pairs per row
 

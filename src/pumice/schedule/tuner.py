@@ -20,10 +20,8 @@ from time import monotonic
 from pumice.errors import PumiceError
 
 Choice = Hashable  # of a group; None is the default (the planner's)
-Assignment = Mapping[str, Choice]
-"""Choices by group name; a missing group runs the default."""
-Measure = Callable[[Assignment], float]
-"""Seconds of an assignment. Raises PumiceError if it cannot run."""
+Assignment = Mapping[str, Choice]  # choices by group name; a missing group runs the default
+Measure = Callable[[Assignment], float]  # seconds of an assignment; raises PumiceError if it cannot run
 
 LEAST = 0.002  # minimal relative gain of a choice
 MOST = 0.05  # upper limit of the required gain, however noisy measurements are
