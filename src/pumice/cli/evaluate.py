@@ -129,8 +129,8 @@ def time_layers(net: nn.Module, x: SparseTensor, precision: str, runs: int = 3) 
             order.append(name)
         times.setdefault(name, []).append(1e3 * (time.perf_counter() - begun[name]))
         if isinstance(output, SparseTensor):
-            given = inputs[0].channels if isinstance(inputs[0], SparseTensor) else output.channels
-            shapes[name] = (len(output), f"{given} to {output.channels}")
+            channels = inputs[0].channels if isinstance(inputs[0], SparseTensor) else output.channels
+            shapes[name] = (len(output), f"{channels} to {output.channels}")
 
     handles = []
     for name, module in net.named_modules():

@@ -140,12 +140,12 @@ def fit_to_task(scans: Sequence[Scan], task: Task, features: str | None = None) 
     fill = task.mean[len(task.mean) - task.features :]
     chosen = [choose_features(scan, features, fill) for scan in scans]
     for scan, own in zip(chosen, scans, strict=True):
-        given, count = scan.feats.shape[1], own.feats.shape[1]
-        if given != task.features:
+        found, count = scan.feats.shape[1], own.feats.shape[1]
+        if found != task.features:
             fitting = [name for name, cut in _choices(count).items() if len(range(count)[cut]) == task.features]
             remedy = f"give --features {' or '.join([*fitting, 'constant'])} (constant: the training scans' mean)"
             expected = f"expected {_counted(task.features)} as in training"
-            raise FileError(f"{scan.name}: {expected}, found {_counted(given)}: {remedy}")
+            raise FileError(f"{scan.name}: {expected}, found {_counted(found)}: {remedy}")
     return [_renumbered(scan, task) for scan in chosen]
 
 

@@ -70,8 +70,8 @@ def _warn(message: Warning | str, *_: object) -> None:
     _aside("warning", "yellow", str(message))
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(shown: bool) -> None:
+    if shown:
         typer.echo(f"pumice {pumice.__version__}")
         raise typer.Exit()
 
@@ -115,19 +115,19 @@ def segment(
     if no_labels and (labels is not None or checkpoint is None):
         raise OptionError("--no-labels needs a --checkpoint and excludes --labels")
     files = find_scans(path)
-    alone = len(hold_out(files)[0]) == 1
-    epochs = (60 if alone else 20) if epochs is None else epochs
-    recipe = Recipe(epochs, augment=not alone, precision=precision, seed=seed)
+    single = len(hold_out(files)[0]) == 1
+    epochs = (60 if single else 20) if epochs is None else epochs
+    recipe = Recipe(epochs, augment=not single, precision=precision, seed=seed)
     job = Job(out or Path("pumice-runs") / path.stem, pick_device(device), recipe=recipe, report=report, **sizes)
     job = replace(job, checkpoint=checkpoint, features=features, save_every=save_every, timing=timing)
     job = replace(job, predictions=predictions, predictions_as=predictions_as).checked()
     wanted = False if no_labels else labels or (True if checkpoint is None else None)
     scans = common_labels(list(_read(files, path, wanted, columns)))
     if scans[0].labels is not None and recipe.epochs > 0:
-        _tell(_train(*hold_out(scans), job))
+        _print_result(_train(*hold_out(scans), job))
         return
     # Running a checkpoint must not overwrite the results of its training.
-    _tell(segment_.apply(scans, job if out else replace(job, out=job.out.with_name(job.out.name + "-applied"))))
+    _print_result(segment_.apply(scans, job if out else replace(job, out=job.out.with_name(job.out.name + "-applied"))))
 
 
 @app.command()
@@ -169,7 +169,7 @@ def evaluate(
     job = _applied(checkpoint, folder, device, precision, features)
     job = replace(job, report=report, predictions=predictions, predictions_as=predictions_as, timing=timing)
     scans = common_labels(list(_read(find_scans(path), path, labels or True, columns)))
-    _tell(segment_.apply(scans, job, scored=True))
+    _print_result(segment_.apply(scans, job, scored=True))
 
 
 def _applied(checkpoint: Path, out: Path, device: str, precision: str, features: str | None) -> Job:
@@ -186,7 +186,7 @@ def _read(files: Sequence[Path], root: Path, labels: Path | bool | None, columns
         if names[stem] > 1:
             below = file.with_name(scan.name if places[file.parent, stem] == 1 else file.name)
             scan = replace(scan, name=below.relative_to(root).as_posix())
-        _say(f"read  {scan.name}: {_told(scan)}")
+        _say(f"read  {scan.name}: {_described(scan)}")
         yield scan
 
 
@@ -212,7 +212,7 @@ def demo(
     judge_on = [street_scene(seed + 1000 + i, azimuths=720) for i in range(2)]
     points = sum(map(len, train_on))
     _say(f"made  {scenes} street scenes with {points} points to train on, 2 others to evaluate on")
-    _tell(_train(train_on, judge_on, job))
+    _print_result(_train(train_on, judge_on, job))
 
 
 @app.command()
@@ -246,19 +246,19 @@ def tune(
         scans = _read(find_scans(path)[:_SAMPLES], path, False, columns)
         console.print(str(segment_.tune(list(scans), job, budget)), markup=False, soft_wrap=True)
         return
-    kept = tuned_.Kept(ledger(), plans())
+    cache = tuned_.Kept(ledger(), plans())
     if show:
-        tables = kept.tables()
+        tables = cache.tables()
         for table in tables:
             console.print(table)
         if not tables:
-            _say(kept.nothing())
+            _say(cache.nothing())
     elif clear:
-        _say(kept.clear())
+        _say(cache.clear())
     elif export is not None:
-        _say(kept.export(export))
+        _say(cache.export(export))
     elif merge is not None:
-        _say(kept.merge(merge))
+        _say(cache.merge(merge))
     else:
         typer.echo(context.get_help())
 
@@ -274,7 +274,7 @@ def _say(text: str) -> None:
     console.print(text, soft_wrap=True)
 
 
-def _told(scan: Scan) -> str:
+def _described(scan: Scan) -> str:
     lost = f", [yellow]{scan.dropped} dropped (not finite or too far)[/]" if scan.dropped else ""
     bare = ", [yellow]no labelled point, not trained on[/]" if scan.labels is not None and not labelled(scan) else ""
     return f"{len(scan)} points{lost}{bare}"
@@ -324,10 +324,10 @@ class _Figures(ProgressColumn):
         return Text(task.fields.get("figures", ""), style="cyan")
 
 
-def _tell(result: Result) -> None:
+def _print_result(result: Result) -> None:
     if result.interrupted:
-        kept = f"the current network is in {result.checkpoint}\ncontinue with --checkpoint {result.checkpoint}"
-        _say(f"[yellow]stopped[/] after {len(result.steps)} steps; {kept if result.steps else 'nothing to save yet'}")
+        rest = f"the current network is in {result.checkpoint}\ncontinue with --checkpoint {result.checkpoint}"
+        _say(f"[yellow]stopped[/] after {len(result.steps)} steps; {rest if result.steps else 'nothing to save yet'}")
         raise typer.Exit(130)
     if result.scores is not None:
         console.print(_score_table(result))

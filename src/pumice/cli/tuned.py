@@ -61,10 +61,10 @@ class Kept:
 
     def merge(self, file: Path) -> str:
         """Add new or newer records of an export, or of a file of tiles or of plans."""
-        given = dict(_documents(file))
+        parts = dict(_documents(file))
         try:
-            tiles = self.tiles.merge(given["tiles"]) if "tiles" in given else 0
-            plans = self.plans.merge(given["plans"]) if "plans" in given else 0
+            tiles = self.tiles.merge(parts["tiles"]) if "tiles" in parts else 0
+            plans = self.plans.merge(parts["plans"]) if "plans" in parts else 0
         except FileError as problem:
             raise problem if str(file) in str(problem) else FileError(f"{file}: {problem}") from problem
         return f"added {_both(tiles, plans)} from {file}"
@@ -97,7 +97,7 @@ def _tiles(found: Mapping[Key, Tuned], device: str) -> Table:
     own = [(key, tuned) for key, tuned in found.items() if key.device == device]
     for key, tuned in sorted(own, key=lambda item: (item[0].statement, item[0].dtypes, item[0].sizes)):
         statement, below, *cells = _cells(key, tuned)
-        table.add_row(_told(statement, below), *map(Text, cells))
+        table.add_row(_indented(statement, below), *map(Text, cells))
     return table
 
 
@@ -109,8 +109,8 @@ def _plans(found: Mapping[PlanKey, TunedPlan], device: str) -> Table:
         flows = [f"{group}: {flow}" for group, flow in plan.flows.items()] or ["default"]
         about = plan.about + ("" if plan.finished else " (unfinished)")
         before, after = (f"{1e3 * spent['total']:.4f}" for spent in (plan.before, plan.after))
-        told = _told(about, f"{key.dtypes}, {key.mode}", *flows)
-        table.add_row(told, *map(Text, (before, after, _date(plan))))
+        row = _indented(about, f"{key.dtypes}, {key.mode}", *flows)
+        table.add_row(row, *map(Text, (before, after, _date(plan))))
     return table
 
 
@@ -124,7 +124,7 @@ def _table(title: str, first: str, *names: str) -> Table:
     return table
 
 
-def _told(head: str, *below: str) -> Group:
+def _indented(head: str, *below: str) -> Group:
     """Text with indented lines below it."""
     return Group(Text(head), *(Padding(Text(line), (0, 0, 0, 2)) for line in below))
 

@@ -96,12 +96,12 @@ def known_or_generic(raw: np.ndarray, label_set: LabelSet, path: Path) -> tuple[
     classed = int(np.isin(raw, [r for r, c in label_set.raw if c != label_set.ignore]).sum())
     strays = np.unique(raw[~known]).tolist()
     lost = len(raw) - int(known.sum())
-    told = f"{path}: {lost} of {len(raw)} labels are {strays[:8]}, no ids of {', '.join(label_set.names[:2])}, ..."
+    message = f"{path}: {lost} of {len(raw)} labels are {strays[:8]}, no ids of {', '.join(label_set.names[:2])}, ..."
     if lost <= _STRAY * classed:
-        warnings.warn(f"{told}; they are ignored", stacklevel=2)
+        warnings.warn(f"{message}; they are ignored", stacklevel=2)
         return np.where(known, raw, next(r for r, c in label_set.raw if c == label_set.ignore)), label_set
     if classed:
-        warnings.warn(f"{told}; the labels are taken as one class per value", stacklevel=2)
+        warnings.warn(f"{message}; the labels are taken as one class per value", stacklevel=2)
     return raw, generic_labels(raw)
 
 

@@ -266,9 +266,9 @@ def _check_windows(statement: Statement, ranges: Mapping[str, Range], axes: Sequ
         if low >= 0 and high < axis.extent or any(statement.declared(name) for name in names):
             continue
         example = f"`; {names[0]}:{len(ranges[names[0]])}`" if names else ""
-        told = f"; declare an index to pad with nothing, for instance {example}" if names else ""
+        hint = f"; declare an index to pad with nothing, for instance {example}" if names else ""
         raise ShapeError(
-            f"{axis.expression} runs from {low} to {high}, but {axis} has extent {axis.extent}{told}{_in(statement)}"
+            f"{axis.expression} runs from {low} to {high}, but {axis} has extent {axis.extent}{hint}{_in(statement)}"
         )
 
 

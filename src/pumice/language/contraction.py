@@ -219,24 +219,24 @@ def _exchanged(expression: Affine, old: Access, new: Index) -> Affine:
 def _injective(target: Access, extents: Mapping[str, int], statement: Statement) -> bool:
     """True if different points of the target's indices write different entries."""
     distinct = {name for name, fact in statement.facts if fact == "distinct"}
-    told: set[str] = set()
+    known: set[str] = set()
     before = -1
     # Indices determined by one axis may determine those of another.
-    while before < len(told):
-        before = len(told)
+    while before < len(known):
+        before = len(known)
         for expression in target.indices:
-            told |= _told(expression, told, extents, distinct)
-    return set(indices_of(target)) <= told
+            known |= _determined(expression, known, extents, distinct)
+    return set(indices_of(target)) <= known
 
 
-def _told(expression: Affine, told: set[str], extents: Mapping[str, int], distinct: set[str]) -> set[str]:
-    """The indices determined by the value of the expression and the indices in `told`."""
+def _determined(expression: Affine, known: set[str], extents: Mapping[str, int], distinct: set[str]) -> set[str]:
+    """The indices determined by the value of the expression and the indices in `known`."""
     if expression.arrays:
         ((_, atom), *rest) = expression.terms
         if rest or not isinstance(atom, Access) or atom.name not in distinct:
             return set()
         return {e.bare for e in atom.indices if e.bare}
-    unknown = sorted((abs(c), a.name) for c, a in expression.terms if isinstance(a, Index) and a.name not in told)
+    unknown = sorted((abs(c), a.name) for c, a in expression.terms if isinstance(a, Index) and a.name not in known)
     reach = 0
     for coefficient, name in unknown:
         if coefficient <= reach:
@@ -403,10 +403,10 @@ def _entrywise(
         return made([own] if own else _longest(out, extents), _longest(folded, extents), True)
     if own and column:
         side = _widened(column[0], target, free, extents)
-        told = [name for name in out if name in inside and extents[name] >= _TOLD]
-        if told:
+        indirect = [name for name in out if name in inside and extents[name] >= _SIDE]
+        if indirect:
             # Each segment has a row of indirect positions, as a tile of a kernel map: they are the rows.
-            return made(_longest(told, extents), side)
+            return made(_longest(indirect, extents), side)
         many = [name for name in free if name not in column]
         if _volume(many, extents) >= _MANY:
             # Every segment has as many results.
@@ -424,13 +424,13 @@ def _widened(column: str, target: Access, free: Sequence[str], extents: Mapping[
     bare = [expression.bare for expression in target.indices]
     found = [column]
     for name in reversed(bare[: bare.index(column)] if column in bare else []):
-        if name is None or name not in free or _volume(found, extents) >= _TOLD:
+        if name is None or name not in free or _volume(found, extents) >= _SIDE:
             break
         found.insert(0, name)
     return tuple(found)
 
 
-_TOLD = 16  # results, or positions read from arrays, that are enough for a side of a tile
+_SIDE = 16  # results, or positions read from arrays, that are enough for a side of a tile
 _ACROSS = 128  # contiguous results that are written together
 
 

@@ -62,14 +62,14 @@ def derivative(statement: Statement, operand: str) -> tuple[Statement, ...]:
             if isinstance(factor, Access) and factor.name == operand:
                 rest = (*term.factors[:place], upstream, *term.factors[place + 1 :], *others, *selects)
                 new = Statement(Access(target_name, factor.indices), (Term(rest, term.coefficient),))
-                found.append(_kept(new, statement))
+                found.append(_with_declarations(new, statement))
     return tuple(found)
 
 
 def count(statement: Statement) -> Statement:
     """Number of points per target entry: all of them under mean, those equal to the result under max and min."""
     points = _selection(statement) or _existence(statement.terms)
-    new = _kept(Statement(statement.target, (Term(points),)), statement)
+    new = _with_declarations(Statement(statement.target, (Term(points),)), statement)
     return replace(new, shapes=tuple((name, n) for name, n in statement.shapes if name in names_of(new)))
 
 
@@ -80,15 +80,15 @@ def _selection(statement: Statement) -> tuple[Factor, ...]:
 
 
 def _existence(terms: Iterable[Term]) -> tuple[Factor, ...]:
-    return tuple(Exists(access) for access in dict.fromkeys(_asked(terms)))
+    return tuple(Exists(access) for access in dict.fromkeys(_required(terms)))
 
 
-def _asked(terms: Iterable[Term]) -> Iterator[Access]:
+def _required(terms: Iterable[Term]) -> Iterator[Access]:
     """Accesses that must exist for a point to count; those inside `exists` do not."""
     for factor in (factor for term in terms for factor in term.factors):
         if isinstance(factor, Equal):
             yield factor.access
-            yield from _asked(factor.terms)
+            yield from _required(factor.terms)
         elif isinstance(factor, Access):
             yield factor
 
@@ -107,7 +107,7 @@ def declare(new: Statement, ranges: Mapping[str, Range]) -> Statement:
     return replace(new, ranges=(*new.ranges, *((name, ranges[name]) for name in lost)))
 
 
-def _kept(new: Statement, old: Statement) -> Statement:
+def _with_declarations(new: Statement, old: Statement) -> Statement:
     """`new` with those declarations of `old` that still apply."""
     left, names = set(indices_of(new)), {access.name for access in accesses_of(new)}
     return replace(

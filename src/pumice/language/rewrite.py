@@ -126,8 +126,8 @@ def lower_statement(statement: Statement, stored: Mapping[str, StorageForm]) -> 
         except _Unsolvable as problem:
             if statement.reduction != "sum":
                 raise OptionError(
-                    f"{problem.operand} is sparse and {problem.reason}: under {statement.operator} that has no form "
-                    "over stored entries; pass it dense"
+                    f"{problem.operand} is sparse and {problem.reason}: under {statement.operator} its stored "
+                    "entries alone do not give the result; pass it dense"
                 ) from None
             dense[problem.operand] = problem.reason
 

@@ -89,23 +89,23 @@ def chosen(choice: str | Dataflow | Dataflows) -> Chosen:
 
 
 @lru_cache(maxsize=256)
-def _chosen(asked: str | Dataflow | Dataflows) -> Chosen:
-    if not isinstance(asked, Dataflows):
-        flow = _named(asked)
+def _chosen(choice: str | Dataflow | Dataflows) -> Chosen:
+    if not isinstance(choice, Dataflows):
+        flow = _named(choice)
         return flow, flow, flow
-    forward = _named(asked.forward)
-    dgrad, wgrad = (forward if other is None else _named(other) for other in (asked.dgrad, asked.wgrad))
+    forward = _named(choice.forward)
+    dgrad, wgrad = (forward if other is None else _named(other) for other in (choice.dgrad, choice.wgrad))
     return forward, dgrad, wgrad
 
 
-def _named(asked: str | Dataflow) -> Dataflow:
-    if isinstance(asked, Dataflow):
-        return asked
-    if asked == PLANNED.name:
+def _named(choice: str | Dataflow) -> Dataflow:
+    if isinstance(choice, Dataflow):
+        return choice
+    if choice == PLANNED.name:
         return PLANNED
-    if asked not in DATAFLOWS:
-        raise OptionError(f"dataflow {asked!r} is unknown; there are {', '.join(DATAFLOWS)}")
-    return DATAFLOWS[asked]
+    if choice not in DATAFLOWS:
+        raise OptionError(f"dataflow {choice!r} is unknown; there are {', '.join(DATAFLOWS)}")
+    return DATAFLOWS[choice]
 
 
 _TS, _TSPP = "TorchSparse, MLSys 2022", "TorchSparse++, MICRO 2023"

@@ -73,8 +73,8 @@ class Grouping:
         return _groups(self, tuple(counts))
 
     def __str__(self) -> str:
-        told = {"fixed": f"(width={self.width})", "adaptive": f"(epsilon={self.epsilon}, S={self.size})"}
-        return self.kind + told.get(self.kind, "")
+        settings = {"fixed": f"(width={self.width})", "adaptive": f"(epsilon={self.epsilon}, S={self.size})"}
+        return self.kind + settings.get(self.kind, "")
 
 
 def padding(counts: Sequence[int], taps: Sequence[int]) -> float:

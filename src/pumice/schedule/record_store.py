@@ -218,8 +218,8 @@ class Store(Generic[K, V]):
     def _say(self, problem: FileError) -> None:
         if not self._failed:
             self._failed = True
-            told = f"{problem}; {self.kind.name} tuned here are kept in this process only"
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            message = f"{problem}; {self.kind.name} tuned here are kept in this process only"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 # The file

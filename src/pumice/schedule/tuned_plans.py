@@ -90,19 +90,19 @@ def plans() -> Plans:
 
 
 def _entry(key: PlanKey, plan: TunedPlan) -> Entry:
-    told = {name: value for name, value in vars(plan).items() if name != "flows"}
+    fields = {name: value for name, value in vars(plan).items() if name != "flows"}
     flows = {group: _written(flow) for group, flow in plan.flows.items()}
     date = plan.date.isoformat(timespec="microseconds")
-    parts = {name: dict(told[name]) for name in ("before", "after")}
-    return {"key": asdict(key), "plan": {**told, **parts, "flows": flows, "date": date}}
+    parts = {name: dict(fields[name]) for name in ("before", "after")}
+    return {"key": asdict(key), "plan": {**fields, **parts, "flows": flows, "date": date}}
 
 
 def _written(flow: Dataflow) -> Any:
     return flow.name if flow == DATAFLOWS.get(flow.name) else flow.to_json()
 
 
-def _flow(told: Any) -> Dataflow:
-    return DATAFLOWS[told] if isinstance(told, str) else Dataflow.of_json(told)
+def _flow(entry: Any) -> Dataflow:
+    return DATAFLOWS[entry] if isinstance(entry, str) else Dataflow.of_json(entry)
 
 
 def _key(entry: Entry) -> PlanKey | None:
@@ -117,19 +117,19 @@ def _key(entry: Entry) -> PlanKey | None:
 def _plan(entry: Entry) -> TunedPlan | None:
     """None for a plan with an unknown dataflow or field."""
     try:
-        told = dict(entry["plan"])
-        flows = {str(group): _flow(flow) for group, flow in told.pop("flows").items()}
-        date = datetime.fromisoformat(told.pop("date"))
-        workload = tuple((float(a), float(b)) for a, b in told.pop("workload"))
-        if date.tzinfo is None or not all(float(told[name]["total"]) >= 0 for name in ("before", "after")):
+        fields = dict(entry["plan"])
+        flows = {str(group): _flow(flow) for group, flow in fields.pop("flows").items()}
+        date = datetime.fromisoformat(fields.pop("date"))
+        workload = tuple((float(a), float(b)) for a, b in fields.pop("workload"))
+        if date.tzinfo is None or not all(float(fields[name]["total"]) >= 0 for name in ("before", "after")):
             return None
-        return TunedPlan(flows, workload, date=date, **{**told, "asked": _strings(told["asked"])})
+        return TunedPlan(flows, workload, date=date, **{**fields, "asked": _strings(fields["asked"])})
     except UNREADABLE:
         return None
 
 
-def _strings(told: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(map(str, told))
+def _strings(values: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(str, values))
 
 
 PLANS: RecordType[PlanKey, TunedPlan] = RecordType("plans", VERSION, _entry, _key, _plan, lambda plan: plan.date)

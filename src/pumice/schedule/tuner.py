@@ -210,9 +210,9 @@ class _Search:
         self.before, self.best = (fmean(side) for side in zip(*pairs, strict=True))
         if self.best < self.before:
             return ""
-        told = f"all choices together took {1e3 * self.best:.3f} ms, the default {1e3 * self.before:.3f} ms"
+        reason = f"all choices together took {1e3 * self.best:.3f} ms, the default {1e3 * self.before:.3f} ms"
         self.standing = {}
-        return told
+        return reason
 
     def _better(self, seconds: float, stood: float) -> bool:
         """True if the difference exceeds the usual measurement noise."""
