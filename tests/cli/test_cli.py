@@ -71,7 +71,7 @@ def refused(ran, *parts):
 def test_a_labelled_scan(write, scenes, pumice, tmp_path):
     ran = pumice("segment", write("scan.npz", scenes(1)[0]), *SMALL, "--epochs", 3, "--timing")
     assert ran.code == 0, ran.err
-    assert ran.err == "warning: judged on the points it was trained on: expect less of it on new scans\n"
+    assert ran.err == "warning: evaluated on its training points: expect lower scores on new scans\n"
     out = tmp_path / "pumice-runs" / "scan"
     files = ["checkpoint.safetensors", "metrics.json", "predictions", "report.html"]
     assert sorted(p.name for p in out.iterdir()) == files
@@ -259,7 +259,7 @@ def test_points_that_are_not_finite_are_counted(scenes, pumice, tmp_path):
     np.savez(tmp_path / "holes.npz", xyz=xyz, feats=scan.feats, labels=scan.labels)
     ran = pumice("segment", tmp_path / "holes.npz", *SMALL, "--epochs", 1)
     assert ran.code == 0, ran.err
-    assert f"{len(scan) - 3} points, 3 not finite or too far, left out" in ran.out
+    assert f"{len(scan) - 3} points, 3 dropped (not finite or too far)" in ran.out
 
 
 def test_a_scan_of_one_point(pumice, tmp_path):
@@ -469,7 +469,7 @@ def test_ctrl_c(write, scenes, pumice, monkeypatch, tmp_path):
     ran = pumice("segment", write("a.npz", scenes(1)[0]), *SMALL, "--epochs", 50, "--out", tmp_path / "o")
     path = tmp_path / "o" / "checkpoint.safetensors"
     assert ran.code == 130
-    assert f"stopped after 2 steps; the network so far is in {path}" in ran.out and f"--checkpoint {path}" in ran.out
+    assert f"stopped after 2 steps; the current network is in {path}" in ran.out and f"--checkpoint {path}" in ran.out
     monkeypatch.undo()
     checkpoint.load(path, CPU)
 

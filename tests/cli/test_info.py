@@ -99,7 +99,7 @@ def test_folders(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "settings", lambda: Settings(data=tmp_path, cache=tmp_path / "new"))
     data, cache = module._data_folder(), module._cache_folder()
     assert data.usable and "1 entries" in data.found
-    assert cache.usable and "made at first use" in cache.found
+    assert cache.usable and "created on first use" in cache.found
     monkeypatch.setattr(module, "settings", lambda: Settings(data=None, cache=tmp_path))
     assert not module._data_folder().usable
     assert "1 files" in module._cache_folder().found

@@ -11,18 +11,10 @@ import pytest
 from benchmarks.report.pictures import static_picture
 from pumice.cli import page as page_
 from pumice.cli import report as module
+from pumice.cli.evaluate import LayerTiming, Timing
 from pumice.cli.packing import code_type, packed_view
-from pumice.cli.report import (
-    CloudView,
-    InferenceTiming,
-    LayerTime,
-    Metrics,
-    Report,
-    RunFacts,
-    TrainStep,
-    class_styles,
-    write_report,
-)
+from pumice.cli.report import CloudView, Metrics, Report, RunFacts, class_styles, write_report
+from pumice.cli.training import TrainingProgress
 from pumice.errors import FileError, OptionError, ShapeError
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -41,10 +33,11 @@ def full_report(text="a name"):
         title=text,
         views=[cloud(text, split="train"), cloud(text + "2", split="held out")],
         classes=class_styles([text, "b", "c"]),
-        history=[TrainStep(i, 1 / (i + 1), i / 10, 1e5) for i in range(9)],
+        history=[TrainingProgress(i, 1 / (i + 1), i / 10, 1e5) for i in range(9)],
         metrics=Metrics(0.9, 0.6, (0.7, None, float("nan")), (30, 0, 20), text),
-        timing=InferenceTiming(12.3, 12.0, 13.0, 5000, text, "float32"),
-        layers=[LayerTime(text, 1.5, 0.4, 5000, text), LayerTime("b", 2.0, 0.6, 1000, "4 to 8")],
+        timing=Timing(12.3, 12.0, 13.0, 20, 5000),
+        precision=text,
+        layers=[LayerTiming(text, 1.5, 5000, text), LayerTiming("b", 4.5, 1000, "4 to 8")],
         facts=RunFacts(text, {text: text}, (0.1, 0.1, 0.2), [text], {text: text}),
     )
 
@@ -105,12 +98,8 @@ def test_the_numbers_are_on_the_page(page):
         assert expected in text
     data = payload(text)
     assert data["history"]["loss"][1] == 0.5
+    assert [layer["share"] for layer in data["layers"]] == [0.25, 0.75]
     assert [view["split"] for view in data["views"]] == ["train", "held out"]
-
-
-def test_maps_not_included_is_said(page):
-    report = Report("t", [], (), timing=InferenceTiming(1.0, 1.0, 1.0, 10, "cpu", "float32", maps_included=False))
-    assert "maps not included" in page(report)
 
 
 def test_placeholders_in_names_stay_text(page):
@@ -139,14 +128,15 @@ def test_tiny_scans(page, points):
 
 
 def test_numbers_that_are_not_finite(page):
-    history = [TrainStep(0, float("nan"), float("inf"), None)]
+    history = [TrainingProgress(0, float("nan"), float("inf"), float("nan"))]
     scores = Metrics(float("nan"), float("nan"), (None,), (0,))
     data = payload(page(Report("t", [], class_styles(["a"]), history, scores)))
     assert data["history"]["loss"] == data["history"]["accuracy"] == [None]
 
 
 def test_a_long_history_is_thinned_and_keeps_its_ends(page):
-    steps = payload(page(Report("t", [], (), [TrainStep(i, 1.0) for i in range(9000)])))["history"]["step"]
+    history = [TrainingProgress(i, 1.0, 0.5, 1e5) for i in range(9000)]
+    steps = payload(page(Report("t", [], (), history)))["history"]["step"]
     assert len(steps) == module.MAX_STEPS and steps[0] == 0 and steps[-1] == 8999
 
 

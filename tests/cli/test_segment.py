@@ -384,7 +384,7 @@ def test_a_failed_save_between_epochs_is_warned_of(scenes, job, monkeypatch):
         return save(*args)
 
     monkeypatch.setattr(checkpoint, "save", full_disk)
-    with pytest.warns(UserWarning, match="no space left; training goes on"):
+    with pytest.warns(UserWarning, match="no space left; training continues"):
         result = segment.run(scenes(1), scenes(1), job(2), ignore)
     assert result.checkpoint.is_file() and len(calls) == 2
 

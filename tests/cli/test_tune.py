@@ -76,7 +76,7 @@ def test_show_in_80_columns(pumice, filled, monkeypatch):
     for told in (
         "12345.6000",
         "12.3456",
-        "128x256x64 w8 s4 prefetch_indices",
+        "128x256x64 w8 s4 prefetch",
         "0.1234",
         "plans of some GPU",
         "tiles of some GPU",
@@ -102,7 +102,7 @@ def test_export_and_merge(pumice, filled, tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "ledger", lambda: other)
     for count in ("2 tuned tiles", "0 tuned tiles"):
         ran = pumice("tune", "--merge", file)
-        assert (ran.code, ran.out) == (0, f"took {count} that {file} has new or newer\n")
+        assert (ran.code, ran.out) == (0, f"added {count} from {file}\n")
     assert Ledger(other.path).all() == filled.all()
 
 
@@ -122,13 +122,13 @@ def test_plans_go_along(pumice, filled, tmp_path, monkeypatch):
     assert pumice("tune", "--export", file).out == f"wrote 2 tuned tiles and 1 tuned plan to {file}\n"
     monkeypatch.setattr(cli, "ledger", lambda: Ledger(other))
     monkeypatch.setattr(cli, "plans", lambda: Plans(other.with_name("plans.json")))
-    assert "took 2 tuned tiles and 1 tuned plan that" in pumice("tune", "--merge", file).out
+    assert "added 2 tuned tiles and 1 tuned plan from" in pumice("tune", "--merge", file).out
     assert Ledger(other).all() == filled.all() and Plans(other.with_name("plans.json")).all() == {PLAN_KEY: PLAN}
     assert Ledger(tmp_path / "third.json").merge(file) == 2, "as before there were plans"
     assert pumice("tune", "--clear").out.count("removed 2 tuned tiles from") == 1
-    assert "took 0 tuned tiles and 1 tuned plan" in pumice("tune", "--merge", own.path).out
+    assert "added 0 tuned tiles and 1 tuned plan" in pumice("tune", "--merge", own.path).out
     file.write_text(file.read_text().replace('"plans": {"version": 1', '"plans": {"version": 99'))
-    assert refused(pumice("tune", "--merge", file), "ledger of plans of version 99, expected 1")
+    assert refused(pumice("tune", "--merge", file), "tuning cache of plans of version 99, expected 1")
 
 
 @pytest.mark.parametrize("option", [("--show",), ("--clear",), ("--export", "out.json")])
@@ -149,7 +149,7 @@ def test_without_an_option_help(pumice, filled):
 def test_what_is_refused(pumice, filled, tmp_path):
     bad = tmp_path / "bad.json"
     bad.write_text("no ledger")
-    assert refused(pumice("tune", "--merge", bad), bad, "is no ledger of tiles")
+    assert refused(pumice("tune", "--merge", bad), bad, "is not a tuning cache of tiles")
     assert refused(pumice("tune", "--merge", tmp_path / "gone.json"), "gone.json", "No such file")
     assert refused(pumice("tune", "--export", tmp_path / "no" / "folder.json"), "folder.json", "cannot be written")
     assert refused(

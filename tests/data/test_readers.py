@@ -130,7 +130,7 @@ def test_a_single_far_point_is_dropped(tmp_path: Path, far: float) -> None:
 def test_bytes_that_are_no_coordinates_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "noise.bin"
     path.write_bytes(np.full(400, 1e30, np.float32).tobytes())
-    with pytest.raises(FileError, match=r"finite coordinates within 10 km, found 1600 bytes of numbers that are no"):
+    with pytest.raises(FileError, match=r"finite coordinates within 10 km, found 1600 bytes of implausible"):
         read_scan(path)
 
 

@@ -64,7 +64,7 @@ def test_one_far_point_does_not_cost_the_others_their_millimetres() -> None:
         (ShapeError, (XYZ, np.zeros((4, 1, 1))), r"feats is \[P, F\], found \[4, 1, 1\]"),
         (ShapeError, (XYZ, NONE, np.zeros(3, np.int64)), r"4 points and labels \[3\]"),
         (DtypeError, (XYZ, NONE, np.zeros(4)), "labels are integers, found dtype float64"),
-        (DtypeError, (XYZ.astype(str), NONE), "xyz holds real numbers, found dtype <U"),
+        (DtypeError, (XYZ.astype(str), NONE), "xyz must hold real numbers, found dtype <U"),
         (OptionError, (XYZ, NONE, np.array([0, 6, 7, -1]), "", STREET), r"0..5 or -1 \(ignored\), found 6 \(2 "),
         (OptionError, (XYZ, NONE, np.array([0, -2, 1, 1]), "", STREET), "found -2"),
     ],

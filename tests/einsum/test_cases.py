@@ -205,7 +205,7 @@ def test_padding_of_blocks_never_counts(form, text):
     try:
         got = pm.einsum(text, A=sparse(a, form), **used)
     except OptionError as error:
-        assert "meets nothing else in the statement" in str(error)
+        assert "appears nowhere else in the statement" in str(error)
     else:
         close(got, pm.einsum(text, A=a, **used))
 
@@ -290,7 +290,7 @@ def test_pooling_over_a_map(form, operator):
 
 def test_a_coordinate_that_meets_nothing_cannot_tell_padding():
     x, found, _ = conv_map(2, 2)
-    with pytest.raises(OptionError, match="its coordinate k meets nothing else in the statement"):
+    with pytest.raises(OptionError, match="its coordinate k appears nowhere else in the statement"):
         call("y[o,c] max= map[o,k,i] * x[i,c]", (found.num_outputs, 5), ["pairs"], found, {"x": x})
 
 

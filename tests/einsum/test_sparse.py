@@ -513,7 +513,7 @@ def test_gradients_reach_the_values_of_sparse_inputs():
         (OptionError, r"group is one of count, sqrt; found 'best'", lambda: sparse(MATRIX, "CSR", group="best")),
         (OptionError, r"sparse takes a dense torch tensor, a torch sparse.*; found list$", lambda: sparse([[1]])),
         (OptionError, r"; found torch.Tensor of layout torch.strided on meta", lambda: sparse(MATRIX.to("meta"))),
-        (StatementError, r"no kind of level is 'X'", lambda: sparse(MATRIX, "m:X k:C")),
+        (StatementError, r"unknown kind of level 'X'", lambda: sparse(MATRIX, "m:X k:C")),
         (DtypeError, r"torch has no dtype for numpy's <U1", lambda: sparse(np.array([["a"]]))),
         (
             CoordinateError,

@@ -192,7 +192,7 @@ ERRORS = [
     ("C[i] += A[i] - |C[i]", "`C` is being written; read it under another name"),
     ("C[i] = equal(|C[i], A[i])", "`C` is being written; read it under another name"),
     ("C[|C[i]] = A[i]", "`C` is being written; read it under another name"),
-    ("C[i] = |sqrt(A[i])", "`sqrt` is no function of the language; there are exists and equal"),
+    ("C[i] = |sqrt(A[i])", "`sqrt` is not a function of the language; use exists or equal"),
     ("C[i] = exists(|)", "expected an access, as in exists(A[i]), found `)`"),
     ("C[i] = exists(A[i]|, B[i])", "expected `)` to close the `(` at column 14, found `,`"),
     ("C[i] = equal(|2*A[i], B[i])", "expected an access, as in equal(A[i], B[i]), found `2`"),
@@ -200,7 +200,7 @@ ERRORS = [
     ("C[i] = equal(A[i], B[i]|, 2)", "expected an operator or `)` to close the `(` at column 13, found `,`"),
     ("C[i] = A[i] ;|", "expected a declaration such as p:10 or C:[10,_], found the end of the text"),
     ("C[i] = A[i] ; i |= 5", "expected `:` after the declared `i`, found `=`"),
-    ("C[i] = A[i] ; |k:5", "`k` is declared and is no index or operand of the statement"),
+    ("C[i] = A[i] ; |k:5", "`k` is declared but is not an index or operand of the statement"),
     ("C[i] = A[i] ; i:5, |i:6", "`i` is declared twice, first at column 15"),
     ("C[i] = A[i] ; A:[5]; |A:[5]", "`A` is declared twice, first at column 15"),
     ("C[i] = A[X[i]] ; X:sorted, |X:sorted", "`X` is declared twice, first at column 18"),
@@ -214,8 +214,8 @@ ERRORS = [
     ("C[i] = A[i] ; i:|[5]", "`i` is an index; its range is declared as `i:10`"),
     ("C[i] = A[i] ; C:|[5,_]", "`C` is declared with 2 axes and has 1 axis at column 1"),
     ("C[i] = A[i] ; A:[5|", "expected `,` or `]` to close the `[` at column 17, found the end of the text"),
-    ("C[i] = A[i] ; i:|sorted", "`sorted` is said of index arrays; `i` is none"),
-    ("C[i] = A[i] ; C:|distinct", "`distinct` is said of index arrays; `C` is none"),
+    ("C[i] = A[i] ; i:|sorted", "`sorted` applies to index arrays; `i` is not one"),
+    ("C[i] = A[i] ; C:|distinct", "`distinct` applies to index arrays; `C` is not one"),
 ]
 
 

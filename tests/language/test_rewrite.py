@@ -93,8 +93,8 @@ def test_solved(text, wanted):
         ("C[m] = A[m,m]", "CSR", "`A_m[p]` cannot be solved"),
         ("C[m] = A[X[m],k]", "CSR", "`X[m]` cannot be solved"),
         ("C[m] = A[m,3]", "CSR", "`3` cannot be solved"),
-        ("C[m] = exists(A[m,k])", "CSR", "`A[m,k]` is no factor of a term"),
-        ("C[m] = equal(A[m,k], 2)", "CSR", "`A[m,k]` is no factor of a term"),
+        ("C[m] = exists(A[m,k])", "CSR", "`A[m,k]` is not a factor of a term"),
+        ("C[m] = equal(A[m,k], 2)", "CSR", "`A[m,k]` is not a factor of a term"),
         ("C[p] = A[2*p+2*r] * W[r] * V[p]", "k:C", "`2*p+2*r` cannot be solved"),
         # The stored coordinate depends on the index that it would replace.
         ("C[m] = A[j,m,j]", "a:U b:U c:G", "`j` cannot be solved"),
@@ -126,22 +126,22 @@ def test_two_sparse_operands():
 def test_the_other_operators_refuse_what_has_no_form(operator):
     for right, reason in (
         ("A[m,m] * B[m,n]", "cannot be solved"),
-        ("A[m,k] * B[m,n]", "its coordinate k meets nothing else"),
-        ("exists(A[m,k]) * B[k,n]", "is no factor of a term"),
+        ("A[m,k] * B[m,n]", "its coordinate k appears nowhere else"),
+        ("exists(A[m,k]) * B[k,n]", "is not a factor of a term"),
     ):
         with pytest.raises(OptionError) as raised:
             lower_statement(parse(f"C[m,n] {operator} {right}"), {"A": stored("CSR")})
         assert reason in str(raised.value) and operator in str(raised.value) and "pass it dense" in str(raised.value)
     with pytest.raises(OptionError, match="stored in 2 parts"):
         lower_statement(parse(f"C[m,n] {operator} A[m,k] * B[k,n]"), {"A": stored("m:C k:G1,2", 2)})
-    with pytest.raises(OptionError, match="`k`, in blocks, meets nothing else"):
+    with pytest.raises(OptionError, match="`k`, in blocks, appears nowhere else"):
         lower_statement(parse(f"C[m] {operator} A[m,k]"), {"A": stored("m:U k:U k:B4")})
 
 
 def test_patterns_have_no_values():
     assert steps(PRODUCT, A=stored("CSR", ones=True)) == ["C[A_m[p],n] = B[A_k[p],n] ; A_m:sorted"]
     done = lower_statement(parse("C[m] = A[m,k] * B[m]"), {"A": stored("GroupCOO", ones=True)})
-    assert "its coordinate k meets nothing else" in done.dense["A"]
+    assert "its coordinate k appears nowhere else" in done.dense["A"]
 
 
 def test_rank():

@@ -109,7 +109,7 @@ def test_a_killed_writer_does_no_harm(path, started, monkeypatch):
     ready, own = SPAWN.Event(), Ledger(path)
     holder = started(writers.hold, path, ready)
     assert ready.wait(60)
-    with pytest.warns(RuntimeWarning, match="cannot be written .*serve this process alone"):
+    with pytest.warns(RuntimeWarning, match="cannot be written .*kept in this process only"):
         own.put(OTHER, Tile(32, 32))
     assert own.get(OTHER) == Tile(32, 32) and own.get(KEY) == Tile(16, 16)
     assert own.all().keys() == {KEY, OTHER} and tiles(Ledger(path)) == {KEY: Tile(16, 16)}
@@ -185,9 +185,9 @@ def test_what_is_no_ledger_of_ours_is_named_and_left_alone(tmp_path, text):
     path.write_text(text, encoding="latin-1")
     own = Ledger(path)
     for asked in (own.all, own.export, own.clear):
-        with pytest.raises(FileError, match=r"t.json is (no|a) ledger of tiles.*; remove it to begin anew"):
+        with pytest.raises(FileError, match=r"t.json is (not )?a tuning cache of tiles.*; remove it to start over"):
             asked()
-    with pytest.warns(RuntimeWarning, match="remove it to begin anew; tiles tuned here serve this process alone"):
+    with pytest.warns(RuntimeWarning, match="remove it to start over; tiles tuned here are kept in this process only"):
         assert own.get(KEY) is None
     own.put(KEY, Tile(16, 16))
     assert own.look(OTHER) is None and own.get(KEY) == Tile(16, 16) and own.generation == 1
@@ -243,7 +243,7 @@ def test_an_entry_that_is_nested_too_deeply_to_be_written_again(path, monkeypatc
         raise RecursionError("maximum recursion depth exceeded")
 
     monkeypatch.setattr(stores.json, "dumps", refused)
-    with pytest.warns(RuntimeWarning, match="serve this process alone"):
+    with pytest.warns(RuntimeWarning, match="kept in this process only"):
         own.put(OTHER, Tile(32, 32))
     assert own.get(OTHER) == Tile(32, 32)
 
@@ -365,7 +365,7 @@ def test_a_merge_of_something_else(path, tmp_path, text):
     file = tmp_path / "else.json"
     file.write_text(text, encoding="latin-1")
     for source, name in ((file, "else.json"), (text, "the text")):
-        with pytest.raises(FileError, match=f"{name} is (no|a) ledger of tiles"):
+        with pytest.raises(FileError, match=f"{name} is (not )?a tuning cache of tiles"):
             own.merge(source)
     for source in (tmp_path / "gone.json", tmp_path):
         with pytest.raises(FileError, match="cannot be read"):

@@ -4,7 +4,7 @@ import sys
 
 
 def start() -> None:
-    """Run the command line, or say what to install where its dependencies are missing."""
+    """Run the command line, or name the package to install if one is missing."""
     try:
         from pumice.cli.main import main
     except ModuleNotFoundError as error:

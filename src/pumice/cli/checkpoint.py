@@ -1,4 +1,4 @@
-"""A trained network in one safetensors file: its weights, and in the header all that is needed to use it."""
+"""A trained network in one safetensors file: its weights, and the task in the header."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = "pumice-segmentation-1"
 
 
 def save(path: Path, net: nn.Module, task: Task) -> Path:
-    """Write the weights of `net` and `task`; the file appears whole or not at all. FileError where it cannot."""
+    """Write the weights of `net` and `task` atomically. Raises FileError if that fails."""
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
     partial = path.with_suffix(path.suffix + ".partial")
     try:
@@ -35,7 +35,7 @@ def save(path: Path, net: nn.Module, task: Task) -> Path:
 
 
 def save_or_elsewhere(path: Path, net: nn.Module, task: Task) -> Path:
-    """save(), or where `path` cannot be written, into the folder of temporary files with a warning that says where."""
+    """save(); if `path` cannot be written, into the folder of temporary files, with a warning that names the file."""
     try:
         return save(path, net, task)
     except FileError as error:
@@ -45,10 +45,8 @@ def save_or_elsewhere(path: Path, net: nn.Module, task: Task) -> Path:
 
 
 def load(path: Path, device: torch.device) -> tuple[nn.Module, Task]:
-    """The network and the task in a file written by save().
-
-    Raises FileError when the file is missing, no safetensors file, not ours, or its weights do not fit its task.
-    """
+    """The network and the task of a file written by save(). Raises FileError if the file is missing, is not a
+    checkpoint of pumice, or its weights do not fit its task."""
     if path.is_dir():
         raise FileError(f"{path}: expected a checkpoint written by pumice, found a folder")
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""How good and how fast a trained network is."""
+"""Accuracy and speed of a trained network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scores:
 
     @property
     def present(self) -> int:
-        """How many classes occur."""
+        """Number of classes that occur."""
         return int((self.counts > 0).sum())
 
     @property
@@ -71,7 +71,7 @@ def predict(net: nn.Module, scan: Scan, task: Task, device: torch.device, precis
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of `runs` inferences from coordinates to logits: their check and all kernel maps included."""
+    """Milliseconds of `runs` inferences from coordinates to logits, with validation and all kernel maps."""
 
     median: float
     p20: float
@@ -82,17 +82,15 @@ class Timing:
 
 @torch.no_grad()
 def time_inference(net: nn.Module, x: SparseTensor, precision: str, runs: int = 20, budget: float = 15.0) -> Timing:
-    """Time `net` on fresh coordinates equal to x's, so that every kernel map is found anew.
-
-    At most `runs` runs after one to warm up, and no new one once `budget` seconds are spent.
-    """
+    """Time `net` on fresh coordinates equal to x's, so that every kernel map is rebuilt: one warm-up run, then at most
+    `runs` runs, none of which starts after `budget` seconds."""
     net.eval()
     times: list[float] = []
     start = time.perf_counter()
     while len(times) < runs + 1 and (len(times) < 3 or time.perf_counter() - start < budget):
         _wait(x.device)
         begin = time.perf_counter()
-        # Inside the clock: checking the coordinates sorts them, and the search for neighbours lives on that.
+        # Timed too: validation sorts the coordinates, which the neighbour search reuses.
         fresh = SparseTensor(x.feats, x.coords, spatial_shape=x.spatial_shape, batch_size=x.batch_size)
         with autocast(x.device, precision):
             net(fresh)
@@ -104,7 +102,7 @@ def time_inference(net: nn.Module, x: SparseTensor, precision: str, runs: int = 
 
 @dataclass(frozen=True)
 class LayerTiming:
-    """One module of a network in one run: name, milliseconds, voxels and channels of its result."""
+    """One module of a network in one run: name, milliseconds, voxels and channels of its result ("32 to 64")."""
 
     name: str
     ms: float
@@ -114,7 +112,7 @@ class LayerTiming:
 
 @torch.no_grad()
 def time_layers(net: nn.Module, x: SparseTensor, precision: str, runs: int = 3) -> list[LayerTiming]:
-    """The median time of every leaf module over `runs` runs with the maps at hand, in the order of use."""
+    """The median time of every leaf module over `runs` runs with cached kernel maps, in order of use."""
     net.eval()
     order: list[str] = []
     times: dict[str, list[float]] = {}
@@ -131,8 +129,8 @@ def time_layers(net: nn.Module, x: SparseTensor, precision: str, runs: int = 3) 
             order.append(name)
         times.setdefault(name, []).append(1e3 * (time.perf_counter() - begun[name]))
         if isinstance(output, SparseTensor):
-            given = inputs[0].channels if isinstance(inputs[0], SparseTensor) else output.channels
-            shapes[name] = (len(output), f"{given} to {output.channels}")
+            channels = inputs[0].channels if isinstance(inputs[0], SparseTensor) else output.channels
+            shapes[name] = (len(output), f"{channels} to {output.channels}")
 
     handles = []
     for name, module in net.named_modules():
@@ -150,7 +148,7 @@ def time_layers(net: nn.Module, x: SparseTensor, precision: str, runs: int = 3) 
 
 
 def trivial_scores(train: Sequence[Scan], held_out: Sequence[Scan], classes: int) -> dict[str, Scores]:
-    """What takes no network: the commonest class for every point, and the commonest at each height (0.25 m bins)."""
+    """Baselines without a network: the majority class, and the majority class at each height (0.25 m bins)."""
     votes = np.zeros((_BINS, classes), np.int64)
     for scan in train:
         assert scan.labels is not None

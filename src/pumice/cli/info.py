@@ -1,4 +1,4 @@
-"""What this machine has, what pumice can use of it, and what to do about the rest."""
+"""Diagnostics: what this machine has, what pumice can use of it, and how to fix the rest."""
 
 import importlib
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Check", "Info", "collect", "render"]
 
-# The order in which Triton looks for one.
+# In Triton's search order.
 COMPILERS = ("gcc", "clang", "cc")
 COMPILE_SECONDS = 30
 LAUNCHER = "#include <Python.h>\nPyObject *probe(void) { return PyLong_FromLong(0); }\n"
@@ -37,7 +37,7 @@ GET_GPU_TORCH = "install a CUDA or ROCm build of torch (pytorch.org says how)"
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what was looked for, whether it can be used, what was found, what to do where it cannot."""
+    """One line: what was checked, if it is usable, what was found, and advice if it is not."""
 
     name: str
     usable: bool
@@ -61,7 +61,7 @@ class Info:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package: its module, what it is for, how to get it, and whether importing it is cheap."""
+    """An optional package: its module, its purpose, how to install it, and if importing it is cheap."""
 
     module: str
     purpose: str
@@ -75,16 +75,13 @@ PACKAGES = (
     Package("pyarrow", "reads .feather and .parquet", "pip install .[io] in a clone"),
     Package("plotly", "interactive report", "pip install plotly"),
     Package("safetensors", "checkpoints", "pip install safetensors"),
-    # Importing it loads its GPU libraries: its presence is enough here.
+    # Importing it loads its GPU libraries; checking its presence is enough.
     Package("spconv", "peer of the benchmarks", "pip install .[bench] in a clone", try_import=False),
 )
 
 
 def collect() -> Info:
-    """Looks at everything: compiles one tiny C file, needs no GPU, takes about a second.
-
-    It never raises for what is missing: that is what it reports.
-    """
+    """Check everything: compiles one tiny C file, needs no GPU, takes about a second. Missing parts raise no error."""
     compiler = _compiler()
     return Info(
         versions=_versions(),
@@ -125,7 +122,7 @@ def _check_table(checks: tuple[Check, ...]) -> Any:
     table.add_column(overflow="fold")
     for check in checks:
         mark = Text("  yes", style="green") if check.usable else Text("  no ", style="yellow")
-        # Text, not markup: "pumice[io]" is no style.
+        # Text, not markup: "pumice[io]" is not a style.
         found = Text(check.found)
         if check.advice:
             found.append(f"\n{check.advice}", style="dim")
@@ -147,7 +144,7 @@ def _versions() -> dict[str, str]:
 
 
 def distribution(name: str) -> str | None:
-    """The version of an installed distribution, None where it is absent."""
+    """The version of an installed distribution, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -155,7 +152,7 @@ def distribution(name: str) -> str | None:
 
 
 def _module_version(module: str) -> str | None:
-    """The version of the distribution that brings a module (spconv-cu120: spconv); None where absent."""
+    """The version of the distribution that provides a module (spconv-cu120: spconv), or None."""
     if find_spec(module) is None:
         return None
     names = metadata.packages_distributions().get(module, ())
@@ -182,7 +179,7 @@ def _cpu_name() -> str:
 
 
 def _usable_cores() -> int:
-    """Those this process may run on, which a container or a batch system can make fewer than there are."""
+    """Cores this process may use, which a container or a batch system can restrict."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -221,7 +218,7 @@ def _platform_name() -> str:
     return f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
 
 
-# What can be used
+# Capabilities
 def _cpu_libraries() -> tuple[Check, ...]:
     libraries: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("oneDNN", torch.backends.mkldnn.is_available),
@@ -230,7 +227,7 @@ def _cpu_libraries() -> tuple[Check, ...]:
     return tuple(
         Check(name, True, "in this torch")
         if available()
-        else Check(name, False, "not in this torch", "CPU layers run on what else it has, perhaps slower")
+        else Check(name, False, "not in this torch", "CPU layers use other kernels, perhaps slower")
         for name, available in libraries
     )
 
@@ -241,7 +238,7 @@ def _compiler() -> str | None:
 
 def _compilers(compiler: str | None) -> tuple[Check, ...]:
     if compiler is None:
-        lost = "none found; the torch path answers in place of generated C"
+        lost = "none found; torch operators replace generated C"
         return (
             Check("C compiler", False, lost, GET_COMPILER),
             Check("Triton launcher", False, "cannot be compiled without a C compiler", GET_COMPILER),
@@ -250,20 +247,20 @@ def _compilers(compiler: str | None) -> tuple[Check, ...]:
 
 
 def _compiler_version(compiler: str) -> str:
-    """The first line of --version; the path stays out, it tells of the person, not of the compiler."""
+    """The first line of --version, without the path, which may identify the user."""
     done = _run([compiler, "--version"])
     first = done.stdout.splitlines() if done is not None and done.returncode == 0 else []
     return first[0] if first else f"{Path(compiler).name}, version unknown"
 
 
 def _launcher(compiler: str) -> Check:
-    """Compiles what Triton 3.6 and 3.7 compile at the first launch: a C file that includes Python.h."""
+    """Compile what Triton 3.6 and 3.7 compile at the first launch: a C file that includes Python.h."""
     include = sysconfig.get_paths()["include"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.c")
         source.write_text(LAUNCHER, encoding="utf-8")
         target = str(Path(folder, "probe.so"))
-        # Symbols of Python are resolved when it is loaded; macOS has to be told so.
+        # Python's symbols are resolved at load time; macOS needs a flag for that.
         late = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
         done = _run([compiler, str(source), "-shared", "-fPIC", f"-I{include}", *late, "-o", target])
     if done is not None and done.returncode == 0:
@@ -272,11 +269,11 @@ def _launcher(compiler: str) -> Check:
         return Check("Triton launcher", False, "Python.h is missing", GET_HEADERS)
     errors = [line for line in (done.stderr.splitlines() if done else []) if "error" in line]
     found = f"does not compile: {errors[0].replace(str(source), 'probe.c')}" if errors else "does not compile"
-    return Check("Triton launcher", False, found, "compile a small C file by hand to see what is wrong")
+    return Check("Triton launcher", False, found, "compile a small C file by hand to find the error")
 
 
 def _run(command: list[str]) -> "subprocess.CompletedProcess[str] | None":
-    """None where it cannot be started or does not come back in time."""
+    """None if the command cannot be started or times out."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -284,12 +281,12 @@ def _run(command: list[str]) -> "subprocess.CompletedProcess[str] | None":
 
 
 def _triton(compiler: str | None) -> Check:
-    """Whether GPU kernels run: Triton, a GPU, and the means to compile a launcher."""
+    """Check that GPU kernels can run: Triton, a GPU, and a C compiler for the launcher."""
     version = _triton_version()
     if version is None:
-        return Check("Triton kernels", False, "no triton here", f"it comes with torch: {GET_GPU_TORCH}")
+        return Check("Triton kernels", False, "triton is not installed", f"it comes with torch: {GET_GPU_TORCH}")
     if not torch.cuda.is_available():
-        return Check("Triton kernels", False, f"triton {version}, but no GPU", "the CPU path answers")
+        return Check("Triton kernels", False, f"triton {version}, but no GPU", "the CPU path is used")
     if compiler is None:
         return Check("Triton kernels", False, f"triton {version}, but no C compiler", GET_COMPILER)
     return Check("Triton kernels", True, f"triton {version} on {_platform_name()}")
@@ -307,7 +304,7 @@ def _package(package: Package) -> Check:
 
 
 def _import_failure(module: str) -> str | None:
-    """Why it cannot be imported. Foreign code may fail in any way while it loads; all of it is reported."""
+    """Why the module cannot be imported. Loading third-party code may raise anything; all of it is reported."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -338,7 +335,7 @@ def _cache_folder() -> Check:
     if not os.access(nearest, os.W_OK | os.X_OK):
         return Check("cache", False, f"{_short(folder)} cannot be written", "set PUMICE_CACHE to one that can")
     if not folder.exists():
-        return Check("cache", True, f"{_short(folder)}, made at first use")
+        return Check("cache", True, f"{_short(folder)}, created on first use")
     files = [path for path in folder.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 2**20
     return Check("cache", True, f"{_short(folder)}, {len(files)} files, {size:.1f} MiB")

@@ -1,4 +1,4 @@
-"""A job for the segmentation command: its options, its device, and the scans it is given."""
+"""A job of the segmentation commands: its options, its device, and its scans."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Job:
-    """What to do: where the results go, on which device, and how to train. A checkpoint brings its own task.
+    """Options of a run: output folder, device, and training. A checkpoint brings its own task.
 
-    features: which of FEATURES every point gets, in place of its own. predictions: their folder, in place of one beside
-    the report, and their format. timing: measure inference, too. save_every: epochs between checkpoints, 0 for none.
+    features: one of FEATURES instead of the scan's own. predictions, predictions_as: their folder (default: beside the
+    report) and format. timing: measure inference, too. save_every: epochs between checkpoints, 0: only the last.
 
-    Raises OptionError on values that cannot be.
+    Raises OptionError for invalid values.
     """
 
     out: Path
@@ -60,13 +60,13 @@ class Job:
             raise OptionError(f"voxel and width are positive and finite, found {self.voxel} and {self.width}")
 
     def checked(self) -> Job:
-        """Itself. Raises what is wrong with its checkpoint, before scans are read."""
+        """Itself; raises the errors of its checkpoint before scans are read."""
         if self.checkpoint is not None:
             checkpoint.load(self.checkpoint, self.device)
         return self
 
     def opened(self) -> Job:
-        """Itself, once its folders are there. Raises FileError before any work is lost to one that cannot be made."""
+        """Itself, after creating its folders; raises FileError before any work is lost to one that cannot be made."""
         for folder in {self.out, (self.report or self.out / "report.html").parent, self.predictions or self.out}:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ class Job:
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1"; DeviceError for one that is not there."""
+    """ "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1"; DeviceError for a missing one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -87,12 +87,12 @@ def pick_device(name: str) -> torch.device:
         raise DeviceError(f"device {name!r} is not supported; there are auto, cpu and cuda")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= found:
-        raise DeviceError(f"device {name!r} was asked for, torch finds {found} GPUs; `pumice info` says why")
+        raise DeviceError(f"device {name!r} is not available, torch finds {found} GPUs; see `pumice info`")
     return device
 
 
 def hold_out(scans: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """(to train on, to evaluate on): every fifth scan is held out, the last of fewer; one serves as both."""
+    """(training set, evaluation set): every fifth scan is held out, the last of fewer; a single one is in both."""
     if len(scans) == 1:
         return list(scans), list(scans)
     held = {i for i in range(len(scans)) if i % 5 == 4} | ({len(scans) - 1} if len(scans) < 5 else set())
@@ -100,7 +100,7 @@ def hold_out(scans: Sequence[Item]) -> tuple[list[Item], list[Item]]:
 
 
 def common_labels(scans: Sequence[Scan]) -> list[Scan]:
-    """The scans with one label set for all. Raises FileError when some have labels and others do not."""
+    """The scans with a common label set. Raises FileError if some have labels and others do not."""
     bare = [scan.name for scan in scans if scan.labels is None]
     if bare and len(bare) < len(scans):
         raise FileError(f"{bare[0]}: expected labels as the other scans have, found none ({len(bare)} of {len(scans)})")
@@ -108,15 +108,12 @@ def common_labels(scans: Sequence[Scan]) -> list[Scan]:
 
 
 def labelled(scan: Scan) -> bool:
-    """Whether some point of the scan has a class."""
+    """True if some point of the scan has a class."""
     return scan.labels is not None and bool((scan.labels >= 0).any())
 
 
 def choose_features(scan: Scan, choice: str | None, fill: Sequence[float] = (1.0,)) -> Scan:
-    """The scan with one of FEATURES in place of its own; "constant" gives each point `fill`.
-
-    Raises OptionError where the scan does not have them.
-    """
+    """The scan with one of FEATURES for its own ("constant": `fill`). Raises OptionError if the scan lacks them."""
     if choice is None:
         return scan
     if choice == "constant":
@@ -128,7 +125,7 @@ def choose_features(scan: Scan, choice: str | None, fill: Sequence[float] = (1.0
 
 
 def _choices(count: int) -> dict[str, slice]:
-    """The columns that each of FEATURES has in a scan of so many: readers put intensity first and colours last."""
+    """The columns of each of FEATURES in a scan with `count` columns: readers put intensity first and colours last."""
     found = {"intensity": slice(0, 1)} if count not in (0, 3) else {}
     return {**found, **({"rgb": slice(-3, None)} if count in (3, 4) else {}), "none": slice(0, 0)}
 
@@ -138,20 +135,17 @@ def _counted(count: int) -> str:
 
 
 def fit_to_task(scans: Sequence[Scan], task: Task, features: str | None = None) -> list[Scan]:
-    """The scans with the features asked for, and their classes renumbered as the task numbers them.
-
-    A scan whose classes are others keeps its points and loses its labels. Raises FileError when a scan has another
-    number of features than the task.
-    """
+    """The scans with the chosen features, and their classes renumbered as in the task; a scan with other classes loses
+    its labels. Raises FileError if a scan differs from the task in the number of features."""
     fill = task.mean[len(task.mean) - task.features :]
     chosen = [choose_features(scan, features, fill) for scan in scans]
     for scan, own in zip(chosen, scans, strict=True):
-        given, count = scan.feats.shape[1], own.feats.shape[1]
-        if given != task.features:
+        found, count = scan.feats.shape[1], own.feats.shape[1]
+        if found != task.features:
             fitting = [name for name, cut in _choices(count).items() if len(range(count)[cut]) == task.features]
             remedy = f"give --features {' or '.join([*fitting, 'constant'])} (constant: the training scans' mean)"
             expected = f"expected {_counted(task.features)} as in training"
-            raise FileError(f"{scan.name}: {expected}, found {_counted(given)}: {remedy}")
+            raise FileError(f"{scan.name}: {expected}, found {_counted(found)}: {remedy}")
     return [_renumbered(scan, task) for scan in chosen]
 
 

@@ -32,7 +32,7 @@ from pumice.schedule.tuned_tiles import ledger
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 console = Console(highlight=False)
-# Scans that a network is tuned on; more of them tell little more.
+# Scans for tuning; more of them add little.
 _SAMPLES = 4
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")]
@@ -41,7 +41,7 @@ OutFolder = Annotated[Path, typer.Option("--out", help="folder for the checkpoin
 ReportFile = Annotated[Path | None, typer.Option(help="where to write the report [default: OUT/report.html]")]
 Labels = Annotated[Path | None, typer.Option(help="label file, or folder of them [default: the scan's, or ../labels]")]
 Columns = Annotated[int | None, typer.Option(help="numbers per point in .bin files, if the guess is wrong")]
-Features = Annotated[str | None, typer.Option(help="of each point take intensity, rgb, none, or put in a constant")]
+Features = Annotated[str | None, typer.Option(help="features of each point: intensity, rgb, none or constant")]
 Predictions = Annotated[Path | None, typer.Option(help="folder for each point's class [default: OUT/predictions]")]
 PredictionsAs = Annotated[
     str, typer.Option(help="label, npz, ply, or auto: label for SemanticKITTI's classes, else npz")
@@ -52,7 +52,7 @@ Trained = Annotated[Path, typer.Argument(help="a checkpoint of `pumice segment`"
 
 
 def main() -> None:
-    """Run the command line; warnings and the library's own errors become one line each, errors exit code 1."""
+    """Run the command line; warnings and the library's own errors become one line each; errors exit with code 1."""
     with warnings.catch_warnings():
         warnings.showwarning = _warn
         try:
@@ -70,8 +70,8 @@ def _warn(message: Warning | str, *_: object) -> None:
     _aside("warning", "yellow", str(message))
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(shown: bool) -> None:
+    if shown:
         typer.echo(f"pumice {pumice.__version__}")
         raise typer.Exit()
 
@@ -80,7 +80,7 @@ def _print_version(asked: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version, help="show it")] = False,
 ) -> None:
-    """Sparse convolution on point clouds: train, run and judge a network on scans."""
+    """Sparse convolution on point clouds: train, run and evaluate a network on scans."""
 
 
 @app.command()
@@ -88,7 +88,7 @@ def segment(
     path: Scans,
     labels: Labels = None,
     no_labels: Annotated[bool, typer.Option("--no-labels", help="ignore labels: run a checkpoint")] = False,
-    checkpoint: Annotated[Path | None, typer.Option(help="go on from this checkpoint, or run it")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="continue from this checkpoint, or run it")] = None,
     epochs: Annotated[int | None, typer.Option(help="passes over the training scans [default: 60, or 20]")] = None,
     voxel: Annotated[float | None, typer.Option(help="edge of a voxel in metres [default: 0.1]")] = None,
     width: Annotated[float | None, typer.Option(help="factor on MinkUNet's channels [default: 0.5]")] = None,
@@ -106,28 +106,28 @@ def segment(
 ) -> None:
     """Train MinkUNet on labelled scans, evaluate and draw it; without labels, run a checkpoint.
 
-    Every fifth scan of a folder is held out for the evaluation; a single scan is evaluated on itself. With a
-    --checkpoint, labels beside the scans are used where --labels names them.
+    Every fifth scan of a folder is held out for evaluation; a single scan is evaluated on itself. With a --checkpoint,
+    labels beside the scans are used only if --labels names them.
     """
     sizes: dict[str, Any] = {name: size for name, size in (("voxel", voxel), ("width", width)) if size is not None}
     if checkpoint is not None and sizes:
-        raise OptionError("a --checkpoint brings its own voxel and width: leave --voxel and --width out")
+        raise OptionError("a --checkpoint has its own voxel and width: omit --voxel and --width")
     if no_labels and (labels is not None or checkpoint is None):
-        raise OptionError("--no-labels runs a --checkpoint, and goes without --labels")
+        raise OptionError("--no-labels needs a --checkpoint and excludes --labels")
     files = find_scans(path)
-    alone = len(hold_out(files)[0]) == 1
-    epochs = (60 if alone else 20) if epochs is None else epochs
-    recipe = Recipe(epochs, augment=not alone, precision=precision, seed=seed)
+    single = len(hold_out(files)[0]) == 1
+    epochs = (60 if single else 20) if epochs is None else epochs
+    recipe = Recipe(epochs, augment=not single, precision=precision, seed=seed)
     job = Job(out or Path("pumice-runs") / path.stem, pick_device(device), recipe=recipe, report=report, **sizes)
     job = replace(job, checkpoint=checkpoint, features=features, save_every=save_every, timing=timing)
     job = replace(job, predictions=predictions, predictions_as=predictions_as).checked()
     wanted = False if no_labels else labels or (True if checkpoint is None else None)
     scans = common_labels(list(_read(files, path, wanted, columns)))
     if scans[0].labels is not None and recipe.epochs > 0:
-        _tell(_train(*hold_out(scans), job))
+        _print_result(_train(*hold_out(scans), job))
         return
-    # Running a checkpoint must not overwrite what training it left.
-    _tell(segment_.apply(scans, job if out else replace(job, out=job.out.with_name(job.out.name + "-applied"))))
+    # Running a checkpoint must not overwrite the results of its training.
+    _print_result(segment_.apply(scans, job if out else replace(job, out=job.out.with_name(job.out.name + "-applied"))))
 
 
 @app.command()
@@ -141,7 +141,7 @@ def predict(
     out: Annotated[Path | None, typer.Option(help="folder for the class of every point")] = None,
     predictions_as: PredictionsAs = "auto",
 ) -> None:
-    """Write what a checkpoint says of every point, one scan after the other; labels are ignored."""
+    """Write a checkpoint's class of every point, one scan after the other; labels are ignored."""
     folder = out or Path("pumice-runs") / f"{path.stem}-predictions"
     job = _applied(checkpoint, folder, device, precision, features)
     job = replace(job, predictions=folder, predictions_as=predictions_as)
@@ -164,12 +164,12 @@ def evaluate(
     predictions_as: PredictionsAs = "auto",
     timing: Timing = False,
 ) -> None:
-    """Judge a checkpoint on labelled scans: IoU per class, a report, and the class of every point."""
+    """Evaluate a checkpoint on labelled scans: IoU per class, a report, and the class of every point."""
     folder = out or Path("pumice-runs") / f"{path.stem}-evaluated"
     job = _applied(checkpoint, folder, device, precision, features)
     job = replace(job, report=report, predictions=predictions, predictions_as=predictions_as, timing=timing)
     scans = common_labels(list(_read(find_scans(path), path, labels or True, columns)))
-    _tell(segment_.apply(scans, job, scored=True))
+    _print_result(segment_.apply(scans, job, scored=True))
 
 
 def _applied(checkpoint: Path, out: Path, device: str, precision: str, features: str | None) -> Job:
@@ -178,7 +178,7 @@ def _applied(checkpoint: Path, out: Path, device: str, precision: str, features:
 
 
 def _read(files: Sequence[Path], root: Path, labels: Path | bool | None, columns: int | None) -> Iterator[Scan]:
-    """The scans of the files, each told of; those that share a name are called by their path below `root`."""
+    """Read the files and print a line for each; scans of the same name are named by their path below `root`."""
     stems = {file: file.name.partition(".")[0] for file in files}
     names, places = Counter(stems.values()), Counter((file.parent, stem) for file, stem in stems.items())
     for file, stem in stems.items():
@@ -186,7 +186,7 @@ def _read(files: Sequence[Path], root: Path, labels: Path | bool | None, columns
         if names[stem] > 1:
             below = file.with_name(scan.name if places[file.parent, stem] == 1 else file.name)
             scan = replace(scan, name=below.relative_to(root).as_posix())
-        _say(f"read  {scan.name}: {_told(scan)}")
+        _say(f"read  {scan.name}: {_described(scan)}")
         yield scan
 
 
@@ -203,7 +203,7 @@ def demo(
     report: ReportFile = None,
     timing: Timing = False,
 ) -> None:
-    """The main job on generated street scenes: train on some, evaluate on others. About two minutes on two cores."""
+    """Train on some generated street scenes, evaluate on others. Takes about two minutes on two cores."""
     if scenes < 1:
         raise OptionError(f"--scenes is at least 1, found {scenes}")
     recipe = Recipe(epochs, precision=precision, seed=seed)
@@ -211,8 +211,8 @@ def demo(
     train_on = [street_scene(seed + i, azimuths=720) for i in range(scenes)]
     judge_on = [street_scene(seed + 1000 + i, azimuths=720) for i in range(2)]
     points = sum(map(len, train_on))
-    _say(f"made  {scenes} street scenes with {points} points to train on, 2 others to be judged on")
-    _tell(_train(train_on, judge_on, job))
+    _say(f"made  {scenes} street scenes with {points} points to train on, 2 others to evaluate on")
+    _print_result(_train(train_on, judge_on, job))
 
 
 @app.command()
@@ -229,36 +229,36 @@ def tune(
     show: Annotated[bool, typer.Option("--show", help="print them as a table")] = False,
     clear: Annotated[bool, typer.Option("--clear", help="remove all of them")] = False,
     export: Annotated[Path | None, typer.Option(metavar="FILE", help="write them to this file")] = None,
-    merge: Annotated[Path | None, typer.Option(metavar="FILE", help="take what is new or newer from an export")] = None,
+    merge: Annotated[Path | None, typer.Option(metavar="FILE", help="add new or newer records of an export")] = None,
     budget: Annotated[float, typer.Option(help="seconds that tuning may take")] = 120.0,
     columns: Columns = None,
     features: Features = None,
     device: Device = "auto",
     precision: Precision = "fp32",
 ) -> None:
-    """Tune a checkpoint for scans, or tell what was tuned: tiles of kernels, plans of networks."""
+    """Tune a checkpoint for scans, or manage the tuning cache: tiles of kernels, plans of networks."""
     if (checkpoint is not None) + show + clear + (export is not None) + (merge is not None) > 1:
         raise OptionError("expected one of CHECKPOINT SCANS, --show, --clear, --export and --merge, found several")
     if checkpoint is not None:
         if path is None:
-            raise OptionError(f"tuning takes a checkpoint and scans like those it will meet, found only {checkpoint}")
+            raise OptionError(f"tuning needs a checkpoint and representative scans, found only {checkpoint}")
         job = _applied(checkpoint, Path(), device, precision, features)
         scans = _read(find_scans(path)[:_SAMPLES], path, False, columns)
         console.print(str(segment_.tune(list(scans), job, budget)), markup=False, soft_wrap=True)
         return
-    kept = tuned_.Kept(ledger(), plans())
+    cache = tuned_.Kept(ledger(), plans())
     if show:
-        tables = kept.tables()
+        tables = cache.tables()
         for table in tables:
             console.print(table)
         if not tables:
-            _say(kept.nothing())
+            _say(cache.nothing())
     elif clear:
-        _say(kept.clear())
+        _say(cache.clear())
     elif export is not None:
-        _say(kept.export(export))
+        _say(cache.export(export))
     elif merge is not None:
-        _say(kept.merge(merge))
+        _say(cache.merge(merge))
     else:
         typer.echo(context.get_help())
 
@@ -270,12 +270,12 @@ def bench() -> None:
 
 
 def _say(text: str) -> None:
-    # Outside a terminal a path must stay in one piece.
+    # Do not wrap: outside a terminal a path must stay in one piece.
     console.print(text, soft_wrap=True)
 
 
-def _told(scan: Scan) -> str:
-    lost = f", [yellow]{scan.dropped} not finite or too far, left out[/]" if scan.dropped else ""
+def _described(scan: Scan) -> str:
+    lost = f", [yellow]{scan.dropped} dropped (not finite or too far)[/]" if scan.dropped else ""
     bare = ", [yellow]no labelled point, not trained on[/]" if scan.labels is not None and not labelled(scan) else ""
     return f"{len(scan)} points{lost}{bare}"
 
@@ -290,10 +290,10 @@ def _train(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job) -> Resu
         TimeRemainingColumn(compact=True),
         console=console,
     )
-    # Where nobody watches a terminal, a line now and then says more than a bar.
+    # Without a terminal, an occasional line replaces the bar.
     shown = progress if console.is_terminal else nullcontext()
     bar = progress.add_task("train", total=job.recipe.epochs * len(train_on))
-    # What a batch system sends before it ends a job saves the checkpoint, as Ctrl-C does.
+    # SIGTERM of a batch system saves the checkpoint, as Ctrl-C does.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with shown:
@@ -308,7 +308,7 @@ def _watch(progress: Progress, bar: object) -> Callable[[TrainingProgress, int],
             progress.update(bar, completed=step.number, figures=_figures(step))  # type: ignore[arg-type]
             if step.number == total:
                 progress.stop()
-                console.print("judge [dim]evaluate, time, draw[/]")
+                console.print("eval  [dim]evaluate, time, draw[/]")
         elif step.number in (1, total) or step.number % max(1, total // 10) == 0:
             console.print(f"train {step.number}/{total}  {_figures(step)}")
 
@@ -324,15 +324,15 @@ class _Figures(ProgressColumn):
         return Text(task.fields.get("figures", ""), style="cyan")
 
 
-def _tell(result: Result) -> None:
+def _print_result(result: Result) -> None:
     if result.interrupted:
-        kept = f"the network so far is in {result.checkpoint}\ngo on with --checkpoint {result.checkpoint}"
-        _say(f"[yellow]stopped[/] after {len(result.steps)} steps; {kept if result.steps else 'nothing to save yet'}")
+        rest = f"the current network is in {result.checkpoint}\ncontinue with --checkpoint {result.checkpoint}"
+        _say(f"[yellow]stopped[/] after {len(result.steps)} steps; {rest if result.steps else 'nothing to save yet'}")
         raise typer.Exit(130)
     if result.scores is not None:
         console.print(_score_table(result))
         if result.judged_on_training:
-            _aside("warning", "yellow", "judged on the points it was trained on: expect less of it on new scans")
+            _aside("warning", "yellow", "evaluated on its training points: expect lower scores on new scans")
     if result.timing is not None:
         t = result.timing
         _say(

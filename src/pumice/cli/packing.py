@@ -1,4 +1,4 @@
-"""A scan as the page wants it: few bytes, plain JSON values, no torch."""
+"""A scan in compact form for the page: few bytes, plain JSON values, no torch."""
 
 import base64
 from typing import Any
@@ -11,11 +11,9 @@ __all__ = ["code_type", "packed_view"]
 def packed_view(
     xyz: np.ndarray, labels: np.ndarray | None, prediction: np.ndarray | None, classes: int, limit: int
 ) -> dict[str, Any]:
-    """A scan in 8 bytes a point: uint16 per axis between the bounds (3 mm over 200 m), two codes of classes.
-
-    xyz [P, 3] metres; labels, prediction int [P] or None. Not more than `limit` points are drawn, by a seeded
-    choice; points that are not finite never are. Counts and the share of right points are those of all P.
-    """
+    """A scan in 8 bytes a point: uint16 per axis between the bounds (3 mm over 200 m), and two class codes. xyz [P, 3]
+    metres; labels, prediction int [P] or None. At most `limit` finite points are drawn, by a seeded choice. Counts and
+    accuracy are those of all P points."""
     xyz = np.asarray(xyz, dtype=np.float64)
     labels = _codes(labels, classes)
     prediction = _codes(prediction, classes)
@@ -39,7 +37,7 @@ def packed_view(
 
 
 def _view_counts(labels: np.ndarray | None, prediction: np.ndarray | None, classes: int, total: int) -> dict[str, Any]:
-    """Points per class (last: none), right/wrong/unlabelled, and the share right; all of the whole scan."""
+    """Points per class (last: none), right/wrong/unlabelled, and accuracy; all of the whole scan."""
     counts: dict[str, list[int]] = {"points": [total]}
     for key, codes in (("label", labels), ("prediction", prediction)):
         if codes is not None:
@@ -54,10 +52,10 @@ def _view_counts(labels: np.ndarray | None, prediction: np.ndarray | None, class
 
 
 def _framing(xyz: np.ndarray) -> dict[str, np.ndarray]:
-    """The median of all points as origin, their bounds from there, and the span of the bulk of them."""
+    """The median of all points as origin, their bounds relative to it, and the span of most of them."""
     if not len(xyz):
         xyz = np.zeros((1, 3))
-    # From the median, because the page draws in float32: national grids have coordinates of millions of metres.
+    # Relative to the median, because the page draws in float32: national grids have coordinates of millions of metres.
     origin = np.median(xyz, axis=0)
     xyz = xyz - origin
     low, high = xyz.min(axis=0), xyz.max(axis=0)
@@ -69,7 +67,7 @@ def _framing(xyz: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _codes(values: np.ndarray | None, classes: int) -> np.ndarray | None:
-    """Class codes as small unsigned integers; whatever is no class becomes the largest one."""
+    """Class codes as small unsigned integers; anything that is not a class becomes the largest one."""
     if values is None:
         return None
     values = np.asarray(values).astype(np.int64)
@@ -78,7 +76,7 @@ def _codes(values: np.ndarray | None, classes: int) -> np.ndarray | None:
 
 
 def code_type(classes: int) -> type[np.unsignedinteger]:
-    """The smallest unsigned integer that holds every class and one more code for none."""
+    """The smallest unsigned integer type for every class and one more code for none."""
     return np.uint8 if classes < 255 else np.uint16
 
 

@@ -1,6 +1,6 @@
-"""One self-contained HTML page: its pieces, its numbers as text, and how it is written, plotly included.
+"""One self-contained HTML page: its elements, number formats, and the writer, which embeds plotly.
 
-The page forbids itself every network request. Its frame is report.html beside this file.
+The page forbids every network request. Its frame is report.html.
 """
 
 import json
@@ -44,10 +44,8 @@ class Page:
 
 
 def write_page(path: str | Path, page: Page) -> Path:
-    """Writes the page (UTF-8 HTML; plotly is 5 MB of it) and returns its path. Missing folders are made.
-
-    Raises FileError where the file cannot be written.
-    """
+    """Write the page (UTF-8 HTML; plotly is 5 MB of it) and return its path. Missing folders are made. Raises FileError
+    if the file cannot be written."""
     path = Path(path)
     text = _fill(
         asset("report.html"),
@@ -69,7 +67,7 @@ def write_page(path: str | Path, page: Page) -> Path:
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
-    """Replaces every {{name}} in one pass, so that nothing inside a value is looked at again."""
+    """Replace every {{name}} in one pass, so that values are not expanded again."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match.group(1)], template)
 
 
@@ -85,16 +83,16 @@ def plotly_source() -> str:
 
 
 def json_text(data: Mapping[str, Any]) -> str:
-    """JSON that may stand inside a script element: no text in it can close the element."""
+    """JSON that is safe inside a script element: no text in it can close the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-# The pieces of a page
+# Elements of a page
 
 
 def card(key: str, value: str, unit: str, detail: str, main: bool = False) -> str:
-    """A number with its name above and more about it below."""
+    """A number with a title above and details below."""
     small = f"<small>{escape(unit)}</small>" if unit and value != MISSING else ""
     return (
         f'<div class="card{" main" if main else ""}"><div class="key">{escape(key)}</div>'
@@ -112,7 +110,7 @@ def panel(title: str, note: str, inside: str) -> str:
 
 
 def finite(value: float | None) -> float | None:
-    """JSON knows no NaN."""
+    """`value`, or None if it is not finite: JSON has no NaN."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 

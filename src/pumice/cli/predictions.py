@@ -1,4 +1,4 @@
-"""What a network says of every point, as files beside a report."""
+"""Predicted classes of every point, as files beside a report."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["FORMATS", "write_prediction"]
 def write_prediction(folder: Path, scan: Scan, classes: np.ndarray, task: Task, kind: str) -> Path:
     """Write the classes int [P] of a scan to FOLDER/NAME.KIND and return the path.
 
-    label: one uint32 per point of the scan's file, ids of SemanticKITTI, 0 where a point was dropped. npz: xyz,
-    labels (class indices) and names. ply: x, y, z, label. auto: label for SemanticKITTI's classes, else npz.
-    Raises OptionError for ``label`` with other classes.
+    label: one uint32 per point of the scan's file, ids of SemanticKITTI, 0 for dropped points. npz: xyz, labels (class
+    indices) and names. ply: x, y, z, label. auto: label for SemanticKITTI's classes, else npz. Raises OptionError for
+    label with other classes.
     """
     kitti = task.names == SEMANTIC_KITTI.names
     if kind == "auto":
@@ -56,7 +56,7 @@ def _write_ply(path: Path, scan: Scan, classes: np.ndarray, task: Task) -> None:
 
 
 def _positions(scan: Scan) -> np.ndarray:
-    """The positions as the file has them, float64 where they were shifted."""
+    """The positions as in the file, float64 if they were shifted."""
     return scan.xyz + np.asarray(scan.origin) if any(scan.origin) else scan.xyz
 
 

@@ -1,15 +1,16 @@
-"""One self-contained HTML page about a run: the cloud in 3D, the training, the scores, where the time went.
+"""One self-contained HTML page about a run: the cloud in 3D, training, scores, timing.
 
-What comes in is numbers and text (no torch); what goes out is one file, plotly included. The page forbids
-itself every network request. Its parts are report.html, report.css and report.js beside this file.
+The page includes plotly and forbids every network request. Its sources are report.html, report.css and report.js.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,18 +18,11 @@ from pumice.cli.packing import code_type, packed_view
 from pumice.cli.page import MISSING, Page, card, digits, finite, large, panel, plural, write_page
 from pumice.errors import OptionError, ShapeError
 
-__all__ = [
-    "ClassStyle",
-    "CloudView",
-    "InferenceTiming",
-    "LayerTime",
-    "Metrics",
-    "Report",
-    "RunFacts",
-    "TrainStep",
-    "class_styles",
-    "write_report",
-]
+if TYPE_CHECKING:
+    from pumice.cli.evaluate import LayerTiming, Timing
+    from pumice.cli.training import TrainingProgress
+
+__all__ = ["ClassStyle", "CloudView", "Metrics", "Report", "RunFacts", "class_styles", "write_report"]
 
 MAX_POINTS_PER_VIEW = 80_000
 # 8 bytes a point: with plotly's 5 MB the file stays below 12 MB however many scans are shown.
@@ -44,9 +38,9 @@ PALETTE = (
 
 @dataclass(frozen=True, eq=False)
 class CloudView:
-    """One scan. xyz [P, 3] in metres; labels, prediction int [P] in 0..classes-1, all else is unlabelled.
+    """One scan. xyz [P, 3] in metres; labels, prediction int [P]: values outside 0..classes-1 are unlabelled.
 
-    Raises ShapeError where the lengths differ, OptionError for a split that is not in SPLITS.
+    Raises ShapeError if the lengths differ, OptionError for a split that is not in SPLITS.
     """
 
     name: str
@@ -70,7 +64,7 @@ class CloudView:
 
 @dataclass(frozen=True)
 class ClassStyle:
-    """A class by its name and its colour (#rrggbb)."""
+    """A class with its name and colour (#rrggbb)."""
 
     name: str
     colour: str
@@ -81,18 +75,8 @@ class ClassStyle:
 
 
 @dataclass(frozen=True)
-class TrainStep:
-    """One step of training; accuracy is a share of 1."""
-
-    step: int
-    loss: float
-    accuracy: float | None = None
-    voxels_per_second: float | None = None
-
-
-@dataclass(frozen=True)
 class Metrics:
-    """Scores as shares of 1. iou, counts (labelled points): one entry per class; None, NaN: class absent."""
+    """Scores from 0 to 1. iou, counts (labelled points): one entry per class; None, NaN: class absent."""
 
     point_accuracy: float
     miou: float
@@ -102,33 +86,8 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class InferenceTiming:
-    """One pass over `voxels` voxels, in milliseconds: median, 20th and 80th percentile of `runs` passes."""
-
-    median_ms: float
-    p20_ms: float
-    p80_ms: float
-    voxels: int
-    device: str
-    dtype: str
-    maps_included: bool = True
-    runs: int | None = None
-
-
-@dataclass(frozen=True)
-class LayerTime:
-    """The time of one layer; share is of the whole pass (0..1), channels reads for instance "32 to 64"."""
-
-    name: str
-    ms: float
-    share: float
-    voxels: int
-    channels: str
-
-
-@dataclass(frozen=True)
 class RunFacts:
-    """What is needed to run it again. voxel_size in metres; extra holds more rows of the table, in order."""
+    """Facts needed to repeat the run. voxel_size in metres; extra holds more rows of the table, in order."""
 
     device: str
     versions: Mapping[str, str]
@@ -139,15 +98,16 @@ class RunFacts:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """All that one page shows. What is empty or None leaves its section out."""
+    """Content of the page; empty or None leaves a section out."""
 
     title: str
     views: Sequence[CloudView]
     classes: Sequence[ClassStyle]
-    history: Sequence[TrainStep] = ()
+    history: Sequence[TrainingProgress] = ()
     metrics: Metrics | None = None
-    timing: InferenceTiming | None = None
-    layers: Sequence[LayerTime] = ()
+    timing: Timing | None = None
+    precision: str = ""
+    layers: Sequence[LayerTiming] = ()
     facts: RunFacts | None = None
     subtitle: str = ""
 
@@ -161,10 +121,7 @@ class Report:
 
 
 def class_styles(names: Sequence[str], colours: Sequence[str] | None = None) -> tuple[ClassStyle, ...]:
-    """Names with their colours (#rrggbb), or with those of a palette of 20 where colours is None.
-
-    Raises ShapeError where the lengths differ.
-    """
+    """Names with colours (#rrggbb; default: a palette of 20). Raises ShapeError if the lengths differ."""
     if colours is None:
         colours = [PALETTE[i % len(PALETTE)] for i in range(len(names))]
     if len(colours) != len(names):
@@ -173,18 +130,17 @@ def class_styles(names: Sequence[str], colours: Sequence[str] | None = None) -> 
 
 
 def write_report(path: str | Path, report: Report) -> Path:
-    """Writes the page (UTF-8 HTML, about 5 MB and 11 bytes per drawn point) and returns its path.
-
-    A view of more than 80 000 points (fewer where there are more than seven views) is thinned by a seeded
-    choice, and the page says so. Missing folders are made. Raises FileError where the file cannot be written.
-    """
+    """Write the page (UTF-8 HTML, about 5 MB and 11 bytes per drawn point) and return its path. A view of more than 80
+    000 points (fewer with more than seven views) is thinned by a seeded choice, and the page says so. Missing folders
+    are made. Raises FileError if the file cannot be written."""
     body = "\n".join(part for part in (make(report) for make in SECTIONS) if part)
     return write_page(path, Page(report.title, body, _payload(report), ("report.css",), "report.js"))
 
 
-# The data of the page
+# Data of the page
 def _payload(report: Report) -> dict[str, Any]:
     classes = len(report.classes)
+    spent = max(sum(layer.ms for layer in report.layers), 1e-9)
     limit = min(MAX_POINTS_PER_VIEW, MAX_POINTS_IN_ALL // max(1, len(report.views)))
     steps = _thinned_steps(report.history)
     return {
@@ -199,16 +155,16 @@ def _payload(report: Report) -> dict[str, Any]:
             for view in report.views
         ],
         "history": {
-            "step": [int(step.step) for step in steps],
+            "step": [int(step.number) for step in steps],
             "loss": [finite(step.loss) for step in steps],
             "accuracy": [finite(step.accuracy) for step in steps],
-            "rate": [finite(step.voxels_per_second) for step in steps],
+            "rate": [finite(step.speed) for step in steps],
         },
         "layers": [
             {
                 "name": layer.name,
                 "ms": finite(layer.ms),
-                "share": finite(layer.share),
+                "share": finite(layer.ms / spent),
                 "voxels": int(layer.voxels),
                 "channels": str(layer.channels),
             }
@@ -217,14 +173,14 @@ def _payload(report: Report) -> dict[str, Any]:
     }
 
 
-def _thinned_steps(history: Sequence[TrainStep]) -> list[TrainStep]:
-    """At most MAX_STEPS of them, evenly chosen, the last one always among them."""
+def _thinned_steps(history: Sequence[TrainingProgress]) -> list[TrainingProgress]:
+    """At most MAX_STEPS of them, evenly chosen, including the last."""
     if len(history) <= MAX_STEPS:
         return list(history)
     return [history[i] for i in np.linspace(0, len(history) - 1, MAX_STEPS).round().astype(int)]
 
 
-# The sections of the page; each gives "" where there is nothing to show
+# Sections of the page; "" if there is nothing to show
 def _header(report: Report) -> str:
     subtitle = report.subtitle or _default_subtitle(report)
     line = f'<p class="subtitle">{escape(subtitle)}</p>' if subtitle else ""
@@ -261,14 +217,12 @@ def _time_cards(report: Report) -> list[str]:
     timing = report.timing
     if timing is None:
         return []
-    maps = "maps included" if timing.maps_included else "maps not included"
-    runs = f" · {timing.runs} runs" if timing.runs else ""
-    spread = f"p20 {digits(timing.p20_ms)} · p80 {digits(timing.p80_ms)} · {maps}{runs}"
-    rate = timing.voxels / timing.median_ms * 1e3 if timing.median_ms > 0 else 0.0
-    on = f"{large(rate)} voxels/s · {timing.dtype} · {timing.device}"
+    spread = f"p20 {digits(timing.p20)} · p80 {digits(timing.p80)} · maps included · {timing.runs} runs"
+    rate = timing.voxels / timing.median * 1e3 if timing.median > 0 else 0.0
+    on = (f"{large(rate)} voxels/s", report.precision, report.facts.device if report.facts else "")
     return [
-        card("Inference, median", digits(timing.median_ms), "ms", spread),
-        card("Voxels", f"{timing.voxels:,}", "", on),
+        card("Inference, median", digits(timing.median), "ms", spread),
+        card("Voxels", f"{timing.voxels:,}", "", " · ".join(filter(None, on))),
     ]
 
 
@@ -276,7 +230,7 @@ def _train_cards(report: Report) -> list[str]:
     if not report.history:
         return []
     last = report.history[-1]
-    rates = [finite(step.voxels_per_second) for step in report.history]
+    rates = [finite(step.speed) for step in report.history]
     known = [rate for rate in rates if rate is not None]
     speed = f"{large(float(np.median(known)))} voxels/s" if known else ""
     loss = MISSING if finite(last.loss) is None else digits(last.loss)
@@ -334,11 +288,11 @@ def _bar(style: ClassStyle, iou: float | None, count: int) -> str:
 def _layers(report: Report) -> str:
     if not report.layers:
         return ""
-    longest = sorted((layer.share for layer in report.layers), reverse=True)[:5]
+    longest = sorted((layer.ms for layer in report.layers), reverse=True)[:5]
     whole = sum(layer.ms for layer in report.layers)
     note = f"{plural(len(report.layers), 'layer')}, {digits(whole)} ms in all"
     if len(report.layers) > 5:
-        note += f"; the five longest take {100 * sum(longest):.0f} %"
+        note += f"; the five longest take {100 * sum(longest) / max(whole, 1e-9):.0f} %"
     return panel("Time per layer", note, '<div class="chart" id="layers"></div>')
 
 
@@ -356,7 +310,7 @@ def _facts(report: Report) -> str:
 
 
 def _footer(report: Report) -> str:
-    return "<footer>One file, nothing is loaded from anywhere. Drawn with plotly.js.</footer>"
+    return "<footer>Self-contained: no network requests. Drawn with plotly.js.</footer>"
 
 
 SECTIONS: tuple[Callable[[Report], str], ...] = (_header, _cards, _cloud, _curves, _layers, _facts, _footer)

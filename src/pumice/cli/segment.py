@@ -1,4 +1,4 @@
-"""The main job: scans in; a trained, evaluated, timed and drawn network out."""
+"""End-to-end segmentation: train, evaluate, time and draw a network on scans."""
 
 from __future__ import annotations
 
@@ -19,17 +19,7 @@ from pumice.cli.evaluate import LayerTiming, Scores, Timing
 from pumice.cli.info import distribution
 from pumice.cli.job import Job, choose_features, fit_to_task, labelled
 from pumice.cli.predictions import write_prediction
-from pumice.cli.report import (
-    CloudView,
-    InferenceTiming,
-    LayerTime,
-    Metrics,
-    Report,
-    RunFacts,
-    TrainStep,
-    class_styles,
-    write_report,
-)
+from pumice.cli.report import CloudView, Metrics, Report, RunFacts, class_styles, write_report
 from pumice.cli.task import Task, example
 from pumice.cli.training import TrainingProgress, autocast, train
 from pumice.data import Scan
@@ -42,10 +32,9 @@ Watch = Callable[[TrainingProgress, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What came of a job. `interrupted` tells that training was stopped by hand; the checkpoint is saved all the same.
+    """Result of a run. interrupted: training was stopped by hand; the checkpoint is saved all the same.
 
-    scores is None without labels; `where` says on which scans they were taken, `judged_on_training` that these were
-    trained on.
+    scores: None without labels; where: the scans they were taken on; judged_on_training: these were trained on.
     """
 
     task: Task
@@ -62,11 +51,9 @@ class Result:
 
 
 def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Watch) -> Result:
-    """Train on labelled scans (or go on from job.checkpoint), evaluate, time, and write the report.
-
-    `watch(step, total)` is called after each step. Scans without a labelled point are not trained on.
-    KeyboardInterrupt in training saves the checkpoint and ends the job; later on it is the caller's.
-    """
+    """Train on labelled scans (or continue from job.checkpoint), evaluate, time, and write the report. `watch(step,
+    total)` is called after each step. Scans without a labelled point are not trained on. KeyboardInterrupt in training
+    saves the checkpoint and ends the job; later it propagates."""
     same = len(train_on) == len(judge_on) == 1 and train_on[0] is judge_on[0]
     train_on = [scan for scan in train_on if labelled(scan)]
     if not train_on:
@@ -97,18 +84,16 @@ def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Wat
 
 
 def _save_early(path: Path, net: nn.Module, task: Task) -> None:
-    """A checkpoint between epochs. One that fails is warned of: there is still time to make room."""
+    """Save a checkpoint between epochs; a failure only warns, so that room can be made while training continues."""
     try:
         checkpoint.save(path, net, task)
     except FileError as error:
-        warnings.warn(f"{error}; training goes on", stacklevel=2)
+        warnings.warn(f"{error}; training continues", stacklevel=2)
 
 
 def apply(scans: Sequence[Scan], job: Job, scored: bool = False) -> Result:
-    """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes.
-
-    Raises OptionError where they have none and `scored` says that they must.
-    """
+    """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes. Raises OptionError
+    if they have none and `scored` is set."""
     if job.checkpoint is None:
         raise OptionError("scans without labels need a --checkpoint to run")
     net, task = checkpoint.load(job.checkpoint, job.device)
@@ -120,7 +105,7 @@ def apply(scans: Sequence[Scan], job: Job, scored: bool = False) -> Result:
 
 
 def predict(scans: Iterable[Scan], job: Job) -> Iterator[tuple[Scan, Path]]:
-    """Run job.checkpoint on one scan after the other, and yield each with the file of its predictions."""
+    """Run job.checkpoint on one scan after the other, and yield each with its prediction file."""
     assert job.checkpoint is not None and job.predictions is not None
     net, task = checkpoint.load(job.checkpoint, job.device)
     for scan in scans:
@@ -130,7 +115,7 @@ def predict(scans: Iterable[Scan], job: Job) -> Iterator[tuple[Scan, Path]]:
 
 
 def tune(scans: Sequence[Scan], job: Job, budget: float) -> Tuning:
-    """Tune job.checkpoint for scans like these, within `budget` seconds; what is found is kept for the user."""
+    """Tune job.checkpoint for scans like these within `budget` seconds; the plan is stored for the user."""
     assert job.checkpoint is not None
     net, task = checkpoint.load(job.checkpoint, job.device)
     samples = [example(scan, task, job.device).x for scan in fit_to_task(scans, task, job.features)]
@@ -171,7 +156,7 @@ def _finish(net: nn.Module, task: Task, views: Sequence[tuple[Scan, str]], resul
 
 
 def _scores(views: Sequence[tuple[Scan, str]], predicted: Sequence[np.ndarray], task: Task) -> Scores | None:
-    """Scores over the views that are not mere training scans beside held-out ones; None where nothing is labelled."""
+    """Scores over the held-out views if there are any, else over all; None if nothing is labelled."""
     splits = {split for _, split in views}
     judged = "held out" if "held out" in splits else next(iter(splits))
     total = np.zeros((len(task.names),) * 2, np.int64)
@@ -188,10 +173,7 @@ def _report(
     layers: Sequence[LayerTiming],
     job: Job,
 ) -> Report:
-    task, timing = result.task, result.timing
-    spent = max(sum(layer.ms for layer in layers), 1e-9)
-    device = _device_name(job.device)
-    scores = result.scores
+    task, scores = result.task, result.scores
     return Report(
         title="Semantic segmentation",
         views=[
@@ -199,18 +181,15 @@ def _report(
             for (scan, split), classes in zip(views, predicted, strict=True)
         ],
         classes=class_styles(task.names, task.colors),
-        history=[TrainStep(s.number, s.loss, s.accuracy, s.speed) for s in result.steps],
+        history=result.steps,
         metrics=None
         if scores is None
         else Metrics(scores.accuracy, scores.miou, scores.iou.tolist(), scores.counts.tolist(), result.where),
-        timing=None
-        if timing is None
-        else InferenceTiming(
-            timing.median, timing.p20, timing.p80, timing.voxels, device, job.recipe.precision, True, timing.runs
-        ),
-        layers=[LayerTime(a.name, a.ms, a.ms / spent, a.voxels, a.channels) for a in layers if a.voxels],
+        timing=result.timing,
+        precision=job.recipe.precision,
+        layers=[layer for layer in layers if layer.voxels],
         facts=RunFacts(
-            device=device,
+            device=_device_name(job.device),
             versions={"pumice": distribution("pumice") or "from source", "torch": torch.__version__},
             voxel_size=task.voxel,
             commands=[shlex.join(["pumice", *sys.argv[1:]])],
@@ -225,7 +204,7 @@ def _extra(result: Result) -> dict[str, str]:
 
 
 def _metrics(result: Result) -> dict[str, object]:
-    """The figures of a run in plain numbers."""
+    """The metrics of a run in plain numbers."""
     scores, timing = result.scores, result.timing
     figures: dict[str, object] = {"where": result.where, "steps": len(result.steps)}
     if scores is not None:

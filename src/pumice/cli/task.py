@@ -1,4 +1,4 @@
-"""The segmentation task: scans as sparse tensors with labels, and the network that goes with them."""
+"""The segmentation task: scans as sparse tensors with labels, and the network for them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from pumice.models import MinkUNet
 from pumice.ops import SparseTensor, voxelize
 
 IGNORE = -1
-_DERIVED = 2  # inputs made from the position: height, distance
+_DERIVED = 2  # inputs computed from the position: height, distance
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a checkpoint must say so that the network can be used again: the classes, the voxels, the inputs.
+    """Part of a checkpoint that is needed to run the network: classes, voxels, inputs.
 
     voxel: edge in metres. width: factor on MinkUNet's channels. mean, std: of each input (height above the low end of
-    the scan, distance to the sensor, then the scan's own features) over the training scans; the network gets a constant
-    one beside them.
+    the scan, distance to the sensor, then the scan's own features) over the training scans; a constant 1 is appended.
     """
 
     names: tuple[str, ...]
@@ -36,7 +35,7 @@ class Task:
 
     @staticmethod
     def of(scans: Sequence[Scan], labels: LabelSet, voxel: float, width: float) -> Task:
-        """The task of these training scans. Raises OptionError when their features differ in number."""
+        """The task of these training scans. Raises OptionError if they differ in the number of features."""
         sizes = {scan.feats.shape[1] for scan in scans}
         if len(sizes) != 1:
             found = f"found {sorted(sizes)} of them; --features none leaves them out"
@@ -52,7 +51,7 @@ class Task:
 
     @property
     def features(self) -> int:
-        """How many features of its own a point has."""
+        """Number of a point's own features."""
         return len(self.mean) - _DERIVED
 
     @property
@@ -60,7 +59,7 @@ class Task:
         return LabelSet(self.names, self.colors)
 
     def network(self) -> MinkUNet:
-        """A fresh network for this task."""
+        """A new network for this task."""
         return MinkUNet(self.in_channels, len(self.names), self.width)
 
     def as_dict(self) -> dict[str, object]:
@@ -69,14 +68,14 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class LabelledScan:
-    """A scan as the network sees it: voxels, and the class of each (int64 [N], -1 where none counts)."""
+    """Network input of a scan: voxels, and the class of each (int64 [N], -1 to ignore)."""
 
     x: SparseTensor
     labels: Tensor | None
 
 
 def example(scan: Scan, task: Task, device: torch.device, turn: np.random.Generator | None = None) -> LabelledScan:
-    """`scan` voxelised on `device`; with `turn`, first rotated about the vertical, mirrored and scaled by chance."""
+    """`scan` voxelised on `device`; with `turn`, first randomly rotated about the vertical, mirrored and scaled."""
     inputs = _inputs(scan)
     if inputs.shape[1] != len(task.mean):
         raise OptionError(
@@ -92,7 +91,7 @@ def example(scan: Scan, task: Task, device: torch.device, turn: np.random.Genera
 
 
 def voxel_labels(x: SparseTensor, labels: Tensor, classes: int) -> Tensor:
-    """int64 [N]: the commonest class among each voxel's points (the lowest of equals), -1 where no point has one."""
+    """int64 [N]: the majority class among each voxel's points (on a tie the lowest), -1 if no point has one."""
     counted = (labels >= 0) & (labels < classes)
     cells = x.inverse[counted] * classes + labels[counted]
     votes = torch.bincount(cells, minlength=len(x) * classes).view(len(x), classes)

@@ -1,4 +1,4 @@
-"""Training as a stream of steps, so that whoever watches may stop it at any of them."""
+"""Training as an iterator of steps, so that the caller may stop it at any of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pumice.data import Scan
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. precision: "fp32", "bf16" or "fp16" (autocast). augment: turn, mirror and scale scans by chance."""
+    """Training options. precision: "fp32", "bf16" or "fp16" (autocast). augment: random rotation, mirror and scale."""
 
     epochs: int
     rate: float = 4e-3
@@ -28,7 +28,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """One optimiser step: its number from 1, loss, share of labelled voxels that were right, voxels per second."""
+    """One optimiser step: its number from 1, loss, accuracy over labelled voxels (0..1), voxels per second."""
 
     number: int
     loss: float
@@ -42,11 +42,9 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def train(
     net: nn.Module, scans: Sequence[Scan], task: Task, recipe: Recipe, device: torch.device
 ) -> Iterator[TrainingProgress]:
-    """Train `net` in place, one scan a step, and yield each step: `recipe.epochs * len(scans)` of them.
-
-    Cross entropy over labelled voxels, rare classes weighted by one over the square root of their share; AdamW with
-    a one-cycle rate.
-    """
+    """Train `net` in place, one scan a step, and yield each step: `recipe.epochs * len(scans)` of them. Cross entropy
+    over labelled voxels, weighted by one over the square root of the class frequency; AdamW with a one-cycle learning
+    rate."""
     chance = np.random.default_rng(recipe.seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=recipe.rate, weight_decay=recipe.decay)
     total = max(1, recipe.epochs * len(scans))
@@ -88,7 +86,7 @@ def _step(
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The autocast context of a precision; none for fp32."""
+    """The autocast context of a precision; disabled for fp32."""
     dtype = PRECISIONS[precision]
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 

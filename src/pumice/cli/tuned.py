@@ -1,4 +1,4 @@
-"""The user's tuned tiles and plans at the command line: as tables, to a file and back, and gone."""
+"""The tuning cache at the command line: print, export, merge and clear tuned tiles and plans."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ from pumice.schedule.tuned_tiles import Key, Ledger, Tuned
 
 __all__ = ["Kept"]
 
-STATEMENT = 64
-"""Characters of a statement in the table."""
+STATEMENT = 64  # characters of a statement in the table
 
 
 @dataclass(frozen=True)
 class Kept:
-    """All that a user has tuned. What it does it tells in a line; each raises FileError."""
+    """The user's tuning cache. Methods return a line for the user, and raise FileError."""
 
     tiles: Ledger
     plans: Plans
 
     def tables(self) -> list[RenderableType]:
-        """The tiles and the plans, those that there are, each device by itself."""
+        """The tiles and the plans, if any, in one table per device."""
         tiles, plans = self.tiles.all(), self.plans.all()
         found = [_tiles(tiles, device) for device in sorted({key.device for key in tiles})]
         return [*found, *(_plans(plans, device) for device in sorted({key.device for key in plans}))]
@@ -52,7 +51,7 @@ class Kept:
             return self.nothing()
         text = self.tiles.export()
         if plans:
-            # Where only tiles were known, this is an export of tiles.
+            # Versions without plans read this as an export of tiles.
             text = f'{text.rstrip()[:-1]}, "plans": {self.plans.export().rstrip()}}}\n'
         try:
             file.write_text(text, encoding="utf-8")
@@ -61,24 +60,24 @@ class Kept:
         return f"wrote {_both(tiles, plans)} to {file}"
 
     def merge(self, file: Path) -> str:
-        """Take what is new or newer from an export, or from a file of tiles or of plans."""
-        given = dict(_documents(file))
+        """Add new or newer records of an export, or of a file of tiles or of plans."""
+        parts = dict(_documents(file))
         try:
-            tiles = self.tiles.merge(given["tiles"]) if "tiles" in given else 0
-            plans = self.plans.merge(given["plans"]) if "plans" in given else 0
+            tiles = self.tiles.merge(parts["tiles"]) if "tiles" in parts else 0
+            plans = self.plans.merge(parts["plans"]) if "plans" in parts else 0
         except FileError as problem:
             raise problem if str(file) in str(problem) else FileError(f"{file}: {problem}") from problem
-        return f"took {_both(tiles, plans)} that {file} has new or newer"
+        return f"added {_both(tiles, plans)} from {file}"
 
     def nothing(self) -> str:
-        """What is said where there is none of both."""
+        """Message for an empty cache."""
         plans = "`pumice tune CHECKPOINT SCANS` and pumice.tune(model, samples) make plans"
         makers = f"{plans}; f.tune(...) and `with pm.tuning():` make tiles on a GPU"
         return f"no tuned tiles in {self.tiles.path} and no tuned plans in {self.plans.path}: {makers}"
 
 
 def _documents(file: Path) -> Iterator[tuple[str, Path | str]]:
-    """What a file has, by kind. What is neither is given for tiles, which will say so."""
+    """The parts of a file, by kind. An unknown file is returned as tiles, whose parser raises the error."""
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -93,33 +92,31 @@ def _documents(file: Path) -> Iterator[tuple[str, Path | str]]:
 
 
 def _tiles(found: Mapping[Key, Tuned], device: str) -> Table:
-    """Of a device, by statement."""
+    """The tiles of a device, by statement."""
     table = _table(f"tiles of {device}", "statement, dtypes, sizes from", "tile", ">ms", "tuned")
     own = [(key, tuned) for key, tuned in found.items() if key.device == device]
     for key, tuned in sorted(own, key=lambda item: (item[0].statement, item[0].dtypes, item[0].sizes)):
         statement, below, *cells = _cells(key, tuned)
-        table.add_row(_told(statement, below), *map(Text, cells))
+        table.add_row(_indented(statement, below), *map(Text, cells))
     return table
 
 
 def _plans(found: Mapping[PlanKey, TunedPlan], device: str) -> Table:
-    """Of a device, by network: below its name what each group of layers runs."""
+    """The plans of a device, by network; below its name the dataflow of each group of layers."""
     table = _table(f"plans of {device}", "network, dtypes, mode, dataflows", ">ms before", ">ms", "tuned")
     own = [(key, plan) for key, plan in found.items() if key.device == device]
     for key, plan in sorted(own, key=lambda item: (item[1].about, item[0].mode)):
-        flows = [f"{group}: {flow}" for group, flow in plan.flows.items()] or ["as the planner picks"]
+        flows = [f"{group}: {flow}" for group, flow in plan.flows.items()] or ["default"]
         about = plan.about + ("" if plan.finished else " (unfinished)")
         before, after = (f"{1e3 * spent['total']:.4f}" for spent in (plan.before, plan.after))
-        told = _told(about, f"{key.dtypes}, {key.mode}", *flows)
-        table.add_row(told, *map(Text, (before, after, _date(plan))))
+        row = _indented(about, f"{key.dtypes}, {key.mode}", *flows)
+        table.add_row(row, *map(Text, (before, after, _date(plan))))
     return table
 
 
 def _table(title: str, first: str, *names: str) -> Table:
-    """Text in its cells, no markup: "[m,n]" is no style. Names of numbers begin with ">".
-
-    What is long is all in the first column, which is folded where the terminal is narrow.
-    """
+    """Text in its cells, no markup: "[m,n]" is not a style. Names of numeric columns begin with ">". Long text is in
+    the first column, which is folded in a narrow terminal."""
     table = Table(box=None, padding=(0, 1), title=Text(title), title_justify="left", title_style="bold")
     table.add_column(first, overflow="fold", min_width=28)
     for name in names:
@@ -127,8 +124,8 @@ def _table(title: str, first: str, *names: str) -> Table:
     return table
 
 
-def _told(head: str, *below: str) -> Group:
-    """Text with lines below it, pushed in."""
+def _indented(head: str, *below: str) -> Group:
+    """Text with indented lines below it."""
     return Group(Text(head), *(Padding(Text(line), (0, 0, 0, 2)) for line in below))
 
 

@@ -1,4 +1,4 @@
-"""Point clouds from files and from a seed, with their labels."""
+"""Point clouds from files, and generated from a seed, with their labels."""
 
 from pumice.data.labels import ASPRS, NUSCENES, SEMANTIC_KITTI, STREET, LabelSet, generic_labels
 from pumice.data.readers import READERS, find_scans, read_labels, read_scan

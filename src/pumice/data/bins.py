@@ -1,4 +1,4 @@
-"""Raw binary scans: rows of float32 or float16 without a header, so the column count has to be found out."""
+"""Raw binary scans: rows of float32 or float16 without a header, so the column count must be inferred."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +14,9 @@ Layout = tuple[int, str]
 _FAR = 1e4
 _OUTLIERS = 0.01
 _SAMPLE = 200_000
-# Above so many bytes the comparison of layouts is hardly a matter of chance, and small differences count.
+# File size in bytes from which small differences between layouts are significant.
 _MANY = 20_000
-# In the order of preference; a later one is taken only where it fits the bytes clearly better.
+# In order of preference; a later one must fit clearly better.
 _LAYOUTS: dict[str, tuple[Layout, ...]] = {
     ".bin": ((4, "<f4"), (5, "<f4"), (3, "<f4"), (6, "<f4"), (4, "<f2"), (5, "<f2")),
     ".pcd.bin": ((5, "<f4"), (4, "<f4"), (5, "<f2"), (4, "<f2")),
@@ -24,13 +24,10 @@ _LAYOUTS: dict[str, tuple[Layout, ...]] = {
 
 
 def read_bin(path: Path, columns: int | None = None) -> PointFile:
-    """Points from a headerless file of float32 (or float16) rows.
-
-    Rows are x, y, z, then intensity (KITTI), intensity and ring (nuScenes), intensity and elongation
-    (Waymo), r, g, b (ScanNet), or nothing. Without ``columns`` the layout is the one that divides the
-    file, gives sane numbers (finite, within 10 km), and in which neighbouring rows resemble each other most;
-    the few rows beyond 10 km become NaN, which a scan drops and counts.
-    """
+    """Points of a headerless file of float32 (or float16) rows. Rows are x, y, z, then intensity (KITTI), intensity and
+    ring (nuScenes), intensity and elongation (Waymo), r, g, b (ScanNet), or nothing. Without `columns` the layout is
+    the one that divides the file, gives plausible numbers (finite, within 10 km), and has the smoothest sequence of
+    rows; the few rows beyond 10 km become NaN, which a scan drops."""
     data = path.read_bytes()
     if columns is not None:
         return from_columns(_given(path, data, columns))
@@ -42,9 +39,9 @@ def read_bin(path: Path, columns: int | None = None) -> PointFile:
         raise bad_file(
             path,
             _sizes(layouts) + ", with finite coordinates within 10 km",
-            f"{len(data)} bytes" + (" of numbers that are no coordinates (columns= takes any)" if fitting else ""),
+            f"{len(data)} bytes" + (" of implausible coordinates (columns= accepts any)" if fitting else ""),
         )
-    # Single precision that holds round numbers reads as sane half precision, hardly ever the other way.
+    # Round float32 numbers read as plausible float16, hardly ever the other way.
     sane = [one for one in sane if one[1] == sane[0][1]]
     scores = {one: _roughness(data, one) for one in sane}
     best = min(scores.values())
@@ -80,17 +77,17 @@ def _given(path: Path, data: bytes, columns: int) -> np.ndarray:
 
 
 def _sane(table: np.ndarray) -> bool:
-    """Half of the rows finite (sensors mark lost returns as NaN), and hardly any position beyond 10 km."""
+    """True if half of the rows are finite (sensors mark lost returns as NaN), and hardly any is beyond 10 km."""
     return bool(np.isfinite(table).all(1).mean() >= 0.5 and _far(table).sum() <= _OUTLIERS * len(table))
 
 
 def _far(table: np.ndarray) -> np.ndarray:
-    """Of each row, whether its position is finite and beyond 10 km."""
+    """bool [P]: the row is finite and beyond 10 km."""
     return np.logical_and(np.isfinite(table).all(1), (np.abs(table[:, :3]) >= _FAR).any(1))
 
 
 def _roughness(data: bytes, layout: Layout) -> float:
-    """Mean step between rows; a wrong column count compares x with y or z, and comes out rougher."""
+    """Mean step between rows; a wrong column count compares x with y or z, and is rougher."""
     flat = np.frombuffer(data, layout[1], count=min(_SAMPLE, len(data) // np.dtype(layout[1]).itemsize))
     with np.errstate(all="ignore"):
         flat = np.arcsinh(np.nan_to_num(flat.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0))
@@ -99,7 +96,7 @@ def _roughness(data: bytes, layout: Layout) -> float:
 
 
 def _refuse_truncated(path: Path, data: bytes, chosen: Layout, score: float) -> None:
-    """A cut file may divide by a wrong row size; then a size that does not divide fits far better."""
+    """FileError for a truncated file, which may divide by a wrong row size while another fits far better."""
     limit = score * (0.85 if len(data) > _MANY else 0.6)
     for columns in (3, 4, 5, 6):
         other = (columns, chosen[1])

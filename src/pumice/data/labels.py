@@ -1,4 +1,4 @@
-"""What point labels mean: names, colours, and the map from a data set's raw ids to class indices."""
+"""Label sets: names, colours, and the map from a data set's raw ids to class indices."""
 
 import colorsys
 import re
@@ -15,32 +15,19 @@ __all__ = ["ASPRS", "NUSCENES", "SEMANTIC_KITTI", "STREET", "LabelSet", "generic
 
 _HEX = re.compile(r"#[0-9a-fA-F]{6}")
 _MOST_CLASSES = 1024
-# Points of ids that a label set does not know, per point of its classes, up to which they are taken for mistakes.
+# Unknown points per known point up to which unknown ids are taken for mistakes.
 _STRAY = 0.01
 
 
 @dataclass(frozen=True)
 class LabelSet:
-    """The classes of a labelled scan; class ``i`` is called ``names[i]`` and drawn in ``colors[i]``.
+    """The classes of a labelled scan; class `i` is called `names[i]` and drawn in `colors[i]` (#rrggbb).
 
-    Parameters
-    ----------
-    names : tuple of str
-        One name per class, all different.
-    colors : tuple of str
-        One ``#rrggbb`` per class.
-    ignore : int
-        The label of points that take no part in training or evaluation; negative, so never a class.
-    raw : tuple of (int, int)
-        Pairs (raw id in the files, class index or ``ignore``); empty where files hold class indices.
+    ignore: label of points excluded from training and evaluation; negative. raw: pairs (raw id in the files, class
+    index or `ignore`); empty if files hold class indices.
 
-    Raises
-    ------
-    ShapeError
-        Names and colours differ in number.
-    OptionError
-        A repeated name, a colour that is not ``#rrggbb``, an ``ignore`` that is a class, or a raw id
-        mapped to a class that does not exist.
+    Raises ShapeError if names and colours differ in number; OptionError for a repeated name, a colour that is not
+    #rrggbb, a non-negative `ignore`, or a raw id mapped to a class that does not exist.
     """
 
     names: tuple[str, ...]
@@ -71,7 +58,7 @@ class LabelSet:
         return len(self.names)
 
     def from_raw(self, raw: np.ndarray) -> np.ndarray:
-        """Class indices int64 [P] of the raw ids [P]; an id that is not in the map raises OptionError."""
+        """Class indices int64 [P] of the raw ids [P]; OptionError for an unknown id."""
         ids, inverse = np.unique(np.asarray(raw), return_inverse=True)
         table = dict(self.raw)
         unknown = [int(i) for i in ids if int(i) not in table]
@@ -83,15 +70,9 @@ class LabelSet:
 def generic_labels(values: Iterable[int] | np.ndarray, ignore: int = -1) -> LabelSet:
     """A label set for data of which only the label values are known.
 
-    Each different non-negative value becomes a class named ``class <value>``, in ascending order; negative
-    values are ignored. Colours depend on the value alone, so they agree between scans.
-
-    Raises
-    ------
-    DtypeError
-        Values that are not integers.
-    OptionError
-        More than 1024 different values: these are hardly classes.
+    Each different non-negative value becomes a class `class <value>`, in ascending order; negative values are ignored.
+    Colours depend on the value only, so they agree between scans. Raises DtypeError for values that are not integers,
+    OptionError for more than 1024 different ones, which are hardly classes.
     """
     found = np.unique(np.asarray(values))
     if found.size and not np.issubdtype(found.dtype, np.integer):
@@ -104,10 +85,10 @@ def generic_labels(values: Iterable[int] | np.ndarray, ignore: int = -1) -> Labe
 
 
 def known_or_generic(raw: np.ndarray, label_set: LabelSet, path: Path) -> tuple[np.ndarray, LabelSet]:
-    """Raw ids [P] of a file, and what they mean: ``label_set`` where it knows them, else a generic set.
+    """Raw ids [P] of a file, and their label set: `label_set` if it knows them, else a generic one.
 
-    Ids that it does not know are ignored where they are rare, and make the set generic otherwise; either way
-    a UserWarning says so, unless none of the ids is a class of ``label_set``.
+    Rare unknown ids are ignored; frequent ones make the set generic. Either way warns (UserWarning), unless none of the
+    ids is a class of `label_set`.
     """
     known = np.isin(raw, [r for r, _ in label_set.raw])
     if known.all():
@@ -115,12 +96,12 @@ def known_or_generic(raw: np.ndarray, label_set: LabelSet, path: Path) -> tuple[
     classed = int(np.isin(raw, [r for r, c in label_set.raw if c != label_set.ignore]).sum())
     strays = np.unique(raw[~known]).tolist()
     lost = len(raw) - int(known.sum())
-    told = f"{path}: {lost} of {len(raw)} labels are {strays[:8]}, no ids of {', '.join(label_set.names[:2])}, ..."
+    message = f"{path}: {lost} of {len(raw)} labels are {strays[:8]}, no ids of {', '.join(label_set.names[:2])}, ..."
     if lost <= _STRAY * classed:
-        warnings.warn(f"{told}; they are ignored", stacklevel=2)
+        warnings.warn(f"{message}; they are ignored", stacklevel=2)
         return np.where(known, raw, next(r for r, c in label_set.raw if c == label_set.ignore)), label_set
     if classed:
-        warnings.warn(f"{told}; the labels are taken as one class per value", stacklevel=2)
+        warnings.warn(f"{message}; the labels are taken as one class per value", stacklevel=2)
     return raw, generic_labels(raw)
 
 
@@ -133,7 +114,7 @@ def _hue(value: int) -> str:
 
 
 def _from_table(ignored: str, table: str) -> LabelSet:
-    """A label set from the raw ids that are ignored, and lines of name, colour and raw ids."""
+    """A label set from the ignored raw ids, and lines of name, colour and raw ids."""
     rows = [line.partition("#") for line in table.strip().splitlines()]
     names, rest = [name.strip() for name, _, _ in rows], [right.split() for _, _, right in rows]
     raw = [(int(i), -1) for i in ignored.split()]

@@ -1,4 +1,4 @@
-"""LAS and LAZ files, read by laspy once their header has been held against the file's size."""
+"""LAS and LAZ files, read by laspy after their header has been checked against the file size."""
 
 import io
 import struct
@@ -15,7 +15,7 @@ __all__ = ["read_las"]
 _HEADER = 227
 _RECORD, _EXTENDED_RECORD = 54, 60
 _COMPRESSED = 128
-# Equal points, the best case, take a hundredth of a byte each in LAZ.
+# Identical points, the best case of LAZ, take a hundredth of a byte each.
 _POINTS_PER_BYTE = 128
 _LARGEST_CHUNK = 1_000_000
 _VARIABLE = 0xFFFFFFFF
@@ -25,11 +25,11 @@ _LAYERS = {10: 9, 11: 1, 12: 2, 13: 1}
 
 
 def read_las(path: Path, columns: int | None = None) -> PointFile:
-    """Points from a LAS or LAZ file: position, intensity, colours, and classes where points are classified."""
+    """Points of a LAS or LAZ file: position, intensity, colours, and classes if points are classified."""
     laspy = optional_package(path, "laspy")
     data = path.read_bytes()
     _check_counts(path, data)
-    # From memory, where a length that the file lacks reads short instead of being allocated.
+    # From memory: reading beyond the end returns less instead of allocating the announced length.
     with laspy.open(io.BytesIO(data)) as reader:
         if reader.header.are_points_compressed:
             _check_chunks(path, data, reader.header)
@@ -42,13 +42,13 @@ def read_las(path: Path, columns: int | None = None) -> PointFile:
     if {"red", "green", "blue"} <= names:
         feats.append(unit_scale(np.stack([np.asarray(las[c]) for c in ("red", "green", "blue")], axis=1)))
     classes = np.asarray(las.classification).astype(np.int64)
-    # 0 and 1 say "never classified" and "unclassified": no labels rather than a scan of ignored points.
+    # 0 and 1 mean "never classified" and "unclassified": no labels rather than a scan of ignored points.
     labels, label_set = known_or_generic(classes, ASPRS, path) if np.any(classes > 1) else (None, None)
     return PointFile(xyz, np.concatenate(feats, axis=1), labels, label_set)
 
 
 def _check_counts(path: Path, data: bytes) -> None:
-    """FileError unless what the header announces fits the file: laspy and lazrs allocate and loop by these counts."""
+    """FileError unless the counts in the header fit the file: laspy and lazrs allocate and loop by them."""
     if len(data) < _HEADER or data[:4] != b"LASF":
         raise bad_file(path, f"a LAS header of {_HEADER} bytes", f"{len(data)} bytes that begin with {data[:4]!r}")
     header, start, records, kind, size, points = struct.unpack_from("<HIIBHI", data, 94)
@@ -64,7 +64,7 @@ def _check_counts(path: Path, data: bytes) -> None:
 
 
 def _check_chunks(path: Path, data: bytes, header: Any) -> None:
-    """FileError unless the chunks of a LAZ file and their layers lie within it: lazrs allocates what they announce."""
+    """FileError unless the chunks of a LAZ file and their layers lie within it: lazrs allocates the announced sizes."""
     lazrs = optional_package(path, "lazrs")
     start, record = header.offset_to_point_data, header.vlrs.get("LasZipVlr")[0].record_data
     _check_table(path, data, start)
@@ -87,7 +87,7 @@ def _check_chunks(path: Path, data: bytes, header: Any) -> None:
 
 
 def _check_table(path: Path, data: bytes, start: int) -> None:
-    """FileError unless the chunk table of a LAZ file lies within it, and its number of chunks can."""
+    """FileError unless the chunk table of a LAZ file lies within it, with a plausible number of chunks."""
     _fits(path, "the offset of the chunk table", start + 8, len(data))
     table = struct.unpack_from("<q", data, start)[0]
     if table == -1:  # A writer that could not seek back left the offset at the end.

@@ -23,7 +23,7 @@ class _Header:
 
 
 def read_pcd(path: Path, columns: int | None = None) -> PointFile:
-    """Points from a PCD file; fields x, y, z, intensity, rgb(a) and label are used, all others left."""
+    """Points of a PCD file; uses the fields x, y, z, intensity, rgb(a) and label."""
     header = _header(path, path.read_bytes())
     table = _DECODERS[header.encoding](path, header)
     names = [n for n in header.dtype.names or () if header.dtype[n].shape == ()]
@@ -138,11 +138,9 @@ def _compressed(path: Path, header: _Header) -> np.ndarray:
 
 
 def lzf_decode(packed: bytes, size: int) -> bytes:
-    """The ``size`` bytes that LZF packed; ValueError where the data is not LZF of that many bytes.
-
-    A control byte below 32 starts a run of ``c + 1`` literal bytes; any other copies ``(c >> 5) + 2`` bytes
-    (7 << 5: a length byte follows and is added) from ``((c & 31) << 8 | next) + 1`` bytes back.
-    """
+    """Decode LZF data to `size` bytes; ValueError if it is not LZF of that size. A control byte c below 32 starts a run
+    of c + 1 literal bytes; any other copies (c >> 5) + 2 bytes (7 << 5: a length byte follows and is added) from ((c &
+    31) << 8 | next) + 1 bytes back."""
     out, i = bytearray(), 0
     try:
         while i < len(packed) and len(out) <= size:

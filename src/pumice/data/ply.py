@@ -32,7 +32,7 @@ _ORDERS = {"ascii": "=", "binary_little_endian": "<", "binary_big_endian": ">"}
 
 @dataclass(frozen=True)
 class _Element:
-    """An element of the header: its rows, scalar properties (name, numpy code), and whether it has lists."""
+    """An element of the header: its rows, scalar properties (name, numpy code), and list properties."""
 
     name: str
     rows: int

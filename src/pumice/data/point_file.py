@@ -1,4 +1,4 @@
-"""What every reader hands back, and the ways from named or numbered columns to it."""
+"""Result type of all readers, and conversions from named or numbered columns."""
 
 import importlib
 from collections.abc import Mapping
@@ -29,12 +29,12 @@ class PointFile:
 
 
 def bad_file(path: Path, expected: str, found: str) -> FileError:
-    """The error of a file that cannot be used."""
+    """The error for an unusable file."""
     return FileError(f"{path}: expected {expected}, found {found}")
 
 
 def optional_package(path: Path, module: str) -> ModuleType:
-    """The module that reads a format of the extra ``io``; FileError where it is not installed."""
+    """The module that reads a format of the extra `io`; FileError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -44,23 +44,21 @@ def optional_package(path: Path, module: str) -> ModuleType:
 
 
 def unit_scale(values: np.ndarray) -> np.ndarray:
-    """Intensities or colours as float32 in about [0, 1]: divided by 255 or 65535 where they exceed 1."""
+    """Intensities or colours as float32 in about [0, 1]: divided by 255 or 65535 if they exceed 1."""
     values = np.asarray(values)
     if values.dtype == np.uint8:
         return values.astype(np.float32) / 255
     finite = values[np.isfinite(values)].astype(np.float32)
     top = float(finite.max()) if finite.size else 0.0
-    # A little room above 1: rounding in half precision must not change the scale of a whole file.
+    # Slightly above 1: rounding in half precision must not change the scale of a whole file.
     full = next((s for s in (1.0, 255.0, 65535.0) if top <= s * 1.01), max(top, 1.0))
     return values.astype(np.float32) / np.float32(full)
 
 
 def from_columns(table: np.ndarray) -> PointFile:
-    """A cloud from rows (x, y, z, ...): 4 columns end in intensity, 6 in r, g, b.
-
-    Of 5 columns the last is kept as it is (elongation, or the age of a sweep in seconds) unless it holds
-    ring numbers: these index the sensor's beams and measure nothing.
-    """
+    """A cloud from rows (x, y, z, ...): 4 columns end in intensity, 6 in r, g, b. The last of 5 columns is kept
+    (elongation, or the age of a sweep in seconds) unless it holds ring numbers, which index the sensor's beams and are
+    not measurements."""
     rest = table[:, 3:]
     if table.shape[1] in (4, 6):
         return PointFile(table[:, :3], unit_scale(rest))
@@ -89,7 +87,7 @@ def from_fields(path: Path, fields: Mapping[str, np.ndarray]) -> PointFile:
 
 
 def _packed_rgb(packed: np.ndarray) -> np.ndarray:
-    """Colours [P, 3] in [0, 1] out of 0x00RRGGBB words, which PCD files also store as the bits of a float."""
+    """Colours [P, 3] in [0, 1] from 0x00RRGGBB words, which PCD files also store as the bits of a float."""
     if packed.dtype.kind == "f":
         words = np.ascontiguousarray(packed, np.float32).view(np.uint32)
     else:
@@ -98,7 +96,7 @@ def _packed_rgb(packed: np.ndarray) -> np.ndarray:
 
 
 def _whole(path: Path, labels: np.ndarray | None) -> np.ndarray | None:
-    """Labels as integers; programs that know only floats write whole numbers as floats."""
+    """Labels as integers; some programs write whole numbers as floats."""
     if labels is None or labels.dtype.kind in "iu":
         return labels
     if not np.all(labels == np.round(labels)):

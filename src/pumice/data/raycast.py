@@ -1,7 +1,7 @@
-"""A spinning multi-beam LiDAR at the origin, and the shapes it meets: exact intersections in numpy.
+"""A spinning multi-beam LiDAR at the origin, and shapes with exact ray intersections in numpy.
 
-Every ray is ``p = t * d`` with a unit vector ``d``; a shape answers the smallest t in front of the sensor and
-the cosine of the angle of incidence there. Only the rays that can meet a shape's bounding sphere are asked.
+Every ray is p = t * d with a unit vector d; a shape returns the smallest t in front of the sensor and the cosine of the
+angle of incidence there. Only rays that can hit a shape's bounding sphere are tested.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ _TINY = 1e-12
 
 
 class Shape(Protocol):
-    """What a ray can meet; ``centre`` [3] and ``radius`` bound it."""
+    """A shape that rays can hit; `centre` [3] and `radius` bound it."""
 
     @property
     def centre(self) -> np.ndarray: ...
@@ -41,13 +41,13 @@ class Shape(Protocol):
     def radius(self) -> float: ...
 
     def hit(self, d: np.ndarray, rng: np.random.Generator) -> Hit:
-        """Distance (inf where missed) and cosine of incidence [...] of the rays ``d`` [..., 3]."""
+        """Distance (inf if missed) and cosine of incidence [...] of the rays `d` [..., 3]."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Convex:
-    """The points with ``normals [M, 3] @ p <= offsets [M]``: boxes, and cabins with slanted windows."""
+    """The points with normals [M, 3] @ p <= offsets [M]: boxes, and cabins with slanted windows."""
 
     normals: np.ndarray
     offsets: np.ndarray
@@ -65,7 +65,7 @@ class Convex:
         for i, (normal, offset) in enumerate(zip(self.normals, self.offsets, strict=True)):
             slope = d @ normal
             inwards = slope < 0
-            # Parallel to the plane: far away on either side, according to where the ray runs.
+            # Parallel to the plane: infinitely far, with the sign of the side on which the ray runs.
             t = offset / np.where(np.abs(slope) < _TINY, np.where(inwards, -_TINY, _TINY), slope)
             later = inwards & (t > near)
             near, cosine, face = (np.where(later, t, near), np.where(later, -slope, cosine), np.where(later, i, face))
@@ -92,7 +92,7 @@ class Facade(Convex):
 
 @dataclass(frozen=True, eq=False)
 class Cylinder:
-    """A vertical cylinder between two heights, without caps; ``foot`` is (x, y, lowest z)."""
+    """A vertical cylinder between two heights, without caps; `foot` is (x, y, lowest z)."""
 
     foot: np.ndarray
     width: float
@@ -119,7 +119,7 @@ class Cylinder:
 
 @dataclass(frozen=True, eq=False)
 class Ellipsoid:
-    """An ellipsoid with axes along x, y, z; foliage lets rays in for ``depth`` > 0 metres on average."""
+    """An ellipsoid with axes along x, y, z; foliage lets rays in for `depth` > 0 metres on average."""
 
     centre: np.ndarray
     axes: np.ndarray
@@ -136,7 +136,7 @@ class Ellipsoid:
         root = np.sqrt(np.maximum(inside, 0))
         t, last = (b - root) / a, (b + root) / a
         if self.depth:
-            # The path until a leaf is met is exponential; what is longer than the crown goes through.
+            # The path to the first leaf is exponential; a path longer than the crown passes through.
             t = np.maximum(t, 0) + rng.exponential(self.depth, t.shape)
             return np.where((inside > 0) & (t < last), t, _MISS), rng.uniform(0.3, 1.0, t.shape)
         normal = (t[..., None] * s - c) / self.axes
@@ -145,7 +145,7 @@ class Ellipsoid:
 
 
 def box(centre: Sequence[float], size: Sequence[float], yaw: float = 0.0, top: tuple[float, float] = (1, 1)) -> Convex:
-    """A box (length, width, height), turned by ``yaw`` radians about z; ``top`` scales its upper face."""
+    """A box (length, width, height), rotated by `yaw` radians about z; `top` scales its upper face."""
     return Convex(*_faces(centre, size, yaw, top), np.asarray(centre, float), _half_diagonal(size))
 
 
@@ -167,13 +167,13 @@ def _faces(
 
 
 def facade(centre: Sequence[float], size: Sequence[float], yaw: float, pitch: tuple[float, float]) -> Facade:
-    """A building of ``size`` with windows every ``pitch`` metres along the wall and upwards."""
+    """A building of `size` with windows every `pitch` metres along the wall and upwards."""
     return Facade(*_faces(centre, size, yaw), np.asarray(centre, float), _half_diagonal(size), pitch)
 
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A shape in the scene, with the class it belongs to and the share of light it reflects (0 to 1)."""
+    """A shape in the scene, with its class and reflectance (0 to 1)."""
 
     shape: Shape
     label: int
@@ -182,7 +182,7 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Rays:
-    """One turn of the sensor: ``elevation`` [B] falls, ``azimuth`` [A] rises (radians); ``d`` [B, A, 3]."""
+    """One turn of the sensor: `elevation` [B] descending, `azimuth` [A] ascending (radians); `d` [B, A, 3]."""
 
     elevation: np.ndarray
     azimuth: np.ndarray
@@ -190,7 +190,7 @@ class Rays:
 
     @staticmethod
     def spin(elevation: np.ndarray, azimuths: int, rng: np.random.Generator) -> "Rays":
-        """The rays of a full turn; each beam is turned a little against the others, as in real sensors."""
+        """The rays of a full turn; beams are slightly offset in azimuth, as in real sensors."""
         azimuth = np.linspace(-np.pi, np.pi, azimuths, endpoint=False)
         step = 2 * np.pi / azimuths
         turned = azimuth + step * rng.uniform(-0.5, 0.5, (len(elevation), 1))
@@ -199,7 +199,7 @@ class Rays:
         return Rays(elevation, azimuth, np.stack([flat * np.cos(turned), flat * np.sin(turned), np.sin(up)], axis=-1))
 
     def around(self, shape: Shape) -> Iterator[tuple[slice, slice]]:
-        """The blocks of rays (beams, columns) that can meet the bounding sphere of a shape."""
+        """The blocks of rays (beams, columns) that can hit the bounding sphere of a shape."""
         x, y, z = shape.centre
         flat, radius = float(np.hypot(x, y)), shape.radius * 1.001
         rows, columns = len(self.elevation), len(self.azimuth)
@@ -219,7 +219,7 @@ class Rays:
 
 @dataclass(frozen=True, eq=False)
 class Echo:
-    """What came back, one entry per ray [B, A]: distance (inf: nothing), cosine, class and reflectance."""
+    """Echoes, one entry per ray [B, A]: distance (inf: none), cosine, class and reflectance."""
 
     t: np.ndarray
     cosine: np.ndarray
@@ -242,7 +242,7 @@ def cast(rays: Rays, ground: Echo, items: Sequence[Item], rng: np.random.Generat
 
 
 def terrain_hit(d: np.ndarray, height: Callable[[np.ndarray, np.ndarray], np.ndarray], reach: float) -> np.ndarray:
-    """Distance [...] to the gently sloped ground ``z = height(x, y)``; inf beyond ``reach``."""
+    """Distance [...] to the gently sloped ground z = height(x, y); inf beyond `reach`."""
 
     def above(t: np.ndarray) -> np.ndarray:
         return t * d[..., 2] - height(t * d[..., 0], t * d[..., 1])

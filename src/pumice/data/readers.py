@@ -1,4 +1,4 @@
-"""From files to scans: a table of readers by suffix, and the search for scans and their labels."""
+"""Reading of scans: a table of readers by suffix, and the search for scans and their labels."""
 
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -29,35 +29,22 @@ _LIDARSEG = "_lidarseg.bin"
 
 
 def read_scan(path: str | Path, labels: str | Path | bool | None = None, *, columns: int | None = None) -> Scan:
-    """Read one point cloud; the suffix decides how.
+    """Read one point cloud; the suffix selects the reader.
 
-    Ids of SemanticKITTI, nuScenes lidarseg and LAS are mapped to those class sets; any others get a generic
-    set, one class per value. A few ids that such a set does not know are ignored, with a UserWarning.
+    Ids of SemanticKITTI, nuScenes lidarseg and LAS are mapped to those class sets; any others get a generic set, one
+    class per value. A few ids that such a set does not know are ignored, with a UserWarning.
 
-    Parameters
-    ----------
-    path : str or Path
-        A file with one of the suffixes in ``READERS``.
-    labels : str, Path or bool, optional
-        A label file (.label: uint32, .bin: uint8, .npy: integers) or a folder that holds one of the scan's
-        name. None takes the labels in the file itself, if any; True those, else ``NAME.label`` beside the file
-        or in ``../labels`` (SemanticKITTI), if any; False none at all.
-    columns : int, optional
-        Numbers per point in a .bin or .pcd.bin file, where the guess would be wrong.
+    path: a file with one of the suffixes in `READERS`. labels: a label file (.label: uint32, .bin: uint8, .npy:
+    integers) or a folder with one of the scan's name. None takes the labels in the file itself, if any; True those,
+    else `NAME.label` beside the file or in `../labels` (SemanticKITTI), if any; False none. columns: numbers per point
+    in a .bin or .pcd.bin file, if the guess would be wrong.
 
-    Returns
-    -------
-    Scan
-        ``xyz`` float32 [P, 3] in the file's unit; ``feats`` float32 [P, F]: intensity and colours scaled to
-        [0, 1], other columns as they are; ``labels`` int64 [P] or None.
+    Returns a Scan: xyz float32 [P, 3] in the file's unit; feats float32 [P, F]: intensity and colours scaled to [0, 1],
+    other columns unchanged; labels int64 [P] or None.
 
-    Raises
-    ------
-    FileError
-        The file is missing, empty, truncated, of unknown suffix or content, without points, or its labels
-        differ from the points in number; or a package that the format needs is not installed.
-    OptionError
-        ``columns`` below 3, or given for a format that names its columns.
+    Raises FileError if the file is missing, empty, truncated, of unknown suffix or content, without points, or its
+    labels differ from the points in number, or a package that the format needs is not installed; OptionError for
+    `columns` below 3, or given for a format that names its columns.
     """
     path = _existing(Path(path))
     suffix = _suffix(path)
@@ -82,12 +69,8 @@ def read_scan(path: str | Path, labels: str | Path | bool | None = None, *, colu
 def find_scans(path: str | Path) -> list[Path]:
     """The scans under a folder (recursive, sorted), or the one file.
 
-    Label files are left out, and so are arrays and tables (.npy, .csv, .parquet ...) that do not hold points.
-
-    Raises
-    ------
-    FileError
-        Nothing there, or nothing that a reader exists for; the message lists the suffixes.
+    Label files are skipped, as are arrays and tables (.npy, .csv, .parquet ...) without points. Raises FileError if
+    there is nothing, or nothing with a reader; the message lists the suffixes.
     """
     root = Path(path)
     if not root.exists():
@@ -106,10 +89,10 @@ def find_scans(path: str | Path) -> list[Path]:
 
 
 def read_labels(path: str | Path) -> tuple[np.ndarray, LabelSet]:
-    """Raw labels int64 [P] of a label file, and the label set that knows them.
+    """Raw labels int64 [P] of a label file, and their label set.
 
-    ``.label`` holds uint32, of which the lower 16 bits are the class (SemanticKITTI); ``.bin`` holds uint8
-    (nuScenes lidarseg); ``.npy`` holds integers. Raises FileError on any other file.
+    .label holds uint32, of which the lower 16 bits are the class (SemanticKITTI); .bin holds uint8 (nuScenes lidarseg);
+    .npy holds integers. Raises FileError for any other file.
     """
     path = _existing(Path(path))
     suffix = path.suffix.lower()
@@ -141,7 +124,7 @@ def _is_scan(path: Path) -> bool:
     try:
         return _PROBES[suffix](path) if suffix in _PROBES else True
     except Exception:
-        return True  # A broken file should be reported when it is read, not passed over.
+        return True  # A broken file should be reported when it is read, not skipped.
 
 
 def _scan(path: Path, name: str, cloud: PointFile, raw: np.ndarray | None, label_set: LabelSet | None) -> Scan:
@@ -196,18 +179,18 @@ def _npy_labels(path: Path) -> tuple[np.ndarray, LabelSet]:
 
 @contextmanager
 def _any_error(path: Path, expected: str) -> Iterator[None]:
-    """Whatever is raised inside as FileError: parsers of others raise anything on a damaged file."""
+    """Convert any error to FileError: third-party parsers raise anything on a damaged file."""
     try:
         yield
     except (PumiceError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # A panic of Rust code is no Exception.
+    except BaseException as error:  # A Rust panic is not an Exception.
         raise bad_file(path, expected, f"{type(error).__name__}: {error}") from error
 
 
 @contextmanager
 def _loaded(path: Path) -> Iterator[Any]:
-    """The array or archive in a numpy file; our own handle, since numpy leaves that of a broken archive open."""
+    """The array or archive in a numpy file; with our own handle, since numpy leaks that of a broken archive."""
     with path.open("rb") as file, _any_error(path, f"a numpy {path.suffix} file of plain arrays"):
         yield np.load(file, allow_pickle=False)
 

@@ -1,4 +1,4 @@
-"""One point cloud, checked at birth."""
+"""One point cloud, validated on construction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,46 +10,27 @@ from pumice.errors import DtypeError, OptionError, ShapeError
 
 __all__ = ["Scan", "align_labels"]
 
-# float32 resolves 0.5 mm up to 8 km; map coordinates beyond that are shifted before they are rounded.
+# float32 resolves 0.5 mm up to 8 km; coordinates beyond that are shifted before they are rounded.
 _FAR = 8192.0
 
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """One point cloud with features and, maybe, labels.
+    """One point cloud with features and optional labels.
 
-    Points whose position or feature is not finite are dropped, and counted in ``dropped``. Coordinates that
-    lie beyond 8 km (map projections) are shifted by whole metres, kept in ``origin``, because float32 could
-    not hold them: the position on the map is ``xyz + origin``. Labels without a ``label_set`` are taken as
-    raw values and get a generic one, so a scan with labels always has a label set.
+    Points with a non-finite position or feature are dropped, and counted in `dropped`. Coordinates beyond 8 km (map
+    projections), which float32 cannot hold, are shifted by whole metres, kept in `origin`: the map position is
+    `xyz + origin`. Labels without a `label_set` are raw values and get a generic one.
 
-    Parameters
-    ----------
-    xyz : array [P, 3]
-        Positions in metres, any real dtype; kept as float32.
-    feats : array [P, F] or [P]
-        Features (intensity, colours); F may be 0; kept as float32.
-    labels : integer array [P] or None
-        Class indices of ``label_set`` or its ``ignore``; kept as int64.
-    name : str
-        What messages call this scan.
-    label_set : LabelSet or None
-        What the labels mean.
-    dropped : int
-        Points that were dropped before; what is dropped now is added.
-    origin : (float, float, float)
-        What was subtracted from the positions so far.
-    rows : int array [P] or None
-        Where the points stand in what they were taken from; None: nothing was dropped or left out.
+    xyz [P, 3]: positions in metres, any real dtype; kept as float32. feats [P, F] or [P]: features (intensity,
+    colours); F may be 0; kept as float32. labels [P]: class indices of `label_set` or its `ignore`; integers, kept as
+    int64; or None. name: for messages. label_set: the meaning of the labels. dropped: points dropped before; further
+    ones are added. origin: the total shift subtracted from the positions so far. rows: int [P], indices of the points
+    in their source; None: all points.
 
-    Raises
-    ------
-    ShapeError
-        ``xyz`` is not [P, 3], or features or labels differ from it in length (both numbers are given).
-    DtypeError
-        Positions or features that are not real numbers, labels that are not integers.
-    OptionError
-        A label that is no class of ``label_set``.
+    Raises ShapeError if `xyz` is not [P, 3], or features or labels differ from it in length; DtypeError for positions
+    or features that are not real numbers, or labels that are not integers; OptionError for a label that is no class of
+    `label_set`.
     """
 
     xyz: np.ndarray
@@ -102,13 +83,13 @@ class Scan:
         return f"Scan({self.name!r}, {len(self)} points, {self.feats.shape[1]} features, {labels}{lost})"
 
     def select(self, index: np.ndarray) -> "Scan":
-        """The scan with the points that ``index`` (bool mask [P] or positions) picks."""
+        """The scan with the points that `index` (bool mask [P] or positions) selects."""
         labels = None if self.labels is None else self.labels[index]
         rows = (np.arange(len(self)) if self.rows is None else self.rows)[index]
         return replace(self, xyz=self.xyz[index], feats=self.feats[index], labels=labels, rows=rows)
 
     def label_counts(self) -> dict[str, int]:
-        """Points per class name, in class order; ignored points are left out; empty without labels."""
+        """Points per class name, in class order, without ignored points; empty without labels."""
         if self.labels is None or self.label_set is None:
             return {}
         counts = np.bincount(self.labels[self.labels >= 0], minlength=len(self.label_set))
@@ -116,10 +97,10 @@ class Scan:
 
 
 def align_labels(scans: Sequence[Scan]) -> list[Scan]:
-    """The same scans with one label set in common.
+    """The same scans with one common label set.
 
-    Scans that share one set already (or have no labels) come back as they are. Otherwise the common set
-    holds the union of the class names, in the order of their raw ids, and labels are renumbered.
+    Scans that share one set already (or have no labels) are returned unchanged. Otherwise the common set is the union
+    of the class names, in the order of their raw ids, and labels are renumbered.
     """
     sets = [s.label_set for s in scans if s.label_set is not None]
     if not sets or all(s == sets[0] for s in sets):
@@ -151,7 +132,7 @@ def _renumber(scan: Scan, common: LabelSet) -> Scan:
 def _real(values: np.ndarray, what: str) -> np.ndarray:
     array = np.asarray(values)
     if array.dtype.kind not in "fiub":
-        raise DtypeError(f"{what} holds real numbers, found dtype {array.dtype}")
+        raise DtypeError(f"{what} must hold real numbers, found dtype {array.dtype}")
     return array if array.dtype.kind == "f" else array.astype(np.float64)
 
 
@@ -171,10 +152,10 @@ def _check_shapes(xyz: np.ndarray, feats: np.ndarray, labels: np.ndarray | None)
 
 
 def _near(xyz: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The positions close enough to zero for float32, and what was subtracted [3]."""
+    """The positions shifted near zero for float32, and the shift [3]."""
     if not len(xyz) or xyz.dtype == np.float32 or np.abs(xyz).max() <= _FAR:
         return xyz, np.zeros(3)
-    # The median: one point far from all others must not cost them their decimals.
+    # The median: one distant point must not cost all others their decimals.
     shift = np.floor(np.median(xyz, axis=0))
     return xyz - shift, shift
 

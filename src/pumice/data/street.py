@@ -1,6 +1,6 @@
-"""The plan of a street: road, houses, vehicles, poles, trees and people, as shapes to cast rays at.
+"""The layout of a street: road, houses, vehicles, poles, trees and people, as shapes for ray casting.
 
-Street coordinates in metres: the sensor in the origin, u along the street, v across it, z up.
+Street coordinates in metres: the sensor at the origin, u along the street, v across it, z up.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,12 @@ __all__ = ["GROUND", "Plot", "Street", "lay_out"]
 
 GROUND = 0
 _BUILDING, _VEHICLE, _POLE, _TREE, _PERSON = range(1, 6)
-_REACH = 75.0  # The street is laid out this far to both sides.
+_REACH = 75.0  # The street extends this far to both sides.
 
 
 @dataclass(frozen=True, eq=False)
 class Street:
-    """The ground plan, metres: the road runs along v = ``middle``, a side street crosses at u = ``cross``."""
+    """The ground plan, metres: the road runs along v = `middle`, a side street crosses at u = `cross`."""
 
     middle: float
     half: float
@@ -39,22 +39,22 @@ class Street:
         return z
 
     def on_road(self, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """Whether a place lies on the roadway rather than behind a kerb."""
+        """True if a place lies on the roadway rather than behind a kerb."""
         return (np.abs(v - self.middle) < self.half) | (np.abs(u - self.cross) < self.cross_half)
 
     def base(self, u: float, v: float) -> float:
-        """Where things stand: the height of road or pavement."""
+        """Height of the road or pavement on which objects stand."""
         place = np.asarray(u, float), np.asarray(v, float)
         return float(self.height(*place) + self.kerb * (not self.on_road(*place)))
 
     def clear(self, u: float, margin: float) -> bool:
-        """Whether a place along the street is off the crossing by ``margin``."""
+        """True if a place along the street is off the crossing by `margin`."""
         return abs(u - self.cross) > self.cross_half + margin
 
 
 @dataclass
 class Plot:
-    """What has been built so far: the items, and the circles (u, v, radius) that they occupy."""
+    """Items placed so far, and the circles (u, v, radius) that they occupy."""
 
     street: Street
     rng: np.random.Generator
@@ -184,7 +184,7 @@ Part = tuple[float, float, float, float, float, float, float]  # ahead, left, lo
 
 
 def _assemble(plot: Plot, place: tuple[float, float, float], parts: list[Part], light: float) -> None:
-    """Boxes of one vehicle in its own frame; ``top`` is the scale of the upper face."""
+    """Boxes of one vehicle in its own frame; `top` is the scale of the upper face."""
     u, v, yaw = place
     base, c, s = plot.street.base(u, v), np.cos(yaw), np.sin(yaw)
     for ahead, left, low, length, width, height, top in parts:
@@ -250,7 +250,7 @@ def _poles(plot: Plot) -> None:
 
 
 def _post(plot: Plot, u: float, v: float, width: float, height: float) -> tuple[float, float]:
-    """A vertical tube; answers the height of its foot and what it reflects."""
+    """A vertical tube; returns the height of its foot and its reflectance."""
     base, light = plot.street.base(u, v), plot.rng.uniform(0.15, 0.7)
     plot.add(_POLE, light, Cylinder(np.array([u, v, base - 0.1]), width, height + 0.1))
     plot.take(u, v, 0.3)
@@ -343,12 +343,12 @@ def _person(plot: Plot, u: float, v: float) -> None:
     plot.add(_PERSON, rng.uniform(0.2, 0.6), Ellipsoid(foot + [0, 0, 0.93 * tall], np.array([0.1, 0.1, 0.075 * tall])))
 
 
-# Earlier builders keep their places; later ones go where room is left.
+# Earlier builders keep their places; later ones use the remaining room.
 _BUILDERS: tuple[Callable[[Plot], None], ...] = (_buildings, _vehicles, _poles, _trees, _people)
 
 
 def lay_out(rng: np.random.Generator) -> Plot:
-    """A street with everything in it."""
+    """A complete street."""
     plot = Plot(_ground_plan(rng), rng)
     for build in _BUILDERS:
         build(plot)

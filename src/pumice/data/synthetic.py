@@ -1,7 +1,7 @@
-"""Labelled street scenes out of a seed: a street is laid out, then a spinning LiDAR is cast into it.
+"""Generated, labelled street scenes: a random street layout, scanned by a spinning LiDAR.
 
-The sensor stands in the origin, as in driving data, about 1.75 m above a road that rises and rolls. A layout
-lives in street coordinates: u along the street, v across it; the finished scan is turned by a random angle.
+The sensor is at the origin, as in driving data, about 1.75 m above a road with slopes. A layout uses street
+coordinates: u along the street, v across it; the finished scan is rotated by a random angle.
 """
 
 import numpy as np
@@ -34,34 +34,21 @@ def street_scene(
     dropout: float = 0.05,
     max_range: float = 80.0,
 ) -> Scan:
-    """A labelled scan of a street that does not exist.
+    """A labelled scan of a generated street.
 
-    ``beams`` lasers between -25 and +12 degrees turn once in ``azimuths`` steps; each ray gives the nearest
-    echo ``range + noise * N(0, 1)``, or none: with probability ``dropout``, more where little light returns.
+    `beams` lasers between -25 and +12 degrees turn once in `azimuths` steps; each ray gives the nearest echo
+    range + noise * N(0, 1), or none: with probability `dropout`, more where little light returns.
 
-    Parameters
-    ----------
-    seed : int
-        0 or more; the same seed and arguments give the same scan.
-    beams, azimuths : int
-        Rays up and around; the default of 64 x 1440 gives about 75 to 85 thousand points.
-    noise : float
-        Standard deviation of the range, in metres.
-    dropout : float
-        Share of the echoes lost regardless of strength, in [0, 0.95].
-    max_range : float
-        Echoes beyond are lost, in metres.
+    seed: 0 or more; the same seed and arguments give the same scan. beams, azimuths: rays in elevation and azimuth; the
+    default of 64 x 1440 gives about 75 to 85 thousand points. noise: standard deviation of the range in metres.
+    dropout: share of the echoes lost regardless of strength, in [0, 0.95]. max_range: range in metres beyond which
+    echoes are lost.
 
-    Returns
-    -------
-    Scan
-        ``xyz`` float32 [P, 3] in metres, sensor in the origin, z up; ``feats`` float32 [P, 1] intensity in
-        [0, 1]; ``labels`` of ``STREET``, each class present.
+    Returns a Scan: xyz float32 [P, 3] in metres, sensor at the origin, z up; feats float32 [P, 1] intensity in [0, 1];
+    labels of `STREET`, each class present.
 
-    Raises
-    ------
-    OptionError
-        An argument out of range, or so few rays that some class is not hit in any layout of this seed.
+    Raises OptionError for an argument out of range, or if some class is not hit in any layout of this seed (too few
+    rays).
     """
     _check(seed=seed, beams=beams, azimuths=azimuths, noise=noise, dropout=dropout, max_range=max_range)
     rng = np.random.default_rng([0x5CE4E, seed])
@@ -97,7 +84,7 @@ def _ground(street: Street, d: np.ndarray, reach: float) -> Echo:
     t = np.where(np.isfinite(high) & ~on_road(high), high, low)
     face = np.isfinite(high) & on_road(high) & (~np.isfinite(low) | ~on_road(low))
     near, far = np.where(face, high, 0), np.where(face, np.minimum(low, 1.5 * reach), 0)
-    for _ in range(12):  # halve the way between the two levels until the kerb is met
+    for _ in range(12):  # bisect between the two levels until the kerb is hit
         middle = (near + far) / 2
         before = on_road(middle)
         near, far = np.where(before, middle, near), np.where(before, far, middle)
@@ -126,16 +113,16 @@ def _sweep(
     """One layout, one turn of the sensor: positions [P, 3], intensities [P] and classes [P]."""
     noise, dropout, max_range = sensor
     plot = lay_out(rng)
-    # Half of the beams look at the road's far end, where the eye of a real sensor is sharpest too.
+    # Half of the beams point at the far end of the road, where real sensors are densest too.
     fall = np.concatenate([np.linspace(12, -8, beams // 2, endpoint=False), np.linspace(-8, -25, beams - beams // 2)])
     rays = Rays.spin(np.radians(fall), azimuths, rng)
     echo = cast(rays, _ground(plot.street, rays.d, max_range), plot.items, rng)
-    # Speckle: neighbouring echoes of one surface differ, and so no class can be told by its brightness.
+    # Speckle: neighbouring echoes of a surface differ, so that intensity alone does not identify a class.
     light = echo.reflectance * rng.lognormal(0, 0.35, echo.t.shape)
     strength = light * (0.3 + 0.7 * echo.cosine) * np.exp(-np.where(np.isfinite(echo.t), echo.t, 0) / 120)
     lost = dropout + (0.9 - dropout) * np.exp(-strength / 0.03) * (echo.t > 4)
     t = echo.t + rng.normal(0, noise, echo.t.shape)
-    # Steep angles and glass send little back.
+    # Grazing angles and glass return little.
     lost = np.maximum(lost, 0.7 * np.exp(-echo.cosine / 0.04))
     kept = np.isfinite(t) & (t > 0.9) & (t < max_range) & (rng.random(t.shape) > lost)
     turn = rng.uniform(0, 2 * np.pi)

@@ -11,16 +11,13 @@ __all__ = ["arrow_holds_points", "read_arrow", "read_obj", "read_text", "read_tn
 
 _SPACED = bytes.maketrans(b",;\t\r", b"    ")
 _HEAD_BYTES = 4096
-# A row of more numbers is hardly a point: the poses of KITTI have 12.
+# Longer rows are hardly points: the poses of KITTI have 12 numbers.
 _WIDEST = 10
 
 
 def read_text(path: Path, columns: int | None = None) -> PointFile:
-    """Points from lines of numbers, separated by blanks, commas or semicolons; comments begin with # or //.
-
-    A first line of words names the columns (as in PLY and PCD); without one they are x, y, z and what
-    ``from_columns`` makes of the others.
-    """
+    """Points of lines of numbers, separated by blanks, commas or semicolons; comments begin with # or //. A first line
+    of words names the columns (as in PLY and PCD); without one `from_columns` interprets them."""
     lines = _lines(path.read_bytes())
     names = _names(lines)
     if not names:
@@ -30,7 +27,7 @@ def read_text(path: Path, columns: int | None = None) -> PointFile:
 
 
 def read_obj(path: Path, columns: int | None = None) -> PointFile:
-    """The vertices of a Wavefront OBJ file: ``v x y z``, or ``v x y z r g b``."""
+    """The vertices of a Wavefront OBJ file: `v x y z`, or `v x y z r g b`."""
     lines = [line[2:] for line in _lines(path.read_bytes()) if line.startswith(b"v ")]
     if not lines:
         raise bad_file(path, "vertices (lines that begin with v)", "none")
@@ -39,7 +36,7 @@ def read_obj(path: Path, columns: int | None = None) -> PointFile:
 
 
 def read_tns(path: Path, columns: int | None = None) -> PointFile:
-    """Voxel text: i j k (and maybe values, which are kept as they are) per line."""
+    """Voxel text: i j k (and optional values, kept unchanged) per line."""
     table = _numbers(path, _lines(path.read_bytes()))
     return PointFile(table[:, :3], table[:, 3:])
 
@@ -51,7 +48,7 @@ def read_arrow(path: Path, columns: int | None = None) -> PointFile:
 
 
 def text_holds_points(path: Path) -> bool:
-    """Whether the first line of a text file names x, y, z or is a row of 3 to 10 numbers."""
+    """True if the first line of a text file names x, y, z or is a row of 3 to 10 numbers."""
     with path.open("rb") as file:
         lines = _lines(file.read(_HEAD_BYTES))
     names = _names(lines)
@@ -59,7 +56,7 @@ def text_holds_points(path: Path) -> bool:
 
 
 def arrow_holds_points(path: Path) -> bool:
-    """Whether the columns of a Feather or Parquet file have x, y and z."""
+    """True if the columns of a Feather or Parquet file include x, y and z."""
     return set("xyz") <= {name.lower() for name in _dataset(path).schema.names}
 
 
@@ -74,7 +71,7 @@ def _lines(data: bytes) -> list[bytes]:
 
 
 def _names(lines: list[bytes]) -> list[str]:
-    """The column names in the first line, in lower case; none where it holds numbers."""
+    """The column names in the first line, in lower case; none if it holds numbers."""
     words = lines[0].decode("utf-8", "replace").lower().split() if lines else []
     try:
         return [] if [float(word) for word in words] else words
@@ -83,7 +80,7 @@ def _names(lines: list[bytes]) -> list[str]:
 
 
 def _numbers(path: Path, lines: list[bytes], width: int | None = None) -> np.ndarray:
-    """The numbers of lines [P, width]; the width is that of the first line, and 3 or more."""
+    """The numbers of lines [P, width]; width: that of the first line by default, at least 3."""
     width = width or (len(lines[0].split()) if lines else 0)
     words = b" ".join(lines).split()
     if width < 3 or len(words) != width * len(lines):

@@ -1,1 +1,1 @@
-"""What is computed: statements, formats and their rewrites, as text and symbols. No torch here."""
+"""Statements, storage formats and their rewrites, as text and symbols. No torch here."""

@@ -14,18 +14,17 @@ _LIMITS = "integers have 64 bits, floats end at 1.8e308"
 
 
 class Use(NamedTuple):
-    """Where a name was met first, and with how many axes (None: as an index)."""
+    """First use of a name, and its number of axes (None: as an index)."""
 
     axes: int | None
     place: int
 
 
-Linear = tuple[list[tuple[int, Index | Access]], int]
-"""Terms and constant of an index expression on its way."""
+Linear = tuple[list[tuple[int, Index | Access]], int]  # terms and constant of an index expression
 
 
 class AccessReader(TokenReader):
-    """Reads numbers and accesses; knows the integers, the target's name and the names met so far."""
+    """Reads numbers and accesses; knows the named integers, the target and the names used so far."""
 
     def __init__(self, text: str, integers: Mapping[str, int]) -> None:
         super().__init__(text)
@@ -51,7 +50,7 @@ class AccessReader(TokenReader):
         return a * b
 
     def access(self, token: Token, written: bool = False) -> Access:
-        """The operand whose name is read, with its indices."""
+        """The operand named by `token`, with its indices."""
         name, stop, found = token.text, token.stop, []
         if written:
             self.target = name
@@ -72,7 +71,7 @@ class AccessReader(TokenReader):
         return Access(name, tuple(found), Span(token.start, stop))
 
     def use(self, name: str, axes: int | None, place: int) -> None:
-        """Note a name; it must be what it was where it was met before."""
+        """Record a use of a name; it must agree with the first one."""
         first = self.uses.setdefault(name, Use(axes, place))
         if first.axes == axes:
             return
@@ -83,7 +82,7 @@ class AccessReader(TokenReader):
         self.fail(f"{quote(name)} has {count_axes(axes)} here and {count_axes(first.axes)} at {there}", place)
 
     def linear(self, start: int, terms: list[tuple[int, Index | Access]], constant: int) -> Affine:
-        """The index expression that was read from `start` to here."""
+        """The index expression read from `start` to the current position."""
         span = Span(start, self.tokens[self.at - 1].stop)
         if len(terms) == 1 and terms[0][0] == 1 and not constant:
             return Affine((terms[0],), 0, span)
@@ -92,7 +91,7 @@ class AccessReader(TokenReader):
             self.fail("an integer of this index expression has more than 64 bits", start)
         kept = {atom for _, atom in found.terms}
         for _, atom in terms:
-            # Left out, it would not be summed over: the text would mean something else.
+            # Dropping it would drop the sum over it, which changes the meaning of the text.
             if atom not in kept:
                 self.fail(f"{quote(str(atom))} cancels out of this index expression; leave it out", atom.span.start)
         return found

@@ -1,7 +1,7 @@
 """Sizes: the range of every index and the shape of the target, from the shapes of the operands.
 
-An index runs over [0, n), n being the extent of an axis where it stands bare; all such axes must agree. Else it runs
-over the largest range that keeps every window inside its operand (`I[2*p+r]`). Else it must be declared (`; p:14`).
+An index runs over [0, n), n being the extent of an axis it indexes alone; all such axes must agree. Otherwise it has
+the largest range that keeps every window inside its operand (`I[2*p+r]`), or must be declared (`; p:14`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True, eq=False)
 class BoundStatement:
-    """A statement with its sizes; equal to itself alone, so that what follows from it is found by it.
+    """A statement with its sizes; compared by identity, so that it can be a cache key.
 
-    ranges: of every index, by name; shape: of the target; windowed: the indices whose range only windows or the text
-    tell (no axis has it as its extent). like: the bound of about the same sizes that this one was `resized` from: what
-    follows from the kind of sizes alone is found by it.
+    ranges: of every index, by name; shape: of the target; windowed: indices whose range follows only from windows or a
+    declaration. like: the original of a `resized` statement, key of whatever does not depend on exact sizes.
     """
 
     statement: Statement
@@ -42,12 +41,12 @@ class BoundStatement:
         return self.extents[index]
 
     def points(self, names: Iterable[str]) -> int:
-        """How many values these indices take together."""
+        """The number of points of these indices together."""
         return math.prod(self.extents[name] for name in names)
 
 
 class Axis(NamedTuple):
-    """An axis of an access, and the extent of it (None where that is yet open)."""
+    """An axis of an access, and its extent (None if not known yet)."""
 
     access: Access
     number: int
@@ -61,12 +60,13 @@ class Axis(NamedTuple):
 def bind(
     statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None = None, strict: bool = True
 ) -> BoundStatement:
-    """The sizes of `statement` for operands of these shapes; `shape` is the target's where that is known.
+    """The sizes of `statement` for operands of these shapes; `shape` is the target's, if known.
 
-    strict: windows may leave their operand only through an index that the text declares. What the library derives is
-    bound without it: outside there is nothing.
+    strict: windows may leave their operand only through an index that the text declares. Derived statements are bound
+    without it: values outside an operand do not contribute.
 
-    Raises ShapeError for what is missing, contradicts itself, or leaves its operand; it names index and both sizes.
+    Raises ShapeError for missing or contradictory sizes, or windows that leave an operand; it names index and both
+    sizes.
     """
     for access in accesses_of(*statement.terms, *statement.target.indices):
         _check_rank(access, shapes)
@@ -80,7 +80,7 @@ def bind(
     for name in indices_of(statement):
         if name not in ranges:
             raise ShapeError(
-                f"index {name} has no size: it stands bare on no axis of an operand, and no window tells it; "
+                f"index {name} has no size: it indexes no axis alone and no window determines it; "
                 f"declare it, for instance `; {name}:10`{_in(statement)}"
             )
     if strict:
@@ -90,18 +90,18 @@ def bind(
 
 
 def resizable(bound: BoundStatement) -> bool:
-    """Whether the range of every index is the extent of an axis, or the text's: windows may tell another one."""
+    """True if every index range is an axis extent or declared, so that no window has to be solved."""
     return bare_places(bound.like or bound) is not None
 
 
 def resized(bound: BoundStatement, shapes: Mapping[str, Shape], shape: tuple[int, ...]) -> BoundStatement:
-    """The same statement, which is `resizable`, for operands of other sizes that agree: nothing is checked."""
+    """A `resizable` statement for operands of other, consistent sizes; unchecked."""
     ranges = {name: Range(0, extent) for name, extent in extents_at(bound, shapes, shape).items()}
     return BoundStatement(bound.statement, {**bound.ranges, **ranges}, shape, bound.windowed, bound.like or bound)
 
 
 def extents_at(bound: BoundStatement, shapes: Mapping[str, Shape], shape: Shape) -> dict[str, int]:
-    """The points of each index that an axis tells, for operands of other sizes."""
+    """The points of each index that is alone on an axis, for operands of other sizes."""
     places = bare_places(bound.like or bound)
     assert places is not None
     return {name: (shapes[operand] if operand else shape)[axis] for name, operand, axis in places}
@@ -109,7 +109,7 @@ def extents_at(bound: BoundStatement, shapes: Mapping[str, Shape], shape: Shape)
 
 @lru_cache(maxsize=4096)
 def bare_places(bound: BoundStatement) -> tuple[tuple[str, str, int], ...] | None:
-    """(index, operand, axis) where each index stands bare, "" being the target; those that the text declares stay."""
+    """(index, operand, axis) for each undeclared index alone on an axis ("": the target); None if not resizable."""
     statement = bound.statement
     declared = {name for name, _ in statement.ranges}
     if set(bound.windowed) - declared:
@@ -124,7 +124,7 @@ def bare_places(bound: BoundStatement) -> tuple[tuple[str, str, int], ...] | Non
 
 
 def span_of(expression: Affine, ranges: Mapping[str, Range]) -> tuple[int, int]:
-    """The smallest and the largest value of an expression without index arrays; its indices are not empty."""
+    """The minimum and maximum of an expression without index arrays; its indices are not empty."""
     low = high = expression.constant
     for coefficient, atom in expression.terms:
         assert isinstance(atom, Index)
@@ -136,11 +136,9 @@ def span_of(expression: Affine, ranges: Mapping[str, Range]) -> tuple[int, int]:
 def reaches(
     bound: BoundStatement, target: Access, shapes: Mapping[str, Shape], tops: Mapping[str, int]
 ) -> dict[Affine, tuple[int, int]]:
-    """Bounds of the values of every index expression that is not bare; tops: the largest values of index arrays.
-
-    What is added of an array lies on the axis, which was looked at; of what is taken off nothing is known. target: the
-    statement's, or that with a segment's index in it.
-    """
+    """Bounds of every index expression other than a bare index; tops: maxima of the index arrays. An added index array
+    is bounded by its axis, since it has been validated; a subtracted one by `tops`. target: that of the statement, or
+    the one with a segment index."""
     found: dict[Affine, tuple[int, int]] = {}
     axes = [*zip(target.indices, bound.shape, strict=True)]
     for access in accesses_of(*bound.statement.terms, *target.indices):
@@ -175,7 +173,7 @@ def _check_rank(access: Access, shapes: Mapping[str, Shape]) -> None:
 
 
 def _check_shapes(statement: Statement, shapes: Mapping[str, Shape]) -> None:
-    """Operands have the shapes that the text declares."""
+    """Check operands against the shapes that the text declares."""
     for name, declared in statement.shapes:
         found = shapes.get(name, declared) if name != statement.target.name else declared
         fits = len(found) == len(declared) and all(d in (None, n) for d, n in zip(declared, found, strict=True))
@@ -184,7 +182,7 @@ def _check_shapes(statement: Statement, shapes: Mapping[str, Shape]) -> None:
 
 
 def _target_shape(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None) -> tuple[int | None, ...]:
-    """The target's shape as given or declared, None for open axes."""
+    """The target's shape as passed or declared, None for open axes."""
     target = statement.target
     known = shape if shape is not None else shapes.get(target.name)
     declared = dict(statement.shapes).get(target.name)
@@ -204,7 +202,7 @@ def _axes(accesses: Iterable[Access], shapes: Mapping[str, Shape]) -> Iterator[A
 
 
 def _bare_ranges(statement: Statement, axes: Sequence[Axis]) -> dict[str, Range]:
-    """The declared ranges, and those of indices that stand bare on an axis of known extent."""
+    """The declared ranges, and those of indices alone on an axis of known extent."""
     ranges = dict(statement.ranges)
     first: dict[str, Axis] = {}
     for axis in axes:
@@ -231,7 +229,7 @@ def _check_declared(name: str, declared: Range, axis: Axis) -> None:
 
 
 def _window_ranges(ranges: dict[str, Range], axes: Sequence[Axis]) -> None:
-    """Add the ranges that windows tell: the largest that keep every window inside."""
+    """Add the ranges that windows determine: the largest that keep every window inside."""
     while True:
         found: dict[str, int] = {}
         for axis in axes:
@@ -247,7 +245,7 @@ def _window_ranges(ranges: dict[str, Range], axes: Sequence[Axis]) -> None:
 
 
 def _largest(name: str, axis: Axis, ranges: Mapping[str, Range]) -> int:
-    """The stop of the largest range from 0 of `name` for which the expression stays below the extent and above -1."""
+    """The stop of the largest range from 0 of `name` for which the expression stays in [0, extent)."""
     assert axis.extent is not None
     rest = Affine(tuple(t for t in axis.expression.terms if t[1] != Index(name)), axis.expression.constant)
     coefficient = next(c for c, atom in axis.expression.terms if atom == Index(name))
@@ -268,9 +266,9 @@ def _check_windows(statement: Statement, ranges: Mapping[str, Range], axes: Sequ
         if low >= 0 and high < axis.extent or any(statement.declared(name) for name in names):
             continue
         example = f"`; {names[0]}:{len(ranges[names[0]])}`" if names else ""
-        told = f"; declare an index to pad with nothing, for instance {example}" if names else ""
+        hint = f"; declare an index to pad with nothing, for instance {example}" if names else ""
         raise ShapeError(
-            f"{axis.expression} runs from {low} to {high}, but {axis} has extent {axis.extent}{told}{_in(statement)}"
+            f"{axis.expression} runs from {low} to {high}, but {axis} has extent {axis.extent}{hint}{_in(statement)}"
         )
 
 
@@ -285,7 +283,7 @@ def _target_extent(statement: Statement, ranges: Mapping[str, Range], axis: Axis
     if expression.arrays:
         if axis.extent is None:
             raise ShapeError(
-                f"{axis} is addressed through {', '.join(map(str, expression.arrays))}, which tells no extent; "
+                f"{axis} is addressed through {', '.join(map(str, expression.arrays))}, which has no known extent; "
                 f"pass {axis.access.name} or declare it, for instance `; {axis.access.name}:[...]`{_in(statement)}"
             )
         return axis.extent

@@ -1,10 +1,10 @@
-"""The contraction inside a statement: which index is batch, row (M), column (N) or reduction (K).
+"""The contraction in a statement: which index is batch, row (M), column (N) or reduction (K).
 
     C[32*AM[p]+bm, n] += A[p,q,bm,bk] * B[32*AK[p,q]+bk, n]      AM sorted
     segment p under s, rows bm, columns n, reduced bk, loops (p, q)
 
-Where a sorted index array says where the target is written, the points that write one place lie together: its position
-runs within a segment, the sum stays in registers, and nothing is written twice.
+If a sorted index array addresses the target, the points that write one entry are contiguous: a segment. Its sum stays
+in registers and is written once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from dataclasses import dataclass, replace
 from pumice.language.derive import fresh, names_of
 from pumice.language.nodes import Access, Affine, Index, Statement, Term, accesses_of, affine, arrays_of, indices_of
 
-_SMALLEST = 8
-"""Below this many rows, columns or reduced points a tile of a matrix product is mostly empty."""
+_SMALLEST = 8  # rows, columns or reduced points below which a tile of a matrix product is mostly padding
 
-_SMALLEST_WITHIN = 4
-"""The same where the left side is a product itself, so that what is on the right is read once."""
+_SMALLEST_WITHIN = 4  # the same if the left side is itself a product, so that the right side is read once
 
 _DEEPEST_WITHIN, _LONGEST_WITHIN = 64, 8
-"""The most points that a product within the left side sums over in its matrices, and one after another."""
+"""Limits of a product in the left side: points reduced in its matrices, and in unrolled loops."""
 
-_MANY = 4096
-"""From so many results in every segment on, these are the rows of a tile, and not the segments."""
+_MANY = 4096  # results per segment from which these, not the segments, are the rows of a tile
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class NestedProduct:
-    """The left side of a product as a product of its own, over reductions that nothing else has.
+    """The left side of a product that is itself a product, over reductions of no other factor.
 
         Z[b,i,w] = A[b,l,i,j] * X[b,j,u] * W[b,l,u,w]       left[i,u] = A[i,j] * X[j,u], met j
 
     met         the index that its two sides share, all of it in one tile
-    summed      its other reductions, each in one side alone, written out one after another
-    left, right places of the factors: those with the rows, those with the reduction of the whole
+    summed      its other reductions, each in one side only, unrolled
+    left, right positions of its factors: those with the rows, those with the outer reduction
     """
 
     met: str
@@ -57,22 +54,22 @@ class NestedProduct:
 
 @dataclass(frozen=True)
 class ContractionRoles:
-    """The part each index plays.
+    """The role of each index.
 
-    product     whether left and right meet in a matrix product; else everything is multiplied entry by entry
-    rows, columns   the two axes of the tile of results; several indices are one axis, the last one fastest
-    reduced     the third axis of a matrix product; loops: the reductions taken one after another
-    batch       indices of the target that a program has fixed
-    left, right places of the factors on either side of the product
-    target      where the result is written, the segment's index in the place of its array
-    segment     see Segment; its index is the batch's first or the only row
-    adds        whether several programs may write one entry
-    folds       whether the columns are a reduction too, summed at the end; of a matrix product after the factors that
-                the loop leaves out were multiplied in: Z[b,p] = (G[b,w] . W[p,u,w]) * X[b,u], columns u
-    stacked     whether the rows of a matrix product are consecutive segments, see stacked()
-    packed      whether the third axis of a matrix product holds several entries of a segment, see packed()
-    within      what the left side is where it is a product too; as in every product of matrices, what is multiplied
-                by 0 there counts: infinities and NaN spread to all rows
+    product     left and right form a matrix product; otherwise factors are multiplied elementwise
+    rows, columns   the two axes of the result tile; several indices form one axis, the last one fastest
+    reduced     the third axis of a matrix product; loops: the sequential reductions
+    batch       target indices that are fixed in a program
+    left, right positions of the factors on either side of the product
+    target      the target access, with the segment index in place of its array
+    segment     see Segment; its index is the first of batch or the only row
+    adds        several programs may write one entry
+    folds       the columns are a reduction too, summed at the end; in a matrix product after multiplying by the factors
+                outside the loop: Z[b,p] = (G[b,w] . W[p,u,w]) * X[b,u], columns u
+    stacked     the rows of a matrix product are consecutive segments, see stacked()
+    packed      the third axis of a matrix product holds several entries of a segment, see packed()
+    within      the left side if it is a product too; as in every matrix product, values multiplied by 0 count:
+                infinities and NaN spread to all rows
     """
 
     product: bool
@@ -93,7 +90,7 @@ class ContractionRoles:
 
     @property
     def laned(self) -> bool:
-        """Whether the rows are the segments themselves, each with its own loop, so that a tile holds many."""
+        """True if the rows are the segments, each with its own loop, so that a tile holds many."""
         return self.segment is not None and self.rows == (self.segment.index,) and not self.stacked
 
 
@@ -107,7 +104,7 @@ def contraction_roles(statement: Statement, extents: Mapping[str, int]) -> Contr
     adds = not _injective(target, extents, statement)
     found = _product(term, target, reduced, segment, extents)
     if found is None and (segment is not None or adds):
-        # Matrix units that are mostly idle are still faster than others that gather entry by entry.
+        # Mostly idle tensor cores are still faster than elementwise gathers.
         found = _product(term, target, reduced, segment, extents, narrow=True)
     common = {"target": target, "segment": segment, "adds": adds}
     if found is not None:
@@ -120,17 +117,17 @@ def contraction_roles(statement: Statement, extents: Mapping[str, int]) -> Contr
 
 
 def exchanged(roles: ContractionRoles) -> ContractionRoles:
-    """The same product with rows and columns, left and right, in each other's place."""
+    """The same product with rows and columns, left and right exchanged."""
     return replace(roles, rows=roles.columns, columns=roles.rows, left=roles.right, right=roles.left)
 
 
 def stacked(roles: ContractionRoles, statement: Statement) -> ContractionRoles | None:
-    """Consecutive segments as the rows of one matrix product, or None where the statement has no such form.
+    """Consecutive segments as the rows of one matrix product, or None if the statement has no such form.
 
         C[A_m[p],n] = V[p] * B[A_k[p],n]      left[s,p] = V[p] if A_m[p] == s else 0,   right[p,n] = B[A_k[p],n]
 
-    The entries of all segments of a tile are its reduction. Most of the left side is zero, which tensor cores multiply
-    faster than others convert and add what is not.
+    The entries of all segments of a tile are its reduction. The left side is mostly zero; tensor cores multiply it
+    faster than plain units convert and add the non-zeros.
     """
     if not roles.laned or roles.folds or roles.adds or roles.segment is None or not roles.columns:
         return None
@@ -145,13 +142,12 @@ def stacked(roles: ContractionRoles, statement: Statement) -> ContractionRoles |
 
 
 def packed(roles: ContractionRoles, statement: Statement, extents: Mapping[str, int]) -> ContractionRoles | None:
-    """Consecutive entries of a segment side by side in the third axis of one matrix product, or None where the
-    statement has no such form.
+    """Consecutive entries of a segment side by side in the third axis of one matrix product, or None if there is no
+    such form.
 
         O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c]      left[b,(e,c)], right[(e,c),n], few c
 
-    There may be as few c as one, where there is no product over c alone. No axis runs along both e and c, or backwards
-    along e.
+    c may be as small as 1, where c alone gives no product. No axis may depend on both e and c, or descend along e.
     """
     segment = roles.segment
     if segment is None or roles.laned or roles.folds:
@@ -169,10 +165,8 @@ def packed(roles: ContractionRoles, statement: Statement, extents: Mapping[str, 
 
 
 def segment_axis(roles: ContractionRoles) -> tuple[str, int, int]:
-    """An axis that the segment's index runs along: its operand ("" is the result), its number, and the coefficient.
-
-    The index takes as many values as the axis has places, in units of the coefficient.
-    """
+    """An axis along which the segment index runs: its operand ("" is the result), number and coefficient. The range of
+    the index is the extent of the axis divided by the coefficient."""
     assert roles.segment is not None
     for access in (roles.target, *accesses_of(*roles.target.indices)):
         for axis, expression in enumerate(access.indices):
@@ -183,15 +177,15 @@ def segment_axis(roles: ContractionRoles) -> tuple[str, int, int]:
 
 
 def _segmented(statement: Statement) -> tuple[Access, Segment | None]:
-    """The target with the first sorted array of one position replaced by an index, and that segment."""
+    """The target with its first suitable sorted array replaced by an index, and the segment."""
     sorted_ = {name for name, fact in statement.facts if fact == "sorted"}
     target, read = statement.target, indices_of(*statement.terms)
     for array in arrays_of(*target.indices):
         position = array.indices[0].bare if len(array.indices) == 1 else None
-        # Without a factor that the position turns there is no loop over the entries of a segment.
+        # If no factor depends on the position, there is no loop over the entries of a segment.
         if array.name not in sorted_ or position not in read:
             continue
-        # Segments take all entries: a range that does not start at 0 is part of them.
+        # Segments take all entries, so a range that does not start at 0 rules them out.
         if (declared := statement.declared(position)) is not None and declared.start:
             continue
         name = fresh("s", names_of(statement))
@@ -223,31 +217,31 @@ def _exchanged(expression: Affine, old: Access, new: Index) -> Affine:
 
 
 def _injective(target: Access, extents: Mapping[str, int], statement: Statement) -> bool:
-    """Whether different points of the target's indices write different entries."""
+    """True if different points of the target's indices write different entries."""
     distinct = {name for name, fact in statement.facts if fact == "distinct"}
-    told: set[str] = set()
+    known: set[str] = set()
     before = -1
-    # What one axis tells may let another tell more.
-    while before < len(told):
-        before = len(told)
+    # Indices determined by one axis may determine those of another.
+    while before < len(known):
+        before = len(known)
         for expression in target.indices:
-            told |= _told(expression, told, extents, distinct)
-    return set(indices_of(target)) <= told
+            known |= _determined(expression, known, extents, distinct)
+    return set(indices_of(target)) <= known
 
 
-def _told(expression: Affine, told: set[str], extents: Mapping[str, int], distinct: set[str]) -> set[str]:
-    """The indices whose values follow from the value of the expression and those of the indices in `told`."""
+def _determined(expression: Affine, known: set[str], extents: Mapping[str, int], distinct: set[str]) -> set[str]:
+    """The indices determined by the value of the expression and the indices in `known`."""
     if expression.arrays:
         ((_, atom), *rest) = expression.terms
         if rest or not isinstance(atom, Access) or atom.name not in distinct:
             return set()
         return {e.bare for e in atom.indices if e.bare}
-    unknown = sorted((abs(c), a.name) for c, a in expression.terms if isinstance(a, Index) and a.name not in told)
+    unknown = sorted((abs(c), a.name) for c, a in expression.terms if isinstance(a, Index) and a.name not in known)
     reach = 0
     for coefficient, name in unknown:
         if coefficient <= reach:
             return set()
-        # The segment's index is open; nothing is measured in units above it.
+        # The range of the segment index is unknown, so no larger coefficient can be decoded.
         reach += coefficient * (max(extents.get(name, 1 << 62), 1) - 1)
     return {name for _, name in unknown}
 
@@ -261,8 +255,7 @@ def _product(
     shallowest: int = _SMALLEST,
     narrow: bool = False,
 ) -> ContractionRoles | None:
-    """The matrix product with the largest tile, or None; `shallowest`: the fewest points that it may sum over; narrow:
-    rows or columns may be few."""
+    """The matrix product with the largest tile, or None; shallowest: least reduction; narrow: allow thin sides."""
     deps = [set(indices_of(factor)) for factor in term.factors]
     if not all(isinstance(factor, Access) for factor in term.factors):
         return None
@@ -294,9 +287,9 @@ def _product(
         if any(size < few for size, few in zip(sizes, least, strict=True)):
             continue
         score = math.prod(min(size, cap) for size, cap in zip(sizes, (128, 128, 64), strict=True))
-        # Of two equal ones that whose columns are the target's last axis: they are stored together.
+        # On a tie prefer columns that are the target's last axis: they are stored contiguously.
         score = 2 * score + (bool(target.indices) and target.indices[-1].bare in columns)
-        # A product within spares a loop around all of it.
+        # A nested product saves a loop around everything else.
         rank = (within is not None, score)
         if best is None or rank > best[0]:
             best = rank, _with_rest(target, reduced, (rows, columns, tile), (left, right), own, within)
@@ -310,7 +303,7 @@ def _within(
     alone: Sequence[str],
     extents: Mapping[str, int],
 ) -> NestedProduct | None:
-    """The factors at these places as a product over `alone`, the reductions that no other factor has, or None."""
+    """These factors as a product over `alone`, the reductions of no other factor, or None."""
     right = tuple(place for place in places if deps[place] & set(tile))
     left = tuple(place for place in places if place not in right)
     met = [name for name in alone if name in _union(deps, left) and name in _union(deps, right)]
@@ -323,7 +316,7 @@ def _within(
 def _folded_product(
     term: Term, target: Access, reduced: Sequence[str], extents: Mapping[str, int]
 ) -> ContractionRoles | None:
-    """A product whose columns are a reduction, the largest of its kind, or None."""
+    """The largest product whose columns are a reduction, or None."""
     if not all(isinstance(factor, Access) for factor in term.factors):
         return None
     deps = [set(indices_of(factor)) for factor in term.factors]
@@ -366,7 +359,7 @@ def _with_rest(
 
 
 def _tile_of(meets: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
-    """The reduction taken in a tile: the last index, with those before it as long as it is short."""
+    """The reduction in a tile: the last index, and those before it while it is short."""
     tile: list[str] = []
     for name in reversed(meets):
         if tile and _volume(tile, extents) >= 16:
@@ -378,7 +371,7 @@ def _tile_of(meets: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...
 def _entrywise(
     term: Term, target: Access, reduced: Sequence[str], segment: Segment | None, extents: Mapping[str, int]
 ) -> ContractionRoles:
-    """Rows and columns of a tile of results; where the target has too few indices, a reduction is the columns."""
+    """Rows and columns of a result tile; if the target has too few indices, the columns are a reduction."""
     own, position = (segment.index, segment.position) if segment else (None, None)
     out = [name for name in indices_of(target) if name != own]
     inside = set(indices_of(*arrays_of(term, target)))
@@ -396,10 +389,10 @@ def _entrywise(
 
     along = _runs_along(term, extents)
     if own is None and along in folded and extents[along] >= _SMALLEST and free:
-        # What is read most lies along a reduction.
+        # The largest factor is contiguous along a reduction.
         return made(free, [along], True)
     last = target.indices[-1].bare if target.indices else None
-    # The one index outside arrays is seldom what the result lies along.
+    # The only index outside arrays is rarely the contiguous axis of the result.
     together = () if own or len(free) != 1 or last in free else _side_by_side(term, target, extents)
     if together:
         return made(_longest([name for name in out if name not in together], extents), together)
@@ -410,13 +403,13 @@ def _entrywise(
         return made([own] if own else _longest(out, extents), _longest(folded, extents), True)
     if own and column:
         side = _widened(column[0], target, free, extents)
-        told = [name for name in out if name in inside and extents[name] >= _TOLD]
-        if told:
-            # Each segment has a row of places, as the tiles of a kernel map: they are the rows.
-            return made(_longest(told, extents), side)
+        indirect = [name for name in out if name in inside and extents[name] >= _SIDE]
+        if indirect:
+            # Each segment has a row of indirect positions, as a tile of a kernel map: they are the rows.
+            return made(_longest(indirect, extents), side)
         many = [name for name in free if name not in column]
         if _volume(many, extents) >= _MANY:
-            # Each has as many results in every segment.
+            # Every segment has as many results.
             return made(many, column)
     return made([own] if own else _longest([name for name in out if name not in column], extents), column)
 
@@ -427,24 +420,22 @@ def _longest(names: Sequence[str], extents: Mapping[str, int]) -> list[str]:
 
 
 def _widened(column: str, target: Access, free: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
-    """The column with those before it in the target while they are few: channels of a group, and groups."""
+    """The column and those before it in the target while they are few: channels of a group, and groups."""
     bare = [expression.bare for expression in target.indices]
     found = [column]
     for name in reversed(bare[: bare.index(column)] if column in bare else []):
-        if name is None or name not in free or _volume(found, extents) >= _TOLD:
+        if name is None or name not in free or _volume(found, extents) >= _SIDE:
             break
         found.insert(0, name)
     return tuple(found)
 
 
-_TOLD = 16
-"""Results, or places that arrays tell, from which on they make a side of a tile."""
-_ACROSS = 128
-"""Results that lie side by side and are written together."""
+_SIDE = 16  # results, or positions read from arrays, that are enough for a side of a tile
+_ACROSS = 128  # contiguous results that are written together
 
 
 def _side_by_side(term: Term, target: Access, extents: Mapping[str, int]) -> tuple[str, ...]:
-    """Indices that the result lies along, or where it is scattered the largest factor: they may be inside arrays."""
+    """Indices along which the result (the largest factor, if it is scattered) is contiguous; possibly inside arrays."""
     scattered = not target.indices or target.indices[-1].bare is None
     along = _largest(term, extents) if scattered else target
     places = [name for expression in target.indices for name in indices_of(expression)]

@@ -1,4 +1,4 @@
-"""How a sparse tensor is stored: levels, each of one or more axes, written as text.
+"""Storage formats of sparse tensors: levels, each of one or more axes, written as text.
 
 m:U k:C             CSR: every m, and for each the k that occur
 (m k):C             COO: the pairs that occur
@@ -8,8 +8,8 @@ m:C k:G2,8,32       buckets: each m goes to the group size that suits the number
 m:U k:C m:B4 k:B4   blocks of 4 x 4: the levels before run over block coordinates
 
 level    U: all coordinates, none stored.  C: those that occur.  B: the position in a block.  G: groups of C
-format   the logical order of the axes, and the levels in the order in which they are stored
-layout   what the arrays of a format look like, which is all that a kernel needs to know
+format   the logical order of the axes, and the levels in storage order
+layout   the arrays of a format, which is all that a kernel needs
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from pumice.errors import OptionError, StatementError
 
 KINDS = ("U", "C", "B", "G")
 
-AUTOMATIC = (0,)
-"""The sizes of a grouped level whose buckets are chosen at conversion, written G*."""
+AUTOMATIC = (0,)  # sizes of a grouped level whose buckets are chosen at conversion, written G*
 
 NAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -40,7 +39,7 @@ NAMED: Mapping[str, str] = MappingProxyType(
         "BlockGroupCOO": "m:C k:G m:B32 k:B32",
     }
 )
-"""Formats of matrices [m, k] that have a name elsewhere."""
+"""Common names of formats of matrices [m, k]."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Format:
             raise OptionError(f"format {str(self)!r}: {problem}")
         if problem := _order_problem(self.axes, self.levels):
             raise OptionError(f"format {str(self)!r}: {problem}")
-        # Made once: torch.compile then sees a text and not the numbers in it, which it would take for sizes.
+        # Computed once: torch.compile then sees a string, not numbers that it would treat as sizes.
         object.__setattr__(self, "_text", self._written())
 
     @property
@@ -93,12 +92,12 @@ class Format:
 
     @property
     def parents(self) -> tuple[Level, ...]:
-        """The levels that a grouped level lies below, blocks left out; none without a grouped level."""
+        """The levels above a grouped level, without blocks; none without a grouped level."""
         above = self.levels[: self.levels.index(self.grouped)] if self.grouped else ()
         return tuple(level for level in above if level.kind != "B")
 
     def block(self, axis: str) -> int:
-        """Extent of a block along the axis; 1 where it is not blocked."""
+        """Extent of a block along the axis; 1 if it is not blocked."""
         return next((level.sizes[0] for level in self.levels if level.kind == "B" and level.axes == (axis,)), 1)
 
     def with_sizes(self, sizes: Sequence[int]) -> Format:
@@ -116,7 +115,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """The coordinate along an axis: block * (array[its symbols], or the position where there is no array) + inner."""
+    """The coordinate along an axis: block * (array[its symbols], or the position if there is no array) + inner."""
 
     axis: str
     array: tuple[str, ...] | None
@@ -129,10 +128,9 @@ class Coordinate:
 class FormatLayout:
     """The arrays of a format, their dimensions named by symbols.
 
-    values: the symbols of the array of values, in storage order.
-    coordinates: one per axis, in the logical order.
-    position, group: the symbols of the flattened levels and of the places in a group, None where there are none. They
-    are "p" and "q" unless an axis that is stored densely has that name.
+    values: the symbols of the array of values, in storage order. coordinates: one per axis, in the logical order.
+    position, group: the symbols of the flattened levels and of the positions in a group, or None: "p" and "q" unless a
+    dense axis has that name.
     """
 
     values: tuple[str, ...]
@@ -143,7 +141,7 @@ class FormatLayout:
 
 @lru_cache(maxsize=256)
 def layout(format: Format) -> FormatLayout:
-    """What the arrays of a format look like.
+    """The arrays of a format.
 
     CSR     values[p], coordinates m[p], k[p]
     ELL     values[m,q], k[m,q]; m is the position itself
@@ -176,7 +174,7 @@ def layout(format: Format) -> FormatLayout:
 
 
 def _fresh(name: str, taken: set[str]) -> str:
-    """The name, with underscores behind it until nobody has it; it is then taken."""
+    """The name with underscores appended until it is unused; adds it to `taken`."""
     while name in taken:
         name += "_"
     taken.add(name)
@@ -184,10 +182,7 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def parse_format(text: str | Format) -> Format:
-    """The format that a text or a name ("CSR") says; parse_format(str(f)) == f.
-
-    Raises StatementError, which shows the place, on a text that is no format.
-    """
+    """The format of a text or a name ("CSR"); parse_format(str(f)) == f. Raises StatementError with the position."""
     if isinstance(text, Format):
         return text
     if not isinstance(text, str):
@@ -198,7 +193,7 @@ def parse_format(text: str | Format) -> Format:
 def named(name: str, block: int | Sequence[int] | None = None, group: int | Sequence[int] | None = None) -> Format:
     """A format of NAMED with its sizes filled in: block for all axes or one per axis, group one size or buckets."""
     if name not in NAMED:
-        raise OptionError(f"no format is named {name!r}; known: {', '.join(NAMED)}")
+        raise OptionError(f"unknown format {name!r}; known: {', '.join(NAMED)}")
     format = parse_format(name)
     blocked = [level.axes[0] for level in format.levels if level.kind == "B"]
     if block is not None:
@@ -249,7 +244,7 @@ def _level(text: str, found: re.Match[str]) -> Level:
     kind = _KIND.fullmatch(found["kind"])
     if kind is None:
         known = "U, C, B<size>, G, G<size>, G<size>,<size>,..., G*"
-        raise _error(text, *found.span("kind"), f"no kind of level is {found['kind']!r}; known: {known}")
+        raise _error(text, *found.span("kind"), f"unknown kind of level {found['kind']!r}; known: {known}")
     axes = tuple(re.findall(_NAME, found["axes"]))
     if kind["sizes"] == "*":
         return Level(axes, "G", AUTOMATIC)
@@ -260,7 +255,7 @@ def _level(text: str, found: re.Match[str]) -> Level:
 
 
 def _problems(levels: Sequence[Level]) -> Iterator[tuple[int, str]]:
-    """Everything that keeps the levels from being a format, each with the number of the level."""
+    """Every error of the levels, each with the number of the level."""
     seen: dict[str, int] = {}  # axes that have a level other than B
     blocked: set[str] = set()
     for place, level in enumerate(levels):
@@ -290,9 +285,9 @@ def _problems(levels: Sequence[Level]) -> Iterator[tuple[int, str]]:
 
 
 def _level_problem(level: Level) -> str | None:
-    """What is wrong with a level on its own."""
+    """The error of a single level, or None."""
     if level.kind not in KINDS:
-        return f"no kind of level is {level.kind!r}; known: {', '.join(KINDS)}"
+        return f"unknown kind of level {level.kind!r}; known: {', '.join(KINDS)}"
     if level.kind in "UB" and len(level.axes) != 1:
         return f"{str(level)!r} is of {len(level.axes)} axes; only levels of kind C and G can be fused"
     if not level.axes:
@@ -315,7 +310,7 @@ def _bucketed(level: Level) -> bool:
 
 
 def _last_above(levels: Sequence[Level]) -> str | None:
-    """The kind of the last level, blocks left out."""
+    """The kind of the last level, without blocks."""
     return next((level.kind for level in reversed(levels) if level.kind != "B"), None)
 
 
@@ -330,7 +325,7 @@ def _stray_block(axis: str, levels: Sequence[Level]) -> str:
 
 
 def _order_problem(axes: tuple[str, ...], levels: Sequence[Level]) -> str | None:
-    """What is wrong with the logical order."""
+    """The error of the logical order, or None."""
     mentioned = _mentioned(levels)
     if len(set(axes)) != len(axes):
         return f"the order [{','.join(axes)}] names an axis twice"
@@ -346,7 +341,7 @@ def _mentioned(levels: Sequence[Level]) -> tuple[str, ...]:
 
 
 def _next(text: str, place: int) -> int:
-    """The first place from `place` on that is no blank."""
+    """The first position from `place` on that is not blank."""
     return place + len(text[place:]) - len(text[place:].lstrip())
 
 

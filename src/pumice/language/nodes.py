@@ -1,4 +1,4 @@
-"""What a statement is made of: a dozen kinds of frozen value, each printing as the text it was read from.
+"""Syntax tree of statements: a dozen kinds of frozen value, each printing as the text it was read from.
 
     C[AM[p], n] += 2 * AV[p,q] * B[AK[p,q], n] ; p:10
 
@@ -8,9 +8,9 @@
     access      an operand and one affine index expression for each axis of it
     affine      a constant and a sum of coefficient * atom; an atom is an index or an access to an integer operand
 
-What a statement means, at any point of its index space: a term contributes nothing where an index array that it reads
-(at any depth) is negative, or where an access lies outside its operand. Under max, min and mean this holds for the
-whole right side at once. Each term of a sum runs over its own indices; under max, min and mean all terms run over all.
+Semantics at each point of the index space: a term contributes nothing if an index array that it reads (at any depth) is
+negative, or if an access lies outside its operand. Under max, min and mean this holds for the whole right side at once.
+Each term of a sum runs over its own indices; under max, min and mean all terms run over all.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-FACTS = ("sorted", "distinct", "onto")
-"""What may be declared of an index array."""
+FACTS = ("sorted", "distinct", "onto")  # properties that may be declared of an index array
 
-REDUCTIONS = ("sum", "max", "min", "mean")
-"""How the values that meet in one entry of the target are joined."""
+REDUCTIONS = ("sum", "max", "min", "mean")  # how values of one target entry are combined
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ _NOWHERE = Span(0, 0)
 
 
 class _Hashed:
-    """Nodes are the keys of many caches: the hash of one is found once."""
+    """Caches the hash: nodes are keys of many caches."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -72,7 +70,7 @@ class Affine(_Hashed):
 
     @property
     def bare(self) -> str | None:
-        """The index's name where the expression is one index and nothing else."""
+        """The index's name if the expression is a single index, else None."""
         if self.constant or len(self.terms) != 1:
             return None
         (coefficient, atom), *_ = self.terms
@@ -109,7 +107,7 @@ class Access(_Hashed):
 
 @dataclass(frozen=True)
 class Exists(_Hashed):
-    """1 where the access lies inside its operand and none of its index arrays is negative; else nothing."""
+    """1 if the access lies inside its operand and none of its index arrays is negative; otherwise nothing."""
 
     __hash__ = _Hashed.__hash__
 
@@ -121,7 +119,7 @@ class Exists(_Hashed):
 
 @dataclass(frozen=True)
 class Equal(_Hashed):
-    """1 where the value of the access equals the sum of the terms, else 0. Its derivative is 0."""
+    """1 if the value of the access equals the sum of the terms, otherwise 0. Its derivative is 0."""
 
     __hash__ = _Hashed.__hash__
 
@@ -169,11 +167,10 @@ class Range:
 class Statement(_Hashed):
     """target (=, +=, max=, min=, mean=) the sum of the terms.
 
-    accumulate: whether the target's old value takes part ("+=" always; max= and min= where the target is an operand).
-    ranges: declared ranges of indices, by name.
-    shapes: declared shapes of operands, by name, None where an axis is left open.
-    facts: what is declared of index arrays, by name: "sorted" (values do not fall), "distinct" (no value but -1 twice),
-        "onto" (every place of the axis that it addresses occurs).
+    accumulate: the target's old value takes part ("+=" always; max= and min= if the target is an operand).
+    ranges: declared ranges of indices, by name. shapes: declared shapes of operands, by name, None for open axes.
+    facts: declared of index arrays, by name: "sorted" (non-decreasing), "distinct" (no value but -1 twice), "onto"
+        (every position of the axis that it addresses occurs).
     """
 
     __hash__ = _Hashed.__hash__
@@ -212,7 +209,7 @@ def affine(
     constant: int = 0,
     span: Span = _NOWHERE,
 ) -> Affine:
-    """The expression with equal atoms joined and those that cancel left out; the order of first mention is kept."""
+    """The expression with equal atoms joined and cancelled ones removed; in the order of first mention."""
     joined: dict[Index | Access, int] = {}
     for coefficient, atom in terms:
         joined[atom] = joined.get(atom, 0) + coefficient
@@ -263,7 +260,7 @@ def accesses_of(*nodes: Node) -> tuple[Access, ...]:
 
 @lru_cache(maxsize=16384)
 def arrays_of(*nodes: Node) -> tuple[Access, ...]:
-    """Every access to an index array, at any depth, each once; those inside come before those around them."""
+    """Every access to an index array, at any depth, each once; inner ones before those around them."""
     found: dict[Access, None] = {}
     for root in nodes:
         for node in walk(root):
@@ -274,7 +271,7 @@ def arrays_of(*nodes: Node) -> tuple[Access, ...]:
 
 
 def substitute(node: Any, indices: dict[str, Affine]) -> Any:
-    """The node, of its own kind, with index variables replaced by expressions."""
+    """The node with index variables replaced by expressions."""
     match node:
         case Statement():
             return replace(

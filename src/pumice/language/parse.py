@@ -5,10 +5,10 @@
     product := factor ('*' factor)*                                products of sums are multiplied out
     factor  := '-' factor | NUMBER | access | '(' sum ')' | 'exists' '(' access ')' | 'equal' '(' access ',' sum ')'
     access  := NAME ['[' affine (',' affine)* ']']
-    affine  := the same sums and products of integers, indices and accesses, at most one of them no integer in a product
+    affine  := the same sums and products of integers, indices and accesses, at most one non-integer in a product
     decl    := NAME ':' INT ['..' INT] | NAME ':' '[' (INT | '_') (',' (INT | '_'))* ']' | NAME ':' FACT
 
-In `affine` and `decl` a name among the given integers is an integer. `#` starts a comment; white space is free.
+In `affine` and `decl` a name among the passed integers is an integer. `#` starts a comment; white space is free.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from pumice.language.accesses import AccessReader, Use, count_axes
 from pumice.language.nodes import FACTS, Equal, Exists, Factor, Range, Statement, Term, accesses_of, indices_of
 from pumice.language.tokens import Token, quote, where
 
-MOST_TERMS = 1000
-"""Terms of a sum, multiplied out."""
-MOST_SIZE = 100_000
-"""Tokens of a sum, multiplied out."""
+MOST_TERMS = 1000  # terms of a sum, multiplied out
+MOST_SIZE = 100_000  # tokens of a sum, multiplied out
 
 
 class _Product(NamedTuple):
-    """A term on its way; `size` is how many tokens it would take to write."""
+    """A term under construction; `size` is its length in tokens."""
 
     coefficient: float
     factors: tuple[Factor, ...] = ()
@@ -38,11 +36,8 @@ _ONE = [_Product(1)]
 
 
 def parse(text: str, integers: Mapping[str, int] | None = None) -> Statement:
-    """The statement that the text writes.
-
-    integers: the values of names that stand for constants in index expressions and declarations (`STR*p + r`, `p:P`).
-    Raises StatementError, whose message shows the place.
-    """
+    """The statement of the text. Raises StatementError, whose message shows the position. integers: the values of names
+    that stand for constants in index expressions and declarations (`STR*p + r`, `p:P`)."""
     return _Parser(text, integers or {}).statement()
 
 
@@ -71,7 +66,7 @@ class _Parser(AccessReader):
         return Statement(target, terms, reduction, accumulate, ranges, shapes, facts, self.text)
 
     def operator(self) -> tuple[str, bool]:
-        """The reduction, and whether the target's old value takes part."""
+        """The reduction, and True if the target's old value takes part."""
         if self.now.kind in ("=", "+="):
             return "sum", self.take().kind == "+="
         if self.now.text not in ("max", "min", "mean"):
@@ -117,7 +112,7 @@ class _Parser(AccessReader):
         return kept
 
     def distributed(self, left: list[_Product], right: list[_Product], place: int) -> list[_Product]:
-        """Every one of the left times every one of the right."""
+        """Every product of a left and a right term."""
         if left is _ONE:
             return right
         size = len(right) * sum(product.size for product in left) + len(left) * sum(product.size for product in right)
@@ -147,9 +142,9 @@ class _Parser(AccessReader):
         return [_Product(1, (self.access(token),), self.at - at)]
 
     def function(self, name: Token) -> list[_Product]:
-        """`exists(access)` or `equal(access, sum)`; the name is read."""
+        """`exists(access)` or `equal(access, sum)`; the name has been read."""
         if name.text not in ("exists", "equal"):
-            self.fail(f"{quote(name.text)} is no function of the language; there are exists and equal", name.start)
+            self.fail(f"{quote(name.text)} is not a function of the language; use exists or equal", name.start)
         opened, at = self.open(), self.at
         usage = "exists(A[i])" if name.text == "exists" else "equal(A[i], B[i])"
         if self.now.kind != "name":
@@ -167,7 +162,7 @@ class _Parser(AccessReader):
         return [_Product(1, (Equal(access, _terms(inner)),), size + sum(product.size for product in inner))]
 
     def declarations(self) -> dict[tuple[str, str], object]:
-        """What is declared: an extent ("") of a name, or a fact."""
+        """The declarations: an extent ("") of a name, or a fact."""
         found: dict[tuple[str, str], object] = {}
         places: dict[tuple[str, str], int] = {}
         while self.now.kind == ";" or (found and self.now.kind == ","):
@@ -184,7 +179,7 @@ class _Parser(AccessReader):
         return found
 
     def declared(self) -> Use:
-        """Past the name and the colon; returns the name's first use in the statement."""
+        """Read the name and the colon; returns the name's first use in the statement."""
         token = self.now
         if token.kind != "name":
             self.unexpected("a declaration such as p:10 or C:[10,_]")
@@ -192,13 +187,13 @@ class _Parser(AccessReader):
         if self.now.kind != ":":
             self.unexpected(f"`:` after the declared {quote(token.text)}")
         if token.text not in self.uses:
-            self.fail(f"{quote(token.text)} is declared and is no index or operand of the statement", token.start)
+            self.fail(f"{quote(token.text)} is declared but is not an index or operand of the statement", token.start)
         self.take()
         return self.uses[token.text]
 
     def fact(self, name: str, use: Use) -> str:
         if not use.axes or name == self.target:
-            self.fail(f"{quote(self.now.text)} is said of index arrays; {quote(name)} is none")
+            self.fail(f"{quote(self.now.text)} applies to index arrays; {quote(name)} is not one")
         return self.take().text
 
     def range(self, name: str, use: Use) -> Range:

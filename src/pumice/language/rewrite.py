@@ -1,10 +1,10 @@
-"""From format-agnostic to format-conscious: sparse operands become the arrays that hold them.
+"""Format-agnostic to format-conscious statements: sparse operands become the arrays that store them.
 
     C[m,n] = A[m,k] * B[k,n]        with A in "m:C k:G4 m:B32 k:B32"  becomes
     C[32*A_m[p]+m_in, n] += A_values[p,q,m_in,k_in] * B[32*A_k[p,q]+k_in, n]
 
-The index of a sparse axis is replaced by the coordinate that the format stores, where the equation can be solved for
-it; an operand for which it cannot be is used in dense form, and the result says why.
+The index of a sparse axis is replaced by the stored coordinate, if the equation can be solved for it; otherwise the
+operand is used in dense form, and the result says why.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ from pumice.language.nodes import (
     substitute,
 )
 
-VALUES = "values"
-"""The local name of the array that holds the values."""
+VALUES = "values"  # local name of the array of values
 
 
 @dataclass(frozen=True)
 class StorageForm:
-    """A form in which a sparse operand is held, in names of its own.
+    """A storage form of a sparse operand, in local names.
 
-    coordinates: for each axis the expression that gives its coordinate, over positions and index arrays; None where
-        the axis is dense: its index itself is a position.
+    coordinates: for each axis the expression of its coordinate, over positions and index arrays; None for a dense axis,
+        whose index is a position.
     values: the positions that index the array of values, in storage order.
-    dense: the positions that are the index of a dense axis itself, with the number of that axis.
-    facts: what holds of the index arrays ("sorted", "distinct"), by local name.
-    parts: how many buckets; each has its own arrays.
-    ones: whether there is no array of values, every stored entry being 1.
+    dense: the positions that are the index of a dense axis, with the number of that axis.
+    facts: properties of the index arrays ("sorted", "distinct"), by local name.
+    parts: number of buckets; each has its own arrays.
+    ones: there is no array of values, every stored entry is 1.
     """
 
     coordinates: tuple[Affine | None, ...]
@@ -96,8 +95,8 @@ class Array(NamedTuple):
 class LoweredStatement:
     """A statement in format-conscious form.
 
-    steps: statements that are carried out one after another, each adding to the target what it computes.
-    arrays: which array of which operand a name in the steps stands for; other names are the operands themselves.
+    steps: statements executed in order, each adding to the target.
+    arrays: the operand's array that a name in the steps stands for; other names are the operands themselves.
     dense: sparse operands that are used in dense form, and why.
     """
 
@@ -115,11 +114,9 @@ class _Unsolvable(Exception):
 
 
 def lower_statement(statement: Statement, stored: Mapping[str, StorageForm]) -> LoweredStatement:
-    """The steps of `statement` over the arrays of its sparse operands.
-
-    Raises OptionError where a sparse operand cannot take part under max, min or mean (there an entry that is not
-    stored does not exist, so that a dense form would mean something else).
-    """
+    """The steps of `statement` over the arrays of its sparse operands. Raises OptionError if a sparse operand cannot
+    take part under max, min or mean, where an entry that is not stored does not exist, so that a dense form would have
+    another meaning."""
     dense: dict[str, str] = {}
     while True:
         held = {name: how for name, how in stored.items() if name not in dense}
@@ -129,14 +126,14 @@ def lower_statement(statement: Statement, stored: Mapping[str, StorageForm]) -> 
         except _Unsolvable as problem:
             if statement.reduction != "sum":
                 raise OptionError(
-                    f"{problem.operand} is sparse and {problem.reason}: under {statement.operator} that has no form "
-                    "over stored entries; pass it dense"
+                    f"{problem.operand} is sparse and {problem.reason}: under {statement.operator} its stored "
+                    "entries alone do not give the result; pass it dense"
                 ) from None
             dense[problem.operand] = problem.reason
 
 
 def simplify(statement: Statement) -> Statement:
-    """The same with equal terms joined, terms of coefficient 0 and conditions that always hold left out."""
+    """The statement with equal terms joined, without terms of coefficient 0 and conditions that always hold."""
     terms: dict[tuple[Factor, ...], float] = {}
     for term in statement.terms:
         kept = _without_conditions(term, statement)
@@ -147,7 +144,7 @@ def simplify(statement: Statement) -> Statement:
 
 
 def _without_conditions(term: Term, statement: Statement) -> tuple[Factor, ...]:
-    """The factors, conditions last and only those that do not always hold."""
+    """The factors, conditions last, without conditions that always hold."""
     conditions = [f for f in dict.fromkeys(term.factors) if isinstance(f, Exists)]
     kept = tuple(f for f in term.factors if not isinstance(f, Exists))
     for condition in tuple(conditions):
@@ -177,7 +174,7 @@ def _step(statement: Statement, terms: tuple[Term, ...]) -> Statement:
 
 
 def _holds(condition: Exists, others: Sequence[Factor], factors: Sequence[Factor]) -> bool:
-    """Whether the factors say so already: one reads the same, or all is bare and the others tell the same ranges."""
+    """True if the factors imply the condition: one reads the same access, or all its indices are bare."""
     if condition.access in factors:
         return True
     bare = {e.bare for access in accesses_of(*others) for e in access.indices}
@@ -196,7 +193,7 @@ def _rewritten(statement: Statement, stored: Mapping[str, StorageForm]) -> tuple
         _check_parts(step, stored)
         for choice in _choices([range(how.parts) for _, how in places]):
             new = step
-            # The last place first: what is put there or taken away moves none before it.
+            # From the last position back, so that replacing factors does not move those still to be replaced.
             for part, (place, how) in reversed(list(zip(choice, places, strict=True))):
                 new = _replaced(new, place, _Naming(part, how, arrays, statement))
             _check_read(new, stored)
@@ -205,14 +202,14 @@ def _rewritten(statement: Statement, stored: Mapping[str, StorageForm]) -> tuple
 
 
 def _check_read(step: Statement, stored: Mapping[str, StorageForm]) -> None:
-    """A sparse operand is a factor of the right side, nothing else."""
+    """Check that sparse operands are read only as factors of the right side."""
     for access in accesses_of(step):
         if access.name in stored and access.name != step.target.name:
-            raise _Unsolvable(access.name, f"`{access}` is no factor of a term")
+            raise _Unsolvable(access.name, f"`{access}` is not a factor of a term")
 
 
 def _check_parts(step: Statement, stored: Mapping[str, StorageForm]) -> None:
-    """Steps are added up, which is not how the others join."""
+    """Parts are added up, which only a sum allows."""
     for access in accesses_of(step):
         if step.reduction != "sum" and access.name in stored and stored[access.name].parts > 1:
             raise _Unsolvable(access.name, f"stored in {stored[access.name].parts} parts")
@@ -231,7 +228,7 @@ def _choices(parts: Sequence[range]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Naming:
-    """Names for the arrays and positions of one part of a sparse operand, free of clashes; fills `arrays`."""
+    """Unique names for the arrays and positions of one part of a sparse operand; fills `arrays`."""
 
     part: int
     stored: StorageForm
@@ -249,7 +246,7 @@ class _Naming:
         return name
 
     def renamed(self, operand: str, expression: Affine, positions: Mapping[str, Affine]) -> Affine:
-        """An expression in local names in those of the statement."""
+        """An expression in local names, translated to names of the statement."""
         terms: list[tuple[int, Index | Access]] = []
         constant = expression.constant
         for coefficient, atom in expression.terms:
@@ -297,7 +294,7 @@ def _replaced(step: Statement, place: tuple[int, int], naming: _Naming) -> State
 
 
 def _repeated(factors: Sequence[Factor], access: Access, values: Access | None) -> tuple[Factor, ...]:
-    """The factors of a point at which `access` is stored: what is said of it inside them is said of its values."""
+    """The factors at a point where `access` is stored: conditions on the access become conditions on its values."""
     found: list[Factor] = []
     for factor in factors:
         if isinstance(factor, Exists) and factor.access == access:
@@ -315,7 +312,7 @@ def _repeated(factors: Sequence[Factor], access: Access, values: Access | None) 
 
 
 def _positions(step: Statement, access: Access, naming: _Naming) -> dict[str, Affine]:
-    """The positions of the form as indices that the statement does not have yet."""
+    """The positions of the form as new indices of the statement."""
     taken = [*names_of(step), *naming.arrays]
     positions = {symbol: access.indices[number] for symbol, number in naming.stored.dense}
     inside = indices_of(*(c for c in naming.stored.coordinates if c is not None))
@@ -331,9 +328,9 @@ def _positions(step: Statement, access: Access, naming: _Naming) -> dict[str, Af
 def _solve(
     step: Statement, operand: str, expressions: Sequence[Affine], number: int, value: Affine
 ) -> tuple[str, Affine]:
-    """An index and what it equals where the expression of that number equals the stored coordinate `value`."""
+    """An index and its solution, where the expression of that number equals the stored coordinate `value`."""
     expression = expressions[number]
-    # A declared range that begins at 0 is all of an axis on which the index stands bare.
+    # A declared range that begins at 0 is the whole axis that the index has alone.
     shut = {name for name, extent in step.ranges if extent.start} | set(indices_of(value))
     if expression.bare and expression.bare not in shut:
         return expression.bare, value
@@ -355,21 +352,21 @@ def _solve(
 
 
 def _check_counted(step: Statement, access: Access, number: int, naming: _Naming) -> None:
-    """The last block of a dense axis may be padded: by values 0, and nothing else tells it."""
+    """The last block of a dense axis may be padded with zero values, which only a sum with values ignores."""
     if naming.stored.ones or step.reduction != "sum":
         raise _Unsolvable(
-            access.name, f"its index `{access.indices[number]}`, in blocks, meets nothing else in the statement"
+            access.name, f"its index `{access.indices[number]}`, in blocks, appears nowhere else in the statement"
         )
 
 
 def _check_used(step: Statement, access: Access, naming: _Naming) -> None:
-    """A position that is padding must be seen as such: by its value 0, or by its negative coordinate."""
+    """A padding position must be recognisable: by its value 0, or by its negative coordinate."""
     if not naming.stored.ones and step.reduction == "sum":
         return
     used = {array.name for array in arrays_of(step)}
     missing = [local for local in naming.stored.arrays if naming.array(access.name, local) not in used]
     if missing:
-        raise _Unsolvable(access.name, f"its coordinate {missing[0]} meets nothing else in the statement")
+        raise _Unsolvable(access.name, f"its coordinate {missing[0]} appears nowhere else in the statement")
 
 
 def _without(step: Statement, place: tuple[int, int]) -> Statement:

@@ -1,4 +1,4 @@
-"""Text to tokens, a reader that walks along them, and the message that shows a place in a text."""
+"""Tokenizer, token reader, and error messages that show a position in the text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _TOKEN = re.compile(
     |(?P<unknown>.)""",
     re.VERBOSE | re.DOTALL,
 )
-MOST_LEVELS = 100
-"""Brackets inside each other; each takes four calls."""
+MOST_LEVELS = 100  # of brackets; each takes four calls
 
 _LONGEST_NUMBER = 40
 _LONGEST_LINE = 120
@@ -44,7 +43,7 @@ class Token(NamedTuple):
 
 
 def tokens(text: str) -> list[Token]:
-    """The tokens of the text and one of kind `end` just behind the last."""
+    """The tokens of the text and a final one of kind `end`."""
     found: list[Token] = []
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup
@@ -61,7 +60,7 @@ def tokens(text: str) -> list[Token]:
 
 
 def _normal(text: str, token: Token) -> Token:
-    """A name as Python spells it when it is a keyword argument: µ is two characters, and it knows one of them."""
+    """A name normalised (NFKC) as Python does for keyword arguments: µ has two code points, Python uses one."""
     if token.kind != "name" or token.text.isascii():
         return token
     for place, character in enumerate(token.text, token.start):
@@ -71,19 +70,19 @@ def _normal(text: str, token: Token) -> Token:
 
 
 def quote(text: str) -> str:
-    """A piece of the text in a sentence, not more of it than fits."""
+    """A part of the text for a message, shortened if it is long."""
     return f"`{text}`" if len(text) <= _LONGEST_QUOTE else f"`{text[: _LONGEST_QUOTE - 3]}...`"
 
 
 def where(text: str, place: int) -> str:
-    """The place in words, with its line where the text has several."""
+    """The position in words, with its line if the text has several."""
     column = place - text.rfind("\n", 0, place)
     line = text.count("\n", 0, place) + 1
     return f"line {line}, column {column}" if "\n" in text else f"column {column}"
 
 
 def complaint(text: str, place: int, sentence: str) -> StatementError:
-    """The error of three lines: the sentence, the line of the text, a caret under the place."""
+    """An error of three lines: the sentence, the line of the text, a caret under the position."""
     start = text.rfind("\n", 0, place) + 1
     line, column = text[start:].split("\n", 1)[0], place - start
     if len(line) > _LONGEST_LINE:
@@ -97,7 +96,7 @@ def complaint(text: str, place: int, sentence: str) -> StatementError:
 
 
 class TokenReader:
-    """The tokens of a text and how far they are read."""
+    """The tokens of a text and the current position."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -126,7 +125,7 @@ class TokenReader:
         return self.take()
 
     def close(self, opened: Token, expected: str) -> int:
-        """Past the closing bracket; returns where it ends."""
+        """Read the closing bracket; returns where it ends."""
         bracket = "]" if opened.kind == "[" else ")"
         if self.now.kind != bracket:
             place = where(self.text, opened.start)

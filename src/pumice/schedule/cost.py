@@ -1,6 +1,6 @@
-"""What a way of computing costs: work counted by the hand, divided by what a device can do.
+"""Cost model of a lowering: work in FLOP and bytes over the rates of a device.
 
-The figures choose between lowerings and between formats; they are not a forecast.
+The estimates rank lowerings and formats; they do not predict times.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done: multiply-adds as 2 FLOP each, bytes from memory and from the cache, kernels launched.
-
-    matrix: whether the FLOP are those of matrix units.
-    """
+    """Work of a lowering: FLOP (2 per multiply-add), bytes from memory and cache, launches; matrix: on tensor cores."""
 
     flops: float = 0
     memory: float = 0
@@ -35,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Device:
-    """Rates per second: FLOP of matrix units (16 bits) and of plain ones, bytes of memory and cache; s a launch."""
+    """Rates: FLOP/s of tensor cores (16 bits) and of plain units, bytes/s of memory and cache, seconds per launch."""
 
     name: str
     matrix: float
@@ -47,7 +44,7 @@ class Device:
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
-        # Measured: dense fp16 product, device copy, reads that hit the L2 (shared/baselines of the project).
+        # Measured: dense fp16 product, device copy, reads that hit the L2.
         "cuda": Device("H200", 742e12, 60e12, 4.3e12, 8.5e12, 8e-6),
         # Two AVX-512 cores.
         "cpu": Device("CPU", 4e11, 1e11, 2e10, 1e11, 4e-6),
@@ -56,7 +53,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def seconds(work: Work, device: Device) -> float:
-    """The longest of computing, memory and cache, and the launches."""
+    """The maximum of compute, memory and cache time, plus the launches."""
     rate = device.matrix if work.matrix else device.plain
     return (
         max(work.flops / rate, work.memory / device.memory, work.cache / device.cache) + work.launches * device.launch

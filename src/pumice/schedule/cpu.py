@@ -1,4 +1,4 @@
-"""In what order a sparse convolution runs on a CPU: how much at once, and which multiplication. No tensors here."""
+"""Loop schedule of a sparse convolution on a CPU: chunk sizes and GEMM engine. No tensors here."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CpuSchedule:
-    """The order of one sparse convolution on a CPU.
+    """Schedule of one sparse convolution on a CPU.
 
-    engine         "batched" (one batched product of the BLAS a chunk) or "grouped" (one grouped convolution of oneDNN a
-                   chunk; "strided" stands in for it where oneDNN has no kernel), see `pumice.lower.cpu.ENGINES`
-    pairs          pairs of a chunk of outputs, about: what is gathered and multiplied stays in the cache
-    tile           pairs of one tap that are multiplied together; what a tap has in a chunk is filled up to whole tiles
-    multiple       tiles of a chunk are filled up to a multiple of it. oneDNN compiles a kernel for each number of tiles
-                   (about 1 ms): the numbers must be few and come back with the next point cloud
-    gradient       engine of full blocks in the gradient of the weights: "gemm" or "convolution" (oneDNN)
-    gradient_pairs pairs of a block in the gradient of the weights
+    engine         "batched" (one batched GEMM of the BLAS per chunk) or "grouped" (one grouped convolution of oneDNN
+                   per chunk; "strided" replaces it where oneDNN has no kernel), see `pumice.lower.cpu.ENGINES`
+    pairs          approximate pairs per chunk of outputs; gathered rows and products stay in the cache
+    tile           pairs of one kernel offset multiplied together; its pairs in a chunk are padded to whole tiles
+    multiple       the tiles of a chunk are padded to a multiple of it. oneDNN compiles a kernel per number of tiles
+                   (about 1 ms), so the numbers must be few and recur with the next point cloud
+    gradient       engine of full blocks in the weight gradient: "gemm" or "convolution" (oneDNN)
+    gradient_pairs pairs per block in the weight gradient
 
-    The numbers of `default` were measured on two cores of an AMD Zen 5 (AVX-512, 1 MiB of L2 a core, 32 MiB of L3)
-    with torch 2.13, fp32, on a 3x3x3 submanifold map of 115 000 voxels and 6.8 pairs a voxel. There MKL stays below
-    220 GFLOP/s at any width; a grouped convolution of oneDNN runs at 240 to 400 from 32 channels on, but only where
-    channels are multiples of 16. Buffers that outgrow what the allocator keeps cost a page
-    fault per 4 KiB (1.3 us) at every call, so that chunks are small.
+    `default` was measured on two cores of an AMD Zen 5 (AVX-512, 1 MiB of L2 per core, 32 MiB of L3) with torch 2.13,
+    fp32, on a 3x3x3 submanifold map of 115 000 voxels and 6.8 pairs per voxel. MKL stays below 220 GFLOP/s at any
+    width; a grouped oneDNN convolution reaches 240 to 400 from 32 channels on, if channels are multiples of 16. Chunks
+    are small because a buffer beyond the allocator's cache costs a page fault per 4 KiB (1.3 us) in every call.
     """
 
     engine: str = "batched"
@@ -34,7 +33,7 @@ class CpuSchedule:
 
     @classmethod
     def default(cls, channels_in: int, channels_out: int, pairs: int) -> CpuSchedule:
-        """The schedule for these channels and this number of pairs (over all taps of the map)."""
+        """The schedule for these channels and this number of pairs (over all kernel offsets of the map)."""
         wide = max(channels_in, channels_out, 1)
         chunk = max(16_384, min(32_768, 1_048_576 // wide))
         if pairs < 16_384:

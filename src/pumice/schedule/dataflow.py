@@ -1,11 +1,11 @@
-"""In what order a sparse convolution runs: dataflows by name. Values: no tensors, no launches.
+"""Dataflows of a sparse convolution by name. Values: no tensors, no launches.
 
-A dataflow is a form of the kernel map and an order of the loops of
+A dataflow is a form of the kernel map and a loop order of
 
-    y[o, n] += map[o, k, i] * x[i, c] * w[n, k, c]              o outputs, i inputs, k taps, c and n channels
+    y[o, n] += map[o, k, i] * x[i, c] * w[n, k, c]      o outputs, i inputs, k kernel offsets, c and n channels
 
-Sources: TorchSparse (Tang et al., MLSys 2022), TorchSparse++ (Tang et al., MICRO 2023), and the algorithms that
-spconv 2 and FlexGEMM offer.
+Sources: TorchSparse (Tang et al., MLSys 2022), TorchSparse++ (Tang et al., MICRO 2023), and the algorithms of spconv 2
+and FlexGEMM.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from pumice.errors import OptionError
 from pumice.schedule.grouping import GROUPINGS, Grouping
 
 PASSES = FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
-"""What a layer computes: its result, the gradient of its input, and that of its weight."""
+"""Passes of a layer: output, input gradient, weight gradient."""
 
 
 @dataclass(frozen=True)
 class Dataflow:
-    """One way of carrying out a convolution; DATAFLOWS has those with a name.
+    """One algorithm for a convolution; DATAFLOWS has the named ones.
 
-    movement: how features get to the products and back (lower.dataflow.ENGINES has an engine for each).
-    form: of the map that is read (coords: "rows" or "pairs"; lower.maps.FORMS the others). splits: into how many ranges
-    the taps are split, each with an order of rows of its own. sorted: whether rows are sorted by the taps they have.
-    piece: entries of a segment that one program takes, where several share it; 0: none is shared.
-    grouping: which taps are multiplied together, where taps are. repeats: the passes that are the same bit for bit from
-    run to run on a GPU; on a CPU all are. devices: on which it makes sense; it runs on all. source: the paper.
+    movement: how features reach the products and return (lower.dataflow.ENGINES has an engine for each).
+    form: of the kernel map (coords: "rows" or "pairs"; others: lower.maps.FORMS). splits: number of ranges of kernel
+    offsets, each with its own row order. sorted: rows are sorted by their kernel offsets.
+    piece: entries of a segment per program where several share it; 0: not shared.
+    grouping: which kernel offsets are multiplied together. repeats: passes that are bitwise deterministic on a GPU (on
+    a CPU all are). devices: where it is worthwhile; it runs on all. source: the paper.
     """
 
     name: str
@@ -62,9 +62,9 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class Dataflows:
-    """The dataflows of the three passes of a layer, each by name or as a value; those left out are the forward one's.
+    """Dataflows of the three passes, each a name or a value; one left out is that of the forward pass.
 
-    dgrad runs its dataflow on the transposed map. "planned" is what the planner picks, for one of the passes.
+    dgrad runs its dataflow on the transposed map. "planned" leaves a pass to the planner.
     """
 
     forward: str | Dataflow
@@ -78,49 +78,46 @@ class Dataflows:
         return " / ".join(str(flow) for flow in chosen(self))
 
 
-Chosen = tuple[Dataflow, Dataflow, Dataflow]
-"""Of forward, dgrad and wgrad."""
+Chosen = tuple[Dataflow, Dataflow, Dataflow]  # dataflows of forward, dgrad and wgrad
 
 
 def chosen(choice: str | Dataflow | Dataflows) -> Chosen:
-    """The three dataflows that are asked for. Raises OptionError for what has no such name, with those that exist."""
+    """The dataflows of the three passes. Raises OptionError for an unknown name; the message lists the known ones."""
     if not isinstance(choice, str | Dataflow | Dataflows):
         raise OptionError(f"a dataflow is a name, a Dataflow or Dataflows, found {type(choice).__name__}")
     return _chosen(choice)
 
 
 @lru_cache(maxsize=256)
-def _chosen(asked: str | Dataflow | Dataflows) -> Chosen:
-    if not isinstance(asked, Dataflows):
-        flow = _named(asked)
+def _chosen(choice: str | Dataflow | Dataflows) -> Chosen:
+    if not isinstance(choice, Dataflows):
+        flow = _named(choice)
         return flow, flow, flow
-    forward = _named(asked.forward)
-    dgrad, wgrad = (forward if other is None else _named(other) for other in (asked.dgrad, asked.wgrad))
+    forward = _named(choice.forward)
+    dgrad, wgrad = (forward if other is None else _named(other) for other in (choice.dgrad, choice.wgrad))
     return forward, dgrad, wgrad
 
 
-def _named(asked: str | Dataflow) -> Dataflow:
-    if isinstance(asked, Dataflow):
-        return asked
-    if asked == PLANNED.name:
+def _named(choice: str | Dataflow) -> Dataflow:
+    if isinstance(choice, Dataflow):
+        return choice
+    if choice == PLANNED.name:
         return PLANNED
-    if asked not in DATAFLOWS:
-        raise OptionError(f"dataflow {asked!r} is unknown; there are {', '.join(DATAFLOWS)}")
-    return DATAFLOWS[asked]
+    if choice not in DATAFLOWS:
+        raise OptionError(f"dataflow {choice!r} is unknown; there are {', '.join(DATAFLOWS)}")
+    return DATAFLOWS[choice]
 
 
 _TS, _TSPP = "TorchSparse, MLSys 2022", "TorchSparse++, MICRO 2023"
-_ADDED = (WGRAD,)
-"""What repeats where results are added in any order."""
-_OVER_TILES = (FORWARD, DGRAD)
-"""What repeats where each output is one program's, and weights are added up by many."""
+_ADDED = (WGRAD,)  # passes that are deterministic where results are accumulated by atomics
+_OVER_TILES = (FORWARD, DGRAD)  # the same where one program owns each output and many add to the weights
 
 
 def _gathering(movement: str, repeats: tuple[str, ...]) -> list[Dataflow]:
     """Gather-GEMM-scatter with every grouping."""
     found = []
     for kind in GROUPINGS:
-        # Within one tap an output occurs once: nothing is added in any order.
+        # Within one kernel offset an output occurs once: no atomics.
         each = PASSES if movement == "vectorised" and kind == "separate" else repeats
         name, source = f"gather-gemm-scatter-{movement}-{kind}", f"{_TS}: data movement; algorithms 4 and 5: grouping"
         found.append(Dataflow(name, movement, "pairs", source, grouping=Grouping(kind), repeats=each))
@@ -149,13 +146,12 @@ _LIST = (
     _implicit("unsorted", "unsorted", f"{_TSPP}, sec. 4 (0 splits)", 0),
     _implicit("sorted", "compacted", f"{_TSPP}, sec. 4 (1 split)"),
     *(_implicit(f"split{n}", f"split{n}", f"{_TSPP}, sec. 4 ({n} splits)", n) for n in (2, 3, 4)),
-    # Of few outputs the loop over all taps is shared by programs that add.
+    # With few outputs, programs split the loop over all kernel offsets and accumulate.
     replace(_implicit("table", "table", f"{_TSPP}; FlexGEMM, implicit GEMM", 0), repeats=()),
     _implicit("split-k", "compacted", "FlexGEMM, masked implicit GEMM with split-K; stream-K: PPoPP 2023", 1, 8),
 )
 
-DATAFLOWS: Mapping[str, Dataflow] = MappingProxyType({flow.name: flow for flow in _LIST})
-"""The dataflows by name."""
+DATAFLOWS: Mapping[str, Dataflow] = MappingProxyType({flow.name: flow for flow in _LIST})  # the dataflows by name
 
-PLANNED = Dataflow("planned", "planned", "planned", "what the planner picks where no dataflow is named")
-"""For a pass beside others that have a name; a layer without any has none."""
+PLANNED = Dataflow("planned", "planned", "planned", "the planner's choice without a named dataflow")
+"""For one pass next to named dataflows of others; a layer without a named dataflow has none."""

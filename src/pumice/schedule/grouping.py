@@ -1,27 +1,27 @@
-"""Which taps of a convolution are multiplied together: pure functions of how many pairs each tap has.
+"""Grouping of kernel offsets that are multiplied together: pure functions of the pairs per offset.
 
-A batched multiply of taps g takes each as long as the longest, so that of its rows the share
+In a batched GEMM over a group g, every offset costs as much as the longest one. The share of padding rows is
 
-    padding(g) = 1 - sum over k in g of n[k] / (len(g) * max over k in g of n[k])            n[k]: pairs of tap k
+    padding(g) = 1 - sum over k in g of n[k] / (len(g) * max over k in g of n[k])            n[k]: pairs of offset k
 
-is filled up, which is at most
+which is at most
 
     spread(g) = 1 - min over k in g of n[k] / max over k in g of n[k]
 
-TorchSparse (Tang et al., MLSys 2022) weighs that against the regular work of larger products:
+TorchSparse (Tang et al., MLSys 2022) weighs padding against the regular work of larger products:
 
-    separate    every tap on its own
-    symmetric   taps k and K-1-k of a submanifold map, which have as many pairs, in twos; the middle tap on its own
-    fixed       runs of taps of a length settled beforehand; of a map that is not symmetric all at once
-    adaptive    runs of taps as long as spread(g) <= epsilon; batched where max n[k] < S, plain from there on
+    separate    every offset by itself
+    symmetric   offsets k and K-1-k of a submanifold map, which have equally many pairs; the centre by itself
+    fixed       runs of a fixed number of offsets; all at once if the map is not symmetric
+    adaptive    runs with spread(g) <= epsilon; batched if max n[k] < S, otherwise one plain GEMM per offset
 
-Taps are taken in the order 0, K-1, 1, K-2, ... with the middle one last. Where n is the same from both ends, as that of
-a submanifold map, no run parts k from K-1-k, and the middle tap, which meets every row with itself, is alone.
+Offsets are taken in the order 0, K-1, 1, K-2, ..., the centre last. If n is symmetric, as for a submanifold map, no run
+separates k from K-1-k, and the centre, which pairs every row with itself, is alone.
 
-Sources: order, spread, S and the ranges of both are those of TorchSparse's public code (torchsparse 2.1, files
-backend/convolution/convolution_gather_scatter_cuda.cu and utils/tune.py), which multiplies the middle tap of a
-submanifold map without gathering it. Without tuning its epsilon and S are 0, which is separate; fixed and symmetric
-are in the paper alone, and which runs it settles was not found: width is ours.
+Sources: order, spread, S and the ranges of epsilon and S follow TorchSparse's public code (torchsparse 2.1, files
+backend/convolution/convolution_gather_scatter_cuda.cu and utils/tune.py), which multiplies the centre of a submanifold
+map without gathering. Its untuned epsilon and S are 0, which is separate. Only the paper has fixed and symmetric and
+does not give the length of the runs: width is ours.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ from pumice.errors import OptionError
 
 Taps = tuple[int, ...]
 
-EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
-"""The spreads that TorchSparse's tuner tries."""
-SIZES = (0, *range(5_000, 25_001, 2_500))
-"""The numbers S that it tries."""
+EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # values of epsilon that TorchSparse's tuner tries
+SIZES = (0, *range(5_000, 25_001, 2_500))  # values of S that it tries
 
 
 class OffsetGroup(NamedTuple):
-    """Taps in their order that are multiplied together, in one batched product or each by a plain one."""
+    """Kernel offsets multiplied together, in order: by one batched GEMM, or by one plain GEMM each."""
 
     taps: Taps
     batched: bool
@@ -51,11 +49,11 @@ class OffsetGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Grouping:
-    """How taps are grouped; kind: one of GROUPINGS.
+    """How kernel offsets are grouped; kind: one of GROUPINGS.
 
-    width: of fixed: how many taps, or twos of them, a run has. epsilon, size: of adaptive: the tolerated spread, a
-    share of 1, and S, the number of pairs from which a tap fills a device by itself. Both are meant to be tuned for a
-    layer, as in the paper: EPSILONS and SIZES are what TorchSparse tries, and the defaults are where to start from.
+    width (fixed): offsets, or pairs of offsets, in a run. epsilon, size (adaptive): the tolerated spread (0..1), and S,
+    the number of pairs from which one offset fills a device. Both should be tuned per layer, as in the paper; the
+    defaults are starting points.
     """
 
     kind: str
@@ -71,22 +69,22 @@ class Grouping:
             raise OptionError(f"width is at least 1, size at least 0, epsilon from 0 to 1; found {found}")
 
     def groups(self, counts: Sequence[int]) -> tuple[OffsetGroup, ...]:
-        """The groups of taps with so many pairs each: every tap is in one of them."""
+        """The groups for offsets with these pair counts: each offset is in exactly one."""
         return _groups(self, tuple(counts))
 
     def __str__(self) -> str:
-        told = {"fixed": f"(width={self.width})", "adaptive": f"(epsilon={self.epsilon}, S={self.size})"}
-        return self.kind + told.get(self.kind, "")
+        settings = {"fixed": f"(width={self.width})", "adaptive": f"(epsilon={self.epsilon}, S={self.size})"}
+        return self.kind + settings.get(self.kind, "")
 
 
 def padding(counts: Sequence[int], taps: Sequence[int]) -> float:
-    """The share of rows of a batched multiply of these taps that is filled up."""
+    """The share of padding rows in a batched GEMM over these offsets."""
     longest = max((counts[tap] for tap in taps), default=0)
     return 1 - sum(counts[tap] for tap in taps) / (len(taps) * longest) if longest else 0.0
 
 
 def spread(counts: Sequence[int], taps: Sequence[int]) -> float:
-    """By what share the shortest of these taps is shorter than the longest; no less than their padding."""
+    """1 - shortest / longest of these offsets; an upper bound of their padding."""
     longest = max((counts[tap] for tap in taps), default=0)
     return 1 - min(counts[tap] for tap in taps) / longest if longest else 0.0
 
@@ -137,14 +135,14 @@ def _mirrored(counts: Taps) -> bool:
 
 
 def _units(counts: Taps) -> list[Taps]:
-    """What is not taken apart: twos of taps, or taps; without the middle one of twos."""
+    """Units that stay together: pairs of offsets, or offsets; without the centre of pairs."""
     if not _mirrored(counts):
         return [(tap,) for tap in range(len(counts))]
     return [(tap, len(counts) - 1 - tap) for tap in range(len(counts) // 2)]
 
 
 def _outside_in(counts: Taps) -> Iterator[int]:
-    """0, K-1, 1, K-2, ...; without the middle one of twos."""
+    """0, K-1, 1, K-2, ...; without the centre of pairs."""
     for tap in range(len(counts) // 2):
         yield from (tap, len(counts) - 1 - tap)
     if len(counts) % 2 and not _mirrored(counts):
@@ -161,5 +159,4 @@ def _together(units: Sequence[Taps]) -> Taps:
 
 GROUPINGS: Mapping[str, Callable[[Grouping, Taps], Iterator[OffsetGroup]]] = MappingProxyType(
     {"separate": _separate, "symmetric": _symmetric, "fixed": _fixed, "adaptive": _adaptive}
-)
-"""The groupings by name."""
+)  # the groupings by name

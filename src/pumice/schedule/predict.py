@@ -1,10 +1,10 @@
-"""What a dataflow is likely to cost, from the numbers of a map and of the layers over it: an order to try them in.
+"""Cost model of dataflows, from statistics of a map and its layers: the order in which candidates are tried.
 
-    time of a layer = its kernels' (padded products, what they move) + the layout of the map that it reads
+    time of a layer = its kernels (padded products, data movement) + the layout of the kernel map
 
-A layout is shared by the layers over a map that read the same one. The figures are those of an H200 and of two cores
-with AVX-512. Kernels over tiles and layouts are fitted to rows of the suites conv-forward and maps, within about a
-third; the rest counts what is moved. They choose what is measured, and in which order; nothing is decided by them.
+Layers over a map share a layout. Rates are those of an H200 and of two cores with AVX-512. Tiled kernels and layouts
+are fitted to the benchmarks conv-forward and maps, within about a third; the others count data movement. The model
+selects and orders the measurements; it decides nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from pumice.schedule.cost import DEVICES, Device
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, PASSES, PLANNED, WGRAD, Dataflow
 from pumice.schedule.grouping import Grouping
 
-DEFAULT = "implicit-gemm-sorted"
-"""The dataflow that the planner's choice comes to on a GPU."""
+DEFAULT = "implicit-gemm-sorted"  # the planner's default on a GPU
 
 
 @dataclass(frozen=True)
 class MapStats:
-    """A map seen from its outputs. counts: pairs of each tap. entries: by form of tiles, (tile, tap) entries of each
-    part, of `block` outputs each; empty where nobody counted them."""
+    """Statistics of a kernel map. counts: pairs per kernel offset. entries: per form, the (tile, offset) entries of
+    each part, with `block` outputs per tile; empty if not counted."""
 
     inputs: int
     outputs: int
@@ -42,17 +41,14 @@ class MapStats:
         return len(self.counts)
 
     def parts(self, form: str) -> tuple[int, ...]:
-        """Entries of the parts of a form; where nobody counted them, as if no tile shared a tap."""
+        """Entries of each part of a form; if not counted, as if no two outputs of a tile share an offset."""
         tiles = -(-self.outputs // self.block)
         return self.entries.get(form) or (min(self.pairs, tiles * self.taps),)
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A layer over a map: the map as the forward pass reads it, and as the input gradient does.
-
-    channels: in and out. size: bytes of a value.
-    """
+    """A layer and its map as forward and as dgrad read it; channels: in and out; size: bytes of a value."""
 
     side: MapStats
     back: MapStats
@@ -62,18 +58,18 @@ class LayerWork:
 
     @property
     def each(self) -> float:
-        """Products of one pair."""
+        """Multiply-adds per pair."""
         return self.channels[0] * self.channels[1] / self.groups
 
     def turned(self) -> LayerWork:
-        """What the input gradient is: the same with the roles exchanged."""
+        """The dgrad layer: inputs and outputs exchanged."""
         inner, outer = self.channels
         return LayerWork(self.back, self.side, (outer, inner), self.groups, self.size)
 
 
-# What distinguishes dataflows
+# Equivalent and applicable dataflows
 def effect(flow: Dataflow, name: str, device: str) -> Hashable:
-    """What a dataflow does in a pass: two that do the same need not both be tried."""
+    """Equivalence key of a dataflow in one pass, to skip duplicate candidates."""
     if flow.movement == PLANNED.movement and device == "cuda":
         flow = DATAFLOWS[DEFAULT]
     if flow.movement in ("implicit", "on-demand"):
@@ -85,25 +81,25 @@ def effect(flow: Dataflow, name: str, device: str) -> Hashable:
 
 
 def is_applicable(name: str, flow: Dataflow, deterministic: bool, library: bool) -> bool:
-    """Whether a dataflow may be taken for a pass here. library: whether torch's products take the values."""
+    """True if a dataflow can run this pass here. library: torch's GEMM supports the dtype."""
     stated = flow.movement in ("implicit", "on-demand")
     return (not deterministic or name in flow.repeats) and (library or stated or flow.movement == PLANNED.movement)
 
 
 # Seconds
 def seconds(flow: Dataflow, work: LayerWork, name: str, device: str) -> float:
-    """Of the kernels of a pass, its layout of the map apart."""
+    """Seconds of the kernels of a pass, without its layout of the map."""
     return _MODELS[device](flow, work.turned() if name == DGRAD else work, name)
 
 
 def layouts(flow: Dataflow, work: LayerWork, name: str, device: str) -> Mapping[Hashable, float]:
-    """Seconds of what a pass lays out of its map, by what that is: layers over the map share it."""
+    """Seconds of each layout of the map that a pass needs, by a key: layers over the map share layouts."""
     side = work.back if name == DGRAD else work.side
     return dict(_LAYOUTS[device](flow, side, name))
 
 
 def together(flow: Dataflow, works: Sequence[LayerWork], passes: Iterable[str], device: str) -> float:
-    """Seconds of the layers over one map, with the layouts that they share."""
+    """Seconds of all layers over one map, shared layouts counted once."""
     passes = tuple(passes)
     shared: dict[Hashable, float] = {}
     for work in works:
@@ -113,13 +109,10 @@ def together(flow: Dataflow, works: Sequence[LayerWork], passes: Iterable[str], 
 
 
 _MATRIX = {1: 900e12, 2: 620e12, 4: 100e12, 8: 30e12}
-"""FLOP a second of such kernels, by the bytes of a value; float32 in three products of tf32."""
-_TURN = 0.25e-6
-"""Seconds of a turn of the loop, whose loads wait for an index, of 64 channels."""
-_START = 5e-6
-"""Seconds of a kernel besides its loop."""
-_PART = 12
-"""Bytes of a result that another part of a form takes: sums are left in float32, and read again."""
+"""FLOP/s of tiled kernels by bytes per value; float32 as three TF32 products."""
+_TURN = 0.25e-6  # seconds per loop iteration over 64 channels, with a load that depends on an index
+_START = 5e-6  # seconds of a kernel outside its loop
+_PART = 12  # bytes per result and further part of a form: float32 partial sums are written and read
 
 
 def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
@@ -130,7 +123,7 @@ def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     if flow.movement == "implicit":
         return _by_table(work) if flow.form == "table" else _by_tiles(flow, work)
     if flow.movement == "on-demand":
-        # Outputs are added to in memory, in float32.
+        # Outputs are accumulated in memory, in float32.
         return _by_pairs(work, 2.0) + work.side.pairs * work.channels[1] * 8 / DEVICES["cuda"].cache
     return _by_library(flow, work, name, DEVICES["cuda"])
 
@@ -148,19 +141,19 @@ def _by_table(work: LayerWork) -> float:
 
 
 def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int) -> float:
-    """A kernel over entries of tiles; of the taps and pairs of its part. What is absent is multiplied, not gathered."""
+    """A kernel over the tile entries of one part. Absent pairs are multiplied but not gathered."""
     taps, pairs = each
     moved = (pairs * work.channels[0] + entries * work.each) * work.size
     flops = 2 * entries * work.side.block * work.each
     through = max(moved / DEVICES["cuda"].cache, flops / _MATRIX[work.size])
-    # The longest tile alone, shared by several programs or not.
+    # The longest tile alone, whether or not several programs share it.
     longest = min(taps, entries) if not piece else min(taps, piece)
     chain = longest * math.ceil(work.channels[0] / work.groups / 64) * _TURN + (2e-6 if piece else 0)
     return _START + (through**1.5 + chain**1.5) ** (2 / 3)
 
 
 def _by_pairs(work: LayerWork, slower: float) -> float:
-    """A kernel over the pairs of each tap; both sides are gathered."""
+    """A kernel over the pairs of each offset; both sides are gathered."""
     moved = work.side.pairs * sum(work.channels) * work.size
     return (
         _START
@@ -170,7 +163,7 @@ def _by_pairs(work: LayerWork, slower: float) -> float:
 
 
 def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> float:
-    """What is put in place is written and read again, tap by tap or at once."""
+    """Gathered and scattered rows are written and read again, per offset or at once."""
     pairs, ((inner, outer), size) = work.side.pairs, (work.channels, work.size)
     rate = min(device.matrix, _MATRIX[size]) if device.name != "CPU" else device.plain
     products, kernels = pairs, 2
@@ -197,7 +190,7 @@ def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
         moved = work.side.pairs * sum(work.channels) * work.size
         return 20e-6 + moved / (device.cache / 2) + 2 * work.side.pairs * work.each / (2.5 * device.plain)
     if flow.movement in ("implicit", "on-demand", "on-demand-in-order"):
-        # Statements over forms that are meant for a GPU.
+        # Statements over forms meant for a GPU.
         return 10 * _by_library(DATAFLOWS["explicit-gemm"], work, name, device)
     return _by_library(flow, work, name, device)
 
@@ -214,7 +207,7 @@ def _laid_on_gpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Ha
     elif flow.movement in ("implicit", "on-demand"):
         yield (id(side), "grouped"), 10e-6 + side.pairs * 8 / DEVICES["cuda"].memory
     elif flow.movement != "explicit":
-        # Lists of pairs, and their places worked out by torch.
+        # Lists of pairs and their row indices, computed by torch.
         yield (
             (id(side), flow.movement, flow.grouping),
             40e-6 + side.taps * 5e-6 + side.pairs * 64 / DEVICES["cuda"].memory,
@@ -232,10 +225,10 @@ _LAYOUTS: Mapping[str, Callable[[Dataflow, MapStats, str], Iterator[tuple[Hashab
 )
 
 
-# What is tried
+# Candidates
 @dataclass(frozen=True)
 class CandidateFlow:
-    """A dataflow that is worth trying, and what the layers over a map are reckoned to take with it, in seconds."""
+    """A candidate dataflow and the estimated seconds of all layers over the map."""
 
     flow: Dataflow
     seconds: float
@@ -244,7 +237,7 @@ class CandidateFlow:
 def candidate_flows(
     flows: Iterable[Dataflow], works: Sequence[LayerWork], passes: Sequence[str] = PASSES, device: str = "cuda"
 ) -> list[CandidateFlow]:
-    """Each dataflow that differs from the default and from those before, the most promising first."""
+    """Dataflows that differ from the default and from one another, lowest estimate first."""
     seen = {tuple(effect(PLANNED, name, device) for name in passes)}
     found = []
     for flow in flows:
@@ -256,6 +249,6 @@ def candidate_flows(
 
 
 def promising(found: Sequence[CandidateFlow], standing: float, factor: float) -> list[CandidateFlow]:
-    """Those within a factor of the best, that of the default being `standing`."""
+    """Candidates within `factor` of the best estimate; `standing` is that of the default."""
     best = min([standing, *(prospect.seconds for prospect in found)])
     return [prospect for prospect in found if prospect.seconds <= factor * best]

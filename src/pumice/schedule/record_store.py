@@ -1,12 +1,10 @@
-"""A file of what was tuned, per user, safe with many processes: entries by key, of one kind each.
+"""A per-user file of tuning results, safe for concurrent processes: records by key.
 
-The file is one JSON document with a line for each entry. A change reads it, and replaces it by a whole new one, under a
-lock of filelock (which torch brings). Lines added with O_APPEND would need no lock on a local disk, but two machines
-that share a network file system write such lines over each other, while locks hold between its clients, too. The kernel
-takes a dead process's lock from it, so none is stale; readers take none and never wait; and who does not get it in time
-keeps its entry for the next change. Rename is atomic: nobody sees a half-written file. Where a file system has no
-locks, filelock makes do with a file that exists: what a dead process leaves there holds others up once, for WAIT
-seconds.
+The file is one JSON document with one line per entry. A change reads it and replaces it atomically (rename) under a
+file lock (filelock, a dependency of torch). Appending with O_APPEND needs no lock on a local disk, but machines that
+share a network file system would overwrite each other's lines; locks work there. The kernel releases the lock of a dead
+process. Readers take no lock. A writer that times out keeps its entry for the next change. On file systems without
+locks, filelock uses a lock file; one left by a dead process delays others once, for WAIT seconds.
 """
 
 from __future__ import annotations
@@ -27,25 +25,22 @@ from filelock import FileLock
 
 from pumice.errors import FileError
 
-WAIT = 10.0
-"""Seconds that a change waits for those of others, which take milliseconds; after a failure none waits any more."""
+WAIT = 10.0  # timeout of the lock in seconds (a change takes milliseconds); 0 after the first failure
 
-Entry: TypeAlias = Any
-"""A value with its key as the file has them. One that cannot be read here (a newer version's) stays in the file."""
-Stamp: TypeAlias = tuple[int, int, int]
-"""What tells whether a file was replaced: its inode, size and time."""
+Entry: TypeAlias = Any  # a record in JSON form; unreadable ones (of a newer version) stay in the file
+Stamp: TypeAlias = tuple[int, int, int]  # inode, size and modification time, to detect that a file was replaced
 UNREADABLE = (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What reading an entry raises where it is none of this version; a number without end and deep nesting are among it."""
+"""Errors of parsing a record of another version; infinite numbers and deep nesting are among the causes."""
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class RecordType(Generic[K, V]):
-    """What a file holds. name: of its entries, in the file and to the user. version: of the file; another version's is
-    left alone and not read.
+    """Format of a file. name: of its records, in the file and in messages. version: files of another version are
+    ignored.
 
-    write(key, value) makes an entry; key and value read it, None where they cannot. date: when a value was made.
+    write(key, value) makes an entry; key and value parse it, or return None. date: when a value was made.
     """
 
     name: str
@@ -60,17 +55,17 @@ class RecordType(Generic[K, V]):
         return f'{{"version": {self.version}, "{self.name}": [\n{lines}\n]}}\n'
 
     def entries(self, text: str | bytes, name: str) -> list[Entry]:
-        """Those of a document; `name` is told where it is none. Raises FileError."""
+        """The entries of a document; `name` is for messages. Raises FileError if it has another format."""
         try:
             found = json.loads(text)
             version, entries = found["version"], found[self.name]
         except UNREADABLE as problem:
-            raise FileError(f"{name} is no ledger of {self.name} ({problem!r})") from problem
+            raise FileError(f"{name} is not a tuning cache of {self.name} ({problem!r})") from problem
         if version != self.version:
-            raise FileError(f"{name} is a ledger of {self.name} of version {version!r}, expected {self.version}")
+            raise FileError(f"{name} is a tuning cache of {self.name} of version {version!r}, expected {self.version}")
         if not isinstance(entries, list):
             found = type(entries).__name__
-            raise FileError(f"{name} is no ledger of {self.name} (expected a list of them, found {found})")
+            raise FileError(f"{name} is not a tuning cache of {self.name} (expected a list of them, found {found})")
         return entries
 
     def readable(self, entries: list[Entry]) -> dict[K, V]:
@@ -78,18 +73,18 @@ class RecordType(Generic[K, V]):
         return {key: value for key, value in pairs if key is not None and value is not None}
 
     def having(self, entries: list[Entry], more: Mapping[K, V]) -> list[Entry]:
-        """Entries with others in the place of those of the same key."""
+        """`entries` with those of the keys in `more` replaced."""
         return [e for e in entries if self.key(e) not in more] + [self.write(key, v) for key, v in more.items()]
 
 
 class Store(Generic[K, V]):
-    """The entries of a file, read when first asked for; what is kept is on disk when `keep` returns.
+    """The records of a file, read on first use; `keep` returns once a record is on disk.
 
-    Where the file cannot be read or written, `find`, `seek` and `keep` say so once, as a RuntimeWarning, and what is
-    tuned serves this process alone: a read-only home on a cluster ends no computation. All else raises FileError.
+    If the file cannot be read or written, `find`, `seek` and `keep` warn once (RuntimeWarning) and keep records in this
+    process only: a read-only home directory must not stop a computation. All other methods raise FileError.
 
-    generation: how often entries have changed here; what was made ready before is made anew. What others write changes
-    it where this process looks for it: in `seek`, and with each change of its own.
+    generation: incremented when records change here; plans built with an older one are rebuilt. Records of other
+    processes are noticed by `seek` and by each change.
     """
 
     def __init__(self, path: Path, kind: RecordType[K, V]) -> None:
@@ -101,28 +96,28 @@ class Store(Generic[K, V]):
         self._failed = False
 
     def find(self, key: K) -> V | None:
-        """What is kept under this key, or None. The file is read once."""
+        """The value of this key, or None. The file is read once."""
         return self._known().get(key)
 
     def seek(self, key: K) -> V | None:
-        """The same; where there is nothing, the file is read again if others have written to it."""
+        """As `find`, but reads the file again on a miss if it has changed."""
         if key not in self._known():
             self.refresh()
         return self.find(key)
 
     def refresh(self) -> None:
-        """Read the file again if others have written to it."""
+        """Read the file again if it has changed."""
         before = self._known()
         self._refresh()
         if self._held != before:
             self.generation += 1
 
     def known(self) -> Mapping[K, V]:
-        """Every entry by its key as this process knows them; a file that cannot be read has none."""
+        """All records known to this process; empty if the file cannot be read."""
         return dict(self._known())
 
     def keep(self, key: K, value: V) -> None:
-        """Keep a value. What others have written meanwhile stays."""
+        """Store a value. Records that other processes wrote meanwhile stay."""
         self._unsaved[key] = value
         try:
             self._save()
@@ -131,7 +126,7 @@ class Store(Generic[K, V]):
         self._renew()
 
     def forget(self, keys: Collection[K]) -> None:
-        """Remove the entries of these keys, where there are any."""
+        """Remove the records of these keys, if present."""
         for key in keys:
             self._unsaved.pop(key, None)
         try:
@@ -145,19 +140,17 @@ class Store(Generic[K, V]):
         self._renew()
 
     def all(self) -> dict[K, V]:
-        """Every value by its key. Raises FileError where the file cannot be read, or is no ledger of this version."""
+        """All values by key. Raises FileError if the file cannot be read or has another format or version."""
         return {**self.kind.readable(_read(self.path, self.kind)[0] or []), **self._unsaved}
 
     def export(self) -> str:
-        """Every entry as one JSON document with its version, for `merge`. Raises FileError as `all` does."""
+        """All records as one JSON document with its version, for `merge`. Raises FileError as `all` does."""
         return self.kind.document([self.kind.write(key, value) for key, value in self.all().items()])
 
     def merge(self, source: Path | str) -> int:
-        """Take what is new, or newer than here, from another ledger's file or the text of its export; how many.
-
-        Entries that this version cannot read are left out. Raises FileError where the source is no ledger of this
-        version, or where either file cannot be read or this one not written.
-        """
+        """Add records that are new or newer from another file or the text of an export; returns how many. Unreadable
+        records are skipped. Raises FileError if the source has another format or version, or if a file cannot be read
+        or written."""
         theirs = self.kind.readable(_given(source, self.kind))
         newer: dict[K, V] = {}
 
@@ -171,10 +164,7 @@ class Store(Generic[K, V]):
         return len(newer)
 
     def clear(self) -> int:
-        """Remove all entries; how many there were.
-
-        Raises FileError where the file is no ledger or cannot be written.
-        """
+        """Remove all records; returns how many. Raises FileError for another format, or if writing fails."""
         removed = len(self._unsaved)
 
         def cleared(entries: list[Entry]) -> list[Entry]:
@@ -194,12 +184,12 @@ class Store(Generic[K, V]):
         return self._held or {}
 
     def _renew(self) -> None:
-        """Only once the new entries are here may anything be made ready with them."""
+        """Increment the generation only after the new records are loaded."""
         self._refresh()
         self.generation += 1
 
     def _save(self) -> None:
-        """Write what is not on disk yet. Raises FileError."""
+        """Write records that are not on disk yet. Raises FileError."""
         unsaved = dict(self._unsaved)
         self._change(lambda entries: self.kind.having(entries, unsaved))
         for key, value in unsaved.items():
@@ -207,16 +197,16 @@ class Store(Generic[K, V]):
                 del self._unsaved[key]
 
     def _change(self, change: Callable[[list[Entry]], list[Entry]]) -> None:
-        """Replace the entries of the file while no other process does. Raises FileError."""
+        """Replace the records of the file under its lock. Raises FileError."""
         with _named(self.path, "written"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{self.path}.lock", timeout=0 if self._failed else WAIT, poll_interval=0.01):
-                # A network file system remembers for a while that there was no such file; asked to make it, it looks.
+                # A network file system caches that a file is missing; O_CREAT makes it ask the server.
                 os.close(os.open(self.path, os.O_RDONLY | os.O_CREAT, 0o666))
                 _replace(self.path, self.kind.document(change(_read(self.path, self.kind)[0] or [])))
 
     def _refresh(self) -> None:
-        """Hold what the file has by now, and what could not be written to it."""
+        """Load the records of the file, and those that could not be written to it."""
         found = self._held or {}
         try:
             entries, self._stamp = _read(self.path, self.kind, self._stamp)
@@ -228,16 +218,13 @@ class Store(Generic[K, V]):
     def _say(self, problem: FileError) -> None:
         if not self._failed:
             self._failed = True
-            told = f"{problem}; {self.kind.name} tuned here serve this process alone"
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            message = f"{problem}; {self.kind.name} tuned here are kept in this process only"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 # The file
 def _read(path: Path, kind: RecordType[Any, Any], seen: Stamp | None = None) -> tuple[list[Entry] | None, Stamp | None]:
-    """Its entries, or None where it is as it was seen; and how it is seen now. No file, or an empty one, has none.
-
-    Raises FileError.
-    """
+    """The entries (None if unchanged since `seen`; [] without a file) and the stamp. Raises FileError."""
     with _named(path, "read"):
         try:
             text, stamp = _text(path, seen)
@@ -253,13 +240,13 @@ def _read(path: Path, kind: RecordType[Any, Any], seen: Stamp | None = None) -> 
     try:
         return kind.entries(text, str(path)), stamp
     except FileError as problem:
-        raise FileError(f"{problem}; remove it to begin anew") from problem
+        raise FileError(f"{problem}; remove it to start over") from problem
 
 
 def _text(path: Path, seen: Stamp | None) -> tuple[bytes | None, Stamp | None]:
-    """The bytes of a file, None where it is as it was seen or not there."""
+    """The bytes of a file, None if it is unchanged or missing; and its stamp."""
     try:
-        # Opened rather than only asked about: then a network file system asks its server.
+        # Opened rather than only checked with stat: a network file system then asks its server.
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             stamp = status.st_ino, status.st_size, status.st_mtime_ns
@@ -289,7 +276,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _named(path: Path, done: str) -> Iterator[None]:
-    """What the system raises becomes a FileError, and what an entry does that is nested too deeply for the stack."""
+    """Convert OSError, lock timeouts and RecursionError (deeply nested records) to FileError."""
     try:
         yield
     except (OSError, RecursionError) as problem:

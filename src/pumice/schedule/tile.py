@@ -1,4 +1,4 @@
-"""How big a tile of results a program owns, and how deep its loads run ahead. Values: no tensors, no launches."""
+"""Tile sizes of kernels and how deep their loads are prefetched. Values: no tensors, no launches."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pumice.language.contraction import ContractionRoles
 class Tile:
     """The tile of a kernel.
 
-    rows, columns: of the results of one program; reduced: points of the reduction per turn of a matrix product.
-    lanes: rows of the tile that share one segment (only where segments are the rows).
-    warps: of 32 threads (64 on CDNA); stages: turns whose loads are under way at once.
-    swapped: the columns of the statement are the rows of the tile: wgmma wants 64 rows at least.
-    slabs: all rows are taken for one block of columns before the next, so that what they gather stays in the cache.
+    rows, columns: results of one program; reduced: points of the reduction per loop iteration of a matrix product.
+    segment_threads: rows of the tile that share one segment (only if segments are the rows).
+    warps: of 32 threads (64 on CDNA); stages: loop iterations whose loads are in flight.
+    swapped: the columns of the statement are the rows of the tile, since wgmma needs at least 64 rows.
+    column_major_grid: all rows of one block of columns before the next, so that gathered rows stay in the cache.
     stacked: segments are the rows of a matrix product (language.contraction.stacked).
-    ahead: of a matrix product: indices are loaded two turns before they are used, so that no load waits for another.
-    packed: a turn takes several entries of a segment, as many as `reduced` has room for and at least one, each with all
-        of its few points of the reduction (language.contraction.packed).
-    piece: of a matrix product in segments: entries of one program at most. A longer segment is shared by several
-    programs, the last of which adds up what all have found, always in the same order; 0: none is shared.
-    slices: of a matrix product: parts of its columns that are finished and written one after the other, and not at all
-    where there are no such columns; the more, the fewer registers.
-    hoisted, padded: off, to show what they bring: addresses are worked out anew in every turn; each turn asks how many
-    outputs there are, though a map is filled up with -1.
+    prefetch_indices: matrix products load indices two iterations ahead, so that no load waits for another.
+    packed: an iteration takes several entries of a segment, as many as fit in `reduced` and at least one, each with all
+        of its few reduction points (language.contraction.packed).
+    stream_k_chunk: entries of a segment per program at most, in a matrix product over segments. Several programs share
+        a longer one; the last adds up all partial sums, always in the same order. 0: not shared.
+    epilogue_subtiles: parts of the columns of a matrix product that the epilogue writes one after the other; more parts
+        need fewer registers. Parts that are all padding are skipped.
+    hoisted, padded: False only for ablations: addresses are recomputed in every iteration; each iteration reads the
+        number of outputs though the map is padded with -1.
     """
 
     rows: int
@@ -66,7 +66,7 @@ class Tile:
         if self.epilogue_subtiles > self.columns:
             raise OptionError(f"{self.epilogue_subtiles} slices do not divide {self.columns} columns")
         if self.packed and (self.stacked or self.segment_threads > 1):
-            raise OptionError("a packed tile is one segment's: it is not stacked, and has no lanes")
+            raise OptionError("a packed tile cannot be stacked or have several segment_threads")
         if self.rows * self.columns > 1 << 20:
             raise OptionError(f"a tile has at most 1048576 results, found {self.rows} x {self.columns}")
         if self.reduced * max(self.rows, self.columns) > 1 << 20:
@@ -75,10 +75,8 @@ class Tile:
             raise OptionError(f"a program has at most 32 warps, found {self.warps}")
 
     def smaller(self) -> Tile | None:
-        """The next tile that asks less of a device: fewer stages, then a shorter longer side; None at the least.
-
-        How many segments are stacked stays: they were put together before.
-        """
+        """The next tile that needs fewer resources: fewer stages, then half the longer side; None at the minimum. The
+        number of stacked segments stays, since the map was built for it."""
         if self.stages > 2:
             return replace(self, stages=self.stages - 1)
         if self.stacked:
@@ -95,8 +93,9 @@ class Tile:
 
     def __str__(self) -> str:
         lanes = f"/{self.segment_threads}" if self.segment_threads > 1 else ""
+        words = {"column_major_grid": "column-major", "prefetch_indices": "prefetch"}
         ways = ("swapped", "column_major_grid", "stacked", "packed", "prefetch_indices")
-        order = "".join(f" {way}" for way in ways if getattr(self, way))
+        order = "".join(f" {words.get(way, way)}" for way in ways if getattr(self, way))
         order += f" pieces of {self.stream_k_chunk}" if self.stream_k_chunk else ""
         order += f" in {self.epilogue_subtiles} slices" if self.epilogue_subtiles > 1 else ""
         order += " not hoisted" * (not self.hoisted) + " not padded" * (not self.padded)
@@ -104,29 +103,26 @@ class Tile:
 
 
 def power_above(value: int) -> int:
-    """The smallest power of two that is not below `value`."""
+    """The smallest power of two that is at least `value`."""
     return 1 << max(0, value - 1).bit_length()
 
 
 def size_bucket(count: int) -> int:
-    """A number of rows or entries, rounded down by less than an eighth: what is chosen for one is chosen for all that
-    round to it, so that scans of about the same sizes are computed alike."""
+    """`count` rounded down by less than an eighth: the bucket for which tiles and plans are chosen."""
     step = 1 << max(0, count.bit_length() - 4)
     return count // step * step
 
 
-LONGEST = 27
-"""Entries of the longest segment that is to be expected where nothing tells: the taps of 3 x 3 x 3."""
+LONGEST = 27  # assumed entries of the longest segment if unknown: the kernel offsets of 3 x 3 x 3
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a tile is chosen for.
+    """Input of the tile heuristics.
 
-    roles and extents of the statement; mean: entries of a segment on average; bits: of the values; chained: whether
-    loads in the loop wait for an index loaded there. packed: the roles of packed tiles, where there are such. waits:
-    whether a barrier waits for what all threads of a program have stored, for other programs too; AMD's does not.
-    longest: entries of the longest segment that is to be expected.
+    roles and extents of the statement; mean, longest: entries of a segment on average and at most; bits: of the values;
+    chained: loads in the loop depend on an index loaded there. packed: roles for packed tiles, if possible. waits: a
+    barrier orders stores of a program for other programs too (not on AMD).
     """
 
     roles: ContractionRoles
@@ -142,7 +138,7 @@ class Problem:
 
     @property
     def shares(self) -> bool:
-        """Whether segments may be shared by several programs: they are loops of a product, and not very many."""
+        """True if several programs may share a segment: segments are loops of a product, and not very many."""
         roles = self.roles
         own = roles.product and roles.segment is not None and not roles.laned
         return own and self.waits and self.segments < _MANY_SEGMENTS
@@ -151,12 +147,11 @@ class Problem:
         return math.prod(self.extents[name] for name in names if name in self.extents)
 
 
-PROCESSORS = 132
-"""Of an H200; it is filled from about as many programs on."""
+PROCESSORS = 132  # streaming multiprocessors of an H200
 
 
 def programs(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
-    """About how many tiles there are; one for each segment where there are any."""
+    """Approximate number of tiles; PROCESSORS times more with segments."""
     rows, columns = _sides(roles)
     across = 1 if roles.folds and not roles.product else _blocks(roles.columns, extents, columns)
     inner = 1 if roles.segment is None else PROCESSORS
@@ -164,10 +159,7 @@ def programs(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
 
 
 def splits(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
-    """Into how many programs the loop of a tile is shared: more than one where there are few tiles and long loops.
-
-    Segments are not split: what they have found is written once.
-    """
+    """Split-K factor: more than 1 for few tiles with long loops; 1 with segments, whose results are written once."""
     if roles.segment is not None:
         return 1
     tiled, side = (roles.reduced, 64) if roles.product else (roles.columns if roles.folds else (), _sides(roles)[1])
@@ -188,11 +180,8 @@ def _blocks(names: tuple[str, ...], extents: Mapping[str, int], side: int) -> in
 
 
 def default(problem: Problem) -> Tile:
-    """A good tile before any tuning.
-
-    The figures for matrix products are those of the convolution prototype on an H200 (C = 32, 64, 128, 256); the others
-    keep a program at 2 to 8 KiB in registers.
-    """
+    """The default tile without autotuning. Heuristics for matrix products come from convolutions on an H200 (C = 32,
+    64, 128, 256); other tiles keep a program at 2 to 8 KiB of registers."""
     roles = problem.roles
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
     if _packs(problem):
@@ -208,7 +197,7 @@ def default(problem: Problem) -> Tile:
     if problem.roles.laned:
         lanes = min(16, power_above(max(1, int(problem.mean / 8))))
         height = max(lanes, min(16, 2048 // wide))
-        # Short loops end before loads run ahead.
+        # Short loops end before prefetching pays.
         stages = 2 if problem.mean > 16 else 1
         return Tile(height, wide, segment_threads=lanes, warps=_warps(height * wide, 512), stages=stages)
     height = _below(rows, max(1, 2048 // wide))
@@ -217,12 +206,11 @@ def default(problem: Problem) -> Tile:
     return Tile(height, wide, warps=_warps(height * wide, 512), stages=stages)
 
 
-_STACKED = 16
-"""Entries of a segment from which on segments are stacked: shorter ones cost what stacks of them save."""
+_STACKED = 16  # entries of a segment from which segments are stacked; below, stacking costs what it saves
 
 
 def of_long_segments(roles: ContractionRoles, extents: Mapping[str, int], tile: Tile) -> Tile:
-    """The tile for segments far longer than those that `tile` is for: one at a time, by many lanes or a deep stack."""
+    """The tile for segments far longer than `tile` is meant for: one at a time, by many threads or a deep stack."""
     columns = math.prod(extents[name] for name in roles.columns)
     if tile.stacked:
         return Tile(16, _tile_side(columns, 64), 256, stages=3, stacked=True, prefetch_indices=True)
@@ -232,7 +220,7 @@ def of_long_segments(roles: ContractionRoles, extents: Mapping[str, int], tile: 
 
 
 def candidates(problem: Problem) -> Iterator[Tile]:
-    """Tiles worth timing, the default first, none twice."""
+    """Tiles worth timing, the default first, no duplicates."""
     seen: set[Tile] = set()
     plain = default(replace(problem, packed=None))
     others = (_product_tiles if problem.roles.product else _plain_tiles)(problem, plain)
@@ -248,7 +236,7 @@ def _plain_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
     for scale in (0.5, 1, 2, 4):
         rows = power_above(max(first.segment_threads, int(first.rows * scale))) if problem.roles.rows else 1
         for warps in (1, 2, 4, 8):
-            # More than 64 results a thread spill.
+            # More than 64 results per thread spill.
             if rows * first.columns <= 64 * 32 * warps:
                 yield replace(first, rows=rows, warps=warps)
     if not problem.roles.laned:
@@ -282,9 +270,9 @@ def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
         yield from _tiles_within(problem)
         return
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
-    # Where one side is short it may be either side of the tile; else the statement's own order stands.
+    # A short side may be either side of the tile; otherwise the statement's own order stays.
     orders = (False, True) if min(rows, columns) < 64 and not roles.folds else (False,)
-    # A load that waits for another one gets half of the stages.
+    # A load that depends on another gets half of the stages.
     loads = ((3, True), (4, True), (5, False)) if problem.chained else ((3, False), (5, False))
     for swapped in orders:
         sides = (columns, rows) if swapped else (rows, columns)
@@ -314,9 +302,9 @@ def _warps_of_product(area: int) -> tuple[int, ...]:
 
 
 def _tiles_within(problem: Problem) -> Iterator[Tile]:
-    """The left side, a product too, is not worked out twice; what is on the right comes in parts or at once."""
+    """The left side, itself a product, is not recomputed; the right side comes in parts or at once."""
     first = _product_tile(problem)
-    # Several products by wgmma in a kernel: Triton 3.6 and 3.7 may read past shared memory (its issues 10573, 11366).
+    # Several wgmma products in a kernel: Triton 3.6 and 3.7 may read past shared memory (its issues 10573, 11366).
     for warps in (1, 2) if first.rows >= 64 else (1, 2, 4, 8):
         for stages in (1, 2, 3, 4):
             for parts in (1, 2):
@@ -325,8 +313,7 @@ def _tiles_within(problem: Problem) -> Iterator[Tile]:
 
 
 def _tile_within(problem: Problem) -> Tile:
-    """All columns and all of the reduction, where they are not many, by few warps: what all share is split for
-    tf32 in each."""
+    """All columns and the whole reduction if they are few, with few warps: each splits shared operands for TF32."""
     roles = problem.roles
     rows, columns = (_tile_side(problem.volume(names), 64) for names in (roles.rows, roles.columns))
     depth = _tile_side(problem.volume(roles.reduced), 64)
@@ -334,12 +321,12 @@ def _tile_within(problem: Problem) -> Tile:
 
 
 def _product_tile(problem: Problem) -> Tile:
-    """The larger side, at least 64, is the rows."""
+    """The rows of the tile are the larger side, at least 64."""
     roles, wide = problem.roles, problem.bits > 16
     if roles.within:
         return _tile_within(problem)
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
-    # With 32 bits wgmma reads its rows along the reduction only: what is gathered must stay the rows.
+    # With 32 bits wgmma reads its rows along the reduction only: the gathered operand must be the rows.
     swapped = rows < 64 <= columns and not wide and not roles.folds
     if swapped:
         rows, columns = columns, rows
@@ -355,9 +342,9 @@ def _product_tile(problem: Problem) -> Tile:
 
 
 def _short_product(problem: Problem, sides: tuple[int, int], swapped: bool) -> Tile | None:
-    """Of a product of many rows by a matrix, which takes as long as its rows are read and written: small programs, of
-    which many are under way. On an H200 (fp16, with an epilogue) 173,000 rows of 128 to 96 channels take 31 us where
-    programs of eight warps took 41, a million 138 and 211, 66,000 rows of 192 to 128 channels 15 and 18."""
+    """A memory-bound product of many rows by a matrix: small programs, many in flight. On an H200 (fp16, with an
+    epilogue) 173,000 rows of 128 to 96 channels take 31 us (41 with eight warps), a million 138 (211), 66,000 rows of
+    192 to 128 channels 15 (18)."""
     (rows, columns), reduced = sides, problem.volume(problem.roles.reduced)
     plain = problem.bits == 16 and not (swapped or problem.roles.folds or problem.roles.adds)
     if not plain or problem.roles.loops or not 64 < columns <= 128 or reduced > 192 or rows < 128 * _MANY:
@@ -366,30 +353,25 @@ def _short_product(problem: Problem, sides: tuple[int, int], swapped: bool) -> T
 
 
 def _depth(problem: Problem) -> int:
-    """Points of the reduction in a turn: half as many as fit where the last turn of each row would be mostly empty.
-
-    96 channels on an H200 (173k voxels of Waymo, fp16): 0.063 ms in turns of 32, 0.073 in turns of 64.
-    """
+    """Reduction points per iteration: half of those that fit if the last iteration of each row would be mostly padding
+    (96 channels on an H200, 173k voxels of Waymo, fp16: 0.063 ms with 32, 0.073 with 64)."""
     extent = problem.volume(problem.roles.reduced)
     depth = max(_least_depth(problem), _tile_side(extent, _most_depth(problem)))
     return depth // 2 if problem.chained and problem.bits == 16 and _wastes(extent, depth) else depth
 
 
 def _wastes(extent: int, depth: int) -> bool:
-    """Whether turns half as deep multiply less by a fifth."""
+    """True if halving the depth saves a fifth of the multiplications."""
     half = depth // 2
     return half >= 32 and 5 * -(-extent // half) * half <= 4 * -(-extent // depth) * depth
 
 
 def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) -> Tile:
-    """Where loads wait for an index: it is loaded ahead, unless the loop is over before that pays.
-
-    The figures are those of sparse convolutions on an H200.
-    """
+    """The tile if loads depend on an index, which is prefetched except in short loops. Tuned on H200 convolutions."""
     (rows, columns, depth), roles = sides, problem.roles
     turns = problem.mean * -(-problem.volume(roles.reduced) // depth)
     height, width, count = _chained_sides(problem, (rows, columns), turns)
-    # With 32 bits a side holds its values in parts, for which 4 warps have no registers.
+    # With 32 bits a side is held in several parts, for which 4 warps have too few registers.
     warps = 8 if problem.bits > 16 and height * width >= 128 * 128 else 4
     tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, prefetch_indices=True)
     if width == 256:
@@ -402,8 +384,7 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
 
 
 def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and how many programs there are then. Half as wide, all that is gathered is gathered
-    twice; but a device is to be filled."""
+    """Rows and columns of a tile, and the number of programs. Half the width doubles gathers, but fills a device."""
     rows, columns = sides
     height, width = _tile_side(rows, 128), _tile_side(columns, 128)
     tiles = problem.segments * problem.volume(problem.roles.batch)
@@ -422,19 +403,16 @@ def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tu
 
 
 def _with_loads(problem: Problem, tile: Tile, sizes: tuple[int, int]) -> Tile:
-    """With as many stages as there is room for; sizes: columns, and programs.
-
-    A fourth stage costs room for programs: worth it where they are few, or each takes little.
-    """
+    """With as many stages as fit; sizes: columns, programs. A fourth lowers occupancy; only for few or small tiles."""
     (columns, programs), more, area = sizes, replace(tile, stages=4), tile.rows * tile.columns
     roomy = tile.rows <= 64 or (area < 128 * 128 and programs < _MANY)
     few = problem.bits <= 16 and not problem.roles.adds and programs <= 1.75 * _at_once(problem, more)
     halved = tile.reduced < _most_depth(problem) and problem.volume(problem.roles.reduced) > tile.reduced
     if halved and programs >= _MANY:
-        # A tile that is not full has columns that are not written: three programs fit where two did.
+        # A tile with padding columns, which are not written: three programs fit where two did.
         sparse = 4 * columns <= 3 * tile.columns and not problem.roles.folds
-        # 96 to 128 channels on an H200 (346,000 voxels of Waymo, a million of a shell): 112 and 885 us where loads that
-        # wait for others took 122 and 979.
+        # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 with dependent loads), 885 us for
+        # a million of a shell (979).
         full = columns == tile.columns == 128 and problem.bits <= 16 and not (problem.roles.folds or problem.roles.adds)
         return replace(more, epilogue_subtiles=4) if sparse or full else _not_ahead(tile)
     alike = roomy and _rounds(problem, more, programs) <= _rounds(problem, tile, programs)
@@ -446,11 +424,9 @@ def _not_ahead(tile: Tile) -> Tile:
 
 
 def _piece(problem: Problem, tile: Tile, programs: int) -> int:
-    """How long a piece of a segment is: where the longest segment runs on far after the others, it is shared.
-
-    What several programs found costs a way through memory, so that nothing is shared where there is work for all, or
-    where nearly every tap occurs in every tile.
-    """
+    """Chunk of a segment per program, if the longest segment outlasts the others by far; 0: none is shared. Partial
+    sums go through memory, so nothing is shared if all programs have work, or if nearly every kernel offset occurs in
+    every tile."""
     each, longest = problem.mean * programs / _at_once(problem, tile), max(problem.longest, 1.4 * problem.mean)
     alike = 0.8 * problem.longest < problem.mean <= problem.longest
     if longest < 2.5 * each or alike or problem.longest <= _SHORT:
@@ -459,26 +435,25 @@ def _piece(problem: Problem, tile: Tile, programs: int) -> int:
 
 
 def _rounds(problem: Problem, tile: Tile, programs: int) -> int:
-    """How often a device is filled with programs of a tile where all are as long."""
-    # Short segments differ most in their lengths: others fill the gaps.
+    """Waves of programs on the device if all take equally long."""
+    # Short segments vary most in length: other programs fill the gaps.
     alike = problem.roles.segment is None or problem.mean > _SHORT_LOOP
     return -(-programs // _at_once(problem, tile)) if alike else 1
 
 
 def _at_once(problem: Problem, tile: Tile) -> int:
-    """Programs of a matrix product that a device holds."""
+    """Concurrent programs of a matrix product on a device."""
     return PROCESSORS * occupancy(tile, problem.bits)
 
 
 _SHARED, _REGISTERS, _WARPS = 227 << 10, 64 << 10, 64
-"""Of a multiprocessor: bytes of shared memory for programs, registers, warps at once."""
-_USED = 56
-"""Registers of a thread besides its results."""
+"""Per multiprocessor: bytes of shared memory for programs, registers, resident warps."""
+_USED = 56  # registers of a thread besides its results
 
 
 def occupancy(tile: Tile, bits: int) -> int:
-    """Programs of a matrix product that a multiprocessor holds at once; bits: of the values."""
-    # Where a load waits for another, half of the stages hold values.
+    """Concurrent programs of a matrix product on a multiprocessor; bits: of the values."""
+    # With dependent loads, half of the stages hold values.
     buffers = tile.stages if tile.prefetch_indices else (tile.stages + 1) // 2
     shared = buffers * (tile.rows + tile.columns) * tile.reduced * bits // 8
     registers = tile.rows * tile.columns + 32 * tile.warps * _USED
@@ -486,66 +461,51 @@ def occupancy(tile: Tile, bits: int) -> int:
 
 
 _MANY_SEGMENTS = 2048
-"""From so many on segments are not shared: the others keep a GPU busy while the longest one runs on."""
-
-
-_FEW = 3 * PROCESSORS
-"""Programs below which a tile is made smaller."""
+"""From this many on segments are not shared: the others keep a GPU busy while the longest one finishes."""
+_FEW = 3 * PROCESSORS  # programs below which a tile is made smaller
 
 _FEW_LONG = 96
-"""The same where loops are long. On an H200 (fp16, convolutions over tiles of 64 outputs):
+"""The same for long loops. On an H200 (fp16, convolutions over tiles of 64 outputs):
 channels, programs        256, 320   128, 334   256, 214   256, 124   256, 74   128, 124
 64 x 64, us                     73         44         62         39        24         15
 64 x 128, us                    51         34         50         32        24         15
 Over 122 tiles of 128 outputs, 128 channels take 25 us in tiles of 128 x 128 and 34 in tiles of 64 x 64."""
 
-_LONG_LOOP = 16
-"""Turns from which on a loop is long."""
+_LONG_LOOP = 16  # iterations of a long loop, at least
+_WIDE = 200  # tiles of 128 rows from which one program takes 256 columns: 94 us, 100 with two (216 tiles on an H200)
 
-_WIDE = 200
-"""Tiles of 128 rows from which on 256 columns are one program's: 94 us where two took 100 (216 tiles on an H200)."""
-
-_MANY = 4 * PROCESSORS
-"""Programs from which on a fourth stage has to leave room for as many at once."""
-
-_SHORT_LOOP = 6
-"""Turns of a loop below which its indices are not loaded ahead."""
-
-
-_SHORT = 8
-"""Entries up to which no segment is shared: no piece is shorter."""
-
+_MANY = 4 * PROCESSORS  # programs from which a fourth stage must not lower the occupancy
+_SHORT_LOOP = 6  # iterations below which indices are not prefetched
+_SHORT = 8  # entries up to which no segment is shared: the shortest chunk
 _SINGLE = 2.5
-"""Entries of a segment up to which most of a program is its beginning and its end, as of outputs that meet one input
-each: 31 us for 173,000 of 96 channels on an H200 where deeper loads took 42, 168 us for a million where they took 213.
-"""
+"""Entries of a segment up to which a program is mostly prologue and epilogue, as of outputs with one input each: 31 us
+for 173,000 of 96 channels on an H200 (42 with deeper loads), 168 us for a million (213)."""
 
-_FEW_POINTS = 16
-"""Points of the reduction up to which entries are packed: a turn takes as long as if it had more."""
+_FEW_POINTS = 16  # reduction points up to which entries are packed: an iteration takes as long as with more
 
 
 def _packs(problem: Problem) -> bool:
-    """Whether turns of one entry would be mostly empty, and several of them."""
+    """True if iterations over one entry would be mostly padding, and there are several."""
     if problem.packed is None or problem.volume(problem.packed.reduced) > _FEW_POINTS:
         return False
     return problem.mean > 1 or not problem.roles.product
 
 
 def _packed_tile(problem: Problem) -> Tile:
-    """As many entries to a turn as segments have, while a row of them is no longer than those of other tiles."""
+    """As many entries per iteration as segments have, while its depth is that of other tiles at most."""
     assert problem.packed is not None
     points = power_above(problem.volume(problem.packed.reduced))
     depth = max(_least_depth(problem), min(_most_depth(problem), points * power_above(math.ceil(problem.mean))))
     turns = math.ceil(problem.mean * points / depth)
     found = _product_tile(replace(problem, roles=problem.packed, mean=turns, packed=None))
-    # A loop of two turns has no use for more buffers, and the device has one for more programs: where those are few,
-    # indices are loaded ahead all the same. So few turns are not shared.
+    # A loop of two iterations has no use for more buffers, which would cost occupancy; with few programs, indices are
+    # prefetched all the same. Such short loops are not shared.
     stages, ahead = 3 if turns <= 2 else found.stages, found.prefetch_indices or problem.segments < _FEW
     return replace(found, reduced=depth, stages=stages, packed=True, stream_k_chunk=0, prefetch_indices=ahead)
 
 
 def _packed_tiles(problem: Problem) -> Iterator[Tile]:
-    """Around the default: of several depths, with loads that wait for another one and with those that do not."""
+    """Around the default: several depths, with and without dependent loads."""
     if problem.packed is None:
         return
     points = power_above(problem.volume(problem.packed.reduced))
@@ -568,7 +528,7 @@ def _most_depth(problem: Problem) -> int:
 
 
 def _least_depth(problem: Problem) -> int:
-    """Of 8-bit values tensor cores take 32 at a time."""
+    """Tensor cores take 32 8-bit values at a time."""
     return 32 if problem.bits == 8 else 16
 
 

@@ -1,9 +1,8 @@
-"""Tuned plans that last: which dataflow each group of a network's layers runs, in a file per user (see store).
+"""Tuned plans: which dataflow each group of a network's layers runs, in a file per user (see record_store).
 
-A plan is kept under the device, the dtypes, what is computed, the network's shape (not its weights), and the workload:
-for each group the rows of its map and the pairs of a row. A plan serves workloads whose numbers are all within a
-factor of the square root of 2 of its own, and no others: one that was tuned for one data set is not used for another
-unawares. Buckets with fixed edges would not do: of nine maps one nearly always lies across an edge.
+The key of a plan is the device, the dtypes, the mode, the network's shape (not its weights), and the workload: for each
+group the rows of its map and the pairs per row. A plan serves workloads whose numbers are all within a factor of
+sqrt(2) of its own. Buckets with fixed edges would not do: of nine maps one nearly always lies across an edge.
 """
 
 from __future__ import annotations
@@ -19,18 +18,15 @@ from pumice.env import settings
 from pumice.schedule.dataflow import DATAFLOWS, Dataflow
 from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
 
-VERSION = 1
-"""Of the file, and in its name."""
-NEAR = 0.5
-"""Binary logarithms by which the numbers of a workload may differ from those that a plan was tuned for."""
+VERSION = 1  # of the file, and in its name
+NEAR = 0.5  # log2 of the factor by which the numbers of a workload may differ from the tuned ones
 
-Workload = tuple[tuple[float, float], ...]
-"""For each group binary logarithms of its map's rows and of the pairs of a row."""
+Workload = tuple[tuple[float, float], ...]  # per group: log2 of its map's rows and of the pairs per row
 
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What a plan was tuned for. model: a digest of its layers and groups. workload: twice the logarithms, rounded."""
+    """Key of a tuned plan. model: a digest of its layers and groups. workload: twice the logarithms, rounded."""
 
     device: str
     dtypes: str
@@ -47,9 +43,9 @@ class PlanKey:
 class TunedPlan:
     """A tuned plan.
 
-    flows: by group and passes, those that are not the planner's choice. workload: as it was. before, after: seconds of
-    a pass over a scene, and by part. asked: the groups that were asked to the end; finished: whether all were.
-    about: the network and the scenes, for people.
+    flows: by group and passes, without those left to the planner. workload: as measured. before, after: seconds of a
+    pass over a scene, and by part. asked: groups that were tuned completely; finished: all were. about: network and
+    scenes.
     """
 
     flows: Mapping[str, Dataflow]
@@ -62,7 +58,7 @@ class TunedPlan:
     date: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
 
     def distance(self, workload: Workload) -> float:
-        """The largest difference of two numbers, in binary logarithms."""
+        """The largest difference of two numbers, in log2."""
         if len(workload) != len(self.workload):
             return float("inf")
         pairs = zip(self.workload, workload, strict=True)
@@ -76,12 +72,12 @@ class Plans(Store[PlanKey, TunedPlan]):
         super().__init__(path, PLANS)
 
     def near(self, key: PlanKey, workload: Workload) -> tuple[PlanKey, TunedPlan] | None:
-        """The plan of the same network on the same device for the nearest workload, if one is near enough."""
+        """The plan of the same network and device with the nearest workload, if within NEAR."""
         found = self.alike(key, workload)
         return found if found is not None and found[1].distance(workload) <= NEAR else None
 
     def alike(self, key: PlanKey, workload: Workload) -> tuple[PlanKey, TunedPlan] | None:
-        """The same, however far its workload is."""
+        """The plan with the nearest workload at any distance."""
         self.refresh()
         alike = {k: p for k, p in self.known().items() if replace(k, workload=key.workload) == key}
         return min(alike.items(), key=lambda item: item[1].distance(workload), default=None)
@@ -94,19 +90,19 @@ def plans() -> Plans:
 
 
 def _entry(key: PlanKey, plan: TunedPlan) -> Entry:
-    told = {name: value for name, value in vars(plan).items() if name != "flows"}
+    fields = {name: value for name, value in vars(plan).items() if name != "flows"}
     flows = {group: _written(flow) for group, flow in plan.flows.items()}
     date = plan.date.isoformat(timespec="microseconds")
-    parts = {name: dict(told[name]) for name in ("before", "after")}
-    return {"key": asdict(key), "plan": {**told, **parts, "flows": flows, "date": date}}
+    parts = {name: dict(fields[name]) for name in ("before", "after")}
+    return {"key": asdict(key), "plan": {**fields, **parts, "flows": flows, "date": date}}
 
 
 def _written(flow: Dataflow) -> Any:
     return flow.name if flow == DATAFLOWS.get(flow.name) else flow.to_json()
 
 
-def _flow(told: Any) -> Dataflow:
-    return DATAFLOWS[told] if isinstance(told, str) else Dataflow.of_json(told)
+def _flow(entry: Any) -> Dataflow:
+    return DATAFLOWS[entry] if isinstance(entry, str) else Dataflow.of_json(entry)
 
 
 def _key(entry: Entry) -> PlanKey | None:
@@ -119,22 +115,22 @@ def _key(entry: Entry) -> PlanKey | None:
 
 
 def _plan(entry: Entry) -> TunedPlan | None:
-    """None for a plan with a dataflow or a field that is not known here."""
+    """None for a plan with an unknown dataflow or field."""
     try:
-        told = dict(entry["plan"])
-        flows = {str(group): _flow(flow) for group, flow in told.pop("flows").items()}
-        date = datetime.fromisoformat(told.pop("date"))
-        workload = tuple((float(a), float(b)) for a, b in told.pop("workload"))
-        if date.tzinfo is None or not all(float(told[name]["total"]) >= 0 for name in ("before", "after")):
+        fields = dict(entry["plan"])
+        flows = {str(group): _flow(flow) for group, flow in fields.pop("flows").items()}
+        date = datetime.fromisoformat(fields.pop("date"))
+        workload = tuple((float(a), float(b)) for a, b in fields.pop("workload"))
+        if date.tzinfo is None or not all(float(fields[name]["total"]) >= 0 for name in ("before", "after")):
             return None
-        return TunedPlan(flows, workload, date=date, **{**told, "asked": _strings(told["asked"])})
+        return TunedPlan(flows, workload, date=date, **{**fields, "asked": _strings(fields["asked"])})
     except UNREADABLE:
         return None
 
 
-def _strings(told: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(map(str, told))
+def _strings(values: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(map(str, values))
 
 
 PLANS: RecordType[PlanKey, TunedPlan] = RecordType("plans", VERSION, _entry, _key, _plan, lambda plan: plan.date)
-"""What the file of tuned plans holds."""
+"""Format of the file of tuned plans."""

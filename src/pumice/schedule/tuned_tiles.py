@@ -1,7 +1,7 @@
-"""Tuned tiles that last: a file of them per user, safe with many processes (see store).
+"""Tuned tiles in a file per user, safe for concurrent processes (see record_store).
 
-A tile is kept under what it was tuned for: the device, the statement, the dtypes, the sizes to half a power of
-two, and how float32 is multiplied.
+The key of a tile is the device, the statement, the dtypes, the sizes to half a power of two, and the precision of
+float32 products.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from pumice.env import settings
 from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
 from pumice.schedule.tile import Tile
 
-VERSION = 2
-"""Of the file, and in its name."""
+VERSION = 2  # of the file, and in its name
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a tile was tuned for. sizes: twice the binary logarithms, rounded down."""
+    """Key of a tuned tile. sizes: twice the binary logarithms, rounded down."""
 
     device: str
     statement: str
@@ -32,7 +31,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A tuned tile, when that was, and the seconds of a call, where they are known."""
+    """A tuned tile, its date, and the seconds of a call, if known."""
 
     tile: Tile
     date: datetime
@@ -46,23 +45,23 @@ class Ledger(Store[Key, Tuned]):
         super().__init__(path, TILES)
 
     def get(self, key: Key) -> Tile | None:
-        """The tile that was tuned for this, or None. The file is read once."""
+        """The tile tuned for this key, or None. The file is read once."""
         found = self.find(key)
         return None if found is None else found.tile
 
     def look(self, key: Key) -> Tile | None:
-        """The same; where there is none, the file is read again if others have written to it."""
+        """As `get`, but reads the file again on a miss if it has changed."""
         found = self.seek(key)
         return None if found is None else found.tile
 
     def put(self, key: Key, tile: Tile, seconds: float | None = None) -> None:
-        """Keep a tile, and the seconds of a call with it. What others have written meanwhile stays."""
+        """Store a tile and the seconds of a call. Records that other processes wrote meanwhile stay."""
         self.keep(key, Tuned(tile, datetime.now(timezone.utc), seconds))
 
 
 @lru_cache(maxsize=1)
 def ledger() -> Ledger:
-    """The user's ledger."""
+    """The user's tuned tiles."""
     return Ledger(settings().cache / f"tiles-{VERSION}.json")
 
 
@@ -81,7 +80,7 @@ def _key(entry: Entry) -> Key | None:
 
 
 def _tuned(entry: Entry) -> Tuned | None:
-    """None for a tile with a field that is not known here: without that field it would be another tile."""
+    """None for a tile with an unknown field: without it, it would be another tile."""
     try:
         date, seconds = datetime.fromisoformat(entry["date"]), entry.get("seconds")
         if date.tzinfo is None:
@@ -92,4 +91,4 @@ def _tuned(entry: Entry) -> Tuned | None:
 
 
 TILES: RecordType[Key, Tuned] = RecordType("tiles", VERSION, _entry, _key, _tuned, lambda tuned: tuned.date)
-"""What the file of tuned tiles holds."""
+"""Format of the file of tuned tiles."""

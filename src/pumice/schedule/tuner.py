@@ -1,11 +1,10 @@
-"""The greedy search over groups of layers: one group after the other, each choice measured end to end.
+"""Greedy search over groups of layers: one group after the other, each choice measured end to end.
 
-Tang et al., "TorchSparse++", MICRO 2023, section 4: layers that share a kernel map form a group and run one dataflow;
-a group takes what is fastest for the whole network while the others stay as they are, so that the number of
-measurements is the sum of the groups' candidates and not their product. What is ours: every group begins with a new
-measurement of what stands, since a device's clock drifts; a choice has to be better than measurements of the same thing
-differ, and twice; and the result is held against the default in the end, so that it is never one that was measured
-slower.
+Tang et al., "TorchSparse++", MICRO 2023, section 4: layers that share a kernel map form a group and run one dataflow; a
+group takes the one that is fastest for the whole network while the others stay fixed, so that the number of
+measurements is the sum of the groups' candidates, not their product. Additions of ours: every group first measures the
+current assignment again, since clocks drift; a choice must win twice by more than the measurement noise; and the result
+is compared with the default in the end, so that it is never slower as measured.
 
 Values and a function `measure`: no tensors, no launches.
 """
@@ -20,24 +19,18 @@ from time import monotonic
 
 from pumice.errors import PumiceError
 
-Choice = Hashable
-"""What a group may run; None is the default, what the planner picks."""
-Assignment = Mapping[str, Choice]
-"""The choices of the groups by name; one that is not there has the default."""
-Measure = Callable[[Assignment], float]
-"""Seconds of an assignment. Raises PumiceError for one that cannot be run."""
+Choice = Hashable  # of a group; None is the default (the planner's)
+Assignment = Mapping[str, Choice]  # choices by group name; a missing group runs the default
+Measure = Callable[[Assignment], float]  # seconds of an assignment; raises PumiceError if it cannot run
 
-LEAST = 0.002
-"""The share by which a choice must be faster, at least."""
-MOST = 0.05
-"""The share that is asked for at most, however much measurements differ."""
-LAST = 4
-"""Measurements that the comparison with the default takes in the end."""
+LEAST = 0.002  # minimal relative gain of a choice
+MOST = 0.05  # upper limit of the required gain, however noisy measurements are
+LAST = 4  # measurements of the final comparison with the default
 
 
 @dataclass(frozen=True)
 class TuningTask:
-    """A group and what it may run besides the default, in the order in which it is tried."""
+    """A group and its candidates besides the default, in the order in which they are tried."""
 
     group: str
     candidates: tuple[Choice, ...]
@@ -45,7 +38,7 @@ class TuningTask:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a candidate gave: seconds of the network, or why it was refused. stood: what it was compared with."""
+    """Result of a candidate: seconds of the network, or why it failed. stood: seconds of the current assignment."""
 
     candidate: Choice
     seconds: float = math.inf
@@ -55,7 +48,7 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """Where a search is. done, of total: measurements; left: seconds, as reckoned; best, before: seconds of the best
+    """State of a search. done, total: measurements; left: estimated seconds; best, before: seconds of the best
     assignment so far and of the default."""
 
     group: str
@@ -69,11 +62,11 @@ class SearchProgress:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search.
+    """Result of a search.
 
-    assignment: those choices that are not the default. before, after: seconds of the default and of the assignment.
-    tried: by group, in order; of a group that was cut short, what was tried until then. asked: the groups that were
-    asked to the end. measured: how often. ended: why it was cut short, or why the default stands in the end.
+    assignment: choices that differ from the default. before, after: seconds of the default and of the assignment.
+    tried: trials by group, in order. asked: the groups that were tuned completely. measured: number of measurements.
+    ended: why it stopped early, or why the default was kept.
     """
 
     assignment: Assignment
@@ -88,7 +81,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Clock:
-    """A budget in seconds; now: a clock; watch: told of every step."""
+    """A budget in seconds; now: a clock; watch: called with every step."""
 
     budget: float = math.inf
     now: Callable[[], float] = monotonic
@@ -96,11 +89,11 @@ class Clock:
 
 
 class _Enough(Exception):
-    """The budget does not reach for another measurement."""
+    """The budget does not allow another measurement."""
 
 
 def measurements(questions: Sequence[TuningTask]) -> int:
-    """How many measurements a search takes at most: linear in the candidates."""
+    """The maximal number of measurements of a search: linear in the candidates."""
     return 3 + sum(len(question.candidates) + 2 for question in questions) + LAST
 
 
@@ -111,12 +104,12 @@ def search(
     start: Assignment | None = None,
     ready: Callable[[TuningTask], object] = lambda question: None,
 ) -> SearchResult:
-    """Ask each group in turn what it should run; see the head of this file. start: what stands at first.
+    """Tune the groups in turn, beginning with the assignment `start`; the module docstring has the method.
 
-    ready: called before a group is asked, to compile what it may run, say.
+    ready: called before each group, for instance to compile its candidates.
 
-    KeyboardInterrupt and the end of the budget keep what was found. PumiceError refuses a candidate; for the default
-    it goes through, and so does all else that `measure` raises.
+    KeyboardInterrupt and the end of the budget keep the results so far. A PumiceError rejects a candidate; one of the
+    default is raised, as are all other errors of `measure`.
     """
     return _Search(questions, measure, clock or Clock(), dict(start or {}), ready).run()
 
@@ -164,7 +157,7 @@ class _Search:
             self.best = self._timed(self.standing)
 
     def _ask(self, question: TuningTask) -> None:
-        """Take the best candidate of a group, if it is better than what stands, twice."""
+        """Take the best candidate of a group if it beats the current assignment twice."""
         self.asking = (question.group, None)
         self._check_budget()
         self.ready(question)
@@ -176,7 +169,7 @@ class _Search:
             for candidate in question.candidates:
                 results.append(self._try(question.group, candidate, stood))
         except (_Enough, KeyboardInterrupt):
-            # What was measured counts.
+            # Completed measurements count.
             self._take(question.group, results, stood)
             raise
         winner = self._take(question.group, results, stood)
@@ -208,31 +201,31 @@ class _Search:
             self.best = winner.stood
 
     def _held_against_the_default(self) -> str:
-        """Measure both once more, in turn; why the default stands, if it does."""
+        """Measure both once more, alternating; why the default is kept, if it is."""
         if not self.standing:
             return ""
         self.asking = ("", None)
         pairs = [(self._timed({}, True), self._timed(self.standing, True)) for _ in range(LAST // 2)]
-        # What was measured before is of another time.
+        # Earlier measurements may be off by clock drift.
         self.before, self.best = (fmean(side) for side in zip(*pairs, strict=True))
         if self.best < self.before:
             return ""
-        told = f"all choices together took {1e3 * self.best:.3f} ms, the default {1e3 * self.before:.3f} ms"
+        reason = f"all choices together took {1e3 * self.best:.3f} ms, the default {1e3 * self.before:.3f} ms"
         self.standing = {}
-        return told
+        return reason
 
     def _better(self, seconds: float, stood: float) -> bool:
-        """Whether the difference is larger than those between measurements of the same thing usually are."""
+        """True if the difference exceeds the usual measurement noise."""
         noise = 2 * median(self.apart) if self.apart else 0.0
         return seconds < stood * (1 - min(MOST, max(LEAST, noise)))
 
     def _learn(self, one: float, other: float) -> None:
-        """How much measurements of the same thing differ."""
+        """Update the noise estimate from two measurements of the same assignment."""
         if 0 < max(one, other) < math.inf:
             self.apart.append(abs(one - other) / max(one, other))
 
     def _timed(self, assignment: Assignment, last: bool = False) -> float:
-        """Measure, if the budget reaches for it and for the comparison in the end."""
+        """Measure, if the budget allows this and the final comparison."""
         if not last:
             self._check_budget()
         begin = self.clock.now()
@@ -255,7 +248,7 @@ class _Search:
 
     def _found(self, ended: str, finished: bool) -> SearchResult:
         tried = {group: tuple(results) for group, results in self.tried.items()}
-        # Nothing that was measured slower is given, whatever was cut short.
+        # Never return an assignment that was measured slower, wherever the search stopped.
         assignment, after = dict(self.standing), self.best
         if not assignment or after >= self.before:
             assignment, after = {}, self.before
