@@ -114,9 +114,7 @@ def places_in(
     coords: Tensor, shape: Sequence[int], origin: Sequence[int], items: int, box: Bounds | None = None
 ) -> Tensor:
     """int64 [N]: row-major index of each of `coords` int32 [N, 1+D] in `items` grids of a shape starting at `origin`.
-
-    box: bounds of the coordinates, else read from the device. Raises CoordinateError for coordinates outside.
-    """
+    box: bounds of the coordinates, else read from the device. Raises CoordinateError for coordinates outside."""
     if not len(coords):
         return coords[:, 0].long()
     box, top = box or Bounds.of(coords), tuple(o + s - 1 for o, s in zip(origin, shape, strict=True))

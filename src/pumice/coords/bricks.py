@@ -40,9 +40,7 @@ KINDS = 1 << 16
 @dataclass(frozen=True)
 class Stencil:
     """The cells that rows reach, one per offset.
-
-    form: "times" (step * c + offset), "over" ((c - offset) / step, where it divides), "floor" (floor(c / step)).
-    """
+    form: "times" (step * c + offset), "over" ((c - offset) / step, where it divides), "floor" (floor(c / step))."""
 
     form: str
     steps: tuple[int, ...]
@@ -173,11 +171,9 @@ def refusal(coords: Tensor, bounds: Bounds, reach: Stencil) -> str | None:
 @dataclass(frozen=True, eq=False)
 class Bricks:
     """Occupancy of a box's cells.
-
     directory int64 [ceil(bricks / 32)]: bitmap over bricks with prefix counts, see `paired`; None if all bricks have
     bitmaps. cells int64 [limit * 2**LOW / 32]: the same for the cells of existing bricks. count int32 [1] on the
-    device: number of existing cells.
-    """
+    device: number of existing cells."""
 
     space: Space
     limit: int
@@ -203,9 +199,7 @@ class Bricks:
     @staticmethod
     def of(cloud: CoordBuffer, reach: Stencil, bounds: Bounds, most: int, strict: bool = False) -> Bricks:
         """The cells in `bounds` that the buffer's rows reach, at most `most`.
-
-        strict: report cells outside and cells that are reached twice in the buffer's status.
-        """
+        strict: report cells outside and cells that are reached twice in the buffer's status."""
         space = Space.of(bounds)
         call = _BrickCall(cloud, reach, space)
         words = (1 << space.low) // 32

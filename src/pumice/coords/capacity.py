@@ -35,10 +35,8 @@ class Capacities(Protocol):
 @dataclass(frozen=True, eq=False)
 class BufferedState:
     """State of a geometry whose coordinates, and those of levels derived from it, are in buffers with padding rows.
-
     rooms: capacities of other levels. path: relations from the first coordinates to here. poison: fill features of
-    padding rows with NaN, to expose reads of them. trains: gradients are required; padding rows must not contribute.
-    """
+    padding rows with NaN, to expose reads of them. trains: gradients are required; padding rows must not contribute."""
 
     rooms: Capacities
     path: tuple[Relation, ...] = ()
@@ -82,9 +80,7 @@ class BufferedMapState:
 
 class CapacityPlanner:
     """Capacities measured on an example of `count` voxels, scaled with a margin to `capacity` voxels.
-
-    Synchronises with the host at every new place. least: lower bounds of capacities.
-    """
+    Synchronises with the host at every new place. least: lower bounds of capacities."""
 
     def __init__(
         self, capacity: int, count: int, margin: float, shares: Shares, least: Mapping[Any, int] | None = None

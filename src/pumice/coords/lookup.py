@@ -22,7 +22,6 @@ WORD = 31
 
 class Neighbours(NamedTuple):
     """rows int32 [capacity, K]: input of each output at each kernel offset, -1 if none.
-
     masks int32 [capacity, ceil(K / 31)]: bit k % 31 of word k // 31 is set if offset k has one; None if not computed.
     """
 
@@ -92,9 +91,7 @@ def cleared(words: int, live: Live) -> Tensor:
 
 def paired(words: Tensor, live: Live | None = None) -> tuple[Tensor, Tensor]:
     """(int64: inclusive prefix count of set bits << 32 | word, for each bitmap word; int32 [1]: number of set bits).
-
-    words: int32, or int8 with one element per bit and a multiple of 32 of them. Unused words are skipped.
-    """
+    words: int32, or int8 with one element per bit and a multiple of 32 of them. Unused words are skipped."""
     count, each = (words, 0) if live is None else live
     length, block = (len(words), _WORDS) if words.dtype == torch.int32 else (len(words) // 32, _WORDS // 16)
     programs = -(-length // block)

@@ -47,9 +47,7 @@ def _mixed(x):
 @triton.jit
 def _slot(key, last):
     """(first slot of a key in a table of last + 1 slots, its probe step).
-
-    Four consecutive keys share a 32-byte sector; steps are odd.
-    """
+    Four consecutive keys share a 32-byte sector; steps are odd."""
     h = _mixed(key >> 2)
     step = (((h >> 16) << 2) + 1).to(tl.int64)
     return ((h.to(tl.int64) << 2) | (key & 3)) & last, step
@@ -201,7 +199,6 @@ def insert(
     D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Insert every row's cell into a grid, a bitmap, a hash table of key << bits | row, or one of rows ("wide").
-
     Of duplicates the lowest row is kept. last: the table's last slot; a "wide" table has BLOCK scratch slots after it.
     """
     r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -310,9 +307,7 @@ def pair_up(
     LIVE: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """pairs[n] = inclusive prefix count of set bits << 32 | word n of a bitmap; total: all set bits.
-
-    sums: from count_bits. ALONE: there is only one program. Pairs of unused words are not written.
-    """
+    sums: from count_bits. ALONE: there is only one program. Pairs of unused words are not written."""
     used = _used(words, live, capacity, each, LIVE)
     p = tl.program_id(0)
     first = p.to(tl.int64) * BLOCK
@@ -422,11 +417,9 @@ def neighbours(
     ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """rows[r, k]: the input of row r at kernel offset k; masks[r]: its bits. Padding rows get -1 and 0.
-
     EACH: bounds are checked per cell. Otherwise they are checked once per row (within `reach` of the box); the table's
     margin covers every offset from there, so that an offset adds a constant to the key.
-    MIRROR: search the first half of a submanifold map's offsets and write each hit twice.
-    """
+    MIRROR: search the first half of a submanifold map's offsets and write each hit twice."""
     PER: tl.constexpr = 31 if LANES == 32 else LANES
     ASKED: tl.constexpr = K // 2 if MIRROR else K
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -501,9 +494,7 @@ def _met(
     FORM: tl.constexpr,
 ):  # fmt: skip
     """(kernel offset of a lane, its index in `taps`, valid) for each row.
-
-    "over": the lanes are the offsets that divide for the row's residue class; other forms: all offsets.
-    """
+    "over": the lanes are the offsets that divide for the row's residue class; other forms: all offsets."""
     known = there & (lane < PER)
     k = lane + r.to(tl.int32) * 0
     at = k * D
@@ -628,9 +619,7 @@ def occupy(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Set the bit of every reached cell in its brick. limit: capacity in bricks.
-
-    STRICT: report cells that are reached twice and, if WHOLE (mark() did not run), cells outside the box.
-    """
+    STRICT: report cells that are reached twice and, if WHOLE (mark() did not run), cells outside the box."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for first in range(0, PER, LANES):
@@ -665,11 +654,9 @@ def search_neighbours(
     MAP: tl.constexpr, PLACE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """For every existing cell, of rank o, that row r reaches through kernel offset k:
-
     MAP "rows": rows[o, k] = r; "turned": rows[r, k] = o; other entries are not written.
     PLACE: outputs[o] = its coordinates, -1 past the total; living = number of valid rows.
-    Ranks at or past the capacity are dropped and reported.
-    """
+    Ranks at or past the capacity are dropped and reported."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for first in range(0, PER, LANES):

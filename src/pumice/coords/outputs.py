@@ -41,9 +41,7 @@ class Outputs(Protocol):
 
     def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
         """The outputs in a buffer with the inputs' status; padding rows hold -1.
-
-        alone: no table of this capacity will be needed.
-        """
+        alone: no table of this capacity will be needed."""
         ...
 
     def geometry(self, count: int) -> Geometry:
@@ -321,7 +319,6 @@ _AxisOffsets = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 def _separable(relation: Relation) -> list[_AxisOffsets]:
     """(axes, offsets along them), applied in turn: one axis at a time for a full window.
-
     A window is a product over axes: D passes of k candidates per voxel, merged in between, replace K = k^D candidates.
     """
     if relation.custom is not None:

@@ -48,9 +48,7 @@ class Digits(NamedTuple):
 
 def ranked(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
     """int32 [N]: stable argsort of non-negative keys int32 [N] by their lowest `digits`.
-
-    counts: from Digits.counts, with the rows of each block per lowest digit filled in.
-    """
+    counts: from Digits.counts, with the rows of each block per lowest digit filled in."""
     bins, blocks, columns = 1 << digits.width, counts.shape[1] - 1, min(_COLUMNS, 1 << digits.width)
     starts = counts.unbind()
     for turn in range(digits.turns):

@@ -110,9 +110,7 @@ RUNS = RunRegistry()
 
 def segments_by_length(array: Tensor, count: int) -> Runs:
     """The runs of the values 0 to count - 1, including empty ones, by decreasing length, then value.
-
-    Other values may precede and follow in the sorted array.
-    """
+    Other values may precede and follow in the sorted array."""
     told = RUNS.told(array, count)
     if told is not None and told.counted:
         return Runs(*_counted(told, WHOLE)[:3])
@@ -132,10 +130,8 @@ def segments_by_length_twin(array: Tensor, count: int) -> Runs:
 
 def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
     """The runs in pieces of about equal length, at most `most` entries each.
-
     Longer runs first, pieces of a run adjacent; an empty run is one piece. The list has its worst-case length, so that
-    there is no host synchronisation.
-    """
+    there is no host synchronisation."""
     told = RUNS.told(array, count)
     if told is not None and told.counted:
         return _counted(told, most)

@@ -20,11 +20,9 @@ _DEAD = 2**63 - 1
 
 class SortedKeys:
     """Row-major keys of a box, sorted, with their rows.
-
     In a box grown by a relation's reach every kernel offset is a constant key difference, and offsets of consecutive
     differences share one search. If the box has 2**63 cells or more, keys are built axis by axis from ranks among the
-    keys so far (the wide path: any extents).
-    """
+    keys so far (the wide path: any extents)."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         self._cloud = cloud

@@ -85,10 +85,8 @@ def gray_keys(
     BINS: tl.constexpr,
 ):  # fmt: skip
     """keys[r]: sort key, the descending Gray-code rank of the bits of `width` groups that row r has.
-
     totals: from count_groups. shift: log2 of the superblock's rows; its index takes the high bits. Padding rows get
-    the largest key. If BINS: counts[q, d] += rows of the q-th BLOCK whose lowest digit is d.
-    """
+    the largest key. If BINS: counts[q, d] += rows of the q-th BLOCK whose lowest digit is d."""
     rows = tl.load(count).to(tl.int64)
     step = _step(rows, sampled)
     g = _chosen(groups, totals, (rows + step - 1) // step, width, G, WORDS, SIDE)[None, :]
@@ -114,9 +112,7 @@ def tile_taps(
     K: tl.constexpr, BLOCK: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """slots[t, b]: row in slot b of tile t, -1 for padding; active: kernel offsets that any of them has.
-
-    counts[t]: number of active offsets. SORTED: rows follow `order`, else their own order.
-    """
+    counts[t]: number of active offsets. SORTED: rows follow `order`, else their own order."""
     WORDS: tl.constexpr = (K + 30) // 31
     t = tl.program_id(0).to(tl.int64)
     at = t * BLOCK + tl.arange(0, BLOCK)
@@ -156,10 +152,8 @@ def fill_tiles(
     K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of tile t, one per active kernel offset, from ends[t - 1] on: offset, t, inputs of its rows.
-
     More entries than `capacity` are reported. Programs past the tiles write padding entries (tile T, inputs -1), LANES
-    each.
-    """
+    each."""
     t = tl.program_id(0)
     b = tl.arange(0, BLOCK)[:, None]
     lane = tl.arange(0, LANES)
@@ -201,7 +195,6 @@ def rank_groups(
     K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ranks[g]: position of group g (counted offset by offset) in the interleaved order; taps[ranks[g]]: its offset.
-
     Group j of a kernel offset with n groups sorts by (2 j + 1) / 2 n, ties by the lower offset: of an offset with n'
     groups as many precede it as there are odd numbers below (2 j + 1) n' / n. Nothing is written past the last group.
     """
@@ -235,10 +228,8 @@ def list_pairs(
     K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """Pairs by kernel offset, then by output; if RANKED in groups of `group`, each at the position of its rank.
-
     ends[k, p]: pairs of offset k in row blocks 0 to p, out of `blocks`. capacity: in pairs, or groups if RANKED;
-    overflow is reported.
-    """
+    overflow is reported."""
     # Rows are the fast axis: pairs of one offset are contiguous.
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
     live = r < tl.load(count)
@@ -308,9 +299,7 @@ def place_digits(
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Scatter the program's entries to their stable order by digit.
-
-    starts: from scan_digits. later[q, d] += entries of next digit d placed in block q. LAST: write only rows.
-    """
+    starts: from scan_digits. later[q, d] += entries of next digit d placed in block q. LAST: write only rows."""
     p = tl.program_id(0)
     bins = tl.arange(0, BINS)
     totals = tl.load(starts + blocks * BINS + bins)
@@ -353,9 +342,7 @@ def order_runs(
     LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Runs of the values 0 to count - 1 in a sorted array of `size` entries, longest first; one program.
-
-    PIECES: cut into pieces of at most `most` entries, a list of length `places`. steps: bits of size. SIDE: 2**BITS.
-    """
+    PIECES: cut into pieces of at most `most` entries, a list of length `places`. steps: bits of size. SIDE: 2**BITS."""
     i = tl.arange(0, SIDE)
     live = i < count
     begin = _first_not_below(array, i, size, steps)
@@ -403,9 +390,7 @@ def _in_order(
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write the pieces of the program's BLOCK runs at their positions in the global order by falling length.
-
-    A counting sort: a run follows the longer ones and the earlier ones of its length. Lengths are below BINS - 1.
-    """
+    A counting sort: a run follows the longer ones and the earlier ones of its length. Lengths are below BINS - 1."""
     first = program * BLOCK
     bins = tl.arange(0, BINS)
     total, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
@@ -460,10 +445,8 @@ def order_counted(
 @triton.jit(do_not_specialize=["blocks"])
 def order_many(arrays, out, blocks: "i64", BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """As order_counted for several arrays, `blocks` programs each.
-
     arrays int64 [A, 7]: address of the ends, start of the array's five lists in `out`, aligned length of each list,
-    then size, count, most and places.
-    """
+    then size, count, most and places."""
     programs = blocks.to(tl.int32)
     row = arrays + tl.program_id(0) // programs * 7
     ends = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)

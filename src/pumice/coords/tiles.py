@@ -94,10 +94,8 @@ class SortSpec:
 @dataclass(frozen=True, eq=False)
 class Tiling:
     """Tiles before their entries are written.
-
     slots int32 [T, B]: outputs of each tile, -1 for padding. active int8 [T, K]: 1 if any of them has kernel offset k.
-    ends int32 [T]: inclusive prefix sum of the tiles' entries.
-    """
+    ends int32 [T]: inclusive prefix sum of the tiles' entries."""
 
     slots: Tensor
     active: Tensor
@@ -118,9 +116,7 @@ def build_tiling(masks: Tensor, count: Tensor, relation: Relation, block: int, h
 @cached_device_constant(256)
 def groups_of(relation: Relation, how: SortSpec, device: torch.device) -> Tensor:
     """int32 [G, ceil(K / 31) + 1]: mask words of groups of kernel offsets to sort by; last column: offsets per group.
-
-    First each offset of `how`, then, unless these are few, each plane; none with a submanifold map's centre offset.
-    """
+    First each offset of `how`, then, unless these are few, each plane; none with a submanifold map's centre offset."""
     volume, used = len(relation.offsets), range(how.first, how.last)
     groups = [[tap] for tap in used]
     if len(used) > _FEW:
@@ -155,10 +151,8 @@ def totals_of_twin(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
 
 def chosen(groups: Tensor, totals: Tensor, rows: Tensor, width: int) -> Tensor:
     """int64 [width]: the groups to sort by, lowest bit first. totals: rows per group, out of `rows`.
-
     Groups that about half of the rows have are most selective. A group's bit is the higher, the greater the number of
-    rows without it times its offsets: that is what separate tiles save.
-    """
+    rows without it times its offsets: that is what separate tiles save."""
     uneven = (2 * totals.long() - rows).abs()
     taken = torch.sort(torch.sort(uneven, stable=True)[1][:width])[0]
     weights = groups[taken, -1] * (rows - totals[taken].long())
@@ -186,10 +180,8 @@ def pair_counts_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
 
 def ordered(masks: Tensor, count: Tensor, groups: Tensor, how: SortSpec) -> Tensor:
     """int32 [N]: row order that puts rows with similar kernel offsets together, padding rows last.
-
     Sorted by descending Gray-code rank of the chosen groups. With planes among the groups LiDAR scans need a tenth
-    fewer entries than with single offsets, shells as many (measured on five scenes).
-    """
+    fewer entries than with single offsets, shells as many (measured on five scenes)."""
     digits = Digits.of(masks, _width(groups, how, masks.shape[0]) + _block_bits(how, masks.shape[0]))
     if digits is None:
         return ranked_twin(gray_keys(masks, count, groups, totals_of(masks, count, groups), how))
@@ -299,9 +291,7 @@ def filled_twin(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -
 
 def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, status: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(inputs, outputs) int32 [room]: pairs by kernel offset, then by output, -1 past the last.
-
-    ends: from pair_counts. status: see filled.
-    """
+    ends: from pair_counts. status: see filled."""
     inputs, outputs = (_absent((room,), dtype=torch.int32, device=rows.device) for _ in range(2))
     told = new_status(rows.device) if status is None else status
     _list((rows, count, ends, ends, inputs, outputs, told), (1, room), ranked=False)
@@ -434,9 +424,7 @@ def _step(count: Tensor) -> int:
 
 def _width(groups: Tensor, how: SortSpec, rows: int) -> int:
     """Number of groups to sort by, leaving bits for the superblock index.
-
-    Padding rows need no more bits: the sort is stable and they come last.
-    """
+    Padding rows need no more bits: the sort is stable and they come last."""
     most = _BITS if how.last - how.first <= WORD else WORD
     return min(most, groups.shape[0], WORD - _block_bits(how, rows))
 

@@ -70,10 +70,8 @@ def known(
     geometry: Geometry, relation: Relation, target: Geometry | None = None
 ) -> tuple[KernelMap, Geometry | None] | None:
     """A cached map with its outputs (None: the geometry's own), or None.
-
     Maps of an input geometry are used only if it was prepared: compiled code guards on the cache it reads, and an
-    unprepared cache differs from call to call.
-    """
+    unprepared cache differs from call to call."""
     kept = geometry.maps.get((relation, target)) if is_local(geometry) else None
     given = _given(geometry)
     return given.maps.get((relation, target)) if kept is None and given is not None else kept
