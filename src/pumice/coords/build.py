@@ -250,7 +250,7 @@ def check_steps(steps: Sequence[Relation]) -> None:
     """Raise GeometryError for a relation whose policy makes no coordinates."""
     for step in steps:
         if step.policy not in ("support", "floor_unique", "transposed_support"):
-            raise GeometryError(f"policy {step.policy!r} makes no new coordinates; steps of a pyramid must")
+            raise GeometryError(f"policy {step.policy!r} makes no coordinates; steps of a pyramid must")
 
 
 def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
