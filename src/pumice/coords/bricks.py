@@ -248,12 +248,12 @@ class Bricks:
         count = {"rows": capacity, "turned": cloud.capacity}.get(kind, 0)
         met = torch.full((count, volume), -1, dtype=torch.int32, device=device)
         placed = torch.empty(capacity if place else 0, cloud.dim + 1, dtype=torch.int32, device=device)
-        living = torch.empty(1, dtype=torch.int32, device=device)
+        valid = torch.empty(1, dtype=torch.int32, device=device)
         more = {"K": volume, "MAP": kind, "PLACE": place, **self.constants}
         numbers = (self.limit, capacity, *padded(self.space.bounds.low, 0))
-        tensors = (*self.tensors, self.count, met, placed, living, cloud.status)
+        tensors = (*self.tensors, self.count, met, placed, valid, cloud.status)
         _BrickCall(cloud, reach, self.space)("lookup_kernels.search_neighbours", tensors, numbers, more)
-        return met, placed, living
+        return met, placed, valid
 
 
 @dataclass(frozen=True)

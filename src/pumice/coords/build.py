@@ -98,7 +98,7 @@ def on_side_stream(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
     for before in dict.fromkeys(filter(None, (level.late.get("found") for level in known))):
         stream.wait_event(before)
 
-    def told(one: KernelMap) -> None:
+    def mark_built(one: KernelMap) -> None:
         event = mark(stream)
         if one.between is not None and None not in one.between.late:
             one.between.late.behind(event, [None])
@@ -108,7 +108,7 @@ def on_side_stream(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
                 level.late.behind(event, ["coords"])
 
     with torch.cuda.stream(stream):
-        yield told
+        yield mark_built
         event = mark(stream)
     for level in known:
         level.late.behind(event, ["found"])

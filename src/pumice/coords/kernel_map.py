@@ -240,19 +240,19 @@ def read_pending_sizes(wanted: Iterable[tuple[KernelMap, int, SortSpec | None]])
 
     Order None: number of pairs per kernel offset, else number of tile entries. Maps between buffers are skipped.
     """
-    asked = []
+    pending = []
     for found, block, how in wanted:
         if found.between is not None:
             continue
         name, size = _totals_of(found) if how is None else _entries_of(found, block, how)
         if not found.has(name):
-            asked.append((found, name, size))
-    owners = {id(owner): owner for found, *_ in asked if (owner := found.inputs and found.inputs()) is not None}
-    waiting = [(owner, word) for owner in owners.values() if (word := owner.unsettled) is not None]
-    values = read([*(size for *_, size in asked), *(word for _, word in waiting)])
-    for (owner, _), (status,) in zip(waiting, values[len(asked) :], strict=True):
+            pending.append((found, name, size))
+    owners = {id(owner): owner for found, *_ in pending if (owner := found.inputs and found.inputs()) is not None}
+    unread = [(owner, word) for owner in owners.values() if (word := owner.unsettled) is not None]
+    values = read([*(size for *_, size in pending), *(word for _, word in unread)])
+    for (owner, _), (status,) in zip(unread, values[len(pending) :], strict=True):
         owner.settle(status)
-    for (found, name, _), value in zip(asked, values, strict=False):
+    for (found, name, _), value in zip(pending, values, strict=False):
         found.keep(name, value)
 
 

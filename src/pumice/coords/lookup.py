@@ -48,8 +48,8 @@ def find(lookup: Lookup, coords: Tensor, bounds: Bounds) -> Tensor:
     if coords.dtype != torch.int32:
         # Coordinates beyond int32 are absent.
         narrow[:, 0] = torch.where((narrow == coords).all(1), narrow[:, 0], -1)
-    asked = CoordBuffer.of(narrow, bounds)
-    return lookup.neighbours(asked, Relation.of(asked.dim, 1)).rows[:, 0]
+    queries = CoordBuffer.of(narrow, bounds)
+    return lookup.neighbours(queries, Relation.of(queries.dim, 1)).rows[:, 0]
 
 
 def lanes_of(volume: int) -> int:
@@ -95,13 +95,13 @@ def paired(words: Tensor, live: Live | None = None) -> tuple[Tensor, Tensor]:
     count, each = (words, 0) if live is None else live
     length, block = (len(words), _WORDS) if words.dtype == torch.int32 else (len(words) // 32, _WORDS // 16)
     programs = -(-length // block)
-    alone = programs == 1
+    single = programs == 1
     sums, total = (torch.empty(n, dtype=torch.int32, device=words.device) for n in (programs, 1))
     pairs = torch.empty(length, dtype=torch.int64, device=words.device)
     numbers, constants = (length, each), {"LIVE": live is not None, "BLOCK": block}
-    if not alone:
+    if not single:
         kernel("lookup_kernels.count_bits")(programs, (words, sums, count), numbers, constants)
-    constants = {"LIVE": live is not None, "ALONE": alone, "BLOCK": block}
+    constants = {"LIVE": live is not None, "ALONE": single, "BLOCK": block}
     kernel("lookup_kernels.pair_up")(programs, (words, sums, count, pairs, total), numbers, constants)
     return pairs, total
 

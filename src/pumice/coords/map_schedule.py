@@ -80,6 +80,6 @@ def costs(rows: int, cells: int, volume: int = 27, rates: Rates | None = None) -
     }
     found = {}
     for name, streamed in passes.items():
-        fixed, asked = getattr(rates, name)
-        found[name] = fixed + streamed / rates.stream + asked * rows * volume
+        fixed, per_cell = getattr(rates, name)
+        found[name] = fixed + streamed / rates.stream + per_cell * rows * volume
     return found

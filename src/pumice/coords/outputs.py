@@ -128,8 +128,8 @@ class BrickOutputs:
 
     def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
         way = partial(self._bricks.coords, self._inputs, self._reach) if alone else self._placed
-        coords, living = way(capacity)
-        return CoordBuffer(coords, living, self._site.bounds, self._inputs.status, needed=self.count)
+        coords, valid = way(capacity)
+        return CoordBuffer(coords, valid, self._site.bounds, self._inputs.status, needed=self.count)
 
     def geometry(self, count: int) -> Geometry:
         return Geometry(self._placed(count)[0], self._site)

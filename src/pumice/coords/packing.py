@@ -52,9 +52,9 @@ class Packer:
             for n, (shape, _, strides), start in zip(rows, self.layouts, starts, strict=True)
         ]
         if has_triton(out):
-            told = integers((*starts, *sizes), out.device)
+            layout = integers((*starts, *sizes), out.device)
             constants = {"MOST": 1 << (len(starts) - 1).bit_length(), "BLOCK": _BLOCK}
-            kernel("tile_kernels.pack")(end, (self.addresses, told, out), (len(starts),), constants)
+            kernel("tile_kernels.pack")(end, (self.addresses, layout, out), (len(starts),), constants)
         else:
             pack_twin(self.arrays, found)
         return found

@@ -95,14 +95,14 @@ class RunRegistry:
 
     def told(self, array: Tensor, count: int) -> RunInfo | None:
         """The runs registered for the array and `count` values, or None."""
-        told = self._told.get(id(array))
-        if told is None or told.array() is not array or told.version != array._version:
+        info = self._told.get(id(array))
+        if info is None or info.array() is not array or info.version != array._version:
             return None
-        return told if told.count == count else None
+        return info if info.count == count else None
 
     def of(self, array: Tensor, count: int) -> Tensor | None:
-        told = self.told(array, count)
-        return None if told is None else told.ends
+        info = self.told(array, count)
+        return None if info is None else info.ends
 
 
 RUNS = RunRegistry()
@@ -111,9 +111,9 @@ RUNS = RunRegistry()
 def segments_by_length(array: Tensor, count: int) -> Runs:
     """The runs of the values 0 to count - 1, including empty ones, by decreasing length, then value.
     Other values may precede and follow in the sorted array."""
-    told = RUNS.told(array, count)
-    if told is not None and told.counted:
-        return Runs(*_counted(told, WHOLE)[:3])
+    info = RUNS.told(array, count)
+    if info is not None and info.counted:
+        return Runs(*_counted(info, WHOLE)[:3])
     if not _fits(array, count):
         return segments_by_length_twin(array, count)
     found = _lists(3, count, array.device)
@@ -132,9 +132,9 @@ def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
     """The runs in pieces of about equal length, at most `most` entries each.
     Longer runs first, pieces of a run adjacent; an empty run is one piece. The list has its worst-case length, so that
     there is no host synchronisation."""
-    told = RUNS.told(array, count)
-    if told is not None and told.counted:
-        return _counted(told, most)
+    info = RUNS.told(array, count)
+    if info is not None and info.counted:
+        return _counted(info, most)
     if not _fits(array, count):
         return in_pieces_twin(array, count, most)
     places = count + array.shape[0] // most
@@ -145,11 +145,11 @@ def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
 
 def pieces_at_hand(array: Tensor, count: int, most: int) -> Pieces | None:
     """The cached result of `in_pieces`, or None; records the request."""
-    told = RUNS.told(array, count)
-    if told is None:
+    info = RUNS.told(array, count)
+    if info is None:
         return None
-    told.asked.add(most)
-    return told.pieces.get(most)
+    info.asked.add(most)
+    return info.pieces.get(most)
 
 
 def put_in_pieces(requests: Sequence[tuple[Tensor, int, int]]) -> None:
@@ -157,41 +157,41 @@ def put_in_pieces(requests: Sequence[tuple[Tensor, int, int]]) -> None:
     (array, count, most) whose run ends are known; skips requests to which the counting sort does not apply."""
     wanted: list[tuple[RunInfo, int]] = []
     for array, count, most in requests:
-        told = RUNS.told(array, count)
-        if told is not None and told.counted:
-            wanted.append((told, most))
+        info = RUNS.told(array, count)
+        if info is not None and info.counted:
+            wanted.append((info, most))
     if not wanted:
         return
     table, layouts, at = [], list[tuple[int, int, int]](), 0
-    for told, most in wanted:
-        *_, places = numbers = told.numbers(most)
+    for info, most in wanted:
+        *_, places = numbers = info.numbers(most)
         each = -(-places // 4) * 4
-        table += (told.ends.data_ptr(), at, each, *numbers)
+        table += (info.ends.data_ptr(), at, each, *numbers)
         layouts.append((places, each, at))
         at += 5 * each
     device = wanted[0][0].ends.device
     out = torch.empty(at, dtype=torch.int32, device=device)
-    count = max(told.count for told, _ in wanted)
+    count = max(info.count for info, _ in wanted)
     blocks = -(-count // _BLOCK)
-    constants = _counting(count, max(told.longest for told, _ in wanted))
+    constants = _counting(count, max(info.longest for info, _ in wanted))
     tensors = integers(table, device), out
     kernel("tile_kernels.order_many")(len(wanted) * blocks, tensors, (blocks,), constants)
     begin = out.storage_offset()
-    for (told, most), (places, each, at) in zip(wanted, layouts, strict=True):
-        told.pieces[most] = Pieces(*out.as_strided((5, places), (each, 1), begin + at).unbind())
+    for (info, most), (places, each, at) in zip(wanted, layouts, strict=True):
+        info.pieces[most] = Pieces(*out.as_strided((5, places), (each, 1), begin + at).unbind())
 
 
 def cut_as_asked(array: Tensor, ends: Tensor, longest: int, asked: set[int]) -> None:
     """Register the run ends of an array and compute its pieces for the lengths in `asked`, requested by earlier passes;
     requests of this pass are added to `asked`."""
     RUNS.tell(array, ends, longest, asked)
-    told = RUNS.told(array, ends.shape[0])
-    if told is not None:
+    info = RUNS.told(array, ends.shape[0])
+    if info is not None:
         for most in tuple(asked):
-            if told.counted:
-                told.pieces[most] = _counted(told, most)
+            if info.counted:
+                info.pieces[most] = _counted(info, most)
             elif most != WHOLE:
-                told.pieces[most] = in_pieces(array, told.count, most)
+                info.pieces[most] = in_pieces(array, info.count, most)
 
 
 def in_pieces_twin(array: Tensor, count: int, most: int) -> Pieces:
@@ -248,12 +248,12 @@ def _order(array: Tensor, count: int, found: tuple[Tensor, ...], sizes: tuple[in
     kernel("tile_kernels.order_runs")(1, (array, *found), numbers, constants, warps=max(1, side // 256))
 
 
-def _counted(told: RunInfo, most: int) -> Pieces:
+def _counted(info: RunInfo, most: int) -> Pieces:
     """The result of `in_pieces` (of `segments_by_length` if most is WHOLE) by counting sort of known runs."""
-    *_, places = numbers = told.numbers(most)
-    found = _lists(5, places, told.ends.device)
-    constants = _counting(told.count, told.longest)
-    kernel("tile_kernels.order_counted")(-(-told.count // _BLOCK), (told.ends, *found), numbers, constants)
+    *_, places = numbers = info.numbers(most)
+    found = _lists(5, places, info.ends.device)
+    constants = _counting(info.count, info.longest)
+    kernel("tile_kernels.order_counted")(-(-info.count // _BLOCK), (info.ends, *found), numbers, constants)
     return Pieces(*found)
 
 

@@ -262,15 +262,15 @@ def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None
     tap, tile = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
     inputs = torch.empty(room, block, dtype=torch.int32, device=device)
     # Without a status no overflow is possible: the kernel gets a placeholder.
-    found, told = TileList(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
+    found, overflow = TileList(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
     if not has_triton(rows):
-        filled_twin(rows, tiling, found, told)
+        filled_twin(rows, tiling, found, overflow)
         RUNS.tell(tile, tiling.ends, rows.shape[1])
         return found
     RUNS.tell(tile, tiling.ends, rows.shape[1])
     lanes = lanes_of(rows.shape[1])
     constants = {"K": rows.shape[1], "BLOCK": block, "LANES": lanes}
-    tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs, told)
+    tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs, overflow)
     spare = 0 if status is None else -(-room // lanes)
     kernel("tile_kernels.fill_tiles")(tiles + spare, tensors, (room, tiles), constants)
     return found
@@ -293,8 +293,8 @@ def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, status: Tensor 
     """(inputs, outputs) int32 [room]: pairs by kernel offset, then by output, -1 past the last.
     ends: from pair_counts. status: see filled."""
     inputs, outputs = (_absent((room,), dtype=torch.int32, device=rows.device) for _ in range(2))
-    told = new_status(rows.device) if status is None else status
-    _list((rows, count, ends, ends, inputs, outputs, told), (1, room), ranked=False)
+    overflow = new_status(rows.device) if status is None else status
+    _list((rows, count, ends, ends, inputs, outputs, overflow), (1, room), ranked=False)
     return inputs, outputs
 
 
@@ -304,9 +304,9 @@ def grouped(
     """Pair groups, with capacity for G groups of Q. ends: from pair_counts. shape: (G, Q). status: see filled."""
     groups, size = shape
     inputs, outputs = (_absent(shape, dtype=torch.int32, device=rows.device) for _ in range(2))
-    told = new_status(rows.device) if status is None else status
+    overflow = new_status(rows.device) if status is None else status
     taps, ranks = group_ranks(ends, groups, size)
-    _list((rows, count, ends, ranks, inputs, outputs, told), (size, groups), ranked=True)
+    _list((rows, count, ends, ranks, inputs, outputs, overflow), (size, groups), ranked=True)
     return PairGroups(taps, inputs, outputs)
 
 

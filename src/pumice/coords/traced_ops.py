@@ -53,10 +53,10 @@ def register(schema: str, run: Any, fake: Any) -> None:
     # After a graph break at an operator torch must not trace its body, which calls the operator again.
     @_disable_dynamo
     @wraps(run)
-    def found(*given: Any) -> Any:
+    def found(*args: Any) -> Any:
         # Also used under autograd later.
         with outside_inference_mode():
-            return run(*given)
+            return run(*args)
 
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, found, key)
