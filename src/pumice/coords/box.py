@@ -68,8 +68,7 @@ class Bounds:
         return self
 
 
-UNKNOWN = Bounds((), (), -1)
-"""Bounds of coordinates made under torch.compile: not read yet."""
+UNKNOWN = Bounds((), (), -1)  # Bounds of coordinates made under torch.compile: not read yet
 
 
 @dataclass(frozen=True)

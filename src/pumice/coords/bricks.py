@@ -25,16 +25,11 @@ from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, kernel, to_device_async, triton_unavailable_reason
 
-LOW = {1: 9, 2: 8, 3: 9, 4: 8}
-"""log2 of a brick's cells by D: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4."""
-MOST = 1 << 28
-"""Maximum number of bricks in a box: marking takes a byte each."""
-WHOLE = 1 << 17
-"""Number of bricks up to which all have bitmaps: a pass over 8 MiB is faster than one over the rows (on an H200)."""
-FEW = 1 << 19
-"""Bitmap words up to which all are cleared, not only those in use."""
-KINDS = 1 << 16
-"""Maximum size of the table of kernel offsets by residue class."""
+LOW = {1: 9, 2: 8, 3: 9, 4: 8}  # log2 of a brick's cells by D: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4
+MOST = 1 << 28  # Maximum number of bricks in a box: marking takes a byte each
+WHOLE = 1 << 17  # Bricks up to which all have bitmaps: a pass over 8 MiB beats one over the rows (on an H200)
+FEW = 1 << 19  # Bitmap words up to which all are cleared, not only those in use
+KINDS = 1 << 16  # Maximum size of the table of kernel offsets by residue class
 
 
 @dataclass(frozen=True)

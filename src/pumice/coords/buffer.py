@@ -12,8 +12,7 @@ from pumice.coords.box import Bounds
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 
-DUPLICATE, RANGE, OVERFLOW = 1, 2, 4
-"""Bits of a status word: duplicate coordinates; coordinates out of bounds; capacity exceeded."""
+DUPLICATE, RANGE, OVERFLOW = 1, 2, 4  # Bits of a status word: duplicates, out of bounds, capacity exceeded
 
 
 @dataclass(frozen=True, eq=False)

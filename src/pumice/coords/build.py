@@ -24,8 +24,7 @@ from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 from pumice.runtime.launch import has_triton, outside_inference_mode
 from pumice.runtime.streams import FIRST, mark
 
-_GROWTH = 16
-"""Worst-case size of a pyramid's level, relative to the finest, up to which its count joins the same transfer."""
+_GROWTH = 16  # Worst-case growth of a pyramid's level, over the finest, up to which it is built before it is counted
 FORWARD = ("same", "support", "floor_unique")
 
 
@@ -71,7 +70,6 @@ def kernel_map(
     if kept is None and torch.compiler.is_compiling():
         return tracing_module.kernel_map(geometry, *_checked(geometry, relation, target))
     if kept is None:
-        # Also used under autograd later.
         with outside_inference_mode():
             kept = _build(geometry, relation, target, schedule)
         if geometry.unsettled is not None:

@@ -13,8 +13,7 @@ from pumice.coords.relation import Relation
 from pumice.errors import CaptureError
 from pumice.runtime.streams import PendingEvents
 
-_STEP = 64
-"""Capacities of levels are distinct multiples of this."""
+_STEP = 64  # Capacities of levels are distinct multiples of this
 
 Shares = float | Mapping[Any, float] | None
 """Capacity of coarser levels as a fraction of the first: one for all, or by stride (an int or one per axis)."""

@@ -241,7 +241,6 @@ class Geometry:
         """The coordinates as kernels take them."""
         self._join("coords")
         if self._cloud is None:
-            # Also used under autograd later.
             with outside_inference_mode():
                 self._cloud = CoordBuffer.of(self._coords, self.bounds)
         return self._cloud

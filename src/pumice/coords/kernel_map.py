@@ -187,7 +187,6 @@ class KernelMap:
         if found is _MISSING and torch.compiler.is_compiling():
             found = self._storages[key] = build(self)
         elif found is _MISSING:
-            # Also used under autograd later.
             with outside_inference_mode():
                 found = self._storages[key] = build(self)
             if self.between is not None:

@@ -16,8 +16,7 @@ from pumice.coords.buffer import CoordBuffer
 from pumice.coords.relation import Relation
 from pumice.runtime.launch import has_triton, kernel
 
-WORD = 31
-"""Kernel offsets per mask word: an int32 without its sign."""
+WORD = 31  # Kernel offsets per mask word: an int32 without its sign
 
 
 class Neighbours(NamedTuple):
@@ -57,16 +56,11 @@ def lanes_of(volume: int) -> int:
     return 32 if volume > 16 else 1 << max(0, volume - 1).bit_length()
 
 
-CELLS = 128
-"""Cells (rows times kernel offsets) that a program queries: few, as the slowest probe delays the program."""
-_ROWS = 64
-"""Maximum rows of such a program."""
-_WORDS = 2048
-"""Words of a bitmap that a program counts."""
-_NOTED = 2048
-"""Cells of a map that a program makes masks of."""
-WARPS = 1
-"""Warps of a querying program: one, which needs no barrier."""
+CELLS = 128  # Cells (rows times kernel offsets) that a program queries: few, as the slowest probe delays the program
+_ROWS = 64  # Maximum rows of such a program
+_WORDS = 2048  # Words of a bitmap that a program counts
+_NOTED = 2048  # Cells of a map that a program makes masks of
+WARPS = 1  # Warps of a querying program: one, which needs no barrier
 
 
 def rows_of(lanes: int) -> int:

@@ -13,12 +13,9 @@ _NUMBERS = [
     "from0", "from1", "from2", "from3", "margin", "reach", "bits", "last", "limit", "capacity", "each",
 ]  # fmt: skip
 
-EMPTY = tl.constexpr(2**63 - 1)
-"""An empty slot of a hash table of entries: greater than any entry."""
-NOBODY = tl.constexpr(-1)
-"""An empty slot of a hash table of rows."""
-FREE = tl.constexpr(2**31 - 1)
-"""An empty cell of a grid."""
+EMPTY = tl.constexpr(2**63 - 1)  # An empty slot of a hash table of entries: greater than any entry
+NOBODY = tl.constexpr(-1)  # An empty slot of a hash table of rows
+FREE = tl.constexpr(2**31 - 1)  # An empty cell of a grid
 DUPLICATE = tl.constexpr(1)
 RANGE = tl.constexpr(2)
 OVERFLOW = tl.constexpr(4)
@@ -187,9 +184,6 @@ def set_status(happened, status, BIT: tl.constexpr):
         tl.atomic_or(status, BIT)
 
 
-# building
-
-
 @triton.jit(do_not_specialize=_NUMBERS)
 def insert(
     coords, count, offsets, table, status,
@@ -345,9 +339,6 @@ def number_rows(
     tl.store(values + rank, r.to(tl.int32), mask=hit)
 
 
-# queries
-
-
 @triton.jit
 def _note(masks, found, r, lane, there, word, K: tl.constexpr):
     """Store one word of each row's mask: the lanes that found a row."""
@@ -472,9 +463,6 @@ def mask_words(rows, masks, capacity: "i64", K: tl.constexpr, ROWS: tl.constexpr
         k = word * PER + lane
         found = tl.load(rows + r * K + k, mask=there & (lane < PER) & (k < K), other=-1)
         _note(masks, found, r, lane, there, word, K)
-
-
-# bricks
 
 
 @triton.jit

@@ -27,8 +27,7 @@ from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import has_triton
 
-Axis = tuple[int, int, int, int, int]
-"""Minimum and maximum coordinate, minimum and maximum offset, and stride of an axis."""
+Axis = tuple[int, int, int, int, int]  # Minimum and maximum coordinate, minimum and maximum offset, stride
 
 
 class Outputs(Protocol):
@@ -239,8 +238,6 @@ def _covers(relation: Relation) -> bool:
     return inside and len(rests) == math.prod(relation.stride)
 
 
-# codes in plain torch
-
 _NO_CODE = 2**63 - 1
 
 
@@ -290,9 +287,6 @@ def coords_of_codes(codes: Tensor, space: Space) -> Tensor:
         columns.append(value - bias)
     coords = torch.stack(columns, dim=1).int()
     return torch.where((codes != _NO_CODE)[:, None], coords, -1)
-
-
-# the fallback
 
 
 def _floor_unique(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:

@@ -13,10 +13,8 @@ from torch import Tensor
 from pumice.errors import DtypeError
 from pumice.runtime.launch import has_triton, integers, kernel
 
-_BLOCK = 2048
-"""Entries of one program; every array starts at a multiple of it."""
-_PUT = 3
-"""Arrays that one kernel copies into buffers."""
+_BLOCK = 2048  # Entries of one program; every array starts at a multiple of it
+_PUT = 3  # Arrays that one kernel copies into buffers
 
 
 @dataclass(frozen=True, eq=False)

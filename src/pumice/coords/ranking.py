@@ -10,18 +10,12 @@ from torch import Tensor
 
 from pumice.runtime.launch import has_triton, kernel
 
-_DIGIT = 10
-"""Maximum bits of a digit."""
-_MOST = 1 << 21
-"""Maximum keys times digits: torch.sort is faster beyond (on an H200)."""
-_BLOCK = 512
-"""Rows of a block, sorted locally."""
-_WARPS = 8
-"""Warps of a program that sorts a block."""
-_COLUMNS = 8
-"""Digits that a program of the prefix sum handles: 32 bytes of counts per block."""
-_ADDED = 512
-"""Blocks per step of the prefix sum."""
+_DIGIT = 10  # Maximum bits of a digit
+_MOST = 1 << 21  # Maximum keys times digits: torch.sort is faster beyond (on an H200)
+_BLOCK = 512  # Rows of a block, sorted locally
+_WARPS = 8  # Warps of a program that sorts a block
+_COLUMNS = 8  # Digits that a program of the prefix sum handles: 32 bytes of counts per block
+_ADDED = 512  # Blocks per step of the prefix sum
 
 
 class Digits(NamedTuple):

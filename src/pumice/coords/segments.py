@@ -15,20 +15,13 @@ from torch import Tensor
 
 from pumice.runtime.launch import has_triton, integers, kernel
 
-_SIDES = (128, 512, 2048)
-"""Maximum runs that one program sorts: few variants, as each compiles a sort."""
-_LONG = (1 << 20) - 2
-"""Length from which on runs compare equal: length and index share an integer of 31 bits."""
-_BINS = 1024
-"""Maximum bins of the counting sort by length."""
-_MANY = 1 << 15
-"""Maximum runs of the counting sort: every program counts all of them."""
-_BLOCK, _CHUNKS = 64, (512, 2048)
-"""Runs that a program of the counting sort places, and how many it counts at a time."""
-WHOLE = 0
-"""A piece length: runs are not cut."""
-_NEVER = 1 << 30
-"""More entries than any run has."""
+_SIDES = (128, 512, 2048)  # Maximum runs that one program sorts: few variants, as each compiles a sort
+_LONG = (1 << 20) - 2  # Length from which on runs compare equal: length and index share an integer of 31 bits
+_BINS = 1024  # Maximum bins of the counting sort by length
+_MANY = 1 << 15  # Maximum runs of the counting sort: every program counts all of them
+_BLOCK, _CHUNKS = 64, (512, 2048)  # Runs that a program of the counting sort places, and how many it counts at a time
+WHOLE = 0  # A piece length: runs are not cut
+_NEVER = 1 << 30  # More entries than any run has
 
 
 class Runs(NamedTuple):

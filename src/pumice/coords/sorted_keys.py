@@ -14,8 +14,7 @@ from pumice.coords.map_schedule import MapSchedule
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 
-_DEAD = 2**63 - 1
-"""The key of padding rows; no cell has it."""
+_DEAD = 2**63 - 1  # The key of padding rows; no cell has it
 
 
 class SortedKeys:

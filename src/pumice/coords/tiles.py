@@ -21,22 +21,14 @@ from pumice.coords.relation import Relation
 from pumice.coords.segments import RUNS
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 
-_ROWS = 128
-"""Rows of one program, and of one block of pair_counts."""
-_SAMPLED = 1 << 14
-"""Maximum number of rows sampled to estimate the frequency of groups."""
-_COUNTED = 128
-"""Rows of one program that counts groups."""
-_KEYS = 512
-"""Rows of one program that makes keys."""
-_RANKED = 64
-"""Groups of pairs that one program ranks."""
-_SUMMED = 2048
-"""Tiles per step of the prefix sum of entries."""
-_FEW = 10
-"""Number of kernel offsets up to which each has a bit of one digit."""
-_BITS = 20
-"""Bits of the sort key, two digits; for masks of several words as many as an int32 holds."""
+_ROWS = 128  # Rows of one program, and of one block of pair_counts
+_SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of groups
+_COUNTED = 128  # Rows of one program that counts groups
+_KEYS = 512  # Rows of one program that makes keys
+_RANKED = 64  # Groups of pairs that one program ranks
+_SUMMED = 2048  # Tiles per step of the prefix sum of entries
+_FEW = 10  # Number of kernel offsets up to which each has a bit of one digit
+_BITS = 20  # Bits of the sort key, two digits; for masks of several words as many as an int32 holds
 
 
 class TileList(NamedTuple):

@@ -54,7 +54,6 @@ def register(schema: str, run: Any, fake: Any) -> None:
     @_disable_dynamo
     @wraps(run)
     def found(*args: Any) -> Any:
-        # Also used under autograd later.
         with outside_inference_mode():
             return run(*args)
 
