@@ -75,8 +75,7 @@ UNKNOWN = Bounds((), (), -1)  # Bounds of coordinates made under torch.compile: 
 class KeySpace:
     """Row-major numbering of a box: key = ((b * E0 + x - low0) * E1 + y - low1) * ... , in int64.
 
-    Equal coordinate differences give equal key differences. Raises CoordinateError at 2**63 cells or more.
-    """
+    Equal coordinate differences give equal key differences. Raises CoordinateError at 2**63 cells or more."""
 
     bounds: Bounds
 

@@ -21,8 +21,7 @@ class CoordBuffer:
 
     bounds: bounding box of the valid rows, known on the host. status: int32 [1] on the device, error bits set by
     kernels and read with every count. exact: True if all rows are valid. needed: number of rows with unlimited
-    capacity, int32 [1]; None if it cannot exceed the capacity.
-    """
+    capacity, int32 [1]; None if it cannot exceed the capacity."""
 
     coords: Tensor
     count: Tensor

@@ -53,8 +53,7 @@ def kernel_map(
     was prepared; `geometry` is not modified, and the returned geometry caches the map.
 
     Raises OptionError for an unknown policy or a schedule of another type, ShapeError or DeviceError for a target of
-    other axes or device, GeometryError for a `geometry` of another type.
-    """
+    other axes or device, GeometryError for a `geometry` of another type."""
     if not isinstance(geometry, Geometry):
         raise GeometryError(f"kernel_map takes a Geometry, found {type(geometry).__name__}; a tensor's is x.geometry")
     if schedule is not None and not isinstance(schedule, MapSchedule):
@@ -84,8 +83,7 @@ def on_side_stream(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
     """Under CUDA graph capture, build maps on a side stream, so that layers on finer levels overlap the search for
     coarser ones; otherwise no effect.
 
-    Yields a callback to be called with each map as it is built; later readers wait for its event.
-    """
+    Yields a callback to be called with each map as it is built; later readers wait for its event."""
     if not (geometry.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         yield lambda _: None
         return
@@ -117,8 +115,7 @@ def join_side_streams(geometry: Geometry) -> Iterator[None]:
     """At the end of a program: a context in which status words may be read; later work waits for all side streams.
 
     Under CUDA graph capture, if all maps were built on side streams, the context runs on another stream, which waits
-    for the status words but not for the layers.
-    """
+    for the status words but not for the layers."""
     levels = list(_levels_below(geometry))
     maps = [found for level in levels for found, _ in level.maps.values()]
     if maps and all(found.between is not None and None in found.between.late for found in maps):
@@ -231,8 +228,7 @@ def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ..
     """The levels that `steps` derive one from the other, finest first, with the cached maps between them.
 
     On a GPU all counts are read in one transfer. Raises GeometryError for a policy that makes no coordinates, and as
-    kernel_map.
-    """
+    kernel_map."""
     check_steps(steps)
     levels = [geometry]
     for place, step in enumerate(steps):

@@ -31,8 +31,7 @@ class CodeLayout:
     bias: added per axis: for values of both signs a power of two, the axis's top bit; else it removes the high bits
         that all values share, so that codes are short far from the origin, too.
 
-    Example: x from 0 to 3 and y from -1 to 0 have places ((0, 1), (2,)) and bias (0, 1).
-    """
+    Example: x from 0 to 3 and y from -1 to 0 have places ((0, 1), (2,)) and bias (0, 1)."""
 
     places: Places
     bias: tuple[int, ...]
@@ -57,8 +56,7 @@ class CodeLayout:
 
         tables[starts[a] + v] = sum over bits i of  (bit i of v) << places[a][i]     for v in [0, 2**len(places[a]))
 
-        Cached: do not modify. Raises CoordinateError for an axis of over 2**22 values or a code of over 63 bits.
-        """
+        Cached: do not modify. Raises CoordinateError for an axis of over 2**22 values or a code of over 63 bits."""
         longest = max(map(len, self.places))
         if 1 << longest > _TABLE_ENTRIES:
             raise CoordinateError(f"an axis has a table of {1 << longest} entries, at most {_TABLE_ENTRIES} fit")
@@ -70,8 +68,7 @@ class CodeLayout:
 def morton_argsort(coords: Tensor, bounds: Bounds) -> Tensor:
     """int64 [N]: stable argsort of `coords` by (batch, Morton code of `c + 2**31` per axis, axis 0 highest).
 
-    Order is preserved by `floor(c / 2)`: the parents of a sorted list are sorted.
-    """
+    Order is preserved by `floor(c / 2)`: the parents of a sorted list are sorted."""
     words = _morton_words(coords, bounds)
     order = torch.argsort(words[-1], stable=True)
     for word in reversed(words[:-1]):
@@ -125,8 +122,7 @@ def hilbert_of_axes(axes: Sequence[Tensor], depth: int) -> list[Tensor]:
     Interleaving the result, axis 0 the highest of each group, gives the index. From the coarsest bit down each octant
     is rotated to the first; then the Gray code of the bits is decoded.
 
-    Source: J. Skilling, Programming the Hilbert curve, AIP Conference Proceedings 707, 2004.
-    """
+    Source: J. Skilling, Programming the Hilbert curve, AIP Conference Proceedings 707, 2004."""
     turned = list(axes)
     for bit in range(depth - 1, 0, -1):
         for axis in range(len(turned)):

@@ -117,8 +117,7 @@ def serialize(
 
     Raises CoordinateError (coordinates outside [0, 2**depth), too many bits), OptionError, ShapeError, DtypeError.
 
-    Source: the serialization of X. Wu et al., Point Transformer V3, CVPR 2024, section 4.1.
-    """
+    Source: the serialization of X. Wu et al., Point Transformer V3, CVPR 2024, section 4.1."""
     matrix = coords if isinstance(coords, Tensor) else coords.coords
     curve = _curve_of(order)
     check_form(matrix)
@@ -141,8 +140,7 @@ def deserialize(
     dim, order, depth: D, and the arguments of serialize(); the default depth is that of the codes' width.
     check: False skips the range check and its host synchronisation.
 
-    Raises CoordinateError (codes beyond D axes and an int32 batch), OptionError, ShapeError, DtypeError.
-    """
+    Raises CoordinateError (codes beyond D axes and an int32 batch), OptionError, ShapeError, DtypeError."""
     curve = _curve_of(order)
     if codes.dtype != torch.int64:
         raise DtypeError(f"codes are torch.int64, found {codes.dtype}")

@@ -33,8 +33,7 @@ class TraceOrigin:
     existed before tracing (None: from coordinates made in the traced function).
 
     trace: identifies the trace. given: the input geometry that this one replaces. box: int64 [1 + 2D] on the CPU, see
-    coords.traced_ops; None until first used.
-    """
+    coords.traced_ops; None until first used."""
 
     trace: str
     root: Geometry | None = None
@@ -47,8 +46,7 @@ class Geometry:
     """Distinct integer coordinates (batch, axes...), int32 [N, 1+D], D from 1 to 4, and their cached kernel maps.
 
     Immutable, compared by identity: tensors derived from each other share a geometry and its maps. Coordinates may be
-    negative unless `spatial_shape` bounds them.
-    """
+    negative unless `spatial_shape` bounds them."""
 
     def __init__(self, coords: Tensor, site: GridSpec, inverse: Tensor | None = None, settled: bool = True) -> None:
         self._coords = coords
@@ -267,8 +265,7 @@ class Geometry:
     def lookup(self, schedule: MapSchedule | None = None) -> Lookup:
         """The cached search structure from coordinates to rows.
 
-        schedule: overrides the cost model's choice, from now on. Raises OptionError if it is not available.
-        """
+        schedule: overrides the cost model's choice, from now on. Raises OptionError if it is not available."""
         self._join("found")
         if self._lookup is None or schedule not in (None, self._schedule):
             with outside_inference_mode():

@@ -24,8 +24,7 @@ ROUNDINGS = ("floor", "round")
 class VoxelFrame:
     """Placement of voxels in space: the finest voxel c covers [c, c + 1) * size + origin (in metres, say).
 
-    With `rounding="round"` it covers [c - 1/2, c + 1/2) * size + origin instead.
-    """
+    With `rounding="round"` it covers [c - 1/2, c + 1/2) * size + origin instead."""
 
     size: tuple[float, ...]
     origin: tuple[float, ...]
@@ -52,8 +51,7 @@ class GridSpec:
 
     stride: voxel size in units of the finest voxels, per axis (a Fraction for levels finer than these).
     spatial_shape: extent per axis if bounded. batch_size: number of batch items, including empty ones. frame: placement
-    of the finest voxels, if made from points. bounds: bounding box of all coordinates.
-    """
+    of the finest voxels, if made from points. bounds: bounding box of all coordinates."""
 
     stride: Stride
     spatial_shape: tuple[int, ...] | None

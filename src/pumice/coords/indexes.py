@@ -38,8 +38,7 @@ def lookup_of(cloud: CoordBuffer, schedule: MapSchedule | None = None) -> Lookup
     """The structure named by the schedule (None: the cost model's choice), built over the buffer.
 
     Duplicates and coordinates out of bounds are reported in the buffer's status. Raises OptionError if the structure is
-    not available, with the reason.
-    """
+    not available, with the reason."""
     schedule = schedule or default(cloud)
     reason = STRUCTURES[schedule.structure].refusal(cloud, schedule)
     if reason is not None:

@@ -29,8 +29,7 @@ class Pairs(NamedTuple):
     """Neighbour pairs, one list per kernel offset, concatenated: input row `inputs[j]` with output row `outputs[j]`.
 
     inputs, outputs int64 [P] on the map's device; sizes int64 [K] on the CPU, the length of each list. Within a list
-    no row occurs twice on either side.
-    """
+    no row occurs twice on either side."""
 
     inputs: Tensor
     outputs: Tensor
@@ -66,8 +65,7 @@ class KernelMap:
 
     table int32 [num_outputs, K]: `rows()` of the untransposed map; flipped: True if this is its transpose. inputs:
     coordinates whose pending checks are read along with sizes. between: set for a map between buffers of fixed
-    capacity, of which no size is read.
-    """
+    capacity, of which no size is read."""
 
     relation: Relation
     table: Tensor
@@ -120,8 +118,7 @@ class KernelMap:
     def compacted(self, block: int, splits: int = 1, superblock: int = 0) -> TileList:
         """Tiles of `block` outputs with the kernel offsets that occur in each; see TileList.
 
-        splits: 1 sorts rows by all offsets, 0 keeps their order; superblock: see SortSpec. For more use `split`.
-        """
+        splits: 1 sorts rows by all offsets, 0 keeps their order; superblock: see SortSpec. For more use `split`."""
         if splits > 1:
             raise OptionError(f"compacted() takes splits of 0 or 1, found {splits}; use split() for several")
         return self.split(block, splits, superblock)[0]
@@ -237,8 +234,7 @@ class KernelMap:
 def read_pending_sizes(wanted: Iterable[tuple[KernelMap, int, SortSpec | None]]) -> None:
     """Read in one transfer the sizes that storages of these maps need, given as (map, outputs per tile, order).
 
-    Order None: number of pairs per kernel offset, else number of tile entries. Maps between buffers are skipped.
-    """
+    Order None: number of pairs per kernel offset, else number of tile entries. Maps between buffers are skipped."""
     pending = []
     for found, block, how in wanted:
         if found.between is not None:

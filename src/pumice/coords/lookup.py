@@ -1,7 +1,6 @@
 """The interface of neighbour search structures: from coordinates to rows.
 
-All structures give the same rows and differ in time and memory only. Of duplicates, which are reported, any row.
-"""
+All structures give the same rows and differ in time and memory only. Of duplicates, which are reported, any row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Triton kernels that build and query the neighbour search structures: hash table, dense grid, bitmap, bricks.
 
-Requires Triton. Integer arguments are int64; per-axis ones are numbered 0 to 3, those from D on are ignored.
-"""
+Requires Triton. Integer arguments are int64; per-axis ones are numbered 0 to 3, those from D on are ignored."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton

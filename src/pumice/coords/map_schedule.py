@@ -21,8 +21,7 @@ class MapSchedule:
     fused: generate, clip and look up output candidates in one kernel, not in stages through memory.
     block: cells that one program queries, a power of two; None: the structure's default. warps: warps per program.
 
-    Raises OptionError for values out of range.
-    """
+    Raises OptionError for values out of range."""
 
     structure: str = "hash"
     load: float = 0.25

@@ -1,8 +1,7 @@
 """Output coordinates of a relation: distinct candidates within bounds, in (batch, Morton) order, and their count.
 
 Three equivalent implementations: bricks (kernels), sorted codes (plain torch, staged, without host synchronisation)
-and the torch fallback, which synchronises.
-"""
+and the torch fallback, which synchronises."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ POLICIES = ("same", "given", "support", "floor_unique", "transposed_support", "c
 def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tuple[Any, ...]:
     """`value`, an integer or one per axis, as a tuple of `dim` values of the types `kinds`, each at least `least`.
 
-    Raises ShapeError for a sequence of another length, OptionError for a value of another type or below `least`.
-    """
+    Raises ShapeError for a sequence of another length, OptionError for a value of another type or below `least`."""
     found: Any = value if isinstance(value, int | tuple | list) else _integer(value)
     if isinstance(found, str) or not isinstance(found, int | Iterable | kinds):
         raise OptionError(f"{name} takes an integer or one per axis, found {value!r}")
@@ -53,8 +52,7 @@ class Relation:
     transposed_support  roles exchanged: every out = stride * in + dilation * tap - padding
     cached_inverse      the input coordinates of an earlier forward relation
 
-    `bounded`: drop outputs outside the extent that an input's spatial_shape implies.
-    """
+    `bounded`: drop outputs outside the extent that an input's spatial_shape implies."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -159,8 +157,7 @@ class Relation:
         """A relation with defaults filled in.
 
         padding: `dilation * (kernel // 2)` for an odd kernel, 0 for an even one. policy: `same` at stride 1; otherwise
-        `support` if padding is given, else `floor_unique`. Raises as checked() and as_axes().
-        """
+        `support` if padding is given, else `floor_unique`. Raises as checked() and as_axes()."""
         kernels = as_axes(kernel, dim, "kernel_size", 1)
         strides = as_axes(stride, dim, "stride", 1)
         dilations = as_axes(dilation, dim, "dilation", 1)

@@ -1,7 +1,6 @@
 """Runs of equal values in a sorted array, longest first, optionally cut into pieces.
 
-A kernel if runs are few, or if their ends are known and all are short; else plain torch (`*_twin`), bitwise equal.
-"""
+A kernel if runs are few, or if their ends are known and all are short; else plain torch (`*_twin`), bitwise equal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Layouts of kernel maps for feature kernels: row orders, tiles that share kernel offsets, pair lists per offset.
 
 Every stage is a Triton kernel or, where none runs, plain torch (`*_twin`), bit for bit the same. No stage synchronises
-with the host: sizes stay on the device; `filled`, `listed` and `grouped` take capacities.
-"""
+with the host: sizes stay on the device; `filled`, `listed` and `grouped` take capacities."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ class TileList(NamedTuple):
 
     rows int32 [T, B]: outputs of each tile, -1 for padding.
     tiles int32 [E]: tile of each (tile, offset) entry, non-decreasing, T for padding entries; taps int32 [E]: offset.
-    inputs int32 [E, B]: input of output rows[tiles[e], b] at offset taps[e], -1 if none.
-    """
+    inputs int32 [E, B]: input of output rows[tiles[e], b] at offset taps[e], -1 if none."""
 
     rows: Tensor
     tiles: Tensor
@@ -66,8 +64,7 @@ class SortSpec:
     """How rows are sorted into tiles.
 
     first, last: only kernel offsets [first, last) are used (a mask split). superblock: sort within blocks of this many
-    rows, a power of two, for cache locality; 0 sorts all rows together. sort: False keeps the rows' order.
-    """
+    rows, a power of two, for cache locality; 0 sorts all rows together. sort: False keeps the rows' order."""
 
     first: int
     last: int

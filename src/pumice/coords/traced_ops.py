@@ -11,8 +11,7 @@
 
 Operators are pure and return fresh memory; data-dependent sizes are unbacked symbols. A box is int64 [1 + 2D] on the
 CPU, so that it is read once: number of batch items, then minimum and maximum coordinate of each axis. A table is that
-of an untransposed KernelMap.
-"""
+of an untransposed KernelMap."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 All that needs values (boxes, new coordinates, neighbours, pair lists) is an operator of coords.traced_ops, called by
 the compiled code; this module makes the objects around the results. Geometries made in a trace cache their maps as
-usual. An input geometry is not modified: a `trace_local` copy replaces it, which `alike` treats as the same.
-"""
+usual. An input geometry is not modified: a `trace_local` copy replaces it, which `alike` treats as the same."""
 
 from __future__ import annotations
 

@@ -62,8 +62,7 @@ def frame_of(
     """The frame of voxels of `size`; origin: a number, one per axis, or "min" (the minimum of the points).
 
     With rounding "round" the minimum is that of the rounded cells, as in published MinkUNet pipelines. Raises
-    OptionError, ShapeError (lengths), CoordinateError (non-finite points).
-    """
+    OptionError, ShapeError (lengths), CoordinateError (non-finite points)."""
     dim = points.shape[1] if points.ndim == 2 else 0
     named = isinstance(origin, str)
     frame = VoxelFrame(
