@@ -193,8 +193,7 @@ class Bricks:
 
     @staticmethod
     def of(cloud: CoordBuffer, reach: Stencil, bounds: Bounds, most: int, strict: bool = False) -> Bricks:
-        """The cells in `bounds` that the buffer's rows reach, at most `most`.
-        strict: report cells outside and cells that are reached twice in the buffer's status."""
+        """At most `most` cells in `bounds` that rows reach. strict: report cells outside or reached twice in status."""
         space = Space.of(bounds)
         call = _BrickCall(cloud, reach, space)
         words = (1 << space.low) // 32

@@ -78,8 +78,8 @@ class BufferedMapState:
 
 
 class CapacityPlanner:
-    """Capacities measured on an example of `count` voxels, scaled with a margin to `capacity` voxels.
-    Synchronises with the host at every new place. least: lower bounds of capacities."""
+    """Capacities measured on an example of `count` voxels (a host synchronisation per place), scaled with a margin to
+    `capacity` voxels. least: lower bounds."""
 
     def __init__(
         self, capacity: int, count: int, margin: float, shares: Shares, least: Mapping[Any, int] | None = None

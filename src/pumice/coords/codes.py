@@ -184,9 +184,8 @@ def _axis_bits(low: int, high: int) -> tuple[int, int, bool]:
 
 @lru_cache(maxsize=256)
 def _bit_places(magnitudes: tuple[int, ...], signed: tuple[bool, ...]) -> Places:
-    """Position of each bit of each axis in the interleaved code, lowest bits first.
-    Sign bits are above all others, as in 32-bit coordinates; the bits between magnitude and sign carry no information.
-    """
+    """Position of each bit of each axis in the interleaved code, lowest first. Sign bits are above all others, as in
+    32-bit coordinates; the bits between magnitude and sign carry no information."""
     places: list[list[int]] = [[] for _ in magnitudes]
     used = 0
     axes = range(len(magnitudes))[::-1]

@@ -388,9 +388,8 @@ def _plain(site: GridSpec) -> tuple[Any, ...]:
 
 
 def _rebuild(coords: Tensor, stride: Any, shape: Any, batch_size: int, frame: Any, inverse: Tensor | None) -> Geometry:
-    """A geometry from untrusted data: a file or another process. Raises as `Geometry.checked`.
-    Duplicates are only raised at the first neighbour search, so that a data loader's batches are not sorted on the CPU.
-    """
+    """A geometry from untrusted data (a file, another process). Raises as `Geometry.checked`, but duplicates only at
+    the first neighbour search, so that a data loader's batches are not sorted on the CPU."""
     check_form(coords)
     strides, lengths = tuple(tidy(Fraction(n, d)) for n, d in stride), [len(stride)]
     kept_frame = None if frame is None else VoxelFrame(*frame)

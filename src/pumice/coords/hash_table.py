@@ -96,8 +96,7 @@ class Table:
 
 class HashTable(Table):
     """Open addressing with double hashing: one int64 per slot, key << bits | row, if both fit into 63 bits.
-    Otherwise a slot holds only the row and coordinates are compared (the wide path, any extents). Consecutive keys
-    along the last axis are adjacent."""
+    Else a slot holds only the row and coordinates are compared ("wide", any extents). Consecutive keys are adjacent."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         super().__init__(

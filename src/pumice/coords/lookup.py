@@ -20,8 +20,7 @@ WORD = 31  # Kernel offsets per mask word: an int32 without its sign
 
 class Neighbours(NamedTuple):
     """rows int32 [capacity, K]: input of each output at each kernel offset, -1 if none.
-    masks int32 [capacity, ceil(K / 31)]: bit k % 31 of word k // 31 is set if offset k has one; None if not computed.
-    """
+    masks int32 [capacity, ceil(K / 31)], or None: bit k % 31 of word k // 31 is set if offset k has an input."""
 
     rows: Tensor
     masks: Tensor | None

@@ -42,8 +42,7 @@ def _mixed(x):
 
 @triton.jit
 def _slot(key, last):
-    """(first slot of a key in a table of last + 1 slots, its probe step).
-    Four consecutive keys share a 32-byte sector; steps are odd."""
+    """(first slot, probe step) of a key among last + 1 slots. Four consecutive keys share 32 bytes; steps are odd."""
     h = _mixed(key >> 2)
     step = (((h >> 16) << 2) + 1).to(tl.int64)
     return ((h.to(tl.int64) << 2) | (key & 3)) & last, step
@@ -192,8 +191,7 @@ def insert(
     D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Insert every row's cell into a grid, a bitmap, a hash table of key << bits | row, or one of rows ("wide").
-    Of duplicates the lowest row is kept. last: the table's last slot; a "wide" table has BLOCK scratch slots after it.
-    """
+    The lowest row of duplicates is kept. last: the table's last slot; a "wide" table has BLOCK scratch slots more."""
     r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live = r < tl.load(count)
     k = tl.zeros([BLOCK], tl.int32)

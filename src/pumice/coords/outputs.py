@@ -38,8 +38,7 @@ class Outputs(Protocol):
         ...
 
     def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
-        """The outputs in a buffer with the inputs' status; padding rows hold -1.
-        alone: no table of this capacity will be needed."""
+        """The outputs in a buffer with the inputs' status, padded with -1. alone: no table of this size is needed."""
         ...
 
     def geometry(self, count: int) -> Geometry:
@@ -312,8 +311,7 @@ _AxisOffsets = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 def _separable(relation: Relation) -> list[_AxisOffsets]:
     """(axes, offsets along them), applied in turn: one axis at a time for a full window.
-    A window is a product over axes: D passes of k candidates per voxel, merged in between, replace K = k^D candidates.
-    """
+    A window is a product of axes: D passes of k candidates per voxel, merged in between, replace K = k^D."""
     if relation.custom is not None:
         return [(tuple(range(relation.dim)), relation.custom)]
     rule = zip(relation.kernel, relation.dilation, relation.padding, strict=True)

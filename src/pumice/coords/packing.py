@@ -19,8 +19,7 @@ _PUT = 3  # Arrays that one kernel copies into buffers
 
 @dataclass(frozen=True, eq=False)
 class Packer:
-    """Contiguous int32 arrays at fixed addresses. addresses: int64 on their device; layouts: (shape without rows,
-    entries per row, strides) of each."""
+    """Contiguous int32 arrays. addresses: int64 on their device; layouts: (row shape, entries per row, strides)."""
 
     arrays: Sequence[Tensor]
     addresses: Tensor

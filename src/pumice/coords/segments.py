@@ -32,8 +32,7 @@ class Runs(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Pieces of runs, int32 [n] each. firsts: index of the first piece of the same run; numbers: pieces of that run, 0
-    for padding."""
+    """Pieces of runs, int32 [n] each. firsts: index of the run's first piece; numbers: its pieces, 0 for padding."""
 
     values: Tensor
     starts: Tensor
@@ -101,8 +100,7 @@ RUNS = RunRegistry()
 
 
 def segments_by_length(array: Tensor, count: int) -> Runs:
-    """The runs of the values 0 to count - 1, including empty ones, by decreasing length, then value.
-    Other values may precede and follow in the sorted array."""
+    """Runs of the values 0 to count - 1, empty ones too, by decreasing length, then value; other values are ignored."""
     info = RUNS.told(array, count)
     if info is not None and info.counted:
         return Runs(*_counted(info, WHOLE)[:3])
@@ -121,9 +119,8 @@ def segments_by_length_twin(array: Tensor, count: int) -> Runs:
 
 
 def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
-    """The runs in pieces of about equal length, at most `most` entries each.
-    Longer runs first, pieces of a run adjacent; an empty run is one piece. The list has its worst-case length, so that
-    there is no host synchronisation."""
+    """The runs in pieces of about equal length, at most `most` entries each: longer runs first, an empty run is one
+    piece. The list has its worst-case length, so that there is no host synchronisation."""
     info = RUNS.told(array, count)
     if info is not None and info.counted:
         return _counted(info, most)

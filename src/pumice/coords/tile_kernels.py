@@ -152,8 +152,7 @@ def fill_tiles(
     K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of tile t, one per active kernel offset, from ends[t - 1] on: offset, t, inputs of its rows.
-    More entries than `capacity` are reported. Programs past the tiles write padding entries (tile T, inputs -1), LANES
-    each."""
+    Overflow of `capacity` is reported. Programs past the tiles write LANES padding entries (tile T, inputs -1) each."""
     t = tl.program_id(0)
     b = tl.arange(0, BLOCK)[:, None]
     lane = tl.arange(0, LANES)
@@ -228,8 +227,7 @@ def list_pairs(
     K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """Pairs by kernel offset, then by output; if RANKED in groups of `group`, each at the position of its rank.
-    ends[k, p]: pairs of offset k in row blocks 0 to p, out of `blocks`. capacity: in pairs, or groups if RANKED;
-    overflow is reported."""
+    ends[k, p]: pairs of offset k in row blocks 0 to p. capacity: in pairs, or groups if RANKED; reports overflow."""
     # Rows are the fast axis: pairs of one offset are contiguous.
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
     live = r < tl.load(count)
@@ -444,9 +442,8 @@ def order_counted(
 
 @triton.jit(do_not_specialize=["blocks"])
 def order_many(arrays, out, blocks: "i64", BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """As order_counted for several arrays, `blocks` programs each.
-    arrays int64 [A, 7]: address of the ends, start of the array's five lists in `out`, aligned length of each list,
-    then size, count, most and places."""
+    """As order_counted for several arrays, `blocks` programs each. arrays int64 [A, 7]: address of the ends, start of
+    the array's five lists in `out`, aligned length of a list, size, count, most, places."""
     programs = blocks.to(tl.int32)
     row = arrays + tl.program_id(0) // programs * 7
     ends = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)

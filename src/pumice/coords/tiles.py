@@ -279,8 +279,7 @@ def filled_twin(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -
 
 
 def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, status: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(inputs, outputs) int32 [room]: pairs by kernel offset, then by output, -1 past the last.
-    ends: from pair_counts. status: see filled."""
+    """(inputs, outputs) int32 [room]: pairs by offset, then output, padded with -1. ends, status: see grouped."""
     inputs, outputs = (_absent((room,), dtype=torch.int32, device=rows.device) for _ in range(2))
     overflow = new_status(rows.device) if status is None else status
     _list((rows, count, ends, ends, inputs, outputs, overflow), (1, room), ranked=False)
@@ -412,8 +411,7 @@ def _step(count: Tensor) -> int:
 
 
 def _width(groups: Tensor, how: SortSpec, rows: int) -> int:
-    """Number of groups to sort by, leaving bits for the superblock index.
-    Padding rows need no more bits: the sort is stable and they come last."""
+    """Number of groups to sort by, leaving bits for superblocks; padding rows need none, as the sort is stable."""
     most = _BITS if how.last - how.first <= WORD else WORD
     return min(most, groups.shape[0], WORD - _block_bits(how, rows))
 
