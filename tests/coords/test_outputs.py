@@ -75,7 +75,7 @@ def test_outputs_without_room_are_left_out_and_reported(way, label):
         small = made.cloud(room)
         assert torch.equal(small.coords, whole[:room])
         assert int(small.status) == OVERFLOW and int(made.count) == len(whole)
-        with pytest.raises(CoordinateError, match=f"{len(whole)} results, and room for {room}"):
+        with pytest.raises(CoordinateError, match=f"{len(whole)} results exceed the capacity of {room}"):
             small.read()
 
 

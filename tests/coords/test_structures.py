@@ -128,7 +128,7 @@ def test_a_status_word_keeps_what_it_says():
 
 def test_bits_of_a_status_word_are_raised():
     check(0, 5)
-    for status, words in ((DUPLICATE, "duplicates"), (RANGE, "outside"), (OVERFLOW, "room")):
+    for status, words in ((DUPLICATE, "duplicates"), (RANGE, "outside"), (OVERFLOW, "exceed the capacity")):
         with pytest.raises(CoordinateError, match=words):
             check(status, 5)
 
@@ -136,12 +136,12 @@ def test_bits_of_a_status_word_are_raised():
 def test_reading_a_cloud_raises_what_it_says():
     cloud = scene("plain", 3).cloud()
     assert cloud.read() == 60 and cloud.capacity == 67
-    for status, words in ((DUPLICATE, "duplicates"), (RANGE, "outside"), (OVERFLOW, "room")):
+    for status, words in ((DUPLICATE, "duplicates"), (RANGE, "outside"), (OVERFLOW, "exceed the capacity")):
         cloud.status.fill_(status)
         with pytest.raises(CoordinateError, match=words):
             cloud.read()
     cloud.status.zero_()
-    with pytest.raises(CoordinateError, match="68 results, and room for 67"):
+    with pytest.raises(CoordinateError, match="68 results exceed the capacity of 67"):
         replace(cloud, needed=torch.tensor([68])).read()
 
 
@@ -282,7 +282,7 @@ def test_every_structure_has_a_name():
 def test_structures_of_kernels_are_refused_without_kernels():
     cloud = scene("plain", 3).cloud()
     for name in set(NAMES) - {"sorted"}:
-        with pytest.raises(OptionError, match=f"structure='{name}' cannot be had: kernels do not run here"):
+        with pytest.raises(OptionError, match=f"structure='{name}' is not available: kernels do not run here"):
             lookup_of(cloud, MapSchedule(name))
     assert default(cloud) == SORTED
     assert isinstance(lookup_of(fresh(cloud)), SortedKeys)

@@ -374,6 +374,6 @@ def test_outputs_without_room_are_reported(gpu):
         small = made.cloud(1000)
         same(small.coords, whole.coords[:1000])
         assert int(cloud.status) == OVERFLOW
-        with pytest.raises(CoordinateError, match="room"):
+        with pytest.raises(CoordinateError, match="exceed the capacity"):
             small.read()
         cloud.status.zero_()

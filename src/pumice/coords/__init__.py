@@ -1,4 +1,4 @@
-"""Who meets whom: integers in, integers out."""
+"""Coordinates, kernel maps and their layouts: integers in, integers out."""
 
 from pumice.coords import traced_ops  # noqa: F401  (registers them)
 from pumice.coords.box import Bounds, KeySpace

@@ -1,4 +1,4 @@
-"""Boxes of integer coordinates, and linear keys to search them by."""
+"""Bounding boxes of integer coordinates, and linear search keys."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class Bounds:
-    """A box that holds every coordinate: `low <= c <= high` per axis, and batch indices below `batch`.
-
-    The box may be larger than the set; it is known on the host, so that nothing asks the device for it.
-    """
+    """A bounding box, not necessarily tight: `low <= c <= high` per axis, batch indices below `batch`. On the host."""
 
     low: tuple[int, ...]
     high: tuple[int, ...]
@@ -28,7 +25,7 @@ class Bounds:
 
     @staticmethod
     def of(coords: Tensor) -> Bounds:
-        """The tightest box of `coords` int32 [N, 1+D]; one read from the device."""
+        """The tight box of `coords` int32 [N, 1+D]; one host synchronisation. Raises CoordinateError (batch < 0)."""
         dim = coords.shape[1] - 1
         if coords.shape[0] == 0:
             return Bounds((0,) * dim, (0,) * dim, 0)
@@ -39,12 +36,12 @@ class Bounds:
 
     @cached_property
     def extents(self) -> tuple[int, ...]:
-        """How many cells the box has along each axis."""
+        """Number of cells along each axis."""
         return tuple(h - a + 1 for a, h in zip(self.low, self.high, strict=True))
 
     @cached_property
     def cells(self) -> int:
-        """How many cells the box has, of all batch items together."""
+        """Number of cells, over all batch items."""
         return max(self.batch, 1) * math.prod(self.extents)
 
     def grown(self, margin: Sequence[int]) -> Bounds:
@@ -53,34 +50,32 @@ class Bounds:
         return Bounds(low, high, self.batch)
 
     def holds(self, other: Bounds) -> bool:
-        """Whether the other box lies within this one, along each axis."""
+        """True if the other box is within this one along each axis; batches are not compared."""
         above = all(a <= b for a, b in zip(self.low, other.low, strict=True))
         return above and all(a >= b for a, b in zip(self.high, other.high, strict=True))
 
     def with_(self, other: Bounds) -> Bounds:
-        """The box around both."""
+        """The bounding box of both."""
         low, high = tuple(map(min, self.low, other.low)), tuple(map(max, self.high, other.high))
         return Bounds(low, high, max(self.batch, other.batch))
 
     def checked(self) -> Bounds:
-        """Itself, if int32 can hold it."""
+        """The box itself. Raises CoordinateError if it exceeds int32."""
         if min(self.low) < -(2**31) or max(self.high) > INT32_MAX:
             raise CoordinateError(
-                f"coordinates would reach {self.low} to {self.high}; int32 holds {-(2**31)} to {INT32_MAX}"
+                f"coordinates would range from {self.low} to {self.high}; int32 holds {-(2**31)} to {INT32_MAX}"
             )
         return self
 
 
-UNKNOWN = Bounds((), (), -1)
-"""Of coordinates that were made while torch.compile traced: nobody has looked."""
+UNKNOWN = Bounds((), (), -1)  # Bounds of coordinates made under torch.compile: not read yet
 
 
 @dataclass(frozen=True)
 class KeySpace:
     """Row-major numbering of a box: key = ((b * E0 + x - low0) * E1 + y - low1) * ... , in int64.
 
-    A constant step between two coordinates of the box is a constant difference between their keys.
-    """
+    Equal coordinate differences give equal key differences. Raises CoordinateError at 2**63 cells or more."""
 
     bounds: Bounds
 
@@ -98,7 +93,7 @@ class KeySpace:
 
     @property
     def radix(self) -> tuple[int, ...]:
-        """Key difference of a step of one along each axis."""
+        """Key difference of a unit step along each axis."""
         return tuple(math.prod(self.extents[axis + 1 :]) for axis in range(len(self.extents)))
 
     def keys(self, coords: Tensor, scale: Sequence[int] | None = None) -> Tensor:
@@ -116,10 +111,8 @@ class KeySpace:
 def places_in(
     coords: Tensor, shape: Sequence[int], origin: Sequence[int], items: int, box: Bounds | None = None
 ) -> Tensor:
-    """int64 [N]: the row-major place of each of `coords` int32 [N, 1+D] in `items` grids of a shape from `origin` on.
-
-    box: theirs; without it one read from the device. Raises CoordinateError where one lies outside.
-    """
+    """int64 [N]: row-major index of each of `coords` int32 [N, 1+D] in `items` grids of a shape starting at `origin`.
+    box: bounds of the coordinates, else read from the device. Raises CoordinateError for coordinates outside."""
     if not len(coords):
         return coords[:, 0].long()
     box, top = box or Bounds.of(coords), tuple(o + s - 1 for o, s in zip(origin, shape, strict=True))

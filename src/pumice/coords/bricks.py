@@ -1,9 +1,8 @@
-"""Sorted bricks with occupancy bits: which cells exist, in (batch, Morton) order, without a sort and without a value.
+"""Bricks: a two-level occupancy bitmap that finds, counts and orders cells in (batch, Morton) order without a sort.
 
-A brick is 2**LOW cells that follow one another in Morton order. A bitmap over all bricks of the box says which exist;
-a prefix count of it numbers those. Each that exists has a bitmap of its cells, and a prefix count over all of these
-is the place of a cell in (batch, Morton) order: one structure answers what is there, in which order, and at which row.
-In a small box all bricks have bitmaps, and nothing says which exist.
+A brick is 2**LOW consecutive cells in Morton order. A bitmap over the box's bricks (the directory) marks those that
+exist, and its prefix counts number them. Each existing brick has a bitmap of its cells, and the prefix counts over
+these are the cells' ranks in (batch, Morton) order. In a small box all bricks have bitmaps and there is no directory.
 """
 
 from __future__ import annotations
@@ -26,24 +25,17 @@ from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, kernel, to_device_async, triton_unavailable_reason
 
-LOW = {1: 9, 2: 8, 3: 9, 4: 8}
-"""The binary logarithm of a brick's cells: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4."""
-MOST = 1 << 28
-"""Bricks of a box, at most: a byte of each is set first."""
-WHOLE = 1 << 17
-"""Bricks of a box up to which all have bitmaps: a pass over 8 MiB is shorter than one over the rows (on an H200)."""
-FEW = 1 << 19
-"""Words of bitmaps up to which all are cleared before it is known how many there are."""
-KINDS = 1 << 16
-"""Taps listed by the rests that rows leave, at most."""
+LOW = {1: 9, 2: 8, 3: 9, 4: 8}  # log2 of a brick's cells by D: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4
+MOST = 1 << 28  # Maximum number of bricks in a box: marking takes a byte each
+WHOLE = 1 << 17  # Bricks up to which all have bitmaps: a pass over 8 MiB beats one over the rows (on an H200)
+FEW = 1 << 19  # Bitmap words up to which all are cleared, not only those in use
+KINDS = 1 << 16  # Maximum size of the table of kernel offsets by residue class
 
 
 @dataclass(frozen=True)
 class Stencil:
-    """Which cells the rows of a cloud reach, one for each offset.
-
-    form: "times" (step * c + offset), "over" ((c - offset) / step, where it divides), "floor" (floor(c / step)).
-    """
+    """The cells that rows reach, one per offset.
+    form: "times" (step * c + offset), "over" ((c - offset) / step, where it divides), "floor" (floor(c / step))."""
 
     form: str
     steps: tuple[int, ...]
@@ -51,14 +43,14 @@ class Stencil:
 
     @staticmethod
     def of_outputs(relation: Relation) -> Stencil:
-        """What makes the outputs of a relation exist."""
+        """The stencil that generates a relation's outputs."""
         if relation.policy == "floor_unique":
             return Stencil("floor", relation.stride, ((0,) * relation.dim,))
         return Stencil.of_meetings(relation)
 
     @staticmethod
     def of_meetings(relation: Relation) -> Stencil:
-        """Which outputs each input meets, tap by tap."""
+        """The outputs of each input, per kernel offset."""
         form = "times" if relation.policy == "transposed_support" else "over"
         return Stencil(form, relation.stride, relation.offsets)
 
@@ -68,7 +60,7 @@ class Stencil:
 
     @property
     def lanes(self) -> int:
-        """How many cells a row reaches at most."""
+        """Maximum number of cells that a row reaches."""
         return _lanes(self)
 
     @property
@@ -78,11 +70,11 @@ class Stencil:
 
     @property
     def spread(self) -> int:
-        """By how much offsets differ along an axis, at most."""
+        """Maximum difference of offsets along an axis."""
         return max((max(axis) - min(axis) for axis in zip(*self.offsets, strict=True)), default=0)
 
     def begins(self, low: Sequence[int]) -> tuple[int, ...]:
-        """What kernels take off a coordinate (off its cell where cells are finer); low: the box's, along each axis."""
+        """Subtracted by kernels from a coordinate ("times": from its cell). low: the box's lowest cell."""
         if self.form == "times":
             return tuple(low)
         least = self.least if self.form == "over" else (0,) * len(low)
@@ -93,12 +85,12 @@ class Stencil:
 def _lanes(reach: Stencil) -> int:
     if reach.form != "over":
         return len(reach.offsets)
-    # Of offsets that leave the same rest, all or none divide.
+    # Offsets of one residue class divide for the same rows.
     return max(map(len, _by_rest(reach).values()), default=0)
 
 
 def _by_rest(reach: Stencil) -> dict[int, list[int]]:
-    """The taps that divide for a row, by the rests that it leaves: one number, row-major."""
+    """Kernel offsets by the residue class (row-major index) of the rows for which they divide."""
     kinds: dict[int, list[int]] = {}
     for tap, offset in enumerate(reach.offsets):
         kind = 0
@@ -110,9 +102,8 @@ def _by_rest(reach: Stencil) -> dict[int, list[int]]:
 
 @cached_device_constant(256)
 def _taps(reach: Stencil, device: torch.device) -> Tensor:
-    """What kernels read of the offsets, int32. Of "over" a list for each kind of rests, [prod(steps), lanes, 1+D]: a
-    tap (-1 past the last), and what it adds to the quotient along each axis. Of the others [K, D], the offsets.
-    """
+    """The offsets as kernels read them, int32. "over": for each residue class, [prod(steps), lanes, 1+D], a list of
+    (index, -1 past the last; addend to the quotient along each axis). Other forms: [K, D], the offsets."""
     if reach.form != "over":
         return offset_table(reach.offsets, device)
     lists = torch.full((math.prod(reach.steps), max(reach.lanes, 1), 1 + len(reach.steps)), -1, dtype=torch.int32)
@@ -125,7 +116,7 @@ def _taps(reach: Stencil, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """The cells of a box as kernels number them: Morton codes, put together from a table for each axis."""
+    """Numbering of a box's cells in kernels: Morton codes from one lookup table per axis."""
 
     bounds: Bounds
     layout: CodeLayout
@@ -140,7 +131,7 @@ class Space:
 
     @property
     def bits(self) -> int:
-        """Where the batch item stands in a code."""
+        """Bit position of the batch index in a code."""
         return max(self.layout.bits, self.low)
 
     @property
@@ -148,7 +139,7 @@ class Space:
         return max(self.bounds.batch, 1) << (self.bits - self.low)
 
     def numbers(self, reach: Stencil) -> tuple[int, ...]:
-        """batch, what is taken off coordinates, four extents, where each axis's table starts for its low, bits."""
+        """Kernel arguments: batch, offsets to subtract, four extents, start of each axis's table at its low, bits."""
         box, layout = self.bounds, self.layout
         begins = tuple(s + a + b for s, a, b in zip(layout.starts, box.low, layout.bias, strict=True))
         taken = padded(reach.begins(box.low), 0)
@@ -156,7 +147,7 @@ class Space:
 
 
 def refusal(coords: Tensor, bounds: Bounds, reach: Stencil) -> str | None:
-    """Why no bricks are made of what these coordinates reach in a box, or None."""
+    """Reason why bricks do not support the cells that coordinates reach in a box, or None."""
     if why := triton_unavailable_reason(coords):
         return why
     try:
@@ -166,20 +157,18 @@ def refusal(coords: Tensor, bounds: Bounds, reach: Stencil) -> str | None:
         return str(problem)
     widest = max(extent * step for extent, step in zip(bounds.extents, reach.steps, strict=True)) + reach.spread
     if widest >= 2**31:
-        return f"an axis is {widest} cells of the inputs long, at most {2**31 - 1} are divided"
+        return f"an axis spans {widest} input cells, at most {2**31 - 1} are supported"
     if reach.form == "over" and math.prod(reach.steps) * reach.lanes > KINDS:
-        return f"steps of {reach.steps} leave {math.prod(reach.steps)} kinds of rests"
-    return None if space.bricks <= MOST else f"the box has {space.bricks} bricks, at most {MOST} are counted"
+        return f"steps of {reach.steps} have {math.prod(reach.steps)} residue classes, too many to tabulate"
+    return None if space.bricks <= MOST else f"the box has {space.bricks} bricks, at most {MOST} are supported"
 
 
 @dataclass(frozen=True, eq=False)
 class Bricks:
-    """Which cells of a box exist.
-
-    directory int64 [ceil(bricks / 32)]: the bitmap over bricks, with prefix counts as `paired` gives them; None where
-    all bricks have bitmaps. cells int64 [limit * 2**LOW / 32]: the bitmaps of those that exist, likewise.
-    count int32 [1] on the device: how many cells exist.
-    """
+    """Occupancy of a box's cells.
+    directory int64 [ceil(bricks / 32)]: bitmap over bricks with prefix counts, see `paired`; None if all bricks have
+    bitmaps. cells int64 [limit * 2**LOW / 32]: the same for the cells of existing bricks. count int32 [1] on the
+    device: number of existing cells."""
 
     space: Space
     limit: int
@@ -194,20 +183,17 @@ class Bricks:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """As kernels take them."""
+        """(directory, cells) as kernel arguments."""
         return self.cells if self.directory is None else self.directory, self.cells
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What kernels know of them when they are compiled."""
+        """Compile-time constants of kernels."""
         return {"WHOLE": self.directory is None}
 
     @staticmethod
     def of(cloud: CoordBuffer, reach: Stencil, bounds: Bounds, most: int, strict: bool = False) -> Bricks:
-        """The cells in `bounds` that the cloud's rows reach, with room for `most` of them in the worst case.
-
-        strict: cells outside, and cells that are reached twice, are reported in the cloud's status.
-        """
+        """At most `most` cells in `bounds` that rows reach. strict: report cells outside or reached twice in status."""
         space = Space.of(bounds)
         call = _BrickCall(cloud, reach, space)
         words = (1 << space.low) // 32
@@ -234,19 +220,19 @@ class Bricks:
         return Bricks(space, limit, directory, *paired(cells, live))
 
     def coords(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> tuple[Tensor, Tensor]:
-        """int32 [capacity, 1+D]: the cells in (batch, Morton) order, -1 past them; int32 [1]: how many rows live."""
+        """int32 [capacity, 1+D]: cells in (batch, Morton) order, -1 for padding; int32 [1]: number of valid rows."""
         return self._met(cloud, reach, capacity, "", True)[1:]
 
     def rows(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> Tensor:
-        """int32 [capacity, K]: the row of the cloud that reaches each cell through each offset, -1 where none does."""
+        """int32 [capacity, K]: the buffer's row that reaches each cell through each offset, -1 if none."""
         return self._met(cloud, reach, capacity, "rows", False)[0]
 
     def turned(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> Tensor:
-        """int32 [N, K]: the place of the cell that each row of the cloud reaches through each offset, else -1."""
+        """int32 [N, K]: rank of the cell that each row of the buffer reaches through each offset, -1 if none."""
         return self._met(cloud, reach, capacity, "turned", False)[0]
 
     def both(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-        """rows and coords in one pass, for offsets that reach every cell that exists."""
+        """`rows` and `coords` in one pass, for offsets that reach every existing cell."""
         return self._met(cloud, reach, capacity, "rows", True)
 
     def _met(
@@ -256,17 +242,17 @@ class Bricks:
         count = {"rows": capacity, "turned": cloud.capacity}.get(kind, 0)
         met = torch.full((count, volume), -1, dtype=torch.int32, device=device)
         placed = torch.empty(capacity if place else 0, cloud.dim + 1, dtype=torch.int32, device=device)
-        living = torch.empty(1, dtype=torch.int32, device=device)
+        valid = torch.empty(1, dtype=torch.int32, device=device)
         more = {"K": volume, "MAP": kind, "PLACE": place, **self.constants}
         numbers = (self.limit, capacity, *padded(self.space.bounds.low, 0))
-        tensors = (*self.tensors, self.count, met, placed, living, cloud.status)
+        tensors = (*self.tensors, self.count, met, placed, valid, cloud.status)
         _BrickCall(cloud, reach, self.space)("lookup_kernels.search_neighbours", tensors, numbers, more)
-        return met, placed, living
+        return met, placed, valid
 
 
 @dataclass(frozen=True)
 class _BrickCall:
-    """A kernel over all cells that rows reach."""
+    """Launch of a kernel over all cells that rows reach."""
 
     cloud: CoordBuffer
     reach: Stencil
@@ -284,7 +270,7 @@ class _BrickCall:
 
 
 class BrickLookup:
-    """Bricks of a cloud's own cells, with the row of each."""
+    """Lookup by bricks of a buffer's own cells, with the row of each."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         own = Stencil.itself(cloud.dim)
@@ -320,5 +306,5 @@ class BrickLookup:
 
 
 def _steps(steps: Sequence[int]) -> dict[str, int]:
-    """The steps as kernels know them when they are compiled."""
+    """The steps as compile-time constants of kernels."""
     return {f"S{axis}": step for axis, step in enumerate(padded(steps, 1))}

@@ -1,4 +1,4 @@
-"""Coordinates whose number the device knows: what flows between kernels that never wait for the host."""
+"""Coordinate buffers with a device-side count, for kernels that never synchronise with the host."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from pumice.coords.box import Bounds
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 
-DUPLICATE, RANGE, OVERFLOW = 1, 2, 4
-"""Bits of a status word: equal coordinates; coordinates outside their box; more results than there is room for."""
+DUPLICATE, RANGE, OVERFLOW = 1, 2, 4  # Bits of a status word: duplicates, out of bounds, capacity exceeded
 
 
 @dataclass(frozen=True, eq=False)
 class CoordBuffer:
-    """Coordinates in a buffer: int32 [capacity, 1+D], of which the first `count` (int32 [1], on the device) live.
+    """Coordinates in a buffer: int32 [capacity, 1+D]; the first `count` rows (int32 [1], on the device) are valid.
 
-    bounds: a box around the living, known on the host. status: int32 [1] on the device, the bits of what went wrong
-    so far; kernels set them, and whoever reads a count reads them too. exact: whether all rows are known to live.
-    needed: how many rows there would be if there were room for all, int32 [1]; None where there is.
-    """
+    bounds: bounding box of the valid rows, known on the host. status: int32 [1] on the device, error bits set by
+    kernels and read with every count. exact: True if all rows are valid. needed: number of rows with unlimited
+    capacity, int32 [1]; None if it cannot exceed the capacity."""
 
     coords: Tensor
     count: Tensor
@@ -34,8 +32,8 @@ class CoordBuffer:
 
     @staticmethod
     def of(coords: Tensor, bounds: Bounds) -> CoordBuffer:
-        """All of `coords`."""
-        # One kernel writes both: 0 and the number.
+        """A buffer of `coords`, all rows valid."""
+        # One kernel writes both the status, 0, and the count.
         words = torch.arange(0, len(coords) + 1, max(len(coords), 1), dtype=torch.int32, device=coords.device)
         status = words[:1] if len(coords) else new_status(coords.device)
         return CoordBuffer(coords.contiguous(), words[-1:], bounds, status, True)
@@ -53,35 +51,32 @@ class CoordBuffer:
         return self.coords.device
 
     def valid_mask(self) -> Tensor:
-        """bool [capacity]: which rows live."""
+        """bool [capacity]: True for valid rows."""
         return torch.arange(self.capacity, device=self.device) < self.count
 
     def inside(self) -> Tensor:
-        """bool [capacity]: which rows lie in the box."""
+        """bool [capacity]: True for rows inside the bounds."""
         low = torch.tensor((0, *self.bounds.low), dtype=torch.int64, device=self.device)
         high = torch.tensor((self.bounds.batch - 1, *self.bounds.high), dtype=torch.int64, device=self.device)
         return ((self.coords >= low) & (self.coords <= high)).all(1)
 
     def read(self) -> int:
-        """How many rows live: waits for the device. Raises CoordinateError for what went wrong on the way to them."""
+        """Number of valid rows; synchronises with the host. Raises CoordinateError if the status has an error bit."""
         words = [self.count, self.status, self.count if self.needed is None else self.needed]
         count, status, needed = (values[0] for values in read(words))
         if needed > self.capacity and not status & (RANGE | DUPLICATE):
-            raise CoordinateError(f"{needed} results, and room for {self.capacity}; give a larger capacity")
+            raise CoordinateError(f"{needed} results exceed the capacity of {self.capacity}; give a larger one")
         check(status, self.capacity)
         return count
 
 
 def new_status(device: torch.device) -> Tensor:
-    """A status word that says nothing."""
+    """A status word without error bits."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def set_status(status: Tensor, bit: int, happened: Tensor) -> None:
-    """Set a bit of a status word where `happened`, bool of one entry, is so.
-
-    In one go: kernels on other streams set other bits meanwhile, which a word that is read and written back would lose.
-    """
+    """Set a bit of a status word if `happened`, bool of one entry; atomic, as other streams may set other bits."""
     if has_triton(status):
         kernel("lookup_kernels.set_status")(1, (happened.int(), status), (), {"BIT": bit})
     else:
@@ -89,7 +84,7 @@ def set_status(status: Tensor, bit: int, happened: Tensor) -> None:
 
 
 def read(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The values of small integer tensors of one device, in one transfer: the one place where counts are waited for."""
+    """Values of small integer tensors of one device, in one transfer; the only host synchronisation for counts."""
     if not tensors:
         return []
     flat = torch.cat([t.reshape(-1) for t in tensors]).tolist()
@@ -101,16 +96,16 @@ def read(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def check(status: int, capacity: int) -> None:
-    """Raise what the bits of a status word say of a buffer of so much capacity and of those before it."""
+    """Raise CoordinateError if a status word, of this buffer or one it was made from, has an error bit."""
     if status & RANGE:
-        raise CoordinateError("coordinates lie outside the spatial_shape or the batch_size that was given for them")
+        raise CoordinateError("coordinates are outside the given spatial_shape or batch_size")
     if status & DUPLICATE:
         raise CoordinateError("coordinates are duplicates; coalesce() merges them")
     if status & OVERFLOW:
-        raise CoordinateError(f"more results than there is room for, in this buffer of {capacity} or in one before it")
+        raise CoordinateError(f"results exceed the capacity of this buffer, {capacity}, or of one it was made from")
 
 
 @cached_device_constant(256)
 def offset_table(offsets: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """int32 [K, D]: offsets on the device, copied there once."""
+    """int32 [K, D]: the offsets on the device, cached."""
     return to_device_async(torch.tensor(offsets, dtype=torch.int32), device)

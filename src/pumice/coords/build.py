@@ -1,4 +1,4 @@
-"""From coordinates and a relation to the kernel map and the coordinates of its outputs."""
+"""Build the kernel map and the output coordinates of a relation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 from pumice.runtime.launch import has_triton, outside_inference_mode
 from pumice.runtime.streams import FIRST, mark
 
-_GROWTH = 16
-"""Worst cases of a pyramid's levels, over the voxels of the first, up to which all are counted in one transfer."""
+_GROWTH = 16  # Worst-case growth of a pyramid's level, over the finest, up to which it is built before it is counted
 FORWARD = ("same", "support", "floor_unique")
 
 
@@ -35,7 +34,7 @@ def checked_geometry(
     spatial_shape: int | Sequence[int] | None = None,
     batch_size: int | None = None,
 ) -> Geometry:
-    """`Geometry.checked`, also while torch.compile or torch.export traces: the compiled code then checks."""
+    """`Geometry.checked`; under torch.compile or torch.export the compiled code does the checks."""
     if torch.compiler.is_compiling():
         coords, strides, shape = described(coords, stride, spatial_shape)
         return tracing_module.checked(coords.contiguous(), strides, shape, batch_size)
@@ -45,33 +44,31 @@ def checked_geometry(
 def kernel_map(
     geometry: Geometry, relation: Relation, target: Geometry | None = None, schedule: MapSchedule | None = None
 ) -> tuple[KernelMap, Geometry]:
-    """The map of `relation` from `geometry`, and the geometry of its outputs; found once, then kept by `geometry`.
+    """The kernel map of `relation` on `geometry` and the geometry of its outputs, cached by `geometry`.
 
-    `target` names the outputs for the policies `given` and `cached_inverse`, and only for those. `schedule` says how
-    neighbours are found; by default the cost model does. It changes no result, and nothing of a map already found.
+    target: the outputs, for policies `given` and `cached_inverse` only. schedule: how neighbours are searched, by
+    default the cost model's choice; it affects no result and no cached map.
 
-    While torch.compile or torch.export traces, a map will be found when the traced code runs (coords.tracing), unless
-    `geometry` was prepared for that; it is left as it is, and what is returned in its place keeps the map.
+    Under torch.compile or torch.export the map is built when the compiled code runs (coords.tracing), unless `geometry`
+    was prepared; `geometry` is not modified, and the returned geometry caches the map.
 
-    Raises OptionError for an unknown policy and for what is no schedule, ShapeError and DeviceError for a target that
-    does not fit, GeometryError for what is no Geometry.
-    """
+    Raises OptionError for an unknown policy or a schedule of another type, ShapeError or DeviceError for a target of
+    other axes or device, GeometryError for a `geometry` of another type."""
     if not isinstance(geometry, Geometry):
-        raise GeometryError(f"a Geometry has kernel maps, found {type(geometry).__name__}; a tensor's is x.geometry")
+        raise GeometryError(f"kernel_map takes a Geometry, found {type(geometry).__name__}; a tensor's is x.geometry")
     if schedule is not None and not isinstance(schedule, MapSchedule):
         raise OptionError(f"schedule takes a MapSchedule, found {schedule!r}")
     if relation.policy == "cached_inverse":
         return _inverse_map(geometry, relation, target)
     if torch.compiler.is_dynamo_compiling():
-        # To look at the maps would bind compiled code to them.
+        # Reading the cached maps would add guards on them to the compiled code.
         return tracing_module.kernel_map(geometry, *_checked(geometry, relation, target))
-    # A geometry as its own target is not named in the key: a reference to itself would keep its memory alive.
+    # A geometry as its own target is left out of the key: a reference cycle would keep its memory alive.
     key = (relation, None if target is geometry else target)
     kept = geometry.maps.get(key)
     if kept is None and torch.compiler.is_compiling():
         return tracing_module.kernel_map(geometry, *_checked(geometry, relation, target))
     if kept is None:
-        # A map found in inference serves training afterwards.
         with outside_inference_mode():
             kept = _build(geometry, relation, target, schedule)
         if geometry.unsettled is not None:
@@ -83,22 +80,21 @@ def kernel_map(
 
 @contextmanager
 def on_side_stream(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
-    """Within it, while a CUDA graph is captured, maps are found on a stream of their own: layers over the first levels
-    run beside the search for the others. What it gives is told each map that was found, which readers then wait for.
+    """Under CUDA graph capture, build maps on a side stream, so that layers on finer levels overlap the search for
+    coarser ones; otherwise no effect.
 
-    Elsewhere it does nothing.
-    """
+    Yields a callback to be called with each map as it is built; later readers wait for its event."""
     if not (geometry.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         yield lambda _: None
         return
     stream = torch.cuda.Stream(geometry.device, priority=FIRST)
     stream.wait_stream(torch.cuda.current_stream(geometry.device))
     known = set(_levels_below(geometry))
-    # Deeper levels may have been found beside by themselves.
+    # Deeper levels may have been built on another side stream.
     for before in dict.fromkeys(filter(None, (level.late.get("found") for level in known))):
         stream.wait_event(before)
 
-    def told(one: KernelMap) -> None:
+    def mark_built(one: KernelMap) -> None:
         event = mark(stream)
         if one.between is not None and None not in one.between.late:
             one.between.late.behind(event, [None])
@@ -108,7 +104,7 @@ def on_side_stream(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
                 level.late.behind(event, ["coords"])
 
     with torch.cuda.stream(stream):
-        yield told
+        yield mark_built
         event = mark(stream)
     for level in known:
         level.late.behind(event, ["found"])
@@ -116,12 +112,10 @@ def on_side_stream(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
 
 @contextmanager
 def join_side_streams(geometry: Geometry) -> Iterator[None]:
-    """Within it, at the end of a program, what tells of coordinates and maps is read; what runs later waits for it and
-    for all that was found beside.
+    """At the end of a program: a context in which status words may be read; later work waits for all side streams.
 
-    While a CUDA graph is captured whose maps were all found beside the layers it has a stream of its own, which waits
-    for what tells of these, and not for the layers.
-    """
+    Under CUDA graph capture, if all maps were built on side streams, the context runs on another stream, which waits
+    for the status words but not for the layers."""
     levels = list(_levels_below(geometry))
     maps = [found for level in levels for found, _ in level.maps.values()]
     if maps and all(found.between is not None and None in found.between.late for found in maps):
@@ -136,12 +130,12 @@ def join_side_streams(geometry: Geometry) -> Iterator[None]:
             level.over()
         yield
     for level in levels:
-        # What no layer has read is waited for all the same.
+        # Also wait for maps that no layer read.
         level.over()
 
 
 def _levels_below(geometry: Geometry) -> Iterator[Geometry]:
-    """It, and all that was made of it."""
+    """The geometry and all levels derived from it."""
     seen = {id(geometry): geometry}
     waiting = [geometry]
     while waiting:
@@ -154,9 +148,9 @@ def _levels_below(geometry: Geometry) -> Iterator[Geometry]:
 
 
 def _checked(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[Relation, Geometry | None]:
-    """The relation and the target of a map, if there can be one."""
+    """The relation and the target of a map, after checks."""
     if relation.policy not in POLICIES:
-        raise OptionError(f"out={relation.policy!r} is no output policy; there are {', '.join(POLICIES)}")
+        raise OptionError(f"out takes one of {', '.join(POLICIES)}, found {relation.policy!r}")
     if relation.dim != geometry.dim:
         raise ShapeError(f"the relation has {relation.dim} axes, the coordinates have {geometry.dim}")
     return relation.checked(), _checked_target(geometry, target) if relation.policy == "given" else None
@@ -174,7 +168,7 @@ def _build(
 
 
 def _level(geometry: Geometry, relation: Relation, schedule: MapSchedule | None) -> tuple[KernelMap, Geometry]:
-    """A map to coordinates that it makes itself."""
+    """A map whose outputs are derived from its inputs."""
     key = level_key(relation)
     outputs = geometry.levels.get(key) if key else None
     if outputs is not None:
@@ -190,11 +184,11 @@ def _level(geometry: Geometry, relation: Relation, schedule: MapSchedule | None)
 def _to_known(
     geometry: Geometry, relation: Relation, outputs: Geometry, made: Outputs | None, schedule: MapSchedule | None
 ) -> KernelMap:
-    """The map to outputs that were made; `made` may have its table."""
+    """The map to outputs that exist; `made` may provide its table."""
     table = None if made is None else made.table(len(outputs))
     if relation.policy == "transposed_support":
         if table is not None and len(table) > len(geometry):
-            # Inputs of a pyramid lie in a longer buffer.
+            # In a pyramid the inputs' buffer may be longer than their count.
             table = table[: len(geometry)].clone()
         found = None if table is None else Neighbours(table, None)
         found = found or _search(outputs, geometry, relation, schedule)
@@ -209,20 +203,20 @@ def _map_of(relation: Relation, found: Neighbours, inputs: Geometry, outputs: Ge
     if here is None and there is None:
         return made
     if here is None or there is None:
-        raise GeometryError("a captured network has no maps between its own coordinates and those from elsewhere")
+        raise GeometryError("a captured network cannot mix its own coordinates with coordinates from outside")
     status, place = inputs.cloud.status, (here.path, there.path, relation)
     return replace(made, between=BufferedMapState(inputs.cloud.count, outputs.cloud.count, status, here.rooms, place))
 
 
 def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometry:
-    """The outputs of coordinates in a buffer, in a buffer as large as was settled."""
+    """The outputs of coordinates in a buffer, in a buffer of their planned capacity."""
     buffered = geometry.buffered
     assert buffered is not None
     site = site_of(geometry.site, relation)
     if isinstance(made, TorchOutputs) and geometry.coords.is_cuda:
         raise GeometryError(
-            f"no kernel makes coordinates in the box {site.bounds.low} to {site.bounds.high}, and plain torch waits "
-            "for the device: a captured network needs a smaller box"
+            f"no kernel supports the bounding box {site.bounds.low} to {site.bounds.high}, and the torch fallback "
+            "synchronises with the host: a captured network needs a smaller box"
         )
     path = (*buffered.path, relation)
     most = max_outputs(len(geometry), relation, site)
@@ -231,12 +225,10 @@ def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometr
 
 
 def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ...]:
-    """The levels that relations make one from the other, finest first, with the maps between them.
+    """The levels that `steps` derive one from the other, finest first, with the cached maps between them.
 
-    On a GPU all their numbers are read in one transfer. What was found before is not found again.
-
-    Raises GeometryError for a relation that makes no coordinates, and what kernel_map raises.
-    """
+    On a GPU all counts are read in one transfer. Raises GeometryError for a policy that makes no coordinates, and as
+    kernel_map."""
     check_steps(steps)
     levels = [geometry]
     for place, step in enumerate(steps):
@@ -249,14 +241,14 @@ def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ..
 
 
 def check_steps(steps: Sequence[Relation]) -> None:
-    """Raise GeometryError for a relation that makes no coordinates."""
+    """Raise GeometryError for a relation whose policy makes no coordinates."""
     for step in steps:
         if step.policy not in ("support", "floor_unique", "transposed_support"):
-            raise GeometryError(f"policy {step.policy!r} makes no coordinates; a pyramid's steps do")
+            raise GeometryError(f"policy {step.policy!r} makes no coordinates; steps of a pyramid must")
 
 
 def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
-    """Levels in buffers of their worst case, counted, and then cut to size; as many as do not take too much room."""
+    """Build levels in worst-case buffers, read all counts, then crop; stops at a level whose buffer is too large."""
     cloud, site = geometry.cloud, geometry.site
     made: list[Outputs] = []
     clouds: list[CoordBuffer] = []
@@ -283,18 +275,18 @@ def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
 
 
 def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: MapSchedule | None) -> Neighbours:
-    """The rows of the inputs at stride * out + offset."""
+    """Input rows at stride * out + offset."""
     return inputs.lookup(schedule).neighbours(outputs.cloud, relation)
 
 
 def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:
-    """The forward map from `target` to `geometry`, transposed. It is kept by `target`, the one that lives longer."""
+    """The forward map from `target` to `geometry`, transposed; cached by `target`, which lives longer."""
     tracing = torch.compiler.is_dynamo_compiling()
     parent = None if tracing else geometry.parent
     target = parent if target is None else target
     if target is None:
         raise GeometryError(
-            "the way back needs a target: nothing is known of what x's coordinates were made from, or it is gone"
+            "cached_inverse needs a target: the geometry that x's coordinates were made from is unknown or was freed"
         )
     for forward in _ways(relation) if tracing else _forwards(relation):
         kept = tracing_module.known(target, forward) if tracing else target.maps.get((forward, None))
@@ -303,8 +295,8 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
     _checked_target(geometry, target)
     if geometry.stride != tracing_module.stride_of(target.stride, relation):
         raise GeometryError(
-            f"x has stride {geometry.stride}; a convolution of stride {relation.stride} from the target's stride "
-            f"{target.stride} does not lead there"
+            f"strides are incompatible: x has stride {geometry.stride}, a convolution of stride {relation.stride} from "
+            f"the target's stride {target.stride} does not give it"
         )
     if parent is not None:
         _check_way_back(geometry, relation, target, parent)
@@ -313,11 +305,11 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
 
 
 def _check_way_back(geometry: Geometry, relation: Relation, target: Geometry, parent: Geometry) -> None:
-    """Raise GeometryError: no map of this relation led from the target to coordinates that were made from `parent`."""
+    """Raise GeometryError: no map of this relation leads from the target to coordinates made from `parent`."""
     if parent is not target:
         raise GeometryError(f"x's coordinates were made from {parent}, the target is {target}")
     made = [_window_of(way) for (way, _), (_, outputs) in parent.maps.items() if outputs is geometry]
-    raise GeometryError(f"x's coordinates were made by {' and '.join(made)}; the way back has {_window_of(relation)}")
+    raise GeometryError(f"x's coordinates were made by {' and '.join(made)}; the inverse has {_window_of(relation)}")
 
 
 def _window_of(relation: Relation) -> str:
@@ -326,7 +318,7 @@ def _window_of(relation: Relation) -> str:
 
 
 def _ways(relation: Relation) -> tuple[Relation, ...]:
-    """The relations whose maps the way back may be that of."""
+    """Forward relations that the inverse may belong to."""
     return tuple(replace(relation, policy=policy) for policy in FORWARD)
 
 

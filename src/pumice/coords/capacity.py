@@ -1,4 +1,4 @@
-"""Sizes settled before the coordinates are known: geometries and maps in buffers, of which nothing is read."""
+"""Fixed capacities of geometries and kernel maps in a CUDA graph, so that no size is read back from the device."""
 
 from __future__ import annotations
 
@@ -13,33 +13,29 @@ from pumice.coords.relation import Relation
 from pumice.errors import CaptureError
 from pumice.runtime.streams import PendingEvents
 
-_STEP = 64
-"""Capacities of levels are multiples of it, no two the same."""
+_STEP = 64  # Capacities of levels are distinct multiples of this
 
 Shares = float | Mapping[Any, float] | None
-"""Room of inner levels, as a share of the first one's: of all, or by stride (an int or one per axis)."""
+"""Capacity of coarser levels as a fraction of the first: one for all, or by stride (an int or one per axis)."""
 
 
 class Capacities(Protocol):
-    """How much room is taken for what only the device counts."""
+    """Capacities of buffers whose counts stay on the device."""
 
     def capacity(self, place: Hashable, needed: Tensor, most: int) -> int:
-        """Room at a place of the program: at most `most` is ever needed; needed: int32 [1] on the device, now."""
+        """Capacity at a place of the program, at most `most`. needed: int32 [1] on the device, the current need."""
         ...
 
     def pieces(self, place: Hashable) -> set[int]:
-        """How long pieces of the runs of what has its room there are wanted: kept from pass to pass, to be added to."""
+        """Piece lengths requested for the runs of the buffer at `place`; a set kept across passes and added to."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class BufferedState:
-    """Of a geometry: its coordinates lie in a buffer of which the first rows live, and so do those made of it.
-
-    rooms: how large the buffers of other levels are. path: the relations that lead here from the first coordinates.
-    poison: whether features of rows that do not live become NaN wherever a tensor is made, so that what reads them
-    shows. trains: whether gradients are asked for, which rows that do not live must not add to.
-    """
+    """State of a geometry whose coordinates, and those of levels derived from it, are in buffers with padding rows.
+    rooms: capacities of other levels. path: relations from the first coordinates to here. poison: fill features of
+    padding rows with NaN, to expose reads of them. trains: gradients are required; padding rows must not contribute."""
 
     rooms: Capacities
     path: tuple[Relation, ...] = ()
@@ -49,10 +45,9 @@ class BufferedState:
 
 @dataclass(frozen=True, eq=False)
 class BufferedMapState:
-    """Of a map: it lies between buffers. inputs, outputs: rows of it as it was found that live, int32 [1] each on the
-    device; status: what is told that there was no room; place: names it among the maps of a program. late: what other
-    streams make, by the keys of storages; under None the map itself.
-    """
+    """State of a map between buffers. inputs, outputs: valid rows of the untransposed map, int32 [1] each on the
+    device; status: receives OVERFLOW; place: key of the map within a program. late: pending events of other streams
+    by storage key, None for the map itself."""
 
     inputs: Tensor
     outputs: Tensor
@@ -83,10 +78,8 @@ class BufferedMapState:
 
 
 class CapacityPlanner:
-    """Rooms as they are found to be needed for an example of `count` voxels, with a margin, for `capacity` voxels.
-
-    It waits for the device at every place that it meets for the first time. least: rooms that are not made smaller.
-    """
+    """Capacities measured on an example of `count` voxels (a host synchronisation per place), scaled with a margin to
+    `capacity` voxels. least: lower bounds."""
 
     def __init__(
         self, capacity: int, count: int, margin: float, shares: Shares, least: Mapping[Any, int] | None = None
@@ -107,13 +100,13 @@ class CapacityPlanner:
         return self._pieces.setdefault(place, set())
 
     def settled(self) -> FixedCapacities:
-        """What was planned."""
+        """The planned capacities."""
         return FixedCapacities(self.rooms, self._pieces)
 
     def _planned(self, place: Any, needed: Tensor, most: int) -> int:
         what, *_, last = place
         share = _share(self._shares, last) if what == "rows" else None
-        # Without tiles there is no number.
+        # Empty without tiles.
         wanted = self._scale * sum(needed.tolist()) if share is None else share * self._capacity
         found = max(1, min(most, math.ceil(wanted)), self._least.get(place, 0))
         if what != "rows":
@@ -134,22 +127,22 @@ def _share(shares: Shares, stride: tuple[Any, ...]) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class FixedCapacities:
-    """Rooms that were planned."""
+    """Capacities planned before."""
 
     rooms: Mapping[Any, int]
     asked: dict[Any, set[int]] = field(default_factory=dict)
 
     def levels(self) -> Iterator[tuple[Any, int]]:
-        """The places of levels, with their rooms."""
+        """Places of levels with their capacities."""
         return ((place, room) for place, room in self.rooms.items() if place[0] == "rows")
 
     def capacity(self, place: Hashable, needed: Tensor, most: int) -> int:
-        """See Capacities."""
+        """See Capacities. Raises CaptureError for a place that was not planned."""
         found = self.rooms.get(place)
         if found is None:
             raise CaptureError(
-                "the network asks for coordinates or maps that it did not ask for before: what it does must not depend "
-                f"on the scene ({place})"
+                f"the network needs coordinates or a map it did not use before ({place}): its control flow must not "
+                "depend on the scene"
             )
         return found
 

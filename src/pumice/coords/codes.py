@@ -1,4 +1,4 @@
-"""Codes of integer coordinates along space-filling curves: Morton order to store by, Hilbert order to walk by."""
+"""Codes of integer coordinates along space-filling curves: Morton (storage order) and Hilbert."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ _TABLE_ENTRIES = 2**22
 
 @dataclass(frozen=True)
 class CodeLayout:
-    """Where the bits of coordinates go in the Morton code of a box.
+    """Bit layout of the Morton code of a box.
 
         code(c) = sum over axes a and bits i of  (bit i of c[a] + bias[a]) << places[a][i]
                 = sum over axes a of  tables[starts[a] + c[a] + bias[a]]
 
-    places: per axis the place of each bit, lowest bit first; () for an axis that is 0 throughout the box.
-    bias: per axis what is added: a power of two, the axis's last bit then, where values are of both signs; else what
-        takes off the high bits that all values of the box have in common, so that far from the origin codes are as
-        short as near it.
+    places: position of each bit per axis, lowest bit first; () for an axis of one value.
+    bias: added per axis: for values of both signs a power of two, the axis's top bit; else it removes the high bits
+        that all values share, so that codes are short far from the origin, too.
 
-    Example: x from 0 to 3 and y from -1 to 0 have places ((0, 1), (2,)) and bias (0, 1).
-    """
+    Example: x from 0 to 3 and y from -1 to 0 have places ((0, 1), (2,)) and bias (0, 1)."""
 
     places: Places
     bias: tuple[int, ...]
@@ -45,37 +43,32 @@ class CodeLayout:
 
     @property
     def bits(self) -> int:
-        """Bits of the code of all axes; a batch index stands above them."""
+        """Bits of all axes; the batch index goes above them."""
         return sum(map(len, self.places))
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where the table of each axis begins in `tables`."""
+        """Start of each axis's table in `tables`."""
         return tuple(accumulate((1 << len(p) for p in self.places[:-1]), initial=0))
 
     def tables(self, device: torch.device | str) -> Tensor:
-        """int64 [sum over axes a of 2**len(places[a])]: the share of each value of each axis in the code.
+        """int64 [sum over axes a of 2**len(places[a])]: contribution of each value of each axis to the code.
 
         tables[starts[a] + v] = sum over bits i of  (bit i of v) << places[a][i]     for v in [0, 2**len(places[a]))
 
-        Kept from call to call: not to be written to. Raises CoordinateError where an axis has more than 2**22 values
-        or the code more bits than a word holds.
-        """
+        Cached: do not modify. Raises CoordinateError for an axis of over 2**22 values or a code of over 63 bits."""
         longest = max(map(len, self.places))
         if 1 << longest > _TABLE_ENTRIES:
-            raise CoordinateError(f"an axis has a table of {1 << longest} entries; {_TABLE_ENTRIES} are the most")
+            raise CoordinateError(f"an axis has a table of {1 << longest} entries, at most {_TABLE_ENTRIES} fit")
         if self.bits > WORD_BITS:
             raise CoordinateError(f"the code has {self.bits} bits, a word holds {WORD_BITS}")
         return _tables(self.places, torch.device(device))
 
 
 def morton_argsort(coords: Tensor, bounds: Bounds) -> Tensor:
-    """Rows of `coords` in (batch, Morton) order, int64 [N]; stable.
+    """int64 [N]: stable argsort of `coords` by (batch, Morton code of `c + 2**31` per axis, axis 0 highest).
 
-    Within a batch item the order is that of the Morton code of `c + 2**31` per axis, axis 0 the highest of each
-    group of interleaved bits. A cell's parent (`floor(c / 2)`) keeps its place: the parents of a sorted list are
-    sorted.
-    """
+    Order is preserved by `floor(c / 2)`: the parents of a sorted list are sorted."""
     words = _morton_words(coords, bounds)
     order = torch.argsort(words[-1], stable=True)
     for word in reversed(words[:-1]):
@@ -84,7 +77,7 @@ def morton_argsort(coords: Tensor, bounds: Bounds) -> Tensor:
 
 
 def morton_unique(coords: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """Distinct rows of `coords` in (batch, Morton) order [M, 1+D], and for each row its place there, int64 [N]."""
+    """(distinct rows of `coords` in (batch, Morton) order [M, 1+D]; index of each row among them, int64 [N])."""
     if coords.shape[0] == 0:
         return coords, torch.zeros(0, dtype=torch.int64, device=coords.device)
     order = morton_argsort(coords, bounds)
@@ -98,14 +91,14 @@ def morton_unique(coords: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def serial_places(dim: int, depth: int, words: int) -> Places:
-    """Places of the bits of (batch, axes...): the axes interleaved, axis 0 the highest of each group; batch above."""
+    """Bit positions of (batch, axes...): axes interleaved, axis 0 the highest of each group, batch on top."""
     top = dim * depth
     batch = tuple(range(top, min(top + 31, words * WORD_BITS)))
     return batch, *_bit_places((depth,) * dim, (False,) * dim)
 
 
 def interleave(values: Sequence[Tensor], places: Places, words: int) -> list[Tensor]:
-    """Bit i of values[a] int [N] at places[a][i] of a code: int64 [N] words of 63 bits, the lowest first."""
+    """The code with bit i of values[a] int [N] at places[a][i]: int64 [N] words of 63 bits, lowest first."""
     code = [torch.zeros_like(values[0], dtype=torch.int64) for _ in range(words)]
     for value, axis_places in zip(values, places, strict=True):
         _spread(value.long(), axis_places, code)
@@ -113,7 +106,7 @@ def interleave(values: Sequence[Tensor], places: Places, words: int) -> list[Ten
 
 
 def deinterleave(words: Sequence[Tensor], places: Places) -> list[Tensor]:
-    """The values int64 [N] whose interleaved bits are `words`."""
+    """The values, int64 [N] each: the inverse of interleave()."""
     values = []
     for axis_places in places:
         value = torch.zeros_like(words[0])
@@ -124,13 +117,12 @@ def deinterleave(words: Sequence[Tensor], places: Places) -> list[Tensor]:
 
 
 def hilbert_of_axes(axes: Sequence[Tensor], depth: int) -> list[Tensor]:
-    """Coordinates int [N] of `depth` bits to their place along the Hilbert curve, with its bits dealt out.
+    """Coordinates int [N] of `depth` bits per axis to their Hilbert index, de-interleaved: one value per axis.
 
-    The place is the interleaved code of what is returned, axis 0 the highest of each group of bits. From the coarsest
-    bit down each octant is turned into the position of the first; then the Gray code of the bits is undone.
+    Interleaving the result, axis 0 the highest of each group, gives the index. From the coarsest bit down each octant
+    is rotated to the first; then the Gray code of the bits is decoded.
 
-    Source: J. Skilling, Programming the Hilbert curve, AIP Conference Proceedings 707, 2004.
-    """
+    Source: J. Skilling, Programming the Hilbert curve, AIP Conference Proceedings 707, 2004."""
     turned = list(axes)
     for bit in range(depth - 1, 0, -1):
         for axis in range(len(turned)):
@@ -152,10 +144,7 @@ def axes_of_hilbert(dealt: Sequence[Tensor], depth: int) -> list[Tensor]:
 
 
 def _turn(axes: list[Tensor], axis: int, bit: int) -> None:
-    """Flip the bits of axis 0 below `bit` where `axis` has that bit, else swap them with those of `axis`.
-
-    Its own inverse: `bit` itself stays.
-    """
+    """Flip bits of axis 0 below `bit` where `axis` has that bit, else swap them with those of `axis`; an involution."""
     below = (1 << bit) - 1
     flip = -((axes[axis] >> bit) & 1) & below
     swap = (axes[0] ^ axes[axis]) & (below ^ flip)
@@ -164,14 +153,14 @@ def _turn(axes: list[Tensor], axis: int, bit: int) -> None:
 
 
 def _parity_above(value: Tensor) -> Tensor:
-    """Bit k is the parity of the bits of `value` above k; for values below 2**32."""
+    """Bit k: parity of the bits of `value` above k; for values below 2**32."""
     for step in (1, 2, 4, 8, 16):
         value = value ^ (value >> step)
     return value >> 1
 
 
 def _morton_words(coords: Tensor, bounds: Bounds) -> list[Tensor]:
-    """The Morton code cut into int64 words, most significant first; nearly always one."""
+    """The Morton code as int64 words, most significant first; nearly always one."""
     layout = CodeLayout.of(bounds)
     batch = coords[:, 0].long()
     words = [torch.zeros_like(batch) for _ in range(max(-(-layout.bits // WORD_BITS), 1))]
@@ -185,7 +174,7 @@ def _morton_words(coords: Tensor, bounds: Bounds) -> list[Tensor]:
 
 
 def _axis_bits(low: int, high: int) -> tuple[int, int, bool]:
-    """Of an axis: bits below its sign that differ, what is added to make values of these bits, whether signs differ."""
+    """(number of differing bits below the sign, bias, True if signs differ) of an axis."""
     if low < 0 <= high:
         magnitude = max(high, -low - 1).bit_length()
         return magnitude, 1 << magnitude, True
@@ -195,11 +184,8 @@ def _axis_bits(low: int, high: int) -> tuple[int, int, bool]:
 
 @lru_cache(maxsize=256)
 def _bit_places(magnitudes: tuple[int, ...], signed: tuple[bool, ...]) -> Places:
-    """Place of each bit of each axis in the interleaved code: lowest bits first, an axis without bits left out.
-
-    Sign bits stand on top of all others, as in 32-bit coordinates; the bits between an axis's magnitude and its
-    sign repeat the sign, or are common to all, and decide nothing.
-    """
+    """Position of each bit of each axis in the interleaved code, lowest first. Sign bits are above all others, as in
+    32-bit coordinates; the bits between magnitude and sign carry no information."""
     places: list[list[int]] = [[] for _ in magnitudes]
     used = 0
     axes = range(len(magnitudes))[::-1]
@@ -214,7 +200,7 @@ def _bit_places(magnitudes: tuple[int, ...], signed: tuple[bool, ...]) -> Places
 
 
 def _spread(value: Tensor, places: tuple[int, ...], words: list[Tensor]) -> None:
-    """Add bit i of `value` int64 [N] to `words` at places[i], a byte at a time."""
+    """Add bit i of `value` int64 [N] to `words` at places[i], bytewise."""
     for byte in range(0, len(places), 8):
         digit = (value >> byte) & 255
         for index, table in _byte_tables(places[byte : byte + 8], value.device):
@@ -223,7 +209,7 @@ def _spread(value: Tensor, places: tuple[int, ...], words: list[Tensor]) -> None
 
 @cached_device_constant(1024)
 def _byte_tables(places: tuple[int, ...], device: torch.device) -> tuple[tuple[int, Tensor], ...]:
-    """For each word that one byte of an axis reaches: the byte's 256 values with their bits moved to `places`."""
+    """(word index, table of the 256 values of a byte with their bits moved to `places`) for each word affected."""
     digits = torch.arange(256, dtype=torch.int64, device=device)
     return tuple((index, _move_bits(digits, moves)) for index, moves in _moves(places).items())
 
@@ -237,7 +223,7 @@ def _tables(places: Places, device: torch.device) -> Tensor:
 
 
 def _moves(places: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
-    """For each word that `places` reach: (bit of the value, bit of the word)."""
+    """(bit of the value, bit of the word) by index of the word."""
     moves: dict[int, list[tuple[int, int]]] = {}
     for bit, place in enumerate(places):
         word, shift = divmod(place, WORD_BITS)
@@ -246,7 +232,7 @@ def _moves(places: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
 
 
 def _move_bits(values: Tensor, moves: Iterable[tuple[int, int]]) -> Tensor:
-    """The bit `source` of each value at `target`, for every (source, target)."""
+    """Move bit `source` of each value to bit `target`, for every (source, target)."""
     moved = torch.zeros_like(values)
     for source, target in moves:
         moved |= ((values >> source) & 1) << target

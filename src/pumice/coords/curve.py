@@ -1,4 +1,4 @@
-"""Serialization: coordinates to one number along a space-filling curve, and back."""
+"""Serialization of coordinates along a space-filling curve, and its inverse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pumice.coords.codes import WORD_BITS, axes_of_hilbert, deinterleave, hilber
 from pumice.coords.geometry import check_form
 from pumice.errors import CoordinateError, DtypeError, OptionError, ShapeError
 
-# Bits per axis by words of the code and by D: what leaves at least 15 bits for the batch.
+# Default bits per axis by words of the code and by D: at least 15 bits are left for the batch.
 _DEPTHS = {1: (31, 24, 16, 12), 2: (31, 31, 31, 27)}
 _MAX_DEPTH = 31
 
@@ -28,7 +28,7 @@ class HasCoords(Protocol):
 
 @dataclass(frozen=True)
 class Curve:
-    """A space-filling curve: what coordinates int [N] per axis become before their bits are interleaved, and back."""
+    """A space-filling curve: the transform of coordinates int [N] per axis before bit interleaving, and its inverse."""
 
     deal: Callable[[Sequence[Tensor], int], list[Tensor]]
     undo: Callable[[Sequence[Tensor], int], list[Tensor]]
@@ -46,7 +46,7 @@ CURVES: dict[str, Curve] = {
 
 @dataclass(frozen=True)
 class _CurveForm:
-    """How a code is laid out: D axes of `depth` bits each and the batch above them, in words of 63 bits."""
+    """Layout of a code: D axes of `depth` bits each, the batch above them, in words of 63 bits."""
 
     dim: int
     depth: int
@@ -88,31 +88,29 @@ def serialize(
     wide: bool = False,
     check: bool = True,
 ) -> Tensor:
-    """One number per coordinate, its place along a space-filling curve: argsort it to walk along the curve.
+    """Position of each coordinate along a space-filling curve; argsort it to follow the curve.
 
         code = batch << (D * depth) | curve(c)        0 <= c < 2**depth on every axis, 0 <= curve(c) < 2**(D * depth)
 
     Parameters
     ----------
-    coords: int32 [N, 1+D] = (batch, axes...), D from 1 to 4, not negative; or a SparseTensor or Geometry.
-    order: "morton" (the axes' bits interleaved, axis 0 the highest of each group) or "hilbert" (the same cubes, walked
-        so that neighbours on the curve are neighbours in space; codes of different depths do not compare).
-    depth: bits per axis, 1 to 31; D * depth and the bits of the largest batch index fit into 63 together. Left out:
+    coords: int32 [N, 1+D] = (batch, axes...), D from 1 to 4, non-negative; or a SparseTensor or Geometry.
+    order: "morton" (interleaved bits, axis 0 the highest of each group) or "hilbert" (neighbours on the curve are
+        neighbours in space; codes of different depths are not comparable).
+    depth: bits per axis, 1 to 31; D * depth plus the bits of the largest batch index must fit in 63. Default:
 
             D                     1   2   3   4
             depth                31  24  16  12     with 32, 15, 15, 15 bits for the batch
             depth, if wide       31  31  31  27     with 31, 31, 31, 18
 
     wide: codes of two words, 126 bits.
-    check: False leaves out the check of the coordinates' range, and with it the one read from the device. What does
-        not fit is then cut off.
+    check: False skips the range check and its host synchronisation; bits that do not fit are then dropped.
 
-    Returns int64 [N], or if wide [N, 2] = (high, low) words of 63 bits, whose lexicographic order is the curve's.
+    Returns int64 [N], or if wide [N, 2] = (high, low) words of 63 bits, in lexicographic order.
 
     Raises CoordinateError (coordinates outside [0, 2**depth), too many bits), OptionError, ShapeError, DtypeError.
 
-    Source: the serialization of X. Wu et al., Point Transformer V3, CVPR 2024, section 4.1.
-    """
+    Source: the serialization of X. Wu et al., Point Transformer V3, CVPR 2024, section 4.1."""
     matrix = coords if isinstance(coords, Tensor) else coords.coords
     curve = _curve_of(order)
     check_form(matrix)
@@ -127,16 +125,15 @@ def serialize(
 def deserialize(
     codes: Tensor, dim: int, order: str = "morton", depth: int | None = None, *, check: bool = True
 ) -> Tensor:
-    """The coordinates int32 [N, 1+D] that serialize() turned into `codes`; its inverse.
+    """The coordinates int32 [N, 1+D] of `codes`: the inverse of serialize().
 
     Parameters
     ----------
-    codes: int64 [N], or [N, 2] as of serialize(wide=True).
-    dim, order, depth: D, and what serialize() was given; the default depth is that of the codes' width.
-    check: False leaves out the check of the codes' range, and with it the one read from the device.
+    codes: int64 [N], or [N, 2] from serialize(wide=True).
+    dim, order, depth: D, and the arguments of serialize(); the default depth is that of the codes' width.
+    check: False skips the range check and its host synchronisation.
 
-    Raises CoordinateError (codes that hold more than D axes and an int32 batch), OptionError, ShapeError, DtypeError.
-    """
+    Raises CoordinateError (codes beyond D axes and an int32 batch), OptionError, ShapeError, DtypeError."""
     curve = _curve_of(order)
     if codes.dtype != torch.int64:
         raise DtypeError(f"codes are torch.int64, found {codes.dtype}")

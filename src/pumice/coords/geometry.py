@@ -1,4 +1,4 @@
-"""Coordinates without features: what finds neighbours, and keeps the kernel maps found."""
+"""Coordinates without features, the neighbour search over them, and the cache of their kernel maps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ from pumice.runtime.streams import PendingEvents
 
 @dataclass(eq=False)
 class TraceOrigin:
-    """Where a geometry comes from that was made while torch.compile or torch.export traced: the steps that lead to it
-    from the geometry `root`, which was there before (None: from coordinates that were made in the traced function).
+    """Origin of a geometry made under torch.compile or torch.export: `steps` derive it from the geometry `root`, which
+    existed before tracing (None: from coordinates made in the traced function).
 
-    trace: which trace it was. given: what was given to the traced function, if it stands in the place of that. box:
-    int64 [1 + 2D] on the CPU, see coords.operators; None until it is asked for.
-    """
+    trace: identifies the trace. given: the input geometry that this one replaces. box: int64 [1 + 2D] on the CPU, see
+    coords.traced_ops; None until first used."""
 
     trace: str
     root: Geometry | None = None
@@ -44,18 +43,17 @@ class TraceOrigin:
 
 
 class Geometry:
-    """Distinct integer coordinates (batch, axes...), int32 [N, 1+D], and the kernel maps between them.
+    """Distinct integer coordinates (batch, axes...), int32 [N, 1+D], D from 1 to 4, and their cached kernel maps.
 
-    Immutable, and equal only to itself: two tensors share a geometry when one was made from the other, and the maps
-    found for one serve both. D is 1 to 4; coordinates may be negative unless `spatial_shape` bounds them.
-    """
+    Immutable, compared by identity: tensors derived from each other share a geometry and its maps. Coordinates may be
+    negative unless `spatial_shape` bounds them."""
 
     def __init__(self, coords: Tensor, site: GridSpec, inverse: Tensor | None = None, settled: bool = True) -> None:
         self._coords = coords
         self._site = site
         self._inverse = inverse
-        # Kept by coords.build: maps by (relation, target), with their outputs unless those are this geometry itself
-        # (a reference to oneself would keep device memory alive until a garbage collection), and coarser levels.
+        # Filled by coords.build: maps by (relation, target), with their outputs unless those are this geometry itself
+        # (a reference cycle would keep device memory alive until a garbage collection), and coarser levels.
         self.maps: dict[Any, tuple[KernelMap, Geometry | None]] = {}
         self.levels: dict[Any, Geometry] = {}
         self._parent: weakref.ref[Geometry] | None = None
@@ -63,19 +61,19 @@ class Geometry:
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
         self._settled = settled
-        # See coords.traced: whether compiled code relies on the maps; and of those that a trace made their origin.
+        # True if compiled code may rely on the maps (coords.tracing).
         self.prepared = False
-        # What networks have asked for together, by their keys: it is among the maps (pumice.ops.prepare).
+        # Keys of the sets of maps that pumice.ops.prepare has already built here.
         self.asked: set[Hashable] = set()
         self.trail: TraceOrigin | None = None
         self._buffered: BufferedState | None = None
         self._alive: Tensor | None = None
-        # Of a captured network: what other streams make, the "coords" and all that is "found" of them.
+        # In a captured network: events of side streams for "coords" and for all that is "found" from them.
         self.late = PendingEvents()
 
     @staticmethod
     def in_buffer(cloud: CoordBuffer, site: GridSpec, buffered: BufferedState) -> Geometry:
-        """The living rows of a cloud. Its length is the buffer's; what goes wrong shows in the cloud's status alone."""
+        """The valid rows of a buffer. Its length is the buffer's capacity; errors are only reported in its status."""
         geometry = Geometry(cloud.coords, site)
         geometry._cloud, geometry._buffered = cloud, buffered
         return geometry
@@ -89,16 +87,15 @@ class Geometry:
     ) -> Geometry:
         """A geometry from a user's coordinates, after checks.
 
-        With both `spatial_shape` and `batch_size` on a GPU nothing is read from the device here: duplicates and
-        coordinates outside are found by the way, and raised when a count is read next (`settle`). Else the
-        coordinates' box is read, once.
+        On a GPU, with both `spatial_shape` and `batch_size`, there is no host synchronisation: duplicates and
+        coordinates out of bounds are raised at the next read of a count (`settle`). Otherwise the bounding box is read
+        once.
 
-        Raises DtypeError (not int32), ShapeError (not [N, 1+D] with D from 1 to 4, or lengths that do not fit),
-        CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, more voxels
-        than int32 indexes).
+        Raises DtypeError (not int32), ShapeError (not [N, 1+D] with D from 1 to 4, or lengths that do not match),
+        CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, 2**31 rows or more).
         """
         coords, strides, shape = described(coords, stride, spatial_shape)
-        # A copy: maps are kept, and what the caller writes to his tensor later must not change what they are of.
+        # A copy: later writes to the caller's tensor must not invalidate cached maps.
         with outside_inference_mode():
             coords = coords.clone(memory_format=torch.contiguous_format)
         bounds = bounds_of(coords, shape, batch_size)
@@ -109,24 +106,24 @@ class Geometry:
         return geometry
 
     def keep(self, relation: Relation, target: Geometry | None, kept: tuple[KernelMap, Geometry | None]) -> None:
-        """Keep a map, with its outputs; those that it made know then what they were made from."""
+        """Cache a map with its outputs; outputs that it made remember this geometry as their parent."""
         self.maps[relation, target] = kept
         if target is None and kept[1] is not None:
             kept[1]._parent = weakref.ref(self)
 
     @property
     def parent(self) -> Geometry | None:
-        """The coordinates from which a convolution or a pool made these, while they live; None for all others."""
+        """The geometry that a convolution or a pool made this one from, while it is alive; else None."""
         return None if self._parent is None else self._parent()
 
     @property
     def start(self) -> Geometry:
-        """The geometry from which its trail leads: itself, unless torch.compile or torch.export made it."""
+        """Root of the trail: itself, unless made under torch.compile or torch.export."""
         return self if self.trail is None or self.trail.root is None else self.trail.root
 
     @property
     def steps(self) -> tuple[Any, ...]:
-        """The steps of its trail."""
+        """Steps of the trail."""
         return () if self.trail is None else self.trail.steps
 
     @property
@@ -138,7 +135,7 @@ class Geometry:
     @property
     def site(self) -> GridSpec:
         if self._site.bounds.batch < 0:
-            # A trace could not look.
+            # Unknown while tracing.
             bounds = Bounds.of(self._coords)
             items = self._site.batch_size
             self._site = replace(self._site, bounds=bounds, batch_size=bounds.batch if items < 0 else items)
@@ -146,12 +143,12 @@ class Geometry:
 
     @property
     def outline(self) -> GridSpec:
-        """The site as far as it is known without a look at the coordinates, whose bounds it may not tell."""
+        """The site as known without reading the coordinates; its bounds may be unknown."""
         return self._site
 
     @property
     def settled(self) -> bool:
-        """Whether the coordinates were checked."""
+        """True if the coordinates were checked."""
         return self._settled
 
     @property
@@ -179,33 +176,31 @@ class Geometry:
 
     @property
     def inverse(self) -> Tensor | None:
-        """int64 [P]: the row of each point that was voxelised, -1 for a point outside; None if there were none."""
+        """int64 [P]: voxel row of each voxelised point, -1 for a point outside; None if not made from points."""
         return self._inverse
 
     @property
     def buffered(self) -> BufferedState | None:
-        """What is settled of the sizes, where the coordinates lie in a buffer (a captured network); else None."""
+        """State of coordinates in a buffer of fixed capacity (a captured network); else None."""
         return self._buffered
 
     @property
     def trains(self) -> bool:
-        """Whether the coordinates lie in a buffer, and gradients are asked for."""
+        """True if the coordinates are in a buffer and gradients are required."""
         return self._buffered is not None and self._buffered.trains
 
     @property
     def valid_mask(self) -> Tensor:
-        """bool [N, 1]: which rows live; all but in a captured network."""
+        """bool [N, 1]: True for valid rows; all of them outside captured networks."""
         if self._alive is None:
             with outside_inference_mode():
                 self._alive = self.cloud.valid_mask()[:, None]
         return self._alive
 
     def require_host_size(self, what: str) -> None:
-        """Raise GeometryError where the number of voxels is the device's alone, for what has to know it."""
+        """Raise GeometryError, on behalf of `what`, if the number of voxels is known on the device only."""
         if self._buffered is not None:
-            raise GeometryError(
-                f"{what}: within a captured network nobody but the device knows how many voxels there are"
-            )
+            raise GeometryError(f"{what}: the number of voxels is not available on the host in a captured network")
 
     @property
     def dim(self) -> int:
@@ -225,12 +220,12 @@ class Geometry:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Maps are left out: they are found again where needed, and copies stay small.
+        # Maps are rebuilt on demand, which keeps copies small.
         self.settle()
         return _rebuild, (alone(self._coords), *_plain(self.site), self._inverse)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Geometry:
-        """The same coordinates on `device`, and with them every map and level found so far."""
+        """The same coordinates on `device`, with all cached maps and levels."""
         if torch.device(device) == self.device:
             return self
         return _move(self, device, non_blocking, {})
@@ -244,37 +239,33 @@ class Geometry:
         """The coordinates as kernels take them."""
         self._join("coords")
         if self._cloud is None:
-            # What is made in inference serves training afterwards.
             with outside_inference_mode():
                 self._cloud = CoordBuffer.of(self._coords, self.bounds)
         return self._cloud
 
     def _join(self, what: str) -> None:
-        """See PendingEvents: of a network that is captured, and of nothing else."""
+        """See PendingEvents; used in captured networks only."""
         if self.late:
             self.late.join(what, self.device)
 
     def told(self) -> None:
-        """Let the current stream wait for what tells whether there was room for these coordinates and their maps."""
+        """Make the current stream wait for the status words of these coordinates and their maps."""
         self.late.told(self.device)
         for found, _ in self.maps.values():
             if found.between is not None:
                 found.between.told()
 
     def over(self) -> None:
-        """At the end of a program: what is read later comes behind all that was found beside, also of maps that no
-        layer has read."""
+        """At the end of a program: order later reads after all side streams, also those of maps that no layer read."""
         self.late.over(self.device)
         for found, _ in self.maps.values():
             if found.between is not None:
                 found.between.over()
 
     def lookup(self, schedule: MapSchedule | None = None) -> Lookup:
-        """The structure that finds rows by coordinates, kept from call to call.
+        """The cached search structure from coordinates to rows.
 
-        schedule: another structure than the one that the cost model chooses; it is kept from then on. Raises
-        OptionError where it cannot be had.
-        """
+        schedule: overrides the cost model's choice, from now on. Raises OptionError if it is not available."""
         self._join("found")
         if self._lookup is None or schedule not in (None, self._schedule):
             with outside_inference_mode():
@@ -285,29 +276,28 @@ class Geometry:
         return self._lookup
 
     def explain(self) -> str:
-        """How neighbours are found here: the structures, what each is reckoned to cost, and which is taken."""
+        """The search structures, the cost model's estimate of each, and the one chosen."""
         return explain(self.cloud)
 
     def find(self, coords: Tensor) -> Tensor:
-        """The row of each of `coords` int [M, 1+D], -1 where it is not present; int64 [M]."""
+        """int64 [M]: row of each of `coords` int [M, 1+D], -1 if absent."""
         return find(self.lookup(), coords, self.bounds).long()
 
     def assign_points(self, cells: CoordBuffer) -> Tensor:
-        """The row of each of `cells` that lives, -1 of others; int64 [P]. It is the `inverse` of coordinates in a
-        buffer that were made of these."""
+        """int64 [P]: voxel row of every valid row of `cells`, -1 for padding. Also stored as `inverse`."""
         self._inverse = self.lookup().neighbours(cells, Relation.of(self.dim, 1)).rows[:, 0].long()
         return self._inverse
 
     @property
     def unsettled(self) -> Tensor | None:
-        """The status word that is still to be read, int32 [1] on the device; None where all was checked."""
+        """The status word not yet read, int32 [1] on the device; None if the coordinates were checked."""
         if self._settled:
             return None
         self.lookup()
         return None if self._settled else self.cloud.status
 
     def settle(self, status: int | None = None) -> None:
-        """Raise what was found wrong with the coordinates. status: the value of `unsettled`, if it was read already."""
+        """Raise CoordinateError if the coordinates are invalid. status: the value of `unsettled`, if read already."""
         if status is None:
             waiting = self.unsettled
             status = 0 if waiting is None else read([waiting])[0][0]
@@ -316,7 +306,7 @@ class Geometry:
         self._settled = True
 
     def _explain(self) -> None:
-        """Raise the reason why the coordinates will not do, with an example."""
+        """Raise CoordinateError with the first violation."""
         _check_range(Bounds.of(self._coords), self.spatial_shape, self.batch_size)
         order = morton_argsort(self._coords, Bounds.of(self._coords))
         ranked = self._coords[order]
@@ -330,7 +320,7 @@ class Geometry:
 
 
 def same_geometry(a: Any, b: Any, check: bool = False) -> bool:
-    """Whether two geometries (or tensors) are one; with `check=True`, or have the same rows in the same order."""
+    """True if two geometries (or tensors' geometries) are identical or, with `check=True`, have equal rows in order."""
     one, two = getattr(a, "geometry", a), getattr(b, "geometry", b)
     if not check or alike(one, two):
         return alike(one, two)
@@ -339,7 +329,7 @@ def same_geometry(a: Any, b: Any, check: bool = False) -> bool:
 
 
 def alike(one: Geometry, two: Geometry) -> bool:
-    """Whether two geometries are one: the same object or, while tracing, made in the same steps from the same one."""
+    """True for the same object or, while tracing, for geometries made in the same steps from the same root."""
     if one is two:
         return True
     if one.trail is None and two.trail is None:
@@ -353,7 +343,7 @@ def alike(one: Geometry, two: Geometry) -> bool:
 def described(
     coords: Tensor, stride: int | Sequence[int], spatial_shape: int | Sequence[int] | None
 ) -> tuple[Tensor, Stride, tuple[int, ...] | None]:
-    """Coordinates of the right form, with stride and spatial shape per axis. Raises as `checked`."""
+    """Coordinates after checks of their form, with stride and spatial shape per axis. Raises as `checked`."""
     check_form(coords)
     dim = coords.shape[1] - 1
     shape = None if spatial_shape is None else as_axes(spatial_shape, dim, "spatial_shape", 1)
@@ -361,7 +351,7 @@ def described(
 
 
 def check_form(coords: Tensor) -> None:
-    """Raise where coordinates are not int32 [N, 1+D] with D from 1 to 4."""
+    """Raise unless coordinates are int32 [N, 1+D] with D from 1 to 4."""
     if coords.dtype != torch.int32:
         raise DtypeError(f"coordinates are torch.int32, found {coords.dtype}; voxelize() turns points into them")
     if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
@@ -373,7 +363,7 @@ def check_form(coords: Tensor) -> None:
 
 
 def bounds_of(coords: Tensor, shape: tuple[int, ...] | None, batch_size: int | None) -> Bounds:
-    """The box of new coordinates: on a GPU what is told of them, if it is told; what was read is checked."""
+    """Bounding box of new coordinates: on a GPU from `shape` and `batch_size` if given, else read and checked."""
     if coords.is_cuda and shape is not None and batch_size is not None:
         return Bounds((0,) * len(shape), tuple(s - 1 for s in shape), int(batch_size))
     bounds = Bounds.of(coords)
@@ -391,18 +381,15 @@ def _check_range(bounds: Bounds, shape: tuple[int, ...] | None, batch_size: int 
 
 
 def _plain(site: GridSpec) -> tuple[Any, ...]:
-    """A site in plain numbers, which every pickle reader accepts."""
+    """A site as plain numbers, which every pickle reader accepts."""
     stride = tuple((Fraction(s).numerator, Fraction(s).denominator) for s in site.stride)
     frame = None if site.frame is None else (site.frame.size, site.frame.origin, site.frame.rounding)
     return stride, site.spatial_shape, site.batch_size, frame
 
 
 def _rebuild(coords: Tensor, stride: Any, shape: Any, batch_size: int, frame: Any, inverse: Tensor | None) -> Geometry:
-    """A geometry from a file or another process, either of which may hold anything.
-
-    Duplicates are raised when neighbours are first looked for: a data loader's batches are not sorted before they move
-    to a GPU. Raises what `Geometry.checked` raises for all else.
-    """
+    """A geometry from untrusted data (a file, another process). Raises as `Geometry.checked`, but duplicates only at
+    the first neighbour search, so that a data loader's batches are not sorted on the CPU."""
     check_form(coords)
     strides, lengths = tuple(tidy(Fraction(n, d)) for n, d in stride), [len(stride)]
     kept_frame = None if frame is None else VoxelFrame(*frame)

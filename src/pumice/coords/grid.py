@@ -1,4 +1,4 @@
-"""The grid that coordinates lie on: size and extent of its voxels, and their place in space."""
+"""The voxel grid of coordinates: stride, extent and placement in space."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ ROUNDINGS = ("floor", "round")
 
 @dataclass(frozen=True)
 class VoxelFrame:
-    """Where voxels lie in space: the finest voxel c covers [c, c + 1) * size + origin (metres, say).
+    """Placement of voxels in space: the finest voxel c covers [c, c + 1) * size + origin (in metres, say).
 
-    With `rounding="round"` it covers [c - 1/2, c + 1/2) * size + origin instead.
-    """
+    With `rounding="round"` it covers [c - 1/2, c + 1/2) * size + origin instead."""
 
     size: tuple[float, ...]
     origin: tuple[float, ...]
@@ -48,12 +47,11 @@ class VoxelFrame:
 
 @dataclass(frozen=True)
 class GridSpec:
-    """What is known of a set of coordinates beside the coordinates.
+    """Metadata of a set of coordinates.
 
-    stride: size of a voxel in finest voxels, per axis (a Fraction where a level is finer than the finest).
-    spatial_shape: extent per axis if the grid is bounded. batch_size: number of batch items, empty ones counted.
-    frame: where the finest voxels lie, if they were made from points. bounds: a box around all coordinates.
-    """
+    stride: voxel size in units of the finest voxels, per axis (a Fraction for levels finer than these).
+    spatial_shape: extent per axis if bounded. batch_size: number of batch items, including empty ones. frame: placement
+    of the finest voxels, if made from points. bounds: bounding box of all coordinates."""
 
     stride: Stride
     spatial_shape: tuple[int, ...] | None
@@ -62,7 +60,7 @@ class GridSpec:
     frame: VoxelFrame | None = None
 
     def scaled(self, factor: Sequence[Fraction | int], **changes: Any) -> GridSpec:
-        """The site of a level whose voxels are `factor` times as large."""
+        """The metadata of a level whose voxels are `factor` times as large."""
         return replace(self, stride=_scaled(self.stride, tuple(factor)), **changes)
 
 

@@ -1,4 +1,4 @@
-"""Neighbours from a hash table or a dense grid: kernels fill it, and one kernel asks it for all taps at once."""
+"""Neighbour search by hash table, dense grid or bitmap: built by kernels, queried for all offsets by one kernel."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pumice.coords.relation import Relation
 from pumice.runtime.launch import kernel, triton_unavailable_reason
 
 MARGINS = {"hash": 8, "grid": 2, "bitmap": 2, "wide": 0}
-"""Cells around the box that are numbered too, so that a tap adds a constant to a row's number."""
+"""Cells around the box that have keys, so that a kernel offset adds a constant to a row's key."""
 BLOCKS = {"hash": 128, "grid": 256, "bitmap": 256, "wide": 128}
-"""Cells that a program asks for: few where probes go on, so that the slowest keeps few others waiting."""
+"""Cells that a program queries: few for hash tables, as the longest probe sequence delays the program."""
 _INSERT_BLOCK = 128
 
 
 class Table:
-    """A hash table or a dense grid, filled and asked by kernels."""
+    """A hash table, dense grid or bitmap, built and queried by kernels."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule, kind: str) -> None:
         self._cloud, self._kind, self._schedule = cloud, kind, schedule
@@ -61,10 +61,8 @@ class Table:
         return sum(t.numel() * t.element_size() for t in held.values())
 
     def neighbours(self, outputs: CoordBuffer, relation: Relation, mirrored: bool | None = None) -> Neighbours:
-        """mirrored: of a submanifold map, half of the taps is asked for and written twice (no masks then).
-
-        By default where the schedule says so and the map is one.
-        """
+        """See Lookup. mirrored: query half of a submanifold map's offsets and write each hit twice (without masks); by
+        default if the schedule sets it and the map is submanifold."""
         if mirrored is None:
             mirrored = self._schedule.mirrored and relation.mirrored and outputs.coords is self._cloud.coords
         volume, capacity, device = len(relation.offsets), outputs.capacity, outputs.device
@@ -86,22 +84,19 @@ class Table:
         return Neighbours(rows, None if mirrored else masks)
 
     def _reach(self, outputs: CoordBuffer, relation: Relation) -> int | None:
-        """How far from the box rows may lie to meet something; None where the margin is too narrow to do without."""
+        """Distance from the box within which rows may have neighbours; None: the margin is too narrow, check cells."""
         most = relation.reach
         if self._kind == "wide":
             return None
         if outputs.coords is self._cloud.coords and all(s == 1 for s in relation.stride):
-            # Its own rows lie in the box.
+            # Its own rows are inside the box.
             return 0 if most <= self._margin else None
         return most if 2 * most <= self._margin else None
 
 
 class HashTable(Table):
-    """Open addressing with double hashing: one int64 per slot, key << bits | row, where both fit into 63 bits.
-
-    Where they do not, a slot holds the row alone and coordinates are compared (the wide path, any extents). Keys that
-    follow one another along the last axis lie side by side.
-    """
+    """Open addressing with double hashing: one int64 per slot, key << bits | row, if both fit into 63 bits.
+    Else a slot holds only the row and coordinates are compared ("wide", any extents). Consecutive keys are adjacent."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         super().__init__(
@@ -114,7 +109,7 @@ class HashTable(Table):
 
 
 class DenseGrid(Table):
-    """One int32 for every cell of the box (TorchSparse, MLSys 2022, section 4.4)."""
+    """One int32 per cell of the box (TorchSparse, MLSys 2022, section 4.4)."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         super().__init__(cloud, schedule, "grid")
@@ -125,7 +120,7 @@ class DenseGrid(Table):
 
 
 class Bitmap(Table):
-    """A bit for each cell of the box, prefix counts of them, and the row of each bit that is set."""
+    """One bit per cell of the box, prefix counts, and the row of each set bit."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         super().__init__(cloud, schedule, "bitmap")
@@ -136,7 +131,7 @@ class Bitmap(Table):
 
 
 def _too_many(cloud: CoordBuffer, kind: str, most: int) -> str | None:
-    """Why there is no place for each cell of the box, or None."""
+    """Reason why an entry per cell of the box is not supported, or None."""
     cells = _numbered(cloud, kind).cells
     return triton_unavailable_reason(cloud.coords) or (
         f"the box has {cells} cells, a {kind} at most {most}" if cells > most else None
@@ -144,12 +139,12 @@ def _too_many(cloud: CoordBuffer, kind: str, most: int) -> str | None:
 
 
 def _numbered(cloud: CoordBuffer, kind: str) -> Bounds:
-    """The box with the margin that is numbered too."""
+    """The box with its margin."""
     return cloud.bounds.grown([MARGINS[kind]] * cloud.dim)
 
 
 def table_bits(capacity: int, load: float) -> int:
-    """The binary logarithm of the slots for so many rows: filled to `load` at most."""
+    """log2 of the number of slots for `capacity` rows at a load factor of at most `load`."""
     return max(6, math.ceil(math.log2(max(1, capacity) / load)))
 
 
@@ -158,5 +153,5 @@ def _row_bits(cloud: CoordBuffer) -> int:
 
 
 def _box(bounds: Bounds, steps: Sequence[int]) -> tuple[int, ...]:
-    """The numbers that kernels take of a box: batch, four lows, four extents, four steps."""
+    """A box as kernel arguments: batch, four lows, four extents, four steps."""
     return (bounds.batch, *padded(bounds.low, 0), *padded(bounds.extents, 1), *padded(steps, 1))

@@ -1,4 +1,4 @@
-"""The structures that find neighbours, one registry, and which of them a cloud gets."""
+"""Registry of neighbour search structures, and the choice among them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pumice.errors import OptionError
 
 
 class Structure(Protocol):
-    """How a Lookup is made of a cloud."""
+    """Factory of a Lookup over a buffer."""
 
     def __call__(self, cloud: CoordBuffer, schedule: MapSchedule) -> Lookup: ...
 
     @staticmethod
     def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
-        """Why it cannot be, or None."""
+        """Reason why the structure is not available, or None."""
         ...
 
 
@@ -35,22 +35,21 @@ STRUCTURES: Mapping[str, Structure] = {
 
 
 def lookup_of(cloud: CoordBuffer, schedule: MapSchedule | None = None) -> Lookup:
-    """The structure that the schedule names (the default's without one), filled with the cloud.
+    """The structure named by the schedule (None: the cost model's choice), built over the buffer.
 
-    Duplicates and coordinates outside the cloud's box are reported in its status. Raises OptionError where the
-    structure cannot be had, with the reason.
-    """
+    Duplicates and coordinates out of bounds are reported in the buffer's status. Raises OptionError if the structure is
+    not available, with the reason."""
     schedule = schedule or default(cloud)
     reason = STRUCTURES[schedule.structure].refusal(cloud, schedule)
     if reason is not None:
-        raise OptionError(f"structure={schedule.structure!r} cannot be had: {reason}")
+        raise OptionError(f"structure={schedule.structure!r} is not available: {reason}")
     return STRUCTURES[schedule.structure](cloud, schedule)
 
 
 def default(cloud: CoordBuffer) -> MapSchedule:
-    """The structure of the least cost among those that can be had; sorted keys where kernels do not run."""
-    reckoned = costs(cloud.capacity, cloud.bounds.cells)
-    for name in sorted(reckoned, key=reckoned.__getitem__):
+    """The available structure of the least estimated cost; sorted keys where kernels do not run."""
+    estimates = costs(cloud.capacity, cloud.bounds.cells)
+    for name in sorted(estimates, key=estimates.__getitem__):
         schedule = MapSchedule(name, mirrored=name == "hash" and mirrors(cloud.capacity))
         if STRUCTURES[name].refusal(cloud, schedule) is None:
             return schedule
@@ -58,12 +57,12 @@ def default(cloud: CoordBuffer) -> MapSchedule:
 
 
 def explain(cloud: CoordBuffer) -> str:
-    """What each structure is reckoned to cost for a window of 27 taps on these coordinates, and which is taken."""
+    """Estimated cost of each structure for 27 kernel offsets on these coordinates, and the structure chosen."""
     chosen = default(cloud).structure
-    reckoned = costs(cloud.capacity, cloud.bounds.cells)
+    estimates = costs(cloud.capacity, cloud.bounds.cells)
     lines = [f"{cloud.capacity} rows in a box of {cloud.bounds.cells} cells, {cloud.bounds.batch} batch items"]
     for name, structure in STRUCTURES.items():
         reason = structure.refusal(cloud, MapSchedule(name))
-        cost = f"{1e3 * reckoned[name]:.3f} ms reckoned" if name in reckoned else "without kernels"
+        cost = f"{1e3 * estimates[name]:.3f} ms estimated" if name in estimates else "without kernels"
         lines.append(f"{'->' if name == chosen else '  '} {name:7} {cost if reason is None else reason}")
     return "\n".join(lines)

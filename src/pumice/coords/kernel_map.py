@@ -1,4 +1,4 @@
-"""The sparse tensor `map[o, k, i]` of the one equation, and the storages it can be read through."""
+"""The kernel map `map[o, k, i]`, a sparse 0/1 tensor, and its storage formats."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ _MISSING = object()
 
 
 class Pairs(NamedTuple):
-    """Lists of meetings, one list per tap k, laid end to end: input row `inputs[j]` meets output `outputs[j]`.
+    """Neighbour pairs, one list per kernel offset, concatenated: input row `inputs[j]` with output row `outputs[j]`.
 
-    inputs, outputs int64 [P] on the map's device; sizes int64 [K] on the CPU, the length of each list. Within one
-    list no row occurs twice on either side: an output and a tap name one input, and the reverse.
-    """
+    inputs, outputs int64 [P] on the map's device; sizes int64 [K] on the CPU, the length of each list. Within a list
+    no row occurs twice on either side."""
 
     inputs: Tensor
     outputs: Tensor
@@ -38,36 +37,35 @@ class Pairs(NamedTuple):
 
 
 class Checked(Protocol):
-    """Coordinates that may still have to be checked."""
+    """Coordinates whose checks may be pending."""
 
     @property
     def unsettled(self) -> Tensor | None:
-        """The status word that is to be read, if any."""
+        """The status word not yet read, if any."""
         ...
 
     def settle(self, status: int | None = None) -> None:
-        """Raise what the status says."""
+        """Raise the error that the status reports."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class KernelMap:
-    """Who meets whom: `map[o, k, i]` is 1 where output row o and input row i are related through tap k.
+    """Kernel map (rulebook): `map[o, k, i]` is 1 where input row i is at kernel offset k of output row o.
 
     Worked example, D = 1, inputs at 0, 1, 3, kernel 3, policy `same` (offsets -1, 0, +1):
 
         rows()  = [[-1, 0, 1], [0, 1, -1], [-1, 2, -1]]        (o, k) -> i
         pairs() : k=0: (0 -> 1);  k=1: (0 -> 0), (1 -> 1), (2 -> 2);  k=2: (1 -> 0)
-        masks() = [[6], [3], [2]]                              bit k of row o: has tap k an input
+        masks() = [[6], [3], [2]]                              bit k of row o: offset k has an input
 
-    Frozen. Storages are pure functions of the rows, kept once made; `transpose()` shares them and costs nothing.
-    Sizes that depend on the data (how many pairs, how many entries of tiles) stay on the device until a storage needs
-    them; `read_pending_sizes` reads those of many maps in one transfer.
+    Frozen. Storages are pure functions of the rows and cached; `transpose()` shares them and is free. Data-dependent
+    sizes (pairs, tile entries) stay on the device until a storage needs them; `read_pending_sizes` reads those of many
+    maps in one transfer.
 
-    table int32 [num_outputs, K] is `rows()` of the map as it was found; flipped: whether this is its transpose.
-    inputs: whose coordinates may still have to be checked when a size is read. between: of a map between buffers, whose
-    storages have room that was settled before, and of which nothing is read.
-    """
+    table int32 [num_outputs, K]: `rows()` of the untransposed map; flipped: True if this is its transpose. inputs:
+    coordinates whose pending checks are read along with sizes. between: set for a map between buffers of fixed
+    capacity, of which no size is read."""
 
     relation: Relation
     table: Tensor
@@ -80,7 +78,7 @@ class KernelMap:
 
     @property
     def volume(self) -> int:
-        """K, the number of taps."""
+        """K, the number of kernel offsets (taps)."""
         return self.table.shape[1]
 
     @property
@@ -89,50 +87,48 @@ class KernelMap:
 
     @property
     def symmetric(self) -> bool:
-        """Whether tap k leads from i to o exactly where tap K-1-k leads from o to i, as in a submanifold map."""
+        """True if map[o, k, i] = map[i, K-1-k, o], as in a submanifold map of odd kernel size."""
         return self.relation.mirrored and self.num_inputs == self.num_outputs
 
     def transpose(self) -> KernelMap:
-        """The same meetings with inputs and outputs exchanged; tap k keeps its list."""
+        """The same pairs with inputs and outputs exchanged; kernel offsets keep their order."""
         return replace(self, num_inputs=self.num_outputs, num_outputs=self.num_inputs, flipped=not self.flipped)
 
     def rows(self) -> Tensor:
-        """int32 [num_outputs, K]: the input row that each output meets through each tap, -1 where none."""
+        """int32 [num_outputs, K]: input row of each output at each kernel offset, -1 if none."""
         return self.cached("rows", _rows)
 
     def masks(self) -> Tensor:
-        """int32 [num_outputs, ceil(K / 31)]: bit k % 31 of word k // 31 says whether tap k has an input."""
+        """int32 [num_outputs, ceil(K / 31)]: bit k % 31 of word k // 31 is set if offset k has an input."""
         return self.cached("masks", lambda m: mask_words(m.rows()))
 
     def pairs(self) -> Pairs:
-        """The lists of meetings per tap, each in the order of the outputs of the map as it was found."""
+        """Pair lists per kernel offset, each in the order of the untransposed map's outputs."""
         inputs, outputs, sizes = self._found.cached("pairs", _pairs)
         return Pairs(outputs, inputs, sizes) if self.flipped else Pairs(inputs, outputs, sizes)
 
     def counts(self) -> Tensor:
-        """int64 [num_outputs]: how many inputs each output meets."""
+        """int64 [num_outputs]: number of inputs of each output."""
         return self.cached("counts", lambda m: (m.rows() >= 0).sum(1))
 
     def taps(self) -> Tensor:
-        """int64 [P]: the tap of each pair, in the order of `pairs()`; the same for the transposed map."""
+        """int64 [P]: kernel offset of each pair, in the order of `pairs()`; the same for the transposed map."""
         return self._found.cached("taps", _taps)
 
     def compacted(self, block: int, splits: int = 1, superblock: int = 0) -> TileList:
-        """Tiles of `block` outputs with the taps that occur in each; see TileList.
+        """Tiles of `block` outputs with the kernel offsets that occur in each; see TileList.
 
-        splits: 1 sorts rows by all their taps, 0 leaves them in their order; superblock: see SortSpec. Several splits
-        are in `split`.
-        """
+        splits: 1 sorts rows by all offsets, 0 keeps their order; superblock: see SortSpec. For more use `split`."""
         if splits > 1:
-            raise OptionError(f"splits={splits} are as many storages; split() gives them")
+            raise OptionError(f"compacted() takes splits of 0 or 1, found {splits}; use split() for several")
         return self.split(block, splits, superblock)[0]
 
     def split(self, block: int, splits: int, superblock: int = 0) -> tuple[TileList, ...]:
-        """One TileList for each of `splits` ranges of taps, each with an order of rows of its own."""
+        """One TileList for each of `splits` ranges of kernel offsets, each with its own row order."""
         if not 0 <= splits <= max(1, self.volume):
-            raise OptionError(f"splits is 0 to the {self.volume} taps, found {splits}")
+            raise OptionError(f"splits takes 0 to {max(1, self.volume)}, the number of kernel offsets, found {splits}")
         if self.flipped and self.symmetric:
-            # The transposed map of a submanifold one is itself with its taps turned around.
+            # The transpose of a submanifold map is the map with its offsets reversed.
             parts = self.transpose().split(block, splits, superblock)[::-1]
             return tuple(part._replace(taps=self.volume - 1 - part.taps) for part in parts)
         orders = SortSpec.splits(self.volume, splits, superblock)
@@ -140,47 +136,47 @@ class KernelMap:
         return tuple(self.cached(name, lambda m, name=name: _compacted(m, *name[1:])) for name in made)
 
     def grouped(self, group: int) -> PairGroups:
-        """The pairs of each tap in groups of `group`; see PairGroups."""
+        """The pairs of each kernel offset in groups of `group`; see PairGroups."""
         taps, inputs, outputs = self._found.cached(("grouped", group), lambda m: _grouped(m, group))
         return PairGroups(taps, outputs, inputs) if self.flipped else PairGroups(taps, inputs, outputs)
 
     def pair_counts(self) -> Tensor:
-        """int32 [K, blocks] on the device: pairs of each tap in the blocks of outputs up to each; totals are last."""
+        """int32 [K, blocks] on the device: prefix counts of pairs per offset over blocks of outputs; totals last."""
         return self.cached("pair_counts", lambda m: tiles.pair_counts(m.masks(), m.valid_count(), m.volume))
 
     def tiling(self, block: int, how: SortSpec) -> Tiling:
-        """Tiles of `block` outputs before their entries are written; nothing is read."""
+        """Tiles of `block` outputs before their entries are written; no host synchronisation."""
         return self.cached(("tiling", block, how), lambda m: _tiling(m, block, how))
 
     def valid_count(self) -> Tensor:
-        """int32 [1] on the device: the number of outputs."""
+        """int32 [1] on the device: number of valid outputs."""
         if self.between is not None:
             return self.between.inputs if self.flipped else self.between.outputs
         return self.cached("valid_count", lambda m: torch.full((1,), m.num_outputs, dtype=torch.int32, device=m.device))
 
     def has(self, name: Hashable) -> bool:
-        """Whether storage `name` was made for this direction of the map."""
+        """True if storage `name` is cached for this direction of the map."""
         return (name, self.flipped) in self._storages
 
     def get_cached(self, name: Hashable) -> Any:
-        """What was made under that name, or None."""
+        """The storage cached under `name`, or None."""
         if self.between is not None:
             self.between.join((name, self.flipped))
         return self._storages.get((name, self.flipped))
 
     def made(self) -> set[Hashable]:
-        """The keys of all storages, of both directions."""
+        """Keys of all cached storages, of both directions."""
         return set(self._storages)
 
     def keep(self, name: Hashable, value: Kept) -> Kept:
-        """Keep under that name what was made; gives it back."""
+        """Cache `value` under `name` and return it."""
         self._storages[name, self.flipped] = value
         if self.between is not None:
             self.between.built((name, self.flipped))
         return value
 
     def cached(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
-        """What `build(self)` gives, made once for this direction of the map and kept under `name`."""
+        """`build(self)`, cached under `name` for this direction of the map."""
         key = (name, self.flipped)
         if self.between is not None:
             self.between.join(key)
@@ -188,7 +184,6 @@ class KernelMap:
         if found is _MISSING and torch.compiler.is_compiling():
             found = self._storages[key] = build(self)
         elif found is _MISSING:
-            # A map found in inference serves training afterwards.
             with outside_inference_mode():
                 found = self._storages[key] = build(self)
             if self.between is not None:
@@ -196,16 +191,16 @@ class KernelMap:
         return found
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KernelMap:
-        """The map with its rows on `device`; other storages are made anew there when asked for."""
+        """The map with its rows on `device`; other storages are rebuilt there on demand."""
         return replace(self, table=self.table.to(device, non_blocking=non_blocking), _storages={})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy has the rows; its other storages are made anew when asked for.
+        # Only the rows are copied; other storages are rebuilt on demand.
         return KernelMap, (self.relation, alone(self.table), self.num_inputs, self.num_outputs, self.flipped)
 
     @staticmethod
     def from_rows(relation: Relation, rows: Tensor, num_inputs: int) -> KernelMap:
-        """The map whose `rows()` are given, int [num_outputs, K]; -1 is no input."""
+        """The map whose `rows()` are `rows`, int [num_outputs, K]; -1: no input."""
         if rows.ndim != 2:
             raise ShapeError(f"rows are [num_outputs, K], found a tensor of {rows.ndim} dimensions")
         return KernelMap(relation, rows.int(), num_inputs, rows.shape[0])
@@ -214,7 +209,7 @@ class KernelMap:
     def of_found(
         relation: Relation, found: Neighbours, num_inputs: int, valid_counts: tuple[Tensor, Tensor] | None = None
     ) -> KernelMap:
-        """The map of what a Lookup found; living: the numbers of inputs and outputs, int32 [1] each on the device."""
+        """The map of a Lookup's result. valid_counts: numbers of inputs and outputs, int32 [1] each on the device."""
         kept = {} if found.masks is None else {("masks", False): found.masks}
         if valid_counts is not None:
             kept |= {("valid_count", True): valid_counts[0], ("valid_count", False): valid_counts[1]}
@@ -222,7 +217,7 @@ class KernelMap:
 
     @property
     def _found(self) -> KernelMap:
-        """The map as it was found."""
+        """The untransposed map."""
         return self.transpose() if self.flipped else self
 
     def __repr__(self) -> str:
@@ -237,23 +232,22 @@ class KernelMap:
 
 
 def read_pending_sizes(wanted: Iterable[tuple[KernelMap, int, SortSpec | None]]) -> None:
-    """Read in one transfer what storages of these maps need: the entries of tiles of so many outputs in an order.
+    """Read in one transfer the sizes that storages of these maps need, given as (map, outputs per tile, order).
 
-    Without an order: the number of pairs of each tap. Of maps between buffers nothing is read.
-    """
-    asked = []
+    Order None: number of pairs per kernel offset, else number of tile entries. Maps between buffers are skipped."""
+    pending = []
     for found, block, how in wanted:
         if found.between is not None:
             continue
         name, size = _totals_of(found) if how is None else _entries_of(found, block, how)
         if not found.has(name):
-            asked.append((found, name, size))
-    owners = {id(owner): owner for found, *_ in asked if (owner := found.inputs and found.inputs()) is not None}
-    waiting = [(owner, word) for owner in owners.values() if (word := owner.unsettled) is not None]
-    values = read([*(size for *_, size in asked), *(word for _, word in waiting)])
-    for (owner, _), (status,) in zip(waiting, values[len(asked) :], strict=True):
+            pending.append((found, name, size))
+    owners = {id(owner): owner for found, *_ in pending if (owner := found.inputs and found.inputs()) is not None}
+    unread = [(owner, word) for owner in owners.values() if (word := owner.unsettled) is not None]
+    values = read([*(size for *_, size in pending), *(word for _, word in unread)])
+    for (owner, _), (status,) in zip(unread, values[len(pending) :], strict=True):
         owner.settle(status)
-    for (found, name, _), value in zip(asked, values, strict=False):
+    for (found, name, _), value in zip(pending, values, strict=False):
         found.keep(name, value)
 
 
@@ -266,7 +260,7 @@ def _entries_of(found: KernelMap, block: int, how: SortSpec) -> tuple[Hashable, 
 
 
 def _totals(found: KernelMap) -> list[int]:
-    """Pairs of each tap; one read."""
+    """Pairs per kernel offset; one host synchronisation."""
     read_pending_sizes([(found, 0, None)])
     return found._storages["totals", found.flipped]
 
@@ -285,7 +279,7 @@ def _rows(found: KernelMap) -> Tensor:
 
 
 def _pairs(found: KernelMap) -> Pairs:
-    """Of a map that is not flipped."""
+    """The map must not be flipped."""
     if torch.compiler.is_compiling():
         *lists, taps = torch.ops.pumice.pairs(found.table)
         found.keep("taps", taps)
@@ -295,7 +289,7 @@ def _pairs(found: KernelMap) -> Pairs:
         hits = met >= 0
         return Pairs(met[hits].long(), hits.nonzero()[:, 1], hits.sum(1))
     if found.between is not None:
-        raise OptionError("a list of a map's pairs has a length that only the device knows: not in a captured network")
+        raise OptionError("pairs() has a data-dependent length and is not available in a captured network")
     totals = _totals(found)
     inputs, outputs = tiles.listed(found.rows(), found.valid_count(), found.pair_counts(), sum(totals))
     return Pairs(inputs.long(), outputs.long(), torch.tensor(totals))
@@ -316,19 +310,19 @@ def _compacted(found: KernelMap, block: int, how: SortSpec) -> TileList:
     if found.between is not None:
         return _in_room(found, found.between, block, how)
     read_pending_sizes([(found, block, how)])
-    # Without tiles there is no number.
+    # Empty without tiles.
     room = sum(found._storages[("entries", block, how), found.flipped])
     return tiles.filled(found.rows(), found.tiling(block, how), room)
 
 
 def _in_room(found: KernelMap, between: BufferedMapState, block: int, how: SortSpec) -> TileList:
-    """The entries of a map between buffers, in the room that there is for them."""
+    """Tile entries of a map between buffers, with their planned capacity."""
     tiling = found.tiling(block, how)
     most = len(tiling.slots) * (how.last - how.first)
     place = ("entries", between.place, found.flipped, block, how)
     room = between.rooms.capacity(place, tiling.entries, most)
     if not has_triton(found.table):
-        # Plain torch takes just as much as there is.
+        # Plain torch allocates the exact size.
         room = min(room, int(tiling.entries))
     made = tiles.filled(found.rows(), tiling, room, between.status)
     between.tells()
@@ -337,20 +331,20 @@ def _in_room(found: KernelMap, between: BufferedMapState, block: int, how: SortS
 
 
 def pairs_in_room(found: KernelMap, between: BufferedMapState) -> int:
-    """How many pairs of a map between buffers, as it was found, there is room for."""
+    """Planned capacity in pairs of an untransposed map between buffers."""
     return between.rooms.capacity(
         ("pairs", between.place), found.pair_counts()[:, -1], found.volume * found.num_outputs
     )
 
 
 def _groups_in_room(found: KernelMap, between: BufferedMapState, group: int) -> int:
-    """How many groups of pairs there is room for: one of each tap may not be full."""
+    """Planned capacity in groups of pairs: one group per kernel offset may be partial."""
     pairs = pairs_in_room(found, between)
     return min(pairs // group + found.volume, found.volume * -(-found.num_outputs // group))
 
 
 def _grouped(found: KernelMap, group: int) -> PairGroups:
-    """Of a map that is not flipped."""
+    """The map must not be flipped."""
     between = found.between
     if between is None:
         groups = sum(-(-total // group) for total in _totals(found))

@@ -1,8 +1,6 @@
-"""What says which row holds a coordinate: one interface for sorted keys, tables and bricks.
+"""The interface of neighbour search structures: from coordinates to rows.
 
-The structures differ in time and memory and in nothing else: each gives the same rows. Where coordinates are equal,
-which is reported, it gives one of theirs.
-"""
+All structures give the same rows and differ in time and memory only. Of duplicates, which are reported, any row."""
 
 from __future__ import annotations
 
@@ -17,26 +15,22 @@ from pumice.coords.buffer import CoordBuffer
 from pumice.coords.relation import Relation
 from pumice.runtime.launch import has_triton, kernel
 
-WORD = 31
-"""Taps per word of a mask: an int32 without its sign."""
+WORD = 31  # Kernel offsets per mask word: an int32 without its sign
 
 
 class Neighbours(NamedTuple):
-    """rows int32 [capacity, K]: the input that each output meets through each tap, -1 where none.
-
-    masks int32 [capacity, ceil(K / 31)]: bit k % 31 of word k // 31 says whether tap k has one; None where they were
-    not made along the way.
-    """
+    """rows int32 [capacity, K]: input of each output at each kernel offset, -1 if none.
+    masks int32 [capacity, ceil(K / 31)], or None: bit k % 31 of word k // 31 is set if offset k has an input."""
 
     rows: Tensor
     masks: Tensor | None
 
 
 class Lookup(Protocol):
-    """Which row of a cloud holds a coordinate."""
+    """A search structure from coordinates to the rows of a buffer."""
 
     def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
-        """For every output and tap the row of the cloud at stride * out + offset."""
+        """For every output and kernel offset the buffer's row at stride * out + offset."""
         ...
 
     @property
@@ -46,46 +40,41 @@ class Lookup(Protocol):
 
 
 def find(lookup: Lookup, coords: Tensor, bounds: Bounds) -> Tensor:
-    """The row of each of `coords` int [M, 1+D], -1 where it is not present; int32 [M]."""
+    """int32 [M]: row of each of `coords` int [M, 1+D], -1 if absent."""
     narrow = coords.int()
     if coords.dtype != torch.int32:
-        # What int32 does not hold is nowhere.
+        # Coordinates beyond int32 are absent.
         narrow[:, 0] = torch.where((narrow == coords).all(1), narrow[:, 0], -1)
-    asked = CoordBuffer.of(narrow, bounds)
-    return lookup.neighbours(asked, Relation.of(asked.dim, 1)).rows[:, 0]
+    queries = CoordBuffer.of(narrow, bounds)
+    return lookup.neighbours(queries, Relation.of(queries.dim, 1)).rows[:, 0]
 
 
 def lanes_of(volume: int) -> int:
-    """Taps that are asked for at once: a power of two."""
+    """Kernel offsets that a program handles at once: a power of two."""
     return 32 if volume > 16 else 1 << max(0, volume - 1).bit_length()
 
 
-CELLS = 128
-"""Cells, rows times taps, that a program asks for: few, so that its slowest probe keeps few others waiting."""
-_ROWS = 64
-"""Rows of such a program, at most."""
-_WORDS = 2048
-"""Words of a bitmap that a program counts."""
-_NOTED = 2048
-"""Cells of a map that a program makes masks of: nothing keeps it waiting."""
-WARPS = 1
-"""Warps of such a program: one, which needs no barrier."""
+CELLS = 128  # Cells (rows times kernel offsets) that a program queries: few, as the slowest probe delays the program
+_ROWS = 64  # Maximum rows of such a program
+_WORDS = 2048  # Words of a bitmap that a program counts
+_NOTED = 2048  # Cells of a map that a program makes masks of
+WARPS = 1  # Warps of a querying program: one, which needs no barrier
 
 
 def rows_of(lanes: int) -> int:
-    """Rows of one program; where each asks for one cell few, as all that is read of a row comes one after the other."""
+    """Rows of one program, at most _ROWS: with one cell per row, the loads of a row are dependent."""
     return min(CELLS // lanes, _ROWS)
 
 
 class Live(NamedTuple):
-    """How many words of a bitmap count: `each` for every one of `count`, int32 [1] on the device."""
+    """Words of a bitmap in use: `each` times `count`, int32 [1] on the device."""
 
     count: Tensor
     each: int
 
 
 def cleared(words: int, live: Live) -> Tensor:
-    """int32 [words], 0 where they count."""
+    """int32 [words]: zero in the words in use, the rest uninitialised."""
     found = torch.empty(words, dtype=torch.int32, device=live.count.device)
     constants = {"LIVE": True, "BLOCK": _WORDS}
     kernel("lookup_kernels.clear")(-(-words // _WORDS), (found, live.count), (words, live.each), constants)
@@ -93,27 +82,24 @@ def cleared(words: int, live: Live) -> Tensor:
 
 
 def paired(words: Tensor, live: Live | None = None) -> tuple[Tensor, Tensor]:
-    """(int64: the words of a bitmap with the bits set up to and with each beside them, so that one access gives both;
-    int32 [1]: the bits of all). What words do not count is not looked at, and has no pairs.
-
-    Of int8 each element is a bit; there are whole words of them.
-    """
+    """(int64: inclusive prefix count of set bits << 32 | word, for each bitmap word; int32 [1]: number of set bits).
+    words: int32, or int8 with one element per bit and a multiple of 32 of them. Unused words are skipped."""
     count, each = (words, 0) if live is None else live
     length, block = (len(words), _WORDS) if words.dtype == torch.int32 else (len(words) // 32, _WORDS // 16)
     programs = -(-length // block)
-    alone = programs == 1
+    single = programs == 1
     sums, total = (torch.empty(n, dtype=torch.int32, device=words.device) for n in (programs, 1))
     pairs = torch.empty(length, dtype=torch.int64, device=words.device)
     numbers, constants = (length, each), {"LIVE": live is not None, "BLOCK": block}
-    if not alone:
+    if not single:
         kernel("lookup_kernels.count_bits")(programs, (words, sums, count), numbers, constants)
-    constants = {"LIVE": live is not None, "ALONE": alone, "BLOCK": block}
+    constants = {"LIVE": live is not None, "ALONE": single, "BLOCK": block}
     kernel("lookup_kernels.pair_up")(programs, (words, sums, count, pairs, total), numbers, constants)
     return pairs, total
 
 
 def mask_words(rows: Tensor) -> Tensor:
-    """int32 [N, ceil(K / 31)]: bit k % 31 of word k // 31 of row n says whether rows[n, k] is an input."""
+    """int32 [N, ceil(K / 31)]: bit k % 31 of word k // 31 of row n is set if rows[n, k] >= 0."""
     count, volume = rows.shape
     if has_triton(rows):
         rows = rows.contiguous()
@@ -137,5 +123,5 @@ def mask_words_twin(rows: Tensor) -> Tensor:
 
 
 def padded(values: Sequence[int], filler: int) -> tuple[int, ...]:
-    """Four of them."""
+    """The values, filled up to four."""
     return (*values, *(filler,) * (4 - len(values)))

@@ -1,8 +1,6 @@
-"""Kernels that find neighbours: a hash table, a dense grid and bricks with occupancy bits, and what asks them.
+"""Triton kernels that build and query the neighbour search structures: hash table, dense grid, bitmap, bricks.
 
-Only `lookup.py` and `bricks.py`, where the twins in plain torch are, import this file: it needs Triton. Integers past
-the tensors are 64 bits wide and belong to the axes 0 to 3 (those past D are not looked at).
-"""
+Requires Triton. Integer arguments are int64; per-axis ones are numbered 0 to 3, those from D on are ignored."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
@@ -14,12 +12,9 @@ _NUMBERS = [
     "from0", "from1", "from2", "from3", "margin", "reach", "bits", "last", "limit", "capacity", "each",
 ]  # fmt: skip
 
-EMPTY = tl.constexpr(2**63 - 1)
-"""What a free slot of a hash table holds: more than any entry."""
-NOBODY = tl.constexpr(-1)
-"""What a free slot of a table of rows holds."""
-FREE = tl.constexpr(2**31 - 1)
-"""What a free cell of a grid holds."""
+EMPTY = tl.constexpr(2**63 - 1)  # An empty slot of a hash table of entries: greater than any entry
+NOBODY = tl.constexpr(-1)  # An empty slot of a hash table of rows
+FREE = tl.constexpr(2**31 - 1)  # An empty cell of a grid
 DUPLICATE = tl.constexpr(1)
 RANGE = tl.constexpr(2)
 OVERFLOW = tl.constexpr(4)
@@ -27,7 +22,7 @@ OVERFLOW = tl.constexpr(4)
 
 @triton.jit
 def _popcount(word):
-    """Bits set in each int32."""
+    """Number of set bits of each int32."""
     x = word.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -37,7 +32,7 @@ def _popcount(word):
 
 @triton.jit
 def _mixed(x):
-    """32 bits of an int64 in which every bit of it tells (the finaliser of MurmurHash3 over both halves)."""
+    """32-bit hash of an int64 (the finaliser of MurmurHash3 over both halves)."""
     u = x.to(tl.uint64, bitcast=True)
     h = u.to(tl.uint32) ^ ((u >> 32).to(tl.uint32) * 0x9E3779B1)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
@@ -47,10 +42,7 @@ def _mixed(x):
 
 @triton.jit
 def _slot(key, last):
-    """(the first slot of a key in a table of last + 1, how far it is from each slot to the key's next).
-
-    Four keys that follow one another share 32 bytes; their steps are odd, and differ.
-    """
+    """(first slot, probe step) of a key among last + 1 slots. Four consecutive keys share 32 bytes; steps are odd."""
     h = _mixed(key >> 2)
     step = (((h >> 16) << 2) + 1).to(tl.int64)
     return ((h.to(tl.int64) << 2) | (key & 3)) & last, step
@@ -58,7 +50,7 @@ def _slot(key, last):
 
 @triton.jit
 def _axis(coords, offsets, r, k, there, tapped, step, low, D: tl.constexpr, AXIS: tl.constexpr):
-    """Along one axis: step * c + offset - low, of rows r and taps k."""
+    """step * c + offset - low along one axis, for rows r and kernel offsets k."""
     c = tl.load(coords + r * (D + 1) + AXIS + 1, mask=there, other=0).to(tl.int64)
     o = tl.load(offsets + k * D + AXIS, mask=tapped, other=0).to(tl.int64)
     return c * step + o - low
@@ -66,7 +58,7 @@ def _axis(coords, offsets, r, k, there, tapped, step, low, D: tl.constexpr, AXIS
 
 @triton.jit
 def _entered(key, inside, v, size, margin):
-    """A key with one more axis, and whether the coordinate is in the box, which lies `margin` within its numbering."""
+    """(key extended by one axis, True if the coordinate is in the box: the numbered range less `margin` per side)."""
     return key * size + v, inside & (v >= margin) & (v < size - margin)
 
 
@@ -76,7 +68,7 @@ def _cell(
     batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin,
     D: tl.constexpr,
 ):  # fmt: skip
-    """(row-major number, whether it lies in the box) of the cell that row r meets through tap k."""
+    """(row-major key, True if inside the box) of the cell that row r reaches through kernel offset k."""
     b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
     v = _axis(coords, offsets, r, k, there, tapped, step0, low0, D, 0)
     key, inside = _entered(b, there & tapped & (b >= 0) & (b < batch), v, size0, margin)
@@ -98,7 +90,7 @@ def _home(
     batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, edge,
     D: tl.constexpr,
 ):  # fmt: skip
-    """(number of row r's own cell, times the steps; whether it lies in the numbering less `edge` all around)."""
+    """(row-major key of row r's coordinates times the steps, True if inside the numbered range less `edge`)."""
     at = coords + r * (D + 1)
     b = tl.load(at, mask=there, other=-1).to(tl.int64)
     v = tl.load(at + 1, mask=there, other=0).to(tl.int64) * step0 - low0
@@ -117,7 +109,7 @@ def _home(
 
 @triton.jit
 def _step(offsets, k, tapped, size0, size1, size2, size3, D: tl.constexpr):
-    """The difference of the numbers of two cells that tap k leads from and to."""
+    """Key difference of kernel offset k."""
     step = tl.load(offsets + k * D, mask=tapped, other=0).to(tl.int64)
     if D > 1:
         step = step * size1 + tl.load(offsets + k * D + 1, mask=tapped, other=0)
@@ -134,7 +126,7 @@ def _digest(
     batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3,
     D: tl.constexpr,
 ):  # fmt: skip
-    """As _cell for a box whose cells int64 cannot number: bits to hash by only. Its margin is 0."""
+    """As _cell, for a box of more cells than int64 keys: the key is only a hash. The margin is 0."""
     b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
     v = _axis(coords, offsets, r, k, there, tapped, step0, low0, D, 0)
     inside = there & tapped & (b >= 0) & (b < batch) & (v >= 0) & (v < size0)
@@ -158,7 +150,7 @@ def _digest(
 def _is_row(
     source, row, coords, offsets, r, k, there, tapped, step0, step1, step2, step3, D: tl.constexpr
 ):  # fmt: skip
-    """Whether row `row` of the source is the very cell that row r meets through tap k."""
+    """True if row `row` of the source is the cell that row r reaches through kernel offset k."""
     known = there & tapped & (row >= 0)
     at = row.to(tl.int64) * (D + 1)
     equal = known & (tl.load(source + at, mask=known, other=0) == tl.load(coords + r * (D + 1), mask=there, other=0))
@@ -178,19 +170,16 @@ def _is_row(
 
 @triton.jit
 def _report(status, bit: tl.constexpr, happened):
-    """Set a bit of the status word where anything happened."""
+    """Set a bit of the status word if any lane of `happened` is set."""
     if tl.sum(happened.to(tl.int32)) > 0:
         tl.atomic_or(status, bit)
 
 
 @triton.jit
 def set_status(happened, status, BIT: tl.constexpr):
-    """Set a bit of the status word where what plain torch found has happened."""
+    """Set a bit of the status word if `happened` is nonzero."""
     if tl.load(happened) != 0:
         tl.atomic_or(status, BIT)
-
-
-# building
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -201,11 +190,8 @@ def insert(
     step0: "i64", step1: "i64", step2: "i64", step3: "i64", margin: "i64", bits: "i64", last: "i64",
     D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Enter every row's cell: into a grid, a bitmap, a hash table of key << bits | row, or one of rows ("wide").
-
-    The least row of equal cells stays. last: of the table's slots; a table of rows has BLOCK more behind it. Double
-    hashing.
-    """
+    """Insert every row's cell into a grid, a bitmap, a hash table of key << bits | row, or one of rows ("wide").
+    The lowest row of duplicates is kept. last: the table's last slot; a "wide" table has BLOCK scratch slots more."""
     r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live = r < tl.load(count)
     k = tl.zeros([BLOCK], tl.int32)
@@ -228,8 +214,8 @@ def insert(
         old = tl.atomic_or(table + (key >> 5), bit, mask=inside, sem="relaxed")
         _report(status, DUPLICATE, inside & ((old & bit) != 0))
     elif KIND == "hash":
-        # An ordered table: a slot keeps the least of the entries that come by, the other goes on. However they come,
-        # the same table results, and equal keys meet.
+        # Ordered hashing: a slot keeps the lesser entry and the other probes on, so the table is deterministic and
+        # equal keys collide.
         slot, step = _slot(key, last)
         entry = (key << bits) | r
         pending = inside
@@ -244,7 +230,7 @@ def insert(
             slot = (slot + step) & last
         _report(status, DUPLICATE, twice)
     else:
-        # An exchange knows no mask: lanes that are done knock at slots behind the table.
+        # tl.atomic_cas takes no mask: finished lanes use the scratch slots after the table.
         slot, step = _slot(key, last)
         scratch = last + 1 + tl.arange(0, BLOCK)
         free, own = tl.full([BLOCK], NOBODY, tl.int32), r.to(tl.int32)
@@ -263,7 +249,7 @@ def insert(
 
 @triton.jit
 def _paired(pairs, index, known):
-    """As _ranked, of a bitmap whose words have the bits before them beside them: one int64 of both."""
+    """(True if the bit is set, its rank) in a bitmap of int64 pairs as pair_up writes them."""
     pair = tl.load(pairs + (index >> 5), mask=known, other=0)
     word, shift = pair.to(tl.int32), (index & 31).to(tl.int32)
     above = (word.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
@@ -272,7 +258,7 @@ def _paired(pairs, index, known):
 
 @triton.jit
 def _used(words, live, capacity, each, LIVE: tl.constexpr):
-    """How many words of a bitmap count: all, or `each` for every one of those that live."""
+    """Number of words in use: all, or `each` per element of the device-side count `live`."""
     if LIVE:
         capacity = tl.minimum(capacity, tl.load(live).to(tl.int64) * each)
     return capacity
@@ -280,7 +266,7 @@ def _used(words, live, capacity, each, LIVE: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def clear(words, live, capacity: "i64", each: "i64", LIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """Words that count become 0."""
+    """Zero the words in use."""
     used = _used(words, live, capacity, each, LIVE)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(words + at, tl.zeros([BLOCK], tl.int32), mask=at < used)
@@ -288,7 +274,7 @@ def clear(words, live, capacity: "i64", each: "i64", LIVE: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _words(words, first, used, BLOCK: tl.constexpr):
-    """Words of a bitmap; those of bytes, one for each bit, are put together."""
+    """Words of a bitmap, packed first if it has one byte per bit."""
     at = first + tl.arange(0, BLOCK)
     if words.dtype.element_ty == tl.int32:
         return tl.load(words + at, mask=at < used, other=0)
@@ -311,10 +297,8 @@ def pair_up(
     words, sums, live, pairs, total, capacity: "i64", each: "i64",
     LIVE: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Words of a bitmap, each with how many bits are set up to and with it: one int64 of both; total: of them all.
-
-    sums: as count_bits gives them. ALONE: there is one program. Pairs of words that do not count are left alone.
-    """
+    """pairs[n] = inclusive prefix count of set bits << 32 | word n of a bitmap; total: all set bits.
+    sums: from count_bits. ALONE: there is only one program. Pairs of unused words are not written."""
     used = _used(words, live, capacity, each, LIVE)
     p = tl.program_id(0)
     first = p.to(tl.int64) * BLOCK
@@ -341,7 +325,7 @@ def number_rows(
     step0: "i64", step1: "i64", step2: "i64", step3: "i64", margin: "i64",
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """values[n] = the row whose cell is the n-th of a bitmap. pairs: as pair_up gives them."""
+    """values[n] = the row of the n-th set cell of a bitmap. pairs: from pair_up."""
     r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live = r < tl.load(count)
     key, inside = _cell(
@@ -352,12 +336,9 @@ def number_rows(
     tl.store(values + rank, r.to(tl.int32), mask=hit)
 
 
-# asking
-
-
 @triton.jit
 def _note(masks, found, r, lane, there, word, K: tl.constexpr):
-    """One word of each row's mask: the lanes that found something."""
+    """Store one word of each row's mask: the lanes that found a row."""
     bit = tl.where(found >= 0, 1 << lane, 0)
     tl.store(masks + r * ((K + 30) // 31) + word, tl.sum(bit, axis=1)[:, None], mask=there)
 
@@ -368,7 +349,7 @@ def _probed(
     step0, step1, step2, step3, bits, last,
     D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The row of each cell in a grid or a hash table, -1 where there is none; int32."""
+    """int32: the row of each cell in a grid, bitmap or hash table, -1 if absent."""
     if KIND == "grid":
         found = tl.load(table + key, mask=inside, other=FREE)
         found = tl.where(found == FREE, -1, found)
@@ -377,7 +358,7 @@ def _probed(
         found = tl.load(values + rank, mask=hit, other=-1)
     else:
         slot, step = _slot(key, last)
-        # Most cells are met, or found absent, at the first slot; the others go on together.
+        # The first probe settles most cells; the others continue together.
         none = EMPTY if KIND == "hash" else NOBODY
         entry = tl.load(table + slot, mask=inside, other=none)
         found, pending = _compared(
@@ -399,12 +380,12 @@ def _compared(
     source, coords, offsets, r, k, live, tapped, key, pending, entry, step0, step1, step2, step3, bits,
     D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """(the row that a slot holds if it is the key's, else -1; whether the next slot is to be asked)."""
+    """(the row in a slot if it holds the key, else -1; True if probing must continue)."""
     if KIND == "hash":
         held = entry >> bits
         hit = pending & (held == key)
         row = (entry & ((tl.zeros_like(entry) + 1 << bits) - 1)).to(tl.int32)
-        # Entries along a key's way are less than its own.
+        # Ordered hashing: entries on a key's probe path are less than its own.
         onward = pending & (held < key)
     else:
         hit = pending & _is_row(source, entry, coords, offsets, r, k, live, tapped, step0, step1, step2, step3, D)
@@ -423,12 +404,10 @@ def neighbours(
     D: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, MIRROR: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """rows[r, k] and the bits of masks[r]: who meets row r through each tap; rows past the count get -1 and 0.
-
-    EACH: whether a cell lies in the box is asked of each cell. Else it is asked of rows, whether they are within reach
-    of the box, and the table's margin numbers whatever taps lead to from there: a tap adds a constant.
-    MIRROR: of a submanifold map only the first half of the taps is asked for, and each find is written twice.
-    """
+    """rows[r, k]: the input of row r at kernel offset k; masks[r]: its bits. Padding rows get -1 and 0.
+    EACH: bounds are checked per cell. Otherwise they are checked once per row (within `reach` of the box); the table's
+    margin covers every offset from there, so that an offset adds a constant to the key.
+    MIRROR: search the first half of a submanifold map's offsets and write each hit twice."""
     PER: tl.constexpr = 31 if LANES == 32 else LANES
     ASKED: tl.constexpr = K // 2 if MIRROR else K
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -472,7 +451,7 @@ def neighbours(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def mask_words(rows, masks, capacity: "i64", K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """The bits of the taps through which each row meets something."""
+    """Mask words of a table: a bit for each kernel offset that has an input."""
     PER: tl.constexpr = 31 if LANES == 32 else LANES
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     lane = tl.arange(0, LANES)[None, :]
@@ -483,12 +462,9 @@ def mask_words(rows, masks, capacity: "i64", K: tl.constexpr, ROWS: tl.constexpr
         _note(masks, found, r, lane, there, word, K)
 
 
-# bricks
-
-
 @triton.jit
 def _divided(coords, r, there, begin, D: tl.constexpr, AXIS: tl.constexpr, STEP: tl.constexpr):
-    """(quotient, rest, whether there is one) of c - begin by a step; nothing below begin is divided."""
+    """(quotient, remainder, valid) of (c - begin) / STEP; invalid below `begin`."""
     t = tl.load(coords + r * (D + 1) + AXIS + 1, mask=there, other=0).to(tl.int64) - begin
     there = there & (t >= 0) & (t < 2**31)
     whole = tl.where(there, t, 0).to(tl.uint32)
@@ -502,10 +478,8 @@ def _met(
     D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """(tap of a lane, where its numbers stand in `taps`, whether there is one) for each row.
-
-    Of "over" the lanes are the taps that leave a row's own rests, which divide; of the others they are all taps.
-    """
+    """(kernel offset of a lane, its index in `taps`, valid) for each row.
+    "over": the lanes are the offsets that divide for the row's residue class; other forms: all offsets."""
     known = there & (lane < PER)
     k = lane + r.to(tl.int32) * 0
     at = k * D
@@ -532,10 +506,7 @@ def _moved(
     coords, taps, r, at, known, begin, size, D: tl.constexpr, AXIS: tl.constexpr, STEP: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """Along one axis: the cell that row r reaches, less the box's first, and whether it is in the box.
-
-    FORM: step * c + offset ("times"), (c - offset) / step ("over"), floor(c / step) ("floor").
-    """
+    """(cell that row r reaches along one axis, relative to the box's low corner; True if inside). FORM: see Stencil."""
     if FORM == "times":
         c = tl.load(coords + r * (D + 1) + AXIS + 1, mask=known, other=0).to(tl.int64)
         v = c * STEP + tl.load(taps + at + AXIS, mask=known, other=0).to(tl.int64) - begin
@@ -553,8 +524,8 @@ def _code(
     D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """(Morton code of the cell that row r reaches in a lane, the batch item on top; whether it is in the box; the tap;
-    the cell along each axis, less the box's first)."""
+    """(Morton code of the cell that row r reaches in a lane, batch index in the top bits; True if inside the box; the
+    kernel offset; the cell along each axis relative to the box's low corner)."""
     k, at, inside = _met(coords, taps, r, lane, there, from0, from1, from2, from3, D, PER, S0, S1, S2, S3, FORM)
     b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
     v0, inside = _moved(coords, taps, r, at, inside, from0, size0, D, 0, S0, FORM)
@@ -575,7 +546,7 @@ def _code(
 
 @triton.jit
 def _placed(directory, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constexpr):
-    """(whether a code's brick exists, the number of its cell in the bitmaps of cells); WHOLE: all bricks do."""
+    """(True if a code's brick exists, its bit index in the cell bitmaps); WHOLE: all bricks exist."""
     hit, cell = inside, code
     if not WHOLE:
         hit, brick = _paired(directory, code >> LOW, inside)
@@ -585,14 +556,14 @@ def _placed(directory, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constex
 
 @triton.jit
 def _found(directory, cells, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constexpr):
-    """(whether a code is in the bricks, its rank among all)."""
+    """(True if a code's cell exists, its rank among all cells)."""
     hit, cell = _placed(directory, code, inside, limit, WHOLE, LOW)
     return _paired(cells, cell, hit)
 
 
 @triton.jit
 def _set(words, index, mask):
-    """Set a bit where it is not yet: many reach the same, and asking is cheaper than an addition in one place."""
+    """Set bits that are not set yet: many lanes hit the same bit, and a load is cheaper than a contended atomic."""
     bit = (tl.full(index.shape, 1, tl.int32) << (index & 31).to(tl.int32)).to(tl.int32)
     old = tl.load(words + (index >> 5), mask=mask, other=0, cache_modifier=".cg")
     tl.atomic_or(words + (index >> 5), bit, mask=mask & ((old & bit) == 0), sem="relaxed")
@@ -607,8 +578,7 @@ def mark(
     D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
     FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
-    """Set the byte of the brick of every cell that is reached: bits, few words of them, would keep all waiting for each
-    other. STRICT: a cell outside the box is reported."""
+    """Set the byte of every reached cell's brick (bits would need contended atomics). STRICT: report cells outside."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for first in range(0, PER, LANES):
@@ -633,10 +603,8 @@ def occupy(
     FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STRICT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit of every cell that is reached, in its brick. limit: how many bricks there is room for.
-
-    STRICT: a cell that is reached twice is reported, and if no bricks were marked (WHOLE) one outside the box is.
-    """
+    """Set the bit of every reached cell in its brick. limit: capacity in bricks.
+    STRICT: report cells that are reached twice and, if WHOLE (mark() did not run), cells outside the box."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for first in range(0, PER, LANES):
@@ -670,12 +638,10 @@ def search_neighbours(
     FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, K: tl.constexpr,
     MAP: tl.constexpr, PLACE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """For every cell that row r reaches through tap k and that is in the bricks, at place o among all cells:
-
-    MAP "rows": rows[o, k] = r; "turned": rows[r, k] = o; the others are left alone.
-    PLACE: outputs[o] = its coordinates (whoever reaches it writes the same), -1 past the total, and how many rows live.
-    What lies at or past the capacity is not there, and reported.
-    """
+    """For every existing cell, of rank o, that row r reaches through kernel offset k:
+    MAP "rows": rows[o, k] = r; "turned": rows[r, k] = o; other entries are not written.
+    PLACE: outputs[o] = its coordinates, -1 past the total; living = number of valid rows.
+    Ranks at or past the capacity are dropped and reported."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for first in range(0, PER, LANES):
@@ -707,7 +673,7 @@ def search_neighbours(
         made = tl.minimum(tl.load(total).to(tl.int64), capacity)
         if tl.program_id(0) == 0:
             tl.store(living, made.to(tl.int32))
-        # What is left of the words of all rows, in equal parts.
+        # Fill the padding rows, an equal share per program.
         most = capacity * (D + 1)
         part = (most - made * (D + 1) + tl.num_programs(0) - 1) // tl.num_programs(0)
         begin = made * (D + 1) + tl.program_id(0) * part
@@ -726,7 +692,7 @@ def brick_neighbours(
     D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
     LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """As `neighbours`, of bricks: values[rank] is the row."""
+    """As `neighbours`, for bricks: values[rank] is the row."""
     PER: tl.constexpr = 31 if LANES == 32 else LANES
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     lane = tl.arange(0, LANES)[None, :]

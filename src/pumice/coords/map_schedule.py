@@ -1,4 +1,4 @@
-"""How kernel maps are found: a value that can be chosen, printed, kept and overridden."""
+"""Schedules of the neighbour search, and the cost model that chooses one."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ STRUCTURES = ("sorted", "hash", "grid", "bitmap", "bricks")
 
 @dataclass(frozen=True)
 class MapSchedule:
-    """How neighbours are looked up.
+    """How neighbours are searched.
 
-    structure: "hash" (open addressing), "grid" (an int32 for each cell of the box), "bitmap" (a bit for each cell, and
-        popcount ranks), "bricks" (sorted bricks with occupancy bits and popcount ranks), "sorted" (bisection of sorted
-        keys; no kernel, any device).
-    load: slots of a hash table that are taken, at most. cells: of a grid, at most; of a bitmap 16 times as many.
-    mirrored: whether half of the taps of a submanifold map are asked for, and each find is written twice.
-    fused: whether candidates, bounds and lookups are one kernel, or one after the other through memory.
-    block: cells that one program of a lookup asks for, a power of two, by default the structure's own; warps: of 32
-        threads, that it runs on.
-    """
+    structure: "hash" (open addressing), "grid" (an int32 per cell of the box), "bitmap" (a bit per cell with popcount
+        ranks), "bricks" (two-level bitmap in Morton order), "sorted" (bisection of sorted keys; no kernel, any device).
+    load: maximum load factor of a hash table. cells: maximum cells of a grid; 16 times as many for a bitmap.
+    mirrored: query half of a submanifold map's offsets and write each hit twice.
+    fused: generate, clip and look up output candidates in one kernel, not in stages through memory.
+    block: cells that one program queries, a power of two; None: the structure's default. warps: warps per program.
+
+    Raises OptionError for values out of range."""
 
     structure: str = "hash"
     load: float = 0.25
@@ -36,12 +35,12 @@ class MapSchedule:
         if self.structure not in STRUCTURES:
             raise OptionError(f"structure={self.structure!r} is unknown; there are {', '.join(STRUCTURES)}")
         if not 0 < self.load <= 0.9:
-            raise OptionError(f"load is above 0 and at most 0.9, found {self.load}")
+            raise OptionError(f"load must be above 0 and at most 0.9, found {self.load}")
         if self.cells < 1:
-            raise OptionError(f"cells is at least 1, found {self.cells}")
+            raise OptionError(f"cells must be at least 1, found {self.cells}")
         for name, value, least in (("block", self.block, 32), ("warps", self.warps, 1)):
             if value is not None and (value < least or value & (value - 1)):
-                raise OptionError(f"{name} is a power of two of at least {least}, found {value}")
+                raise OptionError(f"{name} must be a power of two of at least {least}, found {value}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -52,15 +51,15 @@ class MapSchedule:
 
 
 def mirrors(rows: int) -> bool:
-    """Whether a submanifold map from a hash table is faster by its own symmetry: with half of the probes, while the
-    writes that are scattered still lie in the cache (measured on an H200 with 18 thousand to a million rows)."""
+    """True if a hash table is faster with half the probes of a submanifold map: while the scattered writes stay in the
+    cache (measured on an H200 with 18 thousand to a million rows)."""
     return 50_000 <= rows <= 500_000
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device is reckoned with: bytes cleared a second, and for each structure seconds in any case and seconds
-    of a cell that is asked for. Fitted to an H200, coordinates in random order."""
+    """Parameters of the cost model: stream, bytes cleared per second; for each structure (fixed seconds, seconds per
+    cell queried). Fitted to an H200, coordinates in random order."""
 
     stream: float = 4.0e12
     hash: tuple[float, float] = (14e-6, 11.5e-12)
@@ -70,7 +69,7 @@ class Rates:
 
 
 def costs(rows: int, cells: int, volume: int = 27, rates: Rates | None = None) -> dict[str, float]:
-    """Seconds that a submanifold map of `rows` rows in a box of `cells` cells is reckoned to take, by structure."""
+    """Estimated seconds for a submanifold map of `rows` rows in a box of `cells` cells, by structure."""
     rates = rates or Rates()
     passes = {
         "hash": 40.0 * rows,
@@ -80,6 +79,6 @@ def costs(rows: int, cells: int, volume: int = 27, rates: Rates | None = None) -
     }
     found = {}
     for name, streamed in passes.items():
-        fixed, asked = getattr(rates, name)
-        found[name] = fixed + streamed / rates.stream + asked * rows * volume
+        fixed, per_cell = getattr(rates, name)
+        found[name] = fixed + streamed / rates.stream + per_cell * rows * volume
     return found

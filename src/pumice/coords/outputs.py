@@ -1,8 +1,7 @@
-"""Which outputs exist: candidates, bounds, distinct ones in (batch, Morton) order, and how many they are.
+"""Output coordinates of a relation: distinct candidates within bounds, in (batch, Morton) order, and their count.
 
-Three ways give the same: bricks (kernels; candidates, bounds, uniqueness and order in one structure), sorted codes
-(plain torch without a wait for the host: staged, each step through memory) and the twin, which asks the host.
-"""
+Three equivalent implementations: bricks (kernels), sorted codes (plain torch, staged, without host synchronisation)
+and the torch fallback, which synchronises."""
 
 from __future__ import annotations
 
@@ -27,38 +26,34 @@ from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import has_triton
 
-Axis = tuple[int, int, int, int, int]
-"""Of an axis: least and greatest coordinate, least and greatest offset, stride."""
+Axis = tuple[int, int, int, int, int]  # Minimum and maximum coordinate, minimum and maximum offset, stride
 
 
 class Outputs(Protocol):
-    """The outputs of a relation, before and after the host knows their number."""
+    """The outputs of a relation, before and after the host knows their count."""
 
     @property
     def count(self) -> Tensor:
-        """int32 [1] on the device: how many there are."""
+        """int32 [1] on the device: number of outputs."""
         ...
 
     def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
-        """The outputs in room for so many, with the inputs' status; rows past their count hold -1.
-
-        alone: no table of this capacity will be asked for.
-        """
+        """The outputs in a buffer with the inputs' status, padded with -1. alone: no table of this size is needed."""
         ...
 
     def geometry(self, count: int) -> Geometry:
-        """The outputs, of which there are `count`."""
+        """The outputs, given their `count`."""
         ...
 
     def table(self, capacity: int) -> Tensor | None:
-        """The map's table, int32, where it is had by the way: of the outputs, or (transposed) of the inputs."""
+        """The map's int32 table, of the outputs or (transposed_support) of the inputs; None if not a by-product."""
         ...
 
 
 def make_outputs(
     inputs: CoordBuffer, site: GridSpec, relation: Relation, schedule: MapSchedule | None = None
 ) -> Outputs:
-    """The outputs that a relation makes of coordinates at `site`, the fastest way that there is."""
+    """The outputs of a relation on coordinates at `site`, by the fastest available implementation."""
     site = site_of(site, relation)
     if not has_triton(inputs.coords) or inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
         return TorchOutputs(inputs, relation, site)
@@ -69,12 +64,12 @@ def make_outputs(
 
 
 def level_key(relation: Relation) -> Hashable:
-    """What outputs of several relations are one geometry under: floor(in / stride) is the same for every kernel."""
+    """Key under which relations share their outputs, or None: floor(in / stride) is the same for every kernel."""
     return ("floor_unique", relation.stride) if relation.policy == "floor_unique" else None
 
 
 def site_of(site: GridSpec, relation: Relation) -> GridSpec:
-    """What is known of the outputs of a relation without asking the device: a box around them, extents, strides."""
+    """Metadata of a relation's outputs, without host synchronisation: bounding box, extents, strides."""
     finer = relation.policy == "transposed_support"
     factor = [Fraction(1, s) if finer else s for s in relation.stride]
     bounded = site.spatial_shape is not None and relation.bounded
@@ -88,9 +83,9 @@ def _box(bounds: Bounds, relation: Relation, shape: tuple[int, ...] | None) -> B
     for axis, stride in enumerate(relation.stride):
         first, last = axis_box((bounds.low[axis], bounds.high[axis], *relation.spans[axis], stride))
         if shape is not None:
-            # Outside the extent nothing is kept.
+            # Outputs outside the extent are dropped.
             first, last = max(first, 0), min(last, shape[axis] - 1)
-        # Where nothing is left, a cell of the extent, which is not reached.
+        # An empty range becomes one cell of the extent, which is not reached.
         low.append(first if first <= last else max(last, 0))
         high.append(max(last, 0) if first > last else last)
     return Bounds(tuple(low), tuple(high), bounds.batch).checked()
@@ -115,7 +110,7 @@ _AXIS_BOXES = {"floor_unique": _floor_box, "support": _support_box, "transposed_
 
 
 class BrickOutputs:
-    """By bricks: kernels that generate candidates, cut them off at the box, and count and order the distinct ones."""
+    """Outputs by bricks: kernels generate candidates, clip them to the box, and count and order the distinct ones."""
 
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         self._inputs, self._relation, self._site = inputs, relation, site
@@ -130,8 +125,8 @@ class BrickOutputs:
 
     def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
         way = partial(self._bricks.coords, self._inputs, self._reach) if alone else self._placed
-        coords, living = way(capacity)
-        return CoordBuffer(coords, living, self._site.bounds, self._inputs.status, needed=self.count)
+        coords, valid = way(capacity)
+        return CoordBuffer(coords, valid, self._site.bounds, self._inputs.status, needed=self.count)
 
     def geometry(self, count: int) -> Geometry:
         return Geometry(self._placed(count)[0], self._site)
@@ -144,7 +139,7 @@ class BrickOutputs:
         return self._table
 
     def _placed(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """The outputs' coordinates, and how many live; where some tap meets each, the table comes in the same pass."""
+        """(coordinates, number of valid rows); fills the table in the same pass if every output has an input."""
         if self._relation.policy == "transposed_support" or not _covers(self._relation):
             return self._bricks.coords(self._inputs, self._reach, capacity)
         self._table, *placed = self._bricks.both(self._inputs, self._meets, capacity)
@@ -152,7 +147,7 @@ class BrickOutputs:
 
 
 class SortedOutputs:
-    """By sorting codes: every candidate's code, sorted; the first of its kind stays. No wait for the host."""
+    """Outputs by sorting the candidates' codes and dropping duplicates, without host synchronisation."""
 
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         self._site, self._inputs = site, inputs
@@ -178,7 +173,7 @@ class SortedOutputs:
         return None
 
     def _coords(self, capacity: int) -> Tensor:
-        # What is not new, and what there is no room for, goes to a place past the last.
+        # Duplicates and rows beyond the capacity go to a dummy row past the last.
         set_status(self._inputs.status, OVERFLOW, self._places[-1] > capacity)
         place = torch.where(self._new & (self._places <= capacity), self._places - 1, capacity)
         codes = self._codes.new_full((capacity + 1,), _NO_CODE).scatter_(0, place, self._codes)[:capacity]
@@ -186,10 +181,10 @@ class SortedOutputs:
 
 
 class TorchOutputs:
-    """In plain torch, with the host: the twin of the others, for any box."""
+    """Outputs in plain torch with host synchronisation: the fallback, for any box."""
 
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
-        # What lies outside the box is not there, as in the other ways.
+        # Inputs outside the box are dropped, as in the other implementations.
         coords = inputs.coords if inputs.exact else inputs.coords[inputs.valid_mask() & inputs.inside()]
         self._coords = _TWINS[relation.policy](coords, inputs.bounds, relation, site)
         self._site, self._inputs = site, inputs
@@ -214,7 +209,7 @@ class TorchOutputs:
 
 
 def counted(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:
-    """Numbers of outputs on the host, in one transfer; what was found wrong with the inputs is read too, and raised."""
+    """Output counts, read in one transfer with the inputs' status; raises if that reports an error."""
     waiting = geometry.unsettled
     values = read([*counts] if waiting is None else [*counts, waiting])
     geometry.settle(0 if waiting is None else values[-1][0])
@@ -222,18 +217,18 @@ def counted(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:
 
 
 def _buffered(coords: Tensor, needed: Tensor, site: GridSpec, inputs: CoordBuffer) -> CoordBuffer:
-    """A buffer of outputs; where there are more than it holds, the status says so."""
+    """A buffer of outputs, of which `needed` exist."""
     return CoordBuffer(coords, needed.clamp(max=len(coords)), site.bounds, inputs.status, needed=needed)
 
 
 def max_outputs(inputs: int, relation: Relation, site: GridSpec) -> int:
-    """How many outputs so many inputs have at most, at the outputs' site."""
+    """Upper bound of the number of outputs of `inputs` inputs. site: the outputs'."""
     most = inputs * Stencil.of_outputs(relation).lanes
     return min(most, site.bounds.cells, INT32_MAX)
 
 
 def _covers(relation: Relation) -> bool:
-    """Whether every output of the relation meets an input through one of its own taps."""
+    """True if every output has an input at one of the relation's offsets."""
     if relation.policy == "support":
         return True
     rests = {tuple(o % s for o, s in zip(offset, relation.stride, strict=True)) for offset in relation.offsets}
@@ -241,13 +236,11 @@ def _covers(relation: Relation) -> bool:
     return inside and len(rests) == math.prod(relation.stride)
 
 
-# codes in plain torch
-
 _NO_CODE = 2**63 - 1
 
 
 def codes_fit(bounds: Bounds) -> bool:
-    """Whether a box's cells have codes of one word, with the batch item on top."""
+    """True if a box's cells, with the batch index, have one-word codes."""
     try:
         space = Space.of(bounds)
         space.layout.tables("cpu")
@@ -257,7 +250,7 @@ def codes_fit(bounds: Bounds) -> bool:
 
 
 def candidate_codes(cloud: CoordBuffer, reach: Stencil, space: Space) -> Tensor:
-    """int64 [K * N]: the Morton code of every cell that is reached, the largest int64 where there is none."""
+    """int64 [K * N]: Morton code of the cell reached at each offset, the largest int64 if none."""
     box, layout = space.bounds, space.layout
     tables, coords = layout.tables(cloud.device), cloud.coords.long()
     found = []
@@ -274,7 +267,7 @@ def candidate_codes(cloud: CoordBuffer, reach: Stencil, space: Space) -> Tensor:
 
 
 def _moved(values: Tensor, offset: int, step: int, form: str) -> tuple[Tensor, Tensor]:
-    """(the coordinate that is reached along an axis, whether there is one)."""
+    """(coordinate reached along an axis, True if there is one)."""
     if form == "times":
         return values * step + offset, torch.ones_like(values, dtype=torch.bool)
     shifted = values - (offset if form == "over" else 0)
@@ -283,7 +276,7 @@ def _moved(values: Tensor, offset: int, step: int, form: str) -> tuple[Tensor, T
 
 
 def coords_of_codes(codes: Tensor, space: Space) -> Tensor:
-    """int32 [N, 1+D] of codes; -1 throughout where there is none."""
+    """int32 [N, 1+D]: coordinates of codes, -1 for padding codes."""
     columns = [codes >> space.bits]
     for places, bias in zip(space.layout.places, space.layout.bias, strict=True):
         value = torch.zeros_like(codes)
@@ -294,9 +287,6 @@ def coords_of_codes(codes: Tensor, space: Space) -> Tensor:
     return torch.where((codes != _NO_CODE)[:, None], coords, -1)
 
 
-# the twin
-
-
 def _floor_unique(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:
     """Distinct floor(in / stride)."""
     stride = torch.tensor((1, *relation.stride), dtype=torch.int32, device=coords.device)
@@ -305,7 +295,7 @@ def _floor_unique(coords: Tensor, bounds: Bounds, relation: Relation, site: Grid
 
 
 def _support(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:
-    """Every out with stride * out + offset = in for some active input: (in - offset) / stride, where it divides."""
+    """Every out with stride * out + offset = in for some input: (in - offset) / stride, if divisible."""
     return _kept(_spread(coords, bounds, relation, "over"), site)
 
 
@@ -320,10 +310,8 @@ _AxisOffsets = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 
 def _separable(relation: Relation) -> list[_AxisOffsets]:
-    """(axes, offsets along them) to apply one after the other: one axis at a time for a full kernel window.
-
-    A window is the product of its axes, so that K = k^D candidates a voxel become D times k, merged in between.
-    """
+    """(axes, offsets along them), applied in turn: one axis at a time for a full window.
+    A window is a product of axes: D passes of k candidates per voxel, merged in between, replace K = k^D."""
     if relation.custom is not None:
         return [(tuple(range(relation.dim)), relation.custom)]
     rule = zip(relation.kernel, relation.dilation, relation.padding, strict=True)
@@ -331,7 +319,7 @@ def _separable(relation: Relation) -> list[_AxisOffsets]:
 
 
 def _spread(coords: Tensor, bounds: Bounds, relation: Relation, form: str) -> Tensor:
-    """The distinct cells that any offset reaches."""
+    """The distinct cells reached by any offset."""
     whole = _box(bounds, relation, None)
     for axes, offsets in _separable(relation):
         low, high = list(bounds.low), list(bounds.high)
@@ -351,7 +339,7 @@ def _spread(coords: Tensor, bounds: Bounds, relation: Relation, form: str) -> Te
 
 
 def _kept(coords: Tensor, site: GridSpec) -> Tensor:
-    """Less what lies outside the extent, where there is one."""
+    """Drop coordinates outside the extent, if bounded."""
     if site.spatial_shape is None:
         return coords
     extent = torch.tensor(site.spatial_shape, dtype=torch.int32, device=coords.device)

@@ -1,5 +1,5 @@
-"""The first rows of many arrays as new tensors in one block of memory, and arrays in the first rows of buffers: one
-kernel each where kernels run, plain torch elsewhere."""
+"""Copies of the first rows of many arrays into one allocation, and of arrays into the first rows of buffers: one
+kernel each, or plain torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from torch import Tensor
 from pumice.errors import DtypeError
 from pumice.runtime.launch import has_triton, integers, kernel
 
-_BLOCK = 2048
-"""Entries of one program; every array begins at a multiple of it."""
-_PUT = 3
-"""Arrays that one kernel puts into buffers."""
+_BLOCK = 2048  # Entries of one program; every array starts at a multiple of it
+_PUT = 3  # Arrays that one kernel copies into buffers
 
 
 @dataclass(frozen=True, eq=False)
 class Packer:
-    """Arrays that stay where they are, contiguous int32. addresses: of them all, int64 on their device; layouts: of
-    each its shape but for the rows, how many entries a row has, and its strides."""
+    """Contiguous int32 arrays. addresses: int64 on their device; layouts: (row shape, entries per row, strides)."""
 
     arrays: Sequence[Tensor]
     addresses: Tensor
@@ -30,7 +27,7 @@ class Packer:
 
     @staticmethod
     def of(arrays: Sequence[Tensor]) -> Packer:
-        """Raises DtypeError for arrays of another dtype or with gaps."""
+        """A packer of these arrays. Raises DtypeError for arrays of another dtype or not contiguous."""
         for array in arrays:
             if array.dtype != torch.int32 or not array.is_contiguous():
                 raise DtypeError(f"contiguous torch.int32 is packed, found {array.dtype} of strides {array.stride()}")
@@ -38,7 +35,7 @@ class Packer:
         return Packer(arrays, torch.tensor([a.data_ptr() for a in arrays], device=arrays[0].device), layouts)
 
     def first(self, rows: Sequence[int]) -> list[Tensor]:
-        """Copies of the first so many rows of each."""
+        """Copies of the first rows[i] rows of each array i."""
         starts, sizes, end = [], [], 0
         for n, (_, width, _) in zip(rows, self.layouts, strict=True):
             size = n * width
@@ -52,16 +49,16 @@ class Packer:
             for n, (shape, _, strides), start in zip(rows, self.layouts, starts, strict=True)
         ]
         if has_triton(out):
-            told = integers((*starts, *sizes), out.device)
+            layout = integers((*starts, *sizes), out.device)
             constants = {"MOST": 1 << (len(starts) - 1).bit_length(), "BLOCK": _BLOCK}
-            kernel("tile_kernels.pack")(end, (self.addresses, told, out), (len(starts),), constants)
+            kernel("tile_kernels.pack")(end, (self.addresses, layout, out), (len(starts),), constants)
         else:
             pack_twin(self.arrays, found)
         return found
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """Itself, or where other tensors lie in the same memory a copy: what is pickled takes that memory along, whole."""
+    """The tensor, or a copy if it is part of a larger storage: pickling would save the whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
@@ -72,7 +69,7 @@ def put_first(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor
         return put_first_twin(buffers, arrays, count)
     sizes = [array.numel() for array in arrays]
     programs = max(1, sum(-(-size // _BLOCK) for size in sizes))
-    # What is not there is the first array again, of no entries.
+    # Unused arguments: the first array, with no entries.
     spare = range(_PUT - len(arrays))
     tensors = (*arrays, *(arrays[0] for _ in spare), *buffers, *(buffers[0] for _ in spare), count)
     numbers = (arrays[0].shape[0], *sizes, *(0 for _ in spare))
@@ -87,6 +84,6 @@ def put_first_twin(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: T
 
 
 def pack_twin(arrays: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-    """The copies, in plain torch."""
+    """As Packer.first, in plain torch; writes `found`."""
     for array, copy in zip(arrays, found, strict=True):
         copy.copy_(array[: len(copy)])

@@ -1,4 +1,4 @@
-"""The stable order of integer keys: a radix sort of few digits, of as many bits as the keys have."""
+"""Stable argsort of integer keys by a radix sort over only the bits that the keys have."""
 
 from __future__ import annotations
 
@@ -10,22 +10,16 @@ from torch import Tensor
 
 from pumice.runtime.launch import has_triton, kernel
 
-_DIGIT = 10
-"""Bits of a digit, at most."""
-_MOST = 1 << 21
-"""Keys times digits, at most: torch is as fast with so many, and faster with more (on an H200)."""
-_BLOCK = 512
-"""Rows of a block, which are sorted among themselves."""
-_WARPS = 8
-"""Warps of a program that sorts a block."""
-_COLUMNS = 8
-"""Digits whose counts a program adds up: the counts of a block fill 32 bytes."""
-_ADDED = 512
-"""Blocks whose counts it adds up at a time."""
+_DIGIT = 10  # Maximum bits of a digit
+_MOST = 1 << 21  # Maximum keys times digits: torch.sort is faster beyond (on an H200)
+_BLOCK = 512  # Rows of a block, sorted locally
+_WARPS = 8  # Warps of a program that sorts a block
+_COLUMNS = 8  # Digits that a program of the prefix sum handles: 32 bytes of counts per block
+_ADDED = 512  # Blocks per step of the prefix sum
 
 
 class Digits(NamedTuple):
-    """How keys are taken apart: `turns` digits of `width` bits, rows in blocks of `block`."""
+    """Decomposition of keys: `turns` digits of `width` bits, rows in blocks of `block`."""
 
     turns: int
     width: int
@@ -33,15 +27,13 @@ class Digits(NamedTuple):
 
     @staticmethod
     def of(keys: Tensor, bits: int) -> Digits | None:
-        """For keys of so many bits; None where they are left to torch."""
+        """The digits of keys of `bits` bits; None: use torch.sort."""
         turns = max(1, -(-bits // _DIGIT))
         few = 0 < turns * keys.shape[0] <= _MOST
         return Digits(turns, -(-bits // turns), _BLOCK) if few and bits > 0 and has_triton(keys) else None
 
     def counts(self, keys: Tensor, more: int = 0) -> tuple[Tensor, Tensor]:
-        """int32 [turns, blocks + 1, 2**width] and [more], all 0: how many rows of each block have each digit goes in
-        the first.
-        """
+        """Zeroed int32 [turns, blocks + 1, 2**width], for the number of rows per block and digit, and [more]."""
         shape = (self.turns, -(-keys.shape[0] // self.block) + 1, 1 << self.width)
         sizes = (math.prod(shape), more)
         counts, rest = torch.zeros(sum(sizes), dtype=torch.int32, device=keys.device).split(sizes)
@@ -49,11 +41,8 @@ class Digits(NamedTuple):
 
 
 def ranked(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
-    """int32 [N]: the places of keys int32 [N], not falling, equal ones in their own order.
-
-    digits: of which keys differ, the lowest ones; nothing is negative. counts: how many rows of each block have each
-    lowest digit, then zeros.
-    """
+    """int32 [N]: stable argsort of non-negative keys int32 [N] by their lowest `digits`.
+    counts: from Digits.counts, with the rows of each block per lowest digit filled in."""
     bins, blocks, columns = 1 << digits.width, counts.shape[1] - 1, min(_COLUMNS, 1 << digits.width)
     starts = counts.unbind()
     for turn in range(digits.turns):

@@ -1,4 +1,4 @@
-"""Which output meets which input: one integer relation for every convolution and pooling."""
+"""The integer relation between outputs and inputs of a convolution or pooling."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ POLICIES = ("same", "given", "support", "floor_unique", "transposed_support", "c
 
 
 def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tuple[Any, ...]:
-    """`value`, an integer or one per axis, once per axis, each at least `least` and of one of the types `kinds`.
+    """`value`, an integer or one per axis, as a tuple of `dim` values of the types `kinds`, each at least `least`.
 
-    Raises ShapeError when a sequence has another length than `dim`, OptionError on a value of another type or one that
-    is too small.
-    """
+    Raises ShapeError for a sequence of another length, OptionError for a value of another type or below `least`."""
     found: Any = value if isinstance(value, int | tuple | list) else _integer(value)
     if isinstance(found, str) or not isinstance(found, int | Iterable | kinds):
         raise OptionError(f"{name} takes an integer or one per axis, found {value!r}")
@@ -33,7 +31,7 @@ def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tu
 
 
 def _integer(value: Any) -> Any:
-    """Integers of other libraries (numpy, a tensor's entry) as Python's; anything else as it is."""
+    """Integers of other libraries (numpy, a tensor's entry) as int; anything else unchanged."""
     try:
         return value if isinstance(value, int) else operator.index(value)
     except TypeError:
@@ -44,18 +42,17 @@ def _integer(value: Any) -> Any:
 class Relation:
     """The relation `in = stride * out + dilation * tap - padding`, tap in [0, kernel) per axis, row-major.
 
-    With `custom` offsets the relation is `in = stride * out + custom[k]` and kernel, dilation and padding say
-    nothing. `policy` tells which outputs exist:
+    With `custom` offsets it is `in = stride * out + custom[k]`; kernel, dilation and padding are ignored. `policy`
+    selects the outputs:
 
-    same                the inputs' own coordinates
-    given               coordinates that the caller names
-    support             every output that meets an input: the active set of the dense operator
-    floor_unique        the distinct floor(in / stride)
-    transposed_support  the roles exchanged: every out = stride * in + dilation * tap - padding
-    cached_inverse      back to the coordinates that a forward relation came from
+    same                the inputs' coordinates (submanifold)
+    given               coordinates that the caller passes
+    support             every output with an input: the active set of the dense operator (as spconv)
+    floor_unique        the distinct floor(in / stride) (as MinkowskiEngine)
+    transposed_support  roles exchanged: every out = stride * in + dilation * tap - padding
+    cached_inverse      the input coordinates of an earlier forward relation
 
-    `bounded` tells whether an input's spatial_shape cuts the outputs off.
-    """
+    `bounded`: drop outputs outside the extent that an input's spatial_shape implies."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -71,25 +68,25 @@ class Relation:
 
     @cached_property
     def _hash(self) -> int:
-        # Of integers alone: it is kept by copies in other processes, too.
+        # Integers only: the cached hash must stay valid in copies in other processes.
         numbers = (self.kernel, self.stride, self.padding, self.dilation)
         return hash((*numbers, self.custom or (), self.output_padding or (), self.bounded))
 
     def checked(self) -> Relation:
-        """Itself. Raises OptionError where `same` does not keep the coordinates at the centre of their windows."""
+        """The relation itself. Raises OptionError for policy `same` with a stride or a padding that is not centred."""
         if self.policy == "same" and self.custom is None:
             if any(s != 1 for s in self.stride):
                 raise OptionError(f"out='same' keeps the coordinates and needs stride 1, found stride {self.stride}")
             centred = _centring(self.kernel, self.dilation)
             if self.padding != centred:
                 raise OptionError(
-                    f"out='same' centres windows of {self.kernel} by padding {centred}, found {self.padding}; leave "
-                    "padding out (spconv ignores it there), or say out='support' for other outputs"
+                    f"out='same' centres windows of {self.kernel} by padding {centred}, found {self.padding}; omit "
+                    "padding (spconv ignores it there), or use out='support' for other outputs"
                 )
         return self
 
     def shared(self) -> Relation:
-        """The first of those that are equal: whoever looks up what is kept by them finds the same one at once."""
+        """The interned equal relation, so that dictionary lookups hit by identity."""
         return _first(self)
 
     @property
@@ -98,7 +95,7 @@ class Relation:
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """What is added to `stride * out`, for each of the K taps."""
+        """The K kernel offsets, added to `stride * out`."""
         if self.custom is not None:
             return self.custom
         taps = itertools.product(*(range(k) for k in self.kernel))
@@ -107,18 +104,18 @@ class Relation:
 
     @cached_property
     def reach(self) -> int:
-        """The greatest offset along any axis, without its sign."""
+        """The largest absolute offset along any axis."""
         return max((abs(o) for offset in self.offsets for o in offset), default=0)
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The least and the greatest offset along each axis."""
+        """The minimum and maximum offset along each axis."""
         axes = zip(*self.offsets, strict=True) if self.offsets else [(0,)] * self.dim
         return tuple((min(axis), max(axis)) for axis in axes)
 
     @cached_property
     def planes(self) -> tuple[tuple[int, ...], ...]:
-        """For each axis and each offset along it the taps that have it."""
+        """For each axis and each value along it the indices of the offsets that have it."""
         axes = [sorted({offset[axis] for offset in self.offsets}) for axis in range(self.dim)]
         return tuple(
             tuple(k for k, offset in enumerate(self.offsets) if offset[axis] == value)
@@ -128,13 +125,13 @@ class Relation:
 
     @cached_property
     def mirrored(self) -> bool:
-        """Whether inputs and outputs are one set and tap K-1-k undoes tap k: a submanifold window of odd size."""
+        """True if policy is `same` and offset K-1-k is the negative of offset k: a submanifold window of odd size."""
         ours = self.offsets
         turned = tuple(tuple(-o for o in offset) for offset in reversed(ours))
         return self.policy == "same" and ours == turned
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Extent of the outputs of an input of extent `shape`: the dense operator's, never below 0."""
+        """Output extent for an input of extent `shape`: the dense operator's, at least 0."""
         if self.policy == "same":
             return tuple(shape)
         if self.policy == "floor_unique":
@@ -157,13 +154,10 @@ class Relation:
         dilation: int | Sequence[int] = 1,
         policy: str | None = None,
     ) -> Relation:
-        """A relation with Pumice's defaults filled in.
+        """A relation with defaults filled in.
 
-        padding: `dilation * (kernel // 2)` for an odd kernel, 0 for an even one. policy: `same` at stride 1; above,
-        `support` when padding is given and `floor_unique` when it is not.
-
-        Raises OptionError for a padding of `same` that is not the centred one, and what as_axes raises.
-        """
+        padding: `dilation * (kernel // 2)` for an odd kernel, 0 for an even one. policy: `same` at stride 1; otherwise
+        `support` if padding is given, else `floor_unique`. Raises as checked() and as_axes()."""
         kernels = as_axes(kernel, dim, "kernel_size", 1)
         strides = as_axes(stride, dim, "stride", 1)
         dilations = as_axes(dilation, dim, "dilation", 1)
@@ -179,12 +173,12 @@ class Relation:
         dilation: int | Sequence[int] = 1,
         policy: str | None = None,
     ) -> Relation:
-        """A relation over a list of offsets, `in = stride * out + dilation * offsets[k]`; they must differ."""
+        """The relation `in = stride * out + dilation * offsets[k]`. Raises OptionError for duplicate offsets."""
         spread = as_axes(dilation, dim, "dilation", 1)
         taps = [as_axes(tuple(o), dim, "an offset", -(2**31)) for o in offsets]
         custom = tuple(tuple(a * d for a, d in zip(tap, spread, strict=True)) for tap in taps)
         if len(set(custom)) != len(custom):
-            raise OptionError(f"{len(custom)} offsets were given, {len(set(custom))} of them distinct")
+            raise OptionError(f"offsets must be distinct, found {len(custom)} with {len(set(custom))} distinct")
         strides, ones = as_axes(stride, dim, "stride", 1), (1,) * dim
         policy = policy or _default_policy(strides, None)
         return Relation(ones, strides, (0,) * dim, ones, policy, custom)
@@ -218,5 +212,5 @@ def _default_policy(stride: tuple[int, ...], padding: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def _first(relation: Relation) -> Relation:
-    """The one that was asked for first."""
+    """The first of all equal relations."""
     return relation

@@ -1,8 +1,6 @@
-"""Runs of equal values in a sorted array, the longest first; long ones in pieces.
+"""Runs of equal values in a sorted array, longest first, optionally cut into pieces.
 
-Both functions are a kernel where kernels run and runs are few, or their ends are known and none is long, and plain
-torch elsewhere (the functions that end in `_twin`), the same bit for bit.
-"""
+A kernel if runs are few, or if their ends are known and all are short; else plain torch (`*_twin`), bitwise equal."""
 
 from __future__ import annotations
 
@@ -16,24 +14,17 @@ from torch import Tensor
 
 from pumice.runtime.launch import has_triton, integers, kernel
 
-_SIDES = (128, 512, 2048)
-"""Runs that one program puts in order, at most: few variants, as each has a sort to compile."""
-_LONG = (1 << 20) - 2
-"""Entries from which on runs count as equally long: lengths and places of runs make one integer of 31 bits."""
-_BINS = 1024
-"""Lengths that are counted one by one, at most, where the ends of runs are known."""
-_MANY = 1 << 15
-"""Runs that are put in order by such counts, at most: every program counts all of them."""
-_BLOCK, _CHUNKS = 64, (512, 2048)
-"""Runs whose places a program finds, and how many it counts at a time."""
-WHOLE = 0
-"""In place of how long pieces are: runs are not cut."""
-_NEVER = 1 << 30
-"""Entries that no run has."""
+_SIDES = (128, 512, 2048)  # Maximum runs that one program sorts: few variants, as each compiles a sort
+_LONG = (1 << 20) - 2  # Length from which on runs compare equal: length and index share an integer of 31 bits
+_BINS = 1024  # Maximum bins of the counting sort by length
+_MANY = 1 << 15  # Maximum runs of the counting sort: every program counts all of them
+_BLOCK, _CHUNKS = 64, (512, 2048)  # Runs that a program of the counting sort places, and how many it counts at a time
+WHOLE = 0  # A piece length: runs are not cut
+_NEVER = 1 << 30  # More entries than any run has
 
 
 class Runs(NamedTuple):
-    """Entries starts[j] <= p < stops[j] hold the value values[j]; int32 [n] each."""
+    """Entries starts[j] <= p < stops[j] have the value values[j]; int32 [n] each."""
 
     values: Tensor
     starts: Tensor
@@ -41,8 +32,7 @@ class Runs(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Parts of runs, int32 [n] each. firsts: where the pieces of the same run begin; numbers: how many there are, 0 of
-    what fills up the list."""
+    """Pieces of runs, int32 [n] each. firsts: index of the run's first piece; numbers: its pieces, 0 for padding."""
 
     values: Tensor
     starts: Tensor
@@ -53,8 +43,8 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RunInfo:
-    """What is known of an array. version: that it was told of; size: its entries. longest: entries of a run, at most.
-    asked: is told how long pieces of its runs are wanted, WHOLE among them. pieces: those that are there, by that."""
+    """Known runs of an array. version: the array's, when registered; size: its entries; longest: upper bound of a run's
+    length; asked: piece lengths (or WHOLE) requested so far; pieces: those available, by length."""
 
     array: weakref.ref[Tensor]
     version: int
@@ -66,29 +56,28 @@ class RunInfo:
 
     @property
     def count(self) -> int:
-        """How many runs there are."""
+        """Number of runs."""
         return self.ends.shape[0]
 
     @property
     def counted(self) -> bool:
-        """Whether runs can be put in order by counts of their lengths."""
+        """True if the counting sort by length applies."""
         return 0 < self.count <= _MANY and self.longest + 2 <= _BINS and has_triton(self.ends)
 
     def numbers(self, most: int) -> tuple[int, int, int, int]:
-        """What kernels that cut them are told: entries and runs of the array, how long pieces are, and how many there
-        might be."""
+        """Kernel arguments: entries and runs of the array, piece length, maximum number of pieces."""
         return self.size, self.count, most or _NEVER, self.count + (self.size // most if most else 0)
 
 
 class RunRegistry:
-    """Where the runs of arrays end, known from how the arrays were made: int32 [count], entries up to and with each of
-    the values 0 to count - 1; there may be more than the array has room for. Forgotten with the array."""
+    """Known ends of the runs of arrays: int32 [count], inclusive prefix counts of the values 0 to count - 1, which may
+    exceed the array's size. An entry is dropped with its array."""
 
     def __init__(self) -> None:
         self._told: dict[int, RunInfo] = {}
 
     def tell(self, array: Tensor, ends: Tensor, longest: int, piece_sizes: set[int] | None = None) -> None:
-        """longest, asked: see RunInfo."""
+        """Register an array's run ends. longest, piece_sizes (`asked`): see RunInfo."""
         key = id(array)
         if not array.is_inference():
             known = weakref.ref(array, lambda _: self._told.pop(key, None))
@@ -96,28 +85,25 @@ class RunRegistry:
             self._told[key] = RunInfo(*facts, set() if piece_sizes is None else piece_sizes, {})
 
     def told(self, array: Tensor, count: int) -> RunInfo | None:
-        """What is known of the runs of so many values."""
-        told = self._told.get(id(array))
-        if told is None or told.array() is not array or told.version != array._version:
+        """The runs registered for the array and `count` values, or None."""
+        info = self._told.get(id(array))
+        if info is None or info.array() is not array or info.version != array._version:
             return None
-        return told if told.count == count else None
+        return info if info.count == count else None
 
     def of(self, array: Tensor, count: int) -> Tensor | None:
-        told = self.told(array, count)
-        return None if told is None else told.ends
+        info = self.told(array, count)
+        return None if info is None else info.ends
 
 
 RUNS = RunRegistry()
 
 
 def segments_by_length(array: Tensor, count: int) -> Runs:
-    """The runs of the values 0 to count - 1, empty ones too, by falling length, equal ones by their values.
-
-    The array may begin with values below 0 and end with others.
-    """
-    told = RUNS.told(array, count)
-    if told is not None and told.counted:
-        return Runs(*_counted(told, WHOLE)[:3])
+    """Runs of the values 0 to count - 1, empty ones too, by decreasing length, then value; other values are ignored."""
+    info = RUNS.told(array, count)
+    if info is not None and info.counted:
+        return Runs(*_counted(info, WHOLE)[:3])
     if not _fits(array, count):
         return segments_by_length_twin(array, count)
     found = _lists(3, count, array.device)
@@ -126,21 +112,18 @@ def segments_by_length(array: Tensor, count: int) -> Runs:
 
 
 def segments_by_length_twin(array: Tensor, count: int) -> Runs:
-    """As by_length, in plain torch."""
+    """As segments_by_length, in plain torch."""
     bounds = bounds_of(array, count)
     order = _falling(bounds.diff())
     return Runs(order.int(), bounds[:-1][order], bounds[1:][order])
 
 
 def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
-    """The runs in pieces of about equal length, of at most `most` entries each.
-
-    Longer runs come first, the pieces of one side by side; an empty run is one piece. The list is as long as it might
-    have to be, so that nothing is read from a device.
-    """
-    told = RUNS.told(array, count)
-    if told is not None and told.counted:
-        return _counted(told, most)
+    """The runs in pieces of about equal length, at most `most` entries each: longer runs first, an empty run is one
+    piece. The list has its worst-case length, so that there is no host synchronisation."""
+    info = RUNS.told(array, count)
+    if info is not None and info.counted:
+        return _counted(info, most)
     if not _fits(array, count):
         return in_pieces_twin(array, count, most)
     places = count + array.shape[0] // most
@@ -150,54 +133,54 @@ def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
 
 
 def pieces_at_hand(array: Tensor, count: int, most: int) -> Pieces | None:
-    """What `in_pieces` gives, where it is there; it is noted that it was asked for."""
-    told = RUNS.told(array, count)
-    if told is None:
+    """The cached result of `in_pieces`, or None; records the request."""
+    info = RUNS.told(array, count)
+    if info is None:
         return None
-    told.asked.add(most)
-    return told.pieces.get(most)
+    info.asked.add(most)
+    return info.pieces.get(most)
 
 
 def put_in_pieces(requests: Sequence[tuple[Tensor, int, int]]) -> None:
-    """Find by one kernel what `in_pieces` will give for arrays (array, count, most) whose ends are known, and
-    `segments_by_length` where most is WHOLE; what cannot be found so is left to them."""
+    """Compute by one kernel the results of `in_pieces` (of `segments_by_length` if most is WHOLE) for requests
+    (array, count, most) whose run ends are known; skips requests to which the counting sort does not apply."""
     wanted: list[tuple[RunInfo, int]] = []
     for array, count, most in requests:
-        told = RUNS.told(array, count)
-        if told is not None and told.counted:
-            wanted.append((told, most))
+        info = RUNS.told(array, count)
+        if info is not None and info.counted:
+            wanted.append((info, most))
     if not wanted:
         return
     table, layouts, at = [], list[tuple[int, int, int]](), 0
-    for told, most in wanted:
-        *_, places = numbers = told.numbers(most)
+    for info, most in wanted:
+        *_, places = numbers = info.numbers(most)
         each = -(-places // 4) * 4
-        table += (told.ends.data_ptr(), at, each, *numbers)
+        table += (info.ends.data_ptr(), at, each, *numbers)
         layouts.append((places, each, at))
         at += 5 * each
     device = wanted[0][0].ends.device
     out = torch.empty(at, dtype=torch.int32, device=device)
-    count = max(told.count for told, _ in wanted)
+    count = max(info.count for info, _ in wanted)
     blocks = -(-count // _BLOCK)
-    constants = _counting(count, max(told.longest for told, _ in wanted))
+    constants = _counting(count, max(info.longest for info, _ in wanted))
     tensors = integers(table, device), out
     kernel("tile_kernels.order_many")(len(wanted) * blocks, tensors, (blocks,), constants)
     begin = out.storage_offset()
-    for (told, most), (places, each, at) in zip(wanted, layouts, strict=True):
-        told.pieces[most] = Pieces(*out.as_strided((5, places), (each, 1), begin + at).unbind())
+    for (info, most), (places, each, at) in zip(wanted, layouts, strict=True):
+        info.pieces[most] = Pieces(*out.as_strided((5, places), (each, 1), begin + at).unbind())
 
 
 def cut_as_asked(array: Tensor, ends: Tensor, longest: int, asked: set[int]) -> None:
-    """Tell where the runs of an array end, and find now what `in_pieces` and `segments_by_length` will give for pieces
-    as long as passes before asked for; `asked` is told what this one asks for."""
+    """Register the run ends of an array and compute its pieces for the lengths in `asked`, requested by earlier passes;
+    requests of this pass are added to `asked`."""
     RUNS.tell(array, ends, longest, asked)
-    told = RUNS.told(array, ends.shape[0])
-    if told is not None:
+    info = RUNS.told(array, ends.shape[0])
+    if info is not None:
         for most in tuple(asked):
-            if told.counted:
-                told.pieces[most] = _counted(told, most)
+            if info.counted:
+                info.pieces[most] = _counted(info, most)
             elif most != WHOLE:
-                told.pieces[most] = in_pieces(array, told.count, most)
+                info.pieces[most] = in_pieces(array, info.count, most)
 
 
 def in_pieces_twin(array: Tensor, count: int, most: int) -> Pieces:
@@ -223,7 +206,7 @@ def in_pieces_twin(array: Tensor, count: int, most: int) -> Pieces:
 
 
 def bounds_of(array: Tensor, count: int) -> Tensor:
-    """int32 [count + 1]: where the entries of each value begin, and where the last ones end."""
+    """int32 [count + 1]: start of each value's run, and the end of the last."""
     values = torch.arange(count + 1, device=array.device, dtype=array.dtype)
     return torch.searchsorted(array.contiguous(), values, out_int32=True)
 
@@ -237,12 +220,12 @@ def _fits(array: Tensor, count: int) -> bool:
 
 
 def _worth(array: Tensor) -> bool:
-    """Triton's interpreter takes half a second for a sort."""
+    """False on a CPU: Triton's interpreter takes half a second for a sort."""
     return array.is_cuda
 
 
 def _lists(number: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
-    """So many lists of so many integers, each aligned to 16 bytes, in one piece of memory."""
+    """`number` int32 lists of `size` entries, aligned to 16 bytes, in one allocation."""
     return torch.empty((number, -(-size // 4) * 4), dtype=torch.int32, device=device)[:, :size].unbind()
 
 
@@ -254,16 +237,16 @@ def _order(array: Tensor, count: int, found: tuple[Tensor, ...], sizes: tuple[in
     kernel("tile_kernels.order_runs")(1, (array, *found), numbers, constants, warps=max(1, side // 256))
 
 
-def _counted(told: RunInfo, most: int) -> Pieces:
-    """What `in_pieces` gives of runs whose ends are known, and `segments_by_length` where most is WHOLE."""
-    *_, places = numbers = told.numbers(most)
-    found = _lists(5, places, told.ends.device)
-    constants = _counting(told.count, told.longest)
-    kernel("tile_kernels.order_counted")(-(-told.count // _BLOCK), (told.ends, *found), numbers, constants)
+def _counted(info: RunInfo, most: int) -> Pieces:
+    """The result of `in_pieces` (of `segments_by_length` if most is WHOLE) by counting sort of known runs."""
+    *_, places = numbers = info.numbers(most)
+    found = _lists(5, places, info.ends.device)
+    constants = _counting(info.count, info.longest)
+    kernel("tile_kernels.order_counted")(-(-info.count // _BLOCK), (info.ends, *found), numbers, constants)
     return Pieces(*found)
 
 
 def _counting(count: int, longest: int) -> dict[str, int]:
-    """Constants of kernels that count lengths: the last bin is for what is no run."""
+    """Constants of the counting sort; the last bin is for lanes without a run."""
     chunk = _CHUNKS[count > _CHUNKS[0]]
     return {"BINS": max(32, 1 << (longest + 1).bit_length()), "BLOCK": _BLOCK, "CHUNK": chunk}

@@ -1,4 +1,4 @@
-"""Neighbours by bisection of sorted keys, in plain torch: the twin of every other structure, on any device."""
+"""Neighbour search by bisection of sorted keys, in plain torch: the fallback of all structures, on any device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from pumice.coords.map_schedule import MapSchedule
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 
-_DEAD = 2**63 - 1
-"""The key of rows that are not there; no cell has it."""
+_DEAD = 2**63 - 1  # The key of padding rows; no cell has it
 
 
 class SortedKeys:
     """Row-major keys of a box, sorted, with their rows.
-
-    A box grown by the reach of a relation gives every tap a constant step between keys, so that taps whose steps
-    follow one another share one search. Where its cells are more than 63 bits number, keys are taken axis by axis,
-    each the place of the former among all (the wide path: any extents).
-    """
+    In a box grown by a relation's reach every kernel offset is a constant key difference, and offsets of consecutive
+    differences share one search. If the box has 2**63 cells or more, keys are built axis by axis from ranks among the
+    keys so far (the wide path: any extents)."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         self._cloud = cloud
@@ -44,12 +41,12 @@ class SortedKeys:
         return self._table.nbytes
 
     def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
-        """See Lookup. rows is laid out tap by tap."""
+        """See Lookup. rows is stored offset by offset."""
         volume, device = len(relation.offsets), outputs.device
         if self._cloud.capacity == 0 or outputs.capacity == 0 or volume == 0:
             return Neighbours(torch.full((outputs.capacity, volume), -1, dtype=torch.int32, device=device), None)
         reach = [max(abs(o[axis]) for o in relation.offsets) for axis in range(relation.dim)]
-        # Outputs within reach of the box ask up to twice as far; beyond it they meet nothing.
+        # Outputs within reach of the box query up to twice as far; others have no neighbours.
         table = self._table  # read once: other threads may put another one there
         if isinstance(table, _Narrow) and not table.reaches([2 * r for r in reach]):
             table = self._table = _table_of(self._cloud, [max(1, 2 * r) for r in reach])
@@ -67,7 +64,7 @@ def _table_of(cloud: CoordBuffer, reach: Sequence[int]) -> _Narrow | _Wide:
 
 
 class _Narrow:
-    """Keys of a box of less than 2**63 cells."""
+    """Sorted keys of a box of less than 2**63 cells."""
 
     def __init__(self, cloud: CoordBuffer, space: KeySpace) -> None:
         self._bounds, self._space = cloud.bounds, space
@@ -95,7 +92,7 @@ class _Narrow:
         return torch.stack(found)
 
     def _find_run(self, wanted: Tensor, taps: list[int], found: list[Tensor]) -> None:
-        """Rows of the keys wanted, wanted + 1, ... into `found[tap]`, -1 where there is none."""
+        """Store the rows of the keys wanted, wanted + 1, ... in `found[tap]`, -1 if absent."""
         last = len(self.keys) - 1
         at = torch.searchsorted(self.keys, wanted)
         for distance, tap in enumerate(taps):
@@ -106,7 +103,7 @@ class _Narrow:
 
 
 class _Wide:
-    """Keys of a box of any extents: where the next axis would pass 63 bits, places among the keys so far."""
+    """Sorted keys of a box of any extents: if the next axis would exceed 63 bits, keys become ranks first."""
 
     def __init__(self, cloud: CoordBuffer) -> None:
         self._bounds = cloud.bounds
@@ -146,7 +143,7 @@ class _Wide:
 
 
 def _places(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each is in a sorted list, and whether it is."""
+    """(index of each wanted key in a sorted list, True if present)."""
     at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
     return at, keys[at] == wanted
 
@@ -160,7 +157,7 @@ def _inside(coords: Tensor, bounds: Bounds, scale: Sequence[int] | None = None) 
 
 
 def _runs(steps: Sequence[int]) -> list[list[int]]:
-    """Taps grouped so that within a group the searched keys follow one another: one search serves the group."""
+    """Kernel offsets grouped by consecutive key differences: one search serves a group."""
     runs: list[list[int]] = []
     for tap in sorted(range(len(steps)), key=lambda t: steps[t]):
         if runs and steps[tap] == steps[runs[-1][-1]] + 1:

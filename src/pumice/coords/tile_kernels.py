@@ -1,7 +1,4 @@
-"""Kernels that lay a kernel map out for feature kernels: orders of rows, tiles with their taps, lists of pairs.
-
-Only files where the twins in plain torch are (`compact.py` and its like) import this one: it needs Triton.
-"""
+"""Triton kernels that build the layouts of kernel maps: row orders, tiles with their kernel offsets, pair lists."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
@@ -25,7 +22,7 @@ def _bits(masks, r, k, there, tapped, WORDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def pair_counts(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """sums[k, program]: how many of the program's rows have tap k."""
+    """sums[k, program]: number of the program's rows that have kernel offset k."""
     WORDS: tl.constexpr = (K + 30) // 31
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
@@ -37,7 +34,7 @@ def pair_counts(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _meets(masks, groups, r, g, live, known, WORDS: tl.constexpr):
-    """Whether row r has any tap of group g; 0 or 1."""
+    """1 if row r has any kernel offset of group g, else 0."""
     at = groups + g * (WORDS + 1)
     common = tl.load(masks + r * WORDS, mask=live, other=0) & tl.load(at, mask=known, other=0)
     for w in range(1, WORDS):
@@ -47,7 +44,7 @@ def _meets(masks, groups, r, g, live, known, WORDS: tl.constexpr):
 
 @triton.jit
 def _step(rows, sampled):
-    """Of so many rows every which one is in the sample."""
+    """Sampling stride over `rows` rows."""
     return tl.maximum((rows + sampled - 1) // sampled, 1)
 
 
@@ -56,7 +53,7 @@ def count_groups(
     masks, count, groups, totals, sampled: "i64", capacity: "i64",
     G: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """totals[g] += how many of every step-th row have any tap of group g; at most `sampled` rows are looked at."""
+    """totals[g] += number of sampled rows (at most `sampled`) that have any kernel offset of group g."""
     rows = tl.load(count).to(tl.int64)
     r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * _step(rows, sampled)
     live = r < rows
@@ -69,7 +66,7 @@ def count_groups(
 
 @triton.jit
 def _chosen(groups, totals, rows, width, G: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr):
-    """The group that is bit p of what rows are sorted by, for p < width, of 32 lanes; totals: of so many rows."""
+    """The group behind bit p of the sort key, for p < width of 32 lanes. totals: rows per group, out of `rows`."""
     g = tl.arange(0, SIDE)
     uneven = tl.abs(2 * tl.load(totals + g, mask=g < G, other=0).to(tl.int64) - rows)
     even = tl.sort(tl.where(g < G, uneven * SIDE + g, 2**63 - 1))
@@ -87,12 +84,9 @@ def gray_keys(
     G: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):  # fmt: skip
-    """keys[r]: what rows are sorted by, the falling rank of the Gray code of which of `width` groups they meet.
-
-    totals: of a sample of rows, as in count_groups, those that meet each of the G groups. shift: rows of a superblock
-    as a power of two; its number stands above. Rows past the count get the largest key. counts[q, d] += rows of the
-    q-th BLOCK whose lowest digit is d, if BINS.
-    """
+    """keys[r]: sort key, the descending Gray-code rank of the bits of `width` groups that row r has.
+    totals: from count_groups. shift: log2 of the superblock's rows; its index takes the high bits. Padding rows get
+    the largest key. If BINS: counts[q, d] += rows of the q-th BLOCK whose lowest digit is d."""
     rows = tl.load(count).to(tl.int64)
     step = _step(rows, sampled)
     g = _chosen(groups, totals, (rows + step - 1) // step, width, G, WORDS, SIDE)[None, :]
@@ -117,16 +111,14 @@ def tile_taps(
     masks, count, order, slots, active, counts, first: "i64", last: "i64", capacity: "i64",
     K: tl.constexpr, BLOCK: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
-    """slots[t, b]: the row in each slot of tile t, -1 past the last; active: the taps that any of them has.
-
-    counts[t]: how many those are. SORTED: rows come in the given order, else in their own.
-    """
+    """slots[t, b]: row in slot b of tile t, -1 for padding; active: kernel offsets that any of them has.
+    counts[t]: number of active offsets. SORTED: rows follow `order`, else their own order."""
     WORDS: tl.constexpr = (K + 30) // 31
     t = tl.program_id(0).to(tl.int64)
     at = t * BLOCK + tl.arange(0, BLOCK)
     live = (at < tl.load(count)) & (at < capacity)
     if SORTED:
-        # It is read while it is not yet known which rows live.
+        # Do not wait for the count before this load.
         r = tl.load(order + at, mask=at < capacity, other=0).to(tl.int64)
     else:
         r = at
@@ -145,7 +137,7 @@ def tile_taps(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def add_up(counts, tiles_most: "i64", BLOCK: tl.constexpr):
-    """counts[t] becomes the sum up to and with t; of one program."""
+    """In-place inclusive prefix sum of counts; one program."""
     before = tl.sum(tl.zeros([BLOCK], tl.int32))
     for start in range(0, tiles_most, BLOCK):
         t = start + tl.arange(0, BLOCK)
@@ -159,11 +151,8 @@ def fill_tiles(
     rows, slots, active, ends, taps, tiles, inputs, status, capacity: "i64", tiles_most: "i64",
     K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The entries of tile t, one for each of its taps, from ends[t - 1] on: its tap, t, and the inputs of its rows.
-
-    capacity: entries that there is room for; that there are more is reported. The programs past the tiles fill up what
-    room is left, LANES entries each: of no tile, meeting nothing. BLOCK slots by LANES taps at a time.
-    """
+    """Write the entries of tile t, one per active kernel offset, from ends[t - 1] on: offset, t, inputs of its rows.
+    Overflow of `capacity` is reported. Programs past the tiles write LANES padding entries (tile T, inputs -1) each."""
     t = tl.program_id(0)
     b = tl.arange(0, BLOCK)[:, None]
     lane = tl.arange(0, LANES)
@@ -173,7 +162,7 @@ def fill_tiles(
         r = tl.load(slots + t.to(tl.int64) * BLOCK + b).to(tl.int64)
         entry = tl.load(ends + t - 1, mask=t > 0, other=0).to(tl.int64)
         for start in range(0, K, LANES):
-            # Scans are along one axis of one-dimensional tensors: Triton 3.6 cannot lower others of this shape.
+            # One-dimensional scan: Triton 3.6 cannot lower others of this shape.
             one = tl.load(active + t.to(tl.int64) * K + start + lane, mask=start + lane < K, other=0).to(tl.int32)
             k, has = start + lane[None, :], one[None, :]
             e = (entry + tl.cumsum(one, axis=0) - one)[None, :]
@@ -194,7 +183,7 @@ def fill_tiles(
 
 @triton.jit
 def _groups_of(ends, lane, group, blocks, K: tl.constexpr):
-    """How many groups of pairs each of these taps has."""
+    """Number of pair groups of each kernel offset."""
     totals = tl.load(ends + lane * blocks + blocks - 1, mask=lane < K, other=0).to(tl.int64)
     return (totals + group - 1) // group
 
@@ -204,11 +193,9 @@ def rank_groups(
     ends, taps, ranks, group: "i64", capacity: "i64", blocks: "i64",
     K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ranks[g]: the place of group g, counted tap after tap, in the order of how far within its tap a group lies; the
-    lower tap is first where two are as far. taps[ranks[g]]: its tap. Past the last group nothing is written.
-
-    Group j of a tap with n lies (2 j + 1) / 2 n within it: before it lie as many of n' groups as there are odd numbers
-    below (2 j + 1) n' / n.
+    """ranks[g]: position of group g (counted offset by offset) in the interleaved order; taps[ranks[g]]: its offset.
+    Group j of a kernel offset with n groups sorts by (2 j + 1) / 2 n, ties by the lower offset: of an offset with n'
+    groups as many precede it as there are odd numbers below (2 j + 1) n' / n. Nothing is written past the last group.
     """
     g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first = tl.zeros([1], tl.int64)
@@ -239,12 +226,9 @@ def list_pairs(
     rows, count, ends, ranks, inputs, outputs, status, group: "i64", capacity: "i64", blocks: "i64",
     K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Pairs by tap, then by output; where RANKED in groups of `group`, each at the place that its rank says.
-
-    ends[k, p]: pairs of tap k in the blocks of rows up to and with p, of `blocks` in all. capacity: places, or groups,
-    that there is room for; that there are more is reported.
-    """
-    # Rows are the fast axis: those that a tap meets are put side by side.
+    """Pairs by kernel offset, then by output; if RANKED in groups of `group`, each at the position of its rank.
+    ends[k, p]: pairs of offset k in row blocks 0 to p. capacity: in pairs, or groups if RANKED; reports overflow."""
+    # Rows are the fast axis: pairs of one offset are contiguous.
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
     live = r < tl.load(count)
     entry = tl.zeros([1], tl.int64)
@@ -286,10 +270,7 @@ def transpose_table(rows, count, turned, K: tl.constexpr, ROWS: tl.constexpr, LA
 
 @triton.jit
 def _digits(keys, r, shift, capacity, BINS: tl.constexpr, FIRST: tl.constexpr):
-    """(digit of each entry, the entry: its key above its row); past the last the greatest digit.
-
-    FIRST: keys stand alone, and rows are in their own order.
-    """
+    """(digit, entry = key << 32 | row) of each row, the greatest digit past the last. FIRST: `keys` has bare keys."""
     if FIRST:
         entry = (tl.load(keys + r, mask=r < capacity, other=2**31 - 1).to(tl.int64) << 32) | r
     else:
@@ -299,7 +280,7 @@ def _digits(keys, r, shift, capacity, BINS: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def scan_digits(counts, blocks: "i64", BINS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """counts[p, d] becomes the sum of counts[:p, d], for p up to and with `blocks`."""
+    """In-place exclusive prefix sum over p of counts[p, d], for p <= blocks."""
     d = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     before = tl.zeros([1, COLUMNS], tl.int32)
     for start in range(0, blocks.to(tl.int32) + 1, ROWS):
@@ -315,17 +296,14 @@ def place_digits(
     keys, starts, later, found, shift: "i64", capacity: "i64", blocks: "i64",
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """The program's entries where they come in the order of their digits, equal ones as they are.
-
-    starts: as scan_digits gives them. later[q, d] += entries of the next digit d that come to block q. LAST: there is
-    none, and rows alone are written.
-    """
+    """Scatter the program's entries to their stable order by digit.
+    starts: from scan_digits. later[q, d] += entries of next digit d placed in block q. LAST: write only rows."""
     p = tl.program_id(0)
     bins = tl.arange(0, BINS)
     totals = tl.load(starts + blocks * BINS + bins)
     mine = tl.load(starts + p * BINS + bins)
     own = tl.load(starts + (p + 1) * BINS + bins) - mine
-    # Where digit d begins among all, and from that on the program's own, less where it begins among the program's own.
+    # Global start of the program's digit d, less its start within the program.
     begin = tl.cumsum(totals, axis=0) - totals + mine - (tl.cumsum(own, axis=0) - own)
     first, at = p.to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
     digit, _ = _digits(keys, first + at, shift, capacity, BINS, FIRST)
@@ -343,7 +321,7 @@ def place_digits(
 
 @triton.jit
 def _first_not_below(array, value, size, steps):
-    """The first place of a sorted array whose entry is not below the value."""
+    """Lower bound of each value in a sorted array."""
     low = tl.zeros_like(value)
     high = low + size.to(tl.int32)
     for _ in range(steps.to(tl.int32)):
@@ -361,10 +339,8 @@ def order_runs(
     size: "i64", steps: "i64", count: "i64", most: "i64", places: "i64",
     LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """The runs of the values 0 to count - 1 in a sorted array of `size` entries, the longest first; one program.
-
-    PIECES: in parts of at most `most` entries, in a list of so many places. steps: bits of the size. SIDE: 2**BITS.
-    """
+    """Runs of the values 0 to count - 1 in a sorted array of `size` entries, longest first; one program.
+    PIECES: cut into pieces of at most `most` entries, a list of length `places`. steps: bits of size. SIDE: 2**BITS."""
     i = tl.arange(0, SIDE)
     live = i < count
     begin = _first_not_below(array, i, size, steps)
@@ -377,7 +353,7 @@ def order_runs(
         each = (length + number - 1) // tl.maximum(number, 1)
         for first in range(0, places.to(tl.int32), SIDE):
             p = first + i
-            # How many runs end before this place.
+            # Number of runs that end before this position.
             owner = tl.zeros_like(p)
             for bit in tl.static_range(1, BITS + 1):
                 ahead = owner + (SIDE >> bit)
@@ -401,7 +377,7 @@ def order_runs(
 
 @triton.jit
 def _run(ends, i, count, size):
-    """(where run i begins in an array of so many entries, how long it is); of what is no run 0."""
+    """(start, length) of run i in an array of `size` entries; length 0 if i is no run."""
     begin = tl.minimum(tl.load(ends + i - 1, mask=(i > 0) & (i < count), other=0), size)
     return begin, tl.maximum(tl.minimum(tl.load(ends + i, mask=i < count, other=0), size) - begin, 0)
 
@@ -411,11 +387,8 @@ def _in_order(
     ends, values, starts, stops, firsts, numbers, program, programs, size, count, most, places,
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of a program's runs, where they come in the order of all; of `programs`, each with BLOCK runs.
-
-    Before a run lie the longer ones and, of those as long, those before it: counts of lengths say how many. Lengths
-    are below BINS - 1.
-    """
+    """Write the pieces of the program's BLOCK runs at their positions in the global order by falling length.
+    A counting sort: a run follows the longer ones and the earlier ones of its length. Lengths are below BINS - 1."""
     first = program * BLOCK
     bins = tl.arange(0, BINS)
     total, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
@@ -460,7 +433,7 @@ def order_counted(
     ends, values, starts, stops, firsts, numbers, size: "i64", count: "i64", most: "i64", places: "i64",
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """As order_runs in pieces, of short runs that end where ends[i] says, which may be past the array's `size`."""
+    """As order_runs with PIECES, for short runs with known ends, which may exceed the array's `size`."""
     _in_order(
         ends, values, starts, stops, firsts, numbers, tl.program_id(0), tl.num_programs(0),
         size.to(tl.int32), count.to(tl.int32), most.to(tl.int32), places.to(tl.int32), BINS, BLOCK, CHUNK,
@@ -469,11 +442,8 @@ def order_counted(
 
 @triton.jit(do_not_specialize=["blocks"])
 def order_many(arrays, out, blocks: "i64", BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """As order_counted for several arrays, with so many programs each.
-
-    arrays int64 [A, 7]: the address of the ends, where the array's five lists begin in `out`, how long each is with
-    what aligns the next, then the array's size, count, most and places.
-    """
+    """As order_counted for several arrays, `blocks` programs each. arrays int64 [A, 7]: address of the ends, start of
+    the array's five lists in `out`, aligned length of a list, size, count, most, places."""
     programs = blocks.to(tl.int32)
     row = arrays + tl.program_id(0) // programs * 7
     ends = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)
@@ -490,7 +460,7 @@ def order_many(arrays, out, blocks: "i64", BINS: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _copy(source, to, block, size, BLOCK: tl.constexpr):
-    """to[i] = source[i] for the entries i < size of a block."""
+    """to[i] = source[i] for i < size within a block."""
     i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(to + i, tl.load(source + i, mask=i < size), mask=i < size)
 
@@ -499,7 +469,7 @@ def _copy(source, to, block, size, BLOCK: tl.constexpr):
 def put(
     a, b, c, to_a, to_b, to_c, count, rows: "i64", size_a: "i64", size_b: "i64", size_c: "i64", BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The entries of a in to_a, and so on; count[0] = rows."""
+    """Copy a to to_a, b to to_b, c to to_c; count[0] = rows."""
     p = tl.program_id(0)
     if p == 0:
         tl.store(count, rows.to(tl.int32))
@@ -514,13 +484,12 @@ def put(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def pack(sources, starts, out, arrays: "i64", MOST: tl.constexpr, BLOCK: tl.constexpr):
-    """out[starts[a] * BLOCK + i] = array a's entry i, for i < sizes[a]; sources: addresses of arrays of int32; sizes:
-    behind the starts."""
+    """out[starts[a] * BLOCK + i] = entry i < sizes[a] of int32 array a. sources: addresses. starts: starts, sizes."""
     sizes = starts + arrays
     block = tl.program_id(0).to(tl.int64)
     a = tl.arange(0, MOST)
     begins = tl.load(starts + a, mask=a < arrays, other=1 << 62)
-    # Of arrays that begin at one block all but the last are empty.
+    # Of arrays that start at the same block all but the last are empty.
     own = tl.sum((begins <= block).to(tl.int32), axis=0) - 1
     source = tl.load(sources + own).to(tl.pointer_type(tl.int32), bitcast=True)
     lane = tl.arange(0, BLOCK).to(tl.int64)

@@ -1,9 +1,7 @@
-"""Kernel maps laid out for feature kernels: orders of rows, tiles that share their taps, lists of the pairs of a tap.
+"""Layouts of kernel maps for feature kernels: row orders, tiles that share kernel offsets, pair lists per offset.
 
-Every stage is a kernel where kernels run and plain torch elsewhere (the functions that end in `_twin`), the same bit
-for bit. No stage waits for the host: sizes stay on the device until `filled`, `listed` and `grouped` are told how much
-room to take.
-"""
+Every stage is a Triton kernel or, where none runs, plain torch (`*_twin`), bit for bit the same. No stage synchronises
+with the host: sizes stay on the device; `filled`, `listed` and `grouped` take capacities."""
 
 from __future__ import annotations
 
@@ -22,33 +20,22 @@ from pumice.coords.relation import Relation
 from pumice.coords.segments import RUNS
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 
-_ROWS = 128
-"""Rows of one program, and of one block of a tally."""
-_SAMPLED = 1 << 14
-"""Rows of which groups are counted, at most: enough to tell how frequent they are."""
-_COUNTED = 128
-"""Rows of one program that counts groups."""
-_KEYS = 512
-"""Rows of one program that makes keys."""
-_RANKED = 64
-"""Groups of pairs that one program ranks."""
-_SUMMED = 2048
-"""Tiles whose entries are added up at a time."""
-_FEW = 10
-"""Taps that all have a bit of one digit."""
-_BITS = 20
-"""Groups that rows are sorted by, two digits; where masks are of several words, as many as an int32 holds."""
+_ROWS = 128  # Rows of one program, and of one block of pair_counts
+_SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of groups
+_COUNTED = 128  # Rows of one program that counts groups
+_KEYS = 512  # Rows of one program that makes keys
+_RANKED = 64  # Groups of pairs that one program ranks
+_SUMMED = 2048  # Tiles per step of the prefix sum of entries
+_FEW = 10  # Number of kernel offsets up to which each has a bit of one digit
+_BITS = 20  # Bits of the sort key, two digits; for masks of several words as many as an int32 holds
 
 
 class TileList(NamedTuple):
-    """Tiles of B outputs, and for each tile only the taps that any of its outputs has.
+    """Tiles of B outputs, each with only the kernel offsets that any of its outputs has.
 
-    rows int32 [T, B]: the outputs of each tile, -1 past the last.
-    tiles int32 [E]: the tile of each (tile, tap) entry, not falling; taps int32 [E]: its tap.
-    inputs int32 [E, B]: the input that output rows[tiles[e], b] meets through taps[e], -1 where none.
-
-    Where there is room for more entries than there are, the last ones belong to no tile: theirs is T.
-    """
+    rows int32 [T, B]: outputs of each tile, -1 for padding.
+    tiles int32 [E]: tile of each (tile, offset) entry, non-decreasing, T for padding entries; taps int32 [E]: offset.
+    inputs int32 [E, B]: input of output rows[tiles[e], b] at offset taps[e], -1 if none."""
 
     rows: Tensor
     tiles: Tensor
@@ -61,11 +48,10 @@ class TileList(NamedTuple):
 
 
 class PairGroups(NamedTuple):
-    """The pairs of each tap in groups of Q, the last one of a tap filled up with -1.
+    """The pairs of each kernel offset in groups of Q, the last group of an offset padded with -1.
 
-    taps int32 [G], -1 past the last group, and where one is missing for which there was no room; inputs, outputs
-    int32 [G, Q]. Groups lie in the order of how far within their taps they are: those that are near to each other read
-    the same rows.
+    taps int32 [G]: offset of each group, -1 for padding groups and for ones dropped on overflow; inputs, outputs
+    int32 [G, Q]. Groups are sorted by their relative position within their offsets: nearby groups read the same rows.
     """
 
     taps: Tensor
@@ -75,11 +61,10 @@ class PairGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class SortSpec:
-    """Which taps decide how rows share tiles, and within how many rows.
+    """How rows are sorted into tiles.
 
-    first, last: taps [first, last) alone count (a mask split). superblock: rows of a power of two that are sorted
-    among themselves, so that what a tile gathers stays in the cache; 0 sorts all. sort: False keeps the rows' order.
-    """
+    first, last: only kernel offsets [first, last) are used (a mask split). superblock: sort within blocks of this many
+    rows, a power of two, for cache locality; 0 sorts all rows together. sort: False keeps the rows' order."""
 
     first: int
     last: int
@@ -88,7 +73,7 @@ class SortSpec:
 
     @staticmethod
     def splits(volume: int, count: int, superblock: int = 0) -> tuple[SortSpec, ...]:
-        """`count` orders of about as many taps each (TorchSparse++, section 4.1); 0: all taps, the rows' own order."""
+        """`count` orders over equal ranges of offsets (TorchSparse++, section 4.1); 0: all offsets, unsorted."""
         if count == 0:
             return (SortSpec(0, volume, sort=False),)
         edges = [round(volume * n / count) for n in range(count + 1)]
@@ -98,10 +83,8 @@ class SortSpec:
 @dataclass(frozen=True, eq=False)
 class Tiling:
     """Tiles before their entries are written.
-
-    slots int32 [T, B]: the outputs of each tile, -1 past the last. active int8 [T, K]: whether any of them has tap k.
-    ends int32 [T]: entries up to and with each tile.
-    """
+    slots int32 [T, B]: outputs of each tile, -1 for padding. active int8 [T, K]: 1 if any of them has kernel offset k.
+    ends int32 [T]: inclusive prefix sum of the tiles' entries."""
 
     slots: Tensor
     active: Tensor
@@ -109,22 +92,20 @@ class Tiling:
 
     @property
     def entries(self) -> Tensor:
-        """int32 [1] on the device ([0] without tiles): how many there are."""
+        """int32 [1] on the device ([0] without tiles): number of entries."""
         return self.ends[-1:]
 
 
 def build_tiling(masks: Tensor, count: Tensor, relation: Relation, block: int, how: SortSpec) -> Tiling:
-    """The tiles of `block` outputs each that rows with these masks of a relation's taps make; nothing is read."""
+    """Tiles of `block` outputs of rows with these masks; no host synchronisation."""
     order = ordered(masks, count, groups_of(relation, how, masks.device), how) if how.sort else None
     return tiled(masks, count, order, how, (block, len(relation.offsets)))
 
 
 @cached_device_constant(256)
 def groups_of(relation: Relation, how: SortSpec, device: torch.device) -> Tensor:
-    """int32 [G, ceil(K / 31) + 1]: groups of taps that rows may be sorted by, as words of masks; the last column is
-    how many taps each has. First every tap of the order's, then, unless these are few, those that lie in a plane; but
-    none with the tap by which every row meets itself, where there is one.
-    """
+    """int32 [G, ceil(K / 31) + 1]: mask words of groups of kernel offsets to sort by; last column: offsets per group.
+    First each offset of `how`, then, unless these are few, each plane; none with a submanifold map's centre offset."""
     volume, used = len(relation.offsets), range(how.first, how.last)
     groups = [[tap] for tap in used]
     if len(used) > _FEW:
@@ -141,7 +122,7 @@ def groups_of(relation: Relation, how: SortSpec, device: torch.device) -> Tensor
 
 
 def totals_of(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | None = None) -> Tensor:
-    """int32 [G]: how many rows of a sample, every step-th one, have any tap of a group. blank: [G] of 0, if at hand."""
+    """int32 [G]: number of sampled rows that have any offset of a group. blank: an optional zeroed output, [G]."""
     if not has_triton(masks):
         return totals_of_twin(masks, count, groups)
     totals = torch.zeros(groups.shape[0], dtype=torch.int32, device=masks.device) if blank is None else blank
@@ -158,11 +139,9 @@ def totals_of_twin(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
 
 
 def chosen(groups: Tensor, totals: Tensor, rows: Tensor, width: int) -> Tensor:
-    """int64 [width]: the groups that rows are sorted by, the lowest bit first; totals: of so many rows.
-
-    Those that about half of the rows meet tell most of them apart. The more rows do without a group, times its taps,
-    the higher is its bit: where that changes, most is saved by a tile of its own.
-    """
+    """int64 [width]: the groups to sort by, lowest bit first. totals: rows per group, out of `rows`.
+    Groups that about half of the rows have are most selective. A group's bit is the higher, the greater the number of
+    rows without it times its offsets: that is what separate tiles save."""
     uneven = (2 * totals.long() - rows).abs()
     taken = torch.sort(torch.sort(uneven, stable=True)[1][:width])[0]
     weights = groups[taken, -1] * (rows - totals[taken].long())
@@ -170,7 +149,7 @@ def chosen(groups: Tensor, totals: Tensor, rows: Tensor, width: int) -> Tensor:
 
 
 def pair_counts(masks: Tensor, count: Tensor, volume: int) -> Tensor:
-    """int32 [K, ceil(N / 128)]: rows that have tap k, up to and with each block of rows; the last column has totals."""
+    """int32 [K, ceil(N / 128)]: prefix counts over row blocks of rows with kernel offset k; last column: totals."""
     if not has_triton(masks):
         return pair_counts_twin(masks, count, volume)
     blocks, lanes = max(1, -(-masks.shape[0] // _ROWS)), lanes_of(volume)
@@ -181,7 +160,7 @@ def pair_counts(masks: Tensor, count: Tensor, volume: int) -> Tensor:
 
 
 def pair_counts_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
-    """As tally, in plain torch."""
+    """As pair_counts, in plain torch."""
     blocks = max(1, -(-masks.shape[0] // _ROWS))
     bits = torch.zeros(blocks * _ROWS, volume, dtype=torch.int32, device=masks.device)
     bits[: masks.shape[0]] = _bits(masks, volume) * _live(masks, count)[:, None]
@@ -189,11 +168,9 @@ def pair_counts_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
 
 
 def ordered(masks: Tensor, count: Tensor, groups: Tensor, how: SortSpec) -> Tensor:
-    """int32 [N]: rows with like taps one after the other; rows past the count come last.
-
-    They fall by the rank, in Gray code, of which of the chosen groups they meet. Planes of a window among the groups
-    make a tenth less entries of LiDAR scans than taps alone do, and as many of shells (measured on five scenes).
-    """
+    """int32 [N]: row order that puts rows with similar kernel offsets together, padding rows last.
+    Sorted by descending Gray-code rank of the chosen groups. With planes among the groups LiDAR scans need a tenth
+    fewer entries than with single offsets, shells as many (measured on five scenes)."""
     digits = Digits.of(masks, _width(groups, how, masks.shape[0]) + _block_bits(how, masks.shape[0]))
     if digits is None:
         return ranked_twin(gray_keys(masks, count, groups, totals_of(masks, count, groups), how))
@@ -210,7 +187,7 @@ def gray_keys(
     how: SortSpec,
     tally: tuple[Digits, Tensor] | None = None,
 ) -> Tensor:
-    """int32 [N]: what rows are sorted by; totals: as totals_of gives them. tally: digits and where to count them."""
+    """int32 [N]: sort keys. totals: from totals_of. tally: digits, and the tensor to count them in."""
     width, rows = _width(groups, how, masks.shape[0]), masks.shape[0]
     if not has_triton(masks):
         return gray_keys_twin(masks, count, groups, totals, how)
@@ -237,7 +214,7 @@ def gray_keys_twin(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor,
 
 
 def tiled(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]) -> Tiling:
-    """Tiles of B rows in the given order (their own without one); shape is (B, K)."""
+    """Tiles of B rows in `order`, or their own order if None; shape: (B, K)."""
     if not has_triton(masks):
         return tiled_twin(masks, count, order, how, shape)
     block, volume = shape
@@ -268,30 +245,28 @@ def tiled_twin(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec
 
 
 def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None) -> TileList:
-    """The entries of the tiles, in room for so many. status: int32 [1], told of more than that; without it there are
-    just so many.
-    """
+    """Tile entries, with capacity `room`. status: int32 [1], receives OVERFLOW; None: there are exactly `room`."""
     tiles, block = tiling.slots.shape
     device = rows.device
     tap, tile = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
     inputs = torch.empty(room, block, dtype=torch.int32, device=device)
-    # Where there are just so many, nothing is told.
-    found, told = TileList(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
+    # Without a status no overflow is possible: the kernel gets a placeholder.
+    found, overflow = TileList(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
     if not has_triton(rows):
-        filled_twin(rows, tiling, found, told)
+        filled_twin(rows, tiling, found, overflow)
         RUNS.tell(tile, tiling.ends, rows.shape[1])
         return found
     RUNS.tell(tile, tiling.ends, rows.shape[1])
     lanes = lanes_of(rows.shape[1])
     constants = {"K": rows.shape[1], "BLOCK": block, "LANES": lanes}
-    tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs, told)
+    tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs, overflow)
     spare = 0 if status is None else -(-room // lanes)
     kernel("tile_kernels.fill_tiles")(tiles + spare, tensors, (room, tiles), constants)
     return found
 
 
 def filled_twin(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -> None:
-    """As filled, in plain torch, into these tensors."""
+    """As filled, in plain torch; writes `found`."""
     status.bitwise_or_(OVERFLOW * (tiling.entries > len(found.taps)).any().int())
     found.tiles.fill_(len(tiling.slots))
     found.taps.zero_()
@@ -304,31 +279,28 @@ def filled_twin(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -
 
 
 def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, status: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(inputs, outputs) int32 [room]: the pairs by tap, then by output; -1 past the last.
-
-    ends: as tally gives them. status: as in filled.
-    """
+    """(inputs, outputs) int32 [room]: pairs by offset, then output, padded with -1. ends, status: see grouped."""
     inputs, outputs = (_absent((room,), dtype=torch.int32, device=rows.device) for _ in range(2))
-    told = new_status(rows.device) if status is None else status
-    _list((rows, count, ends, ends, inputs, outputs, told), (1, room), ranked=False)
+    overflow = new_status(rows.device) if status is None else status
+    _list((rows, count, ends, ends, inputs, outputs, overflow), (1, room), ranked=False)
     return inputs, outputs
 
 
 def grouped(
     rows: Tensor, count: Tensor, ends: Tensor, shape: tuple[int, int], status: Tensor | None = None
 ) -> PairGroups:
-    """The pairs in room for G groups of Q. ends: as tally gives them. shape: (G, Q). status: as in filled."""
+    """Pair groups, with capacity for G groups of Q. ends: from pair_counts. shape: (G, Q). status: see filled."""
     groups, size = shape
     inputs, outputs = (_absent(shape, dtype=torch.int32, device=rows.device) for _ in range(2))
-    told = new_status(rows.device) if status is None else status
+    overflow = new_status(rows.device) if status is None else status
     taps, ranks = group_ranks(ends, groups, size)
-    _list((rows, count, ends, ranks, inputs, outputs, told), (size, groups), ranked=True)
+    _list((rows, count, ends, ranks, inputs, outputs, overflow), (size, groups), ranked=True)
     return PairGroups(taps, inputs, outputs)
 
 
 def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
-    """(taps, ranks) int32 [groups]: the tap of each group of pairs, -1 past the last; and the place of each group that
-    there is, counted tap after tap, in the order of how far within their taps groups lie."""
+    """int32 [groups] each: (kernel offset of each group, -1 past the last; position of each group, counted offset by
+    offset, in the order of PairGroups)."""
     taps = _absent((groups,), dtype=torch.int32, device=ends.device)
     ranks = torch.empty_like(taps)
     if not has_triton(ends):
@@ -341,12 +313,12 @@ def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def group_ranks_twin(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> None:
-    """As group_ranks, in plain torch, into these tensors."""
+    """As group_ranks, in plain torch; writes `found`."""
     taps, ranks = found
     whole = _groups_of(ends, size)
     own = torch.repeat_interleave(torch.arange(len(whole), device=ends.device), whole)
     nth = torch.arange(len(own), device=ends.device) - (whole.cumsum(0) - whole)[own]
-    # Equal fractions are equal when rounded, and others differ by far more than that.
+    # Equal fractions round equally, and distinct ones differ by far more than rounding.
     order = ((2 * nth + 1).double() / whole[own]).argsort(stable=True)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=ends.device)
@@ -357,7 +329,7 @@ def group_ranks_twin(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> N
 
 
 def _list(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
-    """tensors: rows, count, ends, ranks; inputs, outputs and the status. shape: pairs of a group, and groups."""
+    """tensors: rows, count, ends, ranks, inputs, outputs, status. shape: (pairs per group, groups)."""
     rows, _, ends, *_ = tensors
     if not has_triton(rows):
         return _list_twin(tensors, shape, ranked)
@@ -385,12 +357,12 @@ def _list_twin(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) 
 
 
 def _groups_of(ends: Tensor, size: int) -> Tensor:
-    """How many groups of pairs each tap has."""
+    """Number of pair groups of each kernel offset."""
     return (ends[:, -1].long() + size - 1) // size
 
 
 def transpose_table(rows: Tensor, count: Tensor, inputs: int) -> Tensor:
-    """int32 [inputs, K]: the map with its two sides exchanged: turned[i, k] = o where rows[o, k] = i, else -1."""
+    """int32 [inputs, K]: the transposed table: turned[i, k] = o where rows[o, k] = i, else -1."""
     volume = rows.shape[1]
     turned = _absent((inputs, volume), dtype=torch.int32, device=rows.device)
     if not has_triton(rows):
@@ -401,7 +373,7 @@ def transpose_table(rows: Tensor, count: Tensor, inputs: int) -> Tensor:
 
 
 def transpose_table_twin(rows: Tensor, count: Tensor, turned: Tensor) -> Tensor:
-    """As exchanged, in plain torch, into this tensor."""
+    """As transpose_table, in plain torch; writes `turned`."""
     at, taps = (torch.where(_live(rows, count)[:, None], rows, -1) >= 0).nonzero().unbind(1)
     turned[rows[at, taps].long(), taps] = at.int()
     return turned
@@ -416,7 +388,7 @@ def _live(rows: Tensor, count: Tensor) -> Tensor:
 
 
 def _met(masks: Tensor, groups: Tensor) -> Tensor:
-    """bool [N, G]: whether a row has any tap of a group."""
+    """bool [N, G]: True if a row has any kernel offset of a group."""
     met = masks.new_zeros(masks.shape[0], groups.shape[0], dtype=torch.bool)
     for word in range(masks.shape[1]):
         met |= (masks[:, word, None] & groups[:, word]) != 0
@@ -434,15 +406,12 @@ def _shift(how: SortSpec) -> int:
 
 
 def _step(count: Tensor) -> int:
-    """Of so many rows every which one is in the sample; of a buffer as of those that live in it, alone."""
+    """Sampling stride over the valid rows."""
     return max(1, -(-int(count) // _SAMPLED))
 
 
 def _width(groups: Tensor, how: SortSpec, rows: int) -> int:
-    """How many groups rows are sorted by: what leaves room for the superblocks' numbers, and few where masks are short.
-
-    What rows past the count have above these bits is not needed: they come last of those that are equal.
-    """
+    """Number of groups to sort by, leaving bits for superblocks; padding rows need none, as the sort is stable."""
     most = _BITS if how.last - how.first <= WORD else WORD
     return min(most, groups.shape[0], WORD - _block_bits(how, rows))
 

@@ -1,18 +1,17 @@
-"""What traced code (coords.tracing) calls where values are needed: operators of the dispatcher, integers in and out.
+"""Custom operators that traced code (coords.tracing) calls where tensor values are needed.
 
-    box(coords, shape, batch_size, settled) -> box      looks at coordinates, and checks them unless that was done
-    level(coords, box, shape, RELATION) -> coords, box, table       new coordinates, and the map to them
-    meet(inputs, box, outputs, box, RELATION) -> table              the map between coordinates that are there
-    pairs(table) -> inputs, outputs, sizes, taps                    a map's lists of pairs
-    kept(coords, mask) -> rows                                      the rows that stay, in (batch, Morton) order
-    united(coords, coords) -> coords, places, places                a union, and where the rows of both are in it
-    items(coords) -> int64 [batch items]                            how many rows each has
-    places(coords, shape, origin, items) -> places                  where each is in dense grids
+    box(coords, shape, batch_size, settled) -> box                  bounding box; checks coords unless `settled`
+    level(coords, box, shape, RELATION) -> coords, box, table       new output coordinates, and the map to them
+    meet(inputs, box, outputs, box, RELATION) -> table              map between existing coordinates
+    pairs(table) -> inputs, outputs, sizes, taps                    pair lists of a map
+    kept(coords, mask) -> rows                                      rows where mask is true, in (batch, Morton) order
+    united(coords, coords) -> coords, places, places                union, and the rows of both in it
+    items(coords) -> int64 [batch items]                            rows per batch item
+    places(coords, shape, origin, items) -> places                  row-major indices in dense grids
 
-Each depends on its arguments alone and hands out memory of its own. Sizes that depend on the data are unbacked symbols
-for whoever traces. A box is int64 [1 + 2D] on the CPU, so that nothing waits for it twice: the number of batch items,
-then the least and the greatest coordinate of each axis. A table is that of a KernelMap as it is found.
-"""
+Operators are pure and return fresh memory; data-dependent sizes are unbacked symbols. A box is int64 [1 + 2D] on the
+CPU, so that it is read once: number of batch items, then minimum and maximum coordinate of each axis. A table is that
+of an untransposed KernelMap."""
 
 from __future__ import annotations
 
@@ -38,25 +37,24 @@ RELATION = (
     "int[] kernel, int[] stride, int[] padding, int[] dilation, str policy, int[]? custom, int[]? output_padding, "
     "bool bounded"
 )
-"""A relation among the arguments of an operator: its fields in their order, the offsets one after the other."""
+"""A relation as operator arguments: its fields in order, `custom` flattened."""
 
 LIBRARY = torch.library.Library("pumice", "FRAGMENT")
 TAGS = tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag))
-"""They wait for sizes, which a graph that is being captured cannot."""
+"""cudagraph_unsafe: the operators synchronise with the host to read sizes."""
 
 
 def register(schema: str, run: Any, fake: Any) -> None:
-    """Define an operator of the namespace `pumice` with its implementation and its shapes."""
+    """Define an operator of the namespace `pumice` with its implementation and its fake kernel."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=TAGS)
 
-    # Where a graph breaks at an operator, what it does is not for torch to trace: that calls the operator again.
+    # After a graph break at an operator torch must not trace its body, which calls the operator again.
     @_disable_dynamo
     @wraps(run)
-    def found(*given: Any) -> Any:
-        # What is found in inference serves training afterwards.
+    def found(*args: Any) -> Any:
         with outside_inference_mode():
-            return run(*given)
+            return run(*args)
 
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(name, found, key)
@@ -77,12 +75,12 @@ def _relation(fields: tuple[Any, ...]) -> Relation:
 
 
 def relation_of(*fields: Any) -> Relation:
-    """The relation that the arguments RELATION tell."""
+    """The relation of the arguments RELATION."""
     return _relation(tuple(tuple(value) if isinstance(value, list) else value for value in fields))
 
 
 def volume_of(*fields: Any) -> int:
-    """K, the taps of the relation that the arguments RELATION tell."""
+    """K, the number of kernel offsets of the arguments RELATION."""
     kernel, custom = fields[0], fields[5]
     return math.prod(kernel) if custom is None else len(custom) // len(kernel)
 
@@ -99,7 +97,7 @@ def _box_of(bounds: Bounds) -> Tensor:
 
 
 def own(results: Sequence[Tensor], *given: Tensor) -> list[Tensor]:
-    """The results as compilers take them: contiguous, each at the beginning of memory that nothing else has."""
+    """The results as compilers expect them: contiguous, each at the start of a storage of its own."""
     taken = {x.untyped_storage().data_ptr() for x in given}
     found = []
     for x in results:

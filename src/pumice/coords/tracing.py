@@ -1,10 +1,8 @@
-"""Geometries and kernel maps while torch.compile or torch.export traces: tensors without values, sizes without numbers.
+"""Geometries and kernel maps under torch.compile and torch.export, where tensors have no values and sizes are symbolic.
 
-What needs the values (boxes, new coordinates, neighbours, lists of pairs) is an operator of coords.traced_ops, which
-the compiled code calls; what is made here are the objects around its results. Geometries that a trace makes keep their
-maps as others do. One that the compiled function was given is left alone: in its place stands a `trace_local` one of
-the same coordinates, and `alike` tells that the two are one.
-"""
+All that needs values (boxes, new coordinates, neighbours, pair lists) is an operator of coords.traced_ops, called by
+the compiled code; this module makes the objects around the results. Geometries made in a trace cache their maps as
+usual. An input geometry is not modified: a `trace_local` copy replaces it, which `alike` treats as the same."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from pumice.coords.relation import Relation
 
 
 def checked(coords: Tensor, stride: Stride, shape: tuple[int, ...] | None, batch_size: int | None) -> Geometry:
-    """A geometry of coordinates that were made in the traced function; they are checked when it runs."""
+    """A geometry of coordinates made in the traced function; they are checked when the compiled code runs."""
     items = -1 if batch_size is None else batch_size
     found = Geometry(coords, GridSpec(stride, shape, items, UNKNOWN))
     box = torch.ops.pumice.box(coords, None if shape is None else list(shape), items, False)
@@ -34,7 +32,7 @@ def checked(coords: Tensor, stride: Stride, shape: tuple[int, ...] | None, batch
 
 
 def trace_local(geometry: Geometry) -> Geometry:
-    """The geometry that keeps maps in its place: itself, if this trace made it."""
+    """The geometry that caches maps in place of `geometry`: itself, if this trace made it."""
     if is_local(geometry):
         return geometry
     found = Geometry(geometry.coords, _unplaced(geometry.outline), geometry.inverse)
@@ -43,12 +41,12 @@ def trace_local(geometry: Geometry) -> Geometry:
 
 
 def is_local(geometry: Geometry) -> bool:
-    """Whether this trace made it."""
+    """True if this trace made the geometry."""
     return geometry.trail is not None and geometry.trail.trace == _trace()
 
 
 def _trace() -> str:
-    """What tells a trace from others."""
+    """An identifier of the current trace."""
     return str(id(TracingContext.try_get()))
 
 
@@ -70,24 +68,22 @@ def kernel_map(geometry: Geometry, relation: Relation, target: Geometry | None) 
 def known(
     geometry: Geometry, relation: Relation, target: Geometry | None = None
 ) -> tuple[KernelMap, Geometry | None] | None:
-    """A map that is there, with its outputs (None: the geometry's own).
-
-    Those of a geometry that the traced function was given count where it was prepared: compiled code is bound to what
-    it looked at, and what others had found by the way is of another number every time.
-    """
+    """A cached map with its outputs (None: the geometry's own), or None.
+    Maps of an input geometry are used only if it was prepared: compiled code guards on the cache it reads, and an
+    unprepared cache differs from call to call."""
     kept = geometry.maps.get((relation, target)) if is_local(geometry) else None
     given = _given(geometry)
     return given.maps.get((relation, target)) if kept is None and given is not None else kept
 
 
 def subset(geometry: Geometry, mask: Tensor) -> tuple[Geometry, Tensor]:
-    """The coordinates where `mask` is true, in (batch, Morton) order, and which rows they are."""
+    """The coordinates where `mask` is true, in (batch, Morton) order, and their rows."""
     rows = torch.ops.pumice.kept(geometry.coords, mask)
     return _apart(geometry.coords[rows], _unplaced(geometry.outline)), rows
 
 
 def union(one: Geometry, two: Geometry) -> tuple[Geometry, tuple[Tensor, Tensor]]:
-    """The coordinates of both, in (batch, Morton) order, and the place of each row of both among them."""
+    """The union of both coordinates, in (batch, Morton) order, and the rows of both in it."""
     coords, *places = torch.ops.pumice.united(one.coords, two.coords)
     first, second = one.outline, two.outline
     items = max(one.batch_size, two.batch_size) if first.batch_size >= 0 <= second.batch_size else -1
@@ -98,13 +94,13 @@ def union(one: Geometry, two: Geometry) -> tuple[Geometry, tuple[Tensor, Tensor]
 
 
 def stride_of(stride: Stride, relation: Relation) -> Stride:
-    """The stride of a relation's outputs, for inputs of this one."""
+    """Stride of a relation's outputs, for inputs of stride `stride`."""
     finer = relation.policy == "transposed_support"
     return tuple(_scaled(s, f, finer) for s, f in zip(stride, relation.stride, strict=True))
 
 
 def told(relation: Relation) -> tuple[Any, ...]:
-    """A relation as operators take it; see operators.RELATION."""
+    """A relation as operator arguments; see traced_ops.RELATION."""
     custom = None if relation.custom is None else [o for offset in relation.custom for o in offset]
     extra = None if relation.output_padding is None else list(relation.output_padding)
     four = (relation.kernel, relation.stride, relation.padding, relation.dilation)
@@ -112,12 +108,12 @@ def told(relation: Relation) -> tuple[Any, ...]:
 
 
 def _unplaced(site: GridSpec) -> GridSpec:
-    """A site without its bounds: compiled code would be bound to their numbers if it looked at them."""
+    """A site without its bounds: reading them would make compiled code guard on their values."""
     return GridSpec(site.stride, site.spatial_shape, site.batch_size, UNKNOWN, site.frame)
 
 
 def _apart(coords: Tensor, site: GridSpec) -> Geometry:
-    """A geometry that a trace makes, of no other one's steps."""
+    """A geometry made in a trace, not derived by steps from another one."""
     found = Geometry(coords, site)
     found.trail = TraceOrigin(_trace())
     return found
@@ -149,7 +145,7 @@ def _level_of(here: Geometry, key: Any) -> Geometry | None:
 
 
 def _given(geometry: Geometry) -> Geometry | None:
-    """What was given to the traced function, if it was prepared: the geometry, or the one in whose place it stands."""
+    """The prepared input geometry: `geometry` itself or the one that it replaces; None if not prepared."""
     given = geometry
     if geometry.trail is not None and is_local(geometry):
         given = geometry.trail.given
@@ -157,13 +153,13 @@ def _given(geometry: Geometry) -> Geometry | None:
 
 
 def _meeting(inputs: Geometry, outputs: Geometry, relation: Relation) -> KernelMap:
-    """The map between coordinates that are both there."""
+    """The map between two existing geometries."""
     table = torch.ops.pumice.meet(inputs.coords, _box(inputs), outputs.coords, _box(outputs), *told(relation))
     return KernelMap(relation, table, inputs.coords.shape[0], outputs.coords.shape[0])
 
 
 def _made(here: Geometry, relation: Relation) -> tuple[Geometry, Tensor]:
-    """The outputs that a relation makes, and the table of the map as it is found."""
+    """The outputs that a relation makes, and the table of the untransposed map."""
     shape = here.outline.spatial_shape
     bound = None if shape is None else list(shape)
     coords, box, table = torch.ops.pumice.level(here.coords, _box(here), bound, *told(relation))
@@ -176,13 +172,13 @@ def _made(here: Geometry, relation: Relation) -> tuple[Geometry, Tensor]:
 
 
 def _box(geometry: Geometry) -> Tensor:
-    """int64 [1 + 2D] on the CPU: see coords.operators."""
+    """int64 [1 + 2D] on the CPU: see coords.traced_ops."""
     trail = geometry.trail if is_local(geometry) else None
     if trail is not None and trail.box is not None:
         return trail.box
     given = geometry if trail is None or trail.given is None else trail.given
     shape = None if given.outline.spatial_shape is None else list(given.outline.spatial_shape)
-    # Compiled code is bound to what it looks at.
+    # Compiled code guards on every number it reads.
     items = -1 if given.settled and shape is None else given.outline.batch_size
     box = torch.ops.pumice.box(given.coords, shape, items, given.settled)
     if trail is not None:
@@ -196,7 +192,7 @@ def _scaled(stride: int | Fraction, factor: int, finer: bool) -> int | Fraction:
             return stride * factor
         if stride % factor == 0:
             return stride // factor
-        # Compiled for this stride: fractions are no symbols.
+        # Specialise on this stride: fractions cannot be symbolic.
         stride = operator.index(stride)
     share = Fraction(stride) / factor if finer else Fraction(stride) * factor
     return share.numerator if share.denominator == 1 else share

@@ -1,4 +1,4 @@
-"""Coordinates that come more than once, made one."""
+"""Deduplication of coordinates."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def unique_coords(
 ) -> Geometry:
     """The distinct rows of a user's `coords` int32 [P, 1+D], in (batch, Morton) order.
 
-    The geometry's `inverse` int64 [P] is the place of each row: `distinct[inverse] == coords`.
-
-    Raises what Geometry.checked() raises, duplicates apart.
+    The geometry's `inverse` int64 [P]: `distinct[inverse] == coords`. Raises as Geometry.checked(), except duplicates.
     """
     check_form(coords)
     distinct, place = morton_unique(coords, Bounds.of(coords))

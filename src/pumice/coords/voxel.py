@@ -1,4 +1,4 @@
-"""From points in space to voxels: which cell holds which point."""
+"""Voxelisation: from points in space to voxels."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def quantize(
 ) -> Geometry:
     """The distinct voxels floor((p - origin) / size) of points [P, D], in (batch, Morton) order.
 
-    `batch` int [P] names each point's batch item (all 0 without it). With `spatial_shape` points outside
-    [0, spatial_shape) are left out. The geometry's `inverse` int64 [P] is each point's voxel, -1 for one left out.
+    batch: int [P], batch index of each point (default all 0). spatial_shape: points outside [0, spatial_shape) are
+    dropped. The geometry's `inverse` int64 [P] is each point's voxel row, -1 if dropped.
 
-    Raises CoordinateError (non-finite points, cells beyond int32, a batch index outside batch_size), ShapeError,
-    DtypeError and DeviceError on points and batch that do not fit.
+    Raises CoordinateError (non-finite points, cells beyond int32, batch index outside batch_size) and as check_points.
     """
     check_points(points, batch)
     cells = torch.floor(frame.positions(points))
@@ -57,10 +56,10 @@ def quantize(
 def frame_of(
     points: Tensor, size: float | Sequence[float] | None, origin: float | Sequence[float] | Tensor | str, rounding: str
 ) -> VoxelFrame:
-    """The frame of voxels of `size`, with `origin` a number, one per axis, or "min" (the cloud's own minimum).
+    """The frame of voxels of `size`; origin: a number, one per axis, or "min" (the minimum of the points).
 
-    With rounding "round" the minimum is taken of the rounded cells, as published MinkUNet pipelines do.
-    """
+    With rounding "round" the minimum is that of the rounded cells, as in published MinkUNet pipelines. Raises
+    OptionError, ShapeError (lengths), CoordinateError (non-finite points)."""
     dim = points.shape[1] if points.ndim == 2 else 0
     named = isinstance(origin, str)
     frame = VoxelFrame(
@@ -68,7 +67,7 @@ def frame_of(
     )
     if named:
         if origin != "min":
-            raise OptionError(f"origin={origin!r} is unknown; there are numbers and 'min'")
+            raise OptionError(f"origin takes numbers or 'min', found {origin!r}")
         low = points.double().amin(dim=0).tolist() if len(points) else [0.0] * dim
         if not all(map(math.isfinite, low)):
             raise _not_finite(points)
@@ -104,7 +103,7 @@ def _scatter(place: Tensor, kept: Tensor) -> Tensor:
 
 
 def as_tensor(value: Any, name: str) -> Tensor:
-    """A tensor of what a user gives: itself, or an array or nested lists of numbers. Raises DtypeError for all else."""
+    """`value`, a tensor, an array or nested lists of numbers, as a tensor. Raises DtypeError for anything else."""
     try:
         return value if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as problem:
@@ -112,7 +111,7 @@ def as_tensor(value: Any, name: str) -> Tensor:
 
 
 def check_points(points: Tensor, batch: Tensor | None) -> None:
-    """Raise what is wrong with points [P, D] and their batch indices [P]."""
+    """Raise DtypeError, ShapeError, DeviceError or CoordinateError for invalid points [P, D] or batch indices [P]."""
     if not points.is_floating_point():
         raise DtypeError(f"points are floating point, found {points.dtype}")
     if points.ndim != 2 or not 1 <= points.shape[1] <= 4:
@@ -142,5 +141,5 @@ def _check_cells(cells: Tensor) -> None:
         if not bool(torch.isfinite(cells).all()):
             raise _not_finite(cells)
         raise CoordinateError(
-            f"voxels would reach {low:.0f} to {high:.0f}; int32 holds {-(2**31)} to {INT32_MAX}. Use a larger size"
+            f"voxels would range from {low:.0f} to {high:.0f}; int32 holds {-(2**31)} to {INT32_MAX}. Use a larger size"
         )
