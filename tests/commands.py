@@ -1,7 +1,12 @@
-"""Run a command line in this process, as its entry point does."""
+"""Run a command line in this process, as its entry point does, on scans in files."""
 
+import functools
 import sys
 from dataclasses import dataclass
+
+import numpy as np
+
+from pumice.data import street_scene
 
 
 @dataclass(frozen=True)
@@ -24,3 +29,20 @@ def run_command(main, name, monkeypatch, capsys, *args):
         code = int(end.code or 0)
     caught = capsys.readouterr()
     return Ran(code, caught.out, caught.err)
+
+
+@functools.lru_cache
+def scene(seed=0):
+    """A labelled street of about 1300 points, every class present."""
+    return street_scene(seed, beams=16, azimuths=96)
+
+
+def write_scan(folder, name, scan, labels=True):
+    """Write a scan as an .npz file into the folder; returns its path."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = {"xyz": scan.xyz, "feats": scan.feats}
+    if labels and scan.labels is not None:
+        arrays["labels"] = scan.labels
+    np.savez(path, **arrays)
+    return path

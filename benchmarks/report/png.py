@@ -117,7 +117,7 @@ def _ranges(axis: Axes, panel: Ranges) -> None:
         ends = [[s.value - s.least for s in spans], [s.most - s.value for s in spans]]
         axis.errorbar(values, places, xerr=ends, fmt="none", ecolor=_INK, elinewidth=0.9, capsize=2.5, zorder=3)
     for place, span in enumerate(panel.spans):
-        told = f"{span.value:.2f}"
+        told = _short(span.value)
         axis.annotate(told, (max(span.most, 1), place), (6, 0), "data", "offset points", fontsize=8, va="center")
     axis.set_yticks(range(len(panel.spans)), [span.name for span in panel.spans])
     axis.invert_yaxis()

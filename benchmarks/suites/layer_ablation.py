@@ -144,7 +144,7 @@ def _sharing(cell: Subjected) -> Idea | str:
     if not tile.stream_k_chunk:
         return "there is work for all, and nothing is shared"
     alone = least(needs(cell.layer, walked, replace(tile, stream_k_chunk=0)))
-    return _switched(cell, alone / least(needs(cell.layer, walked, tile)), piece=0)
+    return _switched(cell, alone / least(needs(cell.layer, walked, tile)), stream_k_chunk=0)
 
 
 def _tile_by_size(cell: Subjected) -> Idea | str:

@@ -47,7 +47,7 @@ COUNT, TINY = 60, 6
 FEW = 400
 """Voxels of a scene of a quick run, at most."""
 GRACE = 30.0
-"""Seconds beyond the limit after which a process is ended in the middle of a call."""
+"""Seconds beyond the limit, or half of it where that is more, for what is compared; then a process is ended."""
 _CACHES = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _UNITS = {"over_p50": "x", "scenes": "scenes", "fallbacks": "scenes"}
 
@@ -80,7 +80,7 @@ class Stream:
 def stream(say: Say, options: Options) -> Iterator[Row]:
     """The rows of one network (the case), or of both. Raises PumiceError at the end if anything of ours was wrong.
 
-    limit: seconds after which a way begins no further scene; half a minute later it is ended.
+    limit: seconds after which a way begins no further scene; half a minute later, or half of the limit, it is ended.
     """
     if options.case and options.case not in NETS:
         raise OptionError(f"case {options.case!r} of stream is unknown; there are {', '.join(NETS)}")
@@ -123,26 +123,31 @@ def _seen(run: Stream, asked: Asked) -> Seen:
         said, errors = Path(folder) / "said", Path(folder) / "errors"
         caches = ["env", *(f"{name}={folder}/{name.lower()}" for name in _CACHES)] if run.cold else []
         command = [*caches, sys.executable, "-m", stream_way.__name__, json.dumps(asdict(asked))]
-        ended = _ended(command, said, errors, asked.limit + GRACE if asked.limit < math.inf else None)
+        ended = _ended(command, said, errors, _most(asked.limit))
         for line in said.read_text().splitlines():
             # A line in the middle of which the process was ended is none, nor is what a library prints.
             if line.startswith('["') and line.endswith("]"):
                 seen.add(*json.loads(line))
         if ended and seen.wrong == Seen.wrong:
             last = (errors.read_text().strip().splitlines() or ["no message"])[-1]
-            seen.wrong = f"{ended} before its results were compared: {last[-200:]}"
+            seen.wrong = f"{ended.format(last[-200:])} before its results were compared"
     return seen
 
 
+def _most(limit: float) -> float | None:
+    """Seconds after which a process is ended in the middle of a call; None: never."""
+    return limit + max(GRACE, limit / 2) if limit < math.inf else None
+
+
 def _ended(command: Sequence[str], said: Path, errors: Path, limit: float | None) -> str:
-    """Runs a program; how it ended, "" if well."""
+    """Runs a program; how it ended, "" if well; {} is the place of the last line of its errors."""
     begin = time.perf_counter()
     with said.open("w") as out, errors.open("w") as err:
         try:
             code = subprocess.run(command, stdout=out, stderr=err, timeout=limit, check=False).returncode
         except subprocess.TimeoutExpired:
-            return f"stopped after {time.perf_counter() - begin:.0f} s,"
-    return f"ended with {code}" if code else ""
+            return f"stopped after {time.perf_counter() - begin:.0f} s"
+    return f"ended with {code} ({{}})" if code else ""
 
 
 def figures_of(times: Sequence[float], first: bool = True) -> dict[str, Times]:

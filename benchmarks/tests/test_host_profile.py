@@ -139,7 +139,7 @@ def test_layers_are_told_apart():
 
 
 def test_a_place_belongs_to_the_first_that_is_known():
-    launch = Node("Launcher.__call__", "/x/pumice/runtime/launch.py")
+    launch = Node("KernelLauncher.__call__", "/x/pumice/runtime/launch.py")
     torch_call = Node("empty_strided_like", "", parent=launch)
     assert part_of(torch_call) == STARTING
     search = Node("find", "/x/pumice/coords/lookup.py", parent=launch)

@@ -143,7 +143,7 @@ BY_TILES = """
 import sys
 sys.path += {paths!r}
 from dataclasses import replace
-from tools.test_layer_model import row_of
+from benchmarks.tests.test_layer_model import row_of
 from benchmarks.suites.einsum_conv import exact
 from benchmarks.suites.layer_model import Step
 from benchmarks.harness.study import error

@@ -236,7 +236,8 @@ def test_a_process_that_hangs_is_ended(tmp_path):
     program = "import time; print('[\"calls\", 1.5]', flush=True); time.sleep(60)"
     assert suite._ended([sys.executable, "-c", program], said, errors, 2.0).startswith("stopped after 2 s")
     assert json.loads(said.read_text()) == ["calls", 1.5]
-    assert suite._ended([sys.executable, "-c", "raise SystemExit(3)"], said, errors, None) == "ended with 3"
+    assert suite._ended([sys.executable, "-c", "raise SystemExit(3)"], said, errors, None) == "ended with 3 ({})"
+    assert suite._most(20.0) == 50 and suite._most(200.0) == 300 and suite._most(float("inf")) is None
 
 
 def test_networks_and_cases_that_are_known():

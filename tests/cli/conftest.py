@@ -4,19 +4,11 @@ import functools
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 from cases import one_thread  # noqa: F401
-from commands import run_command
+from commands import run_command, scene, write_scan
 
 from pumice.cli import evaluate, main, page
-from pumice.data import street_scene
-
-
-@functools.lru_cache
-def scene(seed=0):
-    """A labelled street of about 1300 points, every class present."""
-    return street_scene(seed, beams=16, azimuths=96)
 
 
 @pytest.fixture
@@ -28,17 +20,7 @@ def scenes():
 @pytest.fixture
 def write(tmp_path):
     """`write("name.npz", scan, labels=False)`: a scan as a file in the test's own folder."""
-
-    def write(name, scan, labels=True):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        arrays = {"xyz": scan.xyz, "feats": scan.feats}
-        if labels and scan.labels is not None:
-            arrays["labels"] = scan.labels
-        np.savez(path, **arrays)
-        return path
-
-    return write
+    return partial(write_scan, tmp_path)
 
 
 @pytest.fixture

@@ -342,6 +342,22 @@ def test_means_under_conditions(name, lowering):
     close(pm.einsum(text, A=a, **used, lowering=lowering), wanted)
 
 
+# Indices that do not fit in 64 bits
+@lowerings
+@pytest.mark.parametrize(
+    ("text", "places", "wanted"),
+    [
+        ("y[i] = x[4611686018427387904*i] ; i:5", None, [1, 0, 0, 0, 0]),
+        ("y[i] = x[4611686018427387904*i-4611686018427387904] ; i:4", None, [0, 1, 0, 0]),
+        ("y[i] = x[-4*X[i]+1] ; i:2", [1 << 62, 0], [0, 2]),
+        ("y[4611686018427387904*i+1] = x[i] ; i:3, y:[3]", None, [0, 1, 0]),
+    ],
+)
+def test_indices_do_not_wrap_around(text, places, wanted, lowering):
+    operands = {"x": torch.tensor([1.0, 2, 3])} | ({} if places is None else {"X": torch.tensor(places)})
+    assert pm.einsum(text, **operands, lowering=lowering).tolist() == wanted
+
+
 # Equivariant tensor product
 TENSOR_PRODUCT = {
     "shared": ("Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[l,u,w]", "ijkl,bju,bk,luw->biw"),

@@ -236,6 +236,57 @@ def test_declared_facts():
                 pm.einsum(text + fact, V=V, X=x)
 
 
+@pytest.mark.parametrize("text", ["garbage[[", "C[i = A[i]", "C[p] = A[2*p] ; q:3", ""])
+def test_texts_are_checked_when_compiled(text):
+    with pytest.raises(StatementError):
+        pm.compile_einsum(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "C[p] = A[S*p+r] ; p:14, r:R",
+        "C[p] = A[S*p] * S ; p:3..P",
+        "C[p] = A[p+S] ; p:P..9",
+        "C[i] = A[i,N*k] * N # N[i]: N",
+    ],
+)
+def test_integers_may_come_with_the_operands(text):
+    assert pm.compile_einsum(text, {"A": "k:C"}).text == text
+
+
+def test_formats_are_of_operands():
+    with pytest.raises(OptionError, match="a format is told of B, .* reads A"):
+        pm.compile_einsum("C[i] = A[i]", {"B": "k:C"})
+    with pytest.raises(OptionError, match="the target C is a dense tensor"):
+        pm.compile_einsum("C[i] += A[i]", {"C": "k:C"})
+
+
+WRITES = {
+    "numpy": lambda x, values: np.copyto(x.numpy(), values),
+    "data": lambda x, values: x.data.copy_(torch.from_numpy(values)),
+    "another storage": lambda x, values: setattr(x, "data", torch.from_numpy(values)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("text", ["y[R[p],n] = V[p] * B[K[p],n] ; y:[4,_]", "y[R[p],n] = B[p,n] ; y:[4,_], R:sorted"])
+def test_an_index_array_written_where_no_version_counts(text, write):
+    b = torch.rand(6, 3)
+    r, given = (
+        ints(0, 0, 1, 2, 2, 3),
+        {"B": b, **({"V": torch.rand(6), "K": ints(5, 4, 3, 2, 1, 0)} if "V" in text else {})},
+    )
+    pm.einsum(text, R=r, **given)
+    write(r, np.array([0, 1, 1, 1, 3, 3]))
+    rows = given["V"][:, None] * b[given["K"]] if "V" in text else b
+    wanted = torch.zeros(4, 3).index_add(0, ints(0, 1, 1, 1, 3, 3), rows)
+    torch.testing.assert_close(pm.einsum(text, R=r, **given), wanted)
+    write(r, np.array([0, 1, 1, 1, 3, 9]))
+    with pytest.raises(CoordinateError, match="R.p. holds 9"):
+        pm.einsum(text, R=r, **given)
+
+
 def test_an_operand_that_shrinks_is_looked_at_again():
     x = ints(1, 4)
     assert pm.einsum(GATHER, V=V, X=x).shape == (2,)

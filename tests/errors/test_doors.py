@@ -417,12 +417,12 @@ MAPS = [
     Door(
         "prepare-windows", OptionError, ("for each level",), lambda: sparse().prepare([HALVED], [pm.Relation.of(2, 3)])
     ),
-    Door("prepare-users", OptionError, ("MapConsumers", "int"), lambda: sparse().prepare([HALVED], users=4)),
+    Door("prepare-users", OptionError, ("MapConsumers", "int"), lambda: sparse().prepare([HALVED], consumers=4)),
     Door(
         "prepare-other-users",
         ShapeError,
         ("3 maps", "1 down"),
-        lambda: sparse().prepare([HALVED], users=pm.ops.MapConsumers([()], [()], [[()]])),
+        lambda: sparse().prepare([HALVED], consumers=pm.ops.MapConsumers([()], [()], [[()]])),
     ),
     Door("prepare-levels", ShapeError, ("3", "2"), lambda: sparse().prepare([HALVED], [(), (), ()])),
     Door("prepare-same", GeometryError, ("'same'", "no coordinates"), lambda: sparse().prepare([pm.Relation.of(2, 3)])),

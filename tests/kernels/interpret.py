@@ -804,7 +804,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, tuple[int, ...]]]] = {
 }
 
 
-RUNS = torch.tensor([0, 0, 0, 1, 3, 3])
+RUNS, TEN = torch.tensor([0, 0, 0, 1, 3, 3]), torch.arange(1.0, 11)
 
 INDEXED: Mapping[str, tuple[str, Mapping[str, Tensor]]] = {
     "a diagonal, scattered": (
@@ -821,6 +821,16 @@ INDEXED: Mapping[str, tuple[str, Mapping[str, Tensor]]] = {
     "part of the segments, columns": (
         "y[R[p],n] = V[p] * B[p,n] ; p:2..6, R:sorted, y:[5,_]",
         {"R": RUNS, "V": torch.arange(1.0, 7), "B": torch.arange(24.0).view(6, 4)},
+    ),
+    "far": ("y[i] = x[65536*i] ; i:65537", {"x": TEN}),
+    "far written": ("y[65536*i] = x[i] ; i:40000, y:[10]", {"x": torch.ones(40000)}),
+    "far taken off": ("y[i] = x[-65536*X[i]] ; i:3", {"x": TEN, "X": torch.tensor([65536, 0, 1 << 62])}),
+    "far from 64 bits": ("y[i] = x[i-X[i]] ; i:10", {"x": TEN, "X": torch.tensor([1 << 32, 0] * 5)}),
+    "far constant": ("y[i] = x[i+4294967295] ; i:5", {"x": TEN}),
+    "far constants cancel": ("y[i] = x[i+4294967295-X[i]] ; i:5", {"x": TEN, "X": torch.full((5,), 4294967294)}),
+    "far columns": (
+        "y[i,n] = A[3*i-X[i],n] * B[1073741824*n+i,i] ; i:20, n:16",
+        {"A": torch.rand(40, 16), "B": torch.rand(30, 20), "X": torch.arange(20)},
     ),
 }
 """Statements, and operands whose index arrays count."""

@@ -23,10 +23,10 @@ COUNTING = (
 
 SPILLS = {
     # Coordinates of two sides, compared axis by axis.
-    "probes.neighbours D=3 K=27 KIND=wide": 32,
+    "lookup_kernels.neighbours D=3 K=27 KIND=wide": 32,
     # 128 rows times 32 taps at once.
-    "tiling.list_pairs K=125": 128,
-    "tiling.list_pairs sm_80 K=125": 184,
+    "tile_kernels.list_pairs K=125": 128,
+    "tile_kernels.list_pairs sm_80 K=125": 184,
     # 32 entries of a thread, each with its mean and its squares: the fastest on sm_90.
     "norm_kernels.moments sm_80 ROWS=128 LANES=32 w4": 16,
 }
@@ -34,7 +34,7 @@ SPILLS = {
 
 if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
     # The same source comes out worse.
-    SPILLS |= {"tiling.list_pairs K=125": 320}
+    SPILLS |= {"tile_kernels.list_pairs K=125": 320}
 
 
 def chosen(*kernels, targets=None, **constants):
@@ -61,8 +61,8 @@ def known(job):
 def test_every_kernel_is_in_the_table():
     from triton import JITFunction
 
-    files = {name: importlib.import_module(f"pumice.coords.{name}") for name in ("probes", "tiling")}
-    for name in ("norm_kernels", "largest_kernels"):
+    files = {name: importlib.import_module(f"pumice.coords.{name}") for name in ("lookup_kernels", "tile_kernels")}
+    for name in ("norm_kernels", "max_pool_kernels"):
         files[name] = importlib.import_module(f"pumice.lower.{name}")
     kernels = {
         f"{file}.{name}"

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import cases
 import oracle
@@ -10,7 +11,8 @@ import torch
 from cases import CASES, Case
 
 import pumice as pm
-from pumice.testing import random_tensor
+from pumice.errors import GeometryError
+from pumice.testing import random_cloud, random_tensor
 
 # The families whose numbers differ in kind; low precision runs on these, the rest of the table in fp64.
 LOW = [
@@ -264,3 +266,48 @@ def test_a_used_map_can_be_copied(copied):
         assert torch.equal(again.rows(), one.rows()) and again.table is not one.table
         y = pm.ops.conv_features(x.feats, weight, again, 40)
         assert torch.equal(y, pm.ops.conv_features(x.feats, weight, one, 40))
+
+
+def cube(seed=0):
+    coords = random_cloud(60, extent=7, seed=seed)
+    return pm.SparseTensor(torch.randn(60, 2, generator=torch.Generator().manual_seed(seed)), coords)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_sequential_holds_the_way_there_and_back(grad):
+    x = cube()
+    there = pm.nn.Sequential(pm.nn.Conv3d(2, 4, 2, 2), pm.nn.BatchNorm(4), pm.nn.ReLU(), pm.nn.Conv3d(4, 4, 3, 2, 1))
+    back = pm.nn.Sequential(pm.nn.InverseConv3d(4, 3, 3, 2, 1), pm.nn.ReLU(), pm.nn.InverseConv3d(3, 2, 2, 2))
+    net = pm.nn.Sequential(there, back).eval()
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            y = net(x)
+        middle = there[:3](x)
+        want = back[2](back[1](back[0](there(x), middle)), x)
+    assert y.geometry is x.geometry
+    torch.testing.assert_close(y.feats, want.feats)
+
+
+def test_the_way_back_is_that_of_the_way_there():
+    x, other, weight = cube(), cube(1), torch.ones(3, 2, 2, 2, 4)
+    down = pm.nn.Conv3d(2, 4, 2, 2)(x)
+    with pytest.raises(GeometryError, match=r"made by kernel_size=\(2, 2, 2\).*has kernel_size=\(3, 3, 3\)"):
+        pm.nn.InverseConv3d(4, 3, 3, 2)(down, x)
+    with pytest.raises(GeometryError, match=r"has kernel_size=\(2, 2, 2\), stride=\(2, 2, 2\), padding=\(1, 1, 1\)"):
+        pm.ops.conv_inverse(down, weight, stride=2, padding=1)
+    with pytest.raises(GeometryError, match="made from Geometry.*the target is Geometry"):
+        pm.ops.conv_inverse(down, weight, other, stride=2)
+    alone = pm.SparseTensor(down.feats, down.coords, stride=2)
+    with pytest.raises(GeometryError, match="target"):
+        pm.ops.conv_inverse(alone, weight, stride=2)
+    assert torch.equal(
+        pm.ops.conv_inverse(alone, weight, x, stride=2).feats, pm.ops.conv_inverse(down, weight, stride=2).feats
+    )
+
+
+def test_coordinates_do_not_keep_alive_what_they_were_made_from():
+    x = cube()
+    down, finer = pm.ops.max_pool(x, 2), weakref.ref(x.geometry)
+    assert down.geometry.parent is x.geometry and down.cpu().geometry.parent is x.geometry
+    del x
+    assert finer() is None and down.geometry.parent is None

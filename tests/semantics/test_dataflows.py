@@ -300,5 +300,5 @@ def test_what_adds_in_any_order_is_refused_where_one_is_asked_for(monkeypatch):
             if pass_ in flow.repeats:
                 lowered.check(lowered.Pass(pass_, flow, on_gpu, 1))
             else:
-                with pytest.raises(OptionError, match=f"{flow.name} adds in any order in its {pass_} pass"):
+                with pytest.raises(OptionError, match=f"the {pass_} pass of dataflow {flow.name} is not deterministic"):
                     lowered.check(lowered.Pass(pass_, flow, on_gpu, 1))

@@ -19,9 +19,9 @@ def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def layer(stride=1, groups=1, dtype=torch.float64):
+def layer(stride=1, groups=1, dtype=torch.float64, voxels=60):
     """x, weight, options, and how many outputs there are."""
-    x = random_tensor(60, 4, 3, dtype=dtype)
+    x = random_tensor(voxels, 4, 3, dtype=dtype)
     weight, options = normal(CHANNELS, 3, 3, 3, 4 // groups, dtype=dtype), {"stride": stride, "groups": groups}
     return x, weight, options, len(pm.ops.conv(x, weight, **options).feats)
 
@@ -59,7 +59,7 @@ def test_each_part_may_be_missing(missing):
 
 
 def test_gradients_reach_all_of_it():
-    x, weight, options, rows = layer(groups=2)
+    x, weight, options, rows = layer(groups=2, voxels=20)
     bias, held = normal(CHANNELS, seed=9), full(rows, "")
     given = [t.clone().requires_grad_() for t in (x.feats, weight, bias, held.scale, held.shift, held.residual)]
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from pumice.cli import checkpoint
 from pumice.cli.predictions import FORMATS
 from pumice.cli.task import IGNORE, Task
 from pumice.cli.training import PRECISIONS, Recipe
@@ -57,6 +58,12 @@ class Job:
             raise OptionError(f"predictions_as={self.predictions_as!r} is unknown; there are {', '.join(FORMATS)}")
         if not (0 < self.voxel < math.inf and 0 < self.width < math.inf):
             raise OptionError(f"voxel and width are positive and finite, found {self.voxel} and {self.width}")
+
+    def checked(self) -> Job:
+        """Itself. Raises what is wrong with its checkpoint, before scans are read."""
+        if self.checkpoint is not None:
+            checkpoint.load(self.checkpoint, self.device)
+        return self
 
     def opened(self) -> Job:
         """Itself, once its folders are there. Raises FileError before any work is lost to one that cannot be made."""
@@ -139,12 +146,12 @@ def fit_to_task(scans: Sequence[Scan], task: Task, features: str | None = None) 
     fill = task.mean[len(task.mean) - task.features :]
     chosen = [choose_features(scan, features, fill) for scan in scans]
     for scan, own in zip(chosen, scans, strict=True):
-        count = own.feats.shape[1]
-        if scan.feats.shape[1] != task.features:
+        given, count = scan.feats.shape[1], own.feats.shape[1]
+        if given != task.features:
             fitting = [name for name, cut in _choices(count).items() if len(range(count)[cut]) == task.features]
             remedy = f"give --features {' or '.join([*fitting, 'constant'])} (constant: the training scans' mean)"
-            found = _counted(scan.feats.shape[1])
-            raise FileError(f"{scan.name}: expected {_counted(task.features)} as in training, found {found}: {remedy}")
+            expected = f"expected {_counted(task.features)} as in training"
+            raise FileError(f"{scan.name}: {expected}, found {_counted(given)}: {remedy}")
     return [_renumbered(scan, task) for scan in chosen]
 
 

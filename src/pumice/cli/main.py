@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +19,6 @@ from rich.table import Table
 from rich.text import Text
 
 import pumice
-from pumice.cli import checkpoint as checkpoint_
 from pumice.cli import info as info_
 from pumice.cli import segment as segment_
 from pumice.cli import tuned as tuned_
@@ -40,28 +39,16 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")]
 Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16 (autocast)")]
 OutFolder = Annotated[Path, typer.Option("--out", help="folder for the checkpoint, the report and metrics.json")]
 ReportFile = Annotated[Path | None, typer.Option(help="where to write the report [default: OUT/report.html]")]
-
-
-Labels = Annotated[
-    Path | None,
-    typer.Option(help="label file, or folder of label files [default: in the scan, beside it, or in ../labels]"),
-]
+Labels = Annotated[Path | None, typer.Option(help="label file, or folder of them [default: the scan's, or ../labels]")]
 Columns = Annotated[int | None, typer.Option(help="numbers per point in .bin files, if the guess is wrong")]
-Features = Annotated[
-    str | None,
-    typer.Option(help="take intensity, rgb or none of a scan's own features, or a constant in their place"),
-]
-Predictions = Annotated[
-    Path | None, typer.Option(help="folder for the class of every point [default: OUT/predictions]")
-]
+Features = Annotated[str | None, typer.Option(help="of each point take intensity, rgb, none, or put in a constant")]
+Predictions = Annotated[Path | None, typer.Option(help="folder for each point's class [default: OUT/predictions]")]
 PredictionsAs = Annotated[
-    str,
-    typer.Option(help="label (SemanticKITTI), npz, ply (points with labels) or auto: label where it fits, else npz"),
+    str, typer.Option(help="label, npz, ply, or auto: label for SemanticKITTI's classes, else npz")
 ]
 Timing = Annotated[bool, typer.Option("--timing", help="time inference and its layers, too")]
 Scans = Annotated[Path, typer.Argument(help=f"a scan, or a folder of scans ({' '.join(READERS)})")]
 Trained = Annotated[Path, typer.Argument(help="a checkpoint of `pumice segment`")]
-SaveEvery = Annotated[int, typer.Option(help="epochs between checkpoints; 0: only the last")]
 
 
 def main() -> None:
@@ -110,7 +97,7 @@ def segment(
     device: Device = "auto",
     precision: Precision = "fp32",
     seed: int = 0,
-    save_every: SaveEvery = 1,
+    save_every: Annotated[int, typer.Option(help="epochs between checkpoints; 0: only the last")] = 1,
     out: OutFolder | None = None,
     report: ReportFile = None,
     predictions: Predictions = None,
@@ -122,29 +109,18 @@ def segment(
     Every fifth scan of a folder is held out for the evaluation; a single scan is evaluated on itself. With a
     --checkpoint, labels beside the scans are used where --labels names them.
     """
-    if checkpoint is not None and (voxel is not None or width is not None):
+    sizes: dict[str, Any] = {name: size for name, size in (("voxel", voxel), ("width", width)) if size is not None}
+    if checkpoint is not None and sizes:
         raise OptionError("a --checkpoint brings its own voxel and width: leave --voxel and --width out")
     if no_labels and (labels is not None or checkpoint is None):
         raise OptionError("--no-labels runs a --checkpoint, and goes without --labels")
     files = find_scans(path)
     alone = len(hold_out(files)[0]) == 1
-    default = 60 if alone else 20
-    recipe = Recipe(default if epochs is None else epochs, augment=not alone, precision=precision, seed=seed)
-    job = Job(
-        out or Path("pumice-runs") / path.stem,
-        pick_device(device),
-        0.1 if voxel is None else voxel,
-        0.5 if width is None else width,
-        recipe,
-        checkpoint,
-        report,
-        features,
-        predictions,
-        predictions_as,
-        timing,
-        save_every,
-    )
-    _check_checkpoint(job)
+    epochs = (60 if alone else 20) if epochs is None else epochs
+    recipe = Recipe(epochs, augment=not alone, precision=precision, seed=seed)
+    job = Job(out or Path("pumice-runs") / path.stem, pick_device(device), recipe=recipe, report=report, **sizes)
+    job = replace(job, checkpoint=checkpoint, features=features, save_every=save_every, timing=timing)
+    job = replace(job, predictions=predictions, predictions_as=predictions_as).checked()
     wanted = False if no_labels else labels or (True if checkpoint is None else None)
     scans = common_labels(list(_read(files, path, wanted, columns)))
     if scans[0].labels is not None and recipe.epochs > 0:
@@ -167,10 +143,8 @@ def predict(
 ) -> None:
     """Write what a checkpoint says of every point, one scan after the other; labels are ignored."""
     folder = out or Path("pumice-runs") / f"{path.stem}-predictions"
-    recipe = Recipe(0, precision=precision)
-    job = Job(folder, pick_device(device), recipe=recipe, checkpoint=checkpoint, features=features)
+    job = _applied(checkpoint, folder, device, precision, features)
     job = replace(job, predictions=folder, predictions_as=predictions_as)
-    _check_checkpoint(job)
     for _, file in segment_.predict(_read(find_scans(path), path, False, columns), job.opened()):
         _say(f"wrote {file}")
 
@@ -191,19 +165,16 @@ def evaluate(
     timing: Timing = False,
 ) -> None:
     """Judge a checkpoint on labelled scans: IoU per class, a report, and the class of every point."""
-    recipe = Recipe(0, precision=precision)
     folder = out or Path("pumice-runs") / f"{path.stem}-evaluated"
-    job = Job(folder, pick_device(device), recipe=recipe, checkpoint=checkpoint, report=report, features=features)
-    job = replace(job, predictions=predictions, predictions_as=predictions_as, timing=timing)
-    _check_checkpoint(job)
+    job = _applied(checkpoint, folder, device, precision, features)
+    job = replace(job, report=report, predictions=predictions, predictions_as=predictions_as, timing=timing)
     scans = common_labels(list(_read(find_scans(path), path, labels or True, columns)))
     _tell(segment_.apply(scans, job, scored=True))
 
 
-def _check_checkpoint(job: Job) -> None:
-    """Raise what is wrong with the checkpoint before scans are read."""
-    if job.checkpoint is not None:
-        checkpoint_.load(job.checkpoint, job.device)
+def _applied(checkpoint: Path, out: Path, device: str, precision: str, features: str | None) -> Job:
+    recipe = Recipe(0, precision=precision)
+    return Job(out, pick_device(device), recipe=recipe, checkpoint=checkpoint, features=features).checked()
 
 
 def _read(files: Sequence[Path], root: Path, labels: Path | bool | None, columns: int | None) -> Iterator[Scan]:
@@ -271,9 +242,7 @@ def tune(
     if checkpoint is not None:
         if path is None:
             raise OptionError(f"tuning takes a checkpoint and scans like those it will meet, found only {checkpoint}")
-        recipe = Recipe(0, precision=precision)
-        job = Job(Path(), pick_device(device), recipe=recipe, checkpoint=checkpoint, features=features)
-        _check_checkpoint(job)
+        job = _applied(checkpoint, Path(), device, precision, features)
         scans = _read(find_scans(path)[:_SAMPLES], path, False, columns)
         console.print(str(segment_.tune(list(scans), job, budget)), markup=False, soft_wrap=True)
         return
@@ -306,7 +275,7 @@ def _say(text: str) -> None:
 
 
 def _told(scan: Scan) -> str:
-    lost = f", [yellow]{scan.dropped} not finite, left out[/]" if scan.dropped else ""
+    lost = f", [yellow]{scan.dropped} not finite or too far, left out[/]" if scan.dropped else ""
     bare = ", [yellow]no labelled point, not trained on[/]" if scan.labels is not None and not labelled(scan) else ""
     return f"{len(scan)} points{lost}{bare}"
 

@@ -76,7 +76,7 @@ def kernel_map(
             kept = _build(geometry, relation, target, schedule)
         if geometry.unsettled is not None:
             kept = replace(kept[0], inputs=weakref.ref(geometry)), kept[1]
-        geometry.maps[key] = kept
+        geometry.keep(*key, kept)
     found, outputs = kept
     return found, geometry if outputs is None else outputs
 
@@ -278,7 +278,7 @@ def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
         if key:
             geometry.levels[key] = outputs
         if (step, None) not in geometry.maps:
-            geometry.maps[step, None] = _to_known(geometry, step, outputs, one, None), outputs
+            geometry.keep(step, None, (_to_known(geometry, step, outputs, one, None), outputs))
         geometry = geometry.maps[step, None][1] or geometry
 
 
@@ -289,9 +289,13 @@ def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: M
 
 def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:
     """The forward map from `target` to `geometry`, transposed. It is kept by `target`, the one that lives longer."""
-    if target is None:
-        raise GeometryError("policy 'cached_inverse' needs the target coordinates that the inputs were made from")
     tracing = torch.compiler.is_dynamo_compiling()
+    parent = None if tracing else geometry.parent
+    target = parent if target is None else target
+    if target is None:
+        raise GeometryError(
+            "the way back needs a target: nothing is known of what x's coordinates were made from, or it is gone"
+        )
     for forward in _ways(relation) if tracing else _forwards(relation):
         kept = tracing_module.known(target, forward) if tracing else target.maps.get((forward, None))
         if kept is not None and kept[1] is not None and alike(kept[1], geometry):
@@ -302,8 +306,23 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
             f"x has stride {geometry.stride}; a convolution of stride {relation.stride} from the target's stride "
             f"{target.stride} does not lead there"
         )
+    if parent is not None:
+        _check_way_back(geometry, relation, target, parent)
     forward, _ = kernel_map(target, replace(relation, policy="given"), geometry)
     return forward.transpose(), target
+
+
+def _check_way_back(geometry: Geometry, relation: Relation, target: Geometry, parent: Geometry) -> None:
+    """Raise GeometryError: no map of this relation led from the target to coordinates that were made from `parent`."""
+    if parent is not target:
+        raise GeometryError(f"x's coordinates were made from {parent}, the target is {target}")
+    made = [_window_of(way) for (way, _), (_, outputs) in parent.maps.items() if outputs is geometry]
+    raise GeometryError(f"x's coordinates were made by {' and '.join(made)}; the way back has {_window_of(relation)}")
+
+
+def _window_of(relation: Relation) -> str:
+    four = (relation.kernel, relation.stride, relation.padding, relation.dilation)
+    return "kernel_size={}, stride={}, padding={}, dilation={}".format(*four)
 
 
 def _ways(relation: Relation) -> tuple[Relation, ...]:

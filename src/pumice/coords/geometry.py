@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -57,6 +58,7 @@ class Geometry:
         # (a reference to oneself would keep device memory alive until a garbage collection), and coarser levels.
         self.maps: dict[Any, tuple[KernelMap, Geometry | None]] = {}
         self.levels: dict[Any, Geometry] = {}
+        self._parent: weakref.ref[Geometry] | None = None
         self._cloud: CoordBuffer | None = None
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
@@ -105,6 +107,17 @@ class Geometry:
         if not coords.is_cuda:
             geometry.settle()
         return geometry
+
+    def keep(self, relation: Relation, target: Geometry | None, kept: tuple[KernelMap, Geometry | None]) -> None:
+        """Keep a map, with its outputs; those that it made know then what they were made from."""
+        self.maps[relation, target] = kept
+        if target is None and kept[1] is not None:
+            kept[1]._parent = weakref.ref(self)
+
+    @property
+    def parent(self) -> Geometry | None:
+        """The coordinates from which a convolution or a pool made these, while they live; None for all others."""
+        return None if self._parent is None else self._parent()
 
     @property
     def start(self) -> Geometry:
@@ -428,7 +441,7 @@ def _move(
     for (relation, target), (kernel_map, outputs) in geometry.maps.items():
         key = (relation, None if target is None else _move(target, device, non_blocking, done))
         far = None if outputs is None else _move(outputs, device, non_blocking, done)
-        moved.maps[key] = (kernel_map.to(device, non_blocking), far)
+        moved.keep(*key, (kernel_map.to(device, non_blocking), far))
     for key, level in geometry.levels.items():
         moved.levels[key] = _move(level, device, non_blocking, done)
     return moved

@@ -21,8 +21,9 @@ def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tu
     is too small.
     """
     found: Any = value if isinstance(value, int | tuple | list) else _integer(value)
-    several = isinstance(found, Iterable) and not isinstance(found, str)
-    values: tuple[Any, ...] = tuple(map(_integer, found)) if several else (found,) * dim
+    if isinstance(found, str) or not isinstance(found, int | Iterable | kinds):
+        raise OptionError(f"{name} takes an integer or one per axis, found {value!r}")
+    values: tuple[Any, ...] = tuple(map(_integer, found)) if isinstance(found, Iterable) else (found,) * dim
     if len(values) != dim:
         raise ShapeError(f"{name} has {len(values)} entries, the tensor has {dim} spatial axes")
     for entry in values:

@@ -70,10 +70,6 @@ class LabelSet:
     def __len__(self) -> int:
         return len(self.names)
 
-    def knows(self, raw: np.ndarray) -> bool:
-        """Whether every raw id [P] is in the map of this set."""
-        return bool(np.isin(np.unique(raw), [r for r, _ in self.raw]).all())
-
     def from_raw(self, raw: np.ndarray) -> np.ndarray:
         """Class indices int64 [P] of the raw ids [P]; an id that is not in the map raises OptionError."""
         ids, inverse = np.unique(np.asarray(raw), return_inverse=True)

@@ -59,10 +59,8 @@ def _check_counts(path: Path, data: bytes) -> None:
         extended, number, points = struct.unpack_from("<QIQ", data, 235)
         if number:
             _fits(path, "the extended records", extended + _EXTENDED_RECORD * number, len(data))
-    if kind < _COMPRESSED:
-        _fits(path, f"{points} points", start + size * points, len(data))
-        return
-    _fits(path, f"{points} points", points // _POINTS_PER_BYTE, len(data))
+    needed = start + size * points if kind < _COMPRESSED else points // _POINTS_PER_BYTE
+    _fits(path, f"{points} points", needed, len(data))
 
 
 def _check_chunks(path: Path, data: bytes, header: Any) -> None:

@@ -74,7 +74,9 @@ def _header(path: Path, data: bytes) -> tuple[str, list[_Element], bytes]:
             if words[:1] == ["format"]:
                 encoding = words[1]
             elif words[:1] == ["element"]:
-                elements.append(_Element(words[1], _rows(words[2]), [], []))
+                elements.append(_Element(words[1], int(words[2]), [], []))
+                if elements[-1].rows < 0:
+                    raise ValueError(line)
             elif words[:1] == ["property"]:
                 _add_property(elements[-1], words[1:])
         except (IndexError, KeyError, ValueError):
@@ -82,12 +84,6 @@ def _header(path: Path, data: bytes) -> tuple[str, list[_Element], bytes]:
     if encoding not in _ORDERS:
         raise bad_file(path, f"format {' | '.join(_ORDERS)}", f"format {encoding or 'missing'}")
     return encoding, elements, data[stop + 1 :]
-
-
-def _rows(word: str) -> int:
-    if int(word) < 0:
-        raise ValueError(word)
-    return int(word)
 
 
 def _add_property(element: _Element, words: list[str]) -> None:

@@ -5,19 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pumice.data.labels import ASPRS, NUSCENES, SEMANTIC_KITTI, STREET, LabelSet, generic_labels
+from pumice.data.labels import LabelSet, generic_labels
 from pumice.errors import DtypeError, OptionError, ShapeError
 
-__all__ = [
-    "ASPRS",
-    "NUSCENES",
-    "SEMANTIC_KITTI",
-    "STREET",
-    "LabelSet",
-    "Scan",
-    "align_labels",
-    "generic_labels",
-]
+__all__ = ["Scan", "align_labels"]
 
 # float32 resolves 0.5 mm up to 8 km; map coordinates beyond that are shifted before they are rounded.
 _FAR = 8192.0

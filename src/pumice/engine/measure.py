@@ -99,8 +99,8 @@ def _own(file: str) -> str:
 
 PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
-        "map": lambda: _own("probes"),
-        "sort": lambda: _own("tiling") + r"|[Rr]adix_?[Ss]ort|[Mm]ergeSort|bitonicSort",
+        "map": lambda: _own("lookup_kernels"),
+        "sort": lambda: _own("tile_kernels") + r"|[Rr]adix_?[Ss]ort|[Mm]ergeSort|bitonicSort",
         "conv": lambda: r"^_(dot|mul)_",
         "product": lambda: r"gemm|gemv|cutlass|cublas|nvjet|xmma|Cijk",
         "movement": lambda: r"index|gather|scatter|EmbeddingBag",

@@ -133,6 +133,37 @@ def span_of(expression: Affine, ranges: Mapping[str, Range]) -> tuple[int, int]:
     return low, high
 
 
+def reaches(
+    bound: BoundStatement, target: Access, shapes: Mapping[str, Shape], tops: Mapping[str, int]
+) -> dict[Affine, tuple[int, int]]:
+    """Bounds of the values of every index expression that is not bare; tops: the largest values of index arrays.
+
+    What is added of an array lies on the axis, which was looked at; of what is taken off nothing is known. target: the
+    statement's, or that with a segment's index in it.
+    """
+    found: dict[Affine, tuple[int, int]] = {}
+    axes = [*zip(target.indices, bound.shape, strict=True)]
+    for access in accesses_of(*bound.statement.terms, *target.indices):
+        axes += zip(access.indices, shapes[access.name], strict=True)
+    for expression, extent in axes:
+        if expression.bare is None:
+            low, high = _reach_of(expression, bound.ranges, extent, tops)
+            lower, higher = found.get(expression, (low, high))
+            found[expression] = min(low, lower), max(high, higher)
+    return found
+
+
+def _reach_of(expression: Affine, ranges: Mapping[str, Range], extent: int, tops: Mapping[str, int]) -> tuple[int, int]:
+    low = high = expression.constant
+    for coefficient, atom in expression.terms:
+        if isinstance(atom, Index) and atom.name in ranges:
+            ends = coefficient * ranges[atom.name].start, coefficient * max(0, ranges[atom.name].stop - 1)
+        else:
+            ends = 0, (extent if coefficient > 0 else coefficient * tops[atom.name])
+        low, high = low + min(ends), high + max(ends)
+    return low, high
+
+
 def _check_rank(access: Access, shapes: Mapping[str, Shape]) -> None:
     if access.name not in shapes:
         raise ShapeError(f"{access} is read, but no operand {access.name} is given; there are {sorted(shapes)}")

@@ -40,6 +40,7 @@ class Signature:
 
     dtypes: of the operands and of the result (under ""), by name: fp8, fp16, bf16, fp32, fp64, i8, i32, i64.
     unit: (operand, axis) whose stride is 1.  wide: operands that need 64-bit addresses.
+    far: index expressions whose values need 64 bits.
     static: extents that are baked in.  starts: first values of declared ranges.
     strides: (operand, axis, stride) that are baked in: of what is read in packs, whose width they tell.
     even: which of the axes "Y", "R" and "X" their tile divides.
@@ -60,6 +61,7 @@ class Signature:
     dtypes: tuple[tuple[str, str], ...]
     unit: frozenset[tuple[str, int]] = frozenset()
     wide: frozenset[str] = frozenset()
+    far: frozenset[Affine] = frozenset()
     static: tuple[tuple[str, int], ...] = ()
     starts: tuple[tuple[str, int], ...] = ()
     strides: tuple[tuple[str, int, int], ...] = ()
@@ -160,6 +162,15 @@ def _times(coefficient: int, code: str) -> str:
     return code if coefficient == 1 else f"{coefficient} * {code}"
 
 
+FARTHEST = 1 << 61
+"""What is added in an index expression is below it, and what is taken off is cut off there: it lies outside."""
+
+
+def _in_64_bits(code: str, coefficient: int) -> str:
+    code = f"tl.cast({code}, tl.int64)"
+    return f"tl.minimum({code}, {FARTHEST // -coefficient})" if coefficient < 0 else code
+
+
 def _joined(axes: str) -> str:
     """The axes each once, in the order of the tile."""
     return "".join(axis for axis in "YJERX" if axis in axes)
@@ -193,6 +204,8 @@ class _Emitter:
         self.turned = self.roles.folds and not self.roles.product
         if self.turned:
             self.turning.update(self.roles.columns)
+        taken_off = ((c, atom) for expression in self.signature.far for c, atom in expression.terms)
+        self.long = {atom.name for c, atom in taken_off if c < 0 and isinstance(atom, Access)}
         self.compute = ""
         self.accumulator = self.summed = "tl.float64" if "fp64" in self.dtypes.values() else "tl.float32"
         # What does not change from turn to turn is loaded before the loop.
@@ -748,7 +761,7 @@ class _Emitter:
         integer = self.dtypes[access.name] in INTEGERS
         where = " + ".join([self._operand(access.name), *(value.at(own) for value in pointer)])
         mask = " & ".join(value.at(own) for value in masks)
-        cast = ".to(tl.int32)" if integer and not self.signature.wide else ""
+        cast = ".to(tl.int32)" if integer and not self.signature.wide and access.name not in self.long else ""
         turns = bool((self.turning - self.fixed) & set(indices_of(access)))
         if integer and turns and self.signature.prefetch_indices and all(e.bare for e in access.indices):
             loaded = Value(f"v{next(self.number)}", own)
@@ -847,13 +860,16 @@ class _Emitter:
         self, access: Access, axis: int, expression: Affine, lines: list[str]
     ) -> tuple[list[Value], list[Value]]:
         """The expression as a sum of values of different axes, and what must hold for it to be inside."""
-        sums: dict[str, list[str]] = {"": [str(expression.constant)]} if expression.constant else {}
+        far = expression in self.signature.far
+        constant = f"tl.cast({expression.constant}, tl.int64)" if far else str(expression.constant)
+        sums: dict[str, list[str]] = {"": [constant]} if expression.constant else {}
         conditions: list[Value] = []
         for coefficient, atom in expression.terms:
             for value in self._atom(atom, conditions):
                 if not self.signature.hoisted and value.axes and lines is not self.head and isinstance(atom, Index):
                     value = replace(value, code=f"({value.code} + shift)")
-                sums.setdefault(value.axes, []).append(_times(coefficient, value.code))
+                code = _in_64_bits(value.code, coefficient) if far else value.code
+                sums.setdefault(value.axes, []).append(_times(coefficient, code))
         values = [Value(f"({' + '.join(codes)})" if len(codes) > 1 else codes[0], axes) for axes, codes in sums.items()]
         if not values:
             values = [Value("0")]

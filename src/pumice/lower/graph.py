@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import pad
 
-from pumice.language.bind import BoundStatement, span_of
+from pumice.language.bind import BoundStatement, reaches, span_of
 from pumice.language.nodes import (
     Access,
     Affine,
@@ -32,7 +32,7 @@ from pumice.language.nodes import (
     accesses_of,
     indices_of,
 )
-from pumice.lower.loops import dtypes_of, equal_dtype, equals, read_names, working_dtype, worst
+from pumice.lower.loops import WRAPS, dtypes_of, equal_dtype, equals, read_names, tops_of, working_dtype, worst
 from pumice.runtime.cache import BoundedCache
 
 LIMIT = 16 << 30
@@ -45,13 +45,15 @@ class Setting(NamedTuple):
     """What a graph is made for, other than the statement.
 
     dtypes: of the operands; result: the result's; low: whether products of halves are left to the device's own units,
-    which add up in float32; inside: accesses that are there at every point.
+    which add up in float32; inside: accesses that are there at every point; far: index
+    expressions whose values may not fit in int64.
     """
 
     dtypes: tuple[tuple[str, torch.dtype], ...]
     result: torch.dtype
     low: bool = False
     inside: frozenset[Access] = frozenset()
+    far: frozenset[Affine] = frozenset()
 
 
 class IndexedTensor(NamedTuple):
@@ -164,7 +166,8 @@ def _built(
     tensors = [operands[name] for name in names]
     dtypes = tuple((name, operands[name].dtype) for name in names)
     low = bool(tensors) and tensors[0].is_cuda
-    return graph(bound.statement, names, Setting(dtypes, dtype, low, _inside(bound, operands))), names, sizes(bound)
+    setting = Setting(dtypes, dtype, low, _inside(bound, operands), _far(bound, operands))
+    return graph(bound.statement, names, setting), names, sizes(bound)
 
 
 _KNOWN: BoundedCache[tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]] = BoundedCache(4096)
@@ -302,6 +305,7 @@ class _Builder:
         """The value of an index expression, and where its index arrays have one, as far as bounds do not tell."""
         names = indices_of(expression)
         total: Any = None
+        about: Any = float(expression.constant)
         conditions: list[IndexedTensor | None] = []
         for coefficient, atom in expression.terms:
             if isinstance(atom, Index):
@@ -313,12 +317,16 @@ class _Builder:
                 if len(expression.terms) > 1 or coefficient < 0 or expression.constant > 0:
                     conditions.append(IndexedTensor(part.tensor >= 0, part.indices))
             value = aligned(part, names)
+            if expression in self.setting.far:
+                about = value.to(torch.float64) * float(coefficient) + about
             value = value if coefficient == 1 else value * coefficient
             total = value if total is None else total + value
         if total is None:
             total = self.call(filled, (), expression.constant, torch.int64, self.like)
         elif expression.constant:
             total = total + expression.constant
+        if expression in self.setting.far:
+            conditions.append(IndexedTensor(abs(about) < WRAPS, names))
         return IndexedTensor(total, names), both(conditions)
 
     def place(
@@ -612,6 +620,13 @@ def _inside(bound: BoundStatement, operands: Mapping[str, Tensor]) -> frozenset[
     found = {target} if _lies_inside(target, bound.shape, bound) else set()
     accesses = accesses_of(*target.indices, *bound.statement.terms)
     return frozenset(found.union(a for a in accesses if _lies_inside(a, operands[a.name].shape, bound)))
+
+
+def _far(bound: BoundStatement, operands: Mapping[str, Tensor]) -> frozenset[Affine]:
+    """The index expressions whose values may not fit in int64."""
+    shapes = {name: x.shape for name, x in operands.items()}
+    found = reaches(bound, bound.statement.target, shapes, tops_of(operands))
+    return frozenset(e for e, (low, high) in found.items() if low < -(1 << 63) or high >= 1 << 63)
 
 
 def _lies_inside(access: Access, shape: Sequence[int], bound: BoundStatement) -> bool:

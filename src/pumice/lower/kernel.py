@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from pumice.errors import OptionError
-from pumice.language.bind import BoundStatement, resizable, resized
+from pumice.language.bind import BoundStatement, reaches, resizable, resized
 from pumice.language.contraction import ContractionRoles, contraction_roles, exchanged, packed, segment_axis, stacked
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.lower.emit import (
     BEFORE,
+    FARTHEST,
     SPLITS,
     STACKS,
     Argument,
@@ -37,7 +38,7 @@ from pumice.lower.emit import (
     grid,
 )
 from pumice.lower.epilogue import EPILOGUE, NO_EPILOGUE, EpilogueSignature
-from pumice.lower.loops import EIGHT_BITS
+from pumice.lower.loops import EIGHT_BITS, tops_of
 from pumice.lower.segments import Segments
 from pumice.lower.stamp import FAR, SCRATCH, Aimed, Mould, segments_of
 from pumice.runtime.cache import BoundedCache
@@ -316,7 +317,7 @@ class KernelExecutor:
                 smaller = launch.tile.smaller()
                 if self.tile == key[1] or smaller is None or type(problem).__name__ != "OutOfResources":
                     raise
-                self._kernels.pop((key[1:], *_wide(operands, out)), None)
+                self._kernels.pop((key[1:], *_wide(self.bound, operands, out)), None)
                 self._launches[key] = self._made(operands, out, part, key[1:], smaller)
 
     def compile(self, operands: Mapping[str, Tensor]) -> None:
@@ -373,7 +374,7 @@ class KernelExecutor:
     ) -> SizedLaunch:
         """The launch of a kernel that may be there already for other sizes. The key begins with the tile."""
         given = {**operands, "": out}
-        known = (key, *_wide(operands, out))
+        known = (key, *_wide(self.bound, operands, out))
         kernel = self._kernels.get(known)
         if kernel is None:
             how = KernelOptions(self.precision or float32_precision(), self.splits, self.finish)
@@ -585,7 +586,8 @@ def tile_of(bound: BoundStatement, operands: Mapping[str, Tensor], precision: st
 def _check_fit(bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile) -> None:
     """Raises OptionError where no kernel is made of the statement with this tile."""
     form = _form_in(bound, tile)
-    sides = min(tile.rows, tile.columns, tile.reduced)
+    # A packed tile takes several entries of few channels as one side.
+    sides = min(tile.rows, tile.columns, 16 if tile.packed else tile.reduced)
     if form.product and sides < 16:
         raise OptionError(f"the sides of a matrix product are at least 16, found {sides}")
     kind = next((t.dtype for t in operands.values() if t.dtype.is_floating_point), torch.float32)
@@ -861,6 +863,7 @@ def _signature(
         dtypes=(*((name, DTYPES[t.dtype]) for name, t in sorted(used.items()) if name), ("", DTYPES[dtype])),
         unit=unit,
         wide=frozenset(name for name, t in used.items() if _reach(t) >= 1 << 31),
+        far=_far(bound, operands, form),
         static=tuple(sorted(fixed.items())),
         starts=tuple((name, r.start) for name, r in sorted(bound.ranges.items()) if r.start),
         strides=_strides(used) if form.packed else (),
@@ -972,10 +975,23 @@ def _key(bound: BoundStatement, operands: Mapping[str, Tensor], precision: str) 
     return Key(device, str(bound.statement), kinds, tuple(sizes), precision if "fp32" in kinds else "")
 
 
-def _wide(operands: Mapping[str, Tensor], out: Tensor) -> tuple[Any, ...]:
-    """What a kernel depends on beside tile, dtypes and strides: which tensors need addresses of 64 bits, the result's
-    dtype."""
-    return out.dtype, *[name for name, t in (*operands.items(), ("", out)) if _reach(t) >= 1 << 31]
+def _far(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> frozenset[Affine]:
+    """The index expressions whose values may need 64 bits. Raises OptionError for those that may need more."""
+    shapes = {name: x.shape for name, x in operands.items()}
+    found = reaches(bound, form.target, shapes, tops_of(operands))
+    if beyond := [expression for expression, (_, high) in found.items() if high >= FARTHEST]:
+        raise OptionError(f"the index {beyond[0]} needs more than 64 bits")
+    return frozenset(expression for expression, (low, high) in found.items() if low < -FAR or high >= FAR)
+
+
+def _wide(bound: BoundStatement, operands: Mapping[str, Tensor], out: Tensor) -> tuple[Any, ...]:
+    """What a kernel depends on beside tile, dtypes and strides: which tensors need addresses of 64 bits, and which
+    index expressions, the result's dtype."""
+    return (
+        out.dtype,
+        _far(bound, operands, _form(bound)),
+        *[name for name, t in (*operands.items(), ("", out)) if _reach(t) >= 1 << 31],
+    )
 
 
 def _reach(tensor: Tensor) -> int:

@@ -34,6 +34,10 @@ POINTS = 1 << 22
 """Points that are evaluated at once, unless one value of the longest index has more."""
 
 
+WRAPS = 2.0**62
+"""An index that is about as large, in float64, may be another one in int64, which wraps around; it lies outside."""
+
+
 class Written(NamedTuple):
     """A value for each point of a grid, and the entry of the flat target that it goes to."""
 
@@ -82,6 +86,11 @@ def equal_dtype(factor: Equal, dtypes: Mapping[str, torch.dtype]) -> torch.dtype
 
 def dtypes_of(operands: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
     return {name: tensor.dtype for name, tensor in operands.items()}
+
+
+def tops_of(operands: Mapping[str, Tensor]) -> dict[str, int]:
+    """The largest values that index arrays may hold."""
+    return {name: torch.iinfo(x.dtype).max for name, x in operands.items() if x.dtype in (torch.int32, torch.int64)}
 
 
 def value_names(statement: Statement) -> tuple[str, ...]:
@@ -278,16 +287,17 @@ class _Grid:
     def _position(self, expression: Affine) -> tuple[Tensor, Tensor]:
         """The value of an index expression, and where its index arrays have one."""
         total = torch.full((), expression.constant, dtype=torch.int64, device=_device(self.operands))
+        about = total.double()
         conditions = []
         for coefficient, atom in expression.terms:
             if isinstance(atom, Index):
-                total = total + coefficient * self.points[atom.name]
-                continue
-            there = self.place(atom, self.operands[atom.name].shape).there
-            value = self._read(atom, there).long()
-            conditions += [there, value >= 0]
-            total = total + coefficient * value
-        return total, self._all(conditions)
+                value = self.points[atom.name]
+            else:
+                there = self.place(atom, self.operands[atom.name].shape).there
+                value = self._read(atom, there).long()
+                conditions += [there, value >= 0]
+            total, about = total + coefficient * value, about + coefficient * value.double()
+        return total, self._all([*conditions, about.abs() < WRAPS])
 
     def _all(self, conditions: Sequence[Tensor]) -> Tensor:
         result = torch.ones((), dtype=torch.bool, device=_device(self.operands))

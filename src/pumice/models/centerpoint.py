@@ -8,7 +8,7 @@ from functools import partial
 from torch import nn
 
 from pumice.coords import Relation
-from pumice.errors import OptionError
+from pumice.errors import DtypeError, OptionError
 from pumice.nn import BatchNorm, Conv3d, ReLU, ResidualBlock, Sequential
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops import MapConsumers, SparseTensor
@@ -106,6 +106,8 @@ class CenterPointBackbone(nn.Module):
 
     def stages(self, x: SparseTensor) -> list[SparseTensor]:
         """The result of every stage, finest first."""
+        if not isinstance(x, SparseTensor):
+            raise DtypeError(f"CenterPointBackbone takes a SparseTensor, found {type(x).__name__}")
         x = x.prepare(self.steps, self.windows, self.consumers)
         results = []
         for level in self.levels:

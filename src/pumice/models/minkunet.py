@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from pumice.coords import Relation
+from pumice.errors import DtypeError
 from pumice.nn import BatchNorm, Linear, ReLU, ResidualBlock, Sequential
 from pumice.nn.blocks import CONV, INVERSE_CONV
 from pumice.nn.conv import convolutions
@@ -97,6 +98,8 @@ class MinkUNet(nn.Module):
         return MapConsumers(down, back, [[level] for level in same])
 
     def forward(self, x: SparseTensor) -> SparseTensor:
+        if not isinstance(x, SparseTensor):
+            raise DtypeError(f"MinkUNet takes a SparseTensor, found {type(x).__name__}")
         known = x.prepare(self.steps, self.windows, self.consumers)
         levels = [self.stem(known)]
         for encoder in self.encoders:

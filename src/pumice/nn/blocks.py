@@ -23,7 +23,10 @@ INVERSE_CONV = {
 
 
 class Sequential(Parted, nn.Sequential):
-    """Modules one after the other; those of torch.nn (a Linear, a ReLU) are applied to the features.
+    """Modules one after the other.
+
+    A module is given the SparseTensor if it is a layer of pumice, has one in it, or its forward is annotated with
+    SparseTensor; any other (torch.nn.Linear, a subclass of it, a layer of another library) is applied to the features.
 
     On a GPU a batch norm and an activation behind a convolution are part of its kernel without gradients, and of its
     step of autograd in training (pumice.nn.fused).

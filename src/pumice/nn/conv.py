@@ -34,6 +34,13 @@ class Convolution(nn.Module):
     dataflow: Flow = None
     tuned: Flow = None
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "dim" in vars(cls):
+            # Conv1d to Conv4d have the documentation of Conv, which itself is no public name.
+            line, _, _ = (cls.__doc__ or "").partition(";")
+            cls.__doc__ = f"{line}.\n\n{cls.__bases__[0].__doc__}"
+
     def __init__(
         self,
         channels: tuple[int, int],
@@ -213,7 +220,8 @@ class InverseConv(Convolution):
     """Back to known, finer coordinates: pumice.ops.conv_inverse with its own weight.
 
     `forward(x, target)`: target is a tensor (or geometry) on the coordinates from which a convolution of the same
-    kernel, stride, padding and dilation made x's; no key has to be named.
+    kernel, stride, padding and dilation made x's; no key has to be named. `forward(x)`: the same while that tensor
+    lives, so that a Sequential holds encoder and decoder.
     """
 
     def __init__(
@@ -234,7 +242,7 @@ class InverseConv(Convolution):
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
         self.relation = Relation.of(self.dim, window, policy="cached_inverse", **options).shared()
 
-    def forward(self, x: SparseTensor, target: SparseTensor | Geometry) -> SparseTensor:
+    def forward(self, x: SparseTensor, target: SparseTensor | Geometry | None = None) -> SparseTensor:
         return self._over(x, target)
 
 

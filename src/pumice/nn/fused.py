@@ -4,6 +4,7 @@ autograd with it (pumice.ops.conv_norm)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -171,10 +172,28 @@ def _worth(x: object) -> bool:
 
 
 def _call(module: nn.Module, x: SparseTensor) -> SparseTensor:
-    """`module` on features where it is one of torch's own, on the sparse tensor otherwise."""
-    takes_features = type(module).__module__.startswith("torch.nn.modules") and not isinstance(
-        module, nn.Sequential | nn.Identity
-    )
-    if isinstance(x, SparseTensor) and takes_features:
-        return x.replace(module(x.feats))
-    return module(x)
+    """`module` on features unless it takes sparse tensors."""
+    if not isinstance(x, SparseTensor) or _takes_sparse(module):
+        return module(x)
+    if type(module).forward is nn.Sequential.forward and any(map(_takes_sparse, module.children())):
+        return chained([*module.children()], x) if has_no_forward_hooks((module,)) else module(x)
+    return x.replace(module(x.feats))
+
+
+def _takes_sparse(module: nn.Module) -> bool:
+    """Whether it is given sparse tensors: it is a layer of ours, has one in it, or says so in its annotations."""
+    kind = type(module)
+    if kind.forward is nn.Sequential.forward:
+        return all(map(_takes_sparse, module.children()))
+    return _says_so(kind) or any(_is_ours(type(part)) for part in module.modules())
+
+
+@lru_cache(maxsize=256)
+def _is_ours(kind: type[nn.Module]) -> bool:
+    return any(base.__module__.startswith("pumice.") for base in kind.__mro__)
+
+
+@lru_cache(maxsize=256)
+def _says_so(kind: type[nn.Module]) -> bool:
+    told = map(str, getattr(kind.forward, "__annotations__", {}).values())
+    return _is_ours(kind) or kind.forward is nn.Identity.forward or any("SparseTensor" in each for each in told)

@@ -113,7 +113,7 @@ class Contents:
         for plan in self.maps:
             inputs, outputs = (levels[n] for n in plan.levels)
             found = plan.of((len(inputs), len(outputs)), arrays, rows, words)
-            inputs.maps[plan.relation, None] = found, None if outputs is inputs else outputs
+            inputs.keep(plan.relation, None, (found, None if outputs is inputs else outputs))
             if (key := level_key(plan.relation)) is not None:
                 inputs.levels[key] = outputs
 

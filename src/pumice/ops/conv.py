@@ -167,7 +167,7 @@ def conv_transpose(
 def conv_inverse(
     x: SparseTensor,
     weight: Tensor,
-    target: SparseTensor | Geometry,
+    target: SparseTensor | Geometry | None = None,
     bias: Tensor | None = None,
     *,
     stride: Size = 1,
@@ -176,7 +176,8 @@ def conv_inverse(
     groups: int = 1,
     dataflow: Flow = None,
 ) -> SparseTensor:
-    """The way back of a strided convolution: from x to the known, finer coordinates of `target`.
+    """The way back of a strided convolution: from x to the known, finer coordinates of `target`, without one to those
+    that x's coordinates were made from.
 
         y[o, n] = bias[n] + sum over taps r and inputs i with  out = stride * in + dilation * r - padding  of
                   x[i, c] * weight[n, r, c]
@@ -184,7 +185,8 @@ def conv_inverse(
     for the `out` of `target` only: the pairs of the forward convolution with the same stride, padding and dilation,
     exchanged; tap r uses the forward pairs of tap r. weight is [C_out, *kernel, C_in / groups].
 
-    Raises as conv does.
+    Raises as conv does, and GeometryError where x's coordinates are known to have been made from others than the
+    target, or by another window than this one, and without a target where it is not known from what they were made.
     """
     _check_weight(x, weight, bias, groups, spatial=True)
     relation = Relation.of(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ParamSpec, TypeVar
@@ -12,12 +14,12 @@ from torch import Tensor
 
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError, StatementError
 from pumice.language.formats import Format, parse_format
-from pumice.language.nodes import Statement
+from pumice.language.nodes import Statement, accesses_of
 from pumice.language.parse import parse
 from pumice.lower import plan
 from pumice.ops import autograd
 from pumice.ops.explain import explanation
-from pumice.ops.index_checks import Declared, IndexCheck, checks_of
+from pumice.ops.index_checks import Declared, IndexCheck, Unwritten, checks_of
 from pumice.ops.operands import (
     Operand,
     facts_of,
@@ -62,7 +64,8 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     are accumulated in float32 and rounded once per term. Differentiable any number of times in every floating operand.
 
     Raises StatementError, ShapeError, DtypeError, DeviceError, OptionError, and CoordinateError for an index array
-    with values that are not there (looked at once per tensor; outside, kernels read and write nothing).
+    with values that are not there (looked at once per tensor, and again after a write; on a GPU writes through `.data`
+    are not noticed; outside, kernels read and write nothing).
 
     Source: "Sparse GPU Kernels Simplified and Optimized with Indirect Einsums" (Insum) for indirect indices, "Unified
     Convolution Framework" (UCF) for affine ones and level formats.
@@ -187,7 +190,7 @@ class _Seen:
     """
 
     names: str
-    checks: tuple[IndexCheck | Declared, ...]
+    checks: tuple[Unwritten | IndexCheck | Declared, ...]
     ready: plan.Plan | None = None
 
 
@@ -204,13 +207,50 @@ def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None,
     every call. Kernels are made once for (text, formats, dtypes, layouts); other sizes need no other kernel.
     `.explain(**operands)` tells the three forms, the choice and its reasons, and the kernel's source.
 
-    Raises StatementError, OptionError.
+    Raises StatementError for a text that no values of its integers make a statement, and OptionError for a format of
+    what is no operand of it, or is its target.
     """
     if not isinstance(text, str):
         raise DtypeError(f"a statement is text, found {type(text).__name__}")
     _check_lowering(lowering)
     known = tuple(sorted((name, str(parse_format(f))) for name, f in (formats or {}).items()))
+    _check_text(text, tuple(name for name, _ in known))
     return Einsum(text, known, lowering)
+
+
+def _constant(function: Callable[Given, Found]) -> Callable[Given, Found]:
+    """Let torch.compile run `function` while it traces and keep what it gives.
+
+    What torch.compiler.assume_constant_result does, without its import of the compiler (and of Triton).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
+def _check_text(text: str, formats: tuple[str, ...]) -> None:
+    """Raise for what is no statement, and for formats of what is no operand that it reads."""
+    statement = _probed(text)
+    read = {access.name for access in accesses_of(*statement.terms, *statement.target.indices)}
+    for name in formats:
+        if name == statement.target.name:
+            raise OptionError(f"the target {name} is a dense tensor, found a format of it")
+        if name not in read:
+            raise OptionError(f"a format is told of {name}, `{text}` reads {', '.join(sorted(read)) or 'nothing'}")
+
+
+def _probed(text: str) -> Statement:
+    """The statement, integers that are given with the operands taken for small or large ones where it needs them."""
+    try:
+        return _parsed(text, ())
+    except StatementError:
+        # A name that has axes, or is declared, is none.
+        bare = re.sub(r"#[^\n]*", "", text)
+        names = set(re.findall(r"[^\W\d]\w*", bare)) - set(re.findall(r"([^\W\d]\w*)\s*[\[:]", bare))
+        for value in (1, 1 << 30):
+            with suppress(StatementError):
+                return parse(text, dict.fromkeys(names, value))
+        raise
 
 
 def _check_lowering(lowering: str) -> None:
@@ -235,15 +275,6 @@ def _used_dense(text: str, names: str) -> set[str]:
     """The sparse operands that have no form over stored entries in this statement."""
     forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
     return set(plan.rewritten(text, names, forms).dense) if forms else set()
-
-
-def _constant(function: Callable[Given, Found]) -> Callable[Given, Found]:
-    """Let torch.compile run `function` while it traces and keep what it gives.
-
-    What torch.compiler.assume_constant_result does, without its import of the compiler (and of Triton).
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 @_constant

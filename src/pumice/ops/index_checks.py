@@ -1,4 +1,4 @@
-"""What the values of index arrays must be, looked at once per tensor."""
+"""What the values of index arrays must be, looked at once per tensor and again where it was written."""
 
 from __future__ import annotations
 
@@ -33,6 +33,24 @@ class IndexCheck:
 
 
 @dataclass(frozen=True)
+class Unwritten:
+    """An index array that may have been written where its version does not count: through numpy, or `.data`."""
+
+    array: str
+
+    def look(self, operands: Mapping[str, Any]) -> None:
+        """Count that as a write, so that all that was found of the array is forgotten.
+
+        On a CPU the values are compared with those seen last. On a GPU that would wait for the device: only where the
+        array lies is compared, and values written through `.data` there are not noticed.
+        """
+        array = operands[self.array]
+        if _held(array) and not _same(_seen(array), array):
+            torch.autograd.graph.increment_version(array)
+            _seen(array)
+
+
+@dataclass(frozen=True)
 class Declared:
     """An index array of which the text says that it is sorted, distinct, or onto an axis of that extent."""
 
@@ -48,7 +66,7 @@ class Declared:
             raise CoordinateError(f"{self.array} is declared {self.fact}{where}, and is not")
 
 
-def checks_of(statement: Statement, operands: Mapping[str, Any]) -> tuple[IndexCheck | Declared, ...]:
+def checks_of(statement: Statement, operands: Mapping[str, Any]) -> tuple[Unwritten | IndexCheck | Declared, ...]:
     """What the values of the index arrays must be: -1, or a place along each axis that they index."""
     found: list[IndexCheck | Declared] = []
     declared = dict(statement.shapes)
@@ -68,7 +86,8 @@ def checks_of(statement: Statement, operands: Mapping[str, Any]) -> tuple[IndexC
             # Every axis that an array addresses may become that of a gradient.
             reached = sorted(extent for array, extent in extents if array == name) if fact == "onto" else []
             found += [Declared(name, fact, extent) for extent in reached or [0]]
-    return tuple(dict.fromkeys(found))
+    written = dict.fromkeys(Unwritten(check.array) for check in found)
+    return (*written, *dict.fromkeys(found))
 
 
 def _check_values(check: IndexCheck, low: int, high: int) -> None:
@@ -84,6 +103,18 @@ def _held(array: Tensor) -> bool:
     """Whether there are values, and whether they may be looked at now."""
     there = array.numel() and not array.is_meta and not isinstance(array, FakeTensor)
     return bool(there) and not (array.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+@cached_per_tensor
+def _seen(array: Tensor) -> Tensor | tuple[Any, ...]:
+    """What a later look compares the array with."""
+    return (array.data_ptr(), array.shape, array.stride()) if array.is_cuda else array.clone()
+
+
+def _same(seen: Tensor | tuple[Any, ...], array: Tensor) -> bool:
+    if isinstance(seen, Tensor):
+        return torch.equal(seen, array)
+    return seen == (array.data_ptr(), array.shape, array.stride())
 
 
 @cached_per_tensor

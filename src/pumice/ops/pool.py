@@ -94,7 +94,8 @@ def global_sum_pool(x: SparseTensor) -> Tensor:
 
 def global_avg_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the mean over each batch item's voxels; 0 for an empty item."""
-    wide = x.replace(numbers(x).to(torch.promote_types(x.dtype, torch.float32)))
+    feats = numbers(x)
+    wide = x.replace(feats.to(torch.promote_types(x.dtype, torch.float32)))
     counts = x.item_counts.clamp(min=1)
     sums = global_sum_pool(wide)
     return (sums / counts[:, None]).to(x.dtype)

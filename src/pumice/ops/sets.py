@@ -13,7 +13,7 @@ from pumice.coords.box import INT32_MAX, places_in
 from pumice.coords.tracing import subset as traced_subset
 from pumice.coords.tracing import union as traced_union
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
-from pumice.ops.tensor import SparseTensor, from_raw_feats, numbers, raw_feats
+from pumice.ops.tensor import SparseTensor, from_raw_feats, not_sparse, numbers, raw_feats
 
 
 def to_dense(
@@ -215,7 +215,7 @@ def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> GridSpec:
 def _first(tensors: Sequence[SparseTensor], name: str) -> SparseTensor:
     if not tensors:
         raise OptionError(f"{name} takes at least one tensor, found 0")
-    for each in tensors:
-        if not isinstance(each, SparseTensor):
-            raise DtypeError(f"{name} takes SparseTensors, found {type(each).__name__}")
+    for x in tensors:
+        if not isinstance(x, SparseTensor):
+            raise not_sparse(x, name)
     return tensors[0]

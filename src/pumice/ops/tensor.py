@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, make_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -173,6 +173,12 @@ class SparseTensor:
         memo[id(self)] = copied
         return copied
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = f"; it is called {_CALLED[name]} here" if name in _CALLED else ""
+            raise AttributeError(f"a SparseTensor has no attribute {name!r}{hint}", name=name, obj=self)
+
     # same coordinates, other features
 
     def replace(self, feats: Tensor) -> SparseTensor:
@@ -266,6 +272,24 @@ class SparseTensor:
     _union: Callable[..., SparseTensor]
 
 
+_CALLED = {
+    "features": "x.feats",
+    "F": "x.feats",
+    "indices": "x.coords",
+    "C": "x.coords",
+    "dense": "x.to_dense()",
+    "replace_feature": "x.replace(feats)",
+    "shape": "x.feats.shape, or x.spatial_shape,",
+    "size": "x.feats.size(), or x.spatial_shape,",
+}
+"""What other libraries call it: spconv, MinkowskiEngine, torch."""
+
+
+def not_sparse(x: object, taker: str) -> DtypeError:
+    """The error of a call with something else than a SparseTensor."""
+    return DtypeError(f"{taker} takes a SparseTensor, found {type(x).__name__}; torch.nn's modules take features")
+
+
 def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
     if isinstance(other, Tensor):
         sizes = zip(reversed(other.shape), reversed(x._feats.shape), strict=False)
@@ -274,9 +298,17 @@ def _operand(x: SparseTensor, other: Any, sign: str) -> Any:
             taken = f"[C] = [{channels}] or [N, C] = [{rows}, {channels}]"
             raise ShapeError(f"'{sign}' takes a number or a tensor {taken}, found shape {list(other.shape)}")
     if not isinstance(other, SparseTensor):
+        if isinstance(other, Tensor) and not _broadcasts(other.shape, x._feats.shape):
+            wide, found = list(x._feats.shape), list(other.shape)
+            raise ShapeError(f"'{sign}' takes a number, or a tensor that broadcasts to features {wide}, found {found}")
         return other
     _check_operand(x, other, sign)
     return other.feats
+
+
+def _broadcasts(shape: Sequence[int], wide: Sequence[int]) -> bool:
+    pairs = zip(reversed(shape), reversed(wide), strict=False)
+    return len(shape) <= len(wide) and all(a == b or a == 1 for a, b in pairs)
 
 
 def _check_operand(x: SparseTensor, other: SparseTensor, sign: str) -> None:
@@ -390,6 +422,8 @@ def living(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:
 
 def numbers(x: SparseTensor) -> Tensor:
     """The features of x as numbers. Raises DtypeError for those in 8 bits: what they stand for is their scale's."""
+    if not isinstance(x, SparseTensor):
+        raise not_sparse(x, "this function")
     if x.dtype in EIGHT_BITS:
         raise DtypeError(f"x is {x.dtype}: convolutions take 8 bits and their scales; convert it: x.to(torch.float32)")
     return x.feats
