@@ -34,7 +34,7 @@ def test_a_robot_drives(robot_loop, tmp_path, capsys):
     ran = robot_loop.main([str(tmp_path / "one.npz"), *options, "--device", "cpu", "--out", str(tmp_path)])
     said = capsys.readouterr().out
     assert len(ran.spent) == 12 and ran.missed == 12 and (ran.spent > 0).all() and 500 < ran.points < 2400
-    assert "p99.9 is" in said and "12 of 12 scans missed 0.001 ms" in said and "eagerly none" in said
+    assert "p99.9 is" in said and "12 of 12 scans missed 0.001 ms" in said and "eager fallbacks: none" in said
     assert said.count("#") > 10 and "memory, host: " in said
     assert (tmp_path / "latency.png").stat().st_size > 10_000
 
