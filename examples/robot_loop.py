@@ -32,10 +32,8 @@ from pumice.data import find_scans, read_scan, street_scene
 
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "longest": 1.0}
 CLASSES = 19
-LEFT = 0.3
-"""Smallest share of a scan's points that is kept."""
-GROWTH = 1.5
-"""Factor between capacities."""
+LEFT = 0.3  # Smallest share of a scan's points that is kept
+GROWTH = 1.5  # Factor between capacities
 
 
 class Labels(nn.Module):

@@ -99,4 +99,4 @@ def test_scans_differ_and_keep_their_distances(robot_loop):
 def test_what_cannot_be_asked(robot_loop, capsys):
     with pytest.raises(SystemExit):
         robot_loop.main(["--scans", "0"])
-    assert "at least one scan" in capsys.readouterr().err
+    assert "--scans must be at least 1" in capsys.readouterr().err

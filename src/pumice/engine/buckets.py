@@ -26,16 +26,11 @@ from pumice.ops import SparseTensor
 from pumice.ops.tensor import is_sparse
 from pumice.runtime.launch import outside_inference_mode, recording_constants
 
-_SMALLEST = 1024
-"""Smallest capacity, unless the largest is below it."""
-_WIDENED = 3
-"""How often a capacity may be re-planned."""
-_STEP = 128
-"""Capacities are multiples of this, except the largest."""
-_NOT_YET = -1
-"""Placeholder for status words that the device has not written yet; written words are >= 0."""
-_TURNS = 1000
-"""Polls of the status words between two checks that the stream is still running."""
+_SMALLEST = 1024  # Smallest capacity, unless the largest is below it
+_WIDENED = 3  # How often a capacity may be re-planned
+_STEP = 128  # Capacities are multiples of this, except the largest
+_NOT_YET = -1  # Placeholder for status words that the device has not written yet; written words are >= 0
+_TURNS = 1000  # Polls of the status words between two checks that the stream is still running
 
 
 @dataclass(frozen=True)
@@ -164,7 +159,7 @@ class GraphRunner:
         self.device = buffers.device
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._told = set[str]()
+        self._warned = set[str]()
         self._stream: torch.cuda.Stream | None = None
         self.fallbacks: Counter[str] = Counter()
         self.replays = 0
@@ -189,8 +184,8 @@ class GraphRunner:
             found = self._given_back(scene, results, ()) if self._known(scene) else None
             words = bucket.status_words(results)
             if words[0]:
-                why, told = self._refused(scene, results, words)
-                found = self._eagerly(scene, why, told)
+                why, detail = self._refused(scene, results, words)
+                found = self._eagerly(scene, why, detail)
                 if why == "room":
                     self._widen(bucket, scene)
                 return found
@@ -235,20 +230,20 @@ class GraphRunner:
         box = self.program.site.bounds
         return f"the box {box.low} to {box.high} with {box.batch} items"
 
-    def _eagerly(self, scene: ModelInput, why: str, told: str) -> Any:
-        self._tell(why, told)
+    def _eagerly(self, scene: ModelInput, why: str, detail: str) -> Any:
+        self._warn_once(why, detail)
         x = scene.tensor()
         leaves, spec = pytree.tree_flatten(self.program.eager(x), is_sparse)
         return pytree.tree_unflatten(self._with_points(leaves, x), spec)
 
-    def _tell(self, why: str, told: str) -> None:
+    def _warn_once(self, why: str, detail: str) -> None:
         """Count an eager scene; warn once per reason."""
         self.fallbacks[why] += 1
-        if why not in self._told:
-            self._told.add(why)
-            anew = why == "room"
-            then = f"and its capacity is re-planned, up to {_WIDENED} times" if anew else "as will all such scenes"
-            message = f"a scene {told}: it runs eagerly, {then}; this warning is shown once"
+        if why not in self._warned:
+            self._warned.add(why)
+            widens = why == "room"
+            then = f"and its capacity is re-planned, up to {_WIDENED} times" if widens else "as will all such scenes"
+            message = f"a scene {detail}: it runs eagerly, {then}; this warning is shown once"
             warnings.warn(message, RuntimeWarning, stacklevel=6)
 
     def _with_points(self, leaves: Sequence[Any], x: SparseTensor) -> list[Any]:
@@ -287,8 +282,6 @@ class GraphRunner:
             lines.append(f"  {capacity}: {'not yet captured' if bucket is None else ', '.join(levels) or 'one level'}")
         lines.append(f"{self.replays} scenes replayed; eager: {dict(self.fallbacks) or 'none'}")
         return "\n".join(lines)
-
-    # Planning and capture
 
     def prepared(self, count: int) -> CapacityBucket:
         """Like `bucket`; subclasses first drop graphs that are out of date."""
@@ -362,9 +355,9 @@ class GraphRunner:
         both = zip(results.leaves, reading.kinds, self._with_points(wanted, x), strict=True)
         for number, (leaf, kind, want) in enumerate(both):
             got = given.cut(leaf, kind)
-            if differ(got, want) and (told := differ(got, want, self._again(x, wanted)[number])):
+            if differ(got, want) and (detail := differ(got, want, self._again(x, wanted)[number])):
                 raise CaptureError(
-                    f"result {number} of the captured network differs from its forward pass on the example: {told}. "
+                    f"result {number} of the captured network differs from its forward pass on the example: {detail}. "
                     "Operations that reduce over the rows of feats, or read their number, include padding rows: use "
                     "layers of pumice.nn and operators of pumice.ops"
                 )
@@ -375,8 +368,7 @@ class GraphRunner:
         return self._with_points(leaves, x)
 
     def _record(self, bucket: CapacityBucket) -> None:
-        """Capture the graph, after a pass that compiles the kernels and one that forbids host synchronisation: a failed
-        capture cannot be recovered."""
+        """Capture the graph, after a pass that compiles and one that forbids host synchronisation."""
         side = self._side
         assert side is not None
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -385,15 +377,15 @@ class GraphRunner:
             with _no_wait():
                 ran: ProgramResult = self.program.run(bucket.buffers, bucket.rooms)
         torch.cuda.current_stream(self.device).wait_stream(side)
-        told = torch.zeros(ran.status_words.shape, dtype=torch.int32, pin_memory=True) if self.early else None
+        host = torch.zeros(ran.status_words.shape, dtype=torch.int32, pin_memory=True) if self.early else None
         graph = torch.cuda.CUDAGraph()
         with (
             recording_constants() as constants,
             torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"),
         ):
-            more = {} if told is None else {"host_words": told}
+            more = {} if host is None else {"host_words": host}
             bucket.results = self.program.run(bucket.buffers, bucket.rooms, **more)
-        bucket.host_words = told
+        bucket.host_words = host
         model = self.program.model
         bucket.graph = graph
         bucket.read = [*constants, *(t.detach() for t in (*model.parameters(), *model.buffers()))]

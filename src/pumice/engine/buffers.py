@@ -98,9 +98,6 @@ def taken(count: int, most: int, device: torch.device) -> Tensor | None:
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:most].sort()[0].to(device)
 
 
-# Voxels
-
-
 @dataclass(frozen=True, eq=False)
 class VoxelBuffers:
     """Voxel buffers: coords int32 [capacity, 1+D], feats [capacity, C], count int32 [1] (valid rows)."""
@@ -182,9 +179,6 @@ class VoxelScene:
         coords = self.coords[chosen]
         own = None if self.own is None else Geometry(coords, self.own.site)
         return VoxelScene(self.feats[chosen], coords, own, self.like)
-
-
-# Points
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,8 +22,7 @@ from pumice.runtime.launch import outside_inference_mode
 
 Box = tuple[Sequence[int], Sequence[int]]
 """Smallest and largest coordinate along each axis."""
-_CELLS = 32
-"""Extents of boxes are multiples of this."""
+_CELLS = 32  # Extents of boxes are multiples of this
 
 
 def capture(
@@ -64,11 +63,9 @@ def capture(
     box: smallest and largest coordinates; a scene outside runs eagerly. Default: the example's spatial_shape, which
         later scenes must share, or else its bounding box, enlarged by half along each axis.
 
-    Raises
-    ------
-    OptionError (model in training mode, invalid options), DtypeError and ShapeError (example is no SparseTensor, has no
-    voxels, or more than max_voxels), CaptureError (the model reads sizes on the host, or its captured results differ
-    from its forward pass on the example), GeometryError (operations with value-dependent row counts, such as prune()).
+    Raises OptionError (model in training mode, invalid options), DtypeError and ShapeError (example is no SparseTensor,
+    has no voxels, or more than max_voxels), CaptureError (the model reads sizes on the host, or its captured results
+    differ from its forward pass on the example), GeometryError (value-dependent row counts, as of prune()).
     """
     _check_model(model)
     check_example(example)

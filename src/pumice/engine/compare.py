@@ -19,14 +19,10 @@ _LIMITS: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
         torch.bfloat16: (1e-1, 1.0),
     }
 )
-"""Limits by dtype: (rms error, largest error), relative to the rms of the expected values. They are wide because
-rounding accumulates over a network; a wrong row has an error of about 1."""
-_LABELS = 0.01
-"""Share of integer entries (class labels) that may differ."""
-_SHAKEN = 4
-"""Size of a perturbation, in roundings (eps)."""
-_NOISE = 8
-"""Allowed rms error, as a multiple of the rms change caused by the perturbation."""
+"""(rms error, largest error) relative to the expected rms, for a whole network; a wrong row has an error of about 1."""
+_LABELS = 0.01  # Share of integer entries (class labels) that may differ
+_SHAKEN = 4  # Size of a perturbation, in roundings (eps)
+_NOISE = 8  # Allowed rms error, as a multiple of the rms change caused by the perturbation
 
 
 def perturb(feats: Tensor, like: Iterable[Any]) -> Tensor:
@@ -57,8 +53,7 @@ def differ(got: Any, want: Any, again: Any = None) -> str | None:
     return None if got == want else f"found {got!r}, expected {want!r}"
 
 
-AMPLIFIED = 16
-"""Assumed effect of all intermediate roundings, as a multiple of the effect of rounding the input once."""
+AMPLIFIED = 16  # Assumed effect of all intermediate roundings, as a multiple of the effect of rounding the input once
 
 
 def steps_differ(names: Sequence[str], steps: Sequence[Sequence[Tensor]], kind: torch.dtype, more: int) -> str | None:
@@ -80,8 +75,8 @@ def steps_differ(names: Sequence[str], steps: Sequence[Sequence[Tensor]], kind: 
     if not bool(wrong.any()):
         return None
     first = int(wrong.int().argmax())
-    told = f"rms error {float(errors[first]):.3g} of {float(sizes[first]):.3g}, at most {float(most[first]):.3g}"
-    return f"{names[first]}: {told} ({kind})"
+    error = f"rms error {float(errors[first]):.3g} of {float(sizes[first]):.3g}, at most {float(most[first]):.3g}"
+    return f"{names[first]}: {error} ({kind})"
 
 
 def _apart(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:

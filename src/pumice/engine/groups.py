@@ -27,8 +27,7 @@ from pumice.ops import Epilogue, SparseTensor
 from pumice.ops.conv import Target
 from pumice.schedule.predict import LayerWork, MapStats
 
-FEW = 512
-"""Map sizes below this many rows count as equal: such kernels are latency-bound."""
+FEW = 512  # Map sizes below this many rows count as equal: such kernels are latency-bound
 
 
 @dataclass(frozen=True)

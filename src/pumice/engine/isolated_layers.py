@@ -20,8 +20,7 @@ from pumice.ops import conv_features
 from pumice.ops.conv import Flow, merge_small_groups
 from pumice.schedule.dataflow import DGRAD, FORWARD, PASSES, PLANNED, Dataflow
 
-COMPILERS = 8
-"""Number of compiler threads."""
+COMPILERS = 8  # Number of compiler threads
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,8 +28,7 @@ Call = Callable[[], object]
 KERNELS, EVENTS, WALL = "kernels", "events", "wall"
 """Clocks: sum of kernel times; time between CUDA events around a pass, gaps included; wall-clock time."""
 OTHER = "other"
-_ATTEMPTS = 3
-"""Largest number of traces until one has recorded every pass."""
+_ATTEMPTS = 3  # Largest number of traces until one has recorded every pass
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ def measure(
         return Meter(asked.device, repeats).spent(asked.calls())
 
 
-# Classification of kernels
 @lru_cache(maxsize=4)
 def kernels_in(file: str) -> tuple[str, ...]:
     """Names of the kernels in a file of pumice.coords, parsed from source, since importing it needs Triton."""
@@ -122,8 +120,7 @@ def _patterns() -> Mapping[str, re.Pattern[str]]:
     return {part: re.compile(pattern()) for part, pattern in PARTS.items()}
 
 
-_MARK = "spin_kernel"
-"""Kernel of torch.cuda._sleep, which marks the start of each pass."""
+_MARK = "spin_kernel"  # Kernel of torch.cuda._sleep, which marks the start of each pass
 
 
 def passes(events: Iterable[Event], expected: int) -> Sequence[Mapping[str, float]]:

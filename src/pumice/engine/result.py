@@ -16,8 +16,7 @@ from pumice.errors import OptionError
 from pumice.nn.conv import Convolution
 from pumice.ops.conv import Flow
 
-NOT_ASKED = "skipped: out of budget"
-"""Reason of a group that the budget did not suffice for."""
+NOT_ASKED = "skipped: out of budget"  # Reason of a group that the budget did not suffice for
 
 
 @dataclass(frozen=True)

@@ -177,8 +177,7 @@ class OutputCropping:
 
     @staticmethod
     def of(results: Results, words: Sequence[int], wanted: Sequence[Any], batch: tuple[int, int]) -> OutputCropping:
-        """Classify the leaves by comparison with the eager results `wanted`; batch: items of (program, scene). Raises
-        CaptureError if shapes cannot correspond."""
+        """Classify leaves by the eager results `wanted`, or raise CaptureError; batch: items of (program, scene)."""
         counts = dict(zip(results.levels, words[1:], strict=True))
         if len(wanted) != len(results.leaves):
             raise CaptureError(f"the network returns {len(wanted)} results eagerly, {len(results.leaves)} captured")

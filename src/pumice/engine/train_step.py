@@ -86,9 +86,7 @@ def capture_step(
 
     Gradients are not accumulated over steps.
 
-    Raises
-    ------
-    OptionError (SyncBatchNorm, DistributedDataParallel, invalid options, a loss that is no scalar), DtypeError,
+    Raises OptionError (SyncBatchNorm, DistributedDataParallel, invalid options, a loss that is no scalar), DtypeError,
     ShapeError and DeviceError (mismatched arguments), CaptureError (loss or gradients differ from the eager step on the
     example, or the model reads sizes on the host), GeometryError (operations with value-dependent row counts).
     """
@@ -166,8 +164,7 @@ class CapturedStep(CapturedModule):
         return "\n".join(lines)
 
 
-_SCALE = 1024.0
-"""Loss scale for the comparison of half precision gradients, instead of the scaler's."""
+_SCALE = 1024.0  # Loss scale for the comparison of half precision gradients, instead of the scaler's
 
 
 class _Steps(GraphRunner):
@@ -187,7 +184,7 @@ class _Steps(GraphRunner):
         """Run a step, update included, and return its loss."""
         with on(self.device):
             if (problem := self._unfit(scene)) is not None:
-                self._tell(*problem)
+                self._warn_once(*problem)
                 return self._own(scene, update)
             # The guard is checked after launch, while the device is busy: the graph keeps alive what it reads.
             bucket = self.bucket(scene.count) if self.graphs else self.prepared(scene.count)
@@ -204,8 +201,8 @@ class _Steps(GraphRunner):
             words, infinite = read[:most], any(read[most:])
             if words[0]:
                 self._restore()
-                why, told = self._refused(scene, done, words)
-                self._tell(why, told)
+                why, detail = self._refused(scene, done, words)
+                self._warn_once(why, detail)
                 if why == "room":
                     # Before the eager step: re-planning overwrites the gradient buffers.
                     self._widen(bucket, scene)
@@ -241,8 +238,6 @@ class _Steps(GraphRunner):
         if scene.batch != box.batch:
             return "batch", f"of {scene.batch} items differs from the example's {box.batch}"
         return super()._unfit(scene)
-
-    # Planning and capture
 
     def prepared(self, count: int) -> CapacityBucket:
         """Bucket for `count` voxels; all are dropped first if the guard (modes, modules, addresses) fails."""
@@ -299,14 +294,14 @@ class _Steps(GraphRunner):
             return done.loss
 
         got = self._found(run)
-        told = None if words[0][0] else steps_differ([*want], _alike(got, want, rounded), kind, AMPLIFIED)
-        if told:
+        error = None if words[0][0] else steps_differ([*want], _alike(got, want, rounded), kind, AMPLIFIED)
+        if error:
             # Near the kink of a ReLU one rounding mostly changes nothing, but several may change much.
             others = [learned(_rounded(x, kind, AMPLIFIED, seed)) for seed in range(_AGAIN)]
-            told = steps_differ([*want], _alike(got, want, *others), kind, 1)
-        if told:
+            error = steps_differ([*want], _alike(got, want, *others), kind, 1)
+        if error:
             raise CaptureError(
-                f"the captured step differs from the eager one on the example, in {told}. Operations that reduce over "
+                f"the captured step differs from the eager one on the example, in {error}. Operations that reduce over "
                 "rows, or read their number, include padding rows: use layers of pumice.nn, operators of pumice.ops "
                 "(row_mean, row_sum), SparseTensor.valid_mask, or a loss that ignores an index"
             )
@@ -324,8 +319,7 @@ class _Steps(GraphRunner):
         return found
 
 
-_AGAIN = 4
-"""Number of perturbed eager steps that a step with a difference is compared with."""
+_AGAIN = 4  # Number of perturbed eager steps that a step with a difference is compared with
 
 
 def _rounded(x: SparseTensor, kind: torch.dtype, times: int, seed: int = 0) -> SparseTensor:

@@ -41,10 +41,8 @@ from pumice.schedule.tuner import (
     search,
 )
 
-FACTOR = 2.5
-"""A dataflow is a candidate if its cost model estimate is within this factor of the best one."""
-_TRIED = {1: 6, 2: 4}
-"""Largest number of candidates per task, by the number of tasks of a group; best estimates first."""
+FACTOR = 2.5  # A dataflow is a candidate if its cost model estimate is within this factor of the best one
+_TRIED = {1: 6, 2: 4}  # Largest number of candidates per task, by the number of tasks of a group; best estimates first
 REPEATS = 3
 
 BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
@@ -57,8 +55,7 @@ BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
 """Passes of a group that share a dataflow in training. Two parts are two tasks, tuned in turn, so that the search
 stays linear in groups and candidates."""
 _INFERENCE = ((FORWARD,),)
-_MANY = 100
-"""GPUs with at least this many multiprocessors count as large."""
+_MANY = 100  # GPUs with at least this many multiprocessors count as large
 
 
 def tune(
@@ -123,8 +120,7 @@ def tune(
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """Validated options. flows: allowed dataflows; named: True if given by the caller, then all are tried. parts:
-    passes that share a dataflow; bind: their name."""
+    """flows: allowed dataflows; named: True if given, then all are tried. bind, parts: an entry of BINDINGS."""
 
     flows: tuple[Dataflow, ...]
     named: bool
@@ -330,7 +326,6 @@ class _TuningRun:
         device = str(self.key.device)
         return Tuning(self.asked.mode, device, choices, before, after, tiles, notes, found.finished, False, spent)
 
-    # Saved plans
     def _known(self) -> tuple[TunedPlan | None, Mapping[str, Dataflow]]:
         """The saved plan for this workload, or None and the dataflows of a similar plan, to try first."""
         alike = plans().alike(self.key, self.workload)
@@ -369,7 +364,6 @@ class _TuningRun:
             plans().forget([near[0]])
         plans().keep(self.key, TunedPlan(flows, self.workload, was, now, asked, found.finished, about))
 
-    # Measurement
     def _search(self, start: Assignment, done: Sequence[str], hints: Mapping[str, Dataflow]) -> SearchResult:
         questions = []
         for part in self.parts:
@@ -427,7 +421,6 @@ class _TuningRun:
             self.timed = True
         return set(ledger().known()) - known
 
-    # Results
     def _standing(self, group: LayerGroup) -> float:
         return sum(part.standing for part in self.parts if part.group is group) / len(group.works)
 

@@ -44,8 +44,7 @@ class BoundedCache(Generic[Found]):
 
 
 class PersistentBuffers:
-    """Buffers owned by a captured program. The program rewrites them on every replay, so results derived inside it stay
-    valid and may be cached during capture."""
+    """Buffers that a captured program rewrites on every replay; results derived in it may be cached during capture."""
 
     def __init__(self) -> None:
         self._held: dict[int, weakref.ref[Tensor]] = {}

@@ -48,8 +48,7 @@ _READ: ContextVar[list[object] | None] = ContextVar("recording_constants", defau
 
 
 def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
-    """lru_cache for read-only device tensors. A captured graph must keep those alive that it reads: see
-    `recording_constants`."""
+    """lru_cache for read-only device tensors; a captured graph must hold those it reads (`recording_constants`)."""
 
     def decorate(find: Callable[Given, Found]) -> Callable[Given, Found]:
         known = lru_cache(maxsize)(find)

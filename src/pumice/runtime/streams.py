@@ -6,8 +6,7 @@ from collections.abc import Hashable, Iterable
 
 import torch
 
-FIRST = -1
-"""Priority of the streams that build kernel maps: above that of the layers."""
+FIRST = -1  # Priority of the streams that build kernel maps: above that of the layers
 
 
 def captured(device: torch.device) -> bool:
@@ -22,8 +21,7 @@ def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-_LEVEL = "coords", "found"
-"""Keys of a level's coordinates and its lookup results."""
+_LEVEL = "coords", "found"  # Keys of a level's coordinates and its lookup results
 
 
 class PendingEvents(dict[Hashable, torch.cuda.Event]):

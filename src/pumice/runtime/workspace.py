@@ -12,11 +12,9 @@ from torch import Tensor
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.launch import outside_inference_mode
 
-_SPARE = 1 << 20
-"""Size of a device's counter pool for captured graphs: 4 MiB, enough for a thousand kernels."""
+_SPARE = 1 << 20  # Size of a device's counter pool for captured graphs: 4 MiB, enough for a thousand kernels
 _ALIGNED = 64
-_MOST = 64 << 20
-"""Largest per-stream workspace in bytes that is kept between calls."""
+_MOST = 64 << 20  # Largest per-stream workspace in bytes that is kept between calls
 
 
 @dataclass(frozen=True, eq=False)
