@@ -111,10 +111,8 @@ class CapacityBucket:
         return self.results
 
     def status_words(self, results: ProgramResult) -> Sequence[int]:
-        """Status words of the pass started by `run`; with host_words, layers may still be running on return.
-
-        Raises RuntimeError for an error on the device.
-        """
+        """Status words of the pass started by `run`; with host_words, layers may still be running on return. Raises
+        RuntimeError for an error on the device."""
         if self.graph is None or self.host_words is None:
             return results.status_words.tolist()
         stream, turns = torch.cuda.current_stream(self.buffers.device), 0
@@ -141,10 +139,8 @@ class CapacityMargins:
 
 
 class GraphRunner:
-    """Runs a static program: selects a capacity, captures its graph on first use, and falls back to eager.
-
-    fallbacks: scenes that ran eagerly, by reason ("voxels", "points", "box", "batch", "room"). replays: all others.
-    """
+    """Runs a static program: selects a capacity, captures its graph on first use, and falls back to eager. fallbacks:
+    scenes that ran eagerly, by reason ("voxels", "points", "box", "batch", "room"). replays: all others."""
 
     early = True
     """True if graphs write their status words to the host before they finish."""

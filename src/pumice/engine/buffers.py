@@ -194,9 +194,7 @@ class VoxelGrid:
 @dataclass(frozen=True, eq=False)
 class PointBuffers:
     """Point buffers: points [capacity, D], feats [capacity, F] (None: points), items int32 [capacity], count int32 [1].
-
-    size, origin: float64 [D], the grid's, on the device. limits: float64 [2, D], the smallest and the largest cell.
-    """
+    size, origin: float64 [D], the grid's, on the device. limits: float64 [2, D], the smallest and the largest cell."""
 
     points: Tensor
     feats: Tensor | None

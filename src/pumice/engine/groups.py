@@ -54,9 +54,7 @@ class EpilogueSpec:
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """Recorded call of a layer. geometry, dtype: of its input. found: the kernel map read. then: the fused epilogue.
-
-    Features are not recorded, to save memory.
-    """
+    Features are not recorded, to save memory."""
 
     name: str
     layer: Convolution
@@ -122,10 +120,8 @@ class Observed:
 
 
 def observe(tuned_model: TuningSubject, left: Iterable[str] = ()) -> Observed:
-    """Run the network on each scene and record which layer reads which map. left: layers not to be tuned.
-
-    The caller restores modes, buffers and random states.
-    """
+    """Run the network on each scene and record which layer reads which map. left: layers not to be tuned. The caller
+    restores modes, buffers and random states."""
     left, scenes, notes = set(left), [], []
     for number, x in enumerate(tuned_model.scenes):
         x = fresh(x)
@@ -141,11 +137,8 @@ def observe(tuned_model: TuningSubject, left: Iterable[str] = ()) -> Observed:
 
 @contextmanager
 def recording_calls(model: nn.Module, arithmetic: bool = True) -> Iterator[list[LayerCall]]:
-    """Record every convolution layer call in the yielded list, with its fused epilogue.
-
-    arithmetic: False returns zeros without launching convolution kernels. Implemented without hooks, since hooks
-    disable epilogue fusion.
-    """
+    """Record every convolution layer call in the yielded list, with its fused epilogue. arithmetic: False returns zeros
+    without launching convolution kernels. Implemented without hooks, since hooks disable epilogue fusion."""
     calls: list[LayerCall] = []
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Convolution)}
 

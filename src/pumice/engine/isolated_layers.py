@@ -25,10 +25,8 @@ COMPILERS = 8  # Number of compiler threads
 
 @dataclass(frozen=True, eq=False)
 class IsolatedLayer:
-    """A layer over its kernel map, with random features.
-
-    weight: [C_out, K, C_in / groups], random, in the dtype of the multiplication. then: fused epilogue, bias included.
-    """
+    """A layer over its kernel map, with random features. weight: [C_out, K, C_in / groups], random, in the dtype of the
+    multiplication. then: fused epilogue, bias included."""
 
     found: KernelMap
     weight: Tensor
@@ -64,10 +62,8 @@ class IsolatedLayer:
 
 
 def isolated_layer(calls: Sequence[LayerCall], training: bool) -> list[IsolatedLayer]:
-    """The distinct layers of these calls.
-
-    Their maps are copies without cached layouts, so that layouts built for them are freed with them.
-    """
+    """The distinct layers of these calls. Their maps are copies without cached layouts, so that layouts built for them
+    are freed with them."""
     found: dict[object, IsolatedLayer] = {}
     copies: dict[int, KernelMap] = {}
     for call in calls:
@@ -106,10 +102,8 @@ def compile_at_once(
     flows: Sequence[Dataflow],
     enough: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Compile the kernels of these dataflows in parallel; errors are ignored, since they recur when measured.
-
-    No-op on a CPU, and for dataflows of library products. enough: called before each kernel; True stops.
-    """
+    """Compile the kernels of these dataflows in parallel; errors are ignored, since they recur when measured. No-op on
+    a CPU, and for dataflows of library products. enough: called before each kernel; True stops."""
     flows = [flow for flow in flows if flow == PLANNED or flow.devices == ("cuda",)]
     if not layers or layers[0].weight.device.type != "cuda":
         return
@@ -134,10 +128,8 @@ def compile_at_once(
 
 
 def compile_first(tuned_model: TuningSubject) -> None:
-    """Compile the kernels of a network as it is in parallel; its first pass would compile them one by one.
-
-    Its layers are found by a pass without arithmetic. No-op on a CPU, or if that pass fails.
-    """
+    """Compile the kernels of a network as it is in parallel; its first pass would compile them one by one. Its layers
+    are found by a pass without arithmetic. No-op on a CPU, or if that pass fails."""
     if tuned_model.device.type != "cuda":
         return
     with suppress(Exception):

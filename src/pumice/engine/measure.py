@@ -206,10 +206,8 @@ class Meter:
 
 
 def by_part(calls: Sequence[Call]) -> tuple[Sequence[Mapping[str, float]], list[float]]:
-    """Device time by part, and wall-clock time, of each warmed-up call, in seconds.
-
-    Raises OptionError if the profiler did not record every call, and the profiler's own errors if it is unavailable.
-    """
+    """Device time by part, and wall-clock time, of each warmed-up call, in seconds. Raises OptionError if the profiler
+    did not record every call, and the profiler's own errors if it is unavailable."""
     for left in reversed(range(_ATTEMPTS)):
         try:
             events, walls = profiled(calls)

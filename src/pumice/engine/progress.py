@@ -23,9 +23,7 @@ def told(step: SearchProgress) -> str:
 @contextmanager
 def watching(progress: Watch | bool | None) -> Iterator[Watch]:
     """Yield the callback for steps: the caller's function; a bar for True, or for None on a terminal; else a no-op.
-
-    Raises OptionError for any other value.
-    """
+    Raises OptionError for any other value."""
     if callable(progress):
         yield progress
     elif progress is True or (progress is None and sys.stderr.isatty()):

@@ -61,9 +61,7 @@ class PointOutput:
 @dataclass(frozen=True, eq=False)
 class Results:
     """Results of a run. leaves: tensors, SparseOutputs and PointOutputs of the result; spec: their pytree structure.
-
-    status_words: the status, then the number of voxels that each level has, or needs if it overflowed.
-    """
+    status_words: the status, then the number of voxels that each level has, or needs if it overflowed."""
 
     leaves: list[Any]
     spec: Any

@@ -135,10 +135,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def sum_of_squares_loss(found: Any) -> Tensor:
-    """Sum over all floating-point tensors of a network's result of their mean square.
-
-    Raises OptionError if none depends on parameters.
-    """
+    """Sum over all floating-point tensors of a network's result of their mean square. Raises OptionError if none
+    depends on parameters."""
     parts = [x.float().square().mean() for x in _tensors(found) if x.requires_grad and x.is_floating_point()]
     if not parts:
         kind = type(found).__name__

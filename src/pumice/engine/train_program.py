@@ -212,10 +212,8 @@ class GradientBuffers:
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """Forward, loss and gradients over buffers. site: as in PaddedProgram.
-
-    kept: module buffers; backup: their values before the last pass. modules: all modules of model and loss.
-    """
+    """Forward, loss and gradients over buffers. site: as in PaddedProgram. kept: module buffers; backup: their values
+    before the last pass. modules: all modules of model and loss."""
 
     model: nn.Module
     loss: Loss

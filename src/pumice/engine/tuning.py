@@ -182,10 +182,8 @@ def _released(model: nn.Module) -> Iterator[list[str]]:
 
 @dataclass(frozen=True, eq=False)
 class PassTask:
-    """Choice of a dataflow for these passes of a group. standing: estimated seconds of the default.
-
-    prospects: candidates, best estimate first. Seconds are summed over all scenes.
-    """
+    """Choice of a dataflow for these passes of a group. standing: estimated seconds of the default. prospects:
+    candidates, best estimate first. Seconds are summed over all scenes."""
 
     group: LayerGroup
     passes: tuple[str, ...]
@@ -382,10 +380,8 @@ class _TuningRun:
         compile_at_once(layers, part.passes, flows, lambda: self.left <= 0)
 
     def tiles(self, found: SearchResult) -> Iterator[Tiles]:
-        """Time the tiles of the groups' kernels, largest group first, while the budget lasts.
-
-        Tiles are timed in isolation, with a cold cache; those that slow down the network are dropped.
-        """
+        """Time the tiles of the groups' kernels, largest group first, while the budget lasts. Tiles are timed in
+        isolation, with a cold cache; those that slow down the network are dropped."""
         flows = self.bench.flows(found.assignment)
         best, largest = found.after, sorted(flows, key=lambda group: -self._standing(group))
         try:
@@ -469,10 +465,8 @@ def _timed(layer: IsolatedLayer, flow: Flow, training: bool) -> None:
 
 
 def identity(tuned_model: TuningSubject, observed: Observed, bind: str) -> tuple[str, str, str, str]:
-    """Key of a plan besides the workload: device, dtypes, mode, and a digest of the network.
-
-    The digest covers the convolution layers and their grouping by kernel maps, not weights.
-    """
+    """Key of a plan besides the workload: device, dtypes, mode, and a digest of the network. The digest covers the
+    convolution layers and their grouping by kernel maps, not weights."""
     kind = tuned_model.device.type
     device = (
         torch.cuda.get_device_name(tuned_model.device)

@@ -62,10 +62,8 @@ PERSISTENT = PersistentBuffers()
 
 
 def cached_per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:
-    """Cache find(tensor, *args) for each tensor and hashable args, until the tensor is freed or written to.
-
-    Not cached for inference tensors, which have no version counter, and for fake tensors.
-    """
+    """Cache find(tensor, *args) for each tensor and hashable args, until the tensor is freed or written to. Not cached
+    for inference tensors, which have no version counter, and for fake tensors."""
     known: dict[int, tuple[weakref.ref[Tensor], int, dict[Hashable, Any]]] = {}
 
     @wraps(find)

@@ -178,11 +178,8 @@ def kernel(name: str) -> KernelLauncher:
 
 
 class KernelLauncher:
-    """Kernel whose arguments are tensors, then numbers, then constexprs, in this order.
-
-    Integers are passed as int64 and never specialised on, so that sizes cause no recompilation; other numbers are
-    float32.
-    """
+    """Kernel whose arguments are tensors, then numbers, then constexprs, in this order. Integers are passed as int64
+    and never specialised on, so that sizes cause no recompilation; other numbers are float32."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel

@@ -19,10 +19,8 @@ _MOST = 64 << 20  # Largest per-stream workspace in bytes that is kept between c
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Workspace that no concurrently running kernel shares.
-
-    counters: int32, 0 between kernels: a kernel resets those that it increments. room: uninitialised bytes.
-    """
+    """Workspace that no concurrently running kernel shares. counters: int32, 0 between kernels: a kernel resets those
+    that it increments. room: uninitialised bytes."""
 
     counters: Tensor
     room: Tensor
