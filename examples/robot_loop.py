@@ -1,17 +1,15 @@
-"""The loop of a robot: a scan comes in, the labels of its points go out, at a fixed rate, as long as it drives.
+"""Real-time loop of a robot: label the points of each scan, at a fixed rate.
 
-    python examples/robot_loop.py                              generated streets; in seconds without a GPU
-    python examples/robot_loop.py SCAN... --scans 10000        scans from files, one after the other, each time others
-    python examples/robot_loop.py SCAN... --rate 0             as fast as it goes
+    python examples/robot_loop.py                              generated streets; takes seconds without a GPU
+    python examples/robot_loop.py SCAN... --scans 10000        scans from files in turn, each augmented differently
+    python examples/robot_loop.py SCAN... --rate 0             as fast as possible
 
-The network is captured from raw points on (pumice.capture_points): voxels, kernel maps, 42 convolutions and the choice
-of a label are one CUDA graph for each of a few capacities. All of them are captured before the first scan comes, the
-buffer that scans arrive in is pinned, and what is there by then is left out of garbage collection. Nothing is
-allocated on the device in a tick but what the next one takes again.
+The network is captured from raw points (pumice.capture_points): voxelisation, kernel maps, 42 convolutions and argmax
+are one CUDA graph per capacity. All graphs are captured before the first scan, scans arrive in a pinned buffer, and
+existing objects are excluded from garbage collection. Device memory allocated in one tick is reused by the next.
 
-It tells how long scans took from their arrival to their labels in memory of the host (p50, p99, p99.9, the longest),
-how many missed their deadline, and whether memory grew; and draws a histogram. Weights are random: time does not depend
-on them.
+It reports the latency from arrival of a scan to labels in host memory (p50, p99, p99.9, longest), missed deadlines and
+memory growth, and draws a histogram. Weights are random: latency does not depend on them.
 """
 
 from __future__ import annotations
@@ -34,14 +32,12 @@ from pumice.data import find_scans, read_scan, street_scene
 
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "longest": 1.0}
 CLASSES = 19
-LEFT = 0.3
-"""The share of points of a scan that is there at least."""
-GROWTH = 1.5
-"""From one capacity to the next."""
+LEFT = 0.3  # Smallest share of a scan's points that is kept
+GROWTH = 1.5  # Factor between capacities
 
 
 class Labels(nn.Module):
-    """A label for each voxel; behind capture_points for each point."""
+    """Class label per voxel; under capture_points, per point."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -52,7 +48,7 @@ class Labels(nn.Module):
 
 
 class Sensor:
-    """Scans as they come from a sensor: those given in turn, each time turned about the vertical axis and thinned out.
+    """Simulated sensor: the given scans in turn, randomly rotated about the vertical axis and thinned out.
 
     A scan is float32 [P, 4] on the host: x, y, z in metres, and intensity.
     """
@@ -62,17 +58,17 @@ class Sensor:
 
     @property
     def most(self) -> int:
-        """Points of the largest scan."""
+        """Largest number of points of a scan."""
         return max(map(len, self.scans))
 
     @property
     def least(self) -> int:
-        """Points of the smallest one, when the most is left out of it."""
+        """Smallest number of points of a scan, after thinning."""
         return math.floor(LEFT * min(map(len, self.scans)))
 
     @property
     def reach(self) -> float:
-        """Metres from the sensor to the farthest point."""
+        """Distance of the farthest point, in metres."""
         return max(float(np.linalg.norm(scan[:, :3], axis=1).max()) for scan in self.scans)
 
     def scan(self, number: int) -> np.ndarray:
@@ -85,7 +81,7 @@ class Sensor:
 
 
 class Robot:
-    """Labels of a scan, by a captured network, for scans as a sensor gives them. example: a scan, float32 [P, 4]."""
+    """Labels scans of a sensor with a captured network. example: a scan, float32 [P, 4]."""
 
     def __init__(self, net: nn.Module, example: np.ndarray, sensor: Sensor, voxel: float) -> None:
         device = next(net.parameters()).device
@@ -108,7 +104,7 @@ class Robot:
         ).ready()
 
     def labels(self, scan: np.ndarray) -> np.ndarray:
-        """int64 [P] for float32 [P, 4]."""
+        """Labels int64 [P] of a scan float32 [P, 4]."""
         arrived = self.arrived[: len(scan)]
         arrived.copy_(torch.from_numpy(scan))
         points = arrived.to(self.device, non_blocking=True)
@@ -117,7 +113,7 @@ class Robot:
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB: of the process, of live tensors on the device, and of all that is in use there."""
+    """Memory in MiB. host: of the process. live: allocated tensors on the device. used: all used device memory."""
 
     host: float
     live: float
@@ -135,8 +131,8 @@ class Memory:
 
 @dataclass(frozen=True, eq=False)
 class Ran:
-    """What happened. spent: milliseconds of each scan, from its arrival to its labels. late: ticks that began late,
-    since the one before was not done. before, after: memory a little after the first scan, and behind the last."""
+    """Result of a run. spent: latency of each scan in ms. late: ticks that started late, because the previous one was
+    not done. before, after: memory after warm-up, and after the last scan."""
 
     spent: np.ndarray
     points: int
@@ -147,7 +143,7 @@ class Ran:
 
     @property
     def missed(self) -> int:
-        """Scans whose labels came behind the deadline."""
+        """Number of scans that missed the deadline."""
         return int((self.spent > self.deadline).sum())
 
     @property
@@ -156,14 +152,14 @@ class Ran:
 
 
 def drive(robot: Robot, sensor: Sensor, count: int, rate: float, deadline: float) -> Ran:
-    """So many scans, `rate` a second (0: without a pause)."""
+    """Run `count` scans, `rate` per second (0: without pauses)."""
     spent = np.zeros(count)
     points = late = 0
     warm = min(count - 1, max(10, count // 100))
     before = Memory.now(robot.device)
     begin = time.perf_counter()
     for number in range(count):
-        # The next scan is made in what is left of the tick before.
+        # Generate the next scan in the rest of the previous tick.
         scan = sensor.scan(number)
         if rate:
             left = begin + number / rate - time.perf_counter()
@@ -178,15 +174,15 @@ def drive(robot: Robot, sensor: Sensor, count: int, rate: float, deadline: float
     return Ran(spent, points, deadline, late, before, Memory.now(robot.device))
 
 
-def told(ran: Ran) -> str:
-    """What happened, and a histogram."""
+def report(ran: Ran) -> str:
+    """Text report with a histogram."""
     lines = [", ".join(f"{name} {value:.3f} ms" for name, value in ran.quantiles.items())]
     lines[0] += f"; p99.9 is {ran.quantiles['p99.9'] / ran.quantiles['p50']:.2f} times p50"
     lines.append(f"{ran.missed} of {len(ran.spent)} scans missed {ran.deadline:g} ms; {ran.late} ticks began late")
     for name, first in vars(ran.before).items():
         last = getattr(ran.after, name)
         lines.append(f"memory, {name}: {first:.2f} to {last:.2f} MiB ({last - first:+.2f})")
-    # What is beyond p99.9 is one line.
+    # One line for everything above p99.9.
     top = max(ran.quantiles["p99.9"], ran.spent.min() * 1.001)
     counts, edges = np.histogram(ran.spent[ran.spent <= top], bins=16, range=(ran.spent.min(), top))
     beyond = int((ran.spent > top).sum())
@@ -197,7 +193,7 @@ def told(ran: Ran) -> str:
 
 
 def draw(path: Path, ran: Ran, title: str) -> Path:
-    """A histogram, and scan after scan."""
+    """Plot a histogram and the latency over time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.5), dpi=130, layout="constrained")
@@ -209,9 +205,7 @@ def draw(path: Path, ran: Ran, title: str) -> Path:
         for axis, line in ((above, above.axvline), (below, below.axhline)):
             line(value, color=colour, linewidth=1.2, label=f"{name} {value:.3f} ms")
             axis.spines[["top", "right"]].set_visible(False)
-    above.set(
-        xlabel=f"milliseconds from arrival to labels; {int((ran.spent > top).sum())} scans beyond", ylabel="scans"
-    )
+    above.set(xlabel=f"milliseconds from arrival to labels; {int((ran.spent > top).sum())} scans above", ylabel="scans")
     above.legend(frameon=False)
     below.plot(ran.spent, ".", markersize=1.5, color="#0072B2")
     below.set(xlabel="scan", ylabel="ms", ylim=(0, None))
@@ -224,45 +218,45 @@ def draw(path: Path, ran: Ran, title: str) -> Path:
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("paths", nargs="*", type=Path, metavar="SCAN", help="files of scans, or folders of them")
-    parser.add_argument("--scans", type=int, default=10_000 if on_gpu else 40, help="how many [%(default)s]")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="SCAN", help="scan files, or folders of them")
+    parser.add_argument("--scans", type=int, default=10_000 if on_gpu else 40, help="number of scans [%(default)s]")
     parser.add_argument(
-        "--rate", type=float, default=20.0 if on_gpu else 10.0, help="scans a second; 0: no pause [%(default)s]"
+        "--rate", type=float, default=20.0 if on_gpu else 10.0, help="scans per second; 0: no pause [%(default)s]"
     )
-    parser.add_argument("--deadline", type=float, default=0.0, help="milliseconds [those of a tick, or 50]")
-    parser.add_argument("--voxel", type=float, default=0.1, help="metres [%(default)s]")
-    parser.add_argument("--width", type=float, default=1.0 if on_gpu else 0.125, help="of MinkUNet [%(default)s]")
+    parser.add_argument("--deadline", type=float, default=0.0, help="milliseconds [a tick, or 50]")
+    parser.add_argument("--voxel", type=float, default=0.1, help="voxel size in metres [%(default)s]")
+    parser.add_argument("--width", type=float, default=1.0 if on_gpu else 0.125, help="MinkUNet width [%(default)s]")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument(
         "--out", type=Path, default=Path("pumice-runs/robot"), help="folder for the picture [%(default)s]"
     )
     found = parser.parse_args(argv)
     if found.scans < 1 or found.rate < 0:
-        parser.error("there is at least one scan, and the rate is not below 0")
+        parser.error("--scans must be at least 1 and --rate at least 0")
     found.deadline = found.deadline or (1e3 / found.rate if found.rate else 50.0)
     return found
 
 
 def scans_of(paths: Sequence[Path], small: bool) -> list[np.ndarray]:
-    """float32 [P, 4] each; without paths, generated streets."""
+    """Scans float32 [P, 4] of the files; without paths, generated streets."""
     if paths:
         scans = [read_scan(file) for path in paths for file in find_scans(path)]
     else:
         size = {"beams": 16, "azimuths": 120} if small else {}
         scans = [street_scene(seed, **size) for seed in range(3)]
-    # Scans without intensity have 0.
+    # Missing intensity is 0.
     intensities = [np.pad(scan.feats, ((0, 0), (0, 1)))[:, :1] for scan in scans]
     return [np.concatenate([s.xyz, i], axis=1).astype(np.float32) for s, i in zip(scans, intensities, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> Ran:
-    asked = options(argv)
+    args = options(argv)
     torch.manual_seed(0)
-    sensor = Sensor(scans_of(asked.paths, small=asked.device == "cpu"))
-    net = pm.models.MinkUNet(4, CLASSES, asked.width).to(asked.device)
+    sensor = Sensor(scans_of(args.paths, small=args.device == "cpu"))
+    net = pm.models.MinkUNet(4, CLASSES, args.width).to(args.device)
     begin = time.perf_counter()
     largest = max(sensor.scans, key=len)
-    robot = Robot(net, largest, sensor, asked.voxel)
+    robot = Robot(net, largest, sensor, args.voxel)
     for capacity in robot.fast.capacities:
         robot.labels(largest[:capacity])
     took = time.perf_counter() - begin
@@ -271,17 +265,17 @@ def main(argv: Sequence[str] | None = None) -> Ran:
     gc.freeze()
     try:
         with warnings.catch_warnings(record=True) as said:
-            ran = drive(robot, sensor, asked.scans, asked.rate, asked.deadline)
+            ran = drive(robot, sensor, args.scans, args.rate, args.deadline)
     finally:
         gc.unfreeze()
     for warning in said:
-        print(f"warned: {warning.message}")
-    eagerly = dict(robot.fast.fallbacks) or "none"
-    print(f"{asked.scans} scans, {ran.points / asked.scans:,.0f} points each; eagerly {eagerly}")
-    print(told(ran))
-    where = torch.cuda.get_device_name() if asked.device != "cpu" else "CPU"
-    title = f"MinkUNet captured from points on, {where}: {asked.scans} scans, {ran.missed} missed {asked.deadline:g} ms"
-    print(f"picture {draw(asked.out / 'latency.png', ran, title)}")
+        print(f"warning: {warning.message}")
+    eager = dict(robot.fast.fallbacks) or "none"
+    print(f"{args.scans} scans, {ran.points / args.scans:,.0f} points each; eager fallbacks: {eager}")
+    print(report(ran))
+    where = torch.cuda.get_device_name() if args.device != "cpu" else "CPU"
+    title = f"MinkUNet captured from points, {where}: {args.scans} scans, {ran.missed} missed {args.deadline:g} ms"
+    print(f"plot {draw(args.out / 'latency.png', ran, title)}")
     return ran
 
 

@@ -1,4 +1,4 @@
-"""Pumice: computing on data that is mostly holes. Sparse convolution and sparse einsums for PyTorch, on any machine."""
+"""Pumice: sparse convolution and sparse einsums for PyTorch."""
 
 import torch
 
@@ -39,7 +39,7 @@ from pumice.ops import (
 
 __version__ = "0.1.0"
 
-# torch.load opens a saved SparseTensor without being told to trust it: it is two tensors and plain numbers.
+# Let torch.load(weights_only=True) load a SparseTensor: it consists of two tensors and plain numbers.
 torch.serialization.add_safe_globals([SparseTensor, _rebuild])
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Every environment variable that pumice reads, read once."""
+"""All environment variables of pumice, read once."""
 
 import os
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ __all__ = ["Settings", "settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says.
+    """Settings from the environment.
 
-    data: the folder of real scans (PUMICE_DATA), or None where it is not set.
-    cache: the folder for tuned tiles and plans (PUMICE_CACHE, default ~/.cache/pumice).
-    map_graphs: whether maps of scene after scene are found by CUDA graphs (PUMICE_MAP_GRAPHS, 0 or 1, default 1).
+    data: folder of real scans (PUMICE_DATA), None if not set.
+    cache: folder for tuned tiles and plans (PUMICE_CACHE, default ~/.cache/pumice).
+    map_graphs: build kernel maps of successive scenes by CUDA graphs (PUMICE_MAP_GRAPHS, 0 or 1, default 1).
     """
 
     data: Path | None
@@ -26,10 +26,9 @@ class Settings:
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
-    """The settings of this process; later changes of the environment are not seen.
+    """Settings of this process; later changes of the environment have no effect.
 
-    Raises OptionError where PUMICE_DATA names something that is not a folder, PUMICE_CACHE a file, or PUMICE_MAP_GRAPHS
-    is neither 0 nor 1.
+    Raises OptionError if PUMICE_DATA is not a folder, PUMICE_CACHE is a file, or PUMICE_MAP_GRAPHS is neither 0 nor 1.
     """
     data = os.environ.get("PUMICE_DATA")
     cache = os.environ.get("PUMICE_CACHE")

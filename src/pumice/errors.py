@@ -1,4 +1,4 @@
-"""Every error the library raises on purpose. Each is also the builtin kind a caller would expect to catch."""
+"""Exceptions raised by pumice. Each also derives from the matching builtin exception."""
 
 __all__ = [
     "CaptureError",
@@ -15,19 +15,19 @@ __all__ = [
 
 
 class PumiceError(Exception):
-    """The root of all errors that pumice raises on purpose."""
+    """Base class of all pumice exceptions."""
 
 
 class ShapeError(PumiceError, ValueError):
-    """Sizes or ranks that do not fit each other; the message holds both numbers."""
+    """Mismatched sizes or ranks; the message names both."""
 
 
 class DtypeError(PumiceError, TypeError):
-    """A tensor of a dtype that the function does not take."""
+    """Argument of an unsupported dtype or type."""
 
 
 class DeviceError(PumiceError, ValueError):
-    """Tensors on different devices, or a device that cannot do what was asked."""
+    """Tensors on different devices, or an operation that the device does not support."""
 
 
 class CoordinateError(PumiceError, ValueError):
@@ -35,20 +35,20 @@ class CoordinateError(PumiceError, ValueError):
 
 
 class GeometryError(PumiceError, ValueError):
-    """Geometries that should agree and do not, or a kernel map that is missing."""
+    """Mismatched geometries, or a missing kernel map."""
 
 
 class OptionError(PumiceError, ValueError):
-    """An argument value that is not known; the message lists the known ones."""
+    """Invalid argument value; the message lists the valid ones."""
 
 
 class CaptureError(PumiceError, RuntimeError):
-    """A network that cannot be captured, or whose captured results are not those of its forward pass."""
+    """A network that cannot be captured, or whose captured results differ from its forward pass."""
 
 
 class FileError(PumiceError, ValueError):
-    """A file that cannot be used; the message names it, what was expected and what was found."""
+    """Unusable file; the message names the file, what was expected and what was found."""
 
 
 class StatementError(PumiceError, ValueError):
-    """A text that is not a statement of the language; the message shows the place."""
+    """Invalid einsum statement; the message shows the position."""

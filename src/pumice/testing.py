@@ -1,6 +1,6 @@
-"""What tests of sparse code need: one comparison, random clouds, and the oracle's public face.
+"""Testing utilities: comparison with tolerances, random point clouds, and a reference convolution.
 
-Public, so that tests of other packages may use it; no room of the library imports it.
+Public, for tests of other packages; not imported by the library.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ __all__ = ["TOLERANCES", "assert_close", "random_cloud", "random_tensor", "refer
 
 _SHOWN = 5
 
-# dtype: (largest error, rms error), both relative. For low precision four units and one unit in the last place, the
-# cost of rounding operands once and the result once; sums are expected in float32 at least.
+# For low precision 4 ulp and 1 ulp: operands and result rounded once each, with sums in at least float32.
 TOLERANCES = MappingProxyType(
     {
         torch.float64: (1e-10, 2e-11),
@@ -33,7 +32,7 @@ TOLERANCES = MappingProxyType(
         torch.bfloat16: (4 * 2**-7, 2**-7),
     }
 )
-"""What assert_close allows per dtype: (largest error, rms error)."""
+"""Tolerances of assert_close by dtype: (largest error, rms error), both relative."""
 
 
 def assert_close(actual: Any, expected: Any, *, dtype: torch.dtype | None = None, scale: float | None = None) -> None:
@@ -42,16 +41,16 @@ def assert_close(actual: Any, expected: Any, *, dtype: torch.dtype | None = None
         max over i of  |actual_i - expected_i| / max(scale, |expected_i|)   <=  TOLERANCES[dtype][0]
         rms over i of  |actual_i - expected_i| / scale                      <=  TOLERANCES[dtype][1]
 
-    The first finds one wrong entry, the second a small error everywhere. Both are measured in float64. NaN and
-    infinities must stand at the same places. Two sparse tensors must have the same coordinates in the same order too.
+    The first detects a single wrong entry, the second a small error everywhere. Both are computed in float64. NaN and
+    infinities must be at the same positions. Sparse tensors must also have the same coordinates in the same order.
 
     Parameters
     ----------
-    actual, expected: tensors, arrays, numbers, or two SparseTensors; any shapes that are equal, any devices.
-    dtype: whose tolerance counts; by default the less precise of the two.
-    scale: the size of the values that were summed; by default the rms of `expected`. Give it where sums cancel.
+    actual, expected: tensors, arrays, numbers, or two SparseTensors; of equal shape, on any devices.
+    dtype: selects the tolerance; default the less precise of both.
+    scale: magnitude of the summed values; default the rms of `expected`. Set it if sums cancel.
 
-    The message holds both errors, both limits, and the worst entries with their places and both values.
+    The message gives errors, limits, and the worst entries with positions and values.
     Raises DtypeError for a dtype without a tolerance.
     """
     rows = None
@@ -62,14 +61,14 @@ def assert_close(actual: Any, expected: Any, *, dtype: torch.dtype | None = None
     got, want = _array(actual), _array(expected)
     dtype = dtype or _coarser(actual, expected)
     if dtype not in TOLERANCES:
-        raise DtypeError(f"there is no tolerance for {dtype}; there are {', '.join(map(str, TOLERANCES))}")
+        raise DtypeError(f"no tolerance for {dtype}; expected one of {', '.join(map(str, TOLERANCES))}")
     if got.shape != want.shape:
         raise AssertionError(f"shape {list(got.shape)}, expected {list(want.shape)}")
     if not want.size:
         return
     with np.errstate(invalid="ignore", over="ignore"):
         error = np.where((got == want) | (np.isnan(got) & np.isnan(want)), 0.0, np.abs(got - want))
-    # What is finite on one side only is infinitely wrong, and outweighs everything in the list below.
+    # A value that is finite on one side only has an infinite error, and is listed first.
     error = np.where(np.isnan(error), np.inf, error)
     finite = want[np.isfinite(want)]
     size = scale if scale is not None else float(np.sqrt(np.mean(finite**2))) if finite.size else 0.0
@@ -91,10 +90,10 @@ def random_cloud(
     seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> Tensor:
-    """Distinct random coordinates int32 [count, 1+dim] = (batch, axes...) in random order; the same on every machine.
+    """Distinct random coordinates int32 [count, 1+dim] = (batch, axes...) in random order, platform-independent.
 
-    Every axis lies in [0, extent); without an extent the box is about a third full, so that neighbours are common.
-    Batch items differ in size by one at most. Raises OptionError when the box has too few cells.
+    Axes are in [0, extent); by default the box is about a third full, so that neighbours are common. Sizes of batch
+    items differ by at most one. Raises OptionError if the box has too few cells.
     """
     shares = [count // batch_size + (item < count % batch_size) for item in range(batch_size)]
     shape = _extent(extent, dim, max(shares))
@@ -122,9 +121,9 @@ def random_tensor(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> SparseTensor:
-    """A SparseTensor on random_cloud() with standard normal features [count, channels].
+    """SparseTensor on random_cloud() with standard normal features [count, channels].
 
-    Features are drawn in float64 and then rounded to `dtype`: the same numbers for every dtype and device.
+    Features are drawn in float64, then cast to `dtype`: equal for every dtype and device, up to rounding.
     """
     coords = random_cloud(count, dim, extent=extent, batch_size=batch_size, seed=seed, device=device)
     feats = np.random.default_rng([seed, dim, channels]).standard_normal((count, channels))
@@ -141,17 +140,16 @@ def reference_conv(
     offsets: Sequence[Sequence[int]] | None = None,
     **window: Any,
 ) -> SparseTensor:
-    """pumice.ops.conv as a plain loop over taps in float64 on the CPU: what every faster path is measured against.
+    """Reference for pumice.ops.conv: a loop over kernel offsets in float64 on the CPU.
 
-        y[o, n] = bias[n] + sum over taps r and inputs i with  in = stride * out + dilation * r - padding  of
+        y[o, n] = bias[n] + sum over offsets r and inputs i with  in = stride * out + dilation * r - padding  of
                   x[i, c] * weight[n, r, c]
 
-    Arguments are those of pumice.ops.conv; `window` is stride, padding and dilation. The kernel map is found anew on
-    the CPU from the bare coordinates, whatever x's geometry has kept; values pass through pumice.lower.reference
-    alone. Differentiable by torch's own autograd: gradients of x.feats, weight and bias are those of these loops, in
-    the dtype and on the device of each.
+    Arguments as in pumice.ops.conv; `window` is stride, padding and dilation. The kernel map is rebuilt on the CPU from
+    the coordinates alone, and values only pass through pumice.lower.reference. Differentiable by torch's autograd;
+    gradients of x.feats, weight and bias have the dtype and device of each.
 
-    Returns a SparseTensor of float64 on the CPU, in the row order that pumice.ops.conv promises.
+    Returns a SparseTensor of float64 on the CPU, in the row order of pumice.ops.conv.
     """
     geometry = _bare(x)
     target = None if out is None or isinstance(out, str) else geometry if _same(out, x) else _bare(out)
@@ -167,7 +165,7 @@ def reference_conv(
 
 
 def _bare(x: SparseTensor | Geometry) -> Geometry:
-    """The coordinates on the CPU, without any map that was found for them."""
+    """Coordinates on the CPU, without cached kernel maps."""
     geometry = x.geometry if isinstance(x, SparseTensor) else x
     return Geometry(geometry.coords.cpu(), geometry.site)
 
@@ -187,14 +185,14 @@ def _extent(extent: int | Sequence[int] | None, dim: int, count: int) -> tuple[i
 
 def _array(values: Any) -> np.ndarray:
     if isinstance(values, SparseTensor):
-        raise ShapeError("a SparseTensor is compared with a SparseTensor; compare its feats with a tensor")
+        raise ShapeError("a SparseTensor can only be compared with a SparseTensor; compare its feats with a tensor")
     if isinstance(values, Tensor):
         return values.detach().cpu().double().numpy()
     return np.asarray(values, np.float64)
 
 
 def _coarser(actual: Any, expected: Any) -> torch.dtype:
-    """The less precise of the floating dtypes of both; float64 where neither has one."""
+    """The less precise of the floating dtypes of both; float64 if there is none."""
     dtypes = [torch.as_tensor(values).dtype for values in (actual, expected)]
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)

@@ -210,7 +210,7 @@ def test_a_larger_scene_runs_eagerly_and_says_so_once():
     fast = captured(net, scene(60), max_voxels=100)
     agrees(fast(scene(100, 5)), eager(net, scene(100, 5)))
     assert fast.replays == 1
-    falls_back(fast, net, scene(101, 6), "voxels", "101 voxels, .* max_voxels=100")
+    falls_back(fast, net, scene(101, 6), "voxels", "101 voxels exceeds .* max_voxels=100")
 
 
 def test_a_scene_outside_the_box_runs_eagerly():
@@ -255,7 +255,7 @@ def test_an_inner_level_without_room_runs_eagerly(share):
     sparse = pm.SparseTensor(torch.randn(512, 4), block * torch.tensor([1, 4, 4, 4], dtype=torch.int32))
     agrees(fast(example), eager(net, example))
     assert fast.replays == 1
-    falls_back(fast, net, sparse, "room", "512 voxels at stride .2, 2, 2., where there is room for")
+    falls_back(fast, net, sparse, "room", "512 voxels at stride .2, 2, 2., above the capacity of")
 
 
 def test_a_capacity_without_room_is_planned_anew():
@@ -266,7 +266,7 @@ def test_a_capacity_without_room_is_planned_anew():
     fast = captured(net, example, max_voxels=640, buckets=[640], box=((0, 0, 0), (64, 64, 64)))
     agrees(fast(example), eager(net, example))
     sparse = pm.SparseTensor(torch.randn(512, 4), block * torch.tensor([1, 4, 4, 4], dtype=torch.int32))
-    with pytest.warns(RuntimeWarning, match="512 voxels at stride.*its capacity is planned anew, up to 3 times"):
+    with pytest.warns(RuntimeWarning, match="512 voxels at stride.*its capacity is re-planned, up to 3 times"):
         agrees(fast(sparse), eager(net, sparse))
     assert fast.fallbacks == {"room": 1}
     replays = fast.replays
@@ -294,7 +294,7 @@ def test_a_capacity_is_planned_anew_so_many_times_and_no_more(monkeypatch):
 
     monkeypatch.setattr(type(fast._engine), "_made", no_wider)
     sparse = pm.SparseTensor(torch.randn(512, 4), block * torch.tensor([1, 4, 4, 4], dtype=torch.int32))
-    with pytest.warns(RuntimeWarning, match="planned anew"):
+    with pytest.warns(RuntimeWarning, match="re-planned"):
         for _ in range(6):
             agrees(fast(sparse), eager(net, sparse))
     assert len(made) == 3 and fast.fallbacks == {"room": 6}
@@ -302,7 +302,7 @@ def test_a_capacity_is_planned_anew_so_many_times_and_no_more(monkeypatch):
 
 def test_an_example_without_room_is_refused():
     net = strange(pm.models.MinkUNet(4, 3, 0.125))
-    with pytest.raises(CaptureError, match="no room.*stride"):
+    with pytest.raises(CaptureError, match="exceeds the capacity.*stride"):
         pm.capture(net, scene(300, extent=16), level_capacity=0.01)
 
 
@@ -401,16 +401,16 @@ WRONG = {
     "dense without a grid": (lambda x: x.to_dense(), GeometryError, "spatial_shape"),
     "union": (lambda x: pm.union(x, pm.nn.Conv3d(4, 4, 1, out="support")(x)), GeometryError, "union"),
     "elsewhere": (lambda x: pm.nn.Conv3d(4, 4, 3)(x, out=scene(9)), GeometryError, "elsewhere"),
-    "mean of all rows": (lambda x: x.feats.mean(0), CaptureError, "not that of its forward pass"),
-    "centred": (lambda x: x.map(lambda f: f - f.mean(0)), CaptureError, "not that of its forward pass"),
-    "maximum": (lambda x: x.map(lambda f: f / f.abs().max()), CaptureError, "not that of its forward pass"),
+    "mean of all rows": (lambda x: x.feats.mean(0), CaptureError, "differs from its forward pass"),
+    "centred": (lambda x: x.map(lambda f: f - f.mean(0)), CaptureError, "differs from its forward pass"),
+    "maximum": (lambda x: x.map(lambda f: f / f.abs().max()), CaptureError, "differs from its forward pass"),
     "own coordinates": (lambda x: pm.SparseTensor(torch.ones(3, 2), random_cloud(3)), CaptureError, "coordinates"),
     "rows": (lambda x: x.feats.new_zeros(2 * x.feats.shape[0]), CaptureError, "sizes"),
     "batch statistics": (pm.nn.BatchNorm(4, track_running_stats=False).eval(), GeometryError, "statistics"),
     "torch's statistics": (
         lambda x: x.map(nn.BatchNorm1d(4, track_running_stats=False).eval()),
         CaptureError,
-        "not that",
+        "differs",
     ),
 }
 

@@ -140,7 +140,7 @@ def test_more_voxels_than_expected():
     near, feats, _ = cloud(200, extent=1.0)
     fast = pm.capture_points(net, near, feats, size=0.5, max_points=300, box=((0, 0, 0), (40, 40, 40)))
     far = cloud(300, 1, extent=15.0)
-    with pytest.warns(RuntimeWarning, match="voxels at stride .1, 1, 1., where there is room"):
+    with pytest.warns(RuntimeWarning, match="voxels at stride .1, 1, 1., above the capacity"):
         x, want = eager(net, *far, {"size": 0.5})
         agrees(fast(*far), want, x)
     assert fast.fallbacks == {"room": 1}
@@ -183,5 +183,5 @@ def test_options_of_points():
         pm.capture_points(net, points, feats, max_voxels=99)
     with pytest.raises(ShapeError, match="no points"):
         pm.capture_points(net, points[:0], feats[:0])
-    with pytest.raises(CaptureError, match="no room"):
+    with pytest.raises(CaptureError, match="exceeds the capacity"):
         pm.capture_points(net, points, feats, size=0.2, level_capacity=0.01, max_points=1000)

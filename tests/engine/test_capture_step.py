@@ -573,7 +573,7 @@ def block_and_sparse(dtype=torch.float64):
 
 
 BOX = {"max_voxels": 640, "buckets": [640], "box": ((0, 0, 0), (64, 64, 64))}
-NO_ROOM = "512 voxels at stride .2, 2, 2., where there is room for.*planned anew, up to 3 times"
+NO_ROOM = "512 voxels at stride .2, 2, 2., above the capacity of.*re-planned, up to 3 times"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -68,7 +68,7 @@ class Twice(nn.Module):
 def test_a_layer_on_two_maps_joins_their_groups():
     found = groups(Twice(), random_tensor(100, 4))
     assert members(found) == [{"fine", "shared", "coarse"}, {"other"}, {"down"}]
-    assert any("2 of the maps (k1x1x3, k2) are read by no layer" in note for note in found.notes)
+    assert any("2 of the maps (k1x1x3, k2) are read by no convolution layer" in note for note in found.notes)
     assert any("1 layer (unused) did not run" in note for note in found.notes)
 
 

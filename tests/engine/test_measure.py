@@ -63,9 +63,9 @@ def test_passes_begin_with_marks():
     found = passes(reversed(events), 2)
     assert found == [{"map": pytest.approx(1e-6), "conv": pytest.approx(2e-6)}, {"other": pytest.approx(3e-6)}]
     for wrong in (1, 3):
-        with pytest.raises(OptionError, match=f"told of 2 passes, expected {wrong}"):
+        with pytest.raises(OptionError, match=f"recorded 2 passes, expected {wrong}"):
             passes(events, wrong)
-    with pytest.raises(OptionError, match="told of 0 passes, expected 1"):
+    with pytest.raises(OptionError, match="recorded 0 passes, expected 1"):
         passes(told(MARK), 1)
 
 
@@ -173,7 +173,7 @@ def test_on_a_gpu_kernels_count(monkeypatch):
     parts = {"map": pytest.approx(1e-6), "conv": pytest.approx(1e-6)}
     assert found == PassTiming(pytest.approx(2e-6), parts, 0.5, "kernels")
     assert len(ran) == 4 and traces.taken == 1
-    assert str(found) == "0.002 ms (kernels: map 0.001, conv 0.001, 500.000 ms on the wall)"
+    assert str(found) == "0.002 ms (kernels: map 0.001, conv 0.001, 500.000 ms wall-clock)"
     own.spent([lambda: None])
     assert own.clock == "kernels"
 
@@ -190,7 +190,7 @@ def test_without_a_profiler_events_count(monkeypatch):
     for _ in range(2):
         found = own.spent([lambda: None])
         assert (found.total, found.clock, found.parts) == (2e-3, "events", {})
-        assert found.note == "kernels could not be timed one by one (CUPTI is taken)"
+        assert found.note == "the profiler is not available, timed by events (CUPTI is taken)"
     assert traces.taken == 3
 
 
@@ -198,7 +198,7 @@ def test_a_profiler_that_fails_later_changes_no_clock(monkeypatch):
     Traces(monkeypatch, ONE, *[RuntimeError("gone")] * 3)
     own = meter()
     own.spent([lambda: None])
-    with pytest.raises(DeviceError, match="failed all of a sudden: gone"):
+    with pytest.raises(DeviceError, match="failed after earlier measurements: gone"):
         own.spent([lambda: None])
 
 
@@ -291,7 +291,7 @@ REFUSED = [
     (DtypeError, r"pair \(coords, feats\), found ndarray at 1", lambda x: (Net(), [x, x.coords.numpy()])),
     (OptionError, "Linear has no convolution of pumice.nn", lambda x: (nn.Linear(3, 3), [x])),
     (DeviceError, "the model is on cpu, sample 1 on meta", lambda x: (Net(), [x, x.replace(x.feats.to("meta"))])),
-    (OptionError, "parameters that ask for gradients", lambda x: (Net().requires_grad_(False), [x], "training")),
+    (OptionError, "parameters that require gradients", lambda x: (Net().requires_grad_(False), [x], "training")),
 ]
 
 
@@ -302,7 +302,7 @@ def test_what_is_refused(kind, message, make):
 
 
 def test_repeats_that_do_not_exist():
-    with pytest.raises(OptionError, match="repeats is at least 1, found 0"):
+    with pytest.raises(OptionError, match="repeats must be an integer of at least 1, found 0"):
         measure(Net(), [random_tensor(10, 4)], repeats=0)
 
 

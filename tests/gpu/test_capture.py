@@ -127,7 +127,7 @@ def test_a_copy_in_half_and_autocast(gpu):
     assert cast(x).dtype == torch.float16
 
 
-@pytest.mark.filterwarnings("ignore:a scene that needs more entries")
+@pytest.mark.filterwarnings("ignore:a scene needs more kernel map entries")
 def test_a_thousand_random_geometries(gpu):
     """Clusters, boxes and lines, from none to all voxels, as one after the other comes; full boxes have no room."""
     net = strange(pm.models.MinkUNet(4, 3, 0.25)).to(gpu)
@@ -276,7 +276,7 @@ def test_a_level_that_was_given_stays_as_narrow(gpu):
     sparse = pm.SparseTensor(x.feats, block * torch.tensor([1, 4, 4, 4], dtype=torch.int32, device=gpu))
     given = {"level_capacity": {2: 0.2}, "max_voxels": 5000, "buckets": [5000], "box": ((0, 0, 0), (64, 64, 64))}
     fast = captured(net, x, **given)
-    with pytest.warns(RuntimeWarning, match="room for.*it runs eagerly"):
+    with pytest.warns(RuntimeWarning, match="above the capacity.*it runs eagerly"):
         for _ in range(2):
             agrees(fast(sparse).feats, eager(net, sparse).feats, 0.01)
     agrees(fast(x).feats, eager(net, x).feats, 0.01)

@@ -316,7 +316,7 @@ def test_no_room_updates_once(gpu):
     pair = Pair(net, loss, (example, unused), max_voxels=5000, buckets=[5000], margin=1.2, box=box)
     pair.both(example, unused)
     sparse = pm.SparseTensor(feats, block * torch.tensor([1, 4, 4, 4], dtype=torch.int32, device=gpu))
-    with pytest.warns(RuntimeWarning, match="room for.*planned anew"):
+    with pytest.warns(RuntimeWarning, match="above the capacity.*re-planned"):
         pair.both(sparse, unused)
     assert pair.step.fallbacks == {"room": 1} and pair.step.replays == 1
     # Now there is room; what was planned left gradients, statistics and the optimizer's state as they were.

@@ -344,7 +344,7 @@ def check_wider_step() -> None:
                 assert got.grad is not None and wanted.grad is not None
                 assert_close(got.grad, wanted.grad, dtype=torch.float16, scale=1.0)
             assert step.fallbacks == ({"room": 1} if number else {})
-    assert step.replays == 2 and any("planned anew" in str(w.message) for w in caught)
+    assert step.replays == 2 and any("re-planned" in str(w.message) for w in caught)
     for got, want in zip(net.state_dict().values(), plain.state_dict().values(), strict=True):
         assert_close(got, want, dtype=torch.float16, scale=1.0)
 

@@ -1,4 +1,4 @@
-"""What enters a captured network, voxels or points: scenes as they come, and the buffers that they are copied to."""
+"""Inputs of captured networks, voxels or points: scenes, and the fixed-capacity buffers that they are copied to."""
 
 from __future__ import annotations
 
@@ -21,89 +21,86 @@ from pumice.ops import SparseTensor, voxelize
 
 @dataclass(frozen=True, eq=False)
 class InputBatch:
-    """The first tensor of a program. inverse: int64 [P], each point's row where points entered, -1 for none."""
+    """Input tensor of a program. inverse: int64 [P], the voxel row of each point, -1 if none; None for voxel input."""
 
     x: SparseTensor
     inverse: Tensor | None = None
 
 
 class Buffers(Protocol):
-    """Where scenes of a program lie, one after the other."""
+    """Fixed-capacity input buffers of a program."""
 
     @property
     def capacity(self) -> int:
-        """How many voxels or points there is room for."""
+        """Capacity in voxels or points."""
         ...
 
     @property
     def device(self) -> torch.device: ...
 
     def first(self, capacity: int) -> Buffers:
-        """The first rows as buffers of a smaller capacity."""
+        """View of the first rows, as buffers of a smaller capacity."""
         ...
 
     def enter(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
-        """What lies there as a tensor in buffers; site: of it, its bounds a box that all scenes lie in."""
+        """The buffers as an input tensor; site: its grid, whose bounds contain all scenes."""
         ...
 
     def poison(self, count: int) -> None:
-        """Make what lies behind so many rows NaN."""
+        """Fill the features of padding rows (those from `count` on) with NaN."""
         ...
 
 
 class ModelInput(Protocol):
-    """What a captured network is called with."""
+    """Input of a captured network."""
 
     @property
     def count(self) -> int:
-        """Of voxels or points."""
+        """Number of voxels or points."""
         ...
 
     @property
     def whole(self) -> bool:
-        """Whether it has as many of the first voxels as it counts."""
+        """True if the number of input voxels equals `count` (voxel input)."""
         ...
 
     @property
     def batch(self) -> int | None:
-        """Items that results are given for; None: as many as the program has."""
+        """Batch items of the results; None: those of the program."""
         ...
 
     @property
     def bounds(self) -> Bounds | None:
-        """A box around it, where the host knows one."""
+        """Bounding box, if the host knows one."""
         ...
 
     def fill(self, buffers: Any) -> None:
-        """Copy it to the first rows of buffers."""
+        """Copy the scene to the first rows of the buffers."""
         ...
 
     def tensor(self) -> SparseTensor:
-        """What the network itself takes. Raises what is wrong with the scene."""
+        """The scene as eager input. Raises for an invalid scene."""
         ...
 
     def geometry(self, site: GridSpec) -> Geometry | None:
-        """Its coordinates if they are its own; site: the program's, which they were checked against."""
+        """Geometry of the scene, None for points; site: the program's grid, which has checked the coordinates."""
         ...
 
     def sample(self, most: int) -> ModelInput:
-        """It, or so many of its rows at random where it has more, in their order."""
+        """The scene, or a random subset of `most` rows in their order if it has more."""
         ...
 
 
 def taken(count: int, most: int, device: torch.device) -> Tensor | None:
-    """So many of `count` rows at random, rising; None: all."""
+    """Ascending indices of `most` random rows of `count`; None for all."""
     if count <= most:
         return None
     return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:most].sort()[0].to(device)
 
 
-# Voxels
-
-
 @dataclass(frozen=True, eq=False)
 class VoxelBuffers:
-    """Buffers: coords int32 [capacity, 1+D], feats [capacity, C], count int32 [1], how many rows live."""
+    """Voxel buffers: coords int32 [capacity, 1+D], feats [capacity, C], count int32 [1] (valid rows)."""
 
     coords: Tensor
     feats: Tensor
@@ -133,14 +130,14 @@ class VoxelBuffers:
     def enter(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
         cloud = CoordBuffer(self.coords, self.count, site.bounds, new_status(self.coords.device))
         geometry = Geometry.in_buffer(cloud, site, buffered)
-        # It tells duplicates and coordinates outside the box, also where nothing asks for neighbours.
+        # Detects duplicates and out-of-bounds coordinates, even if no kernel map is built.
         geometry.lookup()
         return InputBatch(SparseTensor(self.feats, geometry))
 
 
 @dataclass(frozen=True, eq=False)
 class VoxelScene:
-    """feats [N, C] on coords int32 [N, 1+D]; own: their geometry if it is at hand; like: the example."""
+    """feats [N, C] on coords int32 [N, 1+D]; own: their geometry, if known; like: the example."""
 
     feats: Tensor
     coords: Tensor
@@ -184,12 +181,9 @@ class VoxelScene:
         return VoxelScene(self.feats[chosen], coords, own, self.like)
 
 
-# Points
-
-
 @dataclass(frozen=True, eq=False)
 class VoxelGrid:
-    """How points become voxels of so many batch items. dtype: that their mean features are cast to."""
+    """Voxelisation of points in `batch` items. dtype: cast of the mean features."""
 
     frame: VoxelFrame
     spatial_shape: tuple[int, ...] | None
@@ -199,10 +193,8 @@ class VoxelGrid:
 
 @dataclass(frozen=True, eq=False)
 class PointBuffers:
-    """Buffers: points [capacity, D], feats [capacity, F] (None: the points), items int32 [capacity], count int32 [1].
-
-    size, origin: float64 [D], the grid's on the device. limits: float64 [2, D], the least and the greatest cell.
-    """
+    """Point buffers: points [capacity, D], feats [capacity, F] (None: points), items int32 [capacity], count int32 [1].
+    size, origin: float64 [D], the grid's, on the device. limits: float64 [2, D], the smallest and the largest cell."""
 
     points: Tensor
     feats: Tensor | None
@@ -246,7 +238,7 @@ class PointBuffers:
         relation = Relation.of(cells.dim, 1, policy="floor_unique")
         made = make_outputs(cells, site, relation)
         if isinstance(made, TorchOutputs) and cells.coords.is_cuda:
-            raise GeometryError(f"no kernel makes voxels in the box {site.bounds.low} to {site.bounds.high}")
+            raise GeometryError(f"no voxelisation kernel supports the box {site.bounds.low} to {site.bounds.high}")
         place: Hashable = ("rows", buffered.path, site.stride)
         room = buffered.rooms.capacity(place, made.count, max_outputs(self.capacity, relation, site))
         geometry = Geometry.in_buffer(made.cloud(room, alone=True), site, buffered)
@@ -254,16 +246,16 @@ class PointBuffers:
         return InputBatch(SparseTensor(self._means(rows, room), geometry), rows)
 
     def _cells(self, site: GridSpec) -> CoordBuffer:
-        """The cell of each point; of those that are left out, or lie outside the box, that of no batch item."""
+        """Cell of each point; batch index -1 if the point is padding, invalid or outside the box."""
         live = torch.arange(self.capacity, device=self.points.device) < self.count
         units = (self.points.double() - self.origin) / self.size
         cells = torch.floor(units + 0.5 if self.grid.frame.rounding == "round" else units)
-        # What is not finite is in no box.
+        # Comparisons with NaN are False, so non-finite points are outside.
         inside = ((cells >= self.limits[0]) & (cells <= self.limits[1])).all(1)
         inside &= (self.items >= 0) & (self.items < site.batch_size)
         wrong = live & ~inside
         if self.grid.spatial_shape is not None:
-            # Points outside a grid are left out; those that are nowhere, and items that are not there, are errors.
+            # Points outside a spatial_shape are dropped; non-finite points and invalid batch indices are errors.
             wrong &= ~(torch.isfinite(cells).all(1) & (self.items >= 0) & (self.items < site.batch_size))
         status = new_status(self.points.device).bitwise_or_(RANGE * wrong.any().int())
         kept = live & inside
@@ -272,7 +264,7 @@ class PointBuffers:
         return CoordBuffer(coords, self.count, site.bounds, status)
 
     def _means(self, rows: Tensor, room: int) -> Tensor:
-        """The mean of each voxel's points, summed in at least float32; points without a voxel go to a row past all."""
+        """Mean features of each voxel, summed in at least float32; points without a voxel go to an extra last row."""
         values = self.points if self.feats is None else self.feats
         wide = torch.promote_types(values.dtype, torch.float32)
         place = torch.where(rows >= 0, rows, room)
@@ -321,8 +313,8 @@ class PointScene:
 
     def tensor(self) -> SparseTensor:
         frame, shape = self.grid.frame, self.grid.spatial_shape
-        told = (self.points, self.feats, frame.size, self.items, frame.origin, frame.rounding)
-        x = voxelize(*told, spatial_shape=shape, batch_size=self.grid.batch)
+        cloud = (self.points, self.feats, frame.size, self.items, frame.origin, frame.rounding)
+        x = voxelize(*cloud, spatial_shape=shape, batch_size=self.grid.batch)
         return x if self.grid.dtype is None else x.to(self.grid.dtype)
 
     def geometry(self, site: GridSpec) -> None:
@@ -337,7 +329,7 @@ class PointScene:
 
 
 def per_point(values: Tensor, inverse: Tensor) -> Tensor:
-    """values[inverse] of floats with 0, of others with -1, where a point has no voxel (-1)."""
+    """values[inverse]; rows of points without a voxel (-1) are 0 for floats, -1 otherwise."""
     filler = 0 if values.is_floating_point() else -1
     if not values.shape[0]:
         return values.new_full((len(inverse), *values.shape[1:]), filler)

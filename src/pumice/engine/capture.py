@@ -1,4 +1,4 @@
-"""A network with its kernel maps as one CUDA graph for each capacity: coordinates and features in, results out."""
+"""Inference of a network, kernel maps included, as one CUDA graph per capacity."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from pumice.ops import SparseTensor
 from pumice.runtime.launch import outside_inference_mode
 
 Box = tuple[Sequence[int], Sequence[int]]
-"""The least and the greatest coordinate along each axis."""
-_CELLS = 32
-"""Extents of boxes are multiples of it."""
+"""Smallest and largest coordinate along each axis."""
+_CELLS = 32  # Extents of boxes are multiples of this
 
 
 def capture(
@@ -38,40 +37,35 @@ def capture(
     margin: float = 1.5,
     box: Box | None = None,
 ) -> Captured:
-    """`model` in evaluation, its kernel maps included, as one CUDA graph for each of a few capacities.
+    """Capture the inference pass of `model`, kernel maps included, as one CUDA graph per capacity.
 
         fast = pm.capture(net, x, max_voxels=200_000)
         y = fast(x)
 
-    The network's own forward pass runs on buffers: rows past the scene's voxels do not live, and meet nothing. What it
-    costs then depends on the scene's voxels and little on the capacity. Nothing waits for the device but for a few
-    numbers: where the network finds its maps beside its layers (SparseTensor.prepare) the device tells them once these
-    are there, and a call returns while the layers are still at work, as any operation of torch on the current stream.
-    On a CPU the same calls run one by one, without a graph, which is for tests.
+    The forward pass runs on buffers of fixed capacity; padding rows are masked out, so the cost depends on the scene's
+    voxels and little on the capacity. The only host synchronisation reads the status word and the level sizes. If maps
+    are built beside the layers (SparseTensor.prepare), these are available once the maps are, and a call returns while
+    layers still run on the current stream. On a CPU the same calls run without a graph (for tests).
 
     Parameters
     ----------
-    model: a module in evaluation that takes one SparseTensor. Its parameters are read where they lie: what is written
-        into them shows in the next call.
-    example: a typical scene with features as they will come. Capacities of inner levels are derived from it.
-    max_voxels: the largest capacity; twice the example's voxels without it. A larger scene runs eagerly.
-    level_capacity: room of inner levels as a share of the first one's, for all, or by stride ({2: 0.6, 4: 0.3}); by
-        default what the example needs, times `margin`, as is the room of what kernels read of the maps. A scene that
-        needs more runs eagerly, and its capacity is planned and captured anew for it, up to three times.
-    batch: items of a batch, at most; by default the example's.
-    dtype: what parameters and features are cast to, in a copy of the model: see refresh(). Beside a half precision
-        batch norms stay as they are.
-    buckets: the factor between capacities, or the capacities themselves. Each is captured when a scene first needs it,
-        or by `ready()`.
-    box: the least and the greatest coordinates; a scene outside runs eagerly. By default the example's spatial_shape,
-        which later scenes then share, or its own box, half as long again along each axis.
+    model: module in evaluation mode that takes one SparseTensor. Parameters are read in place: values written to them
+        take effect in the next call.
+    example: typical scene, with features as later scenes have them. Capacities of coarser levels derive from it.
+    max_voxels: largest capacity; default twice the example's voxels. A larger scene runs eagerly.
+    level_capacity: capacity of coarser levels as a share of the first level's, for all or by stride ({2: 0.6, 4: 0.3});
+        default: what the example needs times `margin`, which also applies to kernel map entries. A scene that
+        overflows runs eagerly, and its capacity is re-planned and re-captured, up to three times.
+    batch: largest number of batch items; default the example's.
+    dtype: cast a copy of the model, and features, to this dtype (see refresh()). In half precision batch norms keep
+        their dtype.
+    buckets: factor between capacities, or the capacities. Each is captured on first use, or by `ready()`.
+    box: smallest and largest coordinates; a scene outside runs eagerly. Default: the example's spatial_shape, which
+        later scenes must share, or else its bounding box, enlarged by half along each axis.
 
-    Raises
-    ------
-    OptionError (a model in training, options that are not known), DtypeError and ShapeError (no sparse tensor, an
-    example without voxels or with more than max_voxels), CaptureError (a model that asks the host for sizes, or whose
-    results in buffers are not those of its forward pass on the example), GeometryError (operations whose results have
-    as many rows as their values say, such as prune()).
+    Raises OptionError (model in training mode, invalid options), DtypeError and ShapeError (example is no SparseTensor,
+    has no voxels, or more than max_voxels), CaptureError (the model reads sizes on the host, or its captured results
+    differ from its forward pass on the example), GeometryError (value-dependent row counts, as of prune()).
     """
     _check_model(model)
     check_example(example)
@@ -101,33 +95,33 @@ def capture_points(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> CapturedPoints:
-    """As `capture`, from raw points on: they are voxelised, with the mean of their features, within the graph.
+    """Like `capture`, but from raw points: the graph also voxelises them and averages the features of each voxel.
 
         fast = pm.capture_points(net, points, feats, size=0.05, max_points=300_000)
         labels = fast(points, feats).argmax(1)
 
-    points, feats, size, batch, origin, rounding, spatial_shape: an example, and the grid, as in voxelize(); the origin
-    is a number or one per axis. batch_size: items of a batch, at most. max_points: the largest capacity; twice the
-    example's without it. Other options as in `capture`: level_capacity (of the first voxels, too, in shares of the
-    points), buckets (of points), margin, box.
+    points, feats, size, batch, origin, rounding, spatial_shape: example and grid, as in voxelize(); the origin is one
+    number or one per axis. batch_size: largest number of batch items. max_points: largest capacity; default twice the
+    example's points. Other options as in `capture`: level_capacity (as shares of the points, input voxels included),
+    buckets (of points), margin, box.
 
-    Results with a row for each of the first voxels come back with one for each point. Points outside the box, but for
-    a spatial_shape's, make the scene run eagerly.
+    Results with one row per input voxel are returned with one row per point. A scene with points outside the box runs
+    eagerly, unless the box is a spatial_shape.
 
     Raises as `capture` and voxelize() do.
     """
     _check_model(model)
     check_points(points, batch)
     if isinstance(origin, str):
-        raise OptionError("the origin of captured points is given in numbers: that of a cloud is read from the device")
+        raise OptionError("origin must be numbers in capture_points: a cloud's origin is read from the device")
     if not len(points):
-        raise ShapeError("the example has no points: it says nothing of how many voxels there are")
+        raise ShapeError("the example has no points, so no capacities can be derived from it")
     frame = frame_of(points, size, origin, rounding)
     limits, margins, box = _options_of_points(points, batch, max_points, batch_size, options)
     shape = None if spatial_shape is None else tuple(int(n) for n in spatial_shape)
     own = model if dtype is None else cast(model, dtype)
     scene = PointScene(points, feats, batch, VoxelGrid(frame, shape, limits.batch, dtype))
-    # It raises what is wrong with the example.
+    # Raises if the example is invalid.
     x = scene.tensor()
     program = PaddedProgram(own, site_within(x.geometry.site, limits.batch, box), Autocast.now(points.device.type))
     with outside_inference_mode():
@@ -140,7 +134,7 @@ def _options_of_points(
 ) -> tuple[Limits, CapacityMargins, Box | None]:
     known = {"level_capacity": None, "buckets": 1.5, "margin": 1.5, "box": None}
     if wrong := options.keys() - known:
-        raise TypeError(f"capture_points has no {', '.join(sorted(wrong))}; there are {', '.join(known)}")
+        raise TypeError(f"capture_points has no option {', '.join(sorted(wrong))}; expected {', '.join(known)}")
     known |= options
     held = 1 if batch is None else int(batch.max()) + 1
     limits = Limits.of("points", (len(points), most), (held, items), known["buckets"])
@@ -148,16 +142,16 @@ def _options_of_points(
 
 
 class _Base(CapturedModule):
-    """What captured networks share."""
+    """Base class of captured inference networks."""
 
     def __init__(self, engine: GraphRunner, source: nn.Module | None) -> None:
         super().__init__(engine)
         self._source = source
 
     def refresh(self) -> None:
-        """Take the model's parameters and buffers anew: needed after `dtype=`, which made a copy, when they changed.
+        """Copy the model's parameters and buffers again; needed after they change if `dtype=` made a copy.
 
-        Without a copy what is written into them is seen anyway; this captures anew, for parameters that were replaced.
+        Without a copy, written values are seen anyway; this drops all graphs, for parameters that were replaced.
         """
         with self._lock:
             if self._source is None:
@@ -169,17 +163,17 @@ class _Base(CapturedModule):
 
 
 class Captured(_Base):
-    """A captured network: see `capture`."""
+    """Captured network; see `capture`."""
 
     def __call__(self, x: SparseTensor | Tensor, coords: Tensor | None = None) -> Any:
-        """What the model gives for x, or for features x [N, C] on coords int32 [N, 1+D].
+        """Run the model on x, or on features x [N, C] with coords int32 [N, 1+D].
 
-        Results are new tensors; a sparse one on x's coordinates shares x's geometry. No gradients. Features and
-        coordinates without a SparseTensor around them are a batch of `batch` items, and are checked by the graph:
-        nothing is read before.
+        Results are new tensors without gradients; a sparse result on x's coordinates shares x's geometry. Plain
+        features and coordinates form a batch of `batch` items, and are checked inside the graph, without a host
+        synchronisation.
 
         Raises CoordinateError (duplicates, a scene outside the example's spatial_shape), ShapeError, DtypeError,
-        DeviceError and GeometryError for what does not fit the example.
+        DeviceError and GeometryError (input that does not match the example).
         """
         example: SparseTensor = self._engine.example.like  # pyright: ignore[reportAttributeAccessIssue]
         own = None
@@ -192,20 +186,22 @@ class Captured(_Base):
             raise DtypeError(f"a captured network takes a SparseTensor, or feats and coords, found {type(x).__name__}")
         _check_arrays(feats, coords, example)
         if self._source is None and feats.dtype != example.dtype:
-            raise DtypeError(f"feats are {feats.dtype}, the example's {example.dtype}; dtype= would cast them")
+            raise DtypeError(f"feats must be {example.dtype} as the example's, found {feats.dtype}; dtype= casts them")
         with self._lock:
             return self._engine.run(VoxelScene(feats, coords, own, example))
 
 
 class CapturedPoints(_Base):
-    """A network captured from points on: see `capture_points`."""
+    """Network captured together with its voxelisation; see `capture_points`."""
 
     def __call__(self, points: Tensor, feats: Tensor | None = None, batch: Tensor | None = None) -> Any:
-        """What the model gives for points [P, D] with feats [P, F], of batch items int [P]; rows of points where the
-        model's have one for each voxel: of floats 0, of integers -1 for a point outside a spatial_shape.
+        """Run the model on points [P, D] with feats [P, F] and batch indices int [P].
 
-        Raises CoordinateError (points that are not finite, items that are not there), ShapeError, DtypeError and
-        DeviceError for what does not fit the example.
+        Results with one row per voxel are returned per point; points outside a spatial_shape get 0 (floats) or -1
+        (integers).
+
+        Raises CoordinateError (non-finite points, batch indices out of range), ShapeError, DtypeError and DeviceError
+        (input that does not match the example).
         """
         like: PointScene = self._engine.example  # pyright: ignore[reportAssignmentType]
         scene = PointScene(points, feats, batch, like.grid)
@@ -215,9 +211,9 @@ class CapturedPoints(_Base):
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy with parameters and buffers in another dtype; those of batch norms stay wide beside a half precision."""
+    """Copy the model with parameters and buffers cast to `dtype`; batch norms are not cast to half precision."""
     if not dtype.is_floating_point or dtype.itemsize == 1:
-        raise DtypeError(f"a network is cast to a wider float, found {dtype}")
+        raise DtypeError(f"a network can be cast to a float of at least 16 bits, found {dtype}")
     found = copy.deepcopy(model)
     for module in found.modules():
         if isinstance(module, _BatchNorm) and dtype.itemsize < 4:
@@ -236,16 +232,16 @@ def _held(model: nn.Module) -> list[Tensor]:
 
 
 def site_within(site: GridSpec, batch: int, box: Box | None) -> GridSpec:
-    """Of the first coordinates: a box that all scenes are expected in."""
+    """GridSpec of the input coordinates, with the box that all scenes are expected in as its bounds."""
     bounds = site.bounds
     if site.spatial_shape is not None:
         if box is not None:
-            raise OptionError(f"the example has spatial_shape={site.spatial_shape}, which is the box; leave box out")
+            raise OptionError(f"box cannot be combined with the example's spatial_shape={site.spatial_shape}")
         low, high = (0,) * len(bounds.low), tuple(max(0, n - 1) for n in site.spatial_shape)
     elif box is not None:
         low, high = (tuple(int(c) for c in side) for side in box)
         if len(low) != len(bounds.low) or len(high) != len(low) or any(a > b for a, b in zip(low, high, strict=True)):
-            raise OptionError(f"box takes the least and the greatest coordinate of each axis, found {box!r}")
+            raise OptionError(f"box takes the smallest and the largest coordinate of each axis, found {box!r}")
     else:
         ends = [_roomier(a, b) for a, b in zip(bounds.low, bounds.high, strict=True)]
         low, high = tuple(a for a, _ in ends), tuple(b for _, b in ends)
@@ -253,7 +249,7 @@ def site_within(site: GridSpec, batch: int, box: Box | None) -> GridSpec:
 
 
 def _roomier(low: int, high: int) -> tuple[int, int]:
-    """An axis half as long again, and then to the next multiple of _CELLS."""
+    """Enlarge an axis by half, then to a multiple of _CELLS."""
     extent = high - low + 1
     room = -(-(extent + 2 * (extent // 4 + 8)) // _CELLS) * _CELLS - extent
     return max(-(2**31), low - room // 2), min(INT32_MAX, high + room - room // 2)
@@ -264,52 +260,52 @@ def _check_model(model: nn.Module) -> None:
         raise OptionError(f"capture takes a torch.nn.Module, found {type(model).__name__}")
     training = [name or type(m).__name__ for name, m in model.named_modules() if m.training]
     if training:
-        raise OptionError(f"capture is of a model in evaluation, call model.eval(); in training are {training[:3]}")
+        raise OptionError(f"capture expects model.eval(); these modules are in training mode: {training[:3]}")
 
 
 def check_example(example: SparseTensor) -> None:
     if not isinstance(example, SparseTensor):
-        raise DtypeError(f"the example is a SparseTensor, found {type(example).__name__}")
+        raise DtypeError(f"the example must be a SparseTensor, found {type(example).__name__}")
     example.geometry.require_host_size("a capture within a capture")
     if not len(example):
-        raise ShapeError("the example has no voxels: it says nothing of how large inner levels are")
+        raise ShapeError("the example has no voxels, so no level capacities can be derived from it")
 
 
 def check_scene(x: SparseTensor, example: SparseTensor) -> None:
     _check_arrays(x.feats, x.coords, example)
     for name in ("stride", "spatial_shape"):
         if getattr(x, name) != getattr(example, name):
-            raise GeometryError(f"x has {name}={getattr(x, name)}, what was captured has {getattr(example, name)}")
+            raise GeometryError(f"x has {name}={getattr(x, name)}, the captured example {getattr(example, name)}")
 
 
 def _check_arrays(feats: Tensor, coords: Tensor, example: SparseTensor) -> None:
     if feats.ndim != 2 or feats.shape[1] != example.channels:
         raise ShapeError(
-            f"feats are [N, {example.channels}] for this captured network, found shape {list(feats.shape)}"
+            f"feats must be [N, {example.channels}] for this captured network, found shape {list(feats.shape)}"
         )
     if coords.shape != (feats.shape[0], example.dim + 1):
-        raise ShapeError(f"coords are [{feats.shape[0]}, {example.dim + 1}], found shape {list(coords.shape)}")
+        raise ShapeError(f"coords must be [{feats.shape[0]}, {example.dim + 1}], found shape {list(coords.shape)}")
     if coords.dtype != torch.int32:
-        raise DtypeError(f"coords are torch.int32, found {coords.dtype}")
+        raise DtypeError(f"coords must be torch.int32, found {coords.dtype}")
     if not feats.is_floating_point():
-        raise DtypeError(f"feats are floating point, found {feats.dtype}")
+        raise DtypeError(f"feats must be floating point, found {feats.dtype}")
     for name, tensor in (("feats", feats), ("coords", coords)):
         if tensor.device != example.device:
             raise DeviceError(f"{name} are on {tensor.device}, the captured network on {example.device}")
 
 
 def check_points_of(scene: PointScene, like: PointScene) -> None:
-    """Raise where points do not fit the example's."""
+    """Raise ShapeError, DtypeError or DeviceError if points do not match the example's."""
     check_points(scene.points, scene.items)
     for name in ("points", "feats"):
         mine, theirs = getattr(scene, name), getattr(like, name)
         if (mine is None) != (theirs is None):
-            raise ShapeError(f"the example has {'no ' if theirs is None else ''}feats beside its points")
+            raise ShapeError(f"the example has {'no feats' if theirs is None else 'feats'}, which the scene must match")
         if mine is None:
             continue
         if mine.ndim != 2 or mine.shape[1] != theirs.shape[1] or len(mine) != scene.count:
-            raise ShapeError(f"{name} are [{scene.count}, {theirs.shape[1]}], found shape {list(mine.shape)}")
+            raise ShapeError(f"{name} must be [{scene.count}, {theirs.shape[1]}], found shape {list(mine.shape)}")
         if not mine.is_floating_point():
-            raise DtypeError(f"{name} are floating point, found {mine.dtype}")
+            raise DtypeError(f"{name} must be floating point, found {mine.dtype}")
         if mine.device != theirs.device:
             raise DeviceError(f"{name} are on {mine.device}, the captured network on {theirs.device}")

@@ -1,4 +1,4 @@
-"""Whether two results of one network are the same within rounding, where they may have been summed in other orders."""
+"""Compare two results of a network up to rounding; sums may have been taken in different orders."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from pumice.ops import SparseTensor
 _LIMITS: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
     {torch.float64: (1e-10, 1e-9), torch.float32: (2e-3, 2e-2), torch.float16: (2e-2, 0.2), torch.bfloat16: (1e-1, 1.0)}
 )
-"""The largest rms error and the largest error of an entry, both over the rms of what is wanted: of whole networks,
-whose roundings add up. A row that is wrong has an error of about 1."""
-_LABELS = 0.01
-"""Of integers, which stand for classes, the share that may differ."""
-_SHAKEN = 4
-"""Roundings of an entry of what a network is asked again with."""
-_NOISE = 8
-"""How many times the rms of what these change an rms error may be that is rounding, too."""
+"""(rms error, largest error) relative to the expected rms, for a whole network; a wrong row has an error of about 1."""
+_LABELS = 0.01  # Share of integer entries (class labels) that may differ
+_SHAKEN = 4  # Size of a perturbation, in roundings (eps)
+_NOISE = 8  # Allowed rms error, as a multiple of the rms change caused by the perturbation
 
 
 def perturb(feats: Tensor, like: Iterable[Any]) -> Tensor:
-    """Features some roundings up or down; of the coarsest dtype among them and the tensors in `like`."""
+    """Perturb features by +-_SHAKEN roundings of the coarsest dtype among them and the tensors in `like`."""
     held = (x.feats if isinstance(x, SparseTensor) else x for x in like)
     kinds = {x.dtype for x in held if isinstance(x, Tensor) and x.is_floating_point()} | {feats.dtype}
     if not feats.is_floating_point():
@@ -36,32 +32,31 @@ def perturb(feats: Tensor, like: Iterable[Any]) -> Tensor:
 
 
 def differ(got: Any, want: Any, again: Any = None) -> str | None:
-    """How two results differ by more than rounding, or None.
+    """Description of how two results differ by more than rounding, or None.
 
-    again: what is wanted for features that are `perturb`. What that changes has no digits that could be compared, as a
-    mean over what was normalised, which is 0 but for rounding.
+    again: the expected result for perturbed features. Values that this changes (such as a mean of normalised values,
+    0 up to rounding) have no significant digits to compare.
     """
     if isinstance(want, SparseTensor) != isinstance(got, SparseTensor):
-        return f"a {type(got).__name__} where there should be a {type(want).__name__}"
+        return f"found a {type(got).__name__}, expected a {type(want).__name__}"
     if isinstance(want, SparseTensor):
         if got.coords.shape != want.coords.shape or not bool((got.coords == want.coords).all()):
-            return f"{len(got.feats)} voxels, which are not the {len(want.feats)} that there should be"
+            return f"found {len(got.feats)} voxels, which are not the {len(want.feats)} expected ones"
         return _values(got.feats, want.feats, again.feats if isinstance(again, SparseTensor) else None)
     if isinstance(want, Tensor):
-        return _values(got, want, again) if isinstance(got, Tensor) else "no tensor"
-    return None if got == want else f"{got!r} where there should be {want!r}"
+        return _values(got, want, again) if isinstance(got, Tensor) else "found no tensor"
+    return None if got == want else f"found {got!r}, expected {want!r}"
 
 
-AMPLIFIED = 16
-"""How much more than a rounding of the input all roundings on the way are reckoned to change."""
+AMPLIFIED = 16  # Assumed effect of all intermediate roundings, as a multiple of the effect of rounding the input once
 
 
 def steps_differ(names: Sequence[str], steps: Sequence[Sequence[Tensor]], kind: torch.dtype, more: int) -> str | None:
-    """How what a step gave (loss, gradients, statistics; of these names) differs by more than rounding; or None.
+    """Description of how a step's results (loss, gradients, statistics; by name) differ by more than rounding, or None.
 
-    steps: as it is, as it should be, and as it would be with inputs that were rounded to `kind` once more, or more
-    often: norms of few voxels and sums that cancel make much of that. more: how many times what that changes is
-    rounding. A gradient that is 0 but for rounding (of a bias before a norm) is measured by the others.
+    steps: actual and expected results, then expected results for inputs with further roundings to `kind`, which norms
+    over few voxels and cancelling sums amplify. more: accepted error, as a multiple of the change by those roundings.
+    A gradient that is 0 up to rounding (of a bias before a norm) is judged by the scale of the others.
     """
     got, wanted, *others = steps
     limit = 2 * _LIMITS[kind][0]
@@ -70,13 +65,13 @@ def steps_differ(names: Sequence[str], steps: Sequence[Sequence[Tensor]], kind: 
     noise = torch.stack([_apart(other, wanted) for other in others]).amax(0)
     errors = _apart(got, wanted)
     most = limit * sizes.clamp(min=usual + torch.finfo(kind).tiny) + more * noise
-    # What is not finite is no rounding, unless it should not be finite.
+    # Non-finite values are wrong unless the expected ones are non-finite, too.
     wrong = ~(errors <= most) & sizes.isfinite()
     if not bool(wrong.any()):
         return None
     first = int(wrong.int().argmax())
-    told = f"rms error {float(errors[first]):.3g} of {float(sizes[first]):.3g}, at most {float(most[first]):.3g}"
-    return f"{names[first]}: {told} ({kind})"
+    error = f"rms error {float(errors[first]):.3g} of {float(sizes[first]):.3g}, at most {float(most[first]):.3g}"
+    return f"{names[first]}: {error} ({kind})"
 
 
 def _apart(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
@@ -89,13 +84,13 @@ def _size(values: Tensor) -> Tensor:
 
 def _values(got: Tensor, want: Tensor, again: Tensor | None) -> str | None:
     if got.shape != want.shape or got.dtype != want.dtype:
-        return f"{list(got.shape)} of {got.dtype} where there should be {list(want.shape)} of {want.dtype}"
+        return f"found {list(got.shape)} of {got.dtype}, expected {list(want.shape)} of {want.dtype}"
     if not want.numel():
         return None
     limits = _LIMITS.get(want.dtype)
     if limits is None:
         wrong = int((got != want).sum())
-        return f"{wrong} of {want.numel()} entries" if wrong > max(1, _LABELS * want.numel()) else None
+        return f"{wrong} of {want.numel()} entries differ" if wrong > max(1, _LABELS * want.numel()) else None
     a, b = got.double(), want.double()
     same = (a == b) | (a.isnan() & b.isnan())
     error = torch.where(same, 0.0, (a - b).abs())
@@ -105,9 +100,9 @@ def _values(got: Tensor, want: Tensor, again: Tensor | None) -> str | None:
     mean, most = float(error.square().mean().sqrt() / scale), float(error.max() / scale)
     if mean <= limits[0] and most <= limits[1]:
         return None
-    return f"rms error {mean:.3g} and largest error {most:.3g}, of {limits[0]:.3g} and {limits[1]:.3g} ({want.dtype})"
+    return f"rms error {mean:.3g}, largest error {most:.3g}, limits {limits[0]:.3g} and {limits[1]:.3g} ({want.dtype})"
 
 
 def _rms(values: Tensor) -> Tensor:
-    """Of those that are finite."""
+    """Root mean square of the finite values."""
     return torch.where(values.isfinite(), values, 0.0).square().mean().sqrt()

@@ -1,4 +1,4 @@
-"""A network of sparse tensors as a module of plain ones, which torch.export takes."""
+"""A network of sparse tensors as a module of plain tensors, for torch.export."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pumice.ops import SparseTensor
 
 
 class Exportable(nn.Module):
-    """forward(coords int32 [N, 1+D], feats [N, C]) -> what `model` gives for them, in plain tensors; see exportable."""
+    """forward(coords int32 [N, 1+D], feats [N, C]) -> the result of `model`, as plain tensors; see exportable."""
 
     def __init__(
         self, model: nn.Module, stride: int | Sequence[int], spatial_shape: Sequence[int] | None, batch_size: int | None
@@ -25,12 +25,12 @@ class Exportable(nn.Module):
         self.batch_size = batch_size
 
     def forward(self, coords: Tensor, feats: Tensor) -> Any:
-        """(coords, feats) in place of every SparseTensor that the model gives, and tensors as they are."""
+        """Result of the model, with every SparseTensor replaced by (coords, feats)."""
         return _plain(self.model(SparseTensor(feats, coords, self.stride, self.spatial_shape, self.batch_size)))
 
     @property
     def dynamic_shapes(self) -> tuple[dict[int, Any], dict[int, Any]]:
-        """What torch.export.export takes under this name: any number of voxels, the same for both."""
+        """The argument of torch.export.export: a dynamic number of voxels, the same for both inputs."""
         voxels = torch.export.Dim("voxels")
         return {0: voxels}, {0: voxels}
 
@@ -45,24 +45,24 @@ def exportable(
     spatial_shape: Sequence[int] | None = None,
     batch_size: int | None = None,
 ) -> Exportable:
-    """`model`, which takes a SparseTensor, as a module that takes its coordinates and features, for torch.export.
+    """Wrap `model`, which takes a SparseTensor, as a module of coordinates and features, for torch.export.
 
     Parameters
     ----------
-    model: takes a SparseTensor, gives SparseTensors or tensors, also in lists, tuples and mappings. Its weights are
-        shared, and it keeps its mode: call eval() before exporting for inference.
-    stride, spatial_shape, batch_size: of the SparseTensor, as there, once for all scans. batch_size: by default the
-        largest batch index + 1 of each.
+    model: takes a SparseTensor, returns SparseTensors or tensors, also in lists, tuples and mappings. Its weights are
+        shared and its mode is kept: call eval() before exporting for inference.
+    stride, spatial_shape, batch_size: as in SparseTensor, fixed for all scenes. batch_size: default the largest batch
+        index of each scene + 1.
 
-    Coordinates are checked in every call, as those of a SparseTensor are. The program can be saved; who loads it needs
-    torch and pumice, and none of the model's code:
+    Coordinates are checked in every call, as by SparseTensor. Loading a saved program needs torch and pumice, but not
+    the model's code:
 
         net = pm.exportable(model.eval())
         program = torch.export.export(net, (x.coords, x.feats), dynamic_shapes=net.dynamic_shapes)
         torch.export.save(program, "net.pt2")
 
-    Raises OptionError for a model that is no torch.nn.Module. Layers with named dataflows raise OptionError as they are
-    traced: take these off first.
+    Raises OptionError if `model` is no torch.nn.Module. Layers with named dataflows raise OptionError when traced:
+    set `dataflow = None` first.
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"exportable takes a torch.nn.Module, found {type(model).__name__}")
@@ -70,7 +70,7 @@ def exportable(
 
 
 def _plain(found: Any) -> Any:
-    """Coordinates and features in place of sparse tensors."""
+    """Replace sparse tensors by (coords, feats)."""
     if isinstance(found, SparseTensor):
         return found.coords, found.feats
     if isinstance(found, Mapping):

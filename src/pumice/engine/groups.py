@@ -1,8 +1,8 @@
-"""Which layers of a network share a kernel map: found by running it, whatever its code is.
+"""Group the layers of a network by shared kernel maps, found by running it.
 
-Layers over one map, and those that read the same map the other way round (the inverse of a strided convolution), are
-one group; a layer that is called on several maps joins theirs. Only layers of pumice.nn have a dataflow to choose:
-pumice.ops.conv called directly, and pools, are not among them.
+Layers over one map or its transpose (the inverse of a strided convolution) form a group; a layer that is called on
+several maps merges their groups. Only convolutions of pumice.nn have a dataflow to choose, not pools or direct calls of
+pumice.ops.conv.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from pumice.ops import Epilogue, SparseTensor
 from pumice.ops.conv import Target
 from pumice.schedule.predict import LayerWork, MapStats
 
-FEW = 512
-"""Rows below which a map's size says nothing: its kernels are bound by what they wait for."""
+FEW = 512  # Map sizes below this many rows count as equal: such kernels are latency-bound
 
 
 @dataclass(frozen=True)
 class EpilogueSpec:
-    """What an epilogue is, without its values: the dtypes of its tensors by name, and its options."""
+    """An epilogue without its values: the dtypes of its tensors by name, and its options."""
 
     tensors: tuple[tuple[str, torch.dtype], ...] = ()
     activation: str = ""
@@ -46,7 +45,7 @@ class EpilogueSpec:
         return EpilogueSpec(held, epilogue.activation, epilogue.dtype, epilogue.eps)
 
     def like(self, y: Tensor) -> Epilogue:
-        """Such an epilogue of a result y [N, C_out]."""
+        """An epilogue of this kind for a result y [N, C_out], filled with ones."""
         rows = {"residual": y.shape}
         held: dict[str, Any] = {n: y.new_ones(rows.get(n, y.shape[1:]), dtype=dtype) for n, dtype in self.tensors}
         return Epilogue(activation=self.activation, dtype=self.dtype, eps=self.eps, **held)
@@ -54,11 +53,8 @@ class EpilogueSpec:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """A layer that ran: its name, itself, where and in which dtype it did, the map that it read, and what followed in
-    its kernel.
-
-    Without features: those of a whole network are not to be held.
-    """
+    """Recorded call of a layer. geometry, dtype: of its input. found: the kernel map read. then: the fused epilogue.
+    Features are not recorded, to save memory."""
 
     name: str
     layer: Convolution
@@ -69,21 +65,21 @@ class LayerCall:
 
     @property
     def multiplied(self) -> torch.dtype:
-        """In which values are multiplied."""
+        """Dtype of the multiplication."""
         return _cast(self.dtype, self.geometry.device.type)
 
     @property
     def map_key(self) -> int:
-        """The same for a map and its transpose."""
+        """Identity of the map, equal for its transpose."""
         return id(self.found.table)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerGroup:
-    """Layers that run one dataflow.
+    """Layers that share a dataflow.
 
-    name: of their map: the window, strides, and the level's voxels in finest ones. layers: by name, in the order of
-    their first calls. calls: those of the first scene with any. works: for each scene, what the layers do.
+    name: describes their map: window, stride, and stride of the level. layers: by name, in the order of their first
+    calls. calls: those of the first scene that has any. works: work of the layers, for each scene.
     """
 
     name: str
@@ -93,17 +89,17 @@ class LayerGroup:
 
     @property
     def rows(self) -> float:
-        """Outputs of the map on average, of the coarser side where it leads from one level to another."""
+        """Rows of the map's coarser side, mean over scenes."""
         return fmean(min(works[0].side.outputs, works[0].side.inputs) for works in self.works)
 
     @property
     def pairs(self) -> float:
-        """Of the map, on average."""
+        """Pairs of the map, mean over scenes."""
         return fmean(works[0].side.pairs for works in self.works)
 
     @property
     def workload(self) -> tuple[float, float]:
-        """Binary logarithms of the rows and of the pairs of a row; maps of few rows are all the same."""
+        """log2 of the rows and of the pairs per row; all maps of few rows are equal."""
         rows, pairs = max(FEW, self.rows), max(8 * FEW, self.pairs)
         return math.log2(rows), math.log2(pairs / rows)
 
@@ -117,17 +113,15 @@ class LayerGroup:
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """The groups of a network, and what was found by the way and is not tuned."""
+    """Groups of a network, and notes on what is not tuned."""
 
     groups: tuple[LayerGroup, ...]
     notes: tuple[str, ...]
 
 
 def observe(tuned_model: TuningSubject, left: Iterable[str] = ()) -> Observed:
-    """Run the network on each scene and see which layer reads which map. left: layers that are not to be tuned.
-
-    Modes, buffers and random numbers are the caller's to restore.
-    """
+    """Run the network on each scene and record which layer reads which map. left: layers not to be tuned. The caller
+    restores modes, buffers and random states."""
     left, scenes, notes = set(left), [], []
     for number, x in enumerate(tuned_model.scenes):
         x = fresh(x)
@@ -143,11 +137,8 @@ def observe(tuned_model: TuningSubject, left: Iterable[str] = ()) -> Observed:
 
 @contextmanager
 def recording_calls(model: nn.Module, arithmetic: bool = True) -> Iterator[list[LayerCall]]:
-    """Within it every convolution of a layer is added to the list, with what follows it in its kernel.
-
-    arithmetic: False has them give zeros, and no kernel is started for them. No hooks: where a module has any, what
-    follows a convolution is not part of its kernel.
-    """
+    """Record every convolution layer call in the yielded list, with its fused epilogue. arithmetic: False returns zeros
+    without launching convolution kernels. Implemented without hooks, since hooks disable epilogue fusion."""
     calls: list[LayerCall] = []
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Convolution)}
 
@@ -170,13 +161,13 @@ def recording_calls(model: nn.Module, arithmetic: bool = True) -> Iterator[list[
 
 
 def _cast(dtype: torch.dtype, kind: str) -> torch.dtype:
-    """In which values are multiplied that come in a dtype, on such a device."""
+    """Dtype of the multiplication for operands of a dtype on a device type, under the current autocast."""
     cast = torch.is_autocast_enabled(kind) and dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else dtype
 
 
 def _groups(scenes: Sequence[Sequence[LayerCall]], asked: TuningSubject) -> Iterator[LayerGroup]:
-    """Layers that are joined by maps, in any scene."""
+    """Groups of layers connected by maps in any scene (union-find)."""
     leaders: dict[Any, Any] = {}
 
     def leader(one: Any) -> Any:
@@ -218,7 +209,7 @@ def _side(found: KernelMap) -> MapStats:
 
 
 def _name(call: LayerCall) -> str:
-    """Of a map, by its first call: the window, the stride, and the voxels of the level that it starts from."""
+    """Name of a map by its first call: window, stride, and stride of its finer level."""
     relation, level = call.found.relation, call.geometry.stride
     if call.found.flipped:
         level = tuple(Fraction(s) / f for s, f in zip(level, relation.stride, strict=True))
@@ -233,19 +224,19 @@ def _axes(values: Sequence[Any]) -> str:
 
 
 def _unread(geometry: Geometry, calls: Sequence[LayerCall]) -> Iterator[str]:
-    """What is said of maps that were found and that no layer reads."""
+    """Note on maps that no layer reads."""
     read = {call.map_key for call in calls}
     others = [found for found in _below(geometry, set()) if id(found.table) not in read]
     if others:
-        told = ", ".join(sorted({f"k{_axes(found.relation.kernel)}" for found in others}))
+        names = ", ".join(sorted({f"k{_axes(found.relation.kernel)}" for found in others}))
         yield (
-            f"{len(others)} of the maps ({told}) are read by no layer of pumice.nn's convolutions: pools, and "
-            "pumice.ops.conv called directly, are not tuned"
+            f"{len(others)} of the maps ({names}) are read by no convolution layer of pumice.nn: pools and direct "
+            "calls of pumice.ops.conv are not tuned"
         )
 
 
 def _below(geometry: Geometry, seen: set[Geometry]) -> Iterator[KernelMap]:
-    """All maps that can be reached from a geometry."""
+    """All maps reachable from a geometry."""
     seen.add(geometry)
     for found, outputs in geometry.maps.values():
         yield found
@@ -254,7 +245,7 @@ def _below(geometry: Geometry, seen: set[Geometry]) -> Iterator[KernelMap]:
 
 
 def _idle(model: nn.Module, scenes: Sequence[Sequence[LayerCall]], left: set[str]) -> Iterator[str]:
-    """What is said of layers that are not tuned."""
+    """Notes on layers that are not tuned."""
     ran = {call.name for calls in scenes for call in calls}
     idle = [name for name, layer in model.named_modules() if isinstance(layer, Convolution) and name not in ran]
     if idle:

@@ -1,4 +1,4 @@
-"""The layers of a group one by one, apart from the network: their kernels compiled at once, and their tiles timed."""
+"""Layers of a group in isolation, to compile their kernels in parallel and to time their tiles."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ from pumice.ops import conv_features
 from pumice.ops.conv import Flow, merge_small_groups
 from pumice.schedule.dataflow import DGRAD, FORWARD, PASSES, PLANNED, Dataflow
 
-COMPILERS = 8
-"""Kernels that are compiled at once."""
+COMPILERS = 8  # Number of compiler threads
 
 
 @dataclass(frozen=True, eq=False)
 class IsolatedLayer:
-    """A layer over its map, with random features.
-
-    weight: [C_out, K, C_in / groups], random, in the dtype that is multiplied. then: what follows in its kernel, a bias
-    among it.
-    """
+    """A layer over its kernel map, with random features. weight: [C_out, K, C_in / groups], random, in the dtype of the
+    multiplication. then: fused epilogue, bias included."""
 
     found: KernelMap
     weight: Tensor
@@ -38,13 +34,13 @@ class IsolatedLayer:
     then: EpilogueSpec | None
 
     def given(self) -> tuple[Tensor, Tensor, Tensor]:
-        """x, w and y."""
+        """Operands x, w and y."""
         inner, outer = self.weight.shape[-1] * self.groups, self.weight.shape[0]
         x = _random(self.weight.new_empty(self.found.num_inputs, inner))
         return x, self.weight, _random(self.weight.new_empty(self.found.num_outputs, outer))
 
     def one_pass(self, name: str, flow: Dataflow) -> None:
-        """One pass of it, without autograd. Raises PumiceError where it cannot be done."""
+        """Run one pass without autograd. Raises PumiceError if it is unsupported."""
         x, w, y = self.given()
         if name == FORWARD:
             conv_features(x, w, self.found, len(y), self.groups, self.then and self.then.like(y), flow)
@@ -53,7 +49,7 @@ class IsolatedLayer:
         Pass(name, flow, self.found, groups)((y, w) if name == DGRAD else (x, y))
 
     def run(self, flow: Flow, training: bool) -> None:
-        """The layer as a network runs it, with both gradients or with none."""
+        """Run the layer as in a network, with both gradients if `training`."""
         x, w, y = self.given()
         if not training:
             with torch.no_grad():
@@ -66,10 +62,8 @@ class IsolatedLayer:
 
 
 def isolated_layer(calls: Sequence[LayerCall], training: bool) -> list[IsolatedLayer]:
-    """The layers of these calls, those that are alike once.
-
-    Their maps hold nothing that was laid out before, and what is laid out for them goes with them.
-    """
+    """The distinct layers of these calls. Their maps are copies without cached layouts, so that layouts built for them
+    are freed with them."""
     found: dict[object, IsolatedLayer] = {}
     copies: dict[int, KernelMap] = {}
     for call in calls:
@@ -83,14 +77,14 @@ def isolated_layer(calls: Sequence[LayerCall], training: bool) -> list[IsolatedL
 
 
 def _weight(call: LayerCall) -> Tensor:
-    """Like a layer's weights, as they are multiplied."""
+    """Random weights of the layer's shape, in the dtype of the multiplication."""
     own = call.layer.weight
     shape = own.shape[0], call.found.volume, own.shape[-1]
     return _random(torch.empty(shape, dtype=call.multiplied, device=own.device))
 
 
 def _then(call: LayerCall) -> EpilogueSpec | None:
-    """What follows a layer in its kernel: of the tensors that there are with its bias, and their dtypes."""
+    """Fused epilogue of a layer, bias included."""
     if call.layer.bias is None:
         return call.then
     y = torch.empty(0, call.layer.out_channels, dtype=call.multiplied)
@@ -98,7 +92,7 @@ def _then(call: LayerCall) -> EpilogueSpec | None:
 
 
 def _random(x: Tensor) -> Tensor:
-    # Multipliers that are fed zeros draw less power, and run faster than they will.
+    # Zeros draw less power, which would make timings too short.
     return x.normal_() if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else x.zero_()
 
 
@@ -108,11 +102,8 @@ def compile_at_once(
     flows: Sequence[Dataflow],
     enough: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Have the kernels of these dataflows compiled, several at a time; what cannot be done shows when it is measured.
-
-    Nothing happens on a CPU, where nothing is compiled, and for products of torch's libraries. enough: asked before
-    each kernel, whether none is begun any more.
-    """
+    """Compile the kernels of these dataflows in parallel; errors are ignored, since they recur when measured. No-op on
+    a CPU, and for dataflows of library products. enough: called before each kernel; True stops."""
     flows = [flow for flow in flows if flow == PLANNED or flow.devices == ("cuda",)]
     if not layers or layers[0].weight.device.type != "cuda":
         return
@@ -123,7 +114,7 @@ def compile_at_once(
         flow, layer, name = task
         if enough():
             return
-        # Each thread has a device, a stream and modes of its own. What fails here fails again where it is counted.
+        # Streams and modes are thread-local. An error here recurs when the layer is measured.
         with torch.no_grad(), torch.cuda.stream(stream), suppress(Exception):
             layer.one_pass(name, flow)
 
@@ -131,17 +122,14 @@ def compile_at_once(
     try:
         list(pool.map(one, product(flows, layers, passes)))
     finally:
-        # Who interrupts does not wait for what has not begun.
+        # After an interrupt, do not wait for pending tasks.
         pool.shutdown(cancel_futures=True)
     torch.cuda.synchronize(device)
 
 
 def compile_first(tuned_model: TuningSubject) -> None:
-    """Have the kernels compiled that a network starts as it is, several at a time: its first pass would take them one
-    by one.
-
-    Its layers are found by a pass without their arithmetic. Where that is not possible, or on a CPU, nothing happens.
-    """
+    """Compile the kernels of a network as it is in parallel; its first pass would compile them one by one. Its layers
+    are found by a pass without arithmetic. No-op on a CPU, or if that pass fails."""
     if tuned_model.device.type != "cuda":
         return
     with suppress(Exception):
@@ -153,6 +141,6 @@ def compile_first(tuned_model: TuningSubject) -> None:
 
 
 def time_tiles(layer: IsolatedLayer, flow: Flow, training: bool) -> None:
-    """Time the tiles of a layer's kernels that were not timed before; the ledger of tiles keeps the fastest."""
+    """Time the tiles of a layer's kernels that were not timed before; the tile cache keeps the fastest."""
     with tuning():
         layer.run(flow, training)

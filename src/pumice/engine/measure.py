@@ -1,7 +1,7 @@
-"""How long a network takes: on a GPU the time that it is busy, kernel by kernel; on a CPU the wall clock.
+"""Time of a network: kernel time on a GPU, wall-clock time on a CPU.
 
-An eager network on a GPU is often bound by the host, so that the wall clock does not tell a good kernel from a bad one.
-What counts is how long kernels ran, as CUPTI tells it (torch.profiler), with maps found anew in each pass.
+An eager network on a GPU is often host-bound, so wall-clock time does not distinguish kernels. The criterion is kernel
+time from CUPTI (torch.profiler), with kernel maps rebuilt in each pass.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from pumice.errors import DeviceError, OptionError
 
 Call = Callable[[], object]
 KERNELS, EVENTS, WALL = "kernels", "events", "wall"
-"""Clocks: what kernels took; between two events around a pass, gaps among kernels included; on the wall."""
+"""Clocks: sum of kernel times; time between CUDA events around a pass, gaps included; wall-clock time."""
 OTHER = "other"
-_ATTEMPTS = 3
-"""Traces that are taken until one tells of every pass."""
+_ATTEMPTS = 3  # Largest number of traces until one has recorded every pass
 
 
 @dataclass(frozen=True)
 class PassTiming:
-    """What a pass over a scene takes, in seconds: the mean over scenes, of the median of the repeats.
+    """Time of a pass per scene, in seconds: mean over scenes of the median over repeats.
 
-    total: by the clock. parts: of it, by PARTS, where the clock is "kernels"; they add up to it. wall: from an idle
-    device to an idle device. note: what there is to say about the clock.
+    total: by `clock`. parts: breakdown of total by PARTS, if clock is "kernels". wall: wall-clock time between idle
+    device states. note: remark on the clock.
     """
 
     total: float
@@ -48,12 +47,12 @@ class PassTiming:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {1e3 * seconds:.3f}" for name, seconds in self.parts.items())
-        wall = f", {1e3 * self.wall:.3f} ms on the wall" if self.clock != WALL else ""
+        wall = f", {1e3 * self.wall:.3f} ms wall-clock" if self.clock != WALL else ""
         return f"{1e3 * self.total:.3f} ms ({self.clock}{': ' if parts else ''}{parts}{wall})"
 
 
 class Event(NamedTuple):
-    """What ran on the device: its name, and nanoseconds."""
+    """Device activity: name, start and duration in nanoseconds."""
 
     name: str
     start: int
@@ -63,32 +62,31 @@ class Event(NamedTuple):
 def measure(
     model: nn.Module, samples: Sequence[Scene], mode: str = "inference", *, repeats: int = 5, loss: Loss | None = None
 ) -> PassTiming:
-    """What a network takes as it is, for inference or for a training step without the optimizer's.
+    """Time a network in inference, or in a training step without the optimizer.
 
-    samples: SparseTensors (or pairs of coordinates and features); each pass finds its maps anew. loss: of what the
-    model returns, a scalar; by default the mean of squares of every tensor in it. Autocast is the caller's. The model
-    is left as it was: parameters, gradients, buffers, modes, and torch's random numbers.
+    samples: SparseTensors (or pairs of coordinates and features); each pass rebuilds its kernel maps. loss: scalar
+    function of the model's result; default the mean of squares of every tensor in it. Autocast is the caller's.
+    Parameters, gradients, buffers, modes and torch's random state are restored.
 
-    Raises as pumice.tune does.
+    Raises as pumice.tune.
     """
     if not isinstance(repeats, int) or repeats < 1:
-        raise OptionError(f"repeats is at least 1, found {repeats!r}")
+        raise OptionError(f"repeats must be an integer of at least 1, found {repeats!r}")
     asked = subject(model, samples, mode, loss)
     with undisturbed(asked.model, asked.training):
         return Meter(asked.device, repeats).spent(asked.calls())
 
 
-# Kernels by name
 @lru_cache(maxsize=4)
 def kernels_in(file: str) -> tuple[str, ...]:
-    """The kernels of a file of the room coords, by its source: importing it takes Triton."""
+    """Names of the kernels in a file of pumice.coords, parsed from source, since importing it needs Triton."""
     tree = ast.parse((Path(coords.__file__).parent / f"{file}.py").read_text(encoding="utf-8"))
     jitted = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list)
     return tuple(node.name for node in jitted if not node.name.startswith("_"))
 
 
 def _own(file: str) -> str:
-    # Some versions of Triton add what they specialised on.
+    # Some versions of Triton append the specialisation to the name.
     return rf"^({'|'.join(kernels_in(file))})(_\d.*)?$"
 
 
@@ -102,13 +100,13 @@ PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
         "copy": lambda: r"^Mem(cpy|set)",
     }
 )
-"""Patterns of names, the first that fits counts: finding neighbours; ordering and laying out; emitted kernels; products
-and movements of torch's libraries, among them those of dataflows that use them; copies. All else is "other"."""
+"""Name patterns, first match wins: neighbour search; sorting and layout; generated kernels; library matrix products;
+gather and scatter by torch (including dataflows that use it); copies. Everything else is "other"."""
 
 
 @lru_cache(maxsize=4096)
 def part_of(name: str) -> str:
-    """The part that a kernel belongs to."""
+    """Part of PARTS that a kernel belongs to."""
     return next((part for part, pattern in _patterns().items() if pattern.search(name)), OTHER)
 
 
@@ -117,20 +115,19 @@ def _patterns() -> Mapping[str, re.Pattern[str]]:
     return {part: re.compile(pattern()) for part, pattern in PARTS.items()}
 
 
-_MARK = "spin_kernel"
-"""What torch.cuda._sleep runs: it stands before each pass."""
+_MARK = "spin_kernel"  # Kernel of torch.cuda._sleep, which marks the start of each pass
 
 
 def passes(events: Iterable[Event], expected: int) -> Sequence[Mapping[str, float]]:
-    """Seconds by part of each pass, in which a mark came first. Raises OptionError where there are not so many."""
+    """Seconds by part of each pass (see `segments`). Raises OptionError unless `expected` passes were recorded."""
     found = segments(events)
     if len(found) != expected or not all(found):
-        raise OptionError(f"the profiler told of {len([each for each in found if each])} passes, expected {expected}")
+        raise OptionError(f"the profiler recorded {len([each for each in found if each])} passes, expected {expected}")
     return found
 
 
 def segments(events: Iterable[Event]) -> list[dict[str, float]]:
-    """Seconds by part of what ran between each mark and the next one; while two kernels run, the first one counts."""
+    """Seconds by part between consecutive marks; overlapping time counts for the kernel that started first."""
     found: list[dict[str, float]] = []
     until = 0
     for event in sorted(events, key=lambda event: event.start):
@@ -145,7 +142,7 @@ def segments(events: Iterable[Event]) -> list[dict[str, float]]:
 
 
 def middle(found: Sequence[Mapping[str, float]], scenes: int) -> Mapping[str, float]:
-    """Of repeats over so many scenes, seconds by part of the repeat with the median total, for one scene."""
+    """Seconds by part per scene, of the repeat with the median total."""
     rounds = [found[at : at + scenes] for at in range(0, len(found), scenes)]
     rounds.sort(key=lambda each: sum(sum(parts.values()) for parts in each))
     chosen = rounds[(len(rounds) - 1) // 2]
@@ -155,7 +152,7 @@ def middle(found: Sequence[Mapping[str, float]], scenes: int) -> Mapping[str, fl
 
 @dataclass
 class Meter:
-    """Measures passes on a device, always by the same clock: the first measurement says which one can be had."""
+    """Measures passes on a device with one clock, chosen by the first measurement."""
 
     device: torch.device
     repeats: int = 3
@@ -163,7 +160,7 @@ class Meter:
     note: str = ""
 
     def spent(self, calls: Sequence[Call]) -> PassTiming:
-        """What calls take, one for each scene; each runs once before."""
+        """Time of the calls, one per scene, after a warm-up call each."""
         for call in calls:
             call()
         if self.device.type != "cuda":
@@ -176,10 +173,10 @@ class Meter:
         try:
             return self._by_kernels(calls)
         except Exception as problem:
-            # A profiler that is not there, taken by another, or silent; a fault of the calls comes again below.
+            # The profiler is missing, in use or silent; an error of the calls recurs below.
             if self.clock:
-                raise DeviceError(f"the profiler failed all of a sudden: {_line(problem)}") from problem
-            self.note = f"kernels could not be timed one by one ({_line(problem)})"
+                raise DeviceError(f"the profiler failed after earlier measurements: {_line(problem)}") from problem
+            self.note = f"the profiler is not available, timed by events ({_line(problem)})"
         self.clock = EVENTS
         return self._by_events(calls)
 
@@ -204,24 +201,21 @@ class Meter:
 
 
 def by_part(calls: Sequence[Call]) -> tuple[Sequence[Mapping[str, float]], list[float]]:
-    """Seconds of each call by part, of what the current device did for it, and on the wall; each has run before.
-
-    Work on several streams counts as often as there is some. Raises OptionError where the profiler does not tell of
-    every call, and what it raises itself where it is not there, or taken by another.
-    """
+    """Device time by part, and wall-clock time, of each warmed-up call, in seconds. Raises OptionError if the profiler
+    did not record every call, and the profiler's own errors if it is unavailable."""
     for left in reversed(range(_ATTEMPTS)):
         try:
             events, walls = profiled(calls)
             return passes(events, len(calls)), walls
         except Exception:
-            # The first trace of a process may lack what ran at its beginning.
+            # The first trace of a process may miss its first kernels.
             if not left:
                 raise
     raise AssertionError("unreachable")
 
 
 def profiled(calls: Sequence[Call]) -> tuple[list[Event], list[float]]:
-    """What ran on the current device, a mark before each call; and seconds of each call on the wall."""
+    """Activity of the current device, with a mark before each call, and wall-clock seconds of each call."""
     walls = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as listening:
         for call in calls:
@@ -234,7 +228,7 @@ def profiled(calls: Sequence[Call]) -> tuple[list[Event], list[float]]:
 
 
 def on_device(events: Iterable[Any]) -> list[Event]:
-    """What kernels and copies a profiler told of, without the spans that users name and those that waits make."""
+    """Recorded kernels and copies, without user annotations and synchronisation events."""
     cuda = torch.autograd.DeviceType.CUDA  # pyright: ignore[reportPrivateImportUsage]
     ran = (event for event in events if event.device_type() == cuda and not _is_named(event))
     found = [Event(event.name(), event.start_ns(), event.duration_ns()) for event in ran]
@@ -242,9 +236,9 @@ def on_device(events: Iterable[Any]) -> list[Event]:
 
 
 def _is_named(event: Any) -> bool:
-    """Whether an event is a span that somebody named, and no kernel."""
-    asked = getattr(event, "is_user_annotation", None)
-    return bool(asked and asked()) or event.name().startswith("ProfilerStep")
+    """True if an event is a user annotation, not a kernel."""
+    annotated = getattr(event, "is_user_annotation", None)
+    return bool(annotated and annotated()) or event.name().startswith("ProfilerStep")
 
 
 def _on_wall(calls: Sequence[Call], repeats: int) -> PassTiming:
@@ -258,7 +252,7 @@ def _on_wall(calls: Sequence[Call], repeats: int) -> PassTiming:
 
 
 def _wall(spent: Sequence[float], scenes: int) -> float:
-    """The mean over scenes of the median of the repeats."""
+    """Mean over scenes of the median over repeats."""
     return fmean(median(spent[at::scenes]) for at in range(scenes))
 
 

@@ -1,4 +1,4 @@
-"""The update of parameters by an optimizer, as a CUDA graph where it can be one."""
+"""An optimizer's update, captured as a CUDA graph if possible."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.optim import SGD, Optimizer
 
 
 class CapturedOptimizerStep:
-    """An optimizer's step on gradients that always lie in the same memory.
+    """Optimizer step on gradients at fixed addresses.
 
-    The first step is the optimizer's own, which makes its state; when the next one finds the same numbers (learning
-    rate, momentum) and the same tensors, it is captured, and replayed as long as they stay. A number that changes makes
-    the step the optimizer's own again: a learning rate that a schedule changes each time is best a tensor.
+    The first step runs eagerly and creates the optimizer's state. A later step with the same hyperparameters and
+    tensors is captured, then replayed until any of them changes; a step after a change runs eagerly. A learning rate
+    that changes every step should be a tensor.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -24,22 +24,22 @@ class CapturedOptimizerStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._of: tuple[Hashable, ...] | None = None
         self._last: tuple[Hashable, ...] | None = None
-        # Held so that no other tensor gets the address of one that the graph reads.
+        # Kept alive: the graph reads these addresses.
         self._read: list[Tensor] = []
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.replays = 0
 
     @property
     def captured(self) -> bool:
-        """Whether there is a graph."""
+        """True if the step is captured."""
         return self._graph is not None
 
     def facts(self) -> tuple[Hashable, ...]:
-        """What a graph of the update depends on, but for the values of tensors."""
+        """Guard of the captured step: hyperparameters and tensor identities."""
         return tuple(_facts(self.optimizer)) if self._side is not None else ()
 
     def __call__(self, facts: tuple[Hashable, ...]) -> None:
-        """Update; facts: those of now, gradients included."""
+        """Run the update; facts: the current guard, with gradients set."""
         if self._side is None or (facts != self._of and (facts != self._last or not capturable(self.optimizer))):
             self._own()
             return
@@ -51,7 +51,7 @@ class CapturedOptimizerStep:
 
     def _own(self) -> None:
         with warnings.catch_warnings():
-            # Torch wonders why what may be captured is not: it is, later.
+            # torch warns about capturable=True without a capture; the capture follows later.
             warnings.filterwarnings("ignore", message=".*capturable=True.*")
             self.optimizer.step()
         self._last = self.facts()
@@ -66,7 +66,7 @@ class CapturedOptimizerStep:
 
 
 def capturable(optimizer: Optimizer) -> bool:
-    """Whether its step asks nothing of the host: those with capturable=True, and SGD; by Python's hooks it may."""
+    """True if the step needs no host synchronisation: capturable=True, or SGD; and no Python hooks."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False
     if type(optimizer) is SGD:

@@ -1,4 +1,4 @@
-"""Where a search is, as a bar in a terminal."""
+"""Progress bar of a search."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Watch = Callable[[SearchProgress], object]
 
 
 def told(step: SearchProgress) -> str:
-    """A step in words: what is measured, and the best so far."""
+    """Text of a step: the best time so far, and the candidate being measured."""
     what = f"{step.group}: {step.candidate}" if step.candidate is not None else step.group or "the default"
     share = step.before / step.best if 0 < step.best < float("inf") else 1.0
     return f"best {1e3 * step.best:.3f} ms ({share:.2f}x)  {what}"
@@ -22,10 +22,8 @@ def told(step: SearchProgress) -> str:
 
 @contextmanager
 def watching(progress: Watch | bool | None) -> Iterator[Watch]:
-    """What is told of steps: a function of the caller's; None: a bar if standard error is a terminal; or nothing.
-
-    Raises OptionError for what is neither.
-    """
+    """Yield the callback for steps: the caller's function; a bar for True, or for None on a terminal; else a no-op.
+    Raises OptionError for any other value."""
     if callable(progress):
         yield progress
     elif progress is True or (progress is None and sys.stderr.isatty()):
@@ -39,7 +37,7 @@ def watching(progress: Watch | bool | None) -> Iterator[Watch]:
 
 @contextmanager
 def _bar() -> Iterator[Watch]:
-    # Loaded here: whoever imports pumice does not wait for it.
+    # Imported lazily, to keep `import pumice` fast.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 

@@ -1,4 +1,4 @@
-"""What tuning a network gave: a value that can be printed, applied to the network and taken off it."""
+"""Result of tuning a network: can be printed, applied to a model, and removed from it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from pumice.errors import OptionError
 from pumice.nn.conv import Convolution
 from pumice.ops.conv import Flow
 
-NOT_ASKED = "not asked"
-"""Why a group runs what it does that the budget did not reach for."""
+NOT_ASKED = "skipped: out of budget"  # Reason of a group that the budget did not suffice for
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A dataflow that a group tried, in these passes. predicted: seconds of the group's layers, by the cost model.
+    """A dataflow tried for these passes of a group. predicted: cost model estimate of the group's layers, in seconds.
 
-    seconds: of the network for a scene, nan where it was not measured; stood: of what it was compared with.
-    refused: why it could not be run.
+    seconds: time of the network per scene, nan if not measured; stood: that of the assignment it was compared with.
+    refused: reason why it could not run.
     """
 
     flow: str
@@ -37,7 +36,7 @@ class Trial:
 
     @property
     def gain(self) -> float:
-        """By what share of the network's time it was faster."""
+        """Reduction of the network's time, as a fraction."""
         return 1 - self.seconds / self.stood
 
     def __str__(self) -> str:
@@ -48,10 +47,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class DataflowChoice:
-    """What a group of layers runs, and why. rows, pairs: of the map, on average over the scenes; pairs of a row.
+    """Dataflow of a layer group, and why. rows: of the kernel map; pairs: per row; both means over the scenes.
 
-    predicted: seconds of its layers by the cost model, as the planner picks. flow: what the layers have as `dataflow`.
-    trials: nothing where it was not asked.
+    predicted: cost model estimate of its layers with the default, in seconds. flow: the layers' `dataflow`.
+    trials: empty if the group was skipped.
     """
 
     group: str
@@ -65,14 +64,14 @@ class DataflowChoice:
 
     @property
     def asked(self) -> bool:
-        """Whether the budget reached for all that there was to ask it."""
+        """True if the budget sufficed for all tasks of the group."""
         return NOT_ASKED not in self.why
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles that were timed for a group's kernels: how many, seconds of the network with the tiles before and with
-    these, and whether these stay in the ledger."""
+    """Tile tuning of a group. kernels: tiles found. before, after: seconds of the network with old and new tiles. kept:
+    True if the new ones stay in the tile cache."""
 
     group: str
     kernels: int
@@ -81,17 +80,17 @@ class Tiles:
     kept: bool
 
     def __str__(self) -> str:
-        told = f"{self.kernels} tiles timed, the network {100 * (self.after / self.before - 1):+.1f} %"
-        return f"{self.group}: {told}, {'kept' if self.kept else 'not kept: by themselves they were faster'}"
+        change = f"{self.kernels} tiles timed, the network {100 * (self.after / self.before - 1):+.1f} %"
+        return f"{self.group}: {change}, {'kept' if self.kept else 'dropped: faster only in isolation'}"
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """The dataflows that were chosen for a network, and what they bring.
+    """Dataflows chosen for a network, and their effect.
 
-    choices: of every group. before, after: what a pass over a scene takes, as the planner picks and as chosen.
-    tiles: what the timing of tiles gave. notes: what there is to say besides. finished: whether every group was asked;
-    a later tune goes on where not. reused: whether it was found in the ledger. seconds: that it took.
+    choices: one per group. before, after: time of a pass per scene, with the default and as chosen. tiles: results of
+    tile tuning. notes: remarks. finished: True if every group was tuned; otherwise a later tune resumes. reused: True
+    if from the tuning cache. seconds: duration of the tuning.
     """
 
     mode: str
@@ -107,25 +106,25 @@ class Tuning:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast, by the clock of `before` and `after`."""
+        """Speed-up, before / after."""
         return self.before.total / self.after.total if self.after.total else 1.0
 
     @cached_property
     def flows(self) -> Mapping[str, Flow]:
-        """What each layer runs, by its name."""
+        """Dataflow of each layer, by name."""
         return MappingProxyType({layer: choice.flow for choice in self.choices for layer in choice.layers})
 
     def apply(self, model: nn.Module) -> None:
-        """Have the layers of a model of the same shape run what was chosen; those set by hand keep what they have.
+        """Set the dataflows of a model with the same layers; those set by hand are kept.
 
-        Raises OptionError for a model that has no such layers.
+        Raises OptionError if the model lacks one of the layers.
         """
         for layer, flow in self._layers(model):
             if layer.dataflow == layer.tuned:
                 layer.dataflow = layer.tuned = flow
 
     def remove(self, model: nn.Module) -> None:
-        """Have the planner pick again for the layers that were tuned, as torch.compile needs it. Raises as `apply`."""
+        """Reset tuned layers to the default, as torch.compile needs it. Raises as `apply`."""
         for layer, _ in self._layers(model):
             if layer.dataflow == layer.tuned:
                 layer.dataflow = layer.tuned = None
@@ -142,22 +141,22 @@ class Tuning:
 
     def __str__(self) -> str:
         state = "" if self.finished else ", unfinished"
-        state += ", from the ledger" if self.reused else f", in {self.seconds:.1f} s"
+        state += ", from the tuning cache" if self.reused else f", in {self.seconds:.1f} s"
         head = f"{self.mode} on {self.device}: {1e3 * self.before.total:.3f} -> {1e3 * self.after.total:.3f} ms"
         lines = [f"{head} a scene, {self.speedup:.2f}x ({self.after.clock}{state})", *self._table()]
-        lines += [f"tiles of {told}" for told in map(str, self.tiles)]
+        lines += [f"tiles of {each}" for each in self.tiles]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes if note)])
 
     def _table(self) -> Iterator[str]:
         head = ("map", "layers", "rows", "pairs/row", "dataflow", "why")
         rows = [
-            (c.group, str(len(c.layers)), f"{c.rows:.0f}", f"{c.pairs:.1f}", _told(c.flow), c.why) for c in self.choices
+            (c.group, str(len(c.layers)), f"{c.rows:.0f}", f"{c.pairs:.1f}", _text(c.flow), c.why) for c in self.choices
         ]
         yield from _aligned([head, *rows], (1, 2, 3))
 
 
-def _told(flow: Flow) -> str:
-    return "as the planner picks" if flow is None else str(flow)
+def _text(flow: Flow) -> str:
+    return "default" if flow is None else str(flow)
 
 
 def _aligned(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> Iterator[str]:

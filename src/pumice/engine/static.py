@@ -1,8 +1,8 @@
-"""A network as a static program: over coordinates and features in buffers, of sizes that are settled before.
+"""A network as a static program over coordinates and features in buffers of fixed capacity.
 
-The network's own forward pass runs unchanged on a tensor whose coordinates lie in a buffer (coords.capacity). No size
-in it depends on the scene: how many rows live, the device alone knows. So the same calls serve every scene that fits,
-and on a GPU they can be recorded once as a CUDA graph.
+The forward pass runs unchanged on a tensor whose coordinates lie in a buffer (coords.capacity). The valid-row count
+stays on the device, so no size depends on the scene: the same calls serve every scene that fits, and on a GPU they can
+be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pumice.ops.tensor import is_sparse
 from pumice.runtime.launch import outside_inference_mode
 
 Path = tuple[Relation, ...]
-"""The relations that lead from the first coordinates to those of a level."""
+"""Relations that lead from the input coordinates to those of a level."""
 Stride = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class LevelOutput:
-    """Coordinates in their buffer, int32 [capacity, 1+D], without the maps between them."""
+    """Coordinate buffer of a level, int32 [capacity, 1+D], without its kernel maps."""
 
     coords: Tensor
     stride: Stride
@@ -44,7 +44,7 @@ class LevelOutput:
 
 @dataclass(frozen=True, eq=False)
 class SparseOutput:
-    """A sparse tensor among results: features [capacity, C] on the coordinates of a level."""
+    """Sparse tensor among the results: features [capacity, C] on the coordinates of a level."""
 
     feats: Tensor
     path: Path
@@ -52,8 +52,7 @@ class SparseOutput:
 
 @dataclass(frozen=True, eq=False)
 class PointOutput:
-    """A tensor among results with a row for each point that entered; taken: whether the network has one for each of
-    their voxels."""
+    """Tensor among the results with one row per input point; taken: True if gathered from one row per voxel."""
 
     values: Tensor
     taken: bool
@@ -61,11 +60,8 @@ class PointOutput:
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """What a run gave. leaves: tensors, SparseOutput and PointOutputs of the network's result, which `spec` puts
-    together.
-
-    words: the status, then of each level how many voxels it has or, with room for all, would have.
-    """
+    """Results of a run. leaves: tensors, SparseOutputs and PointOutputs of the result; spec: their pytree structure.
+    status_words: the status, then the number of voxels that each level has, or needs if it overflowed."""
 
     leaves: list[Any]
     spec: Any
@@ -75,7 +71,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast that a network runs under."""
+    """Autocast state of a network."""
 
     kind: str
     enabled: bool
@@ -88,13 +84,13 @@ class Autocast:
     def again(self) -> AbstractContextManager[Any]:
         if not self.enabled and not torch.is_autocast_enabled(self.kind):
             return nullcontext()
-        # What is cached of weights would lie in the memory of a graph.
+        # Cached casts of weights would live in a graph's memory pool.
         return torch.autocast(self.kind, self.dtype, self.enabled, cache_enabled=False)
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedProgram:
-    """A network over buffers. site: of the first coordinates; its bounds are a box that all of them lie in."""
+    """A network over buffers. site: grid of the input; its bounds contain all coordinates."""
 
     model: nn.Module
     site: GridSpec
@@ -103,14 +99,14 @@ class PaddedProgram:
     def run(
         self, buffers: Buffers, rooms: Capacities, poison: bool = False, host_words: Tensor | None = None
     ) -> Results:
-        """One pass. poison: features of rows that do not live are NaN, wherever a tensor is made. told: pinned, where
-        the words of the results are copied to, as soon as all maps are there if layers run beside these."""
+        """Run one pass. poison: fill padding rows with NaN wherever a tensor is made. host_words: pinned tensor that
+        the status words are copied to, as soon as all maps are built (layers may still run)."""
         with torch.no_grad(), outside_inference_mode():
             entered = buffers.enter(self.site, BufferedState(rooms, (), poison))
         geometry = entered.x.geometry
         leaves, spec = pytree.tree_flatten(self.eager(entered.x), is_sparse)
         found = dict(levels_of(geometry))
-        # Of the maps nothing is kept: their memory is another graph's.
+        # Kernel maps are not kept: other graphs of the pool reuse their memory.
         levels = {path: LevelOutput(g.coords, g.stride) for path, g in found.items()}
         leaves = [_of_points(_bare(leaf), entered) for leaf in leaves]
         with join_side_streams(geometry):
@@ -120,7 +116,7 @@ class PaddedProgram:
         return Results(leaves, spec, levels, words)
 
     def eager(self, x: SparseTensor) -> Any:
-        """The forward pass as it is."""
+        """The unmodified forward pass, without gradients."""
         with torch.no_grad(), self.autocast.again():
             return self.model(x)
 
@@ -129,12 +125,12 @@ def _bare(leaf: Any) -> Any:
     if not isinstance(leaf, SparseTensor):
         return leaf
     if leaf.geometry.buffered is None:
-        raise CaptureError("the network gives coordinates that it did not make from those of its input")
+        raise CaptureError("the network returns coordinates that do not derive from those of its input")
     return SparseOutput(leaf.feats, leaf.geometry.buffered.path)
 
 
 def _of_points(leaf: Any, entered: InputBatch) -> Any:
-    """What has a row for each of the first voxels has one for each point, where points entered."""
+    """Gather a result with one row per input voxel to one row per point, if the input was points."""
     if entered.inverse is None:
         return leaf
     if isinstance(leaf, SparseOutput):
@@ -147,14 +143,13 @@ def _of_points(leaf: Any, entered: InputBatch) -> Any:
 
 
 def status_words_of(geometry: Geometry, levels: Iterable[Geometry]) -> Tensor:
-    """The status of the first coordinates, then of each level how many voxels it has or, with room for all, would; see
-    `join_side_streams`."""
+    """Status of the input, then the voxels that each level has, or needs if it overflowed; see `join_side_streams`."""
     clouds = [level.cloud for level in levels]
     return torch.cat([geometry.cloud.status, *[c.count if c.needed is None else c.needed for c in clouds]])
 
 
 def levels_of(geometry: Geometry) -> Iterator[tuple[Path, Geometry]]:
-    """All coordinates that were made of these, with their paths."""
+    """All geometries derived from this one (itself included), with their paths."""
     assert geometry.buffered is not None
     yield geometry.buffered.path, geometry
     seen = {id(geometry)}
@@ -162,29 +157,28 @@ def levels_of(geometry: Geometry) -> Iterator[tuple[Path, Geometry]]:
         if other is None or id(other) in seen or other.buffered is None:
             continue
         seen.add(id(other))
-        # A map may also lead to coordinates that were there before.
+        # A map may also lead back to an earlier level.
         if len(other.buffered.path) > len(geometry.buffered.path):
             yield from levels_of(other)
 
 
 Kind = Path | str
-"""What the first axis of a result counts: the voxels of a level, the "points" that entered ("taken" of the result for
-their voxels), "items" of the batch, or ("whole") something else."""
+"""Meaning of a result's first axis: voxels of a level (its path), input "points" ("taken": gathered from their voxels),
+batch "items", or "whole" (anything else)."""
 
 
 @dataclass(frozen=True, eq=False)
 class OutputCropping:
-    """How results are cut to the size of a scene. kinds: one for each leaf."""
+    """How results are cropped to a scene. kinds: one per leaf."""
 
     kinds: tuple[Kind, ...]
 
     @staticmethod
     def of(results: Results, words: Sequence[int], wanted: Sequence[Any], batch: tuple[int, int]) -> OutputCropping:
-        """What the leaves are, by what the eager network gives for the same scene's voxels; batch: items of the
-        program's and of the scene. Raises CaptureError where they cannot be the same."""
+        """Classify leaves by the eager results `wanted`, or raise CaptureError; batch: items of (program, scene)."""
         counts = dict(zip(results.levels, words[1:], strict=True))
         if len(wanted) != len(results.leaves):
-            raise CaptureError(f"the network gives {len(wanted)} results, and {len(results.leaves)} in buffers")
+            raise CaptureError(f"the network returns {len(wanted)} results eagerly, {len(results.leaves)} captured")
         return OutputCropping(
             tuple(_kind(a, b, results, counts, batch) for a, b in zip(results.leaves, wanted, strict=True))
         )
@@ -205,16 +199,16 @@ def _kind(held: Any, wanted: Any, results: Results, counts: Mapping[Path, int], 
             return "items"
     if held.shape != wanted.shape:
         raise CaptureError(
-            f"the network gives {list(wanted.shape)} for the example and {list(held.shape)} in buffers: sizes depend "
-            "on the number of voxels in a way that is not known"
+            f"the network returns {list(wanted.shape)} eagerly and {list(held.shape)} captured: sizes depend on "
+            "the number of voxels in an unsupported way"
         )
     return "whole"
 
 
 @dataclass(eq=False)
 class CropContext:
-    """The scene that results are given back for: its own coordinates if it has any, how many items it has and, where
-    points entered, how many those are; counts by path as the device told them. site: of the first coordinates."""
+    """Scene that results are cropped to. own: its geometry, None for points. site: the input's grid. items, points: its
+    batch items and rows. counts: voxels by path. levels: coordinate buffers by path."""
 
     own: Geometry | None
     site: GridSpec
@@ -225,7 +219,7 @@ class CropContext:
     made: dict[Path, Geometry] = field(default_factory=dict)
 
     def level(self, path: Path) -> Geometry:
-        """The coordinates of a level: the scene's own, or a copy of those in the buffer."""
+        """Geometry of a level: the scene's own, or a copy cropped from the buffer."""
         if not path and self.own is not None:
             return self.own
         if path not in self.made:
@@ -236,7 +230,7 @@ class CropContext:
         return self.made[path]
 
     def cut(self, leaf: Any, kind: Kind) -> Any:
-        """A copy of a result's rows that are the scene's."""
+        """Copy of the rows of a result that belong to the scene."""
         if isinstance(leaf, SparseOutput):
             return SparseTensor(leaf.feats[: self.counts[leaf.path]].clone(), self.level(leaf.path))
         if isinstance(leaf, PointOutput):

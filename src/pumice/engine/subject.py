@@ -1,4 +1,4 @@
-"""Passes of a network over sample scenes, which leave no trace on it: what is measured, and what maps are found in."""
+"""Passes of a network over sample scenes without side effects on it, for measuring and observing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pumice.ops.recorded import without_graphs
 
 Loss = Callable[[Any], Tensor]
 Scene = SparseTensor | tuple[Tensor, Tensor]
-"""A tensor, or coordinates int32 [N, 1+D] and features [N, C]."""
+"""SparseTensor, or coordinates int32 [N, 1+D] and features [N, C]."""
 
 
 @dataclass(frozen=True, eq=False)
 class TuningSubject:
-    """A network and the scenes that it is run on, checked. mode: one of MODES. loss: of what the network returns."""
+    """Validated network and scenes. mode: key of MODES. loss: function of the network's result."""
 
     model: nn.Module
     scenes: tuple[SparseTensor, ...]
@@ -40,24 +40,24 @@ class TuningSubject:
         return self.scenes[0].device
 
     def calls(self) -> list[Callable[[], object]]:
-        """A pass over each scene, on coordinates that have no maps yet."""
+        """One pass per scene, on geometries without kernel maps."""
         return [lambda x=x: MODES[self.mode](self, fresh(x)) for x in self.scenes]
 
 
 def subject(model: nn.Module, samples: Sequence[Scene], mode: str, loss: Loss | None = None) -> TuningSubject:
-    """What is asked for, checked.
+    """Validate the arguments.
 
-    Raises OptionError for an unknown mode, no samples, a model without convolutions of pumice.nn or that torch.compile
-    has wrapped; DtypeError for what is no model or no sample; DeviceError for samples that are not where the model is.
+    Raises OptionError (unknown mode, no samples, a model without convolutions of pumice.nn or wrapped by
+    torch.compile), DtypeError (wrong type of model or sample), DeviceError (samples and model on different devices).
     """
     if not isinstance(model, nn.Module):
-        raise DtypeError(f"model is a torch.nn.Module, found {type(model).__name__}")
+        raise DtypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
     if mode not in MODES:
         raise OptionError(f"mode {mode!r} is unknown; there are {', '.join(MODES)}")
     if isinstance(samples, SparseTensor | Tensor) or not isinstance(samples, Sequence):
-        raise DtypeError(f"samples is a list of SparseTensors, found {type(samples).__name__}")
+        raise DtypeError(f"samples must be a list of SparseTensors, found {type(samples).__name__}")
     if not samples:
-        raise OptionError("samples has no scene; expected at least one")
+        raise OptionError("samples has no scene, expected at least one")
     model = bare(model)
     layers = convolutions(model)
     if not layers:
@@ -65,12 +65,12 @@ def subject(model: nn.Module, samples: Sequence[Scene], mode: str, loss: Loss | 
     scenes = tuple(_scene(sample, number) for number, sample in enumerate(samples))
     _check_devices(layers, scenes)
     if mode == "training" and not any(p.requires_grad for p in model.parameters()):
-        raise OptionError("mode 'training' needs parameters that ask for gradients, found none")
+        raise OptionError("mode 'training' needs parameters that require gradients, found none")
     return TuningSubject(model, scenes, mode, loss or sum_of_squares_loss)
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """Without what wraps it for training on several devices."""
+    """Unwrap DataParallel and DistributedDataParallel; raises OptionError for a compiled module."""
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return model.module
     if hasattr(model, "_orig_mod"):
@@ -84,7 +84,7 @@ def _scene(sample: Any, number: int) -> SparseTensor:
         sample = SparseTensor(feats, coords)
     if not isinstance(sample, SparseTensor):
         raise DtypeError(
-            f"a sample is a SparseTensor or a pair (coords, feats), found {type(sample).__name__} at {number}"
+            f"a sample must be a SparseTensor or a pair (coords, feats), found {type(sample).__name__} at {number}"
         )
     sample.geometry.settle()
     return sample
@@ -93,35 +93,34 @@ def _scene(sample: Any, number: int) -> SparseTensor:
 def _check_devices(layers: Sequence[Convolution], scenes: Sequence[SparseTensor]) -> None:
     homes = sorted({str(layer.weight.device) for layer in layers})
     if len(homes) > 1:
-        raise DeviceError(f"the model lies on one device, found convolutions on {' and '.join(homes)}")
+        raise DeviceError(f"the model must be on one device, found convolutions on {' and '.join(homes)}")
     for number, scene in enumerate(scenes):
         if str(scene.device) != homes[0]:
             raise DeviceError(f"the model is on {homes[0]}, sample {number} on {scene.device}")
 
 
 def fresh(x: SparseTensor) -> SparseTensor:
-    """The same rows on a geometry of their own, without maps."""
+    """Copy of x on a new geometry without kernel maps."""
     feats = x.feats.detach().requires_grad_(x.requires_grad)
     return SparseTensor(feats, Geometry(x.coords, x.geometry.site, x.geometry.inverse))
 
 
 @contextmanager
 def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
-    """Within it the model evaluates, or trains, and finds maps without graphs; afterwards its modes, its buffers and
-    torch's random numbers are what they were."""
+    """Set the mode and disable map graphs; restore modes, buffers and torch's random state on exit."""
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
     with torch.random.fork_rng([home] if home.type == "cuda" else []), _restored(model), without_graphs():
         if not training:
             model.eval()
         elif not model.training:
-            # Of a model that trains, layers that are frozen stay so.
+            # A model already in training mode may have frozen layers: keep them.
             model.train()
         yield
 
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Afterwards modes and buffers are what they were."""
+    """Restore modes and buffers on exit."""
     flags = {module: module.training for module in model.modules()}
     buffers = [(module._buffers, name, held) for module in model.modules() for name, held in module._buffers.items()]
     values = [None if held is None else held.detach().clone() for _, _, held in buffers]
@@ -136,10 +135,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def sum_of_squares_loss(found: Any) -> Tensor:
-    """The mean of the squares of every floating-point tensor in what a network returns, added up.
-
-    Raises OptionError where none depends on parameters.
-    """
+    """Sum over all floating-point tensors of a network's result of their mean square. Raises OptionError if none
+    depends on parameters."""
     parts = [x.float().square().mean() for x in _tensors(found) if x.requires_grad and x.is_floating_point()]
     if not parts:
         kind = type(found).__name__
@@ -168,7 +165,7 @@ def _train(asked: TuningSubject, x: SparseTensor) -> object:
     wanted = [p for p in asked.model.parameters() if p.requires_grad]
     with torch.enable_grad():
         loss = asked.loss(asked.model(x))
-        # What a parameter holds as its gradient is left alone.
+        # autograd.grad leaves the parameters' `grad` unchanged.
         return torch.autograd.grad(loss, wanted + ([x.feats] if x.requires_grad else []), allow_unused=True)
 
 

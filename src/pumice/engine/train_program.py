@@ -1,4 +1,4 @@
-"""A training step as a static program: forward, loss and gradients over buffers, and what its graphs are made of."""
+"""A training step (forward, loss, gradients) as a static program over buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Loss = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False)
 class PerItemTarget:
-    """A target with a row for each item of the batch, rather than for each voxel."""
+    """Target with one row per batch item, rather than per voxel."""
 
     values: Tensor
 
@@ -41,7 +41,7 @@ def values_of(target: Target) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Buffers: voxels and, beside them, targets; counts: of which of those have a row for each voxel."""
+    """Buffers of voxels and targets. counts: for each target, True if it has one row per voxel."""
 
     voxels: VoxelBuffers
     held: tuple[Tensor, ...]
@@ -76,7 +76,7 @@ class Targets:
         return self.voxels.enter(site, buffered)
 
     def told(self, alive: Tensor) -> list[Tensor]:
-        """The targets; rows that do not live are ignored: of integers the ignored one, of floats 0, of bools False."""
+        """Targets with padding rows replaced: `ignored` for integers, 0 for floats, False for bools."""
         return [
             torch.where(alive.view(-1, *(1,) * (t.ndim - 1)), t, self._filler(t)) if counts else t
             for t, counts in zip(self.held, self.counts, strict=True)
@@ -93,7 +93,7 @@ def _by_voxel(target: Target) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """A scene with targets."""
+    """Scene with its targets."""
 
     scene: VoxelScene
     targets: tuple[Target, ...]
@@ -136,22 +136,22 @@ class TrainingSample:
         return TrainingSample(scene, tuple(t[chosen] if _by_voxel(t) else t for t in self.targets))  # pyright: ignore[reportIndexIssue, reportArgumentType]
 
     def check(self, like: TrainingSample) -> None:
-        """Raise ShapeError where targets do not fit those of the first example."""
+        """Raise ShapeError if the targets do not match those of the example."""
         if len(self.targets) != len(like.targets):
             raise ShapeError(f"the step takes {len(like.targets)} targets, found {len(self.targets)}")
         for number, (mine, theirs) in enumerate(zip(self.targets, like.targets, strict=True)):
             a, b = values_of(mine), values_of(theirs)
             shape = (self.count, *b.shape[1:]) if _by_voxel(theirs) else tuple(b.shape)
             if isinstance(mine, PerItemTarget) != isinstance(theirs, PerItemTarget) or tuple(a.shape) != shape:
-                kind = "an item's" if isinstance(theirs, PerItemTarget) else "a voxel's"
-                raise ShapeError(f"target {number} is {list(shape)}, {kind} in each row, found {list(a.shape)}")
+                kind = "batch item" if isinstance(theirs, PerItemTarget) else "voxel"
+                raise ShapeError(f"target {number} must be {list(shape)}, a row per {kind}, found {list(a.shape)}")
             if a.dtype != b.dtype:
-                raise ShapeError(f"target {number} is {b.dtype}, found {a.dtype}")
+                raise ShapeError(f"target {number} must be {b.dtype}, found {a.dtype}")
 
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """scaler: a gradient scaler that is enabled, or None. clip: the largest norm of all gradients together."""
+    """scaler: an enabled gradient scaler, or None. clip: largest total gradient norm. ignored: of integer targets."""
 
     scaler: GradScaler | None = None
     clip: float | None = None
@@ -159,12 +159,12 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise OptionError(f"clip is a norm above 0, found {self.clip}")
+            raise OptionError(f"clip must be a finite norm above 0, found {self.clip}")
 
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a pass gave beside gradients: the loss; words: the status, then of each level how many voxels it has."""
+    """Loss, levels and status words (see static.Results) of a pass; gradients are in GradientBuffers."""
 
     loss: Tensor
     levels: Mapping[Path, LevelOutput]
@@ -172,7 +172,7 @@ class StepResult:
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors to others, in few kernels: many at once are copied so where dtypes and layouts are alike."""
+    """Copy `sources` to `targets`, with one multi-tensor copy for all pairs of equal layout and dtype."""
     alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         if target.stride() != source.stride() or target.dtype != source.dtype:
@@ -187,16 +187,16 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 @dataclass(eq=False)
 class GradientBuffers:
-    """The gradients' memory, by parameter; infinite: float32 [1], whether one was not finite under a scaler."""
+    """Gradient buffers by parameter. infinite: float32 [1], nonzero if the scaler found a non-finite gradient."""
 
     held: dict[Tensor, Tensor] = field(default_factory=dict)
     infinite: Tensor | None = None
 
     def take(self, found: Mapping[Tensor, Tensor]) -> None:
-        """Copy gradients here."""
+        """Copy gradients into the buffers."""
         for parameter, grad in found.items():
             if parameter not in self.held:
-                # In the parameter's own layout, as torch has them.
+                # torch gives gradients the layout of their parameter.
                 self.held[parameter] = torch.zeros_like(parameter, dtype=grad.dtype)
         absent = [held for parameter, held in self.held.items() if parameter not in found]
         if absent:
@@ -205,17 +205,15 @@ class GradientBuffers:
             copy_all([self.held[p] for p in found], list(found.values()))
 
     def give(self, parameters: Sequence[Tensor]) -> None:
-        """Make them the gradients of the parameters."""
+        """Set the buffers as `grad` of the parameters."""
         for parameter in parameters:
             parameter.grad = self.held.get(parameter)
 
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """Forward, loss and gradients over buffers. site: as a Program's.
-
-    kept: the buffers of modules, and backup: what they were before the last pass. modules: those of model and loss.
-    """
+    """Forward, loss and gradients over buffers. site: as in PaddedProgram. kept: module buffers; backup: their values
+    before the last pass. modules: all modules of model and loss."""
 
     model: nn.Module
     loss: Loss
@@ -229,7 +227,7 @@ class StepProgram:
     modules: list[nn.Module] = field(default_factory=list)
 
     def run(self, buffers: Targets, rooms: Capacities, poison: bool = False, scale: float | None = None) -> StepResult:
-        """One pass; gradients go to their memory. poison: as of a Program. scale: instead of the scaler's."""
+        """Run one pass; gradients go to their buffers. poison: as in PaddedProgram. scale: overrides the scaler's."""
         with outside_inference_mode(), torch.enable_grad():
             with torch.no_grad():
                 copy_all(self.backup, self.kept)
@@ -244,13 +242,13 @@ class StepProgram:
             return StepResult(loss, {path: LevelOutput(g.coords, g.stride) for path, g in levels.items()}, words)
 
     def learn(self, x: SparseTensor, targets: Sequence[Tensor], scale: float | None = None) -> Tensor:
-        """The loss; gradients go to their memory, unscaled and clipped."""
+        """Compute the loss; unscaled and clipped gradients go to their buffers."""
         with outside_inference_mode(), torch.enable_grad():
             loss = self.value(x, targets)
             scaler = self.options.scaler
             scaled = scaler.scale(loss) if scaler is not None and scale is None else loss * (scale or 1.0)
             wanted = [p for p in self.parameters if p.requires_grad]
-            # Gradients are in the dtypes of what they are of, whatever is cast outside.
+            # Gradients must have the dtype of their parameters, also under the caller's autocast.
             with torch.autocast(loss.device.type, enabled=False):
                 grads = torch.autograd.grad(scaled, wanted, allow_unused=True)
             with torch.no_grad():
@@ -261,8 +259,8 @@ class StepProgram:
         with self.autocast.again():
             loss = self.loss(self.model(x), *targets)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-            told = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise OptionError(f"the loss is a scalar that parameters have a part in, found {told}")
+            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise OptionError(f"the loss must be a scalar that depends on parameters, found {found}")
         return loss
 
     def _keep(self, found: Mapping[Tensor, Tensor], scale: float | None) -> None:
@@ -279,7 +277,7 @@ class StepProgram:
             torch._foreach_mul_(grads, (self.options.clip / (total + 1e-6)).clamp(max=1.0))  # pyright: ignore[reportPrivateImportUsage]
 
     def _unscale(self, grads: Sequence[Tensor], scaler: GradScaler) -> None:
-        """Divide gradients by the scale, and tell whether one is not finite."""
+        """Divide gradients by the scale and record non-finite ones."""
         held = self.gradients
         if held.infinite is None:
             held.infinite = torch.zeros(1, device=grads[0].device)
@@ -290,21 +288,21 @@ class StepProgram:
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), held.infinite, inverse)  # pyright: ignore[reportPrivateImportUsage]
 
     def rescale(self) -> None:
-        """Let the scaler's scale follow what the last step found."""
+        """Update the scaler's scale after a step."""
         scaler, found = self.options.scaler, self.gradients.infinite
         if scaler is None or found is None or scaler._scale is None or scaler._growth_tracker is None:
             return
-        told = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        factors = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
         update = torch._amp_update_scale_  # pyright: ignore[reportPrivateImportUsage]
-        update(scaler._scale, scaler._growth_tracker, found, *told)
+        update(scaler._scale, scaler._growth_tracker, found, *factors)
 
     def state(self) -> list[Tensor]:
-        """The buffers of the model and the loss, which a pass may write to."""
+        """Buffers of the model and the loss, which a pass may write to."""
         own = self.loss.buffers() if isinstance(self.loss, nn.Module) else ()
         return [*self.model.buffers(), *own]
 
     def facts(self) -> tuple[Any, ...]:
-        """What a graph of a pass depends on, but for values of tensors: modes, modules, and where tensors lie."""
+        """Guard of a captured pass: training modes, submodules, and addresses of parameters and buffers."""
         found: list[Any] = []
         for module in self.modules:
             found += (module.training, *map(id, module._modules.values()))
@@ -313,19 +311,19 @@ class StepProgram:
         return tuple(found)
 
     def refresh_modules(self) -> None:
-        """Look at all modules anew, and leave no gradients. Raises OptionError for parameters that were not there."""
+        """Re-scan the modules and drop gradient buffers. Raises OptionError for new parameters."""
         parts = [self.model, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
         self.modules[:] = dict.fromkeys(m for part in parts for m in part.modules())
         known = {id(p) for p in self.parameters}
         if any(id(p) not in known for part in parts for p in part.parameters()):
-            raise OptionError("parameters are new, which the step does not update: call capture_step again")
+            raise OptionError("the model has new parameters, which the step does not update: call capture_step again")
         self.kept[:] = self.state()
         self.backup[:] = [t.clone() for t in self.kept]
         self.gradients.held.clear()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """What passes do to buffers and random states is undone at the end."""
+        """Restore buffers and random states on exit."""
         before, device = [(t, t.clone()) for t in self.state()], self.parameters[0].device
         gpus = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
@@ -333,14 +331,14 @@ class StepProgram:
                 yield
             finally:
                 if [id(t) for t in self.state()] != [id(t) for t, _ in before]:
-                    raise CaptureError("the forward pass puts new buffers in the place of old ones: write into them")
+                    raise CaptureError("the forward pass replaces module buffers; it must update them in place")
                 with torch.no_grad():
                     for tensor, old in before:
                         tensor.copy_(old)
 
     @contextmanager
     def without_dropout(self) -> Iterator[None]:
-        """Nothing is dropped: what is compared must not be random."""
+        """Disable dropout, so that results can be compared."""
         found = [m for m in self.model.modules() if isinstance(m, _DropoutNd) and m.training]
         for module in found:
             module.training = False

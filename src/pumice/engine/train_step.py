@@ -1,4 +1,4 @@
-"""A training step with its kernel maps as CUDA graphs: coordinates, features and targets in, parameters updated."""
+"""A training step, kernel maps included, as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -51,49 +51,44 @@ def capture_step(
     clip: float | None = None,
     ignored: int = -100,
 ) -> CapturedStep:
-    """A step of training, its kernel maps included, as CUDA graphs: forward, loss and gradients as one for each of a
-    few capacities, and the optimizer's update as another.
+    """Capture a training step: forward, loss and gradients, kernel maps included, as one CUDA graph per capacity, and
+    the optimizer's update as another.
 
         step = pm.capture_step(net, lambda y, labels: F.cross_entropy(y.feats, labels), optimizer, x, labels)
         for x, labels in loader:
             value = step(x, labels)
 
-    A step does what these lines do, within rounding:
+    A step is equivalent, up to rounding, to
 
         optimizer.zero_grad(); value = loss(model(x), labels); value.backward(); optimizer.step()
 
-    under the autocast that is on now. Between the two graphs a few numbers are read: a scene that had no room, or is
-    not for a graph, changes nothing before it runs eagerly; where an inner level had no room, its capacity is planned
-    and captured anew, up to three times. Rows past the scene's voxels do not live: their features and gradients are 0
-    wherever a loss or a module reads them, BatchNorm and the other norms and pools of pumice.nn count living ones
-    alone, and targets are `ignored` there (of floats 0, of bools False). So cross_entropy with ignore_index is right as
-    it is; a mean over all rows is not: see pumice.ops.row_mean and SparseTensor.living. The capture compares loss and
-    gradients of the example with eager ones, with NaN in rows that do not live.
+    under the autocast state of the capture. A host synchronisation between the two graphs reads the status: a scene
+    that overflowed, or has no graph, runs eagerly without side effects of the failed pass; a capacity whose coarser
+    levels overflowed is re-planned and re-captured, up to three times. Features and gradients of padding rows are 0
+    wherever a loss or a module reads them, norms and pools of pumice.nn use valid rows only, and targets of padding
+    rows are `ignored` (floats 0, bools False). So cross_entropy with ignore_index needs no change; a mean over all rows
+    does: see pumice.ops.row_mean and SparseTensor.valid_mask. The capture compares loss and gradients of the example
+    with the eager ones, with NaN in padding rows.
 
     Parameters
     ----------
-    model: a module that takes one SparseTensor, in training or with parts in evaluation. Capturing leaves its
-        parameters, buffers and random states as they are.
-    loss: of what the model gives and the targets; a scalar. A function, or a module with buffers of its own.
-    optimizer: its update is a graph where it can be (capturable=True, or SGD), from its second step on, as long as its
-        numbers stay: a learning rate that changes each step is best a tensor. Any other updates eagerly.
-    example: a typical scene. Its number of batch items is that of all; others run eagerly.
-    targets: tensors with a row for each voxel of the example, scalars, or PerItem(tensor) with a row for each batch
-        item.
+    model: module that takes one SparseTensor, wholly or partly in training mode. Capturing does not change its
+        parameters, buffers and random states.
+    loss: scalar function of the model's result and the targets; may be a module with buffers.
+    optimizer: its update is captured if possible (capturable=True, or SGD), from its second step on, while its
+        hyperparameters stay constant; a learning rate that changes each step should be a tensor. Others run eagerly.
+    example: typical scene. Scenes with another number of batch items run eagerly.
+    targets: tensors with one row per voxel of the example, scalars, or PerItemTarget(tensor) with one row per item.
     max_voxels, level_capacity, buckets, margin, box: as in `capture`.
-    scaler: of a loss in half precision, as torch.amp.GradScaler does: a step with infinite gradients updates nothing
-        but the scale.
-    clip: the largest norm of all gradients together, as torch.nn.utils.clip_grad_norm_.
-    ignored: what targets of integers are in rows that do not live.
+    scaler: as torch.amp.GradScaler for half precision: a step with non-finite gradients updates only the scale.
+    clip: largest total norm of the gradients, as torch.nn.utils.clip_grad_norm_.
+    ignored: value of integer targets in padding rows.
 
-    Gradients are not accumulated over steps: each is one update.
+    Gradients are not accumulated over steps.
 
-    Raises
-    ------
-    OptionError (SyncBatchNorm, DistributedDataParallel, options that are not known, a loss that is no scalar),
-    DtypeError, ShapeError and DeviceError (what does not fit), CaptureError (a loss or gradients that are not those of
-    the eager step on the example, a model that asks the host for sizes), GeometryError (operations whose results have
-    as many rows as their values say).
+    Raises OptionError (SyncBatchNorm, DistributedDataParallel, invalid options, a loss that is no scalar), DtypeError,
+    ShapeError and DeviceError (mismatched arguments), CaptureError (loss or gradients differ from the eager step on the
+    example, or the model reads sizes on the host), GeometryError (operations with value-dependent row counts).
     """
     _check(model, loss, optimizer, targets)
     check_example(example)
@@ -124,28 +119,28 @@ def _parameters(model: nn.Module, loss: Loss, optimizer: Optimizer) -> tuple[Ten
 
 
 class CapturedStep(CapturedModule):
-    """A captured step of training: see `capture_step`. Not for two streams at once."""
+    """Captured training step; see `capture_step`. Not safe to call from two streams at once."""
 
     def __init__(self, steps: _Steps, update: CapturedOptimizerStep) -> None:
         super().__init__(steps)
         self._update = update
 
     def __call__(self, x: SparseTensor, *targets: Target) -> Tensor:
-        """One step; the loss before the update, a scalar without gradients. Gradients stay in the parameters' `grad`,
-        unscaled and clipped, until the next step, unless the optimizer writes there (torch.optim.SGD with nesterov does
-        where it takes all tensors at once, as on GPUs).
+        """Run one step and return the loss before the update, a detached scalar. Gradients, unscaled and clipped, stay
+        in the parameters' `grad` until the next step, unless the optimizer overwrites them (multi-tensor
+        torch.optim.SGD with nesterov does).
 
         Raises CoordinateError (duplicates, a scene outside the example's spatial_shape), ShapeError, DtypeError,
-        DeviceError, GeometryError and OptionError for what does not fit the example; nothing is updated then.
+        DeviceError, GeometryError and OptionError (input that does not match the example); nothing is updated then.
         """
         like: TrainingSample = self._engine.example  # pyright: ignore[reportAssignmentType]
         if not isinstance(x, SparseTensor):
             raise DtypeError(f"a captured step takes a SparseTensor and targets, found {type(x).__name__}")
         check_scene(x, like.scene.like)
         if x.dtype != like.scene.like.dtype:
-            raise DtypeError(f"feats are {x.dtype}, the example's {like.scene.like.dtype}")
+            raise DtypeError(f"feats must be {like.scene.like.dtype} as the example's, found {x.dtype}")
         if x.requires_grad and torch.is_grad_enabled():
-            raise OptionError("x requires gradients, which a captured step does not give: capture the whole network")
+            raise OptionError("x requires gradients, which a captured step does not compute: capture the whole network")
         _check_targets(x, targets)
         scene = TrainingSample(VoxelScene(x.feats.detach(), x.coords, x.geometry, like.scene.like), targets)
         scene.check(like)
@@ -154,27 +149,26 @@ class CapturedStep(CapturedModule):
 
     @property
     def skipped(self) -> int:
-        """How many updated nothing but the scale: gradients were not finite."""
+        """Number of steps skipped because of non-finite gradients (they only updated the scale)."""
         return self._engine.skipped
 
     def explain(self) -> str:
-        """The capacities, those of the levels of each that is captured, and how updates are done."""
+        """Text: the capacities, level capacities of captured ones, and how the optimizer runs."""
         lines = [super().explain()]
         optimizer = type(self._update.optimizer).__name__
         if self._update.captured:
             lines.append(f"{optimizer}: a graph, {self._update.replays} replays")
         elif self._engine.graphs:
-            why = "a graph from its second step on" if capturable(self._update.optimizer) else "eagerly: not capturable"
+            why = "a graph from its second step on" if capturable(self._update.optimizer) else "eager: not capturable"
             lines.append(f"{optimizer}: {why}")
         return "\n".join(lines)
 
 
-_SCALE = 1024.0
-"""The scale under which the gradients of a half precision are compared, instead of the scaler's."""
+_SCALE = 1024.0  # Loss scale for the comparison of half precision gradients, instead of the scaler's
 
 
 class _Steps(GraphRunner):
-    """The engine of a step."""
+    """GraphRunner of a training step."""
 
     early = False
     program: StepProgram  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -187,12 +181,12 @@ class _Steps(GraphRunner):
         self.skipped = 0
 
     def step(self, scene: TrainingSample, update: CapturedOptimizerStep) -> Tensor:
-        """The loss of a scene, after the update."""
+        """Run a step, update included, and return its loss."""
         with on(self.device):
             if (problem := self._unfit(scene)) is not None:
-                self._tell(*problem)
+                self._warn_once(*problem)
                 return self._own(scene, update)
-            # Graphs are looked after while the device is busy: what they read is held, whatever was changed.
+            # The guard is checked after launch, while the device is busy: the graph keeps alive what it reads.
             bucket = self.bucket(scene.count) if self.graphs else self.prepared(scene.count)
             scene.fill(bucket.buffers)  # pyright: ignore[reportArgumentType]
             done: StepResult = bucket.run(self.program)
@@ -203,14 +197,14 @@ class _Steps(GraphRunner):
                 self.prepared(scene.count)
                 return self.step(scene, update)
             read, most = done.status_words.tolist(), 1 + len(done.levels)
-            # Behind those of levels: whether a gradient was not finite.
+            # The last word, after those of levels, is the non-finite flag.
             words, infinite = read[:most], any(read[most:])
             if words[0]:
                 self._restore()
-                why, told = self._refused(scene, done, words)
-                self._tell(why, told)
+                why, detail = self._refused(scene, done, words)
+                self._warn_once(why, detail)
                 if why == "room":
-                    # Before the step itself: gradients of what is planned and compared lie where those of steps do.
+                    # Before the eager step: re-planning overwrites the gradient buffers.
                     self._widen(bucket, scene)
                 return self._own(scene, update)
             self.replays += 1
@@ -218,7 +212,7 @@ class _Steps(GraphRunner):
             return value
 
     def _restore(self) -> None:
-        """Take back what a pass did to buffers."""
+        """Restore module buffers to their values before the last pass."""
         with torch.no_grad():
             copy_all(self.program.kept, self.program.backup)
 
@@ -242,13 +236,11 @@ class _Steps(GraphRunner):
     def _unfit(self, scene: TrainingSample) -> tuple[str, str] | None:
         box = self.program.site.bounds
         if scene.batch != box.batch:
-            return "batch", f"of {scene.batch} items, and the example had {box.batch}"
+            return "batch", f"of {scene.batch} items differs from the example's {box.batch}"
         return super()._unfit(scene)
 
-    # Making ready
-
     def prepared(self, count: int) -> CapacityBucket:
-        """The bucket for so many voxels; all anew where a module's mode or a parameter's memory is another."""
+        """Bucket for `count` voxels; all are dropped first if the guard (modes, modules, addresses) fails."""
         self._renew()
         return self.bucket(count)
 
@@ -256,7 +248,7 @@ class _Steps(GraphRunner):
         return self.program.facts() != self._facts
 
     def _renew(self) -> None:
-        """Drop graphs that are not of the model as it is now."""
+        """Drop all graphs if the guard fails."""
         if self._changed():
             self.program.refresh_modules()
             self.buckets.clear()
@@ -269,22 +261,22 @@ class _Steps(GraphRunner):
             return super()._made(capacity, scene, least)
 
     def _planned(self, buffers: Targets, planner: CapacityPlanner) -> CapacityBucket:
-        # The scale of a half precision's gradients is made before a graph reads it.
+        # The scaler creates its scale lazily; it must exist before capture.
         if (scaler := self.program.options.scaler) is not None:
             scaler.scale(torch.ones((), device=self.device))
         return super()._planned(buffers, planner)
 
     def _check(self, bucket: CapacityBucket, scene: TrainingSample) -> None:
-        """Compare with the eager step, with NaN in rows that do not live, some of which there are."""
+        """Compare with the eager step, padding rows filled with NaN; a subsample ensures that there are some."""
         few = scene.sample(max(1, bucket.buffers.capacity * 7 // 8))
         for sample in dict.fromkeys((few, scene)):
             sample.fill(bucket.buffers)  # pyright: ignore[reportArgumentType]
             if not self._compared(bucket, sample)[0]:
                 return
-        raise CaptureError("the example itself has no room: see level_capacity and margin")
+        raise CaptureError("the example exceeds the capacity: see level_capacity and margin")
 
     def _compared(self, bucket: CapacityBucket, scene: TrainingSample) -> Sequence[int]:
-        """The words of a pass, whose results are those of the eager step unless it had no room."""
+        """Status words of a pass; raises CaptureError if it fits but differs from the eager step."""
         program, x, targets = self.program, scene.tensor(), [values_of(t) for t in scene.targets]
         scale = 1.0 if program.options.scaler is None else _SCALE
         kind = program.autocast.dtype if program.autocast.enabled else x.dtype
@@ -302,21 +294,21 @@ class _Steps(GraphRunner):
             return done.loss
 
         got = self._found(run)
-        told = None if words[0][0] else steps_differ([*want], _alike(got, want, rounded), kind, AMPLIFIED)
-        if told:
-            # Where a ReLU changes sides one rounding changes nothing, mostly, and many of them much.
+        error = None if words[0][0] else steps_differ([*want], _alike(got, want, rounded), kind, AMPLIFIED)
+        if error:
+            # Near the kink of a ReLU one rounding mostly changes nothing, but several may change much.
             others = [learned(_rounded(x, kind, AMPLIFIED, seed)) for seed in range(_AGAIN)]
-            told = steps_differ([*want], _alike(got, want, *others), kind, 1)
-        if told:
+            error = steps_differ([*want], _alike(got, want, *others), kind, 1)
+        if error:
             raise CaptureError(
-                f"the captured step is not the eager one on the example, in {told}. What reduces over all rows, or "
-                "asks for their number, sees those of the buffer: use layers of pumice.nn, operators of pumice.ops "
-                "(row_mean, row_sum), SparseTensor.living, or a loss that ignores an index"
+                f"the captured step differs from the eager one on the example, in {error}. Operations that reduce over "
+                "rows, or read their number, include padding rows: use layers of pumice.nn, operators of pumice.ops "
+                "(row_mean, row_sum), SparseTensor.valid_mask, or a loss that ignores an index"
             )
         return words[0]
 
     def _found(self, run: Callable[[], Tensor]) -> dict[str, Tensor]:
-        """What a pass gives, by name, without dropout; nothing else changes."""
+        """Loss, gradients and buffers after a pass without dropout, by name; model state is restored."""
         program = self.program
         with program.without_dropout(), program.unchanged():
             found = {"the loss": run()}
@@ -327,12 +319,11 @@ class _Steps(GraphRunner):
         return found
 
 
-_AGAIN = 4
-"""How often a step that seems to differ is asked what many roundings change."""
+_AGAIN = 4  # Number of perturbed eager steps that a step with a difference is compared with
 
 
 def _rounded(x: SparseTensor, kind: torch.dtype, times: int, seed: int = 0) -> SparseTensor:
-    """With features so many roundings of that dtype away, at most."""
+    """Perturb features by at most `times` roundings of dtype `kind`."""
     noise = torch.rand(x.feats.shape, device=x.device, generator=torch.Generator(x.device).manual_seed(seed)) - 0.5
     return x.replace(x.feats * (1 + 2 * times * torch.finfo(kind).eps * noise.to(x.dtype)))
 
@@ -345,13 +336,13 @@ def _check(model: nn.Module, loss: Loss, optimizer: Optimizer, targets: Sequence
     if not isinstance(model, nn.Module):
         raise OptionError(f"capture_step takes a torch.nn.Module, found {type(model).__name__}")
     if not callable(loss):
-        raise OptionError(f"the loss is a function of the model's result and targets, found {type(loss).__name__}")
+        raise OptionError(f"the loss must be a function of the model's result and targets, found {type(loss).__name__}")
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
         kind = type(optimizer).__name__
-        raise OptionError(f"the optimizer is a torch.optim.Optimizer whose step needs no closure, found {kind}")
+        raise OptionError(f"the optimizer must be a torch.optim.Optimizer whose step needs no closure, found {kind}")
     for name, module in model.named_modules():
         if isinstance(module, DataParallel | DistributedDataParallel | nn.SyncBatchNorm):
-            raise OptionError(f"a captured step is of one process alone: {name or 'it'} is a {type(module).__name__}")
+            raise OptionError(f"a captured step runs in one process: {name or 'it'} is a {type(module).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise OptionError("no parameter of the model requires gradients")
 
@@ -360,12 +351,12 @@ def _check_targets(x: SparseTensor, targets: Sequence[Target]) -> None:
     for number, target in enumerate(targets):
         values = values_of(target)
         if not isinstance(values, Tensor):
-            raise DtypeError(f"targets are tensors, or PerItem(tensor), found {type(target).__name__}")
+            raise DtypeError(f"targets must be tensors or PerItemTarget(tensor), found {type(target).__name__}")
         if values.device != x.device:
             raise DeviceError(f"target {number} is on {values.device}, x on {x.device}")
         if values.requires_grad:
-            raise OptionError(f"target {number} requires gradients, which a captured step does not give")
+            raise OptionError(f"target {number} requires gradients, which a captured step does not compute")
         rows = x.batch_size if isinstance(target, PerItemTarget) else len(x)
         if (values.ndim or isinstance(target, PerItemTarget)) and values.shape[:1] != (rows,):
             kind = "batch items" if isinstance(target, PerItemTarget) else "voxels (PerItemTarget: batch items)"
-            raise ShapeError(f"target {number} has a row for each of {rows} {kind}, found shape {list(values.shape)}")
+            raise ShapeError(f"target {number} must have one row for each of {rows} {kind}, found {list(values.shape)}")

@@ -1,4 +1,4 @@
-"""Which dataflow each group of a network's layers runs, chosen by measuring the network: `pumice.tune`."""
+"""Autotuning of the dataflow of each layer group, by timing the whole network: `pumice.tune`."""
 
 from __future__ import annotations
 
@@ -41,10 +41,8 @@ from pumice.schedule.tuner import (
     search,
 )
 
-FACTOR = 2.5
-"""How many times what the best dataflow is reckoned to take another one may, to be tried."""
-_TRIED = {1: 6, 2: 4}
-"""Dataflows that a group tries at most, by the questions that it is asked: those that are reckoned best."""
+FACTOR = 2.5  # A dataflow is a candidate if its cost model estimate is within this factor of the best one
+_TRIED = {1: 6, 2: 4}  # Largest number of candidates per task, by the number of tasks of a group; best estimates first
 REPEATS = 3
 
 BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
@@ -54,11 +52,10 @@ BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
         "all": (PASSES,),
     }
 )
-"""Which passes of a group run one dataflow in training. With two parts there are two questions to a group, asked one
-after the other, so that the search stays linear in groups and candidates."""
+"""Passes of a group that share a dataflow in training. Two parts are two tasks, tuned in turn, so that the search
+stays linear in groups and candidates."""
 _INFERENCE = ((FORWARD,),)
-_MANY = 100
-"""Multiprocessors from which on a GPU is one of much parallelism."""
+_MANY = 100  # GPUs with at least this many multiprocessors count as large
 
 
 def tune(
@@ -74,39 +71,38 @@ def tune(
     progress: Watch | bool | None = None,
     save: bool = True,
 ) -> Tuning:
-    """Choose the dataflow of every convolution layer by what makes the whole network fastest on sample scenes.
+    """Choose the dataflow of every convolution layer by timing the whole network on sample scenes.
 
-    Layers that share a kernel map form a group and run one dataflow; groups are asked one after the other, those that
-    are reckoned to take longest first, and a choice is kept where the network gets faster by more than measurements
-    differ (Tang et al., "TorchSparse++", MICRO 2023, section 4). On a GPU what counts is the time that the device is
-    busy, maps included; with budget left the tiles of the largest groups' kernels are timed, too. The result is applied
-    to the model, and kept in the user's cache folder: the same network on the same device with a like workload (rows
-    and pairs of each map within a factor of 1.4) gets it at once, and no other does. Ctrl-C keeps what was found.
+    Layers that share a kernel map form a group and run one dataflow. Groups are tuned in turn, largest estimated time
+    first; a candidate is accepted if it speeds up the network beyond measurement noise (Tang et al., "TorchSparse++",
+    MICRO 2023, section 4). On a GPU the criterion is kernel time, map building included; remaining budget goes to
+    timing the tiles of the largest groups' kernels. The result is applied to the model and saved in the user's cache
+    folder, for the same network on the same device with a similar workload (rows and pairs of each map within a factor
+    of 1.4). Ctrl-C keeps the results so far.
 
     Parameters
     ----------
     model: any torch.nn.Module with convolutions of pumice.nn, on its device and in its dtype; autocast is the caller's.
-        It is left as it was but for its layers' `dataflow`; a layer whose dataflow was set by hand keeps it.
-    samples: SparseTensors (or pairs of coordinates and features) like those that the model will meet, one or a few.
+        Only the layers' `dataflow` changes; a dataflow that was set by hand is kept.
+    samples: one or a few representative SparseTensors (or pairs of coordinates and features).
     mode: "inference", or "training": forward and backward, with the loss below.
-    budget: seconds. What is measured already counts; compiling takes its share.
-    bind: of training: which passes of a group run one dataflow, "forward with dgrad", "dgrad with wgrad" or "all". By
-        default the second on a GPU of at least 100 multiprocessors and the first elsewhere. That passes are bound, and
-        that the device decides, is from the paper; the rule is ours.
-    candidates: dataflows to try, by name or value, or "all" that make sense on the device. By default those of them
-        that a cost model reckons within 2.5 times of the best, for each group; six, or four for each of two
-        questions.
-    loss: a scalar from what the model returns; by default the mean of squares of every tensor in it.
-    fresh: measure, whatever is kept. save: keep the result.
-    progress: called with every schedule.tuner.Step; None: a bar, if standard error is a terminal; False: nothing.
+    budget: seconds, compilation included.
+    bind: in training, the passes of a group that share a dataflow: "forward with dgrad", "dgrad with wgrad" or "all".
+        Default: the second on GPUs with at least 100 multiprocessors, else the first. Binding passes by device is from
+        the paper; the rule is ours.
+    candidates: dataflows to try, by name or value, or "all" that the device supports. Default: those with a cost model
+        estimate within 2.5 times of the best, for each group; at most six, or four for each of two tasks.
+    loss: scalar function of the model's result; default the mean of squares of every tensor in it.
+    fresh: ignore saved results. save: save the result.
+    progress: called with every schedule.tuner.SearchProgress; None: a bar if standard error is a terminal; False: none.
 
     Returns
     -------
-    Tuning. Print it for a table of what was chosen and why; `.remove(model)` takes it off again, as torch.compile
-    needs it, for which layers must be as the planner picks.
+    Tuning. It prints as a table of choices and reasons; `.remove(model)` resets the layers to the default, as
+    torch.compile needs it.
 
-    Raises OptionError (unknown mode, bind or candidate, no samples, budget of 0 or less, nothing to tune), DtypeError
-    (no module, no samples of the right type), DeviceError (samples that are not where the model is).
+    Raises OptionError (unknown mode, bind or candidate, no samples, budget not above 0, nothing to tune), DtypeError
+    (model is no module, samples of a wrong type), DeviceError (samples and model on different devices).
     """
     began = time.monotonic()
     asked = subject(model, samples, mode, loss)
@@ -124,8 +120,7 @@ def tune(
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """What is asked, checked. flows: that may be chosen; all of them are tried where `named`. parts: passes that run
-    one dataflow; bind: their name."""
+    """flows: allowed dataflows; named: True if given, then all are tried. bind, parts: an entry of BINDINGS."""
 
     flows: tuple[Dataflow, ...]
     named: bool
@@ -133,7 +128,7 @@ class TuningOptions:
     parts: tuple[tuple[str, ...], ...]
 
     def may(self, flow: Dataflow, passes: Sequence[str], tuned_model: TuningSubject) -> bool:
-        """Whether a dataflow may be chosen for these passes."""
+        """True if a dataflow may be chosen for these passes."""
         ordered = torch.are_deterministic_algorithms_enabled() and tuned_model.device.type == "cuda"
         library = not {x.dtype for x in tuned_model.scenes} & {*EIGHT_BITS}
         return flow in self.flows and all(is_applicable(name, flow, ordered, library) for name in passes)
@@ -157,11 +152,11 @@ def _options(asked: TuningSubject, budget: float, bind: str | None, candidates: 
 
 
 def binding(device: torch.device) -> str:
-    """Which passes are bound in training on a device; the rule is ours.
+    """Default key of BINDINGS for training on a device; the rule is ours.
 
-    Input and weight gradients read maps that are laid out after the forward pass, and share little with its kernel;
-    a device that has programs enough for each kernel gains most where the forward pass is free. On a small one the
-    forward pass and the input gradient, which are the same loop, are bound by the same things.
+    On a large GPU, leaving the forward pass free gains most: input and weight gradients read map layouts that are built
+    after it, and share little with its kernel. On a small one the forward pass and the input gradient, which are the
+    same loop, have the same bottleneck.
     """
     if device.type == "cuda" and torch.cuda.get_device_properties(device).multi_processor_count >= _MANY:
         return "dgrad with wgrad"
@@ -170,8 +165,7 @@ def binding(device: torch.device) -> str:
 
 @contextmanager
 def _released(model: nn.Module) -> Iterator[list[str]]:
-    """Layers that were tuned before are as the planner picks; the names of those set by hand. An exception brings all
-    back."""
+    """Reset tuned layers to the default dataflow; yields the names of layers set by hand. Restores all on exception."""
     layers = convolutions(model)
     before = [(layer, layer.dataflow, layer.tuned) for layer in layers]
     for layer in layers:
@@ -188,10 +182,8 @@ def _released(model: nn.Module) -> Iterator[list[str]]:
 
 @dataclass(frozen=True, eq=False)
 class PassTask:
-    """A question to a group: what these passes of its layers run. standing: seconds as the planner picks, as reckoned.
-
-    prospects: what else may be tried, the most promising first; seconds are those of all scenes.
-    """
+    """Choice of a dataflow for these passes of a group. standing: estimated seconds of the default. prospects:
+    candidates, best estimate first. Seconds are summed over all scenes."""
 
     group: LayerGroup
     passes: tuple[str, ...]
@@ -208,7 +200,7 @@ class PassTask:
 
 
 def parts_of(tuned_model: TuningSubject, observed: Observed, options: TuningOptions) -> list[PassTask]:
-    """Every question, those about what takes longest first."""
+    """All tuning tasks, largest estimated time first."""
     found = []
     for group in observed.groups:
         works: list[LayerWork] = [work for scene in group.works for work in scene]
@@ -222,7 +214,7 @@ def parts_of(tuned_model: TuningSubject, observed: Observed, options: TuningOpti
 
 
 class _NetworkBench:
-    """Measures a network with assignments of dataflows; what it took by assignment."""
+    """Measures a network under assignments of dataflows. spent: timings by assignment."""
 
     def __init__(self, asked: TuningSubject, parts: Sequence[PassTask]) -> None:
         self.asked, self.parts = asked, {part.key: part for part in parts}
@@ -238,7 +230,7 @@ class _NetworkBench:
         return found.total
 
     def flows(self, assignment: Assignment) -> dict[LayerGroup, Flow]:
-        """What the layers of each group run."""
+        """Dataflow of the layers of each group."""
         by_group: dict[LayerGroup, dict[str, Dataflow]] = {part.group: {} for part in self.parts.values()}
         for key, flow in assignment.items():
             assert isinstance(flow, Dataflow)
@@ -247,7 +239,7 @@ class _NetworkBench:
         return {group: flow_of(passes, self.asked.training) for group, passes in by_group.items()}
 
     def last(self, assignment: Assignment) -> PassTiming:
-        """The mean of the last two measurements of an assignment."""
+        """Mean of the last two measurements of an assignment."""
         found = self.spent[frozenset(assignment.items())][-2:]
         names = dict.fromkeys(name for each in found for name in each.parts)
         parts = {name: fmean(each.parts.get(name, 0.0) for each in found) for name in names}
@@ -269,7 +261,7 @@ class _NetworkBench:
 
 
 def flow_of(passes: Mapping[str, Dataflow], training: bool) -> Flow:
-    """What a layer has as `dataflow` where these passes were chosen, and the others are as the planner picks."""
+    """A layer's `dataflow` for these passes; all others use the default."""
     if not passes:
         return None
     if not training:
@@ -284,7 +276,7 @@ def _short(flow: Dataflow) -> str | Dataflow:
 
 @dataclass
 class _TuningRun:
-    """One tuning of a network whose groups are known."""
+    """Tuning run of a network whose groups are known."""
 
     asked: TuningSubject
     observed: Observed
@@ -292,12 +284,12 @@ class _TuningRun:
     clock: Clock
     notes: list[str] = field(default_factory=list)
     tiling: float = 8.0
-    """Seconds that the tiles of a layer take at most; reckoned, before any was timed."""
+    """Largest time of tuning a layer's tiles, in seconds; a guess until the first was timed."""
     timed: bool = False
 
     def __post_init__(self) -> None:
         if not self.observed.groups:
-            raise OptionError(f"there is nothing to tune: {'; '.join(self.observed.notes) or 'no layer ran'}")
+            raise OptionError(f"nothing to tune: {'; '.join(self.observed.notes) or 'no layer ran'}")
         self.began = self.clock.now()
         self.workload: Workload = tuple(group.workload for group in self.observed.groups)
         self.key = PlanKey.of(*identity(self.asked, self.observed, self.options.bind), self.workload)
@@ -316,12 +308,12 @@ class _TuningRun:
         done = () if near is None else near.asked
         found = self._search(start, done, hints)
         if near is not None and not found.finished and not found.asked:
-            # Cut short before it came to anything new.
+            # Stopped before any new measurement.
             return self._reused(near)
         kernels = self.asked.device.type == "cuda"
         tiles = tuple(self.tiles(found)) if found.finished and kernels else ()
         for _ in tiles[:2]:
-            # Some of what was measured last was by other tiles.
+            # Earlier measurements may have used other tiles.
             self.bench(found.assignment)
         before, after = self.bench.last({}), self.bench.last(found.assignment)
         choices = tuple(self._choices(found, done))
@@ -329,12 +321,11 @@ class _TuningRun:
         if save:
             self._save(found, (*done, *found.asked), before, after)
         spent = time.monotonic() - began
-        told = str(self.key.device)
-        return Tuning(self.asked.mode, told, choices, before, after, tiles, notes, found.finished, False, spent)
+        device = str(self.key.device)
+        return Tuning(self.asked.mode, device, choices, before, after, tiles, notes, found.finished, False, spent)
 
-    # What was kept
     def _known(self) -> tuple[TunedPlan | None, Mapping[str, Dataflow]]:
-        """The plan that is kept for this, and what one for other scenes would try first."""
+        """The saved plan for this workload, or None and the dataflows of a similar plan, to try first."""
         alike = plans().alike(self.key, self.workload)
         if alike is None:
             return None, {}
@@ -349,13 +340,13 @@ class _TuningRun:
             self.notes.append(f"{'tuned' if plan.finished else 'begun'} on {when}, for {plan.about}")
             return plan, {}
         why = "other scenes" if near is None else "other dataflows"
-        self.notes.append(f"tuned on {when} for {why} ({plan.about}): tuned anew")
+        self.notes.append(f"tuned on {when} for {why} ({plan.about}): tuned again")
         return None, plan.flows
 
     def _reused(self, plan: TunedPlan) -> Tuning:
         flows = self.bench.flows(plan.flows)
         choices = tuple(
-            _choice(group, flows[group], (), "kept in the ledger", self._standing(group))
+            _choice(group, flows[group], (), "from the tuning cache", self._standing(group))
             for group in self.observed.groups
         )
         before, after = (PassTiming(**spent) for spent in (plan.before, plan.after))
@@ -371,7 +362,6 @@ class _TuningRun:
             plans().forget([near[0]])
         plans().keep(self.key, TunedPlan(flows, self.workload, was, now, asked, found.finished, about))
 
-    # What is measured
     def _search(self, start: Assignment, done: Sequence[str], hints: Mapping[str, Dataflow]) -> SearchResult:
         questions = []
         for part in self.parts:
@@ -386,14 +376,12 @@ class _TuningRun:
         part = self.bench.parts[question.group]
         flows: Any = question.candidates
         layers = isolated_layer(part.group.calls, self.asked.training)
-        # A large group's kernels may take longer than the budget has left.
+        # Compiling a large group may exceed the budget.
         compile_at_once(layers, part.passes, flows, lambda: self.left <= 0)
 
     def tiles(self, found: SearchResult) -> Iterator[Tiles]:
-        """Time the tiles of the groups' kernels, those of the largest first, while the budget lasts.
-
-        Tiles are timed alone, with a cold cache: where the network does not get faster by them they are forgotten.
-        """
+        """Time the tiles of the groups' kernels, largest group first, while the budget lasts. Tiles are timed in
+        isolation, with a cold cache; those that slow down the network are dropped."""
         flows = self.bench.flows(found.assignment)
         best, largest = found.after, sorted(flows, key=lambda group: -self._standing(group))
         try:
@@ -404,13 +392,13 @@ class _TuningRun:
                     yield (judged := self._judged(group, new, best, found))
                     best = min(best, judged.after)
         except KeyboardInterrupt:
-            self.notes.append("the timing of tiles was interrupted")
+            self.notes.append("tile tuning was interrupted")
 
     def _judged(self, group: LayerGroup, new: set[Key], best: float, found: SearchResult) -> Tiles:
-        """Keep new tiles if the network is not slower by them."""
+        """Keep new tiles unless the network is slower with them."""
         after = self.bench(found.assignment)
         if after > best:
-            # Whatever seems slower has another chance.
+            # Measure an apparent slowdown twice.
             after = min(after, self.bench(found.assignment))
         kept = after <= best * (1 + LEAST)
         if not kept:
@@ -418,7 +406,7 @@ class _TuningRun:
         return Tiles(group.name, len(new), best, after, kept)
 
     def _time(self, group: LayerGroup, flow: Flow) -> set[Key]:
-        """Time the tiles of a group's layers, as far as the budget reaches; what the ledger has new."""
+        """Time the tiles of a group's layers within the budget; returns the new keys of the tile cache."""
         known = set(ledger().known())
         for layer in isolated_layer(group.calls, self.asked.training):
             begin = self.clock.now()
@@ -429,7 +417,6 @@ class _TuningRun:
             self.timed = True
         return set(ledger().known()) - known
 
-    # What is told
     def _standing(self, group: LayerGroup) -> float:
         return sum(part.standing for part in self.parts if part.group is group) / len(group.works)
 
@@ -453,24 +440,24 @@ def _trial(part: PassTask, tried: TrialResult) -> Trial:
 
 
 def _why(part: PassTask, found: SearchResult, done: bool) -> str:
-    """Why a part runs what it does."""
+    """Reason for the choice of a task."""
     trials = sorted((_trial(part, tried) for tried in found.tried.get(part.key, ())), key=lambda trial: trial.seconds)
     taken = found.assignment.get(part.key)
     names = "" if part.passes == (FORWARD,) else f"{' with '.join(part.passes)}: "
     if done:
-        return f"{names}asked before"
+        return f"{names}tuned before"
     if taken is not None:
         (own,) = (trial for trial in trials if trial.flow == str(taken))
         return f"{names}{own}"
     if not part.prospects:
-        return f"{names}nothing else comes near, as reckoned"
+        return f"{names}no competitive candidate by cost model estimate"
     if not trials:
         return f"{names}{NOT_ASKED}"
     return f"{names}best of {len(trials)} others: {trials[0]}"
 
 
 def _timed(layer: IsolatedLayer, flow: Flow, training: bool) -> None:
-    """Time a layer's tiles; one that cannot be run by itself has none."""
+    """Time a layer's tiles; skip a layer that cannot run in isolation."""
     try:
         time_tiles(layer, flow, training)
     except (PumiceError, torch.OutOfMemoryError):
@@ -478,10 +465,8 @@ def _timed(layer: IsolatedLayer, flow: Flow, training: bool) -> None:
 
 
 def identity(tuned_model: TuningSubject, observed: Observed, bind: str) -> tuple[str, str, str, str]:
-    """What a plan is for, besides the workload: device, dtypes, mode, and a digest of the network.
-
-    The digest is of what convolution layers are and do and of how maps join them, not of weights.
-    """
+    """Key of a plan besides the workload: device, dtypes, mode, and a digest of the network. The digest covers the
+    convolution layers and their grouping by kernel maps, not weights."""
     kind = tuned_model.device.type
     device = (
         torch.cuda.get_device_name(tuned_model.device)

@@ -1,4 +1,4 @@
-"""Whole networks."""
+"""Complete networks."""
 
 from pumice.models.centerpoint import CenterPointBackbone
 from pumice.models.minkunet import MinkUNet

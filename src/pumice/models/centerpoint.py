@@ -1,4 +1,4 @@
-"""The sparse backbone of CenterPoint and its kin, in the two forms in which it is published."""
+"""The sparse backbone of CenterPoint and similar detectors, in both published forms."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def _unit(
 def resnet21d(in_channels: int) -> nn.ModuleList:
     """SparseResNet21D as in torchsparse: axes (x, y-down, z-forward), 21 convolutions, strides 1, 2, 2, 2, (1, 2, 1).
 
-    A strided convolution here has the padding of torchsparse's default downsampling, the support of a convolution
-    without padding.
+    Strided convolutions are padded like torchsparse's default downsampling: the support of an unpadded convolution.
     """
     stages, channels = [], in_channels
     plan = ((3, 16, 3, 1), (3, 32, 3, 2), (3, 64, 3, 2), (3, 128, 3, 2), (1, 128, (1, 3, 1), (1, 2, 1)))
@@ -47,7 +46,7 @@ def resnet21d(in_channels: int) -> nn.ModuleList:
 def voxelres8x(in_channels: int) -> nn.ModuleList:
     """VoxelResBackBone8x as in OpenPCDet: axes (z, y, x), 21 convolutions, strides 1, 2, 2, 2, (2, 1, 1).
 
-    BatchNorm with eps 1e-3 and momentum 0.01; the convolutions of the residual blocks have a bias.
+    BatchNorm has eps 1e-3 and momentum 0.01; convolutions of residual blocks have a bias.
     """
     norm = partial(BatchNorm, eps=1e-3, momentum=0.01)
     block = partial(ResidualBlock, norm=norm, bias=True)
@@ -64,7 +63,7 @@ def voxelres8x(in_channels: int) -> nn.ModuleList:
 
 
 def _strided(level: nn.Module, strided: bool = True) -> list[Convolution]:
-    """A level's convolutions that lead to another one, or those that keep its coordinates."""
+    """Convolutions of a level that change its coordinates (strided), or keep them."""
     return [layer for layer in convolutions(level) if (layer.relation.policy != "same") == strided]
 
 
@@ -76,7 +75,7 @@ FORMS: dict[str, Callable[[int], nn.ModuleList]] = {"voxelres8x": voxelres8x, "r
 
 
 class CenterPointBackbone(nn.Module):
-    """Voxels to a sparse grid an eighth as fine, 128 channels; `.to_dense()` of it feeds a bird's-eye-view network.
+    """Sparse encoder to 1/8 resolution and 128 channels; `.to_dense()` of its result feeds a bird's-eye-view network.
 
     Yin, Zhou and Kraehenbuehl, "Center-based 3D Object Detection and Tracking", CVPR 2021, sec. 4, with the sparse
     encoder of Yan, Mao and Li, "SECOND", Sensors 2018.
@@ -86,7 +85,7 @@ class CenterPointBackbone(nn.Module):
     in_channels: features per voxel (5 for x, y, z, intensity, time).
     form: "voxelres8x" (OpenPCDet; give tensors a spatial_shape, axes z, y, x) or "resnet21d" (torchsparse).
 
-    forward(x) -> the last stage's SparseTensor; `stages(x)` -> that of every stage.
+    forward(x) -> SparseTensor of the last stage; `stages(x)` -> those of all stages.
     """
 
     def __init__(self, in_channels: int = 5, form: str = "voxelres8x") -> None:
@@ -105,7 +104,7 @@ class CenterPointBackbone(nn.Module):
         self.consumers = MapConsumers([[layer] for layer in strided], [()] * len(strided), kept)
 
     def stages(self, x: SparseTensor) -> list[SparseTensor]:
-        """The result of every stage, finest first."""
+        """Results of all stages, finest first."""
         if not isinstance(x, SparseTensor):
             raise DtypeError(f"CenterPointBackbone takes a SparseTensor, found {type(x).__name__}")
         x = x.prepare(self.steps, self.windows, self.consumers)

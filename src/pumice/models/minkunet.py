@@ -37,7 +37,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Back to the coordinates of `skip`, joined with it, then two residual blocks."""
+    """Upsample to the coordinates of `skip`, concatenate with it, then two residual blocks."""
 
     def __init__(self, in_channels: int, out_channels: int, skip_channels: int, dim: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class MinkUNet(nn.Module):
         self.consumers = self._consumers()
 
     def _consumers(self) -> MapConsumers:
-        """The layers over each map; decoders lead back from the coarsest level."""
+        """Layers by kernel map; decoders start at the coarsest level."""
         down = [convolutions(encoder)[:1] for encoder in self.encoders]
         back = [convolutions(decoder)[:1] for decoder in reversed(self.decoders)]
         same = [convolutions(self.stem), *(convolutions(encoder)[1:] for encoder in self.encoders)]
@@ -110,6 +110,6 @@ class MinkUNet(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: SparseTensor) -> torch.Tensor:
-        """int64 [P] class per point if x was voxelised from points, else [N] per voxel."""
+        """Class labels, int64: [P] per point if x was voxelised from points, else [N] per voxel."""
         labels = self(x).feats.argmax(dim=1)
         return labels if x.geometry.inverse is None else labels[x.inverse]

@@ -1,4 +1,4 @@
-"""What was found out about a tensor, kept as long as the tensor lives and is not written to."""
+"""Bounded caches, and results cached per tensor until the tensor is freed or written to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST = 16
 
 
 class BoundedCache(Generic[Found]):
-    """Values by key, at most so many: the oldest goes first."""
+    """FIFO cache of at most `most` values."""
 
     def __init__(self, most: int) -> None:
         self._most, self._held = most, dict[Hashable, Found]()
@@ -28,7 +28,7 @@ class BoundedCache(Generic[Found]):
         return self._held.get(key)
 
     def values(self) -> list[Found]:
-        """Those that are held, the oldest first."""
+        """Cached values, oldest first."""
         return list(self._held.values())
 
     def clear(self) -> None:
@@ -36,7 +36,7 @@ class BoundedCache(Generic[Found]):
 
     def keep(self, key: Hashable, value: Found) -> Found:
         while len(self._held) >= self._most:
-            # Other threads may have taken the last one, or put one there, since it was looked for.
+            # Other threads may change the dict between the lookup and the removal.
             with suppress(RuntimeError, StopIteration):
                 self._held.pop(next(iter(self._held)), None)
         self._held[key] = value
@@ -44,8 +44,7 @@ class BoundedCache(Generic[Found]):
 
 
 class PersistentBuffers:
-    """Tensors of a program that runs again and again, as a captured graph does: what they hold is written by the
-    program, so that what it finds of them lasts as long, and nothing waits for it."""
+    """Buffers that a captured program rewrites on every replay; results derived in it may be cached during capture."""
 
     def __init__(self) -> None:
         self._held: dict[int, weakref.ref[Tensor]] = {}
@@ -63,10 +62,8 @@ PERSISTENT = PersistentBuffers()
 
 
 def cached_per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:
-    """Remember find(tensor, *args) for each living tensor and hashable args; forgotten when the tensor is written to.
-
-    Inference tensors do not count their writes and fake ones hold nothing: for them it is found anew each time.
-    """
+    """Cache find(tensor, *args) for each tensor and hashable args, until the tensor is freed or written to. Not cached
+    for inference tensors, which have no version counter, and for fake tensors."""
     known: dict[int, tuple[weakref.ref[Tensor], int, dict[Hashable, Any]]] = {}
 
     @wraps(find)
@@ -79,22 +76,22 @@ def cached_per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Call
             entry = (weakref.ref(tensor, lambda _: known.pop(key, None)), tensor._version, {})
             known[key] = entry
         results = entry[2]
-        asked = tuple(map(_key, (*args, *sorted(kwargs.items()))))
-        if asked in results:
-            return results[asked]
-        # What was found in inference serves training afterwards.
+        query = tuple(map(_key, (*args, *sorted(kwargs.items()))))
+        if query in results:
+            return results[query]
+        # Cached tensors must be usable under autograd later.
         with outside_inference_mode(), torch.no_grad():
             found = find(tensor, *args, **kwargs)
-        # What is found while a CUDA graph is captured is not computed until the graph runs.
+        # Results of a capture have no values until the graph runs.
         if tensor in PERSISTENT or not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(results) >= _MOST:
                 results.clear()
-            results[asked] = found
+            results[query] = found
         return found
 
     return remembered
 
 
 def _key(value: Any) -> Hashable:
-    """A tensor among the arguments counts with its writes; what was found does not keep it alive."""
+    """Key of an argument: tensors by weak reference and version counter."""
     return (weakref.ref(value), value._version) if isinstance(value, Tensor) else value

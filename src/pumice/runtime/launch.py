@@ -1,4 +1,4 @@
-"""Starting kernels of this room: one convention for all of them, and little time of the host for each."""
+"""Kernel launches with one calling convention and little host overhead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _has_triton() -> bool:
 
 
 def has_triton(tensor: Tensor) -> bool:
-    """Whether kernels run where this tensor lies: on a GPU, and anywhere by Triton's interpreter."""
+    """True if Triton kernels run on the tensor's device: a GPU, or any device under Triton's interpreter."""
     if not _has_triton():
         return False
     if tensor.is_cuda:
@@ -33,12 +33,12 @@ def has_triton(tensor: Tensor) -> bool:
 
 
 def triton_unavailable_reason(tensor: Tensor) -> str | None:
-    """Why no kernel runs where this tensor lies, or None."""
+    """Reason why Triton kernels do not run on the tensor's device, or None."""
     return None if has_triton(tensor) else "kernels do not run here"
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Within it, what is made in inference serves training afterwards."""
+    """Leave inference mode, so that tensors created here can be used under autograd later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
@@ -48,27 +48,26 @@ _READ: ContextVar[list[object] | None] = ContextVar("recording_constants", defau
 
 
 def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
-    """What a function makes is made once for its arguments and kept, at most so many; for tensors that are read and
-    never written. Whoever reads longer than they are kept holds them: `recording_constants`."""
+    """lru_cache for read-only device tensors; a captured graph must hold those it reads (`recording_constants`)."""
 
-    def kept(find: Callable[Given, Found]) -> Callable[Given, Found]:
+    def decorate(find: Callable[Given, Found]) -> Callable[Given, Found]:
         known = lru_cache(maxsize)(find)
 
         @wraps(find)
-        def asked(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+        def cached(*args: Given.args, **kwargs: Given.kwargs) -> Found:
             found = known(*args, **kwargs)
             if (read := _READ.get()) is not None:
                 read.append(found)
             return found
 
-        return asked
+        return cached
 
-    return kept
+    return decorate
 
 
 @contextmanager
 def recording_constants() -> Iterator[list[object]]:
-    """The constants that are asked for within it: a captured graph reads their memory whenever it runs."""
+    """Record the cached constants used in the context, since a captured graph reads them on every replay."""
     read: list[object] = []
     token = _READ.set(read)
     try:
@@ -78,19 +77,19 @@ def recording_constants() -> Iterator[list[object]]:
 
 
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device, without a wait for the device."""
+    """Copy a CPU tensor to the device without host synchronisation (pinned, non-blocking)."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64 on the device, without a wait for it: in a third of the time of `to_device_async(torch.tensor(values))`."""
+    """int64 tensor on the device, as `to_device_async(torch.tensor(values))` in a third of the time."""
     return to_device_async(torch.frombuffer(array("q", values), dtype=torch.int64), device)
 
 
 def vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number for each axis, as a constant of the device: nothing waits for it, and a CUDA graph can be captured."""
+    """Cached device constant of one number per axis; no host synchronisation, so usable in CUDA graph capture."""
     if torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=device)
     return _vector(values, dtype, device)
@@ -103,11 +102,11 @@ def _vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device)
 
 
 class CompiledKernel:
-    """What Triton compiled for a device, started with addresses in place of tensors.
+    """Kernel compiled by Triton for a device, launched with addresses instead of tensors.
 
-    Triton's own door asks the driver about every tensor, and builds what only a profiler reads: 10 us of the host. It
-    is taken while a profiler listens. What it starts kernels with in the end is written in C; the way there looks for
-    scratch memory, 1.4 us, and is left out for kernels that have none.
+    Triton's launch path queries the driver for every tensor and builds profiler metadata: 10 us of host time. It is
+    used only while a launch hook is set. Its Python launcher also checks for scratch memory (1.4 us); kernels that need
+    none call its C launcher directly.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -119,7 +118,7 @@ class CompiledKernel:
     def __call__(self, programs: int, values: Sequence[Any], device: int) -> None:
         """Run `programs` programs on the current device, which is `device`, and its current stream."""
         hook = self._runtime.launch_enter_hook
-        # A chain of hooks that is empty listens to nothing.
+        # An empty hook chain counts as no hook.
         if hook is not None and getattr(hook, "calls", True):
             self._compiled[(programs, 1, 1)](*values)
             return
@@ -127,7 +126,7 @@ class CompiledKernel:
 
 
 Run = Callable[[int, int, Sequence[Any]], object]
-"""Starts so many programs on a stream, with these arguments."""
+"""run(programs, stream, values): launch a kernel with these arguments."""
 
 
 def _by_triton(compiled: Any) -> Run:
@@ -136,18 +135,18 @@ def _by_triton(compiled: Any) -> Run:
 
 
 def _in_c(compiled: Any) -> Run | None:
-    """The same past what Triton's launcher does in Python: it is asked once what it hands to C. None where it asks
-    for memory, or does anything else than to hand on."""
+    """Launch through Triton's C launcher: a dry run of its Python launcher records the arguments that it passes to C.
+    None if it allocates memory, or does anything else than passing them on."""
     launch = getattr(compiled.run, "launch", None)
     if launch is None:
         return None
     handed: list[tuple[Any, ...]] = []
     programs, stream, value = object(), object(), object()
     try:
-        # A copy is asked: other threads start kernels by the launcher itself.
+        # Patch a copy: other threads use the launcher.
         run = copy(compiled.run)
         run.launch = lambda *given: handed.append(given)
-        # What it works out of them, as how much memory so many programs need, there is none of.
+        # Placeholders: any computation on them (such as scratch sizes) raises.
         run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, value)
     except Exception:
         return None
@@ -157,33 +156,30 @@ def _in_c(compiled: Any) -> Run | None:
     if [*map(len, places)] != [1, 1] or not (last == (value,) or last == ((value,),)):
         return None
     (number,), (lane,) = places
-    apart = last == (value,)
+    unpacked = last == (value,)
 
     def start(programs: int, stream: int, values: Sequence[Any]) -> None:
-        told = before.copy()
-        told[number], told[lane] = programs, stream
-        if apart:
-            launch(*told, *values)
+        args = before.copy()
+        args[number], args[lane] = programs, stream
+        if unpacked:
+            launch(*args, *values)
         else:
-            # As one argument: of Triton 3.7 on.
-            launch(*told, tuple(values))
+            # Triton >= 3.7 takes the values as one tuple.
+            launch(*args, tuple(values))
 
     return start
 
 
 @lru_cache(maxsize=64)
 def kernel(name: str) -> KernelLauncher:
-    """The kernel `file.function` of this room. Its file is imported here first: it needs Triton."""
+    """Kernel `file.function` of pumice.coords. The file is imported lazily, since it needs Triton."""
     file, _, function = name.partition(".")
     return KernelLauncher(getattr(importlib.import_module(f"pumice.coords.{file}"), function))
 
 
 class KernelLauncher:
-    """A kernel whose arguments are tensors, then numbers, then constants, in this order.
-
-    Integers are passed as 64 bits and never specialised on, so that sizes of a scan make no new variant; other numbers
-    as float32.
-    """
+    """Kernel whose arguments are tensors, then numbers, then constexprs, in this order. Integers are passed as int64
+    and never specialised on, so that sizes cause no recompilation; other numbers are float32."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -197,7 +193,7 @@ class KernelLauncher:
         constants: Mapping[str, Any] | None = None,
         warps: int = 4,
     ) -> None:
-        """Run `programs` programs, on the tensors' device and its current stream."""
+        """Launch `programs` programs on the tensors' device and its current stream."""
         known = tuple((constants or {}).values())
         key = (warps, *[t.dtype for t in tensors], *known)
         fixed = self._fixed.get(key)
@@ -207,8 +203,8 @@ class KernelLauncher:
 
 
 class BoundKernel:
-    """A kernel with its constants, for tensors of the same dtypes at each call: nothing is looked up but where they
-    lie. The first launch of a variant goes through Triton's own door; later ones start what it compiled."""
+    """Kernel with bound constexprs, for tensors of fixed dtypes; a call only looks up their alignment. The first launch
+    of a variant uses Triton's launch path, later ones its CompiledKernel."""
 
     def __init__(self, kernel: Any, constants: Sequence[Any], warps: int = 4) -> None:
         self.kernel, self.constants, self.warps = kernel, tuple(constants), warps
@@ -226,15 +222,14 @@ class BoundKernel:
         self._start(device, programs, tensors, numbers)
 
     def compiled(self, device: int, beyond: Sequence[int]) -> CompiledKernel | None:
-        """What was compiled for tensors that lie so many bytes beyond an alignment to 16; None where that was not
-        yet."""
+        """Compiled variant for tensors at these offsets from 16-byte alignment, or None."""
         return self._compiled.get((device, *beyond) if any(beyond) else (device,))
 
     def _start(self, device: int, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
         addresses, bits = [tensor.data_ptr() for tensor in tensors], 0
         for address in addresses:
             bits |= address
-        # Triton makes another variant where a tensor is not aligned.
+        # Triton specialises on 16-byte alignment.
         key = (device, *[a % 16 for a in addresses]) if bits % 16 else (device,)
         compiled = self._compiled.get(key)
         if compiled is not None:

@@ -1,4 +1,4 @@
-"""Streams and events of CUDA: what waits for what, and whether a graph is being captured."""
+"""CUDA streams and events, and graph capture state."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ from collections.abc import Hashable, Iterable
 
 import torch
 
-FIRST = -1
-"""The priority of streams on which maps are made: before what fills the device."""
+FIRST = -1  # Priority of the streams that build kernel maps: above that of the layers
 
 
 def captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured."""
+    """True while the current stream captures a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind all that the stream was given so far."""
+    """Record an event on the stream."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
 
 
-_LEVEL = "coords", "found"
-"""What other streams make of a level: its coordinates, and all that was found with them."""
+_LEVEL = "coords", "found"  # Keys of a level's coordinates and its lookup results
 
 
 class PendingEvents(dict[Hashable, torch.cuda.Event]):
-    """Events on other streams behind which things are there, by their keys, until all is over; under None the event
-    behind which what the others are made of is there. A stream waits for an event once."""
+    """CUDA events to wait for before using an array built on a side stream, by array key; key None is the map that the
+    other arrays derive from. A stream waits for each event once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,33 +34,33 @@ class PendingEvents(dict[Hashable, torch.cuda.Event]):
         self._tellers: list[torch.cuda.Event] = []
 
     def behind(self, event: torch.cuda.Event, keys: Iterable[Hashable]) -> None:
-        """These things are there behind the event."""
+        """Register the arrays of `keys` as ready after the event."""
         self.update(dict.fromkeys(keys, event))
-        # An event that is gone leaves its number to another one.
+        # A new event may have the id of a freed one.
         self._met.clear()
 
     def built(self, key: Hashable, device: torch.device) -> None:
-        """Something was made on the current stream, of what that waited for: others wait for it, too."""
+        """Register an array derived on the current stream, so that other streams wait for it."""
         if self and key not in self:
             self[key] = mark(torch.cuda.current_stream(device))
 
     def join(self, key: Hashable, device: torch.device) -> None:
-        """Let what the current stream does from now on wait for something, or for what it is made of."""
+        """Make the current stream wait for an array, or for the map that it derives from."""
         if self and (event := self.get(key) or self.get(None)) is not None:
             self._wait(event, device)
 
     def tells(self, device: torch.device) -> None:
-        """What was started on the current stream tells when there was no room."""
+        """Register that kernels on the current stream write the status (overflow)."""
         if self:
             self._tellers.append(mark(torch.cuda.current_stream(device)))
 
     def told(self, device: torch.device) -> None:
-        """Let what the current stream does from now on wait for all that tells when there was no room."""
+        """Make the current stream wait for all kernels that write the status."""
         for event in (*self._tellers, *(self[key] for key in (None, *_LEVEL) if key in self)):
             self._wait(event, device)
 
     def over(self, device: torch.device) -> None:
-        """`join` for all, at the end of a program: what is read later comes behind all of it."""
+        """Make the current stream wait for all events and clear them, at the end of a program."""
         for event in self.values():
             self._wait(event, device)
         self._tellers.clear()

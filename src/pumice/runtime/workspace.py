@@ -1,4 +1,4 @@
-"""Memory of a device that programs of one kernel leave something in for each other."""
+"""Device workspace shared by the programs of a kernel."""
 
 from __future__ import annotations
 
@@ -12,46 +12,42 @@ from torch import Tensor
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.launch import outside_inference_mode
 
-_SPARE = 1 << 20
-"""Counters of a device that captured graphs get theirs from: 4 MiB, enough for a thousand kernels."""
+_SPARE = 1 << 20  # Size of a device's counter pool for captured graphs: 4 MiB, enough for a thousand kernels
 _ALIGNED = 64
-_MOST = 64 << 20
-"""Bytes up to which the room of a stream is kept from call to call."""
+_MOST = 64 << 20  # Largest per-stream workspace in bytes that is kept between calls
 
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """What no kernel has that may run at the same time.
-
-    counters: int32, 0 whenever nobody counts: a kernel that raises one puts it back. room: bytes of any value.
-    """
+    """Workspace that no concurrently running kernel shares. counters: int32, 0 between kernels: a kernel resets those
+    that it increments. room: uninitialised bytes."""
 
     counters: Tensor
     room: Tensor
 
     @cached_property
     def count(self) -> int:
-        """Of counters."""
+        """Number of counters."""
         return self.counters.shape[0]
 
     @cached_property
     def size(self) -> int:
-        """Of the room, in bytes."""
+        """Size of `room` in bytes."""
         return self.room.shape[0]
 
 
 def workspace(count: int, size: int, device: torch.device) -> Workspace:
-    """At least so many counters and so many bytes.
+    """Workspace of at least `count` counters and `size` bytes.
 
-    The kernels of one stream run one after another and share theirs. A captured graph runs on any stream, beside any
-    kernel: each of its kernels has counters of its own, for good, and room in the memory of the graph.
+    Kernels of one stream run in order and share a workspace. A captured graph may run beside any kernel, so each of its
+    kernels permanently owns its counters, and has bytes in the graph's memory pool.
     """
     if device.type != "cuda":
         return Workspace(torch.zeros(count, dtype=torch.int32, device=device), _room(size, device))
     index = device.index or 0
     if torch.cuda.is_current_stream_capturing():
         spare = _SPARES.get(index)
-        # What is made while a graph is captured is 0 in that graph alone: it is not kept for others.
+        # Counters allocated during capture are zeroed only in that graph, so they are not cached.
         return Workspace(spare.taken(count) if spare else _zeros(count, device), _room(size, device))
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     held = _HELD.get(key)
@@ -71,13 +67,13 @@ def _rounded(size: int) -> int:
 
 
 class _CounterPool:
-    """Counters to be given away."""
+    """Preallocated zeroed counters for captured graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self._left, self._lock, self._device = _zeros(_SPARE, device), Lock(), device
 
     def taken(self, count: int) -> Tensor:
-        """The next ones; where none are left, new ones that the graph itself sets to 0."""
+        """Take `count` counters; if the pool is exhausted, allocate new ones, zeroed by the graph itself."""
         count = -(-count // _ALIGNED) * _ALIGNED
         with self._lock:
             if count > self._left.shape[0]:
@@ -87,7 +83,7 @@ class _CounterPool:
 
 
 def _zeros(count: int, device: torch.device) -> Tensor:
-    # What was made in inference serves training afterwards.
+    # Usable under autograd later.
     with outside_inference_mode():
         return torch.zeros(count, dtype=torch.int32, device=device)
 
