@@ -159,7 +159,7 @@ def test_nothing_waits_but_for_a_few_words(gpu, name, monkeypatch):
     fast, feats, coords = captured(net, x), x.feats, x.coords
     fast(feats, coords)
     asked, words = [], CapacityBucket.status_words
-    monkeypatch.setattr(CapacityBucket, "status_words", lambda *given: asked.append(given[0].told) or words(*given))
+    monkeypatch.setattr(CapacityBucket, "status_words", lambda *given: asked.append(given[0].host_words) or words(*given))
     with no_wait():
         fast(feats, coords)
     assert len(asked) == 1 and asked[0].is_pinned()
@@ -325,7 +325,7 @@ def test_dataflows(gpu, flow):
     net, x = strange(net).to(gpu), scene(gpu, 9000)
     waits = flow.startswith("gather") or flow == "fetch-on-demand-deterministic"
     if waits:
-        with pytest.raises(OptionError, match="captured"):
+        with pytest.raises(OptionError, match="capture"):
             pm.capture(net, x)
         return
     # In one box 17,000 voxels have up to 3.1 times the entries of 9,000, sorted by a few taps.

@@ -48,9 +48,9 @@ def sample(dtype=torch.float64, device="cpu", channels=12, count=3000):
     return random_tensor(count, channels, batch_size=3, seed=1, dtype=dtype, device=device)
 
 
-def level(x, factor=2):
-    """The coarser level that a strided convolution would make, holding the pooled features."""
-    return pm.ops.avg_pool(x, factor)
+def level(x, kernel=2):
+    """The coarser level that a convolution of stride 2 would make, holding the pooled features."""
+    return pm.ops.avg_pool(x, kernel, stride=2)
 
 
 # name: (function of (x, w), shape of w). Everything is made of x, so that it lies on x's device.
@@ -72,7 +72,7 @@ OPERATORS = {
     "transposed k2 s2": (lambda x, w: pm.ops.conv_transpose(x, w, stride=2), (10, 2, 2, 2, 12)),
     "transposed k3 s2 p1": (lambda x, w: pm.ops.conv_transpose(x, w, stride=2, padding=1), (10, 3, 3, 3, 12)),
     "inverse k2 s2": (lambda x, w: pm.ops.conv_inverse(level(x), w, x, stride=2), (10, 2, 2, 2, 12)),
-    "inverse k3 s2": (lambda x, w: pm.ops.conv_inverse(level(x), w, x, stride=2), (10, 3, 3, 3, 12)),
+    "inverse k3 s2": (lambda x, w: pm.ops.conv_inverse(level(x, 3), w, x, stride=2), (10, 3, 3, 3, 12)),
     "max pool": (lambda x, w: pm.ops.max_pool(x, 2) * w, (1, 12)),
     "max pool k3 s1": (lambda x, w: pm.ops.max_pool(x, 3, stride=1) * w, (1, 12)),
     "avg pool": (lambda x, w: pm.ops.avg_pool(x, 3, stride=2) * w, (1, 12)),

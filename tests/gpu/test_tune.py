@@ -170,7 +170,7 @@ def test_without_a_profiler(monkeypatch):
 
 def test_a_dataflow_that_cannot_run_is_passed_over(monkeypatch):
     broken = replace(pm.ops.DATAFLOWS["implicit-gemm-unsorted"], name="broken", movement="on foot")
-    monkeypatch.setattr(tuning, "prospects", lambda flows, *more: [tuning.Prospect(broken, 1.0)])
+    monkeypatch.setattr(tuning, "candidate_flows", lambda flows, *more: [tuning.CandidateFlow(broken, 1.0)])
     found = tuned(network(), [scene()], candidates=[broken])
     assert all(choice.flow is None for choice in found.choices)
     assert "movement 'on foot' is unknown" in found.choices[0].trials[0].refused
