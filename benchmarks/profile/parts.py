@@ -35,9 +35,7 @@ _BY_FILE: Mapping[str, str] = MappingProxyType(
         "pumice/lower/direct.py": STARTING,
         "pumice/ops/line.py": STARTING,
         "/triton/": STARTING,
-        **dict.fromkeys(
-            (f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "ranking", "segments")), LAYING
-        ),
+        **dict.fromkeys((f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "segments")), LAYING),
         **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("maps", "segments")), LAYING),
         **dict.fromkeys(
             (f"pumice/lower/{name}.py" for name in ("cpu", "gathered", "embedding_bag", "movement")), ON_CPU

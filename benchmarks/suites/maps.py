@@ -28,7 +28,7 @@ from benchmarks.suites.map_work import HALVED, LEVELS, SUPPORT, WINDOW, Mapped, 
 from pumice.cli.job import pick_device
 from pumice.coords.indexes import STRUCTURES as KINDS
 from pumice.coords.indexes import default
-from pumice.coords.map_schedule import STRUCTURES, MapSchedule
+from pumice.coords.lookup import STRUCTURES, MapSchedule
 from pumice.coords.relation import Relation
 from pumice.coords.tiles import TileList
 from pumice.errors import OptionError

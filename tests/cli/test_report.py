@@ -12,8 +12,7 @@ from benchmarks.report.pictures import static_picture
 from pumice.cli import page as page_
 from pumice.cli import report as module
 from pumice.cli.evaluate import LayerTiming, Timing
-from pumice.cli.packing import code_type, packed_view
-from pumice.cli.report import CloudView, Metrics, Report, RunFacts, class_styles, write_report
+from pumice.cli.report import CloudView, Metrics, Report, RunFacts, class_styles, code_type, packed_view, write_report
 from pumice.cli.training import TrainingProgress
 from pumice.errors import FileError, OptionError, ShapeError
 

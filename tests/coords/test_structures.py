@@ -11,9 +11,8 @@ import pumice as pm
 from pumice.coords import Bounds, CoordBuffer, Geometry, MapSchedule, Relation, kernel_map, sorted_keys
 from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, check, read
 from pumice.coords.indexes import STRUCTURES, default, lookup_of
-from pumice.coords.lookup import mask_words, mask_words_twin
-from pumice.coords.map_schedule import STRUCTURES as NAMES
-from pumice.coords.map_schedule import Rates, costs
+from pumice.coords.lookup import STRUCTURES as NAMES
+from pumice.coords.lookup import Rates, costs, mask_words, mask_words_twin
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.errors import CoordinateError, OptionError
 from pumice.testing import assert_close, random_cloud

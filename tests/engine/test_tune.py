@@ -16,7 +16,7 @@ from torch import nn
 import pumice as pm
 from pumice.engine import tuning
 from pumice.engine.measure import PassTiming
-from pumice.engine.progress import told, watching
+from pumice.engine.tuning import told, watching
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.nn.conv import convolutions
 from pumice.ops import DATAFLOWS, Dataflows

@@ -159,7 +159,8 @@ def test_nothing_waits_but_for_a_few_words(gpu, name, monkeypatch):
     fast, feats, coords = captured(net, x), x.feats, x.coords
     fast(feats, coords)
     asked, words = [], CapacityBucket.status_words
-    monkeypatch.setattr(CapacityBucket, "status_words", lambda *given: asked.append(given[0].host_words) or words(*given))
+    spy = lambda *given: asked.append(given[0].host_words) or words(*given)  # noqa: E731
+    monkeypatch.setattr(CapacityBucket, "status_words", spy)
     with no_wait():
         fast(feats, coords)
     assert len(asked) == 1 and asked[0].is_pinned()

@@ -25,8 +25,8 @@ from pumice.coords import (
 from pumice.coords.buffer import DUPLICATE, OVERFLOW, new_status
 from pumice.coords.hash_table import HashTable, Table
 from pumice.coords.indexes import STRUCTURES, default
+from pumice.coords.lookup import STRUCTURES as NAMES
 from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin
-from pumice.coords.map_schedule import STRUCTURES as NAMES
 from pumice.coords.outputs import BrickOutputs, SortedOutputs, make_outputs, max_outputs, site_of
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.errors import CoordinateError

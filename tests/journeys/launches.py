@@ -26,7 +26,7 @@ from triton.runtime.interpreter import GridExecutor
 import pumice as pm
 from pumice import nn
 from pumice.coords import MapSchedule, Relation, kernel_map, tiles
-from pumice.coords.ranking import ranked_twin
+from pumice.coords.tiles import ranked_twin
 from pumice.lower.emit import Source
 from pumice.testing import random_cloud
 

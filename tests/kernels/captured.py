@@ -23,7 +23,7 @@ from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, ker
 from pumice.coords import tiles as tiles_module
 from pumice.coords.buffer import new_status
 from pumice.coords.capacity import BufferedState, CapacityPlanner, FixedCapacities
-from pumice.coords.ranking import ranked_twin
+from pumice.coords.tiles import ranked_twin
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.capture import site_within
 from pumice.errors import CoordinateError
@@ -31,7 +31,7 @@ from pumice.lower import dataflow, maps, max_pool, norm
 from pumice.lower import segments as segmented
 from pumice.lower.padding import zero_padding_rows, zero_padding_rows_twin
 from pumice.lower.segments import pieces, segments
-from pumice.ops.reduce import maximum
+from pumice.ops.pool import maximum
 from pumice.runtime.cache import PERSISTENT, BoundedCache
 from pumice.runtime.launch import BoundKernel
 from pumice.schedule.dataflow import DATAFLOWS

@@ -29,10 +29,10 @@ from pumice.language.parse import parse
 from pumice.language.rewrite import lower_statement, single_terms
 from pumice.lower import chained, dataflow, loops, maps, segments
 from pumice.lower import kernel as lowered
-from pumice.lower.columns import write_columns, write_columns_twin
 from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, applied
 from pumice.lower.maps import FORMS
+from pumice.lower.padding import write_columns, write_columns_twin
 from pumice.schedule import tile as schedule
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow
 from pumice.schedule.tile import Tile

@@ -29,17 +29,17 @@ from pumice.coords import (
     bricks,
     kernel_map,
     lookup,
-    packing,
-    ranking,
     segments,
     tiles,
 )
+from pumice.coords import buffer as packing
+from pumice.coords import tiles as ranking
 from pumice.coords.bricks import BrickLookup, Bricks, Stencil
-from pumice.coords.buffer import RANGE, new_status, set_status
+from pumice.coords.buffer import RANGE, Packer, new_status, set_status
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
 from pumice.coords.lookup import mask_words, paired
-from pumice.coords.packing import Packer
-from pumice.lower import columns, max_pool, norm, padding
+from pumice.lower import max_pool, norm, padding
+from pumice.lower import padding as columns
 from pumice.runtime.launch import BoundKernel
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud

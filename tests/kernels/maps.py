@@ -48,21 +48,20 @@ from pumice.coords import (
     bricks,
     kernel_map,
     pyramid,
-    ranking,
     segments,
     tiles,
 )
+from pumice.coords import tiles as ranking
 from pumice.coords.bricks import BrickLookup, Bricks, Stencil
-from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE
+from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, Packer, pack_twin, put_first, put_first_twin
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
 from pumice.coords.indexes import STRUCTURES, default
+from pumice.coords.lookup import STRUCTURES as NAMES
 from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin, paired
-from pumice.coords.map_schedule import STRUCTURES as NAMES
 from pumice.coords.outputs import BrickOutputs, SortedOutputs, TorchOutputs, make_outputs, max_outputs, site_of
-from pumice.coords.packing import Packer, pack_twin, put_first, put_first_twin
-from pumice.coords.ranking import Digits, ranked, ranked_twin
 from pumice.coords.segments import in_pieces, in_pieces_twin, segments_by_length, segments_by_length_twin
 from pumice.coords.sorted_keys import SortedKeys
+from pumice.coords.tiles import Digits, ranked, ranked_twin
 from pumice.runtime.launch import BoundKernel
 
 Checks = Mapping[str, Callable[[], None]]

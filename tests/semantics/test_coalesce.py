@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.ops.reduce import REDUCTIONS
+from pumice.ops.pool import REDUCTIONS
 from pumice.testing import random_cloud
 
 COORDS = torch.tensor([[0, 2, 0], [1, 0, 0], [0, -1, 3], [0, 2, 0], [0, 0, 1], [0, 2, 0]], dtype=torch.int32)

@@ -16,7 +16,7 @@ from found import agree, forms_of
 
 import pumice as pm
 from pumice.coords import Bounds, Geometry, GridSpec, Relation
-from pumice.coords.packing import Packer
+from pumice.coords.buffer import Packer
 from pumice.engine.subject import undisturbed
 from pumice.env import settings
 from pumice.errors import CoordinateError

@@ -10,14 +10,12 @@ from pumice.coords.geometry import Geometry, same_geometry
 from pumice.coords.grid import ROUNDINGS, GridSpec, VoxelFrame
 from pumice.coords.indexes import lookup_of
 from pumice.coords.kernel_map import KernelMap, Pairs, read_pending_sizes
-from pumice.coords.lookup import mask_words
-from pumice.coords.map_schedule import MapSchedule
+from pumice.coords.lookup import MapSchedule, mask_words
 from pumice.coords.outputs import make_outputs
 from pumice.coords.relation import POLICIES, Relation, as_axes
 from pumice.coords.tiles import PairGroups, SortSpec, TileList
 from pumice.coords.tracing import trace_local
-from pumice.coords.unique import unique_coords
-from pumice.coords.voxel import as_tensor, check_points, frame_of, quantize
+from pumice.coords.voxel import as_tensor, check_points, frame_of, quantize, unique_coords
 
 __all__ = [
     "CURVES",

@@ -19,8 +19,7 @@ from torch import Tensor
 from pumice.coords.box import Bounds
 from pumice.coords.buffer import CoordBuffer, offset_table
 from pumice.coords.codes import CodeLayout
-from pumice.coords.lookup import WARPS, WORD, Live, Neighbours, cleared, lanes_of, padded, paired, rows_of
-from pumice.coords.map_schedule import MapSchedule
+from pumice.coords.lookup import WARPS, WORD, Live, MapSchedule, Neighbours, cleared, lanes_of, padded, paired, rows_of
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, kernel, to_device_async, triton_unavailable_reason

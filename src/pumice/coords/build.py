@@ -16,8 +16,7 @@ from pumice.coords.buffer import CoordBuffer
 from pumice.coords.capacity import BufferedMapState
 from pumice.coords.geometry import Geometry, alike, described
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.lookup import Neighbours
-from pumice.coords.map_schedule import MapSchedule
+from pumice.coords.lookup import MapSchedule, Neighbours
 from pumice.coords.outputs import Outputs, TorchOutputs, counted, level_key, make_outputs, max_outputs, site_of
 from pumice.coords.relation import POLICIES, Relation
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError

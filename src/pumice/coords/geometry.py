@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from pumice.coords.box import INT32_MAX, Bounds
-from pumice.coords.buffer import CoordBuffer, read
+from pumice.coords.buffer import CoordBuffer, alone, read
 from pumice.coords.capacity import BufferedState
 from pumice.coords.codes import morton_argsort
 from pumice.coords.grid import GridSpec, Stride, VoxelFrame, tidy
 from pumice.coords.indexes import explain, lookup_of
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.lookup import Lookup, find
-from pumice.coords.map_schedule import MapSchedule
-from pumice.coords.packing import alone
+from pumice.coords.lookup import Lookup, MapSchedule, find
 from pumice.coords.relation import Relation, as_axes
 from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
 from pumice.runtime.launch import outside_inference_mode

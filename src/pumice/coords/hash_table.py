@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pumice.coords.box import INT32_MAX, Bounds
 from pumice.coords.buffer import CoordBuffer, offset_table
-from pumice.coords.lookup import WORD, Neighbours, lanes_of, padded, paired
-from pumice.coords.map_schedule import MapSchedule
+from pumice.coords.lookup import WORD, MapSchedule, Neighbours, lanes_of, padded, paired
 from pumice.coords.relation import Relation
 from pumice.runtime.launch import kernel, triton_unavailable_reason
 

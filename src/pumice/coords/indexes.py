@@ -8,8 +8,7 @@ from typing import Protocol
 from pumice.coords.bricks import BrickLookup
 from pumice.coords.buffer import CoordBuffer
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable
-from pumice.coords.lookup import Lookup
-from pumice.coords.map_schedule import MapSchedule, costs, mirrors
+from pumice.coords.lookup import Lookup, MapSchedule, costs, mirrors
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.errors import OptionError
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pumice.coords import tiles
-from pumice.coords.buffer import read
+from pumice.coords.buffer import alone, read
 from pumice.coords.capacity import BufferedMapState
 from pumice.coords.lookup import Neighbours, mask_words
-from pumice.coords.packing import alone
 from pumice.coords.relation import Relation
 from pumice.coords.segments import cut_as_asked
 from pumice.coords.tiles import PairGroups, SortSpec, TileList, Tiling

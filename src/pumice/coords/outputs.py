@@ -21,7 +21,7 @@ from pumice.coords.buffer import OVERFLOW, CoordBuffer, read, set_status
 from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Geometry
 from pumice.coords.grid import GridSpec
-from pumice.coords.map_schedule import MapSchedule
+from pumice.coords.lookup import MapSchedule
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import has_triton

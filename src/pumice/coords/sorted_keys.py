@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pumice.coords.box import Bounds, KeySpace
 from pumice.coords.buffer import DUPLICATE, RANGE, CoordBuffer, set_status
-from pumice.coords.lookup import Neighbours
-from pumice.coords.map_schedule import MapSchedule
+from pumice.coords.lookup import MapSchedule, Neighbours
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pumice.coords.box import INT32_MAX, Bounds
 from pumice.coords.codes import morton_unique
-from pumice.coords.geometry import Geometry
+from pumice.coords.geometry import Geometry, check_form
 from pumice.coords.grid import GridSpec, VoxelFrame
 from pumice.coords.relation import as_axes
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
@@ -143,3 +143,19 @@ def _check_cells(cells: Tensor) -> None:
         raise CoordinateError(
             f"voxels would range from {low:.0f} to {high:.0f}; int32 holds {-(2**31)} to {INT32_MAX}. Use a larger size"
         )
+
+
+def unique_coords(
+    coords: Tensor,
+    stride: int | Sequence[int] = 1,
+    spatial_shape: int | Sequence[int] | None = None,
+    batch_size: int | None = None,
+) -> Geometry:
+    """The distinct rows of a user's `coords` int32 [P, 1+D], in (batch, Morton) order.
+
+    The geometry's `inverse` int64 [P]: `distinct[inverse] == coords`. Raises as Geometry.checked(), except duplicates.
+    """
+    check_form(coords)
+    distinct, place = morton_unique(coords, Bounds.of(coords))
+    site = Geometry.checked(distinct, stride, spatial_shape, batch_size).site
+    return Geometry(distinct, site, place)

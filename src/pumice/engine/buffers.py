@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, make_outputs
-from pumice.coords.buffer import RANGE, new_status
+from pumice.coords.buffer import RANGE, new_status, put_first
 from pumice.coords.capacity import BufferedState
 from pumice.coords.grid import VoxelFrame
 from pumice.coords.outputs import TorchOutputs, max_outputs
-from pumice.coords.packing import put_first
 from pumice.errors import GeometryError
 from pumice.ops import SparseTensor, voxelize
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
@@ -19,7 +20,6 @@ from torch import nn
 from pumice.engine.groups import LayerGroup, Observed, observe
 from pumice.engine.isolated_layers import IsolatedLayer, compile_at_once, compile_first, isolated_layer, time_tiles
 from pumice.engine.measure import Meter, PassTiming
-from pumice.engine.progress import Watch, watching
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Tiles, Trial, Tuning
 from pumice.engine.subject import Loss, Scene, TuningSubject, subject, undisturbed
 from pumice.errors import DeviceError, OptionError, PumiceError
@@ -491,3 +491,46 @@ def identity(tuned_model: TuningSubject, observed: Observed, bind: str) -> tuple
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+Watch = Callable[[SearchProgress], object]
+
+
+def told(step: SearchProgress) -> str:
+    """Text of a step: the best time so far, and the candidate being measured."""
+    what = f"{step.group}: {step.candidate}" if step.candidate is not None else step.group or "the default"
+    share = step.before / step.best if 0 < step.best < float("inf") else 1.0
+    return f"best {1e3 * step.best:.3f} ms ({share:.2f}x)  {what}"
+
+
+@contextmanager
+def watching(progress: Watch | bool | None) -> Iterator[Watch]:
+    """Yield the callback for steps: the caller's function; a bar for True, or for None on a terminal; else a no-op.
+    Raises OptionError for any other value."""
+    if callable(progress):
+        yield progress
+    elif progress is True or (progress is None and sys.stderr.isatty()):
+        with _bar() as watch:
+            yield watch
+    elif progress is None or progress is False:
+        yield lambda step: None
+    else:
+        raise OptionError(f"progress takes a function of a step, True, False or None, found {progress!r}")
+
+
+@contextmanager
+def _bar() -> Iterator[Watch]:
+    # Imported lazily, to keep `import pumice` fast.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = ("tune", BarColumn(bar_width=24), "{task.completed:.0f}/{task.total:.0f}", "{task.fields[left]}")
+    shown: Any = Progress(*columns, TextColumn("{task.description}", markup=False), console=Console(stderr=True))
+    with shown:
+        task = shown.add_task("finding groups", total=1, left="")
+
+        def watch(step: SearchProgress) -> None:
+            left = f"{step.left // 60:.0f}:{step.left % 60:02.0f} left"
+            shown.update(task, total=step.total, completed=step.done, description=told(step), left=left)
+
+        yield watch

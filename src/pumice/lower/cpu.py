@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pumice.coords import Pairs
 from pumice.lower import reference
-from pumice.schedule.cpu import CpuSchedule
+from pumice.schedule.cost import CpuSchedule
 
 _PAIRS = 3  # the first tables are the pairs themselves
 

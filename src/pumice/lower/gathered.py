@@ -20,7 +20,7 @@ from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Statement, arrays_of, indices_of
 from pumice.lower import cpu, graph, tables
 from pumice.runtime.cache import cached_per_tensor
-from pumice.schedule.cpu import CpuSchedule
+from pumice.schedule.cost import CpuSchedule
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, SortSpec, read_pending_sizes
 from pumice.coords.kernel_map import pairs_in_room
+from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_of
 from pumice.coords.tracing import told
 from pumice.language.parse import parse
 from pumice.language.rewrite import StorageForm
+from pumice.lower import maps
 from pumice.runtime.cache import PERSISTENT
 from pumice.runtime.streams import FIRST, mark
 
@@ -270,3 +273,22 @@ FORMS: Mapping[str, MapForm] = {
     **{name: _tiled(splits, False) for name, splits in _SPLITS.items()},
     **{f"{name}_t": _tiled(splits, True) for name, splits in _SPLITS.items()},
 }
+
+
+def _form(table: Tensor, inputs: int, flipped: bool, *relation: Any) -> list[Tensor]:
+    *fields, name = relation
+    found = KernelMap(relation_of(*fields), table, inputs, table.shape[0])
+    found = found.transpose() if flipped else found
+    return own(maps.read(found, maps.preferred_form(found, name))[1], table)
+
+
+def _form_fake(table: Tensor, inputs: int, flipped: bool, *relation: Any) -> list[Tensor]:
+    form = maps.FORMS[relation[-1]]
+    made = []
+    for _ in range(form.stored.parts):
+        sizes = {axis: dynamic() for axis in dict.fromkeys("".join(form.axes.values()))}
+        made += [table.new_empty([sizes[axis] for axis in axes]) for axes in form.axes.values()]
+    return made
+
+
+register(f"form(Tensor table, SymInt inputs, bool flipped, {RELATION}, str name) -> Tensor[]", _form, _form_fake)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from pumice.lower.columns import write_columns
 from pumice.lower.loops import EIGHT_BITS
+from pumice.lower.padding import write_columns
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import ACTIVATIONS, epilogue_of, has_no_backward_hooks, has_no_forward_hooks, is_known

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pumice.nn import layers
@@ -58,3 +61,17 @@ def has_no_backward_hooks(modules: Sequence[nn.Module]) -> bool:
     if every._global_backward_hooks or every._global_backward_pre_hooks:
         return False
     return not any([module._backward_hooks or module._backward_pre_hooks for module in modules])
+
+
+TENSOR_GUARDS: Sequence[Callable[[Any], Any]] = (
+    torch._C.TensorBase.data_ptr,
+    torch._C.TensorBase.dtype.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C.TensorBase.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C.TensorBase.stride,
+)
+"""Guards of a tensor, besides its type; the address implies the device."""
+TRAINS: Callable[[Any], bool] = torch._C.TensorBase.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
+"""`requires_grad` of a tensor."""
+OF_CONVOLUTIONS = attrgetter("groups", "dataflow", "relation")
+OWN = frozenset(("weight", "bias", "forward_with_epilogue", "map_request"))
+"""Attributes that the fused path bypasses; if an instance overrides one, fall back to the slow path."""

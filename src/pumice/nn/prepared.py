@@ -17,8 +17,15 @@ from pumice.lower import kernel as kernels
 from pumice.lower.epilogue import NO_EPILOGUE
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.nn.guards import OF_CONVOLUTIONS, OWN, TENSOR_GUARDS
-from pumice.nn.hooks import ACTIVATIONS, epilogue_of, has_no_backward_hooks, has_no_forward_hooks
+from pumice.nn.hooks import (
+    ACTIVATIONS,
+    OF_CONVOLUTIONS,
+    OWN,
+    TENSOR_GUARDS,
+    epilogue_of,
+    has_no_backward_hooks,
+    has_no_forward_hooks,
+)
 from pumice.nn.trained import Step, Trained
 from pumice.ops import SparseTensor, autograd, line
 from pumice.ops.conv import Target

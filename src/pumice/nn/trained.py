@@ -17,8 +17,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower.norm import NormKernels, Statistics
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.nn.guards import OF_CONVOLUTIONS, OWN, TENSOR_GUARDS, TRAINS
-from pumice.nn.hooks import ACTIVATIONS
+from pumice.nn.hooks import ACTIVATIONS, OF_CONVOLUTIONS, OWN, TENSOR_GUARDS, TRAINS
 from pumice.ops import SparseTensor, autograd, trained
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.line import found_of

@@ -22,7 +22,8 @@ from pumice.language.bind import bind
 from pumice.language.derive import count, declare, derivative, gradient_name, lost_points, result_name
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.rewrite import VALUES
-from pumice.lower import direct, layouts, maps, plan  # noqa: F401  (layouts registers its operator)
+from pumice.lower import direct, maps, plan
+from pumice.lower import maps as layouts  # noqa: F401  (layouts registers its operator)
 from pumice.runtime.cache import BoundedCache
 
 _LIBRARY = torch.library.Library("pumice", "DEF")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation
+from pumice.coords.buffer import Packer
 from pumice.coords.outputs import level_key, site_of
-from pumice.coords.packing import Packer
 from pumice.coords.segments import RUNS, put_in_pieces
 from pumice.errors import OptionError
 from pumice.lower import maps

@@ -19,9 +19,12 @@ from pumice.language.parse import parse
 from pumice.lower import plan
 from pumice.ops import autograd
 from pumice.ops.explain import explanation
-from pumice.ops.index_checks import Declared, IndexCheck, Unwritten, checks_of
 from pumice.ops.operands import (
+    Declared,
+    IndexCheck,
     Operand,
+    Unwritten,
+    checks_of,
     facts_of,
     fixed,
     flattened,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pumice.coords import Geometry, as_tensor, check_points, frame_of, quantize, unique_coords
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
-from pumice.ops.reduce import REDUCTIONS, pick
+from pumice.ops.pool import REDUCTIONS, pick
 from pumice.ops.tensor import SparseTensor, numbers
 from pumice.runtime.launch import vector
 

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, KernelMap
 from pumice.coords.box import INT32_MAX
-from pumice.coords.buffer import DUPLICATE, RANGE, new_status
+from pumice.coords.buffer import DUPLICATE, RANGE, Packer, new_status, put_first
 from pumice.coords.capacity import BufferedState, Capacities, CapacityPlanner, FixedCapacities
-from pumice.coords.packing import Packer, put_first
 from pumice.env import settings
 from pumice.errors import CoordinateError, PumiceError
 from pumice.ops.contents import Contents, Reader
