@@ -117,7 +117,7 @@ def find(device: Device, geometry: Geometry, relation: Relation, told) -> tuple[
     return found, outputs, work
 
 
-@pytest.mark.parametrize("what", ["coords", "cloud", "alive"])
+@pytest.mark.parametrize("what", ["coords", "cloud", "valid_mask"])
 def test_coordinates_that_were_found_beside_are_waited_for(what, device):
     """And not what was found after them."""
     first = in_buffer()

@@ -110,7 +110,7 @@ def test_mistakes():
         exported(nn.Conv3d(4, 4, 3), (coords.long(), feats))
     with pytest.raises(ShapeError, match="x has 3"):
         exported(nn.Conv3d(4, 4, 3), (coords, feats[:, :3]))
-    with pytest.raises(OptionError, match="Set that of the layers to None"):
+    with pytest.raises(OptionError, match="set layer.dataflow = None"):
         exported(nn.Conv3d(4, 4, 3, dataflow="implicit-gemm-unsorted"), (coords, feats))
     net, program = exported(nn.Conv3d(4, 4, 3), (coords, feats))
     for run in (net, program.module()):

@@ -286,7 +286,7 @@ def _source(job: Launch) -> Any:
     from triton.compiler import ASTSource
 
     file, _, name = job.variant.kernel.partition(".")
-    room = "lower" if file in ("norm_kernels", "largest_kernels") else "coords"
+    room = "lower" if file in ("norm_kernels", "max_pool_kernels") else "coords"
     fn, v = getattr(importlib.import_module(f"pumice.{room}.{file}"), name), job.variant
     names = [p.name for p in fn.params]
     kinds = [*(t.rstrip("!") for t in v.tensors), *v.numbers, *("constexpr",) * len(v.constants)]

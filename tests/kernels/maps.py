@@ -96,7 +96,8 @@ def plain() -> Iterator[None]:
 
 
 def _rooms() -> list[ModuleType]:
-    rooms = [m for name, m in sys.modules.items() if name.startswith("pumice.coords.") and hasattr(m, "has_triton")]
+    places = "pumice.coords.", "pumice.runtime."
+    rooms = [m for name, m in sys.modules.items() if name.startswith(places) and hasattr(m, "has_triton")]
     assert len(rooms) > 4
     return rooms
 

@@ -4,7 +4,6 @@ autograd with it (pumice.ops.conv_norm)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -188,12 +187,10 @@ def _takes_sparse(module: nn.Module) -> bool:
     return _says_so(kind) or any(_is_ours(type(part)) for part in module.modules())
 
 
-@lru_cache(maxsize=256)
 def _is_ours(kind: type[nn.Module]) -> bool:
     return any(base.__module__.startswith("pumice.") for base in kind.__mro__)
 
 
-@lru_cache(maxsize=256)
 def _says_so(kind: type[nn.Module]) -> bool:
     told = map(str, getattr(kind.forward, "__annotations__", {}).values())
     return _is_ours(kind) or kind.forward is nn.Identity.forward or any("SparseTensor" in each for each in told)
