@@ -94,7 +94,7 @@ def check_flow(flow: str) -> None:
 
 def check_pieces() -> None:
     """A pass cuts no runs where it reads them once one before it has, in rooms that were widened neither."""
-    flow = replace(DATAFLOWS["implicit-gemm-sorted"], stream_k_chunk=4)
+    flow = replace(DATAFLOWS["implicit-gemm-sorted"], piece=4)
     net = pm.nn.Sequential(pm.nn.Linear(4, 16), pm.nn.Conv3d(16, 24, 3, dataflow=flow)).eval()
     near, far = scene(70, 0, extent=5), scene(60, 1, extent=20)
     cut, asked, real = [], [], segmented.in_pieces

@@ -95,7 +95,7 @@ def test_a_result_is_cast_and_kept_within_its_range():
     torch.testing.assert_close(half.float(), plain.feats, rtol=1e-3, atol=1e-3)
     byte = pm.ops.conv(x, weight * 1e4, epilogue=Epilogue(dtype=torch.float8_e4m3fn)).feats.float()
     assert byte.abs().max() == 448 and not byte.isnan().any()
-    with pytest.raises(DtypeError, match="cast to one of .* found torch.int8"):
+    with pytest.raises(DtypeError, match="dtype of a result is one of .* found torch.int8"):
         Epilogue(dtype=torch.int8)
 
 
