@@ -12,6 +12,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from benchmarks import run as suites
+from benchmarks.harness.results import current, read
 from benchmarks.harness.study import Options
 from benchmarks.profile import page, profile
 from benchmarks.report import report as report_
@@ -74,11 +75,13 @@ def report(
     out: Annotated[Path, typer.Option(help="folder for the page and the pictures")] = Path("bench/report"),
     device: Annotated[str, typer.Option(help="rows of devices whose name contains this text")] = "",
     commit: Annotated[list[str] | None, typer.Option(help="rows of commits that begin so; may be repeated")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="write docs/status.md instead, of all rows")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="write the tables of docs and README")] = False,
 ) -> None:
     """The results file as one HTML page and PNGs, or as Markdown; nothing is measured."""
     if markdown:
-        _say(f"page  {status.write(ledger, Path('docs/status.md'))}")
+        readme = Path("README.md")
+        readme.write_text(status.front(readme.read_text(encoding="utf-8"), current(read(ledger))), encoding="utf-8")
+        _say(f"pages {status.write(ledger, Path('docs/status.md'))}, {readme}")
         return
     _say(report_.told(report_.write(ledger, out, report_.Choice(device, tuple(commit or ())))))
 

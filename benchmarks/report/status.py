@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +42,7 @@ CAVEATS: Mapping[str, str] = MappingProxyType(
 )
 """What a reader has to know of a suite's figures."""
 
+_MARKS = re.compile(r"(<!-- table: stream -->\n).*?(<!-- end -->)", re.DOTALL)
 COLUMNS = ("what", "precision", "clock", "against", "cases", "speed-up (geometric mean)", "least", "most", "measured")
 
 
@@ -52,6 +54,11 @@ def write(ledger: Path, file: Path) -> Path:
     except OSError as error:
         raise FileError(f"{file}: expected a file that can be written, found: {error.strerror}") from error
     return file
+
+
+def front(readme: str, rows: Sequence[Row]) -> str:
+    """The README with the table of the suite `stream` between its marks."""
+    return _MARKS.sub(lambda found: f"{found[1]}{stream_table(rows)}\n{found[2]}", readme)
 
 
 def page(rows: Sequence[Row]) -> str:

@@ -17,6 +17,11 @@ def test_the_page_is_that_of_the_results_file():
     assert text == status.page(current(read(ROOT / "bench" / "results.jsonl")))
 
 
+def test_the_readme_has_the_table_of_streams():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text == status.front(text, current(read(ROOT / "bench" / "results.jsonl"))) and "| unet, inference" in text
+
+
 def test_ratios_and_caveats_of_a_suite():
     text = status.page([made(value=2.0, peer_value=6.0)])
     assert "## `conv-forward`" in text and status.CAVEATS["conv-forward"] in text
