@@ -24,17 +24,17 @@ from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, kernel, to_device_async, triton_unavailable_reason
 
-LOW = {1: 9, 2: 8, 3: 9, 4: 8}  # log2 of a brick's cells by D: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4
+LOW = {1: 9, 2: 8, 3: 9, 4: 8}  # log2 of cells per brick by D: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4
 MOST = 1 << 28  # Maximum number of bricks in a box: marking takes a byte each
-WHOLE = 1 << 17  # Bricks up to which all have bitmaps: a pass over 8 MiB beats one over the rows (on an H200)
-FEW = 1 << 19  # Bitmap words up to which all are cleared, not only those in use
+WHOLE = 1 << 17  # Up to this many bricks, all have bitmaps: a pass over 8 MiB beats one over the rows (H200)
+FEW = 1 << 19  # Up to this many bitmap words, clear all, not just those in use
 KINDS = 1 << 16  # Maximum size of the table of kernel offsets by residue class
 
 
 @dataclass(frozen=True)
 class Stencil:
-    """The cells that rows reach, one per offset.
-    form: "times" (step * c + offset), "over" ((c - offset) / step, where it divides), "floor" (floor(c / step))."""
+    """The cells that a row at c reaches, one per offset.
+    form: "times" (step * c + offset), "over" ((c - offset) / step, if whole), "floor" (floor(c / step))."""
 
     form: str
     steps: tuple[int, ...]
@@ -73,7 +73,7 @@ class Stencil:
         return max((max(axis) - min(axis) for axis in zip(*self.offsets, strict=True)), default=0)
 
     def begins(self, low: Sequence[int]) -> tuple[int, ...]:
-        """Subtracted by kernels from a coordinate ("times": from its cell). low: the box's lowest cell."""
+        """Kernels subtract this from coordinates ("times": from cells reached). low: box's lowest cell."""
         if self.form == "times":
             return tuple(low)
         least = self.least if self.form == "over" else (0,) * len(low)
@@ -84,12 +84,12 @@ class Stencil:
 def _lanes(reach: Stencil) -> int:
     if reach.form != "over":
         return len(reach.offsets)
-    # Offsets of one residue class divide for the same rows.
+    # A row reaches cells by one residue class of offsets.
     return max(map(len, _by_rest(reach).values()), default=0)
 
 
 def _by_rest(reach: Stencil) -> dict[int, list[int]]:
-    """Kernel offsets by the residue class (row-major index) of the rows for which they divide."""
+    """Indices of kernel offsets by their residue class modulo the steps (a row-major index)."""
     kinds: dict[int, list[int]] = {}
     for tap, offset in enumerate(reach.offsets):
         kind = 0
@@ -101,8 +101,8 @@ def _by_rest(reach: Stencil) -> dict[int, list[int]]:
 
 @cached_device_constant(256)
 def _taps(reach: Stencil, device: torch.device) -> Tensor:
-    """The offsets as kernels read them, int32. "over": for each residue class, [prod(steps), lanes, 1+D], a list of
-    (index, -1 past the last; addend to the quotient along each axis). Other forms: [K, D], the offsets."""
+    """The offsets as kernels read them, int32. "over": [prod(steps), lanes, 1+D], per residue class a list of
+    (offset index, addend to the quotient along each axis), -1 past the end. Other forms: [K, D], the offsets."""
     if reach.form != "over":
         return offset_table(reach.offsets, device)
     lists = torch.full((math.prod(reach.steps), max(reach.lanes, 1), 1 + len(reach.steps)), -1, dtype=torch.int32)
@@ -138,7 +138,7 @@ class Space:
         return max(self.bounds.batch, 1) << (self.bits - self.low)
 
     def numbers(self, reach: Stencil) -> tuple[int, ...]:
-        """Kernel arguments: batch, offsets to subtract, four extents, start of each axis's table at its low, bits."""
+        """Kernel arguments: batch size, subtrahends, extents, table start of each axis's lowest cell, bits."""
         box, layout = self.bounds, self.layout
         begins = tuple(s + a + b for s, a, b in zip(layout.starts, box.low, layout.bias, strict=True))
         taken = padded(reach.begins(box.low), 0)
@@ -165,8 +165,8 @@ def refusal(coords: Tensor, bounds: Bounds, reach: Stencil) -> str | None:
 @dataclass(frozen=True, eq=False)
 class Bricks:
     """Occupancy of a box's cells.
-    directory int64 [ceil(bricks / 32)]: bitmap over bricks with prefix counts, see `paired`; None if all bricks have
-    bitmaps. cells int64 [limit * 2**LOW / 32]: the same for the cells of existing bricks. count int32 [1] on the
+    directory int64 [ceil(bricks / 32)]: bitmap over bricks with prefix counts, see `paired`; None if all have
+    bitmaps. cells int64 [limit * 2**LOW / 32]: the same for cells of up to `limit` bricks. count int32 [1] on the
     device: number of existing cells."""
 
     space: Space
@@ -192,7 +192,7 @@ class Bricks:
 
     @staticmethod
     def of(cloud: CoordBuffer, reach: Stencil, bounds: Bounds, most: int, strict: bool = False) -> Bricks:
-        """At most `most` cells in `bounds` that rows reach. strict: report cells outside or reached twice in status."""
+        """Cells in `bounds` that rows reach, at most `most`. strict: flag in status cells outside or reached twice."""
         space = Space.of(bounds)
         call = _BrickCall(cloud, reach, space)
         words = (1 << space.low) // 32
@@ -269,7 +269,7 @@ class _BrickCall:
 
 
 class BrickLookup:
-    """Lookup by bricks of a buffer's own cells, with the row of each."""
+    """Lookup of a buffer's rows through bricks of its own cells."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         own = Stencil.itself(cloud.dim)

@@ -16,18 +16,18 @@ from pumice.runtime.streams import PendingEvents
 _STEP = 64  # Capacities of levels are distinct multiples of this
 
 Shares = float | Mapping[Any, float] | None
-"""Capacity of coarser levels as a fraction of the first: one for all, or by stride (an int or one per axis)."""
+"""Capacity of coarser levels as a share of the finest: one for all, or by stride (an int or one per axis)."""
 
 
 class Capacities(Protocol):
     """Capacities of buffers whose counts stay on the device."""
 
     def capacity(self, place: Hashable, needed: Tensor, most: int) -> int:
-        """Capacity at a place of the program, at most `most`. needed: int32 [1] on the device, the current need."""
+        """Capacity of the buffer with key `place`, at most `most`. needed: int32 [1] on device, entries in use."""
         ...
 
     def pieces(self, place: Hashable) -> set[int]:
-        """Piece lengths requested for the runs of the buffer at `place`; a set kept across passes and added to."""
+        """Maximum piece lengths into which runs at `place` are to be split; callers add to this lasting set."""
         ...
 
 
@@ -45,7 +45,7 @@ class BufferedState:
 
 @dataclass(frozen=True, eq=False)
 class BufferedMapState:
-    """State of a map between buffers. inputs, outputs: valid rows of the untransposed map, int32 [1] each on the
+    """State of a map between buffers. inputs, outputs: numbers of valid rows before transposition, int32 [1] on
     device; status: receives OVERFLOW; place: key of the map within a program. late: pending events of other streams
     by storage key, None for the map itself."""
 
@@ -78,8 +78,8 @@ class BufferedMapState:
 
 
 class CapacityPlanner:
-    """Capacities measured on an example of `count` voxels (a host synchronisation per place), scaled with a margin to
-    `capacity` voxels. least: lower bounds."""
+    """Capacities from an example of `count` voxels (a host synchronisation per place), scaled with a margin to
+    `capacity` voxels. least: minima by place."""
 
     def __init__(
         self, capacity: int, count: int, margin: float, shares: Shares, least: Mapping[Any, int] | None = None
@@ -106,7 +106,7 @@ class CapacityPlanner:
     def _planned(self, place: Any, needed: Tensor, most: int) -> int:
         what, *_, last = place
         share = _share(self._shares, last) if what == "rows" else None
-        # Empty without tiles.
+        # No tiles: sum of [].
         wanted = self._scale * sum(needed.tolist()) if share is None else share * self._capacity
         found = max(1, min(most, math.ceil(wanted)), self._least.get(place, 0))
         if what != "rows":

@@ -15,7 +15,7 @@ from pumice.coords.relation import Relation
 from pumice.runtime.launch import kernel, triton_unavailable_reason
 
 MARGINS = {"hash": 8, "grid": 2, "bitmap": 2, "wide": 0}
-"""Cells around the box that have keys, so that a kernel offset adds a constant to a row's key."""
+"""Cells beyond each side of the box that have keys: an offset adds a constant to a row's key."""
 BLOCKS = {"hash": 128, "grid": 256, "bitmap": 256, "wide": 128}
 """Cells that a program queries: few for hash tables, as the longest probe sequence delays the program."""
 _INSERT_BLOCK = 128
@@ -60,7 +60,7 @@ class Table:
         return sum(t.numel() * t.element_size() for t in held.values())
 
     def neighbours(self, outputs: CoordBuffer, relation: Relation, mirrored: bool | None = None) -> Neighbours:
-        """See Lookup. mirrored: query half of a submanifold map's offsets and write each hit twice (without masks); by
+        """See Lookup. mirrored: query half of a submanifold map's offsets and write each hit twice (no masks); by
         default if the schedule sets it and the map is submanifold."""
         if mirrored is None:
             mirrored = self._schedule.mirrored and relation.mirrored and outputs.coords is self._cloud.coords
@@ -83,7 +83,7 @@ class Table:
         return Neighbours(rows, None if mirrored else masks)
 
     def _reach(self, outputs: CoordBuffer, relation: Relation) -> int | None:
-        """Distance from the box within which rows may have neighbours; None: the margin is too narrow, check cells."""
+        """Distance from the box within which rows may have neighbours; None: margin too narrow, check each cell."""
         most = relation.reach
         if self._kind == "wide":
             return None
@@ -94,8 +94,8 @@ class Table:
 
 
 class HashTable(Table):
-    """Open addressing with double hashing: one int64 per slot, key << bits | row, if both fit into 63 bits.
-    Else a slot holds only the row and coordinates are compared ("wide", any extents). Consecutive keys are adjacent."""
+    """Open addressing with double hashing: one int64 per slot, key << bits | row, if this fits into 63 bits.
+    Else a slot holds only the row, and lookups compare coordinates ("wide"). Keys 4n to 4n + 3 are adjacent."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         super().__init__(

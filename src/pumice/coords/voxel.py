@@ -30,7 +30,7 @@ def quantize(
     batch: int [P], batch index of each point (default all 0). spatial_shape: points outside [0, spatial_shape) are
     dropped. The geometry's `inverse` int64 [P] is each point's voxel row, -1 if dropped.
 
-    Raises CoordinateError (non-finite points, cells beyond int32, batch index outside batch_size) and as check_points.
+    Raises CoordinateError (non-finite points, cells beyond int32, batch index outside batch_size); see check_points.
     """
     check_points(points, batch)
     cells = torch.floor(frame.positions(points))
@@ -153,7 +153,7 @@ def unique_coords(
 ) -> Geometry:
     """The distinct rows of a user's `coords` int32 [P, 1+D], in (batch, Morton) order.
 
-    The geometry's `inverse` int64 [P]: `distinct[inverse] == coords`. Raises as Geometry.checked(), except duplicates.
+    Its `inverse` int64 [P]: `result.coords[inverse] == coords`. Raises as Geometry.checked(), but takes duplicates.
     """
     check_form(coords)
     distinct, place = morton_unique(coords, Bounds.of(coords))

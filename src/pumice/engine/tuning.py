@@ -82,7 +82,7 @@ def tune(
 
     Parameters
     ----------
-    model: any torch.nn.Module with convolutions of pumice.nn, on its device and in its dtype; autocast is the caller's.
+    model: any torch.nn.Module with convolutions of pumice.nn, on its device and in its dtype; set autocast yourself.
         Only the layers' `dataflow` changes; a dataflow that was set by hand is kept.
     samples: one or a few representative SparseTensors (or pairs of coordinates and features).
     mode: "inference", or "training": forward and backward, with the loss below.
@@ -99,10 +99,10 @@ def tune(
     Returns
     -------
     Tuning. It prints as a table of choices and reasons; `.remove(model)` resets the layers to the default, as
-    torch.compile needs it.
+    torch.compile requires.
 
     Raises OptionError (unknown mode, bind or candidate, no samples, budget not above 0, nothing to tune), DtypeError
-    (model is no module, samples of a wrong type), DeviceError (samples and model on different devices).
+    (model not a Module, samples of wrong type), DeviceError (samples and model on different devices).
     """
     began = time.monotonic()
     asked = subject(model, samples, mode, loss)
@@ -120,7 +120,7 @@ def tune(
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """flows: allowed dataflows; named: True if given, then all are tried. bind, parts: an entry of BINDINGS."""
+    """flows: allowed dataflows; named: user-given, so try all. bind, parts: key and value in BINDINGS."""
 
     flows: tuple[Dataflow, ...]
     named: bool
@@ -284,7 +284,7 @@ class _TuningRun:
     clock: Clock
     notes: list[str] = field(default_factory=list)
     tiling: float = 8.0
-    """Largest time of tuning a layer's tiles, in seconds; a guess until the first was timed."""
+    """Longest time of tuning a layer's tiles, in seconds; a guess until one has been timed."""
     timed: bool = False
 
     def __post_init__(self) -> None:
@@ -325,7 +325,7 @@ class _TuningRun:
         return Tuning(self.asked.mode, device, choices, before, after, tiles, notes, found.finished, False, spent)
 
     def _known(self) -> tuple[TunedPlan | None, Mapping[str, Dataflow]]:
-        """The saved plan for this workload, or None and the dataflows of a similar plan, to try first."""
+        """(saved plan for this workload, {}), or (None, dataflows of a similar plan to try first)."""
         alike = plans().alike(self.key, self.workload)
         if alike is None:
             return None, {}
@@ -440,7 +440,7 @@ def _trial(part: PassTask, tried: TrialResult) -> Trial:
 
 
 def _why(part: PassTask, found: SearchResult, done: bool) -> str:
-    """Reason for the choice of a task."""
+    """Why a task got its dataflow."""
     trials = sorted((_trial(part, tried) for tried in found.tried.get(part.key, ())), key=lambda trial: trial.seconds)
     taken = found.assignment.get(part.key)
     names = "" if part.passes == (FORWARD,) else f"{' with '.join(part.passes)}: "
@@ -465,7 +465,7 @@ def _timed(layer: IsolatedLayer, flow: Flow, training: bool) -> None:
 
 
 def identity(tuned_model: TuningSubject, observed: Observed, bind: str) -> tuple[str, str, str, str]:
-    """Key of a plan besides the workload: device, dtypes, mode, and a digest of the network. The digest covers the
+    """A plan's key without workload: device, dtypes, mode, and a digest of the network. The digest covers the
     convolution layers and their grouping by kernel maps, not weights."""
     kind = tuned_model.device.type
     device = (

@@ -1,16 +1,16 @@
-"""Syntax tree of statements: a dozen kinds of frozen value, each printing as the text it was read from.
+"""Syntax tree of statements: frozen dataclasses, each of which prints as normalised statement text.
 
     C[AM[p], n] += 2 * AV[p,q] * B[AK[p,q], n] ; p:10
 
-    statement   target, how it is written ("=" or "+="), the reduction, the terms of the right side, declarations
+    statement   target, whether it is overwritten ("=") or added to ("+="), reduction, terms, declarations
     term        a coefficient and factors that are multiplied
     factor      Access: a value of an operand.  Exists, Equal: 1 or 0
     access      an operand and one affine index expression for each axis of it
     affine      a constant and a sum of coefficient * atom; an atom is an index or an access to an integer operand
 
-Semantics at each point of the index space: a term contributes nothing if an index array that it reads (at any depth) is
-negative, or if an access lies outside its operand. Under max, min and mean this holds for the whole right side at once.
-Each term of a sum runs over its own indices; under max, min and mean all terms run over all.
+Semantics at each point of the index space: a term contributes nothing if it reads (at any depth) a negative entry of an
+index array, or outside an operand. Under max, min and mean one such term drops the whole right side.
+Each term of a sum runs over its own indices; under max, min and mean each runs over all indices.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Access(_Hashed):
 
 @dataclass(frozen=True)
 class Exists(_Hashed):
-    """1 if the access lies inside its operand and none of its index arrays is negative; otherwise nothing."""
+    """1 if the access is inside its operand and reads no negative index; else its term adds nothing."""
 
     __hash__ = _Hashed.__hash__
 

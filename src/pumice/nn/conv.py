@@ -22,7 +22,7 @@ class Convolution(nn.Module):
     """Base of convolution layers: weight [C_out, *kernel, C_in / groups], bias [C_out], relation of the kernel map.
     Initialised as in torch.nn: weight and bias ~ U(-b, b) with b = 1 / sqrt(fan_in), fan_in = K * C_in / groups
     (kaiming_uniform with a = sqrt 5). dataflow: as in pumice.ops.conv; may be changed between calls. tuned: the
-    dataflow that pumice.tune set, by which it recognises a dataflow set by the user."""
+    dataflow that pumice.tune set last; any other in `dataflow` is the user's."""
 
     dim: ClassVar[int]
     weight: nn.Parameter
@@ -62,7 +62,7 @@ class Convolution(nn.Module):
         self.reset_parameters()
 
     def map_request(self, target: Target = None) -> tuple[Relation, Geometry | None]:
-        """(relation, output geometry if the target is one) of a call."""
+        """(relation of a call, the target's geometry or None)."""
         return self.relation, target_of(target)[1]
 
     def map_of(self, x: SparseTensor, target: Target = None) -> tuple[KernelMap, Geometry]:
@@ -105,7 +105,7 @@ def convolutions(*modules: nn.Module) -> list[Convolution]:
 class Conv(Convolution):
     """Sparse convolution over D axes, see pumice.ops.conv; Conv1d to Conv4d fix D.
 
-    Defaults differ from torch and spconv, which pad by 0 and compute the support: padding is centred,
+    Defaults differ from torch and spconv, which pad by 0 and use out="support": padding is centred,
     `dilation * (kernel_size // 2)` (0 for even kernels), stride 1 keeps the coordinates (out="same", submanifold), and
     larger strides give the distinct floor(in / stride) (out="floor_unique"; with explicit padding out="support").
     `layer(x, out=target)` sets the outputs of one call.
@@ -181,7 +181,7 @@ class ConvTranspose(Convolution):
 
 
 class GenerativeConvTranspose(Convolution):
-    """Transposed convolution that generates every coordinate it reaches, unbounded; odd kernels are centred.
+    """Transposed convolution to all coordinates reached, outside spatial_shape too; odd kernels are centred.
 
     As MinkowskiGenerativeConvolutionTranspose: Gwak, Choy and Savarese, "Generative Sparse Detection Networks",
     ECCV 2020, sec. 3. Follow it with prune().
@@ -212,7 +212,7 @@ class InverseConv(Convolution):
     """Inverse of a strided convolution, to known finer coordinates; see pumice.ops.conv_inverse.
 
     `forward(x, target)`: target, a tensor or geometry, has the coordinates from which a convolution of the same kernel,
-    stride, padding and dilation made x's. Without target (as in a Sequential) that geometry itself, while it is alive.
+    stride, padding and dilation made x's. Without target (as in a Sequential), that geometry, if still alive.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class Sparse:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values; bool for a pattern."""
+        """Values' dtype; bool if a pattern (all ones)."""
         values = self.parts[0].values
         return torch.bool if values is None else values.dtype
 
@@ -103,13 +103,13 @@ class Sparse:
         return tuple(array for _, _, array in self.named), (str(self.format), self.shape, *arrays)
 
     def storage(self, name: Hashable, build: Callable[[Sparse], Any]) -> Any:
-        """`build(self)`, cached under `name` and shared with `with_values`: a function of the coordinates only."""
+        """`build(self)`, cached as `name` also for `with_values`; must depend on the coordinates only."""
         if name not in self._storages:
             self._storages[name] = build(self)
         return self._storages[name]
 
     def segments(self, part: FormatBucket) -> Tensor:
-        """int32 [extent + 1]: start in p of each coordinate (block) of the first flattened axis; CSR's row pointers."""
+        """int32 [extent + 1]: first entry of each coordinate (block) of the first flattened axis; CSR: row pointers."""
         number = self.parts.index(part)
         return self.storage(("segments", number), lambda x: _segments(x, x.parts[number]))
 
@@ -205,12 +205,12 @@ def sparse(tensor: Any, format: str | Format = "COO", *, group: str = "count") -
         sparse array or Sparse, whose stored entries are kept, explicit zeros included. COO duplicates are summed.
     format: text, a name or a Format; see pumice.language.formats. Its axes are the tensor's, in order.
     group: strategy for the size of a `G` without one, a name of GROUP_SIZES: "count" minimises gathers + scatters,
-        "sqrt" uses the square root of the mean row length. If rows cannot be split (ELL) it is the longest row.
+        "sqrt" uses the square root of the mean row length. If rows cannot be split (ELL): the longest row.
 
-    Differentiable in the values. Extents that are not a multiple of their block are padded with zeros. Of a Sparse
-    with blocks all entries of the blocks are kept; of one without coordinate arrays the nonzeros.
-    Raises ShapeError (axes, a row longer than a fixed group), CoordinateError (too many cells), OptionError (type of
-    tensor, strategy), StatementError (text of the format).
+    Differentiable in the values. Extents that are not a multiple of their block are padded with zeros. A Sparse
+    with blocks keeps all entries of these; one without coordinate arrays, its nonzeros.
+    Raises ShapeError (number of axes, row longer than a fixed group), CoordinateError (too many cells), OptionError
+    (type of tensor, strategy), StatementError (format text).
     """
     return _make(tensor, parse_format(format), group)
 
@@ -444,7 +444,7 @@ def _kind(x: Sparse) -> str:
     by_rows = levels[0].axes[0] == x.format.axes[0]
     if len(levels) == 2:
         return "csr" if by_rows else "csc"
-    # torch's blocks are row-major in both, and divide the extents.
+    # torch's bsr and bsc blocks are row-major and divide extents.
     blocked = [level.axes[0] for level in levels[2:]] == list(x.format.axes)
     if blocked and all(n % x.format.block(axis) == 0 for n, axis in zip(x.shape, x.format.axes, strict=True)):
         return "bsr" if by_rows else "bsc"
