@@ -484,6 +484,25 @@ def test_targets_of_rows_that_do_not_live():
     assert [t.tolist() for t in told] == [[0, 0, 0, -100, -100], [0.0] * 5, [False] * 5]
 
 
+class Scaled(nn.Module):
+    """A convolution whose epilogue has parameters: their gradients are sums over rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, 3, 3, 4).double())
+        self.scale, self.shift = (nn.Parameter(torch.rand(3).double()) for _ in range(2))
+
+    def forward(self, x):
+        return pm.ops.conv(x, self.weight, epilogue=pm.ops.Epilogue(self.scale, self.shift, activation="relu"))
+
+
+def test_parameters_of_an_epilogue_sum_valid_rows_alone():
+    torch.manual_seed(0)
+    pair = Pair(Scaled(), by_class, scene(40), max_voxels=60)
+    for seed, count in enumerate((40, 25, 60)):
+        pair.both(*scene(count, seed))
+
+
 def test_gradients_that_a_step_does_not_find_are_zero():
     one, other = (torch.zeros(3, requires_grad=True) for _ in range(2))
     gradients = GradientBuffers()
