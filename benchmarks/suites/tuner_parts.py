@@ -142,7 +142,7 @@ def _by_profiler(network: Network) -> tuple[list[str], list[Spans]]:
                 names = [BEFORE, *marks.names[: each - 1]]
                 return names, [spans[at : at + each] for at in range(0, len(spans), each)]
             if not left:
-                raise PumiceError(f"the profiler told of {len(spans)} marks, expected {each * _RUNS}")
+                raise PumiceError(f"the profiler recorded {len(spans)} marks, expected {each * _RUNS}")
     raise AssertionError("unreachable")
 
 

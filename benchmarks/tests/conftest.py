@@ -7,6 +7,7 @@ from cases import one_thread  # noqa: F401
 from commands import run_command, scene, write_scan
 
 from benchmarks import __main__
+from pumice.env import settings
 
 
 @pytest.fixture
@@ -25,3 +26,12 @@ def write(tmp_path):
 def scenes():
     """`scenes(n)`: the first n tiny streets."""
     return lambda count: [scene(seed) for seed in range(count)]
+
+
+@pytest.fixture(scope="session")
+def data_folder():
+    """The folder of real scans."""
+    folder = settings().data
+    if folder is None:
+        pytest.skip("PUMICE_DATA is not set: no real scans to read")
+    return folder

@@ -150,7 +150,7 @@ from benchmarks.harness.study import error
 layer = row_of(70)
 step = Step.of(layer, "compacted")
 for ahead, stages in ((True, 3), (False, 3), (False, 5)):
-    print(error(step.by(replace(step.default(), ahead=ahead, stages=stages)), exact(layer)) < 1e-6)
+    print(error(step.by(replace(step.default(), prefetch_indices=ahead, stages=stages)), exact(layer)) < 1e-6)
 # Blocks of another size, two groups, and a depthwise layer.
 for width, block in ((16, 128), (8, 0), (1, 0)):
     layer = replace(layer, weight=layer.weight[:, :, :width].contiguous())

@@ -92,7 +92,7 @@ def test_a_device_is_busy_with_all_that_it_did(monkeypatch):
     assert (found.median, found.p20) == pytest.approx((5e-3, 3.2e-3)) and len(ran) == 2
     # A trace that lacks a run is taken again, and then is no measurement.
     monkeypatch.setattr(measuring, "profiled", lambda calls: (events[3:], [ran.append(2), 1.0]))
-    with pytest.raises(OptionError, match="told of 1 passes, expected 2"):
+    with pytest.raises(OptionError, match="recorded 1 passes, expected 2"):
         timing.busy(lambda: None, 2)
     assert ran.count(2) == 3
 
