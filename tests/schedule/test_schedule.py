@@ -8,7 +8,17 @@ from pumice.errors import OptionError
 from pumice.language.contraction import contraction_roles, packed
 from pumice.language.parse import parse
 from pumice.schedule.cost import DEVICES, Work, seconds
-from pumice.schedule.tile import Problem, Tile, candidates, default, occupancy, power_above, splits
+from pumice.schedule.tile import (
+    Problem,
+    Tile,
+    candidates,
+    default,
+    mean_class,
+    occupancy,
+    power_above,
+    size_class,
+    splits,
+)
 
 MATMUL = parse("C[m,n] = A[m,k] * B[k,n]")
 SPMM = parse("C[R[p],n] = V[p] * B[K[p],n] ; R:sorted")
@@ -315,13 +325,15 @@ def test_seconds():
     assert both == Work(11, 22, 33, 44, True)
 
 
-def test_sizes_that_are_about_the_same():
-    from pumice.schedule.tile import size_bucket
-
-    assert [size_bucket(n) for n in range(17)] == [*range(17)]
+def test_a_size_class_spans_a_factor_of_four():
+    assert [size_class(n) for n in (0, 1, 3, 4, 15, 16)] == [2, 2, 2, 8, 8, 32]
     for n in (17, 100, 1000, 17_856, 173_011, 10**9):
-        assert size_bucket(n) <= n < size_bucket(n) * 9 / 8 and size_bucket(size_bucket(n)) == size_bucket(n)
-    assert len({size_bucket(n) for n in range(1 << 12, 1 << 13)}) == 8
+        assert size_class(n) / 2 <= n < 2 * size_class(n) and size_class(size_class(n)) == size_class(n)
+    assert len({size_class(n) for n in range(1 << 12, 1 << 20, 64)}) == 4
+
+
+def test_entries_of_a_segment_are_rounded_to_a_power_of_two():
+    assert [mean_class(n, 100) for n in (0, 100, 140, 150, 870, 2240)] == [2.0**-7, 1, 1, 2, 8, 16]
 
 
 def test_programs_at_once_are_those_that_fit():

@@ -123,6 +123,23 @@ def bare_places(bound: BoundStatement) -> tuple[tuple[str, str, int], ...] | Non
     return tuple((name, *place) for name, place in found.items())
 
 
+def leading_indices(bound: BoundStatement) -> tuple[str, ...]:
+    """The indices that are on the first axis of every access they occur in, in the order of the extents."""
+    return _leading_indices(bound.like or bound)
+
+
+@lru_cache(maxsize=4096)
+def _leading_indices(bound: BoundStatement) -> tuple[str, ...]:
+    statement = bound.statement
+    leading: dict[str, bool] = {}
+    for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
+        for axis, expression in enumerate(access.indices):
+            for _, atom in expression.terms:
+                if isinstance(atom, Index):
+                    leading[atom.name] = leading.get(atom.name, True) and axis == 0
+    return tuple(name for name in bound.extents if leading.get(name))
+
+
 def span_of(expression: Affine, ranges: Mapping[str, Range]) -> tuple[int, int]:
     """The minimum and maximum of an expression without index arrays; its indices are not empty."""
     low = high = expression.constant

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from pumice.lower import stamp
 from pumice.lower.epilogue import NO_EPILOGUE, RESIDUAL, EpilogueSignature
 from pumice.lower.plan import Plan, deterministic
 from pumice.runtime.cache import BoundedCache
-from pumice.schedule.tile import size_bucket
 from pumice.schedule.tuned_tiles import ledger
 
 
@@ -83,32 +83,21 @@ class Pattern:
 
 
 class Held:
-    """The arrays of a map that a call holds. kind: what the choice of a kernel depends on, equal where it is the same;
-    far: whether one is so long that addresses need 64 bits. rows, addresses: of the arrays; cuts: their segments, once
-    they are found."""
+    """The arrays of a map that a call holds. kind: what the choice of a kernel depends on beside sizes, equal where it
+    is the same; far: whether one is so long that addresses need 64 bits. rows, addresses: of the arrays; cuts: their
+    segments, once they are found."""
 
     __slots__ = ("addresses", "arrays", "cuts", "far", "kind", "rows")
 
-    def __init__(
-        self,
-        arrays: Sequence[Tensor],
-        pattern: Pattern,
-        rows: Sequence[int],
-        rounded: Sequence[int],
-        sizes: tuple[int, int, int],
-    ) -> None:
-        """rounded: the rows as tile.about has them; sizes: outputs and inputs, so rounded, and taps of the map."""
+    def __init__(self, arrays: Sequence[Tensor], pattern: Pattern, rows: Sequence[int]) -> None:
         self.arrays, self.rows, self.addresses = arrays, rows, [x.data_ptr() for x in arrays]
         self.far = any([n * lead >= kernels.FAR for n, lead in zip(rows, pattern.leads, strict=True)])
-        self.kind = interned((pattern.kind, sizes, *rounded))
+        self.kind = pattern.kind
         self.cuts: stamp.Known = {}
 
     @staticmethod
-    def of(arrays: Sequence[Tensor], pattern: Pattern, sizes: tuple[int, int, int] = (0, 0, 0)) -> Held:
-        """sizes: of the map, as they are."""
-        rows = [x.shape[0] for x in arrays]
-        outputs, inputs, taps = sizes
-        return Held(arrays, pattern, rows, [*map(size_bucket, rows)], (size_bucket(outputs), size_bucket(inputs), taps))
+    def of(arrays: Sequence[Tensor], pattern: Pattern) -> Held:
+        return Held(arrays, pattern, [x.shape[0] for x in arrays])
 
 
 class Direct:
@@ -136,50 +125,77 @@ class Direct:
 
 
 class Template:
-    """What calls over maps of one kind have in common."""
+    """What calls over maps of one kind have in common, whatever their sizes are.
 
-    __slots__ = ("_array", "_free", "_held", "_mould", "_rows", "_slots", "runner")
+    other: the template of the same calls at sizes for which the result is accumulated, or is not, unlike here."""
+
+    __slots__ = ("_family", "_free", "_held", "_known", "_rows", "other", "runner")
 
     def __init__(
-        self, aimed: stamp.Aimed, runner: kernels.KernelExecutor, held: Mapping[str, int], free: Mapping[str, int]
+        self,
+        family: stamp.TileFamily,
+        runner: kernels.KernelExecutor,
+        held: Mapping[str, int],
+        free: Mapping[str, int],
     ) -> None:
-        """aimed: of one of these calls; held: which array of a map each held operand is; free: which of the call's
-        tensors each other one is."""
-        self._mould, self._slots, self.runner = aimed.mould, aimed.slots, runner
-        self._held = tuple(held[name] for _, name in self._slots.held)
-        self._free = tuple((place, free[name]) for place, name in self._slots.free)
-        self._array = None if self._mould.array is None else held.get(self._mould.array, -1)
+        """held: which array of a map each held operand is; free: which of the call's tensors each other one is."""
+        self._family, self.runner, self._held, self._free = family, runner, held, free
+        self.other: Template | None = None
+        self._known: dict[stamp.Mould, _Places] = {}
         # The result, an array of the map, or one of the call's tensors.
-        self._rows = tuple((0, 0) if not n else (1, held[n]) if n in held else (2, free[n]) for n in self._mould.rows)
+        self._rows = tuple((0, 0) if not n else (1, held[n]) if n in held else (2, free[n]) for n in family.names)
 
     def over(self, held: Held, rows: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Direct | None:
-        """The same; rows: as `counted` tells them. None where addresses need 64 bits."""
+        """The call over another map; rows: as `counted` tells them. None where addresses need 64 bits, and where the
+        planner has to choose."""
         if held.far or self.runner.is_far(shape):
             return None
         for count, lead in rows:
             # Of the others it is as it was.
             if count * lead >= kernels.FAR:
                 return None
-        return self.at(held, [count for count, _ in rows], shape)
+        counts = [count for count, _ in rows]
+        found = self.at(held, counts, shape)
+        return self.other.at(held, counts, shape) if found is None and self.other is not None else found
 
     def at(self, held: Held, counts: Sequence[int], shape: tuple[int, ...]) -> Direct | None:
         """The call over a map with tensors of so many rows; shape: of the result."""
-        mould, number, cut = self._mould, self._array, None
         rows = [held.rows[n] if side == 1 else shape[0] if side == 0 else counts[n] for side, n in self._rows]
-        if number is not None:
+        mould = self._family.at(rows)
+        if mould is None:
+            return None
+        places, cut = self._known.get(mould) or self._known.setdefault(mould, self._places(mould)), None
+        if mould.array is not None:
+            number = places.array
             cut = mould.cut(held.arrays[number] if number >= 0 else None, rows, held.cuts, number)
             if cut is None:
                 return None
         addresses = held.addresses
-        aimed = mould.cast(self._slots, [addresses[n] for n in self._held], rows, cut)
-        return None if aimed is None else Direct(aimed, self.runner, shape, self._free)
+        aimed = mould.cast(places.slots, [addresses[n] for n in places.held], rows, cut)
+        return None if aimed is None else Direct(aimed, self.runner, shape, places.free)
+
+    def _places(self, mould: stamp.Mould) -> _Places:
+        slots = mould.slots(self._held)
+        held = tuple(self._held[name] for _, name in slots.held)
+        free = tuple((place, self._free[name]) for place, name in slots.free)
+        return _Places(slots, held, free, -1 if mould.array is None else self._held.get(mould.array, -1))
+
+
+class _Places(NamedTuple):
+    """Where tensors belong among the arguments of a kernel: of held operands which array of the map each is, of the
+    others (place, which of the call's tensors); array: which array of the map has its segments."""
+
+    slots: stamp.Slots
+    held: tuple[int, ...]
+    free: tuple[tuple[int, int], ...]
+    array: int
 
 
 class Call:
     """A call over a map, as others like it are known.
 
     tensors: those that no map holds; counting: which of them count rows. shape: the result's. kind: what calls have in
-    common that one template serves: all but rows, which count within what rounds alike (tile.about).
+    common that one template serves: all but rows.
     """
 
     __slots__ = ("counting", "kind", "shape", "tensors")
@@ -212,7 +228,11 @@ class Call:
         given = {name: tensors[n] for name, n in order.items()}
         template = _template(ready, held, given, order)
         if template is not None:
-            TEMPLATES.keep(self.kind, template)
+            known = TEMPLATES.get(self.kind)
+            if known is not None and (known.runner.splits > 1) != (template.runner.splits > 1):
+                known.other = template
+            else:
+                TEMPLATES.keep(self.kind, template)
         return _of_ready(ready, given, order)
 
 
@@ -246,10 +266,10 @@ def _of_ready(ready: Plan, tensors: Mapping[str, Tensor], order: Mapping[str, in
 def _template(ready: Plan, held: Held, tensors: Mapping[str, Tensor], order: Mapping[str, int]) -> Template | None:
     """The same for other maps; held: the arrays of the call's own."""
     run, places = _alone(ready), {id(x): n for n, x in enumerate(held.arrays)}
-    aimed = None if run is None or held.far else run.made(tensors)
-    if run is None or aimed is None or not all(id(x) in places for x in run.held.values()):
+    family = None if run is None or held.far else run.family(tensors)
+    if run is None or family is None or not all(id(x) in places for x in run.held.values()):
         return None
-    return Template(aimed, run.like, {name: places[id(x)] for name, x in run.held.items()}, order)
+    return Template(family, run.like, {name: places[id(x)] for name, x in run.held.items()}, order)
 
 
 def _alone(ready: Plan) -> kernels.BoundExecutor | None:

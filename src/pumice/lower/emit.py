@@ -103,6 +103,8 @@ class Source:
     name: str
     text: str
     arguments: tuple[Argument, ...]
+    specialised: tuple[int, ...] = ()
+    """Places of the sizes on whose divisibility by 16 a kernel is specialised."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class _Emitter:
             *(Argument("constant", name) for name in constants),
         )
         name = f"_{'dot' if self.roles.product else 'mul'}_{self.dtypes['']}"
-        return Source(name, self._text(name, arguments), arguments)
+        return Source(name, self._text(name, arguments), arguments, self._specialised(arguments))
 
     def _check(self) -> None:
         signature, roles = self.signature, self.roles
@@ -253,17 +255,19 @@ class _Emitter:
             if a.kind != "constant"
         )
         lines = "\n".join(f"    {line}" if line else "" for line in self.head)
-        # Sizes vary between calls and must not cause recompilation, except where a size masks contiguous elements:
-        # divisibility by 16 then allows vector loads.
-        along = contiguous(self.statement, self.signature.unit)
-        open_sizes = [
-            a.variable for a in arguments if a.kind in ("size", "zero") or (a.kind == "extent" and a.name not in along)
-        ]
-        decorator = f"@triton.jit(do_not_specialize={open_sizes})"
+        special = self._specialised(arguments)
+        sizes = [(n, a.variable) for n, a in enumerate(arguments) if a.kind in ("size", "zero", "extent")]
+        decorator = f"@triton.jit(do_not_specialize={[variable for n, variable in sizes if n not in special]})"
         return (
             '"""Written by pumice.lower.emit."""\n\nimport triton\nimport triton.language as tl\n\n\n'
             f'{decorator}\ndef {name}({signature}):\n    """{_doc(self.statement)}\n\n{legend}\n    """\n{lines}\n'
         )
+
+    def _specialised(self, arguments: Sequence[Argument]) -> tuple[int, ...]:
+        """Sizes vary between calls and must not cause recompilation, except where a size masks contiguous elements:
+        divisibility by 16 then allows vector loads."""
+        along = contiguous(self.statement, self.signature.unit)
+        return tuple(n for n, a in enumerate(arguments) if a.kind == "extent" and a.name in along)
 
     def _programs(self) -> None:
         """Compute which tile of results the program owns."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pumice.errors import OptionError
-from pumice.language.bind import BoundStatement, reaches, resizable, resized
+from pumice.language.bind import BoundStatement, leading_indices, reaches, resizable, resized
 from pumice.language.contraction import ContractionRoles, contraction_roles, exchanged, packed, segment_axis, stacked
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.lower.emit import (
@@ -40,7 +40,7 @@ from pumice.lower.emit import (
 from pumice.lower.epilogue import EPILOGUE, NO_EPILOGUE, EpilogueSignature
 from pumice.lower.loops import EIGHT_BITS, tops_of
 from pumice.lower.segments import Segments
-from pumice.lower.stamp import FAR, SCRATCH, Aimed, Mould, segments_of
+from pumice.lower.stamp import FAR, SCRATCH, Aimed, SizeKey, TileFamily, segments_of, size_key
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.launch import CompiledKernel
 from pumice.runtime.streams import captured
@@ -75,8 +75,7 @@ _FEW = 64
 class SizedLaunch:
     """A generated kernel with its size arguments filled in.
 
-    fixed: the arguments, None for tensors. variant: specialisation key of Triton: for each size argument whether it is
-    divisible by 16, equal to 1, or needs 64 bits, and the value of a size that is a constexpr.
+    fixed: the arguments, None for tensors. variant: see GeneratedKernel.variant.
     """
 
     emitted: GeneratedKernel
@@ -208,30 +207,43 @@ class KernelExecutor:
     ) -> None:
         self.bound, self.dtype, self.tile, self.precision, self.finish = bound, dtype, tile, precision, finish
         self._form, self._used = _form(bound), (*_used(bound), *finish.names)
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._kernels: dict[Any, GeneratedKernel] = {}
+        self.families: BoundedCache[TileFamily] = BoundedCache(64)
+        self._at(bound)
+
+    def _at(self, bound: BoundStatement) -> None:
+        """Set what depends on the sizes of the statement."""
+        self.bound = bound
         self._empty = any(not len(extent) for extent in bound.ranges.values())
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        self.splits = 1 if self._empty or deterministic else tiles.splits(self._form, bound.extents)
+        self.splits = 1 if self._empty else self.splits_at(None)
         adds = self._form.adds or self.splits > 1
         self._whole = not self._empty and not adds and _covers(bound, self._form)
         # Accumulate in float32 at least.
-        self._summed = torch.promote_types(dtype, torch.float32) if adds else dtype
+        self._summed = torch.promote_types(self.dtype, torch.float32) if adds else self.dtype
         self._launches: dict[Any, SizedLaunch] = {}
         self._tiles: dict[Any, Tile] = {}
-        self._kernels: dict[Any, GeneratedKernel] = {}
-        self.moulds: BoundedCache[Mould] = BoundedCache(64)
+
+    @property
+    def roles(self) -> ContractionRoles:
+        """The roles of the indices, without what a tile makes of them."""
+        return self._form
+
+    def splits_at(self, key: SizeKey | None) -> int:
+        """Split-K factor at these sizes, default: those of the statement."""
+        return 1 if self._deterministic else splits_at(self.bound, key)
 
     @property
     def resizable(self) -> bool:
         """True if `with_sizes` applies: no kernel is specialised on a number of rows."""
         if self._empty or not resizable(self.bound):
             return False
-        return _leading(self.bound).isdisjoint(_static(self.bound, self._form))
+        return _static(self.bound, self._form).keys().isdisjoint(leading_indices(self.bound))
 
     def with_sizes(self, shapes: Mapping[str, Sequence[int]], shape: tuple[int, ...]) -> KernelExecutor:
-        """A copy for operands of other sizes and a result of that shape, with the same tiles and kernels."""
+        """A copy for operands of other sizes and a result of that shape, with the same kernels."""
         found = copy(self)
-        found.bound, found._launches = resized(self.bound, shapes, shape), {}
-        found._empty = any(not len(extent) for extent in found.bound.ranges.values())
+        found._at(resized(self.bound, shapes, shape))
         return found
 
     @property
@@ -276,9 +288,11 @@ class KernelExecutor:
         """True if a result of this shape, including its free columns, needs 64-bit addressing."""
         return math.prod(shape) + (shape[0] if shape else 1) * self.finish.row_padding >= FAR
 
-    def mould(self, operands: Mapping[str, Tensor]) -> Mould | None:
-        """Resizable kernel of this call, which has been run; None for several kernels or during CUDA graph capture."""
-        if self._empty or self.bound.statement.accumulate or captured(operands[self._used[0]].device):
+    def family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
+        """The kernels of calls like this one, which has been run, for all sizes; None for several kernels, for sizes
+        that a kernel is specialised on, or during CUDA graph capture."""
+        device = operands[self._used[0]].device
+        if self.bound.statement.accumulate or not self.resizable or captured(device):
             return None
         key = self._launch_key(operands)
         tile = self._tiles.get(key)
@@ -288,8 +302,22 @@ class KernelExecutor:
         launch = self._launches.get((-1 if part is None else part.rows.shape[0], tile, *key))
         if launch is None:
             return None
-        shapes = {"": self.bound.shape, **{name: x.shape for name, x in operands.items()}}
-        return Mould(launch.emitted, self._form, self.bound, shapes, operands[self._used[0]].device)
+        like = {name: _shadow(operands[name]) for name in self._used}
+        like[""] = self.allocate_output(like[self._used[0]])
+        return TileFamily(self, launch.emitted, like, device)
+
+    def choose(self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device) -> tuple[Tile, int] | None:
+        """Tile and split-K factor for sizes of this key; None if the tile is to be tuned first, or if the result would
+        be accumulated where this executor writes it (or the other way round)."""
+        splits = self.splits_at(key)
+        if (splits > 1) != (self.splits > 1):
+            return None
+        if self.tile is not None:
+            return self.tile, splits
+        precision = self.precision or float32_precision()
+        if tuning_mode() == TIMING and not ledger().look(_key(self.bound, like, precision, key, device)):
+            return None
+        return tile_of(self.bound, like, precision, key, device), splits
 
     def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """Compute the whole result; segments far longer than the others get a launch of their own."""
@@ -313,7 +341,7 @@ class KernelExecutor:
                 smaller = launch.tile.smaller()
                 if self.tile == key[1] or smaller is None or type(problem).__name__ != "OutOfResources":
                     raise
-                self._kernels.pop((key[1:], *_wide(self.bound, operands, out)), None)
+                self._kernels.pop((key[1:], self.splits, *_wide(self.bound, operands, out)), None)
                 self._launches[key] = self._made(operands, out, part, key[1:], smaller)
 
     def compile(self, operands: Mapping[str, Tensor]) -> None:
@@ -370,12 +398,17 @@ class KernelExecutor:
     ) -> SizedLaunch:
         """A sized launch; the kernel is shared between sizes. key[0] is the tile."""
         given = {**operands, "": out}
-        known = (key, *_wide(self.bound, operands, out))
+        known = (key, self.splits, *_wide(self.bound, operands, out))
         kernel = self._kernels.get(known)
         if kernel is None:
-            how = KernelOptions(self.precision or float32_precision(), self.splits, self.finish)
-            kernel = self._kernels[known] = generated_kernel(self.bound, given, tile or key[0], how)
+            kernel = self._kernels[known] = self.generate(given, tile or key[0], self.splits)
         return kernel.sized(self.bound.extents, {name: x.shape for name, x in given.items()}, part)
+
+
+    def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int) -> GeneratedKernel:
+        """The kernel with this tile for operands like these; key "" is the result."""
+        how = KernelOptions(self.precision or float32_precision(), splits, self.finish)
+        return generated_kernel(self.bound, given, tile, how)
 
 
 class BoundExecutor:
@@ -419,14 +452,18 @@ class BoundExecutor:
                 return out if out.dtype == like.dtype else out.to(like.dtype)
         together = {**self.held, **operands}
         found = self._runner(together)
-        if aimed is None and (mould := self._runner.mould(together)) is not None:
-            like.moulds.keep((key, self._laid), mould)
+        if aimed is None and (family := self._runner.family(together)) is not None:
+            like.families.keep((key, self._laid), family)
             self._cast(key, operands)
         return found
 
     def made(self, operands: Mapping[str, Tensor]) -> Aimed | None:
         """The prepared launch of calls like this one, or None before the first call."""
         return self._aimed.get(self._key(operands))
+
+    def family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
+        """The kernels of calls like this one, for all sizes, or None before the first call."""
+        return self.like.families.get((self._key(operands), self._laid))
 
     def _key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """Launch key of the operands that are not bound."""
@@ -440,13 +477,16 @@ class BoundExecutor:
         return (ledger().generation, tuning_mode(), precision, *kinds)
 
     def _cast(self, key: tuple[Any, ...], operands: Mapping[str, Tensor]) -> Aimed | None:
-        """Instantiate the resizable kernel of similar calls with the sizes and addresses of this one."""
-        mould = self.like.moulds.get((key, self._laid))
-        if mould is None or self._far or any(map(is_far, operands.values())):
+        """Instantiate the kernel of similar calls with the sizes and addresses of this one."""
+        family = self.like.families.get((key, self._laid))
+        if family is None or self._far or any(map(is_far, operands.values())):
+            return None
+        given = {**self.held, **operands}
+        rows = [given[name].shape[0] if name else self._shape[0] for name in family.names]
+        mould = family.at(rows)
+        if mould is None:
             return None
         held, slots = self.held, mould.slots(self.held)
-        given = {**held, **operands}
-        rows = [given[name].shape[0] if name else self._shape[0] for name in mould.rows]
         cut = None if mould.array is None else mould.cut(held.get(mould.array), rows, {})
         if cut is None and mould.array is not None:
             return None
@@ -561,16 +601,27 @@ def _is_unfit(problem: Exception) -> bool:
     return not isinstance(problem, RuntimeError) or "PassManager" in str(problem)
 
 
-def tile_of(bound: BoundStatement, operands: Mapping[str, Tensor], precision: str = "") -> Tile:
-    """The tile of `run`: the tuned one if it fits (else warns: the file may be shared), or the default."""
-    found = None if tuning_mode() == DEFAULT else ledger().get(_key(bound, operands, precision or float32_precision()))
+def tile_of(
+    bound: BoundStatement,
+    operands: Mapping[str, Tensor],
+    precision: str = "",
+    key: SizeKey | None = None,
+    device: torch.device | None = None,
+) -> Tile:
+    """The tile of `run`: the tuned one if it fits (else warns: the file may be shared), or the default.
+
+    key, device: of other sizes than those of the operands, and of another device.
+    """
+    found = None
+    if tuning_mode() != DEFAULT:
+        found = ledger().get(_key(bound, operands, precision or float32_precision(), key, device))
     if found is not None:
         try:
             _check_fit(bound, operands, found)
         except OptionError as problem:
             _told_unfit(str(bound.statement), found, str(problem))
             found = None
-    return found or tiles.default(_problem(bound, operands, _form(bound)))
+    return found or tiles.default(_problem(bound, operands, _form(bound), key))
 
 
 def _check_fit(bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile) -> None:
@@ -596,7 +647,7 @@ def source_of(bound: BoundStatement, operands: Mapping[str, Tensor]) -> str:
         return ""
     dtype = next((t.dtype for t in operands.values() if t.dtype.is_floating_point), torch.float32)
     out = torch.empty(bound.shape, dtype=dtype, device="meta")
-    shared = tiles.splits(_form(bound), bound.extents)
+    shared = splits_at(bound, None)
     return prepare(bound, operands, out, tile_of(bound, operands), how=KernelOptions(splits=shared)).source.text
 
 
@@ -705,17 +756,40 @@ class GeneratedKernel:
         extents = {**extents, SPLITS: self.how.splits, STACKS: count}
         if form.segment:
             extents[form.segment.index] = count
-        fixed, variant = self.steady.copy(), []
+        fixed = self.steady.copy()
         for place, counts in self._counting:
-            value = extents[counts.name] if counts.kind == "extent" else shapes[counts.name][counts.axis]
-            fixed[place] = value
-            variant += (value % 16 == 0, value == 1, value >= FAR)
+            fixed[place] = extents[counts.name] if counts.kind == "extent" else shapes[counts.name][counts.axis]
         if self._blocks:
             tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
-            fixed[self._blocks[0]] = blocks = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
-            variant.append(blocks)
+            fixed[self._blocks[0]] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
         programs = grid(form, extents, (tile.rows, tile.columns), count, tile.segment_threads)
-        return SizedLaunch(self, programs, fixed, tuple(variant))
+        return SizedLaunch(self, programs, fixed, self.variant(fixed))
+
+    def variant(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Specialisation key of Triton for these arguments: which sizes need 64 bits, of those that masks of contiguous
+        elements depend on whether they are divisible by 16 or 1, and a number of blocks that is a constexpr."""
+        key = [values[place] >= FAR for place, _ in self._counting]
+        for place in self.source.specialised:
+            key += (values[place] % 16 == 0, values[place] == 1)
+        return (*key, values[self._blocks[0]]) if self._blocks else tuple(key)
+
+    def compile(self, values: Sequence[Any], like: Mapping[str, Tensor], device: torch.device) -> CompiledKernel | None:
+        """The binary for these arguments and for aligned tensors like these, which is compiled if there is none; None
+        if Triton interprets kernels. like: operands without memory, "" the result."""
+        key = (device.index or 0, self.variant(values), *[True] * len(self.slots))
+        found = self.compiled.get(key)
+        if found is None:
+            given = list(values)
+            for place, kind, name in self.slots:
+                given[place] = like[name] if kind == "operand" else like[""] if kind == "result" else self._own(kind)
+            with _on(device):
+                made = self.kernel.warmup(*given, grid=(1,), num_warps=self.tile.warps, num_stages=self.tile.stages)
+                found = None if made is None else self.compiled.setdefault(key, CompiledKernel(made))
+        return found
+
+    def _own(self, kind: str) -> Tensor:
+        """A tensor like those that launches have of their own, without memory."""
+        return torch.empty(1, dtype=self.summed if kind == "room" else torch.int32, device="meta")
 
     def _constants(self, extents: Mapping[str, int]) -> dict[str, Any]:
         tile, form = self.tile, self.form
@@ -826,7 +900,7 @@ def _signature(
     extents = bound.extents
     # Divisibility of an axis by the tile is specialised on where its extent is known and masks would split loads, but
     # not for rows or entries, which vary between launches.
-    settled = {*fixed, *contiguous(bound.statement, unit)} - _leading(bound)
+    settled = {*fixed, *contiguous(bound.statement, unit)} - {*leading_indices(bound)}
     own = form.segment.index if form.segment else None
     # The number of entries of a stack is never known.
     stacked_entries = form.reduced if form.stacked else ()
@@ -883,7 +957,7 @@ def _whole(form: ContractionRoles, extents: Mapping[str, int], tile: Tile, settl
 
 def _static(bound: BoundStatement, form: ContractionRoles) -> dict[str, int]:
     """Compile-time extents: short ones of reductions and columns, but not of leading indices (entries, samples)."""
-    extents, leading = bound.extents, _leading(bound)
+    extents, leading = bound.extents, leading_indices(bound)
     names = (*form.reduced, *form.columns, *form.loops)
     found = {n: extents[n] for n in names if n in extents and extents[n] <= _STATIC and n not in leading}
     if form.within is None:
@@ -893,31 +967,38 @@ def _static(bound: BoundStatement, form: ContractionRoles) -> dict[str, int]:
     return found | {n: extents[n] for n in (form.within.met, *form.within.summed, *few)}
 
 
-@_per_kind
-def _leading(bound: BoundStatement) -> frozenset[str]:
-    """The indices that are on the first axis of every access they occur in."""
-    statement = bound.statement
-    leading: dict[str, bool] = {}
-    for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
-        for axis, expression in enumerate(access.indices):
-            for _, atom in expression.terms:
-                if isinstance(atom, Index):
-                    leading[atom.name] = leading.get(atom.name, True) and axis == 0
-    return frozenset(name for name, leads in leading.items() if leads)
+def _size_key(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> SizeKey:
+    leading = [bound.extents[name] for name in leading_indices(bound)]
+    if form.segment is None:
+        return size_key(0, 0, leading)
+    return size_key(max(_count(bound, operands), 1), operands[form.segment.array].shape[0], leading)
 
 
-def _problem(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> Problem:
-    """The problem that a tile is chosen for; sizes are rounded to buckets."""
+def splits_at(bound: BoundStatement, key: SizeKey | None) -> int:
+    """Split-K factor at these sizes, default: those of the statement."""
+    key = key or size_key(0, 0, [bound.extents[name] for name in leading_indices(bound)])
+    return tiles.splits(_form(bound), _extents_at(bound, key))
+
+
+def _shadow(x: Tensor) -> Tensor:
+    """The layout of a tensor, without memory."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _problem(
+    bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles, key: SizeKey | None = None
+) -> Problem:
+    """The problem that a tile is chosen for. key: default: of these operands."""
+    segments, mean, _ = key = key or _size_key(bound, operands, form)
     statement = bound.statement
-    segments = 1 if form.segment is None else max(tiles.size_bucket(_count(bound, operands)), 1)
-    entries = 1.0 if form.segment is None else tiles.size_bucket(operands[form.segment.array].shape[0]) / segments
     turning = {*form.loops, *form.reduced}
     chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
     bits = _bits([operands[name] for name in _used(bound)])
     stacks = _stacks(bound, operands)
     packs, waits = _packed_form(bound), torch.version.hip is None
     longest = _longest(bound, operands, form)
-    return Problem(form, _extents_about(bound), entries, bits, chained, stacks, segments, packs, waits, longest)
+    mean = min(mean, longest) if mean < 2 * longest else mean
+    return Problem(form, _extents_at(bound, key), mean, bits, chained, stacks, max(segments, 1), packs, waits, longest)
 
 
 def _longest(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> int:
@@ -932,9 +1013,9 @@ def _longest(bound: BoundStatement, operands: Mapping[str, Tensor], form: Contra
     return min([tiles.LONGEST, *places])
 
 
-def _extents_about(bound: BoundStatement) -> dict[str, int]:
-    leading = _leading(bound)
-    return {name: tiles.size_bucket(extent) if name in leading else extent for name, extent in bound.extents.items()}
+def _extents_at(bound: BoundStatement, key: SizeKey) -> dict[str, int]:
+    """The extents of a statement, those of leading indices by their size classes."""
+    return {**bound.extents, **dict(zip(leading_indices(bound), key[2], strict=True))}
 
 
 def _stacks(bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
@@ -944,12 +1025,20 @@ def _stacks(bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
     return halves and stacked(_form(bound), bound.statement) is not None
 
 
-def _key(bound: BoundStatement, operands: Mapping[str, Tensor], precision: str) -> Key:
+def _key(
+    bound: BoundStatement,
+    operands: Mapping[str, Tensor],
+    precision: str,
+    key: SizeKey | None = None,
+    on: torch.device | None = None,
+) -> Key:
     used = [operands[name] for name in _used(bound)]
-    device = torch.cuda.get_device_name(used[0].device) if used[0].is_cuda else used[0].device.type
-    extents = [*_extents_about(bound).values()]
+    on = on or used[0].device
+    device = torch.cuda.get_device_name(on) if on.type == "cuda" else on.type
+    key = key or _size_key(bound, operands, _form(bound))
+    extents = [*_extents_at(bound, key).values()]
     if _form(bound).segment:
-        extents.append(tiles.size_bucket(_count(bound, operands)))
+        extents.append(key[0])
     sizes = (int(2 * math.log2(max(1, extent))) for extent in extents)
     kinds = tuple(DTYPES[t.dtype] for t in used)
     return Key(device, str(bound.statement), kinds, tuple(sizes), precision if "fp32" in kinds else "")

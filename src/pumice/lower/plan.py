@@ -29,7 +29,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
-from pumice.schedule.tile import size_bucket
+from pumice.schedule.tile import size_class
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -214,26 +214,25 @@ class PlanRequest:
 
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
-"""Shape (number of rows rounded to a bucket), dtype and device of an operand."""
+"""Shape (with the size class of the number of rows), dtype and device of an operand."""
 
 
 def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
     """Kind of an operand. static_rows: its first axis has a fixed size."""
     shape = operand.shape
-    return shape if static_rows else (size_bucket(shape[0]), *shape[1:]), operand.dtype, operand.device
+    return shape if static_rows else (size_class(shape[0]), *shape[1:]), operand.dtype, operand.device
 
 
 def bound_plan(operands: Sequence[Tensor], ask: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
-    """The plan of a call with its map bound, chosen and cached by size bucket. kinds: of the operands, if known."""
+    """The plan of a call with its map bound, chosen and cached by size class. kinds: of the operands, if known."""
     steady, count = ask.static_rows, len(operands)
     given = kinds or (None,) * count
     kinds = [k or kind_of(t, n in steady) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
-    whole = ask.shape if count in steady else (size_bucket(ask.shape[0]), *ask.shape[1:])
+    whole = ask.shape if count in steady else (size_class(ask.shape[0]), *ask.shape[1:])
     key = (ask.text, ask.names, whole, ask.lowering, ask.finish, ask.piece, ask.kept, deterministic(), *kinds)
     known = _SERIES.get(key)
     if known is None:
-        like = [t if t.shape == shape else t[: shape[0]] for t, (shape, *_) in zip(operands, kinds, strict=True)]
-        known = _SERIES.keep(key, _series(_in_pieces(_ready_for(like, ask, whole), like, ask.piece), ask))
+        known = _SERIES.keep(key, _series(_in_pieces(_ready_for(operands, ask, ask.shape), operands, ask.piece), ask))
     if known.sized is None:
         return bind_operands(
             _in_pieces(_ready_for(operands, ask, ask.shape), operands, ask.piece), operands, ask.runtime_operands
@@ -263,7 +262,7 @@ class ResizableStep:
 
 @dataclass(frozen=True, eq=False)
 class BucketedPlan:
-    """Plan shared by all calls of one size bucket; sized: its steps, None if each call must be planned separately."""
+    """Plan shared by all calls of one size class; sized: its steps, None if each call must be planned separately."""
 
     ready: Plan
     sized: tuple[ResizableStep, ...] | None

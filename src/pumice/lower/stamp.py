@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pumice.language.bind import BoundStatement, bare_places
+from pumice.language.bind import BoundStatement, bare_places, leading_indices
 from pumice.language.contraction import ContractionRoles, segment_axis
 from pumice.language.nodes import accesses_of
 from pumice.lower.emit import SPLITS, STACKS, grid_of
@@ -18,7 +18,7 @@ from pumice.runtime.cache import PERSISTENT
 from pumice.runtime.launch import CompiledKernel
 from pumice.runtime.streams import captured
 from pumice.runtime.workspace import Workspace, workspace
-from pumice.schedule.tile import Tile
+from pumice.schedule.tile import Tile, mean_class, size_class
 
 FAR = 1 << 31
 """Distances of rows, which lead, from which on addresses need 64 bits."""
@@ -77,21 +77,108 @@ class Slots:
 _OTHERS = ("result", "segment", *SCRATCH)
 
 
+SizeKey = tuple[int, float, tuple[int, ...]]
+"""What a tile depends on beside shapes and dtypes: size class of the number of segments, entries of a segment on
+average, size classes of the leading indices. (0, 1.0, ...) without segments."""
+
+
+def size_key(segments: int, entries: int, leading: Sequence[int]) -> SizeKey:
+    """The size key of a call. segments: 0 for a statement without segments."""
+    mean = mean_class(entries, segments) if segments else 1.0
+    return size_class(segments) if segments else 0, mean, tuple([size_class(n) for n in leading])
+
+
+class Kernels(Protocol):
+    """What a family takes its tiles and kernels from (lower.kernel.KernelExecutor)."""
+
+    @property
+    def bound(self) -> BoundStatement: ...
+
+    @property
+    def roles(self) -> ContractionRoles: ...
+
+    def choose(self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device) -> tuple[Tile, int] | None: ...
+
+    def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int) -> Any: ...
+
+
+class TileFamily:
+    """The kernels of calls that differ in how many rows operands have, and in what they hold: one for each tile that
+    their sizes choose. Other axes, dtypes and layouts are those of the call that it is made for.
+
+    names: the operands in the order in which row counts are given, the result being "".
+    """
+
+    def __init__(self, kernels: Kernels, emitted: Any, like: Mapping[str, Tensor], device: torch.device) -> None:
+        """emitted: the kernel of one such call; like: its operands, and its result, without memory."""
+        self._kernels, self._like, self._device = kernels, like, device
+        bound = kernels.bound
+        self.names = tuple(like)
+        self._leading, own = leading_places(bound, self.names), kernels.roles
+        self._own, self._entries = own, 0
+        self._counted: tuple[int | None, int, int] | None = None
+        if own.segment is not None:
+            name, axis, coefficient = segment_axis(own)
+            place = None if axis else self.names.index(name)
+            self._counted = place, like[name].shape[axis], coefficient
+            self._entries = self.names.index(own.segment.array)
+        self._moulds: dict[SizeKey, Mould | None] = {}
+        self._by_tile: dict[tuple[Tile, int], Mould] = {}
+        rows = [x.shape[0] if x.ndim else 1 for x in like.values()]
+        self._moulds[self.key(rows)] = self._made((emitted.tile, emitted.how.splits), emitted)
+
+    def key(self, rows: Sequence[int]) -> SizeKey:
+        """The size key of a call with so many rows."""
+        leading = [rows[place] if place >= 0 else extent for place, extent in self._leading]
+        if self._counted is None:
+            return size_key(0, 0, leading)
+        place, count, coefficient = self._counted
+        segments = -(-(count if place is None else rows[place]) // coefficient)
+        return size_key(max(segments, 1), rows[self._entries], leading)
+
+    def at(self, rows: Sequence[int]) -> Mould | None:
+        """The kernel of a call with so many rows; None where the executor has to choose its tile."""
+        key = self.key(rows)
+        if key not in self._moulds:
+            chosen = self._kernels.choose(self._like, key, self._device)
+            self._moulds[key] = None if chosen is None else self._by_tile.get(chosen) or self._made(chosen)
+        return self._moulds[key]
+
+    def _made(self, chosen: tuple[Tile, int], emitted: Any = None) -> Mould:
+        emitted = emitted or self._kernels.generate(self._like, *chosen)
+        made = self._by_tile[chosen] = Mould(emitted, self._own, self._kernels.bound, self._like, self._device)
+        return made
+
+
+def leading_places(bound: BoundStatement, names: Sequence[str]) -> list[tuple[int, int]]:
+    """Of each leading index the place of an operand that has a row for each of its points, or -1 and its extent."""
+    found = _places(bound)
+    each = [(found.get(name, ("", 1)), bound.extents[name]) for name in leading_indices(bound)]
+    return [(-1 if axis else names.index(operand), extent) for (operand, axis), extent in each]
+
+
 class Mould:
     """A kernel for calls that differ in how many rows operands have, and in what they hold. Their other axes, their
     dtypes and layouts are those of the call that it is made for.
 
-    rows: the operands whose rows count, the result being ""; array: the one whose segments it takes.
+    array: the operand whose segments it takes.
     """
 
     def __init__(
-        self, emitted: Any, own: ContractionRoles, bound: BoundStatement, shapes: Shapes, device: torch.device
+        self,
+        emitted: Any,
+        own: ContractionRoles,
+        bound: BoundStatement,
+        like: Mapping[str, Tensor],
+        device: torch.device,
     ) -> None:
-        """bound, shapes: of one of these calls; own: its roles, without what the tile makes of them."""
-        self._emitted, self._own, self._bound, self._shapes = emitted, own, bound, shapes
+        """bound, like: of one of these calls, and its operands without memory; own: its roles, without what the tile
+        makes of them. Row counts are given in the order of `like`."""
+        self._emitted, self._own, self._bound, self._like = emitted, own, bound, like
+        self._shapes = {name: x.shape for name, x in like.items()}
         self.device, self.index, self.on_cuda = device, device.index or 0, device.type == "cuda"
         self._places = _places(bound)
-        self.rows: list[str] = []
+        self._row_places = {name: n for n, name in enumerate(like)}
         self.array = None if own.segment is None else own.segment.array
         self._counted = None if own.segment is None else self._segments_in(*segment_axis(own))
         # What segments depend on beside their array and how many there are.
@@ -99,11 +186,8 @@ class Mould:
         self._counting = [n for n, a in enumerate(emitted.source.arguments) if a.kind in ("extent", "size")]
         self._values, self._moving = self._arguments()
         self._blocks = self._blocks_of()
-        # Of what moves alone: whether 16 divides it, it is 1, or needs 64 bits is the same of the rest.
-        self._told = tuple({n for _, n in self._moving})
         self._programs, self._grid = self._factors()
         self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
-        self._aligned = (True,) * len(emitted.slots)
         # Bytes for what a program finds of a piece.
         self.room = emitted.room(1)
 
@@ -112,7 +196,7 @@ class Mould:
         return Slots(self._emitted.slots, held)
 
     def cut(self, array: Tensor | None, rows: Sequence[int], known: Known, name: Hashable = "") -> Cut | None:
-        """The segments of a call that holds this array; rows: of `self.rows`; name: what `known` knows the array by.
+        """The segments of a call that holds this array; name: what `known` knows the array by.
 
         None where they are not to be had, or take a second kernel.
         """
@@ -129,15 +213,15 @@ class Mould:
     def cast(self, slots: Slots, held: Sequence[int], rows: Sequence[int], cut: Cut | None) -> Aimed | None:
         """The kernel of a call that holds what lies at these addresses, which are those of slots.held.
 
-        rows: of `self.rows`; cut: the segments, where there is an `array`. None where it was not yet run with all
-        tensors aligned to 16 bytes.
+        cut: the segments, where there is an `array`. None where Triton interprets kernels, or an array is not aligned
+        to 16 bytes.
         """
         sizes, values, bits = (0 if cut is None else cut.count, *rows), self._values.copy(), 0
         for place, which in self._moving:
             values[place] = sizes[which]
         if self._blocks is not None:
             values[self._blocks[0]] = _value(self._blocks[1], sizes)
-        compiled = self._kernel(sizes, values)
+        compiled = self._kernel(values)
         if compiled is None:
             return None
         for (place, _), address in zip(slots.held, held, strict=True):
@@ -154,23 +238,12 @@ class Mould:
             programs *= _value(factor, sizes)
         return Aimed(self, slots, compiled, programs, values, None if cut is None else cut.part)
 
-    def _kernel(self, sizes: Sequence[int], values: Sequence[Any]) -> CompiledKernel | None:
-        """What Triton made for such sizes."""
-        key = [0 if self._blocks is None else values[self._blocks[0]]]
-        for which in self._told:
-            size = sizes[which]
-            key.append((size & 15 == 0) + 2 * (size == 1) + 4 * (size >= FAR))
-        known = tuple(key)
-        found = self._compiled.get(known)
-        if found is None:
-            told = []
-            for place in self._counting:
-                size = values[place]
-                told += (size % 16 == 0, size == 1, size >= FAR)
-            told += [] if self._blocks is None else [values[self._blocks[0]]]
-            found = self._emitted.compiled.get((self.index, tuple(told), *self._aligned))
-            if found is not None:
-                self._compiled[known] = found
+    def _kernel(self, values: Sequence[Any]) -> CompiledKernel | None:
+        """What Triton makes for such sizes."""
+        key = self._emitted.variant(values)
+        found = self._compiled.get(key)
+        if found is None and (found := self._emitted.compile(values, self._like, self.device)) is not None:
+            self._compiled[key] = found
         return found
 
     def _arguments(self) -> tuple[list[Any], list[tuple[int, int]]]:
@@ -224,9 +297,7 @@ class Mould:
         """That of an axis: of rows its place among the sizes, which begin with the number of segments."""
         if axis:
             return self._shapes[name][axis], (), 1
-        if name not in self.rows:
-            self.rows.append(name)
-        return 1, (1 + self.rows.index(name),), 1
+        return 1, (1 + self._row_places[name],), 1
 
 
 def _value(factor: _Factor, sizes: Sequence[int]) -> int:

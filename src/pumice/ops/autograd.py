@@ -250,7 +250,7 @@ class DifferentiableCall:
         self.dtypes = (dtype,) * len(given)
         self._wide = dtype is torch.float32
         self._counting = tuple([place not in ask.static_rows for place in ask.runtime_operands])
-        # Key shared with calls over other maps in the same size bucket.
+        # Key shared with calls over other maps.
         shapes = [x.shape[1:] if n else x.shape for x, n in zip(given, self._counting, strict=True)]
         self._kind = call_kind((ask.text, ask.lowering), held, dtype, shapes)
         # Keyed by determinism, gradients also by runtime operand and dtype.
@@ -326,7 +326,7 @@ class DifferentiableCall:
     def _over_another(
         self, key: Hashable, tensors: Sequence[Tensor], sought: int | None = None
     ) -> direct.Direct | None:
-        """Instantiate the cached template of an equal call over another map in the same size bucket, or None."""
+        """Instantiate the cached template of an equal call over another map, or None."""
         if not direct.starts_kernels(tensors[0]):
             return None
         call = self._like(key, tensors, sought).from_template(self._held)
@@ -374,7 +374,7 @@ class DifferentiableCall:
 def call_kind(
     text: tuple[str, str], held: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
 ) -> Hashable:
-    """Key that a DifferentiableCall shares with calls over other maps in the same size bucket.
+    """Key that a DifferentiableCall shares with calls over other maps.
     text: (statement, lowering); held: the bound map; dtype, shapes: of the runtime operands, without dynamic rows."""
     return direct.interned((text, held.kind, dtype, *map(tuple, shapes)))
 

@@ -17,12 +17,9 @@ from pumice.coords.segments import RUNS, put_in_pieces
 from pumice.errors import OptionError
 from pumice.lower import maps
 from pumice.lower.direct import Held, Pattern
-from pumice.schedule.tile import size_bucket
 
 Storage = tuple[Hashable, bool]
 """The name of what a map keeps, and the direction of the map."""
-Rows = Sequence[tuple[int, int]]
-"""Of arrays, and as they are rounded (tile.about)."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +65,16 @@ class MapPlan:
     patterns: Mapping[Storage, Pattern]
     totals: tuple[int, ...]
 
-    def of(self, sizes: tuple[int, int], arrays: Sequence[Tensor], rows: Rows, words: Sequence[int]) -> KernelMap:
+    def of(self, sizes: tuple[int, int], arrays: Sequence[Tensor], rows: Sequence[int], words: Sequence[int]) -> KernelMap:
         """The map of a scene with so many inputs and outputs; rows: of the arrays."""
         kept: dict[Storage, Any] = {
             name: (tokens, [arrays[n] for n in places]) for name, (tokens, places) in self.forms.items()
         }
         table = arrays[self.table]
-        # Those of the map, and of its transpose.
-        inputs, outputs = map(size_bucket, sizes)
-        sides = (outputs, inputs, table.shape[1]), (inputs, outputs, table.shape[1])
         for (name, flipped), (tokens, places) in self.passed.items():
             held, pattern = [arrays[n] for n in places], self.patterns[name, flipped]
             kept[name, flipped] = tokens, held
-            told, rounded = [rows[n][0] for n in places], [rows[n][1] for n in places]
-            kept[("held", name[1]), flipped] = Held(held, pattern, told, rounded, sides[flipped != self.flipped])
+            kept[("held", name[1]), flipped] = Held(held, pattern, [rows[n] for n in places])
         if self.totals:
             kept["totals", False] = words[slice(*self.totals)]
         return KernelMap(self.relation, table, *sizes, self.flipped, _storages=kept)
@@ -102,9 +95,9 @@ class Contents:
     def give(self, geometry: Geometry, words: Sequence[int], packer: Packer) -> None:
         """Give a scene its levels and maps; packer: of the arrays."""
         sizes, which = self._lengths
-        known = [(n := length.of(words), size_bucket(n)) for length in sizes]
+        known = [length.of(words) for length in sizes]
         rows = [known[n] for n in which]
-        arrays, levels = packer.first([n for n, _ in rows]), [geometry]
+        arrays, levels = packer.first(rows), [geometry]
         for level in self.levels:
             # Not in one block with the maps, which whoever keeps coordinates alone would keep.
             coords = level.coords[: level.length.of(words)].clone()

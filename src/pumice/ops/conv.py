@@ -229,7 +229,7 @@ def _told_by(x: Tensor, weight: Tensor, epilogue: Epilogue | None) -> tuple[tupl
 def _cached_forward_features(
     x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None
 ) -> Tensor | None:
-    """The result through a cached launch, or a cached template of a map in the same size bucket, else None."""
+    """The result through a cached launch, or a cached template, else None."""
     tensors, finish = _told_by(x, weight, epilogue)
     if not direct.starts_kernels(x) or not autograd.is_plain_call(tensors):
         return None
@@ -258,7 +258,7 @@ def _started(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: Epi
 def instantiate_over(
     found: KernelMap, key: Hashable, rows: Sequence[tuple[int, int]], columns: int
 ) -> direct.Direct | None:
-    """Instantiate and cache the template of an equal call over another map in the same size bucket, if there is one.
+    """Instantiate and cache the template of an equal call over another map, if there is one.
     key: from `key_of`; rows: from direct.counted; columns: of the result."""
     held = held_arrays(found, False)
     call = direct.cast((key, held.kind), held, rows, (found.num_outputs, columns))
@@ -288,8 +288,7 @@ def held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
 
 def _made_held(found: KernelMap, differentiable: bool) -> direct.Held:
     tokens, arrays = maps.planner_operands(found, differentiable)
-    sizes = found.num_outputs, found.num_inputs, found.volume
-    return direct.Held.of(arrays, direct.Pattern(tokens, arrays), sizes)
+    return direct.Held.of(arrays, direct.Pattern(tokens, arrays))
 
 
 def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: EpilogueSignature) -> Hashable:

@@ -15,7 +15,6 @@ from pumice.lower.epilogue import Epilogue, EpilogueSignature, check_epilogue
 from pumice.ops import autograd
 from pumice.ops.conv import autocast_dtype
 from pumice.runtime.cache import BoundedCache
-from pumice.schedule.tile import size_bucket
 
 _LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
 _NOTHING = direct.Held.of((), direct.Pattern((), ()))
@@ -38,7 +37,7 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     check_epilogue(epilogue, shape, x.device)
     ready = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
     y = plan.execute_plan(ready, (x, weight), epilogue)
-    call = direct.Call(tensors, counting, shape, (size_bucket(x.shape[0]), key))
+    call = direct.Call(tensors, counting, shape, key)
     call = call.leave(ready, _NOTHING, tensors, (0, 1), finish)
     if call is not None:
         _CALLS.keep((x.shape[0], key), call)
@@ -51,12 +50,12 @@ def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
 
 
 def known_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> direct.Direct | None:
-    """A cached call of as many rows, or instantiated from a template of the same size bucket, or None. key: from
+    """A cached call of as many rows, or instantiated from a template, or None. key: from
     `key_of`; rows: from direct.counted, the features first; columns: of the result."""
     count, _ = rows[0]
     call = _CALLS.get((count, key))
     if call is None:
-        call = direct.cast((size_bucket(count), key), _NOTHING, rows, (count, columns))
+        call = direct.cast(key, _NOTHING, rows, (count, columns))
         return None if call is None else _CALLS.keep((count, key), call)
     return call
 
@@ -133,7 +132,7 @@ def _call(x: Tensor, weight: Tensor) -> autograd.DifferentiableCall:
     known = _HELD.get(key)
     if known is None:
         ask = plan.PlanRequest(_NAMES, _LINEAR, (rows, outputs), (1,), (0, 1), "triton")
-        nothing = direct.Held.of((), direct.Pattern((str(x.device),), ()), (rows, rows, 1))
+        nothing = direct.Held.of((), direct.Pattern((str(x.device),), ()))
         known = _HELD.keep(key, autograd.DifferentiableCall((None, None), ask, ((x, weight), x.dtype), nothing))
     return known
 

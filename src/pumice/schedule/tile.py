@@ -107,10 +107,14 @@ def power_above(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def size_bucket(count: int) -> int:
-    """`count` rounded down by less than an eighth: the bucket for which tiles and plans are chosen."""
-    step = 1 << max(0, count.bit_length() - 4)
-    return count // step * step
+def size_class(count: int) -> int:
+    """Representative of the size class of a count: one for each factor of 4, so that a layer meets few of them."""
+    return 2 << 2 * ((max(count, 1).bit_length() - 1) // 2)
+
+
+def mean_class(entries: int, segments: int) -> float:
+    """Entries of a segment on average, rounded to the nearest power of two."""
+    return 2.0 ** round(math.log2(max(entries, 1) / max(segments, 1)))
 
 
 LONGEST = 27  # assumed entries of the longest segment if unknown: the kernel offsets of 3 x 3 x 3
