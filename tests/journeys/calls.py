@@ -82,15 +82,15 @@ def moved(x: pm.SparseTensor, cells: int) -> pm.SparseTensor:
 
 
 def of_a_layer(x: pm.SparseTensor) -> dict[str, int]:
-    """Of a convolution without gradients: over maps of x's size bucket, and of another whose kernel is known."""
+    """Of a convolution without gradients: over another map of x's sizes, and of others."""
     layer, same, laid_out, other = nn.Conv3d(8, 16, 3, bias=False), moved(x, 2), moved(x, 4), mapped(scene(350, 2))
     found = {"layer, first call": calls_of(lambda: layer(x)), "layer, seen": seen(lambda: layer(x))}
     layer(moved(x, 1))
-    found["layer, another map of the bucket, with its layout"] = calls_of(lambda: layer(same))
+    found["layer, another map, with its layout"] = calls_of(lambda: layer(same))
     with torch.enable_grad():
         layer(laid_out)
-    found["layer, another map of the bucket, laid out"] = calls_of(lambda: layer(laid_out))
-    found["layer, a map of another bucket, with its layout"] = calls_of(lambda: layer(other))
+    found["layer, another map, laid out"] = calls_of(lambda: layer(laid_out))
+    found["layer, a map of other sizes, with its layout"] = calls_of(lambda: layer(other))
     return found
 
 
