@@ -279,7 +279,7 @@ POINTS = [
         ("1 of 2",),
         lambda: voxelize(points([0, 0], [float("nan"), 0]), size=1.0, origin="min"),
     ),
-    Door("beyond-int32", CoordinateError, (str(2**31 - 1),), lambda: pm.voxelize(points([1e12, 0]), size=0.05)),
+    Door("beyond-int32", CoordinateError, (str(2**31 - 1),), lambda: voxelize(points([1e12, 0]), size=0.05)),
     Door("size-zero", OptionError, ("0",), lambda: voxelize(points([0, 0]), size=0)),
     Door("size-negative", OptionError, ("-0.5",), lambda: voxelize(points([0, 0]), size=(1.0, -0.5))),
     Door("size-nan", OptionError, ("nan",), lambda: voxelize(points([0, 0]), size=float("nan"))),

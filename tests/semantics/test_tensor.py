@@ -286,7 +286,7 @@ SWAPPED = torch.cartesian_prod(torch.arange(150), torch.arange(0, 90, 30), torch
 @pytest.mark.parametrize(
     ("coords", "words"),
     [
-        pytest.param(SWAPPED, ("150 batch items", "extent 2", "x, y, z, batch"), id="batch last"),
+        pytest.param(SWAPPED, ("150 batch items", "(61, 61, 2)", "(x, y, z, batch)"), id="batch last"),
         pytest.param(torch.tensor([[2**15, 5, 5, 5]]), ("32769 batch items",), id="coordinates first"),
     ],
 )
@@ -309,7 +309,7 @@ def test_batches_that_are_meant_do_not_warn():
 
 @pytest.mark.parametrize("dim", [1, 2, 4])
 def test_other_numbers_of_axes_are_named(dim):
-    coords = random_tensor(9, 2, dim).coords
+    coords = torch.arange(9, dtype=torch.int32).view(9, 1).repeat(1, 1 + dim)
     assert pm.SparseTensor(torch.ones(9, 1), coords, dim=dim).dim == dim
     assert pm.coalesce(torch.ones(9, 1), coords, dim=dim).dim == dim
     assert pm.voxelize(torch.rand(9, dim), size=0.5, dim=dim).dim == dim
