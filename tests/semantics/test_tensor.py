@@ -179,7 +179,7 @@ def test_collate_of_batches_and_of_empty_items():
 
 
 def test_collate_leaves_points_without_a_voxel_without_one():
-    x = pm.voxelize(torch.tensor([[0.5], [9.5], [1.5]]), size=1.0, spatial_shape=[4])
+    x = pm.voxelize(torch.tensor([[0.5], [9.5], [1.5]]), size=1.0, spatial_shape=[4], dim=1)
     assert pm.collate([x, x]).inverse.tolist() == [0, -1, 1, 2, -1, 3]
 
 
