@@ -122,22 +122,16 @@ TENSOR = [
         "too-many-voxels-meta",
         CoordinateError,
         (str(2**31), str(2**31 - 1)),
-        lambda: tensor(
-            torch.ones(2**31, 1, device="meta"), torch.empty(2**31, 3, dtype=torch.int32, device="meta")
-        ),
+        lambda: tensor(torch.ones(2**31, 1, device="meta"), torch.empty(2**31, 3, dtype=torch.int32, device="meta")),
     ),
     Door("negative-batch", CoordinateError, ("-1",), lambda: tensor(torch.ones(3, 1), grid(3, batch=-1))),
-    Door(
-        "batch-size", CoordinateError, ("2",), lambda: tensor(torch.ones(3, 1), grid(3, batch=2), batch_size=2)
-    ),
+    Door("batch-size", CoordinateError, ("2",), lambda: tensor(torch.ones(3, 1), grid(3, batch=2), batch_size=2)),
     Door("outside-the-shape", CoordinateError, ("(2, 2)", "(3, 2)"), lambda: sparse(spatial_shape=(3, 2))),
     Door(
         "below-the-shape",
         CoordinateError,
         ("-5",),
-        lambda: tensor(
-            torch.ones(3, 1), grid(3) - torch.tensor([0, 5, 0], dtype=torch.int32), spatial_shape=(9, 9)
-        ),
+        lambda: tensor(torch.ones(3, 1), grid(3) - torch.tensor([0, 5, 0], dtype=torch.int32), spatial_shape=(9, 9)),
     ),
     Door("shape-length", ShapeError, ("3", "2"), lambda: sparse(spatial_shape=(9, 9, 9))),
     Door("stride-length", ShapeError, ("3", "2"), lambda: sparse(stride=(1, 1, 1))),
@@ -396,9 +390,7 @@ COALESCE = [
     Door("coalesce-flat-feats", ShapeError, ("[3]",), lambda: coalesce(torch.ones(3), grid())),
     Door("coalesce-integer-feats", DtypeError, ("int64",), lambda: coalesce(torch.ones(3, 1).long(), grid())),
     Door("coalesce-int64-coords", DtypeError, ("int32", "int64"), lambda: coalesce(torch.ones(3, 1), grid().long())),
-    Door(
-        "coalesce-devices", DeviceError, ("cpu", "meta"), lambda: coalesce(torch.ones(3, 1, device="meta"), grid())
-    ),
+    Door("coalesce-devices", DeviceError, ("cpu", "meta"), lambda: coalesce(torch.ones(3, 1, device="meta"), grid())),
     Door("coalesce-columns", ShapeError, ("7",), lambda: coalesce(torch.ones(2, 1), torch.zeros(2, 7).int())),
     Door("coalesce-negative-batch", CoordinateError, ("-1",), lambda: coalesced(batch=-1)),
     Door("coalesce-batch-size", CoordinateError, ("2", "1"), lambda: coalesced(batch=2, batch_size=1)),

@@ -237,7 +237,7 @@ def test_union_of_dtypes_promotes():
 
 def test_the_frame_of_voxelize_survives_sets_and_pools():
     points = torch.rand(40, 2, dtype=torch.float64) * 8
-    x = pm.voxelize(points, size=0.5)
+    x = pm.voxelize(points, size=0.5, dim=2)
     at = pm.devoxelize(x, points)
     torch.testing.assert_close(pm.devoxelize(x.prune(torch.ones(len(x), dtype=torch.bool)), points), at)
     torch.testing.assert_close(pm.devoxelize(pm.union(x, x * 0), points), at)

@@ -30,7 +30,14 @@ def test_voxelize_equals_the_oracle(dim, reduce, rounding, device):
     size, origin = (0.7, 0.45, 1.3, 0.9)[:dim], (0.05, -0.3, 0.0, 2.0)[:dim]
     leaf = torch.from_numpy(feats).to(device).requires_grad_()
     x = pm.voxelize(
-        torch.from_numpy(points).to(device), leaf, size, torch.from_numpy(batch).to(device), origin, rounding, reduce, dim=dim
+        torch.from_numpy(points).to(device),
+        leaf,
+        size,
+        torch.from_numpy(batch).to(device),
+        origin,
+        rounding,
+        reduce,
+        dim=dim,
     )
     coords, want, inverse = oracle.voxelise(voxels_of(points, batch, size, origin, rounding), feats, reduce)
     assert cases.tuples(x) == coords, cases.diff(cases.tuples(x), coords)
