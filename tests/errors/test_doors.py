@@ -18,7 +18,6 @@ from pumice.errors import (
     ShapeError,
 )
 
-
 tensor, voxelize, coalesce = (partial(door, dim=2) for door in (pm.SparseTensor, pm.voxelize, pm.coalesce))
 
 

@@ -102,9 +102,9 @@ def capture_points(
         labels = fast(points, feats).argmax(1)
 
     points, feats, size, batch, origin, rounding, spatial_shape, dim: example and grid, as in voxelize(); the origin is
-    one number or one per axis. batch_size: largest number of batch items. max_points: largest capacity; default twice the
-    example's points. Other options as in `capture`: level_capacity (as shares of the points, input voxels included),
-    buckets (of points), margin, box.
+    one number or one per axis. batch_size: largest number of batch items. max_points: largest capacity; default twice
+    the example's points. Other options as in `capture`: level_capacity (as shares of the points, input voxels
+    included), buckets (of points), margin, box.
 
     Results with one row per input voxel are returned with one row per point. A scene with points outside the box runs
     eagerly, unless the box is a spatial_shape.

@@ -59,8 +59,8 @@ def exportable(
     ----------
     model: takes a SparseTensor, returns SparseTensors or tensors, also in lists, tuples and mappings. Its weights are
         shared and its mode is kept: call eval() before exporting for inference.
-    stride, spatial_shape, batch_size, dim: as in SparseTensor, fixed for all scenes. batch_size: default the largest batch
-        index of each scene + 1.
+    stride, spatial_shape, batch_size, dim: as in SparseTensor, fixed for all scenes. batch_size: default the largest
+        batch index of each scene + 1.
 
     Coordinates are checked in every call, as by SparseTensor. Loading a saved program needs torch and pumice, but not
     the model's code:
