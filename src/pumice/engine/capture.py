@@ -84,7 +84,7 @@ def capture_points(
     model: nn.Module,
     points: Tensor,
     feats: Tensor | None = None,
-    size: float | Sequence[float] = 1.0,
+    size: float | Sequence[float] | None = None,
     batch: Tensor | None = None,
     *,
     origin: float | Sequence[float] = 0.0,
