@@ -533,7 +533,7 @@ COLUMNS = [
         ("[2, 4]", "points[:, :3]"),
         lambda: pm.capture_points(torch.nn.Identity().eval(), torch.zeros(2, 4), size=1.0),
     ),
-    Door("coordinates-first", CoordinateError, ("-7", "batch column first"), lambda: sparse(1, batch=-7)),
+    Door("coordinates-first", CoordinateError, ("-7", "(batch, axes...)"), lambda: sparse(1, batch=-7)),
 ]
 
 
