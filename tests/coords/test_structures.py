@@ -199,11 +199,11 @@ def test_convolutions_in_a_box_as_wide_as_int32(form, dim):
     moved = [part + torch.tensor((0, *move), dtype=torch.int32) for part, move in zip(parts, moves, strict=True)]
     feats = [torch.randn(20, 3, dtype=torch.float64, generator=generator) for _ in parts]
     weight = torch.randn(2, *(3,) * dim, 3, dtype=torch.float64, generator=generator)
-    got = pm.ops.conv(pm.SparseTensor(torch.cat(feats), torch.cat(moved)), weight, **WIDE[form])
+    got = pm.ops.conv(pm.SparseTensor(torch.cat(feats), torch.cat(moved), dim=dim), weight, **WIDE[form])
     stride = WIDE[form].get("stride", 1)
     values = {tuple(c): f for c, f in zip(got.coords.tolist(), got.feats, strict=True)}
     for part, move, x in zip(parts, moves, feats, strict=True):
-        want = pm.ops.conv(pm.SparseTensor(x, part), weight, **WIDE[form])
+        want = pm.ops.conv(pm.SparseTensor(x, part, dim=dim), weight, **WIDE[form])
         shift = torch.tensor((0, *(m // stride for m in move)))
         for place, value in zip((want.coords.long() + shift).tolist(), want.feats, strict=True):
             assert_close(values.pop(tuple(place)), value)

@@ -30,7 +30,7 @@ from pumice.errors import (
     ShapeError,
 )
 from pumice.ops.tensor import is_sparse
-from pumice.testing import assert_close, random_cloud
+from pumice.testing import assert_close, random_cloud, random_tensor
 
 SHAPE = (12, 11, 10)
 
@@ -317,6 +317,14 @@ def test_duplicates_raise_as_they_do_eagerly(unet):
         fast(feats, coords)
     assert str(got.value) == str(want.value) and "duplicates" in str(got.value)
     agrees(fast(x), fast(x))
+
+
+def test_plain_scenes_of_a_plane():
+    net, (x, wide) = pm.nn.Conv2d(4, 3, 3).eval(), (random_tensor(n, 4, 2, seed=n) for n in (50, 120))
+    fast = pm.capture(net, x, max_voxels=100)
+    agrees(fast(x.feats, x.coords).feats, eager(net, x).feats)
+    with pytest.warns(RuntimeWarning, match="120 voxels"):
+        agrees(fast(wide.feats, wide.coords).feats, eager(net, wide).feats)
 
 
 def test_a_scene_outside_its_grid_raises():

@@ -110,7 +110,7 @@ STRUCTURES = ("hash", "grid", "bitmap", "bricks")
 def cloud(channels: int = 8, rows: int = 120, dtype: torch.dtype = torch.float32, dim: int = 3) -> pm.SparseTensor:
     coords = random_cloud(rows, dim, extent=(16, 16, 8, 4)[:dim], seed=1)
     feats = torch.randn(rows, channels, generator=torch.Generator().manual_seed(rows))
-    return pm.SparseTensor(feats.to(dtype), coords)
+    return pm.SparseTensor(feats.to(dtype), coords, dim=dim)
 
 
 def evaluated(module: torch.nn.Module, *given: object) -> Journey:

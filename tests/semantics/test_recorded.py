@@ -152,7 +152,7 @@ class Case:
         given = {"batch_size": self.batch_size} | ({"spatial_shape": self.shape} if self.shape else {})
         options = {"extent": self.extent, "batch_size": self.batch_size}
         for seed, count in enumerate(self.counts):
-            yield on(scene(count, seed, self.dim, self.low, **options), **given)
+            yield on(scene(count, seed, self.dim, self.low, **options), dim=self.dim, **given)
 
 
 WIDE, TURNED = Relation.of(3, 3, dilation=2), Relation.of_transposed(3, 2, stride=2)

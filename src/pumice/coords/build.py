@@ -32,12 +32,13 @@ def checked_geometry(
     stride: int | Sequence[int] = 1,
     spatial_shape: int | Sequence[int] | None = None,
     batch_size: int | None = None,
+    dim: int | None = None,
 ) -> Geometry:
     """`Geometry.checked`; under torch.compile or torch.export the compiled code does the checks."""
     if torch.compiler.is_compiling():
-        coords, strides, shape = described(coords, stride, spatial_shape)
+        coords, strides, shape = described(coords, stride, spatial_shape, dim)
         return tracing_module.checked(coords.contiguous(), strides, shape, batch_size)
-    return Geometry.checked(coords, stride, spatial_shape, batch_size)
+    return Geometry.checked(coords, stride, spatial_shape, batch_size, dim)
 
 
 def kernel_map(

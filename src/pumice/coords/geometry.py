@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -82,8 +83,9 @@ class Geometry:
         stride: int | Sequence[int] = 1,
         spatial_shape: int | Sequence[int] | None = None,
         batch_size: int | None = None,
+        dim: int | None = None,
     ) -> Geometry:
-        """A geometry from a user's coordinates, after checks.
+        """A geometry from a user's coordinates, after checks. dim: D; None: the number of columns less one.
 
         On a GPU, with both `spatial_shape` and `batch_size`, there is no host synchronisation: duplicates and
         coordinates out of bounds are raised at the next read of a count (`settle`). Otherwise the bounding box is read
@@ -91,12 +93,15 @@ class Geometry:
 
         Raises DtypeError (not int32), ShapeError (not [N, 1+D] with D from 1 to 4, or lengths that do not match),
         CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, 2**31 rows or more).
+        Warns if the batch column looks like a coordinate, unless `batch_size` is given.
         """
-        coords, strides, shape = described(coords, stride, spatial_shape)
+        coords, strides, shape = described(coords, stride, spatial_shape, dim)
         # A copy: later writes to the caller's tensor must not invalidate cached maps.
         with outside_inference_mode():
             coords = coords.clone(memory_format=torch.contiguous_format)
         bounds = bounds_of(coords, shape, batch_size)
+        if batch_size is None:
+            _warn_of_batch(bounds)
         site = GridSpec(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
         geometry = Geometry(coords, site, settled=False)
         if not coords.is_cuda:
@@ -339,22 +344,29 @@ def alike(one: Geometry, two: Geometry) -> bool:
 
 
 def described(
-    coords: Tensor, stride: int | Sequence[int], spatial_shape: int | Sequence[int] | None
+    coords: Tensor, stride: int | Sequence[int], spatial_shape: int | Sequence[int] | None, dim: int | None = None
 ) -> tuple[Tensor, Stride, tuple[int, ...] | None]:
     """Coordinates after checks of their form, with stride and spatial shape per axis. Raises as `checked`."""
-    check_form(coords)
+    check_form(coords, dim)
     dim = coords.shape[1] - 1
     shape = None if spatial_shape is None else as_axes(spatial_shape, dim, "spatial_shape", 1)
     return coords, as_axes(stride, dim, "stride", 1, int | Fraction), shape
 
 
-def check_form(coords: Tensor) -> None:
-    """Raise unless coordinates are int32 [N, 1+D] with D from 1 to 4."""
+def check_form(coords: Tensor, dim: int | None = None) -> None:
+    """Raise unless coordinates are int32 [N, 1+D] with D = dim (None: any) from 1 to 4."""
     if coords.dtype != torch.int32:
         raise DtypeError(f"coordinates are torch.int32, found {coords.dtype}; voxelize() turns points into them")
     if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
         raise ShapeError(
             f"coordinates are [N, 1+D] = (batch, axes...) with D from 1 to 4, found shape {list(coords.shape)}"
+        )
+    columns = coords.shape[1]
+    if dim is not None and columns - 1 != dim:
+        hint = "prepend a batch column, torch.nn.functional.pad(coords, (1, 0)), or " if columns == dim else ""
+        raise ShapeError(
+            f"coordinates are [N, {dim + 1}] = (batch, axes...) with dim={dim}, found shape {list(coords.shape)}; "
+            f"{hint}pass dim={columns - 1}"
         )
     if not torch.compiler.is_compiling() and coords.shape[0] > INT32_MAX:
         raise CoordinateError(f"{coords.shape[0]} voxels; indices hold at most {INT32_MAX}")
@@ -367,6 +379,18 @@ def bounds_of(coords: Tensor, shape: tuple[int, ...] | None, batch_size: int | N
     bounds = Bounds.of(coords)
     _check_range(bounds, shape, batch_size)
     return bounds
+
+
+def _warn_of_batch(bounds: Bounds) -> None:
+    """Warn if the batch column looks like a coordinate: too many items, or a last axis that looks like a batch."""
+    sides = bounds.extents
+    last = len(sides) > 1 and bounds.low[-1] == 0 and 4 * sides[-1] < min(bounds.batch, *sides[:-1])
+    if bounds.batch > 2**15 or (last and bounds.batch > 128):
+        message = (
+            f"coordinates (batch, axes...) have {bounds.batch} batch items and axes of extent {sides}: are they "
+            "(x, y, z, batch)? Move the batch column first, or pass batch_size if this is meant"
+        )
+        warnings.warn(message, stacklevel=5)
 
 
 def _check_range(bounds: Bounds, shape: tuple[int, ...] | None, batch_size: int | None) -> None:

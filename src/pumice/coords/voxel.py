@@ -110,12 +110,21 @@ def as_tensor(value: Any, name: str) -> Tensor:
         raise DtypeError(f"{name} takes a tensor, an array or lists, found {type(value).__name__}: {problem}") from None
 
 
-def check_points(points: Tensor, batch: Tensor | None) -> None:
-    """Raise DtypeError, ShapeError, DeviceError or CoordinateError for invalid points [P, D] or batch indices [P]."""
+def check_points(points: Tensor, batch: Tensor | None, dim: int | None = None) -> None:
+    """Raise DtypeError, ShapeError, DeviceError or CoordinateError for invalid points [P, D] or batch indices [P].
+    dim: D; None: any."""
     if not points.is_floating_point():
         raise DtypeError(f"points are floating point, found {points.dtype}")
-    if points.ndim != 2 or not 1 <= points.shape[1] <= 4:
+    columns = points.shape[1] if points.ndim == 2 else 0
+    if dim is not None and columns > dim:
+        raise ShapeError(
+            f"points are [P, {dim}] with dim={dim}, found shape {list(points.shape)}; pass points[:, :{dim}], and the "
+            f"rest within feats{f', or dim={columns}' if columns <= 4 else ''}"
+        )
+    if not 1 <= columns <= 4:
         raise ShapeError(f"points are [P, D] with D from 1 to 4, found shape {list(points.shape)}")
+    if dim is not None and columns < dim:
+        raise ShapeError(f"points are [P, {dim}] with dim={dim}, found shape {list(points.shape)}; pass dim={columns}")
     if len(points) > INT32_MAX:
         raise CoordinateError(f"{len(points)} points; indices hold at most {INT32_MAX}")
     if batch is None:
@@ -150,12 +159,13 @@ def unique_coords(
     stride: int | Sequence[int] = 1,
     spatial_shape: int | Sequence[int] | None = None,
     batch_size: int | None = None,
+    dim: int | None = None,
 ) -> Geometry:
     """The distinct rows of a user's `coords` int32 [P, 1+D], in (batch, Morton) order.
 
     Its `inverse` int64 [P]: `result.coords[inverse] == coords`. Raises as Geometry.checked(), but takes duplicates.
     """
-    check_form(coords)
+    check_form(coords, dim)
     distinct, place = morton_unique(coords, Bounds.of(coords))
     site = Geometry.checked(distinct, stride, spatial_shape, batch_size).site
     return Geometry(distinct, site, place)

@@ -166,7 +166,7 @@ class VoxelScene:
         feats = self.feats.to(self.like.dtype)
         if self.own is not None:
             return SparseTensor(feats, self.own)
-        return SparseTensor(feats, self.coords, self.like.stride, self.like.spatial_shape)
+        return SparseTensor(feats, self.coords, self.like.stride, self.like.spatial_shape, dim=self.like.dim)
 
     def geometry(self, site: GridSpec) -> Geometry:
         return Geometry(self.coords.contiguous(), site) if self.own is None else self.own
@@ -313,7 +313,7 @@ class PointScene:
     def tensor(self) -> SparseTensor:
         frame, shape = self.grid.frame, self.grid.spatial_shape
         cloud = (self.points, self.feats, frame.size, self.items, frame.origin, frame.rounding)
-        x = voxelize(*cloud, spatial_shape=shape, batch_size=self.grid.batch)
+        x = voxelize(*cloud, spatial_shape=shape, batch_size=self.grid.batch, dim=len(frame.size))
         return x if self.grid.dtype is None else x.to(self.grid.dtype)
 
     def geometry(self, site: GridSpec) -> None:

@@ -84,7 +84,7 @@ def capture_points(
     model: nn.Module,
     points: Tensor,
     feats: Tensor | None = None,
-    size: float | Sequence[float] = 1.0,
+    size: float | Sequence[float] | None = None,
     batch: Tensor | None = None,
     *,
     origin: float | Sequence[float] = 0.0,
@@ -93,6 +93,7 @@ def capture_points(
     batch_size: int | None = None,
     max_points: int | None = None,
     dtype: torch.dtype | None = None,
+    dim: int = 3,
     **options: Any,
 ) -> CapturedPoints:
     """Like `capture`, but from raw points: the graph also voxelises them and averages the features of each voxel.
@@ -100,10 +101,10 @@ def capture_points(
         fast = pm.capture_points(net, points, feats, size=0.05, max_points=300_000)
         labels = fast(points, feats).argmax(1)
 
-    points, feats, size, batch, origin, rounding, spatial_shape: example and grid, as in voxelize(); the origin is one
-    number or one per axis. batch_size: largest number of batch items. max_points: largest capacity; default twice the
-    example's points. Other options as in `capture`: level_capacity (as shares of the points, input voxels included),
-    buckets (of points), margin, box.
+    points, feats, size, batch, origin, rounding, spatial_shape, dim: example and grid, as in voxelize(); the origin is
+    one number or one per axis. batch_size: largest number of batch items. max_points: largest capacity; default twice
+    the example's points. Other options as in `capture`: level_capacity (as shares of the points, input voxels
+    included), buckets (of points), margin, box.
 
     Results with one row per input voxel are returned with one row per point. A scene with points outside the box runs
     eagerly, unless the box is a spatial_shape.
@@ -111,7 +112,7 @@ def capture_points(
     Raises as `capture` and voxelize() do.
     """
     _check_model(model)
-    check_points(points, batch)
+    check_points(points, batch, dim)
     if isinstance(origin, str):
         raise OptionError("origin must be numbers in capture_points: a cloud's origin is read from the device")
     if not len(points):

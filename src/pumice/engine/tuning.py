@@ -84,7 +84,7 @@ def tune(
     ----------
     model: any torch.nn.Module with convolutions of pumice.nn, on its device and in its dtype; set autocast yourself.
         Only the layers' `dataflow` changes; a dataflow that was set by hand is kept.
-    samples: one or a few representative SparseTensors (or pairs of coordinates and features).
+    samples: one or a few representative SparseTensors (or pairs of coordinates and features, D = 3).
     mode: "inference", or "training": forward and backward, with the loss below.
     budget: seconds, compilation included.
     bind: in training, the passes of a group that share a dataflow: "forward with dgrad", "dgrad with wgrad" or "all".

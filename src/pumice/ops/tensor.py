@@ -27,13 +27,15 @@ class SparseTensor:
     Parameters
     ----------
     feats: floating point (or int8: ops.quantize) [N, C], on the device of coords.
-    coords: int32 [N, 1+D], D from 1 to 4, distinct rows, in units of this tensor's own voxels; may be negative
+    coords: int32 [N, 1+D], distinct rows, the batch first, in units of this tensor's own voxels; may be negative
         unless `spatial_shape` is given.
     stride: voxel size in units of the finest voxels, an int or one per axis.
     spatial_shape: extent of the grid per axis, which bounds the outputs of convolutions; None: unbounded.
     batch_size: number of batch items; None: the largest batch index + 1. Needed if the last items may be empty.
     geometry: the geometry of another tensor, instead of all arguments but feats.
-    Raises ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels).
+    dim: D of `coords`, from 1 to 4.
+    Raises ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels). Warns if
+    the batch column looks like a coordinate and there is no `batch_size`.
     """
 
     # FSDP2 and DistributedDataParallel find the tensors of inputs and outputs through dataclass fields (torch 2.13
@@ -49,10 +51,11 @@ class SparseTensor:
         batch_size: int | None = None,
         *,
         geometry: Geometry | None = None,
+        dim: int = 3,
     ) -> None:
         coords = geometry if coords is None else coords
         if not isinstance(coords, Geometry):
-            coords = checked_geometry(_checked_pair(feats, coords), stride, spatial_shape, batch_size)
+            coords = checked_geometry(_checked_pair(feats, coords), stride, spatial_shape, batch_size, dim)
         _check_feats(feats, coords)
         self._open = False
         if coords.buffered is not None and feats.dtype not in EIGHT_BITS:
