@@ -289,7 +289,7 @@ def test_a_capacity_is_planned_anew_so_many_times_and_no_more(monkeypatch):
         """As if every scene that comes needed more than the one before."""
         made.append(capacity)
         wider = whole(engine, capacity, scene, least)
-        wider.rooms = held.rooms
+        wider.capacities = held.capacities
         return wider
 
     monkeypatch.setattr(type(fast._engine), "_made", no_wider)

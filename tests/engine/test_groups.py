@@ -149,7 +149,7 @@ def test_entries_of_tiles_are_counted_as_they_are_laid_out():
     same, _ = pm.kernel_map(x.geometry, pm.Relation.of(3, 3))
     one, _ = pm.kernel_map(x.geometry, pm.Relation.of(3, 1))
     for found in (down, down.transpose(), same, same.transpose(), one):
-        counts, entries = maps.counted(found, maps.tile_forms(found))
+        counts, entries = maps.read_sizes(found, maps.tile_forms(found))
         assert counts == tuple(found.pairs().sizes.tolist())
         assert set(entries) == ({"unsorted", "compacted"} if found is one else set(maps._SPLITS))
         for name, parts in entries.items():

@@ -113,7 +113,7 @@ COUNT, EXTENT = 80_000, 80
 def tile_of(x, w):
     """The default one of the convolution."""
     found, _ = kernel_map(x.geometry, Relation.of(3, 3))
-    told = lower_statement(parse(CONV), {"map": FORMS["compacted"].stored})
+    told = lower_statement(parse(CONV), {"map": FORMS["compacted"].storage_form})
     (parts,) = FORMS["compacted"].arrays(found)
     arrays = {name: parts[array.local] for name, array in told.arrays.items()}
     (step,) = told.steps

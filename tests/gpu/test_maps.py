@@ -283,12 +283,12 @@ def pipeline(cloud, relation, level, structure=HashTable):
         masks = mask_words(rows)
         ends = tiles.pair_counts(masks, targets.count, rows.shape[1])
         (how,) = SortSpec.splits(rows.shape[1], 1, 4096)
-        order = tiles.ordered(masks, targets.count, tiles.groups_of(asked, how, masks.device), how)
-        tiling = tiles.tiled(masks, targets.count, order, how, (64, rows.shape[1]))
+        order = tiles.sort_rows(masks, targets.count, tiles.groups_of(asked, how, masks.device), how)
+        tiling = tiles.assign_tiles(masks, targets.count, order, how, (64, rows.shape[1]))
         found += [rows, masks, ends, order, tiling.slots, tiling.active, tiling.ends]
-        found += [*tiles.filled(rows, tiling, ROOM // 8, cloud.status)]
-        found += [*tiles.listed(rows, targets.count, ends, ROOM, cloud.status)]
-        found += [*tiles.grouped(rows, targets.count, ends, (ROOM // 8, 8), cloud.status)]
+        found += [*tiles.fill_tiles(rows, tiling, ROOM // 8, cloud.status)]
+        found += [*tiles.list_pairs(rows, targets.count, ends, ROOM, cloud.status)]
+        found += [*tiles.group_pairs(rows, targets.count, ends, (ROOM // 8, 8), cloud.status)]
     return [*found, outputs.coords, outputs.count, cloud.status]
 
 

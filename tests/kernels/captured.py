@@ -23,7 +23,7 @@ from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, ker
 from pumice.coords import tiles as tiles_module
 from pumice.coords.buffer import new_status
 from pumice.coords.capacity import BufferedState, CapacityPlanner, FixedCapacities
-from pumice.coords.tiles import ranked_twin
+from pumice.coords.tiles import stable_argsort_twin
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.capture import site_within
 from pumice.errors import CoordinateError
@@ -97,13 +97,13 @@ def check_pieces() -> None:
     flow = replace(DATAFLOWS["implicit-gemm-sorted"], piece=4)
     net = pm.nn.Sequential(pm.nn.Linear(4, 16), pm.nn.Conv3d(16, 24, 3, dataflow=flow)).eval()
     near, far = scene(70, 0, extent=5), scene(60, 1, extent=20)
-    cut, asked, real = [], [], segmented.in_pieces
+    cut, asked, real = [], [], segmented.split_runs
 
     def counted(*given: Any) -> Any:
         cut.append(given[1:])
         return real(*given)
 
-    with patch.object(segmented, "in_pieces", counted), warnings.catch_warnings():
+    with patch.object(segmented, "split_runs", counted), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fast = pm.capture(net, far, max_voxels=70, buckets=[70], margin=1.0, box=((0, 0, 0), (20, 20, 20)))
         asked.append(len(cut))
@@ -114,7 +114,7 @@ def check_pieces() -> None:
             assert_close(fast(x).feats, want.feats)
             asked.append(len(cut))
     (bucket,) = fast._engine.buckets.values()
-    assert any(bucket.rooms.asked.values()), "no kernel shares segments"
+    assert any(bucket.capacities.lengths_by_key.values()), "no kernel shares segments"
     # The pass that plans and the eager one that it is compared with; the scene that has no room. No other.
     assert asked[0] == 2 and asked[2] and asked[1] == asked[3] == asked[4] == 0, asked
     assert fast.fallbacks == {"room": 1} and fast.replays == 3, (fast.fallbacks, fast.replays)
@@ -287,7 +287,7 @@ def by_kernels() -> Iterator[None]:
     with (
         patch.object(maps, "group_of", lambda outputs: 16),
         patch.object(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]}),
-        patch.object(conv, "_lowering", lambda found, operands: "triton" if found.between is not None else ""),
+        patch.object(conv, "_lowering", lambda found, operands: "triton" if found.buffered is not None else ""),
     ):
         yield
 
@@ -361,7 +361,7 @@ def levels(geometry: Geometry) -> list[Any]:
         same, _ = kernel_map(other, Relation.of(3, 3))
         for each in (down, same):
             for form in FORMS:
-                tokens, arrays = maps.held(each, form)
+                tokens, arrays = maps.form_operands(each, form)
                 found.append((form, each, arrays))
                 for token, array in zip(tokens, arrays, strict=True):
                     if token.endswith("tile"):
@@ -380,7 +380,7 @@ def planned(x: pm.SparseTensor, capacity: int) -> tuple[VoxelBuffers, FixedCapac
     planner = CapacityPlanner(capacity, len(x), 2.0, None)
     with by_torch():
         levels(built(buffers, planner, x))
-    return buffers, planner.settled()
+    return buffers, planner.to_fixed()
 
 
 def check_maps() -> None:
@@ -448,7 +448,7 @@ def pointed() -> tuple[PointBuffers, Any]:
     like.fill(points)
     planner = CapacityPlanner(120, 90, 2.0, None)
     points.enter(site, BufferedState(planner))
-    return points, (site, BufferedState(planner.settled()))
+    return points, (site, BufferedState(planner.to_fixed()))
 
 
 def check_points() -> None:
@@ -511,7 +511,7 @@ def check_duplicates() -> None:
 
 def by_torch() -> Any:
     """Sorting by kernels takes a second each time in the interpreter, and is checked elsewhere."""
-    return patch.object(tiles_module, "ranked", lambda keys, *_: ranked_twin(keys))
+    return patch.object(tiles_module, "stable_argsort", lambda keys, *_: stable_argsort_twin(keys))
 
 
 @contextmanager

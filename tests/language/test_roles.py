@@ -137,7 +137,7 @@ SIZES = {"p": 1000, "e": 64, "b": 64, "g": 10, "q": 64, "n": 32, "c": 16}
     ],
 )
 def test_convolutions(form, pass_, product, axes, segment, adds):
-    (step,) = lower_statement(parse(CONV[pass_]), {"map": FORMS[form].stored}).steps
+    (step,) = lower_statement(parse(CONV[pass_]), {"map": FORMS[form].storage_form}).steps
     found = contraction_roles(step, SIZES)
     assert found.product == product and found.adds == adds
     assert tuple(" ".join(names) for names in (found.rows, found.columns, found.reduced)) == axes
@@ -195,7 +195,7 @@ def test_every_index_has_one_part():
 def test_few_channels_leave_tiles_of_outputs(sizes, columns):
     """No matrix product is in them; the outputs of a tile of the map are the rows, and each program has one tile."""
     text = GROUPED_CONV if "g" in sizes else CONV_LINE
-    (step,) = lower_statement(parse(text), {"map": FORMS["compacted"].stored}).steps
+    (step,) = lower_statement(parse(text), {"map": FORMS["compacted"].storage_form}).steps
     found = contraction_roles(step, {"b": 128, "e": 900, **sizes})
     assert not found.product and not found.laned and not found.adds
     assert (found.rows, found.columns, found.batch) == (("b",), columns, ("s",))

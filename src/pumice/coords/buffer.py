@@ -133,10 +133,10 @@ class Packer:
         layouts = [(tuple(a.shape[1:]), math.prod(a.shape[1:]), a.stride()) for a in arrays]
         return Packer(arrays, torch.tensor([a.data_ptr() for a in arrays], device=arrays[0].device), layouts)
 
-    def first(self, rows: Sequence[int]) -> list[Tensor]:
+    def pack(self, row_counts: Sequence[int]) -> list[Tensor]:
         """Copies of the first rows[i] rows of each array i."""
         starts, sizes, end = [], [], 0
-        for n, (_, width, _) in zip(rows, self.layouts, strict=True):
+        for n, (_, width, _) in zip(row_counts, self.layouts, strict=True):
             size = n * width
             starts.append(end)
             sizes.append(size)
@@ -145,7 +145,7 @@ class Packer:
         view, begin = out.as_strided, out.storage_offset()
         found = [
             view((n, *shape), strides, begin + start * _BLOCK)
-            for n, (shape, _, strides), start in zip(rows, self.layouts, starts, strict=True)
+            for n, (shape, _, strides), start in zip(row_counts, self.layouts, starts, strict=True)
         ]
         if has_triton(out):
             layout = integers((*starts, *sizes), out.device)
@@ -156,7 +156,7 @@ class Packer:
         return found
 
 
-def alone(tensor: Tensor) -> Tensor:
+def with_own_storage(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it is part of a larger storage: pickling would save the whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

@@ -303,7 +303,7 @@ class GraphRunner:
         capacity = next(n for n, held in self.buckets.items() if held is bucket)
         try:
             with outside_inference_mode():
-                wider = self._made(capacity, scene, bucket.rooms.rooms)
+                wider = self._made(capacity, scene, bucket.rooms.capacities)
         except (PumiceError, torch.cuda.OutOfMemoryError):
             # level_capacity or device memory forbids more; the scene itself still runs eagerly.
             bucket.widened = _WIDENED
@@ -334,7 +334,7 @@ class GraphRunner:
     def _planned(self, buffers: Buffers, planner: CapacityPlanner) -> CapacityBucket:
         """Bucket with the buffer capacities that a first pass requests."""
         self.program.run(buffers, planner)
-        return CapacityBucket(buffers, planner.settled())
+        return CapacityBucket(buffers, planner.to_fixed())
 
     def _check(self, bucket: CapacityBucket, scene: ModelInput) -> None:
         """Compare with the eager network, padding rows filled with NaN; classify the axes of the results."""

@@ -239,8 +239,8 @@ class PointBuffers:
         if isinstance(made, TorchOutputs) and cells.coords.is_cuda:
             raise GeometryError(f"no voxelisation kernel supports the box {site.bounds.low} to {site.bounds.high}")
         place: Hashable = ("rows", buffered.path, site.stride)
-        room = buffered.rooms.capacity(place, made.count, max_outputs(self.capacity, relation, site))
-        geometry = Geometry.in_buffer(made.cloud(room, alone=True), site, buffered)
+        room = buffered.capacities.capacity(place, made.count, max_outputs(self.capacity, relation, site))
+        geometry = Geometry.in_buffer(made.cloud(room, coords_only=True), site, buffered)
         rows = geometry.assign_points(cells)
         return InputBatch(SparseTensor(self._means(rows, room), geometry), rows)
 

@@ -204,7 +204,7 @@ def _works(calls: Sequence[LayerCall]) -> Iterator[LayerWork]:
 
 def _side(found: KernelMap) -> MapStats:
     forms = maps.tile_forms(found) if found.device.type == "cuda" else ()
-    counts, entries = maps.counted(found, forms)
+    counts, entries = maps.read_sizes(found, forms)
     return MapStats(found.num_inputs, found.num_outputs, counts, entries, maps.tile_rows_for(found.num_outputs))
 
 

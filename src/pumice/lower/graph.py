@@ -32,7 +32,7 @@ from pumice.language.nodes import (
     accesses_of,
     indices_of,
 )
-from pumice.lower.loops import WRAPS, dtypes_of, equal_dtype, equals, read_names, tops_of, working_dtype, worst
+from pumice.lower.loops import WRAPS, dtypes_of, equal_dtype, equals, identity_value, read_names, tops_of, working_dtype
 from pumice.runtime.cache import BoundedCache
 
 LIMIT = 16 << 30
@@ -239,7 +239,7 @@ def extreme(x: Tensor, axes: Sequence[int], largest: bool) -> Tensor:
     """The largest or smallest values along the axes."""
     if 0 in x.shape:
         shape = [n for axis, n in enumerate(x.shape) if axis not in axes]
-        return x.new_full(shape, worst(x.dtype, largest))
+        return x.new_full(shape, identity_value(x.dtype, largest))
     return x.amax(list(axes)) if largest else x.amin(list(axes))
 
 
@@ -543,7 +543,7 @@ class _Builder:
         reduced = list(range(len(kept), len(nest)))
         there = there or IndexedTensor(self.call(filled, (), 1, torch.bool, self.like), ())
         counted, values = self.whole(there, nest), self.whole(value, nest)
-        fill = 0 if how == "mean" else worst(self.dtype, how == "max")
+        fill = 0 if how == "mean" else identity_value(self.dtype, how == "max")
         values = self.call(torch.where, counted, values, fill)
         counted = counted.to(torch.int64)
         if reduced:

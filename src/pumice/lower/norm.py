@@ -71,28 +71,28 @@ def batch_norm(x: Tensor, rows: CoordBuffer, norm: Norm) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class NormState:
-    """Saved state of a norm. pair [2, C]: mean and 1 / sqrt(variance + eps), at least float32. adds: has a residual."""
+    """Saved state of a norm. pair [2, C]: mean and 1 / sqrt(variance + eps), at least float32. has_residual: adds one."""
 
     pair: Tensor
     weight: Tensor | None
     bias: Tensor | None
     relu: bool
-    adds: bool = False
+    has_residual: bool = False
 
-    def apart(self, x: Tensor) -> Tensor:
+    def centred(self, x: Tensor) -> Tensor:
         """(x - mean) * scale, in plain torch."""
         mean, scale = self.pair
         return (x - mean) * scale
 
-    def affine(self, apart: Tensor) -> Tensor:
-        """apart * weight + bias, in plain torch."""
-        y = apart if self.weight is None else apart * self.weight
+    def affine(self, centred: Tensor) -> Tensor:
+        """centred * weight + bias, in plain torch."""
+        y = centred if self.weight is None else centred * self.weight
         return y if self.bias is None else y + self.bias
 
     @property
     def reads_result(self) -> bool:
         """True if gradients need the result, which cannot be recomputed from x alone."""
-        return self.relu and self.adds
+        return self.relu and self.has_residual
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +102,7 @@ class NormState:
 
     @property
     def facts(self) -> tuple[bool, ...]:
-        return self.weight is not None, self.bias is not None, self.adds, self.relu
+        return self.weight is not None, self.bias is not None, self.has_residual, self.relu
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -170,7 +170,7 @@ def recompute_with_autograd(
     """The result without residual and statistics updates, in torch operators; y: the result, if reads_result."""
     own = moments_twin(x, rows, replace(statistics, update_running_stats=False))
     # Fewer than two rows used running statistics, which may have been updated since.
-    again = state.affine(replace(state, pair=torch.where(rows.count > 1, own, state.pair)).apart(x))
+    again = state.affine(replace(state, pair=torch.where(rows.count > 1, own, state.pair)).centred(x))
     if state.relu:
         again = again.relu() if y is None else torch.where(y > 0, again, 0)
     # Gradients of padding rows are undefined.
@@ -256,7 +256,7 @@ def moments_twin(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor
 def normalised(x: Tensor, rows: CoordBuffer, state: NormState, residual: Tensor | None = None) -> Tensor:
     """The result in valid rows."""
     if not _by_kernels(x):
-        y = state.affine(state.apart(x))
+        y = state.affine(state.centred(x))
         y = y if residual is None else y + residual
         return (y.relu() if state.relu else y).to(x.dtype)
     y = torch.empty_like(x)
@@ -269,7 +269,7 @@ def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer,
     """Sums over valid rows of grad and of grad * (x - mean) * scale, [2, C]; kept: as in gradients."""
     x, y = kept
     if not _by_kernels(x):
-        alive, apart = rows.valid_mask()[:, None], state.apart(x)
+        alive, apart = rows.valid_mask()[:, None], state.centred(x)
         wide = torch.where(alive, _passed(grad, apart, y, state), 0)
         return torch.stack([wide.sum(0), torch.where(alive, wide * apart, 0).sum(0)])
     sums = _pair(x)
@@ -294,14 +294,14 @@ def gradient(
     if not _by_kernels(x):
         # The statistics of fewer than two rows are constants.
         share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(state.pair.dtype), 0)
-        apart = state.apart(x)
+        apart = state.centred(x)
         let = _passed(grad, apart, y, state)
         found = (let - share * (sums[0] + apart * sums[1])) * state.pair[1]
         found = found if state.weight is None else found * state.weight
-        return found.to(x.dtype), let.to(x.dtype) if state.adds else None
+        return found.to(x.dtype), let.to(x.dtype) if state.has_residual else None
     dx = torch.empty_like(x)
     # Without a ReLU the residual's gradient is grad.
-    dresidual = torch.empty_like(x) if state.reads_result else grad if state.adds else None
+    dresidual = torch.empty_like(x) if state.reads_result else grad if state.has_residual else None
     more = (x if y is None else y, sums, dx if dresidual is None else dresidual, dx)
     _by_blocks("gradient", (grad, x, rows.count, *state.tensors, *more), (*state.facts, grad.stride(0)))
     return dx, dresidual
@@ -334,7 +334,7 @@ def _by_parts(
     parts, far = _shares(rows, lanes, sides)
     own = workspace(sides, 8 * parts * channels, x.device)
     fixed = ahead if far else once
-    fixed(parts * sides, (*tensors, own.room, own.counters), (parts, *numbers))
+    fixed(parts * sides, (*tensors, own.scratch, own.counters), (parts, *numbers))
 
 
 def _shares(rows: int, lanes: int, sides: int) -> tuple[int, bool]:
@@ -395,7 +395,7 @@ class NormKernels:
         products, _ = _of_parts("products", self._channels, back, *self._dtypes)
         return products, _of_blocks("gradient", self._channels, back, *self._dtypes, dtype, dtype)[0]
 
-    def over(self, rows: int, beyond: int, step: int | None = None) -> NormLaunches | None:
+    def launches_for(self, rows: int, beyond: int, step: int | None = None) -> NormLaunches | None:
         """Launches for `rows`, None if not compiled yet. beyond: misalignment of the count; step: stride of grad."""
         (each, lanes), (blocks, wide) = self._moments, self._normalise
         step = self._channels if step is None else step

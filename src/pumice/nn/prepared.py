@@ -184,7 +184,7 @@ class Prepared:
             room = spare if step.ends == len(self.parts.modules) else 0
             epilogue, _ = epilogue_of(step.behind, held if step.adds else None, room)
             more = () if epilogue is None else epilogue.operands.values()
-            finish = NO_EPILOGUE if epilogue is None else epilogue.finish
+            finish = NO_EPILOGUE if epilogue is None else epilogue.signature
             own = tuple(t.data_ptr() for t in (weight, *more) if t is not held)
             if any(address & 15 for address in own):
                 return

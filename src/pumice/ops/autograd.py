@@ -358,7 +358,7 @@ class DifferentiableCall:
             steady += [len(places)] if place in asked.static_rows else []
             kept = None if dtype == given[number].dtype else dtype
             shape = tuple(given[number].shape)
-            ask = plan.PlanRequest(names, text, shape, tuple(steady), tuple(left), asked.lowering, kept=kept)
+            ask = plan.PlanRequest(names, text, shape, tuple(steady), tuple(left), asked.lowering, result_dtype=kept)
             numbers = tuple(sources.index(places[n]) for n in left)
             found.append((plan.bound_plan(operands, ask), numbers))
         return found

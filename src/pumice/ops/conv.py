@@ -223,7 +223,7 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
 def _told_by(x: Tensor, weight: Tensor, epilogue: Epilogue | None) -> tuple[tuple[Tensor, ...], EpilogueSignature]:
     if epilogue is None:
         return (x, weight), NO_EPILOGUE
-    return (x, weight, *epilogue.operands.values()), epilogue.finish
+    return (x, weight, *epilogue.operands.values()), epilogue.signature
 
 
 def _cached_forward_features(
@@ -317,7 +317,7 @@ def _checked_forward(
         return by_dataflow((x, weight), found, groups, chosen(dataflow), epilogue)
     more = () if epilogue is None else epilogue.operands.values()
     if autograd.is_plain_call((x, weight, *more)):
-        finish = NO_EPILOGUE if epilogue is None else epilogue.finish
+        finish = NO_EPILOGUE if epilogue is None else epilogue.signature
         key = _call(x, weight, rows, groups, finish)
         ready = found.cached(key, lambda m: _ready((x, weight), m, rows, groups, finish))
         y = plan.execute_plan(ready, _grouped(x, weight, groups), None if epilogue is None else epilogue.split(groups))
@@ -406,7 +406,7 @@ def _held(
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
     """Force triton over padded buffers on a GPU: only kernels skip padding entries."""
-    return "triton" if found.between is not None and operands[0].is_cuda else ""
+    return "triton" if found.buffered is not None and operands[0].is_cuda else ""
 
 
 def _kinds(found: KernelMap, differentiable: bool) -> Sequence[plan.Kind | None]:

@@ -105,7 +105,11 @@ class _ConvNorm(torch.autograd.Function):
         # Kernels choose their dtypes themselves; of torch's operators autocast would.
         with nullcontext() if x.is_cuda else autograd.autocast_disabled((x,)):
             y, normed = norms.normed(h, ctx.rows, norm)
-        ctx.statistics, ctx.finish, ctx.tiles = norm.statistics, (normed.relu, normed.adds), plan.kernels.tuning_mode()
+        ctx.statistics, ctx.finish, ctx.tiles = (
+            norm.statistics,
+            (normed.relu, normed.has_residual),
+            plan.kernels.tuning_mode(),
+        )
         narrow = None if cast[1] is flat else cast[1]
         ctx.save_for_backward(x, weight, scale, shift, narrow, h, normed.pair, y if normed.reads_result else None)
         return y

@@ -37,7 +37,7 @@ def by_dataflow(
     more = () if epilogue is None else tuple(epilogue.operands.values())
     if operands[0].is_meta:
         # `prepare`: shapes only.
-        kept = None if epilogue is None else epilogue.finish.dtype
+        kept = None if epilogue is None else epilogue.signature.dtype
         return operands[0].new_empty(found.num_outputs, operands[1].shape[0], dtype=kept or operands[0].dtype)
     if autograd.is_plain_call((*operands, *more)):
         return form.passes[0](operands, epilogue)

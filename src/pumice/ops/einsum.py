@@ -130,7 +130,7 @@ class Einsum:
         if not autograd.is_plain_call(tensors):
             return autograd.einsum(tensors, seen.names, self.text, None, self.lowering)
         if seen.ready is None:
-            seen.ready = plan.ready_for(tensors, seen.names, self.text, None, self.lowering)
+            seen.ready = plan.plan_for(tensors, seen.names, self.text, None, self.lowering)
         return plan.execute_plan(seen.ready, tensors)
 
     def explain(self, /, **operands: Operand) -> str:

@@ -26,7 +26,7 @@ _CALLS: BoundedCache[direct.Direct] = BoundedCache(1024)
 def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     """y[n] = epilogue(x[n] @ weight.T): x [N, C_in], weight [C_out, C_in] -> [N, C_out], not differentiable.
     Raises ShapeError, DtypeError and DeviceError."""
-    finish, tensors = epilogue.finish, (x, weight, *epilogue.operands.values())
+    finish, tensors = epilogue.signature, (x, weight, *epilogue.operands.values())
     key, counting = key_of(tensors, finish), direct.counting(finish)
     # The key does not include row counts.
     if x.ndim == 2 and direct.residual_fits(tensors, finish, (x.shape[0], weight.shape[0])):

@@ -33,7 +33,7 @@ def max_pool(
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
     feats = numbers(x)
     # Maps between buffers have no pair counts on the host.
-    if found.between is not None or _by_kernel(feats):
+    if found.buffered is not None or _by_kernel(feats):
         return SparseTensor(max_pool_rows(feats, found), outputs)
     pairs = found.pairs()
     return SparseTensor(maximum(feats, pairs.inputs, pairs.outputs, outputs.coords.shape[0]), outputs)

@@ -79,10 +79,10 @@ def prepare_levels(
     geometry, asked = x.geometry, wanted.asked()
     if geometry.buffered is not None:
         wanted.find(geometry, asked.differentiable, geometry.device.type == "cuda")
-    elif asked.key not in geometry.asked:
+    elif asked.key not in geometry.prepared_requests:
         if not by_graph(geometry, asked):
             wanted.find_together(geometry)
-        geometry.asked.add(asked.key)
+        geometry.prepared_requests.add(asked.key)
     return x
 
 

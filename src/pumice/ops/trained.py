@@ -115,12 +115,12 @@ class Unit(line.Layer):
         return _aligned(2 * self.shape[0]) - 2 * self.shape[0]
 
     def alone(self, outputs: Geometry, rows: int) -> StepCall | None:
-        norm = self.settled.over(rows, outputs.cloud.count.data_ptr() & 15) if rows > 1 else None
+        norm = self.settled.launches_for(rows, outputs.cloud.count.data_ptr() & 15) if rows > 1 else None
         return None if norm is None else StepCall(norm)
 
     def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> StepCall | None:
         # What one row, or none, is normalised by is not its own.
-        if (self.adds and not kept) or found.between is not None or found.num_outputs < 2:
+        if (self.adds and not kept) or found.buffered is not None or found.num_outputs < 2:
             return None
         if found.volume != self.shape[1]:
             return None
@@ -132,7 +132,7 @@ class Unit(line.Layer):
         return call
 
     def _cast(self, found: KernelMap, beyond: int) -> StepCall | None:
-        norm = self.settled.over(found.num_outputs, beyond)
+        norm = self.settled.launches_for(found.num_outputs, beyond)
         if norm is None:
             return None
         own = found.get_cached(self.keys[0])
@@ -295,7 +295,7 @@ class _Run:
     def forward(self) -> None:
         """The result is put where it belongs."""
         shared = self._scratch([one.call.own.result for one in self.found if one.call.own is not None])
-        room = shared.room.data_ptr(), shared.counters.data_ptr()
+        room = shared.scratch.data_ptr(), shared.counters.data_ptr()
         for n, one in enumerate(self.found):
             layer, norm, h = one.launch, one.call.norm, self._taken[n]
             self._multiplied(n, shared)
@@ -350,12 +350,12 @@ class _Run:
         norm, step = one.call.norm, given.stride(0)
         if step != layer.shape[0] and given.stride(1) == 1:
             # Of a part of a concatenation.
-            norm = layer.settled.over(one.rows, self._counts[n] & 15, step)
+            norm = layer.settled.launches_for(one.rows, self._counts[n] & 15, step)
         if norm is None or given.stride(1) != 1 or given.data_ptr() & 15:
             norm, given = one.call.norm, given.clone(memory_format=torch.contiguous_format)
         h, result = self._taken[n], self._at[n] if layer.adds else self._taken[n]
         told = self._counts[n], self._pairs[n], *self._affine[n], result, sums
-        norm.products((given.data_ptr(), h, *told, shared.room.data_ptr(), shared.counters.data_ptr()))
+        norm.products((given.data_ptr(), h, *told, shared.scratch.data_ptr(), shared.counters.data_ptr()))
         dheld = self.x.new_empty((one.rows, layer.shape[0])) if layer.adds else None
         norm.gradient((given.data_ptr(), h, *told, dh if dheld is None else dheld.data_ptr(), dh))
         if dheld is not None:
