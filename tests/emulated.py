@@ -458,8 +458,8 @@ CACHES = (
     plan._BUCKETED_PLANS,
     plan._CHOSEN,
     direct.TEMPLATES,
-    linear._CALLS,
-    linear._HELD,
+    linear._BOUND_CALLS,
+    linear._DIFFERENTIABLE_CALLS,
 )
 LAYERS = import_module("pumice.nn.layers")
 REAL = [
@@ -469,8 +469,8 @@ REAL = [
     (plan, "device_of", plan.device_of),
     (direct, "starts_kernels", direct.starts_kernels),
     (fused, "_worth", fused._worth),
-    (fused, "takes", fused.takes),
-    (LAYERS, "takes", LAYERS.takes),
+    (fused, "fits_one_kernel", fused.fits_one_kernel),
+    (LAYERS, "fits_one_kernel", LAYERS.fits_one_kernel),
     (norm, "_by_kernels", norm._by_kernels),
 ]
 OF_NORMS = (norm._of_blocks, norm._of_parts)
@@ -486,7 +486,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
 
     def emitted_too(bound, given, tile, how):
         made = emitted(bound, given, tile, how)
-        known = Made(bound.statement, made.form.adds or how.splits > 1, how.finish, made.workspace_bytes)
+        known = Made(bound.statement, made.form.needs_atomics or how.splits > 1, how.finish, made.workspace_bytes)
         before = gpu.sources.setdefault(made.source, known)
         assert (before.finish.activation, before.finish.eps) == (how.finish.activation, how.finish.eps)
         assert str(before.statement) == str(bound.statement) and before.adds == known.adds
@@ -559,7 +559,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         patch.setattr(direct, "starts_kernels", lambda x: True)
         patch.setattr(fused, "_worth", lambda x: isinstance(x, pm.SparseTensor))
         for module in (fused, LAYERS):
-            patch.setattr(module, "takes", lambda *tensors: autograd.is_plain_call(tensors))
+            patch.setattr(module, "fits_one_kernel", lambda *tensors: autograd.is_plain_call(tensors))
         patch.setattr(kernels, "generated_kernel", emitted_too)
         patch.setattr(maps, "build_form", read_too)
         patch.setattr(line, "started", started_too)

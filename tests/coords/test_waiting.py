@@ -61,7 +61,7 @@ def maps_of(geometry):
 
 
 def prepared(geometry, steps=STEPS, same=SAME, differentiable=False):
-    prepare._Wanted(steps, same, None).find(geometry, differentiable)
+    prepare._RequestedMaps(steps, same, None).build_in_buffers(geometry, differentiable)
 
 
 # Who waits for what

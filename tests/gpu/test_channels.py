@@ -65,8 +65,8 @@ def test_a_linear_layer(gpu, sizes, bias, dtype):
 def test_a_linear_layer_that_trains(gpu, monkeypatch, sizes, mixed, dtype):
     """Against torch's in float64: of few rows by torch, of many by kernels of ours, prepared for other numbers too."""
     layers, seen = import_module("pumice.nn.layers"), []
-    real = layers.recorded_features
-    monkeypatch.setattr(layers, "recorded_features", lambda *given: seen.append(real(*given)) or seen[-1])
+    real = layers.differentiable_features
+    monkeypatch.setattr(layers, "differentiable_features", lambda *given: seen.append(real(*given)) or seen[-1])
     layer = pm.nn.Linear(*sizes).to(gpu, torch.float32 if mixed else dtype)
     exact = torch.nn.Linear(*sizes).to(gpu).double()
     exact.load_state_dict(layer.state_dict())

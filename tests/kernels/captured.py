@@ -371,7 +371,7 @@ def levels(geometry: Geometry) -> list[Any]:
 
 
 def built(buffers: VoxelBuffers, rooms: Any, x: pm.SparseTensor) -> Geometry:
-    return buffers.enter(site_within(x.geometry.site, 1, None), BufferedState(rooms)).x.geometry
+    return buffers.make_input(site_within(x.geometry.site, 1, None), BufferedState(rooms)).x.geometry
 
 
 def planned(x: pm.SparseTensor, capacity: int) -> tuple[VoxelBuffers, FixedCapacities]:
@@ -431,7 +431,7 @@ def check_waits() -> None:
                 watch.__enter__()
             try:
                 levels(built(buffers, rooms, x))
-                points.enter(*entered)
+                points.make_input(*entered)
             finally:
                 if guard:
                     watch.__exit__(None, None, None)
@@ -447,7 +447,7 @@ def pointed() -> tuple[PointBuffers, Any]:
     points = PointBuffers.of(120, like, site.bounds)
     like.fill(points)
     planner = CapacityPlanner(120, 90, 2.0, None)
-    points.enter(site, BufferedState(planner))
+    points.make_input(site, BufferedState(planner))
     return points, (site, BufferedState(planner.to_fixed()))
 
 
@@ -457,7 +457,7 @@ def check_points() -> None:
         cloud = torch.rand(count, 3, generator=torch.Generator().manual_seed(seed)) * 4
         PointScene(cloud, None, None, points.grid).fill(points)
         with fenced():
-            found = points.enter(*entered)
+            found = points.make_input(*entered)
         want = pm.voxelize(cloud, size=0.9)
         voxels = len(want)
         assert found.inverse is not None and int(found.x.geometry.cloud.status) == 0
@@ -479,10 +479,10 @@ def check_scene_after_scene() -> None:
             coords[:, 1:] = apart * coords[:, 1:] - 5
             corner = torch.tensor([[0, 18, 18, 18]], dtype=torch.int32)
             got, want = (Geometry.checked(torch.cat([coords, corner])) for _ in range(2))
-            wanted = preparing._Wanted(ROOMY, WINDOWS, None)
+            wanted = preparing._RequestedMaps(ROOMY, WINDOWS, None)
             with fenced():
-                assert recorded.by_graph(got, wanted.asked())
-            wanted.find_together(want)
+                assert recorded.by_graph(got, wanted.graph_request())
+            wanted.build(want)
             dataflow.materialize(found := list(wanted.maps(want)), True)
             for one, _ in found:
                 maps.planner_operands(one, True)
@@ -495,14 +495,14 @@ def check_duplicates() -> None:
     """They are told where nothing but the levels is asked for, of which no kernel looks for neighbours."""
     coords = random_cloud(60, 3, extent=6)
     box = Bounds((0,) * 3, (5,) * 3, 1)
-    steps = preparing._Wanted(ROOMY[:1], (), None)
+    steps = preparing._RequestedMaps(ROOMY[:1], (), None)
     with on_any_device():
-        assert recorded.by_graph(Geometry(coords, GridSpec((1,) * 3, (6,) * 3, 1, box)), steps.asked())
+        assert recorded.by_graph(Geometry(coords, GridSpec((1,) * 3, (6,) * 3, 1, box)), steps.graph_request())
         for told, wrong in (("duplicates", coords[:1]), ("spatial_shape", torch.tensor([[0, 2, 6, 2]]).int())):
             geometry = Geometry(torch.cat([coords, wrong]), GridSpec((1,) * 3, (6,) * 3, 1, box))
             geometry._settled = False
             try:
-                recorded.by_graph(geometry, steps.asked())
+                recorded.by_graph(geometry, steps.graph_request())
             except CoordinateError as error:
                 assert told in str(error), error
             else:

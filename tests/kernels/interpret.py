@@ -162,7 +162,7 @@ def check_within(sizes: Mapping[str, int], kind: torch.dtype) -> None:
     for study in ("tp_tables", "tp_tables_own"):
         p = problem(CASES[study].at(SMALL, **sizes)).to(kind)
         found = form_of(p).within
-        assert found is not None and (found.met, found.summed) == ("j", ("q",))
+        assert found is not None and (found.shared, found.summed) == ("j", ("q",))
         for depth in (16, 32, 64):
             agree(p, kind, Tile(16, 16, depth), 2e-6)
 

@@ -87,8 +87,8 @@ def forget():
         held.clear()
     direct.TEMPLATES.clear()
     einsum = import_module("pumice.ops.einsum")
-    einsum._kept.cache_clear()
-    einsum._seen_by.cache_clear()
+    einsum._cached_einsum.cache_clear()
+    einsum._checked_calls_of.cache_clear()
 
 
 def product(a, b):
@@ -983,7 +983,7 @@ def test_what_is_no_epilogue_is_refused_before_a_kernel_is_sought(straight):
 
 def test_a_linear_map_and_its_norm_are_one_kernel_whatever_rows_there_are(as_on_gpu):
     linear = import_module("pumice.ops.linear")
-    linear._CALLS.clear()
+    linear._BOUND_CALLS.clear()
     weight, vectors = torch.zeros(32, 16).half(), torch.rand(4, 32)
     end = pm.ops.Epilogue(*vectors[:2], None, "", None, *vectors[2:], 1e-5)
     for rows in (399, 399, 397, 395, 395):
@@ -1006,7 +1006,7 @@ def test_the_kernel_for_some_rows_is_the_one_for_others(as_on_gpu, channels, tur
     end = pm.ops.Epilogue(*vectors[:2], None, "", None, *vectors[2:], 1e-5)
     whole = torch.zeros(channels[0], 2048).half().t() if turned else torch.zeros(2048, channels[0]).half()
     for rows in (1024, 1100):
-        linear._CALLS.clear(), forget()
+        linear._BOUND_CALLS.clear(), forget()
         linear.linear_features(whole[:rows], weight, end)
     (source,) = as_on_gpu
     assert len(as_on_gpu[source].doors) == 2
@@ -1031,7 +1031,7 @@ def test_the_kernel_for_some_entries_is_the_one_for_others(statement, channels):
 def test_a_residual_of_about_as_many_rows_is_refused(as_on_gpu):
     """Sizes that round alike are one kernel's, which reads as many rows as there are results."""
     linear = import_module("pumice.ops.linear")
-    linear._CALLS.clear()
+    linear._BOUND_CALLS.clear()
     weight, x = torch.zeros(16, 16).half(), torch.zeros(399, 16).half()
     for rows in (399, 397):
         linear.linear_features(x[:rows], weight, finish(rows))
@@ -1104,9 +1104,9 @@ def test_a_layer_that_was_called_before_goes_straight_to_its_kernel(straight, mo
 
 
 def recorded(x, weight, found):
-    from pumice.ops.conv import recorded_call
+    from pumice.ops.conv import differentiable_call
 
-    return recorded_call(x, weight, found, found.num_outputs)
+    return differentiable_call(x, weight, found, found.num_outputs)
 
 
 def counted(kernels_):
@@ -1474,7 +1474,7 @@ def test_rows_that_are_far_apart_have_no_template(straight, monkeypatch):
     (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
     pm.ops.conv_features(x, weight, found, 400)
     (template,) = direct.TEMPLATES.values()
-    held = import_module("pumice.ops.conv").held_arrays(found, False)
+    held = import_module("pumice.ops.conv").bound_map(found, False)
     rows = [[(400, lead), (16, 0)] for lead in (16, (kernels.FAR - 1) // 400, kernels.FAR // 400 + 1)]
     assert [template.over(held, each, (400, 16)) is None for each in rows] == [False, False, True]
     assert template.over(held, rows[0], (400, kernels.FAR // 400 + 1)) is None

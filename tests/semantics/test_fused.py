@@ -177,7 +177,7 @@ def test_a_network_that_is_captured_leaves_room_too(roomy, copied):
 def joined(finished, monkeypatch):
     """As on a GPU, linear maps too; the epilogues of their calls."""
     seen, whole = [], fused.linear_features
-    monkeypatch.setattr(fused, "takes", lambda *tensors: not torch.is_grad_enabled())
+    monkeypatch.setattr(fused, "fits_one_kernel", lambda *tensors: not torch.is_grad_enabled())
     monkeypatch.setattr(fused, "linear_features", lambda x, w, end: seen.append(end) or whole(x, w, end))
     return seen
 

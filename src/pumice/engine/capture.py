@@ -73,7 +73,7 @@ def capture(
     margins = CapacityMargins(margin, level_capacity)
     own = model if dtype is None else cast(model, dtype)
     x = example if dtype is None else example.to(dtype)
-    program = PaddedProgram(own, site_within(example.geometry.site, limits.batch, box), Autocast.now(x.device.type))
+    program = PaddedProgram(own, site_within(example.geometry.site, limits.batch, box), Autocast.current(x.device.type))
     scene = VoxelScene(x.feats, x.coords, x.geometry, x)
     with outside_inference_mode():
         buffers = VoxelBuffers.of(limits.capacities[-1], x)
@@ -123,7 +123,7 @@ def capture_points(
     scene = PointScene(points, feats, batch, VoxelGrid(frame, shape, limits.batch, dtype))
     # Raises if the example is invalid.
     x = scene.tensor()
-    program = PaddedProgram(own, site_within(x.geometry.site, limits.batch, box), Autocast.now(points.device.type))
+    program = PaddedProgram(own, site_within(x.geometry.site, limits.batch, box), Autocast.current(points.device.type))
     with outside_inference_mode():
         buffers = PointBuffers.of(limits.capacities[-1], scene, program.site.bounds)
     return CapturedPoints(GraphRunner(program, buffers, scene, limits, margins), None if own is model else model)

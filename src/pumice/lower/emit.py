@@ -210,7 +210,7 @@ class _Emitter:
         # Loop invariants are loaded before the loop.
         self.fixed = set(self.roles.reduced) if self.signature.single_iteration else set[str]()
         if self.roles.within:
-            self.fixed.update((self.roles.within.met, *self.roles.within.summed))
+            self.fixed.update((self.roles.within.shared, *self.roles.within.summed))
             self.turning.update(self.fixed)
 
     # The frame of the kernel
@@ -434,13 +434,13 @@ class _Emitter:
 
     def _left_product(self, within: NestedProduct, inner: Sequence[int], compute: str) -> Value:
         """The left side as a matrix product whose reduction fits one tile."""
-        extent = self.static[within.met]
+        extent = self.static[within.shared]
         self.head.append(f"j = tl.arange(0, {self._depth_within()})")
         if extent == self._depth_within():
             self.even += "J"
         else:
             self.head.append(f"in_j = j < {extent}")
-        self._define(within.met, "j", "J")
+        self._define(within.shared, "j", "J")
         sides = [
             self._side(self._written_out([place for place in places if place in inner], within, axes), axes, compute)
             for places, axes in ((within.left, "YJ"), (within.right, "JR"))
@@ -479,7 +479,7 @@ class _Emitter:
     def _depth_within(self) -> int:
         """Tile depth of the inner product's reduction; tensor cores need at least 16."""
         within = self.roles.within
-        return max(16, 1 << (self.static[within.met] - 1).bit_length()) if within else 0
+        return max(16, 1 << (self.static[within.shared] - 1).bit_length()) if within else 0
 
     def _written_out(self, places: Sequence[int], within: NestedProduct, axes: str) -> Value:
         """The product of factors, summed over their short reductions by unrolling."""
@@ -670,7 +670,7 @@ class _Emitter:
 
     def _until(self, last: str) -> str:
         """The end of the loop: no iterations if an index array says that the program has no results."""
-        if not self.roles.adds:
+        if not self.roles.needs_atomics:
             return last
         arrays = (array for expression in self.roles.target.indices for array in expression.arrays)
         valid = [f"({self._load(a, 'YX').code} >= 0)" for a in arrays if set(indices_of(a)) <= set(self.roles.batch)]
@@ -1036,7 +1036,7 @@ class _Emitter:
     @property
     def _shared(self) -> bool:
         """True if several programs add to one entry."""
-        return self.roles.adds or self.signature.splits
+        return self.roles.needs_atomics or self.signature.splits
 
     def _write(self) -> None:
         if self._shared:

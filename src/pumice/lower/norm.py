@@ -71,7 +71,8 @@ def batch_norm(x: Tensor, rows: CoordBuffer, norm: Norm) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class NormState:
-    """Saved state of a norm. pair [2, C]: mean and 1 / sqrt(variance + eps), at least float32. has_residual: adds one."""
+    """Saved state of a norm. pair [2, C]: mean and 1 / sqrt(variance + eps), at least float32. has_residual: adds
+    one."""
 
     pair: Tensor
     weight: Tensor | None

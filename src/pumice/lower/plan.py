@@ -223,20 +223,20 @@ def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
     return shape if static_rows else (size_bucket(shape[0]), *shape[1:]), operand.dtype, operand.device
 
 
-def bound_plan(operands: Sequence[Tensor], ask: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
+def bound_plan(operands: Sequence[Tensor], request: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
     """The plan of a call with its map bound, chosen and cached by size bucket. kinds: of the operands, if known."""
-    steady, count = ask.static_rows, len(operands)
+    steady, count = request.static_rows, len(operands)
     given = kinds or (None,) * count
     kinds = [k or kind_of(t, n in steady) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
-    whole = ask.shape if count in steady else (size_bucket(ask.shape[0]), *ask.shape[1:])
+    whole = request.shape if count in steady else (size_bucket(request.shape[0]), *request.shape[1:])
     key = (
-        ask.text,
-        ask.names,
+        request.text,
+        request.names,
         whole,
-        ask.lowering,
-        ask.finish,
-        ask.stream_k_chunk,
-        ask.result_dtype,
+        request.lowering,
+        request.finish,
+        request.stream_k_chunk,
+        request.result_dtype,
         deterministic(),
         *kinds,
     )
@@ -244,15 +244,18 @@ def bound_plan(operands: Sequence[Tensor], ask: PlanRequest, kinds: Sequence[Kin
     if known is None:
         like = [t if t.shape == shape else t[: shape[0]] for t, (shape, *_) in zip(operands, kinds, strict=True)]
         known = _BUCKETED_PLANS.keep(
-            key, _bucketed(_with_stream_k(_plan_for_request(like, ask, whole), like, ask.stream_k_chunk), ask)
+            key,
+            _bucketed(_with_stream_k(_plan_for_request(like, request, whole), like, request.stream_k_chunk), request),
         )
     if known.steps is None:
         return bind_operands(
-            _with_stream_k(_plan_for_request(operands, ask, ask.shape), operands, ask.stream_k_chunk),
+            _with_stream_k(_plan_for_request(operands, request, request.shape), operands, request.stream_k_chunk),
             operands,
-            ask.runtime_operands,
+            request.runtime_operands,
         )
-    return replace(known.plan, steps=tuple(part.at(operands, ask.shape) for part in known.steps), shape=ask.shape)
+    return replace(
+        known.plan, steps=tuple(part.at(operands, request.shape) for part in known.steps), shape=request.shape
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,63 +286,65 @@ class BucketedPlan:
     steps: tuple[ResizableStep, ...] | None
 
 
-def _bucketed(ready: Plan, ask: PlanRequest) -> BucketedPlan:
-    order = {place: number for number, place in enumerate(ask.runtime_operands)}
+def _bucketed(plan: Plan, request: PlanRequest) -> BucketedPlan:
+    order = {place: number for number, place in enumerate(request.runtime_operands)}
     parts = []
-    for part in ready.steps:
+    for part in plan.steps:
         if not isinstance(run := part.run, kernels.KernelExecutor) or not run.resizable:
-            return BucketedPlan(ready, None)
+            return BucketedPlan(plan, None)
         held = tuple((name, place) for name, place in part.places if place not in order)
         left = tuple((name, order[place]) for name, place in part.places if place in order)
         parts.append(ResizableStep(run, held, left, part.places))
-    old = None if ready.accumulated is None else order[ready.accumulated]
-    return BucketedPlan(replace(ready, accumulated=old), tuple(parts))
+    old = None if plan.accumulated is None else order[plan.accumulated]
+    return BucketedPlan(replace(plan, accumulated=old), tuple(parts))
 
 
-def _plan_for_request(operands: Sequence[Tensor], ask: PlanRequest, shape: tuple[int, ...]) -> Plan:
-    return plan_for(operands, ask.names, ask.text, shape, ask.lowering, ask.finish, ask.result_dtype)
+def _plan_for_request(operands: Sequence[Tensor], request: PlanRequest, shape: tuple[int, ...]) -> Plan:
+    return plan_for(
+        operands, request.names, request.text, shape, request.lowering, request.finish, request.result_dtype
+    )
 
 
-def _with_stream_k(ready: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
+def _with_stream_k(plan: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
     """The plan with long segments split between programs (stream-K) in its kernels."""
     if not piece:
-        return ready
+        return plan
     parts = []
-    for part in ready.steps:
+    for part in plan.steps:
         if isinstance(run := part.run, kernels.KernelExecutor):
             tile = kernels.tile_of(run.bound, {name: operands[place] for name, place in part.places}, run.precision)
             tile = replace(tile, stream_k_chunk=tile.stream_k_chunk or piece)
             part = replace(part, run=kernels.runner(run.bound, run.dtype, tile, run.precision, run.finish))
         parts.append(part)
-    return replace(ready, steps=tuple(parts))
+    return replace(plan, steps=tuple(parts))
 
 
-def _with_epilogue(ready: Plan, finish: EpilogueSignature, device: torch.device) -> Plan:
+def _with_epilogue(plan: Plan, finish: EpilogueSignature, device: torch.device) -> Plan:
     """The plan with the epilogue fused into the last kernel, if that supports one."""
-    last = ready.steps[-1] if ready.steps else None
+    last = plan.steps[-1] if plan.steps else None
     if last is None or not isinstance(last.run, kernels.KernelExecutor) or not last.run.applies_epilogue:
-        return ready
-    if ready.result_dtype == torch.float8_e4m3fn and kernels.without_fp8(device):
-        return ready
-    run = kernels.runner(last.run.bound, ready.result_dtype, None, last.run.precision, finish)
+        return plan
+    if plan.result_dtype == torch.float8_e4m3fn and kernels.without_fp8(device):
+        return plan
+    run = kernels.runner(last.run.bound, plan.result_dtype, None, last.run.precision, finish)
     return replace(
-        ready, steps=(*ready.steps[:-1], replace(last, run=run)), dtype=ready.result_dtype, applies_epilogue=True
+        plan, steps=(*plan.steps[:-1], replace(last, run=run)), dtype=plan.result_dtype, applies_epilogue=True
     )
 
 
-def bind_operands(ready: Plan, operands: Sequence[Tensor], runtime_operands: Sequence[int]) -> Plan:
+def bind_operands(plan: Plan, operands: Sequence[Tensor], runtime_operands: Sequence[int]) -> Plan:
     """Bind all operands but those at `runtime_operands`, which calls pass in this order.
 
     Bound operands must not be written to afterwards, and cannot include the target's old values.
     """
     order = {place: number for number, place in enumerate(runtime_operands)}
     parts = []
-    for part in ready.steps:
+    for part in plan.steps:
         held = {name: operands[place] for name, place in part.places if place not in order}
         left = tuple((name, order[place]) for name, place in part.places if place in order)
         parts.append(PlanStep(_bound_run(part.run, held), left))
-    old = None if ready.accumulated is None else order[ready.accumulated]
-    return replace(ready, steps=tuple(parts), accumulated=old)
+    old = None if plan.accumulated is None else order[plan.accumulated]
+    return replace(plan, steps=tuple(parts), accumulated=old)
 
 
 Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
@@ -351,22 +356,22 @@ def _bound_run(run: Run, bound: Mapping[str, Tensor]) -> Run:
     return lambda tensors, before: run({**bound, **tensors}, before)
 
 
-def execute_plan(ready: Plan, operands: Sequence[Tensor], epilogue: Epilogue | None = None) -> Tensor:
+def execute_plan(plan: Plan, operands: Sequence[Tensor], epilogue: Epilogue | None = None) -> Tensor:
     """Execute a plan and apply the epilogue."""
     if epilogue is None:
-        return _computed(ready, operands, {})
-    inside = epilogue.operands if ready.applies_epilogue else {}
-    found = _computed(ready, operands, inside)
-    return found if ready.applies_epilogue else applied(found, epilogue, ready.result_dtype)
+        return _run_steps(plan, operands, {})
+    inside = epilogue.operands if plan.applies_epilogue else {}
+    found = _run_steps(plan, operands, inside)
+    return found if plan.applies_epilogue else applied(found, epilogue, plan.result_dtype)
 
 
-def _computed(ready: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
+def _run_steps(plan: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
     """Sum of the parts; more: additional operands of the last one."""
     out: Tensor | None = None
-    for number, part in enumerate(ready.steps, 1):
+    for number, part in enumerate(plan.steps, 1):
         if part.places or not operands:
             tensors = {name: operands[place] for name, place in part.places}
-            if more and number == len(ready.steps):
+            if more and number == len(plan.steps):
                 tensors.update(more)
             out = part.run(tensors, out)
         else:
@@ -374,11 +379,11 @@ def _computed(ready: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor
             result = part.run({}, None).to(operands[0].device)
             out = result if out is None else out + result
     if out is not None:
-        return out if out.dtype == ready.dtype else out.to(ready.dtype)
+        return out if out.dtype == plan.dtype else out.to(plan.dtype)
     # The right side is 0.
-    if ready.accumulated is not None:
-        return operands[ready.accumulated].clone(memory_format=torch.contiguous_format)
-    return torch.zeros(ready.shape, dtype=ready.dtype, device=operands[0].device if operands else None)
+    if plan.accumulated is not None:
+        return operands[plan.accumulated].clone(memory_format=torch.contiguous_format)
+    return torch.zeros(plan.shape, dtype=plan.dtype, device=operands[0].device if operands else None)
 
 
 def tune(

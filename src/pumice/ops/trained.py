@@ -23,7 +23,7 @@ from pumice.lower.dataflow import CONV
 from pumice.lower.direct import Direct
 from pumice.lower.norm import Norm
 from pumice.ops import autograd, line
-from pumice.ops.conv import conv_features, held_arrays, recorded_call
+from pumice.ops.conv import bound_map, conv_features, differentiable_call
 from pumice.ops.line import GIVEN, Found
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.workspace import Workspace, workspace
@@ -142,7 +142,7 @@ class Unit(line.Layer):
 
     def _products(self, found: KernelMap) -> Products | None:
         """As the calls were carried out that autograd records layer by layer (register.HeldCall)."""
-        held = held_arrays(found, True)
+        held = bound_map(found, True)
         like = self.templates.get(held.kind) or self._like(held)
         if like is None:
             return None
@@ -157,7 +157,7 @@ class Unit(line.Layer):
         wide, strides = self.dtype is torch.float32, (self.strides, (taps * channels, channels, 1), (outputs, 1))
         kind = autograd.call_kind((CONV, ""), held, self.dtype, ((channels,), self.shape))
         asked = [((), strides[:2]), ((1, self.own), strides), *([((0, self.dtype), strides)] if self.inner else [])]
-        keys = [(kind, autograd.told_call(facts, wide, self.dtype, own)) for facts, own in asked]
+        keys = [(kind, autograd.launch_key(facts, wide, self.dtype, own)) for facts, own in asked]
         found = tuple(one for one in map(direct.TEMPLATES.get, keys) if one is not None)
         if len(found) < len(keys) or found[1].runner.writes is not self.own:
             return None
@@ -372,7 +372,7 @@ class _Run:
             weight = torch.mm(dh.t(), features).to(layer.own)
         else:
             flat = self._weight(n).view(outputs, -1, channels)
-            call = recorded_call(features, flat, one.over, one.rows)
+            call = differentiable_call(features, flat, one.over, one.rows)
             dx, weight = call.gradients((features, flat), dh, (self.x.dtype if layer.inner else None, layer.own))
             assert weight is not None
         if dx is not None:
