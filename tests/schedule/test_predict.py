@@ -55,7 +55,7 @@ def flow(name):
 
 
 def work(over, channels, **more):
-    return LayerWork(over, over, (channels, channels), **{"size": 2, **more})
+    return LayerWork(over, over, (channels, channels), **{"itemsize": 2, **more})
 
 
 @pytest.mark.parametrize(("over", "channels", "name", "measured"), MEASURED)

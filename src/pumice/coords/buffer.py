@@ -183,6 +183,6 @@ def put_first_twin(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: T
 
 
 def pack_twin(arrays: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-    """As Packer.first, in plain torch; writes `found`."""
+    """As Packer.pack, in plain torch; writes `found`."""
     for array, copy in zip(arrays, found, strict=True):
         copy.copy_(array[: len(copy)])

@@ -63,7 +63,7 @@ class KernelMap:
     maps in one transfer.
 
     table int32 [num_outputs, K]: `rows()` of the untransposed map; flipped: True if this is its transpose. inputs:
-    coordinates whose pending checks are read along with sizes. between: set for a map between buffers of fixed
+    coordinates whose pending checks are read along with sizes. buffered: set for a map between buffers of fixed
     capacity, of which no size is read."""
 
     relation: Relation

@@ -38,7 +38,7 @@ class Outputs(Protocol):
         ...
 
     def cloud(self, capacity: int, coords_only: bool = False) -> CoordBuffer:
-        """The outputs in a buffer with the inputs' status, padded with -1. alone: no table of this size is needed."""
+        """The outputs in a buffer with the inputs' status, padded with -1. coords_only: the table is not needed."""
         ...
 
     def geometry(self, count: int) -> Geometry:

@@ -184,7 +184,7 @@ def register_and_split(array: Tensor, ends: Tensor, longest: int, requested: set
 
 
 def split_runs_twin(array: Tensor, count: int, most: int) -> Pieces:
-    """As in_pieces, in plain torch."""
+    """As split_runs, in plain torch."""
     bounds = bounds_of(array, count)
     lengths = bounds.diff()
     order = _descending_order(lengths)

@@ -133,7 +133,7 @@ def group_totals(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | N
 
 
 def group_totals_twin(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
-    """As totals_of, in plain torch."""
+    """As group_totals, in plain torch."""
     step = _step(count)
     return (_has_any(masks[::step], groups) & _valid_rows(masks, count)[::step, None]).sum(0, dtype=torch.int32)
 
@@ -233,7 +233,7 @@ def assign_tiles(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSp
 def assign_tiles_twin(
     masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]
 ) -> Tiling:
-    """As tiled, in plain torch."""
+    """As assign_tiles, in plain torch."""
     block, volume = shape
     tiles, device = -(-masks.shape[0] // block), masks.device
     slots = torch.full((tiles * block,), -1, dtype=torch.int32, device=device)
@@ -268,7 +268,7 @@ def fill_tiles(rows: Tensor, tiling: Tiling, capacity: int, status: Tensor | Non
 
 
 def fill_tiles_twin(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -> None:
-    """As filled, in plain torch; writes `found`."""
+    """As fill_tiles, in plain torch; writes `found`."""
     status.bitwise_or_(OVERFLOW * (tiling.entries > len(found.taps)).any().int())
     found.tiles.fill_(len(tiling.slots))
     found.taps.zero_()
@@ -474,5 +474,5 @@ def stable_argsort(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
 
 
 def stable_argsort_twin(keys: Tensor) -> Tensor:
-    """As ranked, in plain torch."""
+    """As stable_argsort, in plain torch."""
     return torch.sort(keys, stable=True)[1].int()

@@ -86,8 +86,8 @@ class ProgramResult(Protocol):
 class CapacityBucket:
     """One planned capacity. graph: the captured graph, None on a CPU. results: the graph's output buffers.
 
-    host_words: pinned copy of the status words, written by the graph, or None. read: parameters, buffers and constants
-    that the graph reads, kept alive for it. widened: number of re-plannings so far.
+    host_words: pinned copy of the status words, written by the graph, or None. kept_alive: parameters, buffers and
+    constants that the graph reads. replans: number of re-plannings so far.
     """
 
     buffers: Buffers

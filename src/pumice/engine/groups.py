@@ -53,8 +53,8 @@ class EpilogueSpec:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """Recorded call of a layer. geometry, dtype: of its input. found: the kernel map read. then: the fused epilogue.
-    Features are not recorded, to save memory."""
+    """Recorded call of a layer. geometry, dtype: of its input. found: the kernel map read. epilogue: the fused
+    one. Features are not recorded, to save memory."""
 
     name: str
     layer: Convolution
@@ -120,8 +120,8 @@ class Observed:
 
 
 def observe(tuned_model: TuningSubject, excluded: Iterable[str] = ()) -> Observed:
-    """Run the network on each scene and record which layer reads which map. left: layers not to be tuned. The caller
-    restores modes, buffers and random states."""
+    """Run the network on each scene and record which layer reads which map. excluded: layers not to be tuned. The
+    caller restores modes, buffers and random states."""
     excluded, scenes, notes = set(excluded), [], []
     for number, x in enumerate(tuned_model.scenes):
         x = fresh(x)

@@ -26,7 +26,7 @@ COMPILERS = 8  # Number of compiler threads
 @dataclass(frozen=True, eq=False)
 class IsolatedLayer:
     """A layer over its kernel map, with random features. weight: [C_out, K, C_in / groups], random, in the dtype of the
-    multiplication. then: fused epilogue, bias included."""
+    multiplication. epilogue: fused, bias included."""
 
     found: KernelMap
     weight: Tensor
@@ -103,7 +103,7 @@ def compile_in_parallel(
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Compile the kernels of these dataflows in parallel; errors are ignored, since they recur when measured. No-op on
-    a CPU, and for dataflows of library products. enough: called before each kernel; True stops."""
+    a CPU, and for dataflows of library products. stop: called before each kernel; True stops."""
     flows = [flow for flow in flows if flow == PLANNED or flow.devices == ("cuda",)]
     if not layers or layers[0].weight.device.type != "cuda":
         return

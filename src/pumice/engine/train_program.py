@@ -41,7 +41,7 @@ def values_of(target: Target) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Buffers of voxels and targets. counts: for each target, True if it has one row per voxel."""
+    """Buffers of voxels and targets. per_voxel: for each target, True if it has one row per voxel."""
 
     voxels: VoxelBuffers
     tensors: tuple[Tensor, ...]
@@ -212,8 +212,8 @@ class GradientBuffers:
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """Forward, loss and gradients over buffers. site: as in PaddedProgram. kept: module buffers; backup: their values
-    before the last pass. modules: all modules of model and loss."""
+    """Forward, loss and gradients over buffers. site: as in PaddedProgram. module_buffers; backup: their values before
+    the last pass. modules: all modules of model and loss."""
 
     model: nn.Module
     loss: Loss

@@ -390,7 +390,7 @@ class CapturedOptimizerStep:
         return tuple(_guard_values(self.optimizer)) if self._side is not None else ()
 
     def __call__(self, facts: tuple[Hashable, ...]) -> None:
-        """Run the update; facts: the current guard, with gradients set."""
+        """Run the update; guard: the current one, with gradients set."""
         if self._side is None or (facts != self._of and (facts != self._last or not capturable(self.optimizer))):
             self._own()
             return

@@ -123,7 +123,7 @@ def tune(
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """flows: allowed dataflows; named: user-given, so try all. bind, parts: key and value in BINDINGS."""
+    """flows: allowed dataflows; explicit: user-given, so try all. bind, pass_groups: key and value in BINDINGS."""
 
     flows: tuple[Dataflow, ...]
     explicit: bool
@@ -221,7 +221,7 @@ def tuning_tasks(tuned_model: TuningSubject, observed: Observed, options: Tuning
 
 
 class _NetworkBench:
-    """Measures a network under assignments of dataflows. spent: timings by assignment."""
+    """Measures a network under assignments of dataflows. timings: by assignment."""
 
     def __init__(self, tuned_model: TuningSubject, tasks: Sequence[PassTask]) -> None:
         self.tuned_model, self.tasks = tuned_model, {part.key: part for part in tasks}

@@ -106,7 +106,7 @@ def contraction_roles(statement: Statement, extents: Mapping[str, int]) -> Contr
     if found is None and (segment is not None or adds):
         # Mostly idle tensor cores are still faster than elementwise gathers.
         found = _product(term, target, reduced, segment, extents, narrow=True)
-    common = {"target": target, "segment": segment, "adds": adds}
+    common = {"target": target, "segment": segment, "needs_atomics": adds}
     if found is not None:
         return replace(found, **common)
     folded = _folded_product(term, target, reduced, extents) if segment is None else None

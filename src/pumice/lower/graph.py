@@ -45,8 +45,8 @@ class Setting(NamedTuple):
     """Specialisation key of a graph, besides the statement.
 
     dtypes: of the operands; result: dtype of the result; low: half-precision products use the device's tensor cores,
-    which accumulate in float32; inside: accesses that are in bounds at every point; far: index expressions whose values
-    may not fit in int64.
+    which accumulate in float32; in_bounds: accesses that are in bounds at every point; int64_expressions: index
+    expressions whose values may not fit in int64.
     """
 
     dtypes: tuple[tuple[str, torch.dtype], ...]

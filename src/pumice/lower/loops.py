@@ -274,7 +274,7 @@ class _Grid:
         return equals(value, self.sum(factor.terms, there, equal_dtype(factor, dtypes_of(self.operands))))
 
     def _read(self, access: Access, there: Tensor) -> Tensor:
-        """The values of the access; 0, without gradient, for points that are not `there`."""
+        """The values of the access; 0, without gradient, for points outside `there`."""
         operand = self.operands[access.name]
         if not operand.numel():
             return torch.zeros((), dtype=operand.dtype, device=operand.device)

@@ -171,7 +171,7 @@ def plan_for(
     finish: EpilogueSignature = NO_EPILOGUE,
     kept: torch.dtype | None = None,
 ) -> Plan:
-    """The cached plan of a call. finish: signature of the epilogue; kept: dtype of the result, default: by operands."""
+    """The cached plan of a call. finish: signature of the epilogue; kept: dtype of the result, by default promoted."""
     key = (
         text,
         names,

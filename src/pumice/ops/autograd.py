@@ -234,7 +234,7 @@ class DifferentiableCall:
     """A call with bound operands, differentiable in its runtime operands. Only for calls where just autograd is active.
     Bound operands are constant and need no gradient. Runtime operands, at ask.runtime_operands, have the shapes and
     devices of `like` and are cast to its dtype; their gradients are not rounded to it. ask.static_rows excludes the
-    result. ask.lowering applies to gradients too. held: the bound map. The reduction is a sum."""
+    result. ask.lowering applies to gradients too. bound_map: the kernel map. The reduction is a sum."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ def call_kind(
     text: tuple[str, str], bound_map: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
 ) -> Hashable:
     """Key that a DifferentiableCall shares with calls over other maps in the same size bucket.
-    text: (statement, lowering); held: the bound map; dtype, shapes: of the runtime operands, without dynamic rows."""
+    text: (statement, lowering); dtype, shapes: of the runtime operands, without dynamic rows."""
     return direct.interned((text, bound_map.kind, dtype, *map(tuple, shapes)))
 
 

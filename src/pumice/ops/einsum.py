@@ -177,7 +177,7 @@ class Einsum:
 
 @dataclass(eq=False)
 class _CheckedCall:
-    """Cached call of operands that need no conversion. names: for the operator; ready: plan of the first plain call."""
+    """Cached call of operands that need no conversion. names: for the operator; plan: of the first plain call."""
 
     names: str
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]

@@ -20,7 +20,7 @@ _MAX_CACHED_BYTES = 64 << 20  # Largest per-stream workspace in bytes that is ke
 @dataclass(frozen=True, eq=False)
 class Workspace:
     """Workspace that no concurrently running kernel shares. counters: int32, 0 between kernels: a kernel resets those
-    that it increments. room: uninitialised bytes."""
+    that it increments. scratch: uninitialised bytes."""
 
     counters: Tensor
     scratch: Tensor

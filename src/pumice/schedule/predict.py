@@ -48,7 +48,7 @@ class MapStats:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A layer and its map as forward and as dgrad read it; channels: in and out; size: bytes of a value."""
+    """A layer and its map as forward and as dgrad read it; channels: in and out; itemsize: bytes of a value."""
 
     forward_map: MapStats
     dgrad_map: MapStats

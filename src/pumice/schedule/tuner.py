@@ -106,7 +106,7 @@ def search(
 ) -> SearchResult:
     """Tune the groups in turn, beginning with the assignment `start`; the module docstring has the method.
 
-    ready: called before each group, for instance to compile its candidates.
+    before_group: called before each group, for instance to compile its candidates.
 
     KeyboardInterrupt and the end of the budget keep the results so far. A PumiceError rejects a candidate; one of the
     default is raised, as are all other errors of `measure`.
