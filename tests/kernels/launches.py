@@ -37,7 +37,7 @@ from pumice.coords import tiles as ranking
 from pumice.coords.bricks import BrickLookup, Bricks, Stencil
 from pumice.coords.buffer import RANGE, Packer, new_status, set_status
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
-from pumice.coords.lookup import mask_words, paired
+from pumice.coords.lookup import mask_words, prefix_counts
 from pumice.lower import max_pool, norm, padding
 from pumice.lower import padding as columns
 from pumice.runtime.launch import BoundKernel
@@ -128,7 +128,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(padding, "has_triton", lambda tensor: True),
         patch.object(columns, "has_triton", lambda tensor: True),
         patch.object(max_pool, "has_triton", lambda tensor: True),
-        patch.object(segments, "_fits", lambda array, count: True),
+        patch.object(segments, "_fits_sort_kernel", lambda array, count: True),
         patch.object(segments, "has_triton", lambda tensor: True),
         patch.object(packing, "has_triton", lambda tensor: True),
     ):
@@ -234,7 +234,7 @@ def _levels(dim: int) -> None:
 def _stages(volume: int) -> None:
     rows, count = torch.full((600, volume), -1, dtype=torch.int32), torch.tensor([600], dtype=torch.int32)
     masks = mask_words(rows)
-    paired(torch.zeros(20_000, dtype=torch.int32))
+    prefix_counts(torch.zeros(20_000, dtype=torch.int32))
     ends, (how,) = tiles.pair_counts(masks, count, volume), SortSpec.splits(volume, 1)
     window = {8: Relation.of(3, 2, stride=2), 27: Relation.of(3, 3), 125: Relation.of(3, 5)}[volume]
     order = tiles.sort_rows(masks, count, tiles.groups_of(window, how, masks.device), how)

@@ -57,7 +57,7 @@ from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, Packer, pack_twin, 
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
 from pumice.coords.indexes import STRUCTURES, default
 from pumice.coords.lookup import STRUCTURES as NAMES
-from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin, paired
+from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin, prefix_counts
 from pumice.coords.outputs import BrickOutputs, SortedOutputs, TorchOutputs, make_outputs, max_outputs, site_of
 from pumice.coords.segments import segments_by_length, segments_by_length_twin, split_runs, split_runs_twin
 from pumice.coords.sorted_keys import SortedKeys
@@ -598,8 +598,8 @@ def check_bits(count: int) -> None:
     """The bits set up to and with each word of a bitmap, and of all; words may fill their blocks."""
     words = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(count)).int()
     ends = torch.tensor([(word & (2**32 - 1)).bit_count() for word in words.tolist()]).cumsum(0)
-    with patch(f"{paired.__module__}._WORDS", 64):
-        pairs, total = paired(words)
+    with patch(f"{prefix_counts.__module__}._WORDS", 64):
+        pairs, total = prefix_counts(words)
     assert total.tolist() == ends[-1:].tolist()
     assert torch.equal(pairs >> 32, ends) and torch.equal(pairs.int(), words)
 
@@ -662,7 +662,7 @@ def check_told(array: Tensor, count: int, most: int) -> None:
     for each, _, length in asked:
         told = segments.RUNS.get(each, count)
         found = told.pieces.get(length)
-        assert (found is not None) == told.counted == (told.longest < 1023)
+        assert (found is not None) == told.can_count_sort == (told.longest < 1023)
         if found is not None:
             same(found, split_runs_twin(each, count, length or len(each) + 1), (len(array), count, length, "together"))
 

@@ -19,7 +19,18 @@ from torch import Tensor
 from pumice.coords.box import Bounds
 from pumice.coords.buffer import CoordBuffer, offset_table
 from pumice.coords.codes import CodeLayout
-from pumice.coords.lookup import WARPS, WORD, Live, MapSchedule, Neighbours, cleared, lanes_of, padded, paired, rows_of
+from pumice.coords.lookup import (
+    WARPS,
+    WORD,
+    MapSchedule,
+    Neighbours,
+    UsedWords,
+    lanes_of,
+    padded,
+    prefix_counts,
+    rows_of,
+    zeroed_words,
+)
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, kernel, to_device_async, triton_unavailable_reason
@@ -165,7 +176,7 @@ def refusal(coords: Tensor, bounds: Bounds, reach: Stencil) -> str | None:
 @dataclass(frozen=True, eq=False)
 class Bricks:
     """Occupancy of a box's cells.
-    directory int64 [ceil(bricks / 32)]: bitmap over bricks with prefix counts, see `paired`; None if all have
+    directory int64 [ceil(bricks / 32)]: bitmap over bricks with prefix counts, see `prefix_counts`; None if all have
     bitmaps. cells int64 [limit * 2**LOW / 32]: the same for cells of up to `limit` bricks. count int32 [1] on the
     device: number of existing cells."""
 
@@ -204,19 +215,19 @@ class Bricks:
                 (space.bricks,),
                 {"STRICT": strict, "WHOLE": True},
             )
-            return Bricks(space, space.bricks, None, *paired(cells))
+            return Bricks(space, space.bricks, None, *prefix_counts(cells))
         limit = max(1, min(most, space.bricks))
         size, capacity = -(-space.bricks // 32) * 32, limit * words
         few = capacity <= FEW
         marks = torch.zeros(size + 4 * capacity * few, dtype=torch.int8, device=cloud.device)
         marks, cells = marks[:size], marks[size:].view(torch.int32)
         call("lookup_kernels.mark", (marks, cloud.status), (), {"STRICT": strict})
-        directory, count = paired(marks)
-        live = Live(count, words)
-        cells = cells if few else cleared(capacity, live)
+        directory, count = prefix_counts(marks)
+        live = UsedWords(count, words)
+        cells = cells if few else zeroed_words(capacity, live)
         more = {"STRICT": strict, "WHOLE": False}
         call("lookup_kernels.occupy", (directory, cells, cloud.status), (limit,), more)
-        return Bricks(space, limit, directory, *paired(cells, live))
+        return Bricks(space, limit, directory, *prefix_counts(cells, live))
 
     def coords(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> tuple[Tensor, Tensor]:
         """int32 [capacity, 1+D]: cells in (batch, Morton) order, -1 for padding; int32 [1]: number of valid rows."""

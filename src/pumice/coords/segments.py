@@ -60,7 +60,7 @@ class RunInfo:
         return self.ends.shape[0]
 
     @property
-    def counted(self) -> bool:
+    def can_count_sort(self) -> bool:
         """True if the counting sort by length applies."""
         return 0 < self.count <= _MANY and self.longest + 2 <= _BINS and has_triton(self.ends)
 
@@ -102,9 +102,9 @@ RUNS = RunRegistry()
 def segments_by_length(array: Tensor, count: int) -> Runs:
     """Runs of the values 0 to count - 1, empty ones too, by decreasing length, then value; other values are ignored."""
     info = RUNS.get(array, count)
-    if info is not None and info.counted:
-        return Runs(*_counted(info, WHOLE)[:3])
-    if not _fits(array, count):
+    if info is not None and info.can_count_sort:
+        return Runs(*_count_sorted(info, WHOLE)[:3])
+    if not _fits_sort_kernel(array, count):
         return segments_by_length_twin(array, count)
     found = _aligned_lists(3, count, array.device)
     _order(array, count, (*found, array, array), (1, count), pieces=False)
@@ -122,9 +122,9 @@ def split_runs(array: Tensor, count: int, most: int) -> Pieces:
     """The runs in pieces of about equal length, at most `most` entries each: longer runs first, an empty run is one
     piece. The list has its worst-case length, so that there is no host synchronisation."""
     info = RUNS.get(array, count)
-    if info is not None and info.counted:
-        return _counted(info, most)
-    if not _fits(array, count):
+    if info is not None and info.can_count_sort:
+        return _count_sorted(info, most)
+    if not _fits_sort_kernel(array, count):
         return split_runs_twin(array, count, most)
     places = count + array.shape[0] // most
     found = _aligned_lists(5, places, array.device)
@@ -147,7 +147,7 @@ def split_runs_together(requests: Sequence[tuple[Tensor, int, int]]) -> None:
     wanted: list[tuple[RunInfo, int]] = []
     for array, count, most in requests:
         info = RUNS.get(array, count)
-        if info is not None and info.counted:
+        if info is not None and info.can_count_sort:
             wanted.append((info, most))
     if not wanted:
         return
@@ -162,7 +162,7 @@ def split_runs_together(requests: Sequence[tuple[Tensor, int, int]]) -> None:
     out = torch.empty(at, dtype=torch.int32, device=device)
     count = max(info.count for info, _ in wanted)
     blocks = -(-count // _BLOCK)
-    constants = _counting(count, max(info.longest for info, _ in wanted))
+    constants = _count_sort_constants(count, max(info.longest for info, _ in wanted))
     tensors = integers(table, device), out
     kernel("tile_kernels.order_many")(len(wanted) * blocks, tensors, (blocks,), constants)
     begin = out.storage_offset()
@@ -177,8 +177,8 @@ def register_and_split(array: Tensor, ends: Tensor, longest: int, requested: set
     info = RUNS.get(array, ends.shape[0])
     if info is not None:
         for most in tuple(requested):
-            if info.counted:
-                info.pieces[most] = _counted(info, most)
+            if info.can_count_sort:
+                info.pieces[most] = _count_sorted(info, most)
             elif most != WHOLE:
                 info.pieces[most] = split_runs(array, info.count, most)
 
@@ -215,7 +215,7 @@ def _descending_order(lengths: Tensor) -> Tensor:
     return lengths.clamp(max=_LONG).argsort(stable=True, descending=True)
 
 
-def _fits(array: Tensor, count: int) -> bool:
+def _fits_sort_kernel(array: Tensor, count: int) -> bool:
     return 0 < count <= _SIDES[-1] and has_triton(array) and _is_worthwhile(array)
 
 
@@ -237,16 +237,16 @@ def _order(array: Tensor, count: int, found: tuple[Tensor, ...], sizes: tuple[in
     kernel("tile_kernels.order_runs")(1, (array, *found), numbers, constants, warps=max(1, side // 256))
 
 
-def _counted(info: RunInfo, most: int) -> Pieces:
+def _count_sorted(info: RunInfo, most: int) -> Pieces:
     """The result of `split_runs` (of `segments_by_length` if most is WHOLE) by counting sort of known runs."""
     *_, places = numbers = info.numbers(most)
     found = _aligned_lists(5, places, info.ends.device)
-    constants = _counting(info.count, info.longest)
+    constants = _count_sort_constants(info.count, info.longest)
     kernel("tile_kernels.order_counted")(-(-info.count // _BLOCK), (info.ends, *found), numbers, constants)
     return Pieces(*found)
 
 
-def _counting(count: int, longest: int) -> dict[str, int]:
+def _count_sort_constants(count: int, longest: int) -> dict[str, int]:
     """Constants of the counting sort; the last bin is for lanes without a run."""
     chunk = _CHUNKS[count > _CHUNKS[0]]
     return {"BINS": max(32, 1 << (longest + 1).bit_length()), "BLOCK": _BLOCK, "CHUNK": chunk}

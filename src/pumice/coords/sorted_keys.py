@@ -134,14 +134,14 @@ class _Wide:
         axes = zip(self._levels, self._bounds.low, self._bounds.high, strict=True)
         for axis, (level, low, high) in enumerate(axes):
             if level is not None:
-                keys, hit = _places(level, keys)
+                keys, hit = _bisect(level, keys)
                 known &= hit
             keys = keys * (high - low + 1) + coords[:, axis + 1] - low
-        at, hit = _places(self.keys, torch.where(known, keys, -1))
+        at, hit = _bisect(self.keys, torch.where(known, keys, -1))
         return torch.where(hit, self._rows[at], -1).int()
 
 
-def _places(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _bisect(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """(index of each wanted key in a sorted list, True if present)."""
     at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
     return at, keys[at] == wanted

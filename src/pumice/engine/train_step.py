@@ -191,7 +191,7 @@ class _Steps(GraphRunner):
             scene.fill(bucket.buffers)  # pyright: ignore[reportArgumentType]
             done: StepResult = bucket.run(self.program)
             self.program.gradients.assign_to(self.program.parameters)
-            facts, value = update.guard(), done.loss.clone()
+            guard, value = update.guard(), done.loss.clone()
             if self._guard_failed():
                 self._restore()
                 self.prepared(scene.count)
@@ -208,7 +208,7 @@ class _Steps(GraphRunner):
                     self._replan(bucket, scene)
                 return self._eager_step(scene, update)
             self.replays += 1
-            self._finish(infinite, update, facts)
+            self._finish(infinite, update, guard)
             return value
 
     def _restore(self) -> None:
@@ -226,11 +226,11 @@ class _Steps(GraphRunner):
         self._finish(infinite, update, update.guard())
         return value
 
-    def _finish(self, infinite: bool, update: CapturedOptimizerStep, facts: tuple[Any, ...]) -> None:
+    def _finish(self, infinite: bool, update: CapturedOptimizerStep, guard: tuple[Any, ...]) -> None:
         if infinite:
             self.skipped += 1
         else:
-            update(facts)
+            update(guard)
         self.program.rescale()
 
     def _host_rejection(self, scene: TrainingSample) -> tuple[str, str] | None:
@@ -373,10 +373,10 @@ class CapturedOptimizerStep:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer, self._device = optimizer, device
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._of: tuple[Hashable, ...] | None = None
-        self._last: tuple[Hashable, ...] | None = None
+        self._captured_guard: tuple[Hashable, ...] | None = None
+        self._last_guard: tuple[Hashable, ...] | None = None
         # Kept alive: the graph reads these addresses.
-        self._read: list[Tensor] = []
+        self._kept_alive: list[Tensor] = []
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.replays = 0
 
@@ -389,31 +389,33 @@ class CapturedOptimizerStep:
         """Guard of the captured step: hyperparameters and tensor identities."""
         return tuple(_guard_values(self.optimizer)) if self._side is not None else ()
 
-    def __call__(self, facts: tuple[Hashable, ...]) -> None:
+    def __call__(self, guard: tuple[Hashable, ...]) -> None:
         """Run the update; guard: the current one, with gradients set."""
-        if self._side is None or (facts != self._of and (facts != self._last or not capturable(self.optimizer))):
-            self._own()
+        if self._side is None or (
+            guard != self._captured_guard and (guard != self._last_guard or not capturable(self.optimizer))
+        ):
+            self._eager_step()
             return
-        if facts != self._of:
-            self._record(facts)
+        if guard != self._captured_guard:
+            self._capture(guard)
         assert self._graph is not None
         self._graph.replay()
         self.replays += 1
 
-    def _own(self) -> None:
+    def _eager_step(self) -> None:
         with warnings.catch_warnings():
             # torch warns about capturable=True without a capture; the capture follows later.
             warnings.filterwarnings("ignore", message=".*capturable=True.*")
             self.optimizer.step()
-        self._last = self.guard()
+        self._last_guard = self.guard()
 
-    def _record(self, facts: tuple[Hashable, ...]) -> None:
+    def _capture(self, guard: tuple[Hashable, ...]) -> None:
         assert self._side is not None
         self._graph = graph = torch.cuda.CUDAGraph()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
             self.optimizer.step()
-        self._of, self._read = facts, list(_tensors(self.optimizer))
+        self._captured_guard, self._kept_alive = guard, list(_tensors(self.optimizer))
 
 
 def capturable(optimizer: Optimizer) -> bool:

@@ -300,16 +300,16 @@ def _within(
     deps: Sequence[set[str]],
     places: Sequence[int],
     tile: Sequence[str],
-    alone: Sequence[str],
+    own_reductions: Sequence[str],
     extents: Mapping[str, int],
 ) -> NestedProduct | None:
-    """These factors as a product over `alone`, the reductions of no other factor, or None."""
+    """These factors as a product over `own_reductions`, the reductions of no other factor, or None."""
     right = tuple(place for place in places if deps[place] & set(tile))
     left = tuple(place for place in places if place not in right)
-    shared = [name for name in alone if name in _union(deps, left) and name in _union(deps, right)]
+    shared = [name for name in own_reductions if name in _union(deps, left) and name in _union(deps, right)]
     if len(shared) != 1 or not _SMALLEST_WITHIN <= extents[shared[0]] <= _DEEPEST_WITHIN:
         return None
-    summed = tuple(name for name in alone if name != shared[0])
+    summed = tuple(name for name in own_reductions if name != shared[0])
     return NestedProduct(shared[0], summed, left, right) if _volume(summed, extents) <= _LONGEST_WITHIN else None
 
 

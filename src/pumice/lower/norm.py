@@ -270,21 +270,21 @@ def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer,
     """Sums over valid rows of grad and of grad * (x - mean) * scale, [2, C]; kept: as in gradients."""
     x, y = kept
     if not _by_kernels(x):
-        alive, apart = rows.valid_mask()[:, None], state.centred(x)
-        wide = torch.where(alive, _passed(grad, apart, y, state), 0)
-        return torch.stack([wide.sum(0), torch.where(alive, wide * apart, 0).sum(0)])
+        alive, centred = rows.valid_mask()[:, None], state.centred(x)
+        wide = torch.where(alive, _before_relu(grad, centred, y, state), 0)
+        return torch.stack([wide.sum(0), torch.where(alive, wide * centred, 0).sum(0)])
     sums = _pair(x)
     facts = (*state.facts, grad.stride(0))
     _by_parts("products", (grad, x, rows.count, *state.tensors, x if y is None else y, sums), facts)
     return sums
 
 
-def _passed(grad: Tensor, apart: Tensor, y: Tensor | None, state: NormState) -> Tensor:
+def _before_relu(grad: Tensor, centred: Tensor, y: Tensor | None, state: NormState) -> Tensor:
     """The gradient before the ReLU; apart: (x - mean) * scale."""
     grad = grad.to(state.pair.dtype)
     if not state.relu:
         return grad
-    return torch.where((state.affine(apart) if y is None else y) > 0, grad, 0)
+    return torch.where((state.affine(centred) if y is None else y) > 0, grad, 0)
 
 
 def gradient(
@@ -295,9 +295,9 @@ def gradient(
     if not _by_kernels(x):
         # The statistics of fewer than two rows are constants.
         share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(state.pair.dtype), 0)
-        apart = state.centred(x)
-        let = _passed(grad, apart, y, state)
-        found = (let - share * (sums[0] + apart * sums[1])) * state.pair[1]
+        centred = state.centred(x)
+        let = _before_relu(grad, centred, y, state)
+        found = (let - share * (sums[0] + centred * sums[1])) * state.pair[1]
         found = found if state.weight is None else found * state.weight
         return found.to(x.dtype), let.to(x.dtype) if state.has_residual else None
     dx = torch.empty_like(x)

@@ -31,7 +31,7 @@ def zero_padding_rows_twin(values: Tensor, count: Tensor) -> None:
 @lru_cache(maxsize=1)
 def _kernel() -> KernelLauncher:
     """Imported lazily: needs Triton."""
-    return KernelLauncher(importlib.import_module("pumice.lower.norm_kernels").clear_rows)
+    return KernelLauncher(importlib.import_module("pumice.lower.norm_kernels").zero_padding_rows)
 
 
 _VALUES = 4096
@@ -58,4 +58,4 @@ def write_columns_twin(values: Tensor, wide: Tensor, begin: int) -> None:
 @lru_cache(maxsize=1)
 def _columns_kernel() -> KernelLauncher:
     """Imported lazily: needs Triton."""
-    return KernelLauncher(importlib.import_module("pumice.lower.norm_kernels").put_columns)
+    return KernelLauncher(importlib.import_module("pumice.lower.norm_kernels").write_columns)

@@ -272,12 +272,12 @@ class DifferentiableCall:
         if call is not None and (y := call(operands)) is not None:
             return y
         with autocast_disabled(operands):
-            ready = self._results.get(plan.deterministic())
-            if ready is None:
-                ready = plan.bound_plan(self._all_operands(operands), self._request)
-                self._results[plan.deterministic()] = ready
-            y = plan.execute_plan(ready, operands)
-            self._cache_launch(key, ready, operands, range(len(operands)))
+            bound = self._results.get(plan.deterministic())
+            if bound is None:
+                bound = plan.bound_plan(self._all_operands(operands), self._request)
+                self._results[plan.deterministic()] = bound
+            y = plan.execute_plan(bound, operands)
+            self._cache_launch(key, bound, operands, range(len(operands)))
         return y
 
     def gradients(
@@ -335,14 +335,14 @@ class DifferentiableCall:
     def _cache_launch(
         self,
         key: Hashable,
-        ready: plan.Plan,
+        bound: plan.Plan,
         tensors: Sequence[Tensor],
         numbers: Sequence[int],
         sought: int | None = None,
     ) -> None:
         """Cache the launch and the template of a call. numbers: which of the tensors it takes."""
         if direct.starts_kernels(tensors[0]):
-            call = self._template_key(key, tensors, sought).leave(ready, self._bound_map, tensors, numbers)
+            call = self._template_key(key, tensors, sought).leave(bound, self._bound_map, tensors, numbers)
             if call is not None:
                 self._launch_cache.keep(key, call)
 

@@ -262,8 +262,8 @@ def instantiate_over(
 ) -> direct.Direct | None:
     """Instantiate and cache the template of an equal call over another map in the same size bucket, if there is one.
     key: from `key_of`; rows: from direct.counted; columns: of the result."""
-    held = bound_map(found, False)
-    call = direct.cast((key, held.kind), held, rows, (found.num_outputs, columns))
+    mapped = bound_map(found, False)
+    call = direct.cast((key, mapped.kind), mapped, rows, (found.num_outputs, columns))
     return None if call is None else found.keep(key, call)
 
 
@@ -272,14 +272,14 @@ def _cache_launch(
 ) -> None:
     """Cache the launch of this call, and its template, for later calls."""
     x, weight, *more = tensors
-    ready = found.get_cached(_call_key(x, flat, found.num_outputs, 1, finish))
-    if ready is None or flat.data_ptr() != weight.data_ptr():
+    call_plan = found.get_cached(_call_key(x, flat, found.num_outputs, 1, finish))
+    if call_plan is None or flat.data_ptr() != weight.data_ptr():
         # `flat` is a copy of a strided weight: the launch would not read the weight of later calls.
         return
-    held = bound_map(found, False)
+    mapped = bound_map(found, False)
     shape = found.num_outputs, weight.shape[0]
-    call = direct.Call(tensors, direct.counting(finish), shape, (key, held.kind))
-    call = call.leave(ready, held, (x, flat, *more), (0, 1), finish)
+    call = direct.Call(tensors, direct.counting(finish), shape, (key, mapped.kind))
+    call = call.leave(call_plan, mapped, (x, flat, *more), (0, 1), finish)
     if call is not None:
         found.keep(key, call)
 
@@ -323,8 +323,10 @@ def _checked_forward(
     if autograd.is_plain_call((x, weight, *more)):
         finish = NO_EPILOGUE if epilogue is None else epilogue.signature
         key = _call_key(x, weight, rows, groups, finish)
-        ready = found.cached(key, lambda m: _plan_of((x, weight), m, rows, groups, finish))
-        y = plan.execute_plan(ready, _grouped(x, weight, groups), None if epilogue is None else epilogue.split(groups))
+        call_plan = found.cached(key, lambda m: _plan_of((x, weight), m, rows, groups, finish))
+        y = plan.execute_plan(
+            call_plan, _grouped(x, weight, groups), None if epilogue is None else epilogue.split(groups)
+        )
         return y if groups == 1 else y.flatten(1)
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if differentiable and x.dtype in EIGHT_BITS:

@@ -36,10 +36,10 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     _check(x, weight)
     shape = x.shape[0], weight.shape[0]
     check_epilogue(epilogue, shape, x.device)
-    ready = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
-    y = plan.execute_plan(ready, (x, weight), epilogue)
+    call_plan = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
+    y = plan.execute_plan(call_plan, (x, weight), epilogue)
     call = direct.Call(tensors, counting, shape, (size_bucket(x.shape[0]), key))
-    call = call.leave(ready, _NO_MAP, tensors, (0, 1), finish)
+    call = call.leave(call_plan, _NO_MAP, tensors, (0, 1), finish)
     if call is not None:
         _BOUND_CALLS.keep((x.shape[0], key), call)
     return y

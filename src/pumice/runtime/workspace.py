@@ -50,15 +50,15 @@ def workspace(count: int, size: int, device: torch.device) -> Workspace:
         # Counters allocated during capture are zeroed only in that graph, so they are not cached.
         return Workspace(spare.take(count) if spare else _zeros(count, device), _bytes(size, device))
     key = (index, torch._C._cuda_getCurrentRawStream(index))
-    held = _WORKSPACES.get(key)
-    if held is not None and held.count >= count and held.size >= size:
-        return held
+    cached = _WORKSPACES.get(key)
+    if cached is not None and cached.count >= count and cached.size >= size:
+        return cached
     if _COUNTER_POOLS.get(index) is None:
         _COUNTER_POOLS.keep(index, _CounterPool(device))
     if size > _MAX_CACHED_BYTES:
         return Workspace(workspace(count, 0, device).counters, _bytes(size, device))
-    if held is not None:
-        count, size = max(count, held.count), max(size, held.size)
+    if cached is not None:
+        count, size = max(count, cached.count), max(size, cached.size)
     return _WORKSPACES.keep(key, Workspace(_zeros(_rounded(count), device), _bytes(_rounded(size), device)))
 
 

@@ -152,12 +152,12 @@ def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int)
     return _KERNEL_SECONDS + (through**1.5 + chain**1.5) ** (2 / 3)
 
 
-def _by_pairs(work: LayerWork, slower: float) -> float:
+def _by_pairs(work: LayerWork, slowdown: float) -> float:
     """A kernel over the pairs of each offset; both sides are gathered."""
     moved = work.forward_map.pairs * sum(work.channels) * work.itemsize
     return (
         _KERNEL_SECONDS
-        + slower
+        + slowdown
         * max(
             moved / DEVICES["cuda"].cache,
             2 * work.forward_map.pairs * work.macs_per_pair / _MATRIX[work.itemsize] * 1.5,
