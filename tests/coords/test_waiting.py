@@ -299,7 +299,7 @@ def cut_by_readers(geometry, most=MOST):
 
 
 def equals_twin(got, array, count, most=MOST):
-    want = segments_module.split_runs_twin(array, count, most)
+    want = segments_module.split_runs_torch(array, count, most)
     assert want.starts.shape[0] > count, "nothing would be cut"
     assert torch.equal(got.rows, want.values) and torch.equal(got.firsts, want.firsts)
     assert torch.equal(got.starts, want.starts) and torch.equal(got.stops, want.stops)
@@ -344,7 +344,7 @@ def test_pieces_are_of_their_own_tiles(cut):
                     for number, part in enumerate(found.split(block, splits)):
                         most = 2 + number + splits
                         got = segments.pieces(part.tiles, len(part.rows), most)
-                        want = segments_module.split_runs_twin(part.tiles, len(part.rows), most)
+                        want = segments_module.split_runs_torch(part.tiles, len(part.rows), most)
                         assert torch.equal(got.rows, want.values) and torch.equal(got.stops, want.stops)
 
     read(geometry)

@@ -26,7 +26,7 @@ from pumice.coords.buffer import DUPLICATE, OVERFLOW, new_status
 from pumice.coords.hash_table import HashTable, Table
 from pumice.coords.indexes import STRUCTURES, default
 from pumice.coords.lookup import STRUCTURES as NAMES
-from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin
+from pumice.coords.lookup import Neighbours, mask_words, mask_words_torch
 from pumice.coords.outputs import BrickOutputs, SortedOutputs, make_outputs, max_outputs, site_of
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.errors import CoordinateError
@@ -100,7 +100,7 @@ def same(got, want, what=""):
 
 def looked_up(cloud, outputs, relation):
     rows = SortedKeys(fresh(cloud), MapSchedule("sorted")).neighbours(outputs, relation).rows.contiguous()
-    return Neighbours(rows, mask_words_twin(rows))
+    return Neighbours(rows, mask_words_torch(rows))
 
 
 # Structures

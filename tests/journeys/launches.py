@@ -26,7 +26,7 @@ from triton.runtime.interpreter import GridExecutor
 import pumice as pm
 from pumice import nn
 from pumice.coords import MapSchedule, Relation, kernel_map, tiles
-from pumice.coords.tiles import stable_argsort_twin
+from pumice.coords.tiles import stable_argsort_torch
 from pumice.lower.emit import Source
 from pumice.testing import random_cloud
 
@@ -94,7 +94,7 @@ def interpreted(log: Log) -> Iterator[None]:
             ranked(keys, *given)
         finally:
             sorts = False
-        return stable_argsort_twin(keys)
+        return stable_argsort_torch(keys)
 
     with patch.object(GridExecutor, "__call__", heard), patch.object(tiles, "stable_argsort", by_torch):
         yield

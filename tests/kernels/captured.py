@@ -23,13 +23,13 @@ from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, ker
 from pumice.coords import tiles as tiles_module
 from pumice.coords.buffer import new_status
 from pumice.coords.capacity import BufferedState, CapacityPlanner, FixedCapacities
-from pumice.coords.tiles import stable_argsort_twin
+from pumice.coords.tiles import stable_argsort_torch
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.capture import site_within
 from pumice.errors import CoordinateError
 from pumice.lower import dataflow, maps, max_pool, norm
 from pumice.lower import segments as segmented
-from pumice.lower.padding import zero_padding_rows, zero_padding_rows_twin
+from pumice.lower.padding import zero_padding_rows, zero_padding_rows_torch
 from pumice.lower.segments import pieces, segments
 from pumice.ops.pool import maximum
 from pumice.runtime.cache import PERSISTENT, BoundedCache
@@ -162,7 +162,7 @@ def check_cleared_rows() -> None:
         room = torch.randn(rows * channels + 9)
         given, living = room.clone(), torch.tensor([count], dtype=torch.int32)
         zero_padding_rows(given[: rows * channels].view(rows, channels), living)
-        zero_padding_rows_twin(room[: rows * channels].view(rows, channels), living)
+        zero_padding_rows_torch(room[: rows * channels].view(rows, channels), living)
         assert torch.equal(given, room) and not room[count * channels : rows * channels].any() and room[-9:].all()
 
 
@@ -511,7 +511,7 @@ def check_duplicates() -> None:
 
 def by_torch() -> Any:
     """Sorting by kernels takes a second each time in the interpreter, and is checked elsewhere."""
-    return patch.object(tiles_module, "stable_argsort", lambda keys, *_: stable_argsort_twin(keys))
+    return patch.object(tiles_module, "stable_argsort", lambda keys, *_: stable_argsort_torch(keys))
 
 
 @contextmanager

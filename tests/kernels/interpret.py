@@ -32,7 +32,7 @@ from pumice.lower import kernel as lowered
 from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, applied
 from pumice.lower.maps import FORMS
-from pumice.lower.padding import write_columns, write_columns_twin
+from pumice.lower.padding import write_columns, write_columns_torch
 from pumice.schedule import tile as schedule
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow
 from pumice.schedule.tile import Tile
@@ -743,7 +743,7 @@ def check_columns() -> None:
             values, wide = torch.randn(rows, 2 * columns).to(dtype)[:, :columns], torch.randn(rows, width).to(dtype)
             want = wide.clone()
             write_columns(values, wide, begin)
-            write_columns_twin(values.contiguous(), want, begin)
+            write_columns_torch(values.contiguous(), want, begin)
             assert torch.equal(wide, want) and torch.equal(wide[:, begin : begin + columns], values)
 
 

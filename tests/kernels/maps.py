@@ -53,15 +53,15 @@ from pumice.coords import (
 )
 from pumice.coords import tiles as ranking
 from pumice.coords.bricks import BrickLookup, Bricks, Stencil
-from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, Packer, pack_twin, put_first, put_first_twin
+from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, Packer, pack_torch, put_first, put_first_torch
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
 from pumice.coords.indexes import STRUCTURES, default
 from pumice.coords.lookup import STRUCTURES as NAMES
-from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin, prefix_counts
+from pumice.coords.lookup import Neighbours, mask_words, mask_words_torch, prefix_counts
 from pumice.coords.outputs import BrickOutputs, SortedOutputs, TorchOutputs, make_outputs, max_outputs, site_of
-from pumice.coords.segments import segments_by_length, segments_by_length_twin, split_runs, split_runs_twin
+from pumice.coords.segments import segments_by_length, segments_by_length_torch, split_runs, split_runs_torch
 from pumice.coords.sorted_keys import SortedKeys
-from pumice.coords.tiles import Digits, stable_argsort, stable_argsort_twin
+from pumice.coords.tiles import Digits, stable_argsort, stable_argsort_torch
 from pumice.runtime.launch import BoundKernel
 
 Checks = Mapping[str, Callable[[], None]]
@@ -145,7 +145,7 @@ class _Torch:
 def looked_up(cloud: CoordBuffer, outputs: CoordBuffer, relation: Relation) -> Neighbours:
     """What sorted keys say, with masks."""
     rows = SortedKeys(fresh(cloud), MapSchedule("sorted")).neighbours(outputs, relation).rows.contiguous()
-    return Neighbours(rows, mask_words_twin(rows))
+    return Neighbours(rows, mask_words_torch(rows))
 
 
 def structures(cloud: CoordBuffer, wide: bool = True) -> Iterator[tuple[str, Any, CoordBuffer]]:
@@ -306,7 +306,7 @@ def check_refusals() -> None:
 def check_mask_words() -> None:
     for volume in (1, 8, 16, 17, 27, 31, 32, 62, 63, 125):
         rows = torch.randint(-2, 3, (70, volume), dtype=torch.int32, generator=torch.Generator().manual_seed(volume))
-        same(mask_words(rows.clamp(min=-1)), mask_words_twin(rows), volume)
+        same(mask_words(rows.clamp(min=-1)), mask_words_torch(rows), volume)
 
 
 # Outputs
@@ -544,7 +544,7 @@ def random_rows(volume: int, count: int, spare: int = 9) -> tuple[Tensor, Tensor
     rows = torch.where(torch.rand(capacity, volume, generator=generator) < often, inputs, -1).int()
     rows[:: max(1, count // 3)] = -1
     # Dead rows have masks too: whoever reads them is found out.
-    return rows, mask_words_twin(rows), torch.tensor([count], dtype=torch.int32)
+    return rows, mask_words_torch(rows), torch.tensor([count], dtype=torch.int32)
 
 
 def orders(volume: int, count: int) -> list[SortSpec]:
@@ -555,19 +555,19 @@ def orders(volume: int, count: int) -> list[SortSpec]:
 def check_orders(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
     ends = tiles.pair_counts(masks, living, volume)
-    same(ends, tiles.pair_counts_twin(masks, living, volume))
+    same(ends, tiles.pair_counts_torch(masks, living, volume))
     for how in orders(volume, count):
         groups = tiles.groups_of(cube(volume), how, masks.device)
         totals = tiles.group_totals(masks, living, groups)
-        same(totals, tiles.group_totals_twin(masks, living, groups), how)
+        same(totals, tiles.group_totals_torch(masks, living, groups), how)
         same(totals[: how.last - how.first], ends[how.first : how.last, -1].contiguous(), how)
         with patch.object(tiles, "_SAMPLED", 50):
             sampled = tiles.group_totals(masks, living, groups)
-            same(sampled, tiles.group_totals_twin(masks, living, groups), how)
+            same(sampled, tiles.group_totals_torch(masks, living, groups), how)
             keys = tiles.gray_keys(masks, living, groups, sampled, how)
-            same(keys, tiles.gray_keys_twin(masks, living, groups, sampled, how), how)
+            same(keys, tiles.gray_keys_torch(masks, living, groups, sampled, how), how)
         keys = tiles.gray_keys(masks, living, groups, totals, how)
-        same(keys, tiles.gray_keys_twin(masks, living, groups, totals, how), how)
+        same(keys, tiles.gray_keys_torch(masks, living, groups, totals, how), how)
         order = tiles.sort_rows(masks, living, groups, how)
         with plain():
             same(order, tiles.sort_rows(masks, living, groups, how), how)
@@ -591,7 +591,7 @@ def check_ranks(count: int, bits: int) -> None:
     assert len(blank) == 3
     for block, part in enumerate(keys.split(digits.block)):
         counts[0, block] = torch.bincount(part & (1 << digits.width) - 1, minlength=1 << digits.width)
-    same(stable_argsort(keys, digits, counts), stable_argsort_twin(keys))
+    same(stable_argsort(keys, digits, counts), stable_argsort_torch(keys))
 
 
 def check_bits(count: int) -> None:
@@ -618,7 +618,7 @@ def check_tiles(volume: int, count: int) -> None:
         groups = tiles.groups_of(cube(volume), how, masks.device)
         order = tiles.sort_rows(masks, living, groups, how) if how.sort else None
         tiling = tiles.assign_tiles(masks, living, order, how, (block, volume))
-        twin = tiles.assign_tiles_twin(masks, living, order, how, (block, volume))
+        twin = tiles.assign_tiles_torch(masks, living, order, how, (block, volume))
         for part in ("slots", "active", "ends", "entries"):
             same(getattr(tiling, part), getattr(twin, part), (how, part))
         entries = int(tiling.entries)
@@ -641,8 +641,8 @@ def check_runs(size: int, count: int, most: int) -> None:
     for array in (values.sort()[0].int(), values.sort()[0].long(), torch.full((size,), count // 2).int()):
         for long in (segments._LONG, 9):
             with patch.object(segments, "_LONG", long), patch.object(segments, "_is_worthwhile", lambda array: True):
-                same(split_runs(array, count, most), split_runs_twin(array, count, most), (size, count))
-                same(segments_by_length(array, count), segments_by_length_twin(array, count), (size, count))
+                same(split_runs(array, count, most), split_runs_torch(array, count, most), (size, count))
+                same(segments_by_length(array, count), segments_by_length_torch(array, count), (size, count))
         check_told(array.clamp(min=0), count, most)
 
 
@@ -653,10 +653,10 @@ def check_told(array: Tensor, count: int, most: int) -> None:
     roomy = torch.cat([few, few.new_full((max(3000, 200 * most),), count + 5)])
     for each in (array, few, roomy):
         tell_ends(each, count)
-    same(split_runs(roomy, count, most), split_runs_twin(roomy, count, most), (len(array), count, "roomy"))
+    same(split_runs(roomy, count, most), split_runs_torch(roomy, count, most), (len(array), count, "roomy"))
     with patch.object(segments, "_is_worthwhile", lambda array: True):
-        same(split_runs(array, count, most), split_runs_twin(array, count, most), (len(array), count, "told"))
-        same(segments_by_length(array, count), segments_by_length_twin(array, count), (len(array), count, "told"))
+        same(split_runs(array, count, most), split_runs_torch(array, count, most), (len(array), count, "told"))
+        same(segments_by_length(array, count), segments_by_length_torch(array, count), (len(array), count, "told"))
     asked = ((array, count, most), (few, count, most + 1), (few, count, segments.WHOLE))
     segments.split_runs_together([*asked, (array + 1, count, most)])
     for each, _, length in asked:
@@ -664,7 +664,7 @@ def check_told(array: Tensor, count: int, most: int) -> None:
         found = told.pieces.get(length)
         assert (found is not None) == told.can_count_sort == (told.longest < 1023)
         if found is not None:
-            same(found, split_runs_twin(each, count, length or len(each) + 1), (len(array), count, length, "together"))
+            same(found, split_runs_torch(each, count, length or len(each) + 1), (len(array), count, length, "together"))
 
 
 def tell_ends(array: Tensor, count: int) -> None:
@@ -694,7 +694,7 @@ def check_packed(shapes: Sequence[tuple[int, ...]]) -> None:
         rows = [int(share * len(array)) for array in arrays]
         got = packer.pack(rows)
         want = [array.new_full((n, *array.shape[1:]), -1) for n, array in zip(rows, arrays, strict=True)]
-        pack_twin(arrays, want)
+        pack_torch(arrays, want)
         same(tuple(got), tuple(want), share)
         whole = got[0].untyped_storage()
         assert all(array.untyped_storage().data_ptr() == whole.data_ptr() for array in got)
@@ -724,7 +724,7 @@ def check_put(first: tuple[int, ...], dtype: torch.dtype, *others: tuple[int, ..
         buffers = [array.new_full((len(array) + spare, *array.shape[1:]), -7) for array in arrays]
         want, (got, twin) = [buffer.clone() for buffer in buffers], words()
         put_first(buffers, arrays, got)
-        put_first_twin(want, arrays, twin)
+        put_first_torch(want, arrays, twin)
         same(tuple(buffers), tuple(want), spare)
         same(got, twin, spare)
         for other in (
@@ -760,7 +760,7 @@ def check_list(make: Lists, whole: int, less: int) -> None:
 
 def check_lists(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
-    ends = tiles.pair_counts_twin(masks, living, volume)
+    ends = tiles.pair_counts_torch(masks, living, volume)
     check_list(partial(tiles.list_pairs, rows, living, ends), int(ends[:, -1].sum()), 12)
     for size in (1, 8):
         whole = int(((ends[:, -1] + size - 1) // size).sum())

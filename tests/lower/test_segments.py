@@ -72,7 +72,7 @@ def test_pieces_that_are_there_are_taken_until_the_array_is_written_to():
     array = torch.arange(40, dtype=torch.int32) // 4
     segments.RUNS.register(array, segments.bounds_of(array, 10)[1:], 4)
     told = segments.RUNS.get(array, 10)
-    told.pieces[8] = there = segments.split_runs_twin(array, 10, 8)
+    told.pieces[8] = there = segments.split_runs_torch(array, 10, 8)
     found = pieces(array, 10, 8)
     assert found.rows is there.values and found.pieces is there.numbers and found.firsts is there.firsts
     # Of another length, and of another number of segments, they are another's.

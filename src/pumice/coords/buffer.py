@@ -152,7 +152,7 @@ class Packer:
             constants = {"MOST": 1 << (len(starts) - 1).bit_length(), "BLOCK": _BLOCK}
             kernel("tile_kernels.pack")(end, (self.addresses, layout, out), (len(starts),), constants)
         else:
-            pack_twin(self.arrays, found)
+            pack_torch(self.arrays, found)
         return found
 
 
@@ -165,7 +165,7 @@ def put_first(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor
     """Copy arrays of n rows each, one to three, to the first rows of contiguous buffers, and n to count, int32 [1]."""
     alike = all(a.dtype == b.dtype and a.is_contiguous() for a, b in zip(arrays, buffers, strict=True))
     if not alike or not has_triton(count):
-        return put_first_twin(buffers, arrays, count)
+        return put_first_torch(buffers, arrays, count)
     sizes = [array.numel() for array in arrays]
     programs = max(1, sum(-(-size // _BLOCK) for size in sizes))
     # Unused arguments: the first array, with no entries.
@@ -175,14 +175,14 @@ def put_first(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor
     kernel("tile_kernels.put")(programs, tensors, numbers, {"BLOCK": _BLOCK})
 
 
-def put_first_twin(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor) -> None:
+def put_first_torch(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor) -> None:
     """As put_first, in plain torch."""
     for buffer, array in zip(buffers, arrays, strict=True):
         buffer[: len(array)].copy_(array)
     count.fill_(len(arrays[0]))
 
 
-def pack_twin(arrays: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+def pack_torch(arrays: Sequence[Tensor], found: Sequence[Tensor]) -> None:
     """As Packer.pack, in plain torch; writes `found`."""
     for array, copy in zip(arrays, found, strict=True):
         copy.copy_(array[: len(copy)])

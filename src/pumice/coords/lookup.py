@@ -113,10 +113,10 @@ def mask_words(rows: Tensor) -> Tensor:
             -(-count // each), (rows, masks), (count,), {"K": volume, "ROWS": each, "LANES": lanes}
         )
         return masks
-    return mask_words_twin(rows)
+    return mask_words_torch(rows)
 
 
-def mask_words_twin(rows: Tensor) -> Tensor:
+def mask_words_torch(rows: Tensor) -> Tensor:
     """As mask_words, in plain torch."""
     words = [(rows[:, first : first + WORD] >= 0) for first in range(0, rows.shape[1], WORD)]
     weights = [torch.tensor([1 << k for k in range(w.shape[1])], dtype=torch.int32, device=rows.device) for w in words]

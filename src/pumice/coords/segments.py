@@ -1,6 +1,6 @@
 """Runs of equal values in a sorted array, longest first, optionally cut into pieces.
 
-A kernel if runs are few, or if their ends are known and all are short; else plain torch (`*_twin`), bitwise equal."""
+A kernel if runs are few, or if their ends are known and all are short; else plain torch (`*_torch`), bitwise equal."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def segments_by_length(array: Tensor, count: int) -> Runs:
     if info is not None and info.can_count_sort:
         return Runs(*_count_sorted(info, WHOLE)[:3])
     if not _fits_sort_kernel(array, count):
-        return segments_by_length_twin(array, count)
+        return segments_by_length_torch(array, count)
     found = _aligned_lists(3, count, array.device)
     _order(array, count, (*found, array, array), (1, count), pieces=False)
     return Runs(*found)
 
 
-def segments_by_length_twin(array: Tensor, count: int) -> Runs:
+def segments_by_length_torch(array: Tensor, count: int) -> Runs:
     """As segments_by_length, in plain torch."""
     bounds = bounds_of(array, count)
     order = _descending_order(bounds.diff())
@@ -125,7 +125,7 @@ def split_runs(array: Tensor, count: int, most: int) -> Pieces:
     if info is not None and info.can_count_sort:
         return _count_sorted(info, most)
     if not _fits_sort_kernel(array, count):
-        return split_runs_twin(array, count, most)
+        return split_runs_torch(array, count, most)
     places = count + array.shape[0] // most
     found = _aligned_lists(5, places, array.device)
     _order(array, count, found, (most, places), pieces=True)
@@ -183,7 +183,7 @@ def register_and_split(array: Tensor, ends: Tensor, longest: int, requested: set
                 info.pieces[most] = split_runs(array, info.count, most)
 
 
-def split_runs_twin(array: Tensor, count: int, most: int) -> Pieces:
+def split_runs_torch(array: Tensor, count: int, most: int) -> Pieces:
     """As split_runs, in plain torch."""
     bounds = bounds_of(array, count)
     lengths = bounds.diff()

@@ -1,6 +1,6 @@
 """Layouts of kernel maps for feature kernels: row orders, tiles that share kernel offsets, pair lists per offset.
 
-Every stage is a Triton kernel or, where none runs, plain torch (`*_twin`), bit for bit the same. No stage synchronises
+Every stage is a Triton kernel or, where none runs, plain torch (`*_torch`), bit for bit the same. No stage synchronises
 with the host: sizes stay on the device; `fill_tiles`, `list_pairs` and `group_pairs` take capacities."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def groups_of(relation: Relation, how: SortSpec, device: torch.device) -> Tensor
 def group_totals(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | None = None) -> Tensor:
     """int32 [G]: number of sampled rows that have any offset of a group. blank: an optional zeroed output, [G]."""
     if not has_triton(masks):
-        return group_totals_twin(masks, count, groups)
+        return group_totals_torch(masks, count, groups)
     totals = torch.zeros(groups.shape[0], dtype=torch.int32, device=masks.device) if blank is None else blank
     constants = {"G": groups.shape[0], "WORDS": masks.shape[1], "ROWS": _COUNTED}
     programs = -(-min(masks.shape[0], _SAMPLED) // _COUNTED)
@@ -132,7 +132,7 @@ def group_totals(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | N
     return totals
 
 
-def group_totals_twin(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
+def group_totals_torch(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
     """As group_totals, in plain torch."""
     step = _step(count)
     return (_has_any(masks[::step], groups) & _valid_rows(masks, count)[::step, None]).sum(0, dtype=torch.int32)
@@ -151,7 +151,7 @@ def select_groups(groups: Tensor, totals: Tensor, rows: Tensor, width: int) -> T
 def pair_counts(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     """int32 [K, ceil(N / 128)]: prefix counts over row blocks of rows with kernel offset k; last column: totals."""
     if not has_triton(masks):
-        return pair_counts_twin(masks, count, volume)
+        return pair_counts_torch(masks, count, volume)
     blocks, lanes = max(1, -(-masks.shape[0] // _ROWS)), lanes_of(volume)
     sums = torch.empty(volume, blocks, dtype=torch.int32, device=masks.device)
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes}
@@ -159,7 +159,7 @@ def pair_counts(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     return sums.cumsum(1, dtype=torch.int32)
 
 
-def pair_counts_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
+def pair_counts_torch(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     """As pair_counts, in plain torch."""
     blocks = max(1, -(-masks.shape[0] // _ROWS))
     bits = torch.zeros(blocks * _ROWS, volume, dtype=torch.int32, device=masks.device)
@@ -173,7 +173,7 @@ def sort_rows(masks: Tensor, count: Tensor, groups: Tensor, how: SortSpec) -> Te
     fewer entries than with single offsets, shells as many (measured on five scenes)."""
     digits = Digits.of(masks, _width(groups, how, masks.shape[0]) + _block_bits(how, masks.shape[0]))
     if digits is None:
-        return stable_argsort_twin(gray_keys(masks, count, groups, group_totals(masks, count, groups), how))
+        return stable_argsort_torch(gray_keys(masks, count, groups, group_totals(masks, count, groups), how))
     counts, blank = digits.counts(masks, groups.shape[0])
     totals = group_totals(masks, count, groups, blank)
     return stable_argsort(gray_keys(masks, count, groups, totals, how, (digits, counts)), digits, counts)
@@ -190,7 +190,7 @@ def gray_keys(
     """int32 [N]: sort keys. totals: from totals_of. tally: digits, and the tensor to count them in."""
     width, rows = _width(groups, how, masks.shape[0]), masks.shape[0]
     if not has_triton(masks):
-        return gray_keys_twin(masks, count, groups, totals, how)
+        return gray_keys_torch(masks, count, groups, totals, how)
     keys = torch.empty(rows, dtype=torch.int32, device=masks.device)
     digits, counts = tally or (Digits(0, 0, 1), keys)
     number = groups.shape[0]
@@ -201,7 +201,7 @@ def gray_keys(
     return keys
 
 
-def gray_keys_twin(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor, how: SortSpec) -> Tensor:
+def gray_keys_torch(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor, how: SortSpec) -> Tensor:
     """As gray_keys, in plain torch."""
     width, step = _width(groups, how, masks.shape[0]), _step(count)
     met = _has_any(masks, groups[select_groups(groups, totals, (count + step - 1) // step, width)])
@@ -216,7 +216,7 @@ def gray_keys_twin(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor,
 def assign_tiles(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]) -> Tiling:
     """Tiles of B rows in `order`, or their own order if None; shape: (B, K)."""
     if not has_triton(masks):
-        return assign_tiles_twin(masks, count, order, how, shape)
+        return assign_tiles_torch(masks, count, order, how, shape)
     block, volume = shape
     tiles, device = -(-masks.shape[0] // block), masks.device
     slots = torch.empty(tiles, block, dtype=torch.int32, device=device)
@@ -230,7 +230,7 @@ def assign_tiles(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSp
     return Tiling(slots, active, ends)
 
 
-def assign_tiles_twin(
+def assign_tiles_torch(
     masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]
 ) -> Tiling:
     """As assign_tiles, in plain torch."""
@@ -255,7 +255,7 @@ def fill_tiles(rows: Tensor, tiling: Tiling, capacity: int, status: Tensor | Non
     # Without a status no overflow is possible: the kernel gets a placeholder.
     found, overflow = TileList(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
     if not has_triton(rows):
-        fill_tiles_twin(rows, tiling, found, overflow)
+        fill_tiles_torch(rows, tiling, found, overflow)
         RUNS.register(tile, tiling.ends, rows.shape[1])
         return found
     RUNS.register(tile, tiling.ends, rows.shape[1])
@@ -267,7 +267,7 @@ def fill_tiles(rows: Tensor, tiling: Tiling, capacity: int, status: Tensor | Non
     return found
 
 
-def fill_tiles_twin(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -> None:
+def fill_tiles_torch(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -> None:
     """As fill_tiles, in plain torch; writes `found`."""
     status.bitwise_or_(OVERFLOW * (tiling.entries > len(found.taps)).any().int())
     found.tiles.fill_(len(tiling.slots))
@@ -308,7 +308,7 @@ def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
     taps = _padding((groups,), dtype=torch.int32, device=ends.device)
     ranks = torch.empty_like(taps)
     if not has_triton(ends):
-        group_ranks_twin(ends, size, (taps, ranks))
+        group_ranks_torch(ends, size, (taps, ranks))
         return taps, ranks
     volume, blocks = ends.shape
     constants = {"K": volume, "LANES": lanes_of(volume), "BLOCK": _RANKED}
@@ -316,7 +316,7 @@ def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
     return taps, ranks
 
 
-def group_ranks_twin(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> None:
+def group_ranks_torch(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> None:
     """As group_ranks, in plain torch; writes `found`."""
     taps, ranks = found
     whole = _groups_of(ends, size)
@@ -336,13 +336,13 @@ def _list(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> No
     """tensors: rows, count, ends, ranks, inputs, outputs, status. shape: (pairs per group, groups)."""
     rows, _, ends, *_ = tensors
     if not has_triton(rows):
-        return _list_twin(tensors, shape, ranked)
+        return _list_torch(tensors, shape, ranked)
     volume = rows.shape[1]
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume), "RANKED": ranked}
     kernel("tile_kernels.list_pairs")(-(-rows.shape[0] // _ROWS), tensors, (*shape, ends.shape[1]), constants)
 
 
-def _list_twin(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
+def _list_torch(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
     """As _list, in plain torch."""
     rows, count, ends, ranks, inputs, outputs, status = tensors
     (size, groups), totals = shape, ends[:, -1].long()
@@ -370,13 +370,13 @@ def transpose_table(rows: Tensor, count: Tensor, inputs: int) -> Tensor:
     volume = rows.shape[1]
     turned = _padding((inputs, volume), dtype=torch.int32, device=rows.device)
     if not has_triton(rows):
-        return transpose_table_twin(rows, count, turned)
+        return transpose_table_torch(rows, count, turned)
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
     kernel("tile_kernels.transpose_table")(-(-rows.shape[0] // _ROWS), (rows, count, turned), (), constants)
     return turned
 
 
-def transpose_table_twin(rows: Tensor, count: Tensor, turned: Tensor) -> Tensor:
+def transpose_table_torch(rows: Tensor, count: Tensor, turned: Tensor) -> Tensor:
     """As transpose_table, in plain torch; writes `turned`."""
     at, taps = (torch.where(_valid_rows(rows, count)[:, None], rows, -1) >= 0).nonzero().unbind(1)
     turned[rows[at, taps].long(), taps] = at.int()
@@ -473,6 +473,6 @@ def stable_argsort(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
     return keys
 
 
-def stable_argsort_twin(keys: Tensor) -> Tensor:
+def stable_argsort_torch(keys: Tensor) -> Tensor:
     """As stable_argsort, in plain torch."""
     return torch.sort(keys, stable=True)[1].int()

@@ -4,7 +4,7 @@
 
 A program computes a tile of results, rows x columns, and iterates over the reductions in one flat loop. Index tensors
 keep the axes they depend on and are broadcast only where an address or a mask needs both: nothing is reshaped or
-transposed before the dot ("lazy broadcasting", Insum section 5). The plain-torch twin is lower/graph.py.
+transposed before the dot ("lazy broadcasting", Insum section 5). In plain torch: lower/graph.py.
 
 `Signature` is the specialisation key of the source; sizes are arguments, so all sizes share a kernel.
 """

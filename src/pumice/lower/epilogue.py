@@ -2,7 +2,7 @@
 
     y = activation((x - mean[n]) / sqrt(variance[n] + eps) * scale[n] + shift[n] + residual)
 
-Kernels apply it in registers, in float32, and round once. `applied` is the twin in plain torch; with gradients the
+Kernels apply it in registers, in float32, and round once. `applied` does the same in plain torch; with gradients the
 result was rounded to its dtype before.
 """
 

@@ -49,7 +49,7 @@ class _MaxPool(torch.autograd.Function):
 def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
     """(y, kernel offset of each maximum, -1 if none; int8 or int16). kept=False: without the kernel offsets."""
     if not _by_kernels(x):
-        return forward_twin(x, rows)
+        return forward_torch(x, rows)
     (outputs, volume), channels = rows.shape, x.shape[1]
     y = x.new_empty(outputs, channels)
     taps = torch.empty((outputs, channels) if kept else (1,), dtype=_of_taps(volume), device=x.device)
@@ -58,7 +58,7 @@ def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
     return y, taps
 
 
-def forward_twin(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def forward_torch(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Twin of forward in plain torch."""
     top = x.new_full((rows.shape[0], x.shape[1]), -torch.inf)
     first = torch.full(top.shape, -1, dtype=_of_taps(rows.shape[1]), device=x.device)

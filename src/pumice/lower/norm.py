@@ -169,7 +169,7 @@ def recompute_with_autograd(
     x: Tensor, rows: CoordBuffer, state: NormState, statistics: Statistics, y: Tensor | None
 ) -> Tensor:
     """The result without residual and statistics updates, in torch operators; y: the result, if reads_result."""
-    own = moments_twin(x, rows, replace(statistics, update_running_stats=False))
+    own = moments_torch(x, rows, replace(statistics, update_running_stats=False))
     # Fewer than two rows used running statistics, which may have been updated since.
     again = state.affine(replace(state, pair=torch.where(rows.count > 1, own, state.pair)).centred(x))
     if state.relu:
@@ -219,7 +219,7 @@ def moments(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
     known = statistics.running
     # Kernels write running statistics in place.
     if not _by_kernels(x) or (known is not None and not (known[0].is_contiguous() and known[1].is_contiguous())):
-        return moments_twin(x, rows, statistics)
+        return moments_torch(x, rows, statistics)
     pair = _pair(x)
     tracked, offset = statistics.tracked, statistics.offset
     if statistics.update_running_stats and statistics.momentum is None and tracked is not None:
@@ -232,7 +232,7 @@ def moments(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
     return pair
 
 
-def moments_twin(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
+def moments_torch(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
     """Twin of moments in plain torch."""
     count, several, alive = rows.count.clamp(min=1), rows.count > 1, rows.valid_mask()[:, None]
     wide = torch.where(alive, x.to(torch.promote_types(x.dtype, torch.float32)), 0)
