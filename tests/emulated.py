@@ -486,7 +486,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
 
     def emitted_too(bound, given, tile, how):
         made = emitted(bound, given, tile, how)
-        known = Made(bound.statement, made.form.needs_atomics or how.splits > 1, how.finish, made.workspace_bytes)
+        known = Made(bound.statement, made.form.atomic or how.splits > 1, how.finish, made.workspace_bytes)
         before = gpu.sources.setdefault(made.source, known)
         assert (before.finish.activation, before.finish.eps) == (how.finish.activation, how.finish.eps)
         assert str(before.statement) == str(bound.statement) and before.adds == known.adds

@@ -123,8 +123,8 @@ def built(job: Job) -> Built:
         form = packed(form, p.bound.statement, extents) or form
     if job.target == "gfx942":
         tile = replace(tile, stages=min(tile.stages, AMD_STAGES))
-    found = Built(tile, form.product, form.needs_atomics)
-    out = torch.empty(p.bound.shape, dtype=torch.float32 if form.needs_atomics else _kept(job), device="meta")
+    found = Built(tile, form.product, form.atomic)
+    out = torch.empty(p.bound.shape, dtype=torch.float32 if form.atomic else _kept(job), device="meta")
     try:
         launch = lowered.prepare(p.bound, p.operands, out, tile, options=how)
         options = {"num_warps": launch.tile.warps, "num_stages": launch.tile.stages}

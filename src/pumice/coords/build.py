@@ -118,10 +118,8 @@ def join_side_streams(geometry: Geometry) -> Iterator[None]:
     levels = list(_levels_below(geometry))
     maps = [found for level in levels for found, _ in level.maps.values()]
     if maps and all(found.buffered is not None and None in found.buffered.pending_events for found in maps):
-        main, stream = (
-            torch.cuda.current_stream(geometry.device),
-            torch.cuda.Stream(geometry.device, priority=MAP_STREAM_PRIORITY),
-        )
+        main = torch.cuda.current_stream(geometry.device)
+        stream = torch.cuda.Stream(geometry.device, priority=MAP_STREAM_PRIORITY)
         with torch.cuda.stream(stream):
             for level in levels:
                 level.wait_for_status()
@@ -206,10 +204,9 @@ def _map_of(relation: Relation, found: Neighbours, inputs: Geometry, outputs: Ge
         return made
     if here is None or there is None:
         raise GeometryError("a captured network cannot mix its own coordinates with coordinates from outside")
-    status, place = inputs.cloud.status, (here.path, there.path, relation)
-    return replace(
-        made, buffered=BufferedMapState(inputs.cloud.count, outputs.cloud.count, status, here.capacities, place)
-    )
+    key = here.path, there.path, relation
+    state = BufferedMapState(inputs.cloud.count, outputs.cloud.count, inputs.cloud.status, here.capacities, key)
+    return replace(made, buffered=state)
 
 
 def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometry:

@@ -42,10 +42,7 @@ from pumice.schedule.tuner import (
 )
 
 FACTOR = 2.5  # A dataflow is a candidate if its cost model estimate is within this factor of the best one
-_MAX_CANDIDATES = {
-    1: 6,
-    2: 4,
-}  # Largest number of candidates per task, by the number of tasks of a group; best estimates first
+_MAX_CANDIDATES = {1: 6, 2: 4}  # Per task, by the number of tasks of a group; best estimates first
 REPEATS = 3
 
 BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
@@ -211,11 +208,8 @@ def tuning_tasks(tuned_model: TuningSubject, observed: Observed, options: Tuning
             flows = [flow for flow in options.flows if options.allows(flow, passes, tuned_model)]
             default_seconds = total_seconds(PLANNED, works, passes, tuned_model.device.type)
             tried = candidate_flows(flows, works, passes, tuned_model.device.type)
-            tried = (
-                tried
-                if options.explicit
-                else promising(tried, default_seconds, FACTOR)[: _MAX_CANDIDATES[len(options.pass_groups)]]
-            )
+            if not options.explicit:
+                tried = promising(tried, default_seconds, FACTOR)[: _MAX_CANDIDATES[len(options.pass_groups)]]
             found.append(PassTask(group, passes, default_seconds, tuple(tried)))
     return sorted(found, key=lambda part: -part.default_seconds)
 

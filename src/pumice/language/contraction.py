@@ -82,7 +82,7 @@ class ContractionRoles:
     right: tuple[int, ...]
     target: Access
     segment: Segment | None
-    needs_atomics: bool
+    atomic: bool
     folds: bool = False
     stacked: bool = False
     packed: bool = False
@@ -106,13 +106,13 @@ def contraction_roles(statement: Statement, extents: Mapping[str, int]) -> Contr
     if found is None and (segment is not None or adds):
         # Mostly idle tensor cores are still faster than elementwise gathers.
         found = _product(term, target, reduced, segment, extents, narrow=True)
-    common = {"target": target, "segment": segment, "needs_atomics": adds}
+    common = {"target": target, "segment": segment, "atomic": adds}
     if found is not None:
         return replace(found, **common)
     folded = _folded_product(term, target, reduced, extents) if segment is None else None
     if folded is not None:
         # Several blocks of columns may add to one entry.
-        return replace(folded, target=target, needs_atomics=True)
+        return replace(folded, target=target, atomic=True)
     return replace(_entrywise(term, target, reduced, segment, extents), **common)
 
 
@@ -129,7 +129,7 @@ def stacked(roles: ContractionRoles, statement: Statement) -> ContractionRoles |
     The entries of all segments of a tile are its reduction. The left side is mostly zero; tensor cores multiply it
     faster than plain units convert and add the non-zeros.
     """
-    if not roles.laned or roles.folds or roles.needs_atomics or roles.segment is None or not roles.columns:
+    if not roles.laned or roles.folds or roles.atomic or roles.segment is None or not roles.columns:
         return None
     deps = [set(indices_of(factor)) for factor in statement.terms[0].factors]
     right = tuple(i for i, dep in enumerate(deps) if dep & set(roles.columns))
@@ -161,7 +161,7 @@ def packed(roles: ContractionRoles, statement: Statement, extents: Mapping[str, 
     along = [e for access in accesses_of(term) for e in access.indices if segment.position in indices_of(e)]
     if any(set(found.reduced) <= set(indices_of(e)) or any(c < 0 for c, _ in e.terms) for e in along):
         return None
-    return replace(found, target=roles.target, segment=segment, needs_atomics=roles.needs_atomics, packed=True)
+    return replace(found, target=roles.target, segment=segment, atomic=roles.atomic, packed=True)
 
 
 def segment_axis(roles: ContractionRoles) -> tuple[str, int, int]:

@@ -670,7 +670,7 @@ class _Emitter:
 
     def _until(self, last: str) -> str:
         """The end of the loop: no iterations if an index array says that the program has no results."""
-        if not self.roles.needs_atomics:
+        if not self.roles.atomic:
             return last
         arrays = (array for expression in self.roles.target.indices for array in expression.arrays)
         valid = [f"({self._load(a, 'YX').code} >= 0)" for a in arrays if set(indices_of(a)) <= set(self.roles.batch)]
@@ -1036,7 +1036,7 @@ class _Emitter:
     @property
     def _shared(self) -> bool:
         """True if several programs add to one entry."""
-        return self.roles.needs_atomics or self.signature.splits
+        return self.roles.atomic or self.signature.splits
 
     def _write(self) -> None:
         if self._shared:

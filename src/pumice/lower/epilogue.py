@@ -133,10 +133,8 @@ class Epilogue:
             operands = {name: x for name, x in operands.items() if x is not None}
         made = object.__new__(Epilogue)
         # Fill the cached properties.
-        held = {
-            "operands": operands,
-            "signature": _cached_signature(tuple(operands), activation, None, eps, row_padding),
-        }
+        signature = _cached_signature(tuple(operands), activation, None, eps, row_padding)
+        held = {"operands": operands, "signature": signature}
         held |= {"mean": mean, "variance": variance, "eps": eps, "scale": scale, "shift": shift}
         held |= {"residual": residual, "activation": activation, "dtype": None, "row_padding": row_padding}
         object.__setattr__(made, "__dict__", held)

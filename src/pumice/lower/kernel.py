@@ -159,7 +159,7 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     if torch.float8_e4m3fn in kinds and (why := without_fp8(next(iter(operands.values())).device)):
         return why
     form = contraction_roles(statement, bound.extents)
-    if form.needs_atomics and torch.are_deterministic_algorithms_enabled():
+    if form.atomic and torch.are_deterministic_algorithms_enabled():
         return "results are accumulated by atomics, which deterministic algorithms forbid"
     try:
         _emitted(statement, form, _signature(bound, operands, form, torch.float32, _smallest(form)))
@@ -211,7 +211,7 @@ class KernelExecutor:
         self._empty = any(not len(extent) for extent in bound.ranges.values())
         deterministic = torch.are_deterministic_algorithms_enabled()
         self.splits = 1 if self._empty or deterministic else tiles.splits(self._form, bound.extents)
-        adds = self._form.needs_atomics or self.splits > 1
+        adds = self._form.atomic or self.splits > 1
         self._whole = not self._empty and not adds and _writes_every_entry(bound, self._form)
         # Accumulate in float32 at least.
         self._summed = torch.promote_types(dtype, torch.float32) if adds else dtype

@@ -223,39 +223,21 @@ def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
     return shape if static_rows else (size_bucket(shape[0]), *shape[1:]), operand.dtype, operand.device
 
 
-def bound_plan(operands: Sequence[Tensor], request: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
+def bound_plan(operands: Sequence[Tensor], call: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
     """The plan of a call with its map bound, chosen and cached by size bucket. kinds: of the operands, if known."""
-    steady, count = request.static_rows, len(operands)
+    steady, count = call.static_rows, len(operands)
     given = kinds or (None,) * count
     kinds = [k or kind_of(t, n in steady) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
-    whole = request.shape if count in steady else (size_bucket(request.shape[0]), *request.shape[1:])
-    key = (
-        request.text,
-        request.names,
-        whole,
-        request.lowering,
-        request.finish,
-        request.stream_k_chunk,
-        request.result_dtype,
-        deterministic(),
-        *kinds,
-    )
+    whole = call.shape if count in steady else (size_bucket(call.shape[0]), *call.shape[1:])
+    options = call.lowering, call.finish, call.stream_k_chunk, call.result_dtype, deterministic()
+    key = (call.text, call.names, whole, *options, *kinds)
     known = _BUCKETED_PLANS.get(key)
     if known is None:
         like = [t if t.shape == shape else t[: shape[0]] for t, (shape, *_) in zip(operands, kinds, strict=True)]
-        known = _BUCKETED_PLANS.keep(
-            key,
-            _bucketed(_with_stream_k(_plan_for_request(like, request, whole), like, request.stream_k_chunk), request),
-        )
+        known = _BUCKETED_PLANS.keep(key, _bucketed(_plan_for_request(like, call, whole), call))
     if known.steps is None:
-        return bind_operands(
-            _with_stream_k(_plan_for_request(operands, request, request.shape), operands, request.stream_k_chunk),
-            operands,
-            request.runtime_operands,
-        )
-    return replace(
-        known.plan, steps=tuple(part.at(operands, request.shape) for part in known.steps), shape=request.shape
-    )
+        return bind_operands(_plan_for_request(operands, call, call.shape), operands, call.runtime_operands)
+    return replace(known.plan, steps=tuple(part.at(operands, call.shape) for part in known.steps), shape=call.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,8 +268,8 @@ class BucketedPlan:
     steps: tuple[ResizableStep, ...] | None
 
 
-def _bucketed(plan: Plan, request: PlanRequest) -> BucketedPlan:
-    order = {place: number for number, place in enumerate(request.runtime_operands)}
+def _bucketed(plan: Plan, call: PlanRequest) -> BucketedPlan:
+    order = {place: number for number, place in enumerate(call.runtime_operands)}
     parts = []
     for part in plan.steps:
         if not isinstance(run := part.run, kernels.KernelExecutor) or not run.resizable:
@@ -299,10 +281,9 @@ def _bucketed(plan: Plan, request: PlanRequest) -> BucketedPlan:
     return BucketedPlan(replace(plan, accumulated=old), tuple(parts))
 
 
-def _plan_for_request(operands: Sequence[Tensor], request: PlanRequest, shape: tuple[int, ...]) -> Plan:
-    return plan_for(
-        operands, request.names, request.text, shape, request.lowering, request.finish, request.result_dtype
-    )
+def _plan_for_request(operands: Sequence[Tensor], call: PlanRequest, shape: tuple[int, ...]) -> Plan:
+    plan = plan_for(operands, call.names, call.text, shape, call.lowering, call.finish, call.result_dtype)
+    return _with_stream_k(plan, operands, call.stream_k_chunk)
 
 
 def _with_stream_k(plan: Plan, operands: Sequence[Tensor], piece: int) -> Plan:

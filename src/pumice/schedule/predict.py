@@ -154,16 +154,10 @@ def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int)
 
 def _by_pairs(work: LayerWork, slowdown: float) -> float:
     """A kernel over the pairs of each offset; both sides are gathered."""
-    moved = work.forward_map.pairs * sum(work.channels) * work.itemsize
-    return (
-        _KERNEL_SECONDS
-        + slowdown
-        * max(
-            moved / DEVICES["cuda"].cache,
-            2 * work.forward_map.pairs * work.macs_per_pair / _MATRIX[work.itemsize] * 1.5,
-        )
-        + 6e-6
-    )
+    pairs = work.forward_map.pairs
+    moved, macs = pairs * sum(work.channels) * work.itemsize, pairs * work.macs_per_pair
+    longest = max(moved / DEVICES["cuda"].cache, 2 * macs / _MATRIX[work.itemsize] * 1.5)
+    return _KERNEL_SECONDS + slowdown * longest + 6e-6
 
 
 def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> float:

@@ -346,7 +346,7 @@ def _short_product(problem: Problem, sides: tuple[int, int], swapped: bool) -> T
     epilogue) 173,000 rows of 128 to 96 channels take 31 us (41 with eight warps), a million 138 (211), 66,000 rows of
     192 to 128 channels 15 (18)."""
     (rows, columns), reduced = sides, problem.volume(problem.roles.reduced)
-    plain = problem.bits == 16 and not (swapped or problem.roles.folds or problem.roles.needs_atomics)
+    plain = problem.bits == 16 and not (swapped or problem.roles.folds or problem.roles.atomic)
     if not plain or problem.roles.loops or not 64 < columns <= 128 or reduced > 192 or rows < 128 * _MANY:
         return None
     return Tile(128, 128, 32, stages=4, epilogue_subtiles=4) if columns <= 96 else Tile(64, 128, 64, stages=2)
@@ -376,7 +376,7 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, prefetch_indices=True)
     if width == 256:
         return replace(tile, warps=8)
-    own = roles.segment is not None and not (roles.packed or roles.needs_atomics or roles.folds)
+    own = roles.segment is not None and not (roles.packed or roles.atomic or roles.folds)
     if own and problem.mean < _SINGLE and problem.longest <= _SHORT and problem.bits == 16:
         return replace(tile, epilogue_subtiles=4 if width == 128 else 1)
     tile = _with_loads(problem, tile, (columns, count)) if turns >= _SHORT_LOOP else _without_prefetch(tile)
@@ -388,7 +388,7 @@ def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tu
     rows, columns = sides
     height, width = _tile_side(rows, 128), _tile_side(columns, 128)
     tiles = problem.segments * problem.volume(problem.roles.batch)
-    long = turns >= _LONG_LOOP and not problem.roles.needs_atomics
+    long = turns >= _LONG_LOOP and not problem.roles.atomic
 
     def programs() -> int:
         return tiles * -(-rows // height) * -(-columns // width)
@@ -406,11 +406,7 @@ def _with_loads(problem: Problem, tile: Tile, sizes: tuple[int, int]) -> Tile:
     """With as many stages as fit; sizes: columns, programs. A fourth lowers occupancy; only for few or small tiles."""
     (columns, programs), more, area = sizes, replace(tile, stages=4), tile.rows * tile.columns
     roomy = tile.rows <= 64 or (area < 128 * 128 and programs < _MANY)
-    few = (
-        problem.bits <= 16
-        and not problem.roles.needs_atomics
-        and programs <= 1.75 * _concurrent_programs(problem, more)
-    )
+    few = problem.bits <= 16 and not problem.roles.atomic and programs <= 1.75 * _wave_size(problem, more)
     halved = tile.reduced < _max_depth(problem) and problem.volume(problem.roles.reduced) > tile.reduced
     if halved and programs >= _MANY:
         # A tile with padding columns, which are not written: three programs fit where two did.
@@ -418,9 +414,7 @@ def _with_loads(problem: Problem, tile: Tile, sizes: tuple[int, int]) -> Tile:
         # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 with dependent loads), 885 us for
         # a million of a shell (979).
         full = (
-            columns == tile.columns == 128
-            and problem.bits <= 16
-            and not (problem.roles.folds or problem.roles.needs_atomics)
+            columns == tile.columns == 128 and problem.bits <= 16 and not (problem.roles.folds or problem.roles.atomic)
         )
         return replace(more, epilogue_subtiles=4) if sparse or full else _without_prefetch(tile)
     alike = roomy and _waves(problem, more, programs) <= _waves(problem, tile, programs)
@@ -435,10 +429,7 @@ def _stream_k_chunk(problem: Problem, tile: Tile, programs: int) -> int:
     """Chunk of a segment per program, if the longest segment outlasts the others by far; 0: none is shared. Partial
     sums go through memory, so nothing is shared if all programs have work, or if nearly every kernel offset occurs in
     every tile."""
-    each, longest = (
-        problem.mean * programs / _concurrent_programs(problem, tile),
-        max(problem.longest, 1.4 * problem.mean),
-    )
+    each, longest = problem.mean * programs / _wave_size(problem, tile), max(problem.longest, 1.4 * problem.mean)
     alike = 0.8 * problem.longest < problem.mean <= problem.longest
     if longest < 2.5 * each or alike or problem.longest <= _SHORT:
         return 0
@@ -449,10 +440,10 @@ def _waves(problem: Problem, tile: Tile, programs: int) -> int:
     """Waves of programs on the device if all take equally long."""
     # Short segments vary most in length: other programs fill the gaps.
     alike = problem.roles.segment is None or problem.mean > _SHORT_LOOP
-    return -(-programs // _concurrent_programs(problem, tile)) if alike else 1
+    return -(-programs // _wave_size(problem, tile)) if alike else 1
 
 
-def _concurrent_programs(problem: Problem, tile: Tile) -> int:
+def _wave_size(problem: Problem, tile: Tile) -> int:
     """Concurrent programs of a matrix product on a device."""
     return PROCESSORS * occupancy(tile, problem.bits)
 
