@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.box import INT32_MAX, Bounds
-from pumice.coords.buffer import CoordBuffer, alone, read
+from pumice.coords.buffer import CoordBuffer, read, with_own_storage
 from pumice.coords.capacity import BufferedState
 from pumice.coords.codes import morton_argsort
 from pumice.coords.grid import GridSpec, Stride, VoxelFrame, tidy
@@ -63,12 +63,12 @@ class Geometry:
         # True if compiled code may rely on the maps (coords.tracing).
         self.prepared = False
         # Keys of the sets of maps that pumice.ops.prepare has already built here.
-        self.asked: set[Hashable] = set()
+        self.prepared_requests: set[Hashable] = set()
         self.trail: TraceOrigin | None = None
         self._buffered: BufferedState | None = None
-        self._alive: Tensor | None = None
+        self._valid_mask: Tensor | None = None
         # In a captured network: events of side streams for "coords" and for all that is "found" from them.
-        self.late = PendingEvents()
+        self.pending_events = PendingEvents()
 
     @staticmethod
     def in_buffer(cloud: CoordBuffer, site: GridSpec, buffered: BufferedState) -> Geometry:
@@ -132,7 +132,7 @@ class Geometry:
     @property
     def coords(self) -> Tensor:
         """int32 [N, 1+D], in units of this level's voxels."""
-        self._join("coords")
+        self._wait_for("coords")
         return self._coords
 
     @property
@@ -195,10 +195,10 @@ class Geometry:
     @property
     def valid_mask(self) -> Tensor:
         """bool [N, 1]: True for valid rows; all of them outside captured networks."""
-        if self._alive is None:
+        if self._valid_mask is None:
             with outside_inference_mode():
-                self._alive = self.cloud.valid_mask()[:, None]
-        return self._alive
+                self._valid_mask = self.cloud.valid_mask()[:, None]
+        return self._valid_mask
 
     def require_host_size(self, what: str) -> None:
         """Raise GeometryError, on behalf of `what`, if the number of voxels is known on the device only."""
@@ -225,7 +225,7 @@ class Geometry:
     def __reduce__(self) -> tuple[Any, ...]:
         # Maps are rebuilt on demand, which keeps copies small.
         self.settle()
-        return _rebuild, (alone(self._coords), *_plain(self.site), self._inverse)
+        return _rebuild, (with_own_storage(self._coords), *_plain(self.site), self._inverse)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Geometry:
         """The same coordinates on `device`, with all cached maps and levels."""
@@ -240,36 +240,36 @@ class Geometry:
     @property
     def cloud(self) -> CoordBuffer:
         """The coordinates as kernels take them."""
-        self._join("coords")
+        self._wait_for("coords")
         if self._cloud is None:
             with outside_inference_mode():
                 self._cloud = CoordBuffer.of(self._coords, self.bounds)
         return self._cloud
 
-    def _join(self, what: str) -> None:
+    def _wait_for(self, what: str) -> None:
         """See PendingEvents; used in captured networks only."""
-        if self.late:
-            self.late.join(what, self.device)
+        if self.pending_events:
+            self.pending_events.wait_for(what, self.device)
 
-    def told(self) -> None:
+    def wait_for_status(self) -> None:
         """Make the current stream wait for the status words of these coordinates and their maps."""
-        self.late.told(self.device)
+        self.pending_events.wait_for_status(self.device)
         for found, _ in self.maps.values():
-            if found.between is not None:
-                found.between.told()
+            if found.buffered is not None:
+                found.buffered.wait_for_status()
 
-    def over(self) -> None:
+    def wait_for_all(self) -> None:
         """At the end of a program: order later reads after all side streams, also those of maps that no layer read."""
-        self.late.over(self.device)
+        self.pending_events.wait_for_all(self.device)
         for found, _ in self.maps.values():
-            if found.between is not None:
-                found.between.over()
+            if found.buffered is not None:
+                found.buffered.wait_for_all()
 
     def lookup(self, schedule: MapSchedule | None = None) -> Lookup:
         """The cached search structure from coordinates to rows.
 
         schedule: overrides the cost model's choice, from now on. Raises OptionError if it is not available."""
-        self._join("found")
+        self._wait_for("found")
         if self._lookup is None or schedule not in (None, self._schedule):
             with outside_inference_mode():
                 found = lookup_of(self.cloud, schedule)

@@ -50,7 +50,7 @@ def quantize(
         raise CoordinateError(f"batch indices reach {bounds.batch - 1}, batch_size is {size}")
     distinct, place = morton_unique(coords, bounds)
     site = GridSpec((1,) * points.shape[1], shape, size, bounds, frame)
-    return Geometry(distinct, site, place if kept is None else _scatter(place, kept))
+    return Geometry(distinct, site, place if kept is None else _inverse_of(place, kept))
 
 
 def frame_of(
@@ -96,7 +96,7 @@ def _batch_column(batch: Tensor) -> Tensor:
     return batch.int()
 
 
-def _scatter(place: Tensor, kept: Tensor) -> Tensor:
+def _inverse_of(place: Tensor, kept: Tensor) -> Tensor:
     inverse = torch.full(kept.shape, -1, dtype=torch.int64, device=kept.device)
     inverse[kept] = place
     return inverse

@@ -73,7 +73,7 @@ def capture(
     margins = CapacityMargins(margin, level_capacity)
     own = model if dtype is None else cast(model, dtype)
     x = example if dtype is None else example.to(dtype)
-    program = PaddedProgram(own, site_within(example.geometry.site, limits.batch, box), Autocast.now(x.device.type))
+    program = PaddedProgram(own, site_within(example.geometry.site, limits.batch, box), Autocast.current(x.device.type))
     scene = VoxelScene(x.feats, x.coords, x.geometry, x)
     with outside_inference_mode():
         buffers = VoxelBuffers.of(limits.capacities[-1], x)
@@ -124,7 +124,7 @@ def capture_points(
     scene = PointScene(points, feats, batch, VoxelGrid(frame, shape, limits.batch, dtype))
     # Raises if the example is invalid.
     x = scene.tensor()
-    program = PaddedProgram(own, site_within(x.geometry.site, limits.batch, box), Autocast.now(points.device.type))
+    program = PaddedProgram(own, site_within(x.geometry.site, limits.batch, box), Autocast.current(points.device.type))
     with outside_inference_mode():
         buffers = PointBuffers.of(limits.capacities[-1], scene, program.site.bounds)
     return CapturedPoints(GraphRunner(program, buffers, scene, limits, margins), None if own is model else model)
@@ -244,16 +244,16 @@ def site_within(site: GridSpec, batch: int, box: Box | None) -> GridSpec:
         if len(low) != len(bounds.low) or len(high) != len(low) or any(a > b for a, b in zip(low, high, strict=True)):
             raise OptionError(f"box takes the smallest and the largest coordinate of each axis, found {box!r}")
     else:
-        ends = [_roomier(a, b) for a, b in zip(bounds.low, bounds.high, strict=True)]
+        ends = [_enlarged(a, b) for a, b in zip(bounds.low, bounds.high, strict=True)]
         low, high = tuple(a for a, _ in ends), tuple(b for _, b in ends)
     return GridSpec(site.stride, site.spatial_shape, batch, Bounds(low, high, batch), site.frame)
 
 
-def _roomier(low: int, high: int) -> tuple[int, int]:
+def _enlarged(low: int, high: int) -> tuple[int, int]:
     """Enlarge an axis by half, then to a multiple of _CELLS."""
     extent = high - low + 1
-    room = -(-(extent + 2 * (extent // 4 + 8)) // _CELLS) * _CELLS - extent
-    return max(-(2**31), low - room // 2), min(INT32_MAX, high + room - room // 2)
+    margin = -(-(extent + 2 * (extent // 4 + 8)) // _CELLS) * _CELLS - extent
+    return max(-(2**31), low - margin // 2), min(INT32_MAX, high + margin - margin // 2)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from pumice.lower.emit import SPLITS, STACKS, grid_of
 from pumice.lower.segments import Segments, pieces, segments, stacks
 from pumice.runtime.cache import PERSISTENT
 from pumice.runtime.launch import CompiledKernel
-from pumice.runtime.streams import captured
+from pumice.runtime.streams import is_capturing
 from pumice.runtime.workspace import Workspace, workspace
 from pumice.schedule.tile import Tile
 
@@ -105,7 +105,7 @@ class Mould:
         self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
         self._aligned = (True,) * len(emitted.slots)
         # Bytes for what a program finds of a piece.
-        self.room = emitted.room(1)
+        self.room = emitted.workspace_bytes(1)
 
     def slots(self, held: Collection[str]) -> Slots:
         """Where tensors belong for calls that hold these operands."""
@@ -121,10 +121,10 @@ class Mould:
         key = name, count, self._ways
         found = known.get(key)
         # Passes of a program that is to be captured all go one way: the one before compiles what it starts.
-        if found is None and array is not None and array not in PERSISTENT and not captured(array.device):
+        if found is None and array is not None and array not in PERSISTENT and not is_capturing(array.device):
             found = known[key] = Cut(segments_of(array, count, self._own, self._emitted.tile))
         # Those that are apart take a second kernel.
-        return None if found is None or found.part.apart is not None else found
+        return None if found is None or found.part.outliers is not None else found
 
     def cast(self, slots: Slots, held: Sequence[int], rows: Sequence[int], cut: Cut | None) -> Aimed | None:
         """The kernel of a call that holds what lies at these addresses, which are those of slots.held.
@@ -175,7 +175,7 @@ class Mould:
 
     def _arguments(self) -> tuple[list[Any], list[tuple[int, int]]]:
         """All arguments with what is the same for all calls, and the places of those that are sizes, with which."""
-        values, moving = self._emitted.steady.copy(), []
+        values, moving = self._emitted.static_sizes.copy(), []
         for place in self._counting:
             told = self._emitted.source.arguments[place]
             fixed, sizes, _ = self._extent(told.name) if told.kind == "extent" else self._size(told.name, told.axis)
@@ -216,7 +216,7 @@ class Mould:
         if name == STACKS or (form.segment is not None and name == form.segment.index):
             return 1, (0,), 1
         if name == SPLITS:
-            return self._emitted.how.splits, (), 1
+            return self._emitted.options.splits, (), 1
         place = self._places.get(name)
         return (self._bound.extents[name], (), 1) if place is None else self._size(*place)
 
@@ -301,5 +301,5 @@ class Aimed:
             values[place] = addresses[which]
         if own is not None and slots.scratch is not None:
             waiting, room = slots.scratch
-            values[waiting], values[room] = own.counters.data_ptr(), own.room.data_ptr()
+            values[waiting], values[room] = own.counters.data_ptr(), own.scratch.data_ptr()
         self.compiled(self.programs, values, self.mould.index)

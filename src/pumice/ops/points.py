@@ -12,7 +12,7 @@ from torch import Tensor
 from pumice.coords import Geometry, as_tensor, check_points, frame_of, quantize, unique_coords
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.pool import REDUCTIONS, pick
-from pumice.ops.tensor import SparseTensor, numbers
+from pumice.ops.tensor import SparseTensor, arithmetic_feats
 from pumice.runtime.launch import vector
 
 
@@ -142,7 +142,7 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
         raise DtypeError(f"positions are floating point, found {positions.dtype}")
     if positions.device != x.device:
         raise DeviceError(f"positions are on {positions.device}, x is on {x.device}")
-    numbers(x)
+    arithmetic_feats(x)
     stride = vector(tuple(map(float, x.stride)), positions.dtype, x.device)
     batch = torch.floor(positions[:, :1].detach())
     return MODES[mode](x, batch, positions[:, 1:] / stride, normalize)
