@@ -187,7 +187,7 @@ def operands(case: Case, dtype: torch.dtype = torch.float64, device: str = "cpu"
 def tensor(coords: list[Coord], feats: torch.Tensor, **more) -> "pm.SparseTensor":
     """A SparseTensor of tuples and features."""
     dim = more.pop("dim", None) or len(coords[0]) - 1
-    return pm.SparseTensor(feats, table(coords, dim, feats.device), **more)
+    return pm.SparseTensor(feats, table(coords, dim, feats.device), dim=dim, **more)
 
 
 def table(coords: list[Coord], dim: int, device="cpu") -> torch.Tensor:

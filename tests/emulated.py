@@ -456,7 +456,15 @@ def at(address: int, dtype: torch.dtype, shape, strides) -> tuple[torch.Tensor, 
     return whole.as_strided(shape, strides), (address, count * dtype.itemsize)
 
 
-CACHES = (kernels._RUNNERS, plan._READY, plan._SERIES, plan._CHOSEN, direct.TEMPLATES, linear._CALLS, linear._HELD)
+CACHES = (
+    kernels._RUNNERS,
+    plan._PLANS,
+    plan._BUCKETED_PLANS,
+    plan._CHOSEN,
+    direct.TEMPLATES,
+    linear._BOUND_CALLS,
+    linear._DIFFERENTIABLE_CALLS,
+)
 LAYERS = import_module("pumice.nn.layers")
 REAL = [
     (kernels, "interpreted", kernels.interpreted),
@@ -465,8 +473,8 @@ REAL = [
     (plan, "device_of", plan.device_of),
     (direct, "starts_kernels", direct.starts_kernels),
     (fused, "_worth", fused._worth),
-    (fused, "takes", fused.takes),
-    (LAYERS, "takes", LAYERS.takes),
+    (fused, "fits_one_kernel", fused.fits_one_kernel),
+    (LAYERS, "fits_one_kernel", LAYERS.fits_one_kernel),
     (norm, "_by_kernels", norm._by_kernels),
 ]
 OF_NORMS = (norm._of_blocks, norm._of_parts)
@@ -477,12 +485,12 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
     """Within it, tensors of the CPU are as those of a GPU to everything that asks. gpu: one that knows kernels."""
     gpu, ours = gpu or Gpu(), Ledger(folder / "tiles.json")
     gpu.clear()
-    emitted, read, started, empty = kernels.generated_kernel, maps.read, line.started, torch.Tensor.new_empty
+    emitted, read, started, empty = kernels.generated_kernel, maps.build_form, line.started, torch.Tensor.new_empty
     trains, goes_back, shared = trained.started, trained._Run.backward, norm.workspace
 
     def emitted_too(bound, given, tile, how):
         made = emitted(bound, given, tile, how)
-        known = Made(bound.statement, made.form.adds or how.splits > 1, how.finish, made.room)
+        known = Made(bound.statement, made.form.atomic or how.splits > 1, how.finish, made.workspace_bytes)
         before = gpu.sources.setdefault(made.source, known)
         assert (before.finish.activation, before.finish.eps) == (how.finish.activation, how.finish.eps)
         assert str(before.statement) == str(bound.statement) and before.adds == known.adds
@@ -530,7 +538,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
 
     def shared_too(count, size, device):
         made = shared(count, size, device)
-        gpu.rooms[made.counters.data_ptr()], gpu.rooms[made.room.data_ptr()] = 4 * made.count, made.size
+        gpu.rooms[made.counters.data_ptr()], gpu.rooms[made.scratch.data_ptr()] = 4 * made.count, made.size
         return made
 
     def empty_too(self, *given, **more):
@@ -555,9 +563,9 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         patch.setattr(direct, "starts_kernels", lambda x: True)
         patch.setattr(fused, "_worth", lambda x: isinstance(x, pm.SparseTensor))
         for module in (fused, LAYERS):
-            patch.setattr(module, "takes", lambda *tensors: autograd.is_plain_call(tensors))
+            patch.setattr(module, "fits_one_kernel", lambda *tensors: autograd.is_plain_call(tensors))
         patch.setattr(kernels, "generated_kernel", emitted_too)
-        patch.setattr(maps, "read", read_too)
+        patch.setattr(maps, "build_form", read_too)
         patch.setattr(line, "started", started_too)
         patch.setattr(torch.Tensor, "new_empty", empty_too)
         patch.setattr(norm, "_by_kernels", lambda x: x.dtype != torch.float64)

@@ -29,7 +29,7 @@ def agree(got, want, exact=True):
 def maps_agree(got, want, exact=True):
     assert torch.equal(got.table, want.table) and (got.relation, got.flipped) == (want.relation, want.flipped)
     assert (got.num_inputs, got.num_outputs) == (want.num_inputs, want.num_outputs)
-    assert got.between is None and got.inputs is None
+    assert got.buffered is None and got.inputs is None
     here, there = forms_of(got), forms_of(want)
     assert here.keys() == there.keys() if exact else want.volume <= 8 or there.keys() <= here.keys()
     compared = 0
@@ -43,7 +43,7 @@ def maps_agree(got, want, exact=True):
         parts = dict(zip(tokens, zip(here[name][1], arrays, strict=True), strict=True))
         for token in (t for t in tokens if t.endswith("@tile")):
             tiles = len(parts[token.removesuffix("tile") + "rows"][1])
-            assert torch.equal(*(RUNS.of(array, tiles) for array in parts[token])), (name, token)
+            assert torch.equal(*(RUNS.ends_of(array, tiles) for array in parts[token])), (name, token)
     if ("totals", False) in want._storages:
         assert got._storages["totals", False] == want._storages["totals", False]
     return compared

@@ -92,7 +92,7 @@ def pretend(monkeypatch, streams):
 
 def watch(monkeypatch, streams):
     """Note on which stream tables, storages and lookups are made, and where they are read."""
-    of_found, storage, lookup = KernelMap.of_found, KernelMap.cached, Geometry.lookup
+    of_found, storage, lookup = KernelMap.from_neighbours, KernelMap.cached, Geometry.lookup
 
     def found(*given):
         made = of_found(*given)
@@ -123,6 +123,6 @@ def watch(monkeypatch, streams):
         (streams.make if new else streams.read)(("lookup", streams.keep(one)))
         return value
 
-    monkeypatch.setattr(KernelMap, "of_found", staticmethod(found))
+    monkeypatch.setattr(KernelMap, "from_neighbours", staticmethod(found))
     monkeypatch.setattr(KernelMap, "cached", stored)
     monkeypatch.setattr(Geometry, "lookup", looked_up)

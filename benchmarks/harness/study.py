@@ -389,7 +389,7 @@ def by_choice(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
 def as_graph(text: str, **operands: Tensor | Sparse) -> PreparedGraph:
     """The statement as torch operators (gather, einsum, scatter): what eager PyTorch and Inductor are given."""
     formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
-    tensors, names = compile_einsum(text, formats)._passed(operands)
+    tensors, names = compile_einsum(text, formats)._flatten_operands(operands)
     return graph_of(tensors, names, text, None)
 
 

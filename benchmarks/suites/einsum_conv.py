@@ -152,7 +152,7 @@ def convert(layer: Layer) -> None:
 
 def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
     """The layer with its map in one form."""
-    tokens, held = maps.read(layer.found, form)
+    tokens, held = maps.build_form(layer.found, form)
     names = "|".join(("x", "w", *tokens))
     operands, shape = [layer.feats, layer.weight, *held], (layer.rows, layer.weight.shape[0])
     return tuned(lambda: einsum(operands, names, CONV, shape))

@@ -70,7 +70,7 @@ class Subjected:
 
     def form(self, name: str) -> Callable[[], Tensor]:
         """The layer with its map in one form."""
-        tokens, held = maps.read(self.layer.found, name)
+        tokens, held = maps.build_form(self.layer.found, name)
         return self.line(CONV, "|".join(("x", "w", *tokens)), held)
 
     def line(self, text: str, names: str, arrays: Sequence[Tensor]) -> Callable[[], Tensor]:
@@ -105,7 +105,7 @@ def _compaction(cell: Subjected) -> Idea:
 
 
 def _reordering(cell: Subjected) -> Idea:
-    rows, tiles, taps, _ = maps.read(cell.layer.found, FORM)[1]
+    rows, tiles, taps, _ = maps.build_form(cell.layer.found, FORM)[1]
     online = cell.line(ONLINE, "x|w|R|rows|tile|k", [cell.layer.found.rows(), rows, tiles, taps])
     # As measured of a first prototype: a load that waits for a load that waits for a load costs 1.3 to 1.5 times.
     return cell.idea(1.4, cell.form(FORM), online)

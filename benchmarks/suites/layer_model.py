@@ -63,7 +63,7 @@ class Walk:
 
 def walks(found: KernelMap, form: str) -> tuple[Walk, ...]:
     """One for each part of a form of tiles."""
-    _, held = maps.read(found, form)
+    _, held = maps.build_form(found, form)
     return tuple(Walk.of(*held[at : at + 4]) for at in range(0, len(held), 4))
 
 
@@ -78,7 +78,7 @@ class Step:
     @staticmethod
     def of(layer: Layer, form: str, block: int = 0) -> Step:
         """block: outputs of a tile of the form "compacted"; by default as many as maps.block_of says."""
-        tokens, held = maps.read(layer.found, form)
+        tokens, held = maps.build_form(layer.found, form)
         text, x, weight, shape = _statement(layer)
         names = "|".join(("x", "w", *tokens))
         operands = [x, weight, *(layer.found.compacted(block) if block else held)]

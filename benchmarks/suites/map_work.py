@@ -116,13 +116,13 @@ def planned(found: Mapped, room: Room) -> Planned:
     rows = found.rows.contiguous()
     masks = mask_words(rows) if found.masks is None else found.masks
     tiling = _tiled(masks, found.outputs.count, found.relation, room.block)
-    return Planned(found._replace(rows=rows), tiles_module.filled(rows, tiling, room.entries, found.outputs.status))
+    return Planned(found._replace(rows=rows), tiles_module.fill_tiles(rows, tiling, room.entries, found.outputs.status))
 
 
 def compacted(truth: Truth, block: int) -> TileList:
     """The tiles of a map in just the room that they take."""
     tiling = _whole(truth, block)
-    return tiles_module.filled(truth.rows, tiling, int(tiling.entries))
+    return tiles_module.fill_tiles(truth.rows, tiling, int(tiling.entries))
 
 
 def _whole(truth: Truth, block: int) -> Tiling:

@@ -65,7 +65,9 @@ def _anew(layer: Trained, flow: str | None) -> Callable[[], Tensor]:
     rows, masks = layer.found.rows(), layer.found.masks()
 
     def run() -> Tensor:
-        return _layer(layer, flow, KernelMap.of_found(layer.found.relation, Neighbours(rows, masks), layer.rows))()
+        return _layer(
+            layer, flow, KernelMap.from_neighbours(layer.found.relation, Neighbours(rows, masks), layer.rows)
+        )()
 
     return run
 

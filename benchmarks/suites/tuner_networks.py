@@ -21,7 +21,7 @@ from benchmarks.scenes.network_layers import Fed, Met, layers_of
 from benchmarks.scenes.workloads import Sample, fresh
 from benchmarks.suites.tuner_cases import TRAINING, Subjected
 from pumice.engine.groups import recording_calls
-from pumice.engine.isolated_layers import compile_at_once, isolated_layer
+from pumice.engine.isolated_layers import compile_in_parallel, isolated_layer
 from pumice.engine.subject import undisturbed
 from pumice.lower.kernel import DEFAULT, LEDGER, use_tuning_mode
 from pumice.nn.conv import Convolution, convolutions
@@ -128,8 +128,8 @@ def compiled(network: Network, ways: Iterable[Ran]) -> None:
         for (name, flow), users in used(network, ways).items():
             layers = isolated_layer([call for call in calls if call.name in users], network.training)
             # Checks run layers without what follows them in the network.
-            bare = {(id(x.found.table), x.found.flipped, x.weight.shape): replace(x, then=None) for x in layers}
-            compile_at_once([*bare.values(), *(x for x in layers if x.then is not None)], (name,), (flow,))
+            bare = {(id(x.found.table), x.found.flipped, x.weight.shape): replace(x, epilogue=None) for x in layers}
+            compile_in_parallel([*bare.values(), *(x for x in layers if x.epilogue is not None)], (name,), (flow,))
 
 
 def used(network: Network, ways: Iterable[Ran]) -> dict[tuple[str, Dataflow], set[str]]:

@@ -115,7 +115,7 @@ def test_groups_are_bounded_as_they_are_multiplied(monkeypatch):
     (walk,) = walks(cell.found, "compacted")
     flops = 2 * walk.entries * walk.block * 64
     assert bench_channels._bounds(layer)["matrix"] == pytest.approx(1e3 * flops / gpu.plain)
-    monkeypatch.setattr(sys.modules["pumice.ops.conv"], "_on_matrix_units", lambda x: True)
+    monkeypatch.setattr(sys.modules["pumice.ops.conv"], "_has_tensor_cores", lambda x: True)
     assert bench_channels._bounds(layer)["matrix"] == pytest.approx(1e3 * flops * 32 / gpu.matrix)
 
 

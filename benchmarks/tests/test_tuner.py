@@ -221,7 +221,7 @@ def test_kernels_of_all_ways_are_compiled_first(setup, monkeypatch):
     want |= {("forward", DATAFLOWS["fetch-on-demand"]): {first}, ("wgrad", DATAFLOWS["explicit-gemm"]): {first}}
     assert bench_tuner_networks.used(network, ways) == want
     seen = []
-    monkeypatch.setattr(bench_tuner_networks, "compile_at_once", lambda *told: seen.append(told))
+    monkeypatch.setattr(bench_tuner_networks, "compile_in_parallel", lambda *told: seen.append(told))
     before = {name: x.clone() for name, x in network.net.state_dict().items()}
     bench_tuner_networks.compiled(network, ways)
     assert all(torch.equal(x, before[name]) for name, x in network.net.state_dict().items())
@@ -230,17 +230,17 @@ def test_kernels_of_all_ways_are_compiled_first(setup, monkeypatch):
     counts = {(name, flow): len(layers) for layers, (name,), (flow,) in seen}
     assert counts["forward", DATAFLOWS["fetch-on-demand"]] == 1 < counts["forward", PLANNED] < len(network.names)
     for layers, (name,), (flow,) in seen:
-        layers[0].one_pass(name, flow)
+        layers[0].run_pass(name, flow)
 
 
 def test_in_evaluation_layers_are_compiled_with_and_without_what_follows(setup, monkeypatch):
     made, _ = setup
     network, seen = Network.of(made, subject_of(made)), []
-    monkeypatch.setattr(bench_tuner_networks, "compile_at_once", lambda *told: seen.append(told))
+    monkeypatch.setattr(bench_tuner_networks, "compile_in_parallel", lambda *told: seen.append(told))
     monkeypatch.setattr(fused, "_worth", lambda x: True)
     bench_tuner_networks.compiled(network, [network.all_in(None)])
     (((layers, names, flows)),) = seen
-    assert (names, flows) == (("forward",), (PLANNED,)) and {one.then is None for one in layers} == {True, False}
+    assert (names, flows) == (("forward",), (PLANNED,)) and {one.epilogue is None for one in layers} == {True, False}
 
 
 def test_padding_of_groups(setup):

@@ -127,7 +127,7 @@ def random_tensor(
     """
     coords = random_cloud(count, dim, extent=extent, batch_size=batch_size, seed=seed, device=device)
     feats = np.random.default_rng([seed, dim, channels]).standard_normal((count, channels))
-    return SparseTensor(torch.from_numpy(feats).to(device, dtype), coords, batch_size=batch_size)
+    return SparseTensor(torch.from_numpy(feats).to(device, dtype), coords, batch_size=batch_size, dim=dim)
 
 
 def reference_conv(

@@ -372,10 +372,10 @@ def test_what_is_planned_for_about_this_size_is_the_same():
         asked = calls.arguments("einsum")
         assert len(asked) == 3
         for operands, names, text, shape, _ in asked:
-            ask = autograd._over_map(names, text)
+            ask = autograd._convolution_request(names, text)
             assert ask is not None
             with torch.no_grad():
-                got = autograd._held(operands, replace(ask, shape=tuple(shape)))
+                got = autograd._run_bucketed(operands, replace(ask, shape=tuple(shape)))
                 torch.testing.assert_close(got, plan.execute(operands, names, text, tuple(shape), ""))
 
 
@@ -395,15 +395,18 @@ def test_a_map_that_is_met_again_passes_each_array_once(kind, monkeypatch):
     for operands, names, text, shape, _ in asked:
         tokens = names.split("|")
         assert len({*tokens}) == len(tokens) == len(operands)
-        ask = autograd._over_map(names, text)
+        ask = autograd._convolution_request(names, text)
         assert ask is not None
         with torch.no_grad():
-            autograd._held(operands, replace(ask, shape=tuple(shape)))
+            autograd._run_bucketed(operands, replace(ask, shape=tuple(shape)))
 
 
 def test_other_statements_are_planned_as_they_are():
-    assert autograd._over_map("A|B", "C[i] = A[i,j] * B[j]") is None
-    assert autograd._over_map("x|map@pairs@0@o|map@pairs@0@k|map@pairs@0@i", "O[o] max= map[o,k,i] * x[i]") is None
+    assert autograd._convolution_request("A|B", "C[i] = A[i,j] * B[j]") is None
+    assert (
+        autograd._convolution_request("x|map@pairs@0@o|map@pairs@0@k|map@pairs@0@i", "O[o] max= map[o,k,i] * x[i]")
+        is None
+    )
 
 
 def test_inductor():

@@ -132,8 +132,8 @@ def test_coordinates_need_not_be_contiguous(device):
     ops = cases.operands(Case("layout", (3, 3)), device=device)
     matrix = cases.table(ops.coords, 2, device)
     strided = matrix.t().contiguous().t()
-    want = pm.ops.conv(pm.SparseTensor(ops.feats, matrix), ops.weight, stride=2)
-    got = pm.ops.conv(pm.SparseTensor(ops.feats, strided), ops.weight, stride=2)
+    want = pm.ops.conv(pm.SparseTensor(ops.feats, matrix, dim=2), ops.weight, stride=2)
+    got = pm.ops.conv(pm.SparseTensor(ops.feats, strided, dim=2), ops.weight, stride=2)
     assert cases.tuples(got) == cases.tuples(want) and torch.equal(got.feats, want.feats)
 
 
@@ -179,7 +179,7 @@ def test_means_of_many_low_precision_values(dtype, device):
     """Neither the sum nor the count of a mean has to fit the dtype of the result."""
     points = torch.rand(5000, 1, device=device)
     feats = torch.full((5000, 1), 30.0, dtype=dtype, device=device)
-    assert pm.voxelize(points, feats, size=1.0).feats.item() == 30.0
+    assert pm.voxelize(points, feats, size=1.0, dim=1).feats.item() == 30.0
     coords = [(0, i) for i in range(5000)]
     x = cases.tensor(coords, feats)
     assert pm.ops.global_avg_pool(x).item() == 30.0
@@ -196,7 +196,7 @@ def test_means_of_values_whose_sum_overflows(device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_of_many_low_precision_points_are_summed_wide(dtype, device):
     """A sum of ones in halves ends at 2048, in bfloat16 at 256."""
-    x = pm.voxelize(torch.rand(4096, 1, device=device), size=1.0)
+    x = pm.voxelize(torch.rand(4096, 1, device=device), size=1.0, dim=1)
     feats = torch.zeros(1, 1, dtype=dtype, device=device, requires_grad=True)
     pm.devoxelize(x.replace(feats)).sum(dtype=torch.float32).backward()
     assert feats.grad is not None and feats.grad.item() == 4096.0
@@ -211,7 +211,7 @@ def test_nan_is_seen_and_not_lost():
         assert y[0].isnan() and y[1] == 2.0
     assert pm.ops.global_max_pool(x).isnan().all()
     assert (
-        pm.voxelize(torch.tensor([[0.1], [0.2]]), torch.tensor([[1.0], [float("nan")]]), size=1.0, reduce="max")
+        pm.voxelize(torch.tensor([[0.1], [0.2]]), torch.tensor([[1.0], [float("nan")]]), size=1.0, reduce="max", dim=1)
         .feats.isnan()
         .all()
     )

@@ -124,13 +124,13 @@ def test_gradcheck_of_voxelize(reduce):
     rng = torch.Generator().manual_seed(0)
     points = torch.rand(12, 2, dtype=torch.float64, generator=rng) * 3
     feats = torch.randn(12, 2, dtype=torch.float64, generator=rng, requires_grad=True)
-    assert gradcheck(lambda f: pm.voxelize(points, f, size=1.0, reduce=reduce).feats, [feats])
-    assert gradgradcheck(lambda f: pm.voxelize(points, f, size=1.0, reduce=reduce).feats, [feats])
+    assert gradcheck(lambda f: pm.voxelize(points, f, size=1.0, reduce=reduce, dim=2).feats, [feats])
+    assert gradgradcheck(lambda f: pm.voxelize(points, f, size=1.0, reduce=reduce, dim=2).feats, [feats])
 
 
 def test_gradcheck_of_devoxelize_and_sets():
     points = torch.rand(12, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
-    x = pm.voxelize(points, size=1.0)
+    x = pm.voxelize(points, size=1.0, dim=2)
     other = cases.tensor([(0, 0, 0), (0, 7, 7)], torch.ones(2, 2, dtype=torch.float64))
     feats = torch.randn(len(x), 2, dtype=torch.float64, requires_grad=True)
     assert gradcheck(lambda f: pm.devoxelize(x.replace(f)), [feats])

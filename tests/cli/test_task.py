@@ -38,7 +38,7 @@ def test_voxel_labels_are_the_majority(seed):
 
 
 def test_voxel_labels_of_equals_and_of_none():
-    x = pm.voxelize(torch.tensor([[0.1], [0.2], [1.1], [1.2], [1.3], [2.5]]), size=1.0)
+    x = pm.voxelize(torch.tensor([[0.1], [0.2], [1.1], [1.2], [1.3], [2.5]]), size=1.0, dim=1)
     assert voxel_labels(x, torch.tensor([3, 1, -1, 2, -1, -1]), 4).tolist() == [1, 2, -1]
     assert voxel_labels(x, torch.full((6,), -1), 4).tolist() == [-1] * 3
 

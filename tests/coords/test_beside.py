@@ -174,7 +174,7 @@ def test_nothing_is_waited_for_after_the_end(device):
     with on_side_stream(first) as told:
         _, level, _ = find(device, first, DOWN, told)
     end(first)
-    assert not first.late and not level.late
+    assert not first.pending_events and not level.pending_events
     with device.on(Stream()) as _:
         assert level.coords is not None and device.current.clock == {device.current.stream_id: 0}
 
@@ -183,8 +183,8 @@ def test_what_is_laid_out_already_takes_no_stream(device):
     first = in_buffer()
     with on_side_stream(first) as told:
         found, _, _ = find(device, first, SAME, told)
-        maps._side_by_side([(found, "compacted")])
-        maps._side_by_side([(found, "compacted")])
+        maps._materialize_on_side_streams([(found, "compacted")])
+        maps._materialize_on_side_streams([(found, "compacted")])
     used = [s for s in Stream.numbers if len(s.clock) > 1]
     # The one of the search, and one of the first call.
     assert len(used) == 2
@@ -195,14 +195,14 @@ def test_other_streams_wait_for_what_is_made_of_what_was_laid_out(device):
     first, other = in_buffer(), Stream()
     with on_side_stream(first) as told:
         found, _, _ = find(device, first, SAME, told)
-        maps._side_by_side([(found, "compacted")])
+        maps._materialize_on_side_streams([(found, "compacted")])
         work = next(s for s in Stream.numbers[2:] if len(s.clock) > 1).work()
-        maps._side_by_side([(found, "unsorted")])
-        between: Any = found.between
-        between.late.behind(Stream.numbers[work[0]].record_event(), [(("form", "compacted"), False)])
+        maps._materialize_on_side_streams([(found, "unsorted")])
+        between: Any = found.buffered
+        between.pending_events.register(Stream.numbers[work[0]].record_event(), [(("form", "compacted"), False)])
 
     def handed_on():
-        return found.cached("handed on", lambda m: maps.held(m, "compacted"))
+        return found.cached("handed on", lambda m: maps.form_operands(m, "compacted"))
 
     handed_on()
     assert device.main.behind(work)
@@ -214,13 +214,13 @@ def test_other_streams_wait_for_what_is_made_of_what_was_laid_out(device):
 @pytest.fixture
 def telling(device, monkeypatch):
     """The work that tells whether there was room for what is laid out."""
-    works, real = [], tiles.filled
+    works, real = [], tiles.fill_tiles
 
     def filled(*given):
         works.append(device.current.work())
         return real(*given)
 
-    monkeypatch.setattr(tiles, "filled", filled)
+    monkeypatch.setattr(tiles, "fill_tiles", filled)
     return works
 
 
@@ -229,11 +229,11 @@ def test_what_is_told_of_maps_comes_behind_them_and_not_behind_layers(device, te
     first = in_buffer()
     with on_side_stream(first) as told:
         found, _, work = find(device, first, DOWN, told)
-        maps._side_by_side([(found, "compacted")])
+        maps._materialize_on_side_streams([(found, "compacted")])
         search = device.current.work()
     layers = device.main.work()
     # A layer reads what was laid out, under another name.
-    found.cached("handed on", lambda m: maps.held(m, "compacted"))
+    found.cached("handed on", lambda m: maps.form_operands(m, "compacted"))
     with join_side_streams(first):
         own = device.current
         assert all(map(own.behind, (work, search, *telling))) and telling and not own.behind(layers)
@@ -248,7 +248,7 @@ def test_what_is_told_comes_behind_layers_that_lay_out_maps(device, telling):
     with on_side_stream(first) as told:
         found, _, _ = find(device, first, DOWN, told)
     before = device.main.work()
-    maps.held(found, "compacted")
+    maps.form_operands(found, "compacted")
     behind = device.main.work()
     with join_side_streams(first):
         own = device.current

@@ -14,7 +14,7 @@ from clouds import Scene
 from pumice.coords import Geometry, KernelMap, Relation, SortSpec, kernel_map, read_pending_sizes, tiles
 from pumice.coords.capacity import BufferedMapState, BufferedState, CapacityPlanner, FixedCapacities
 from pumice.coords.lookup import mask_words
-from pumice.coords.tiles import Tiling, ordered, pair_counts, tiled, totals_of
+from pumice.coords.tiles import Tiling, assign_tiles, group_totals, pair_counts, sort_rows
 from pumice.errors import OptionError
 from pumice.lower import maps
 from pumice.testing import random_cloud
@@ -232,7 +232,7 @@ def test_a_key_has_31_bits_at_most():
     count, whole = torch.tensor([5000], dtype=torch.int32), Relation.of(3, 5)
     for how in (SortSpec(0, 27), SortSpec(0, 27, 1), SortSpec(0, 125), SortSpec(0, 125, 512), SortSpec(0, 125, 64)):
         groups = tiles.groups_of(whole, how, torch.device("cpu"))
-        keys = tiles.ordered(masks, count, groups, how)
+        keys = tiles.sort_rows(masks, count, groups, how)
         assert sorted(keys.tolist()) == list(range(5000))
         block = how.superblock or 5000
         assert torch.equal(keys // block, torch.arange(5000) // block)
@@ -244,11 +244,11 @@ def test_dead_rows_come_last_and_in_no_tile():
     how = SortSpec(0, 27)
     ends = pair_counts(masks, count, 27)
     groups = tiles.groups_of(Relation.of(3, 3, policy="support"), how, masks.device)
-    totals = totals_of(masks, count, groups)[:27]
+    totals = group_totals(masks, count, groups)[:27]
     assert torch.equal(totals, (rows >= 0).sum(0).int()) and torch.equal(ends[:, -1], totals)
-    order = ordered(masks, count, groups, how)
+    order = sort_rows(masks, count, groups, how)
     assert sorted(order[: len(rows)].tolist()) == list(range(len(rows)))
-    tiling = tiled(masks, count, order, how, (16, 27))
+    tiling = assign_tiles(masks, count, order, how, (16, 27))
     assert isinstance(tiling, Tiling) and sorted(tiling.slots[tiling.slots >= 0].tolist()) == list(range(len(rows)))
 
 
@@ -258,10 +258,10 @@ def test_dead_rows_come_last_and_in_no_tile():
 def test_lists_end_where_their_room_ends():
     m = found("3x3x3")
     whole = sum(m.pairs().sizes.tolist())
-    inputs, outputs = tiles.listed(m.rows(), m.valid_count(), m.pair_counts(), whole)
+    inputs, outputs = tiles.list_pairs(m.rows(), m.valid_count(), m.pair_counts(), whole)
     assert torch.equal(inputs.long(), m.pairs().inputs) and torch.equal(outputs.long(), m.pairs().outputs)
     for room in (whole - 7, whole + 7, 0):
-        part = tiles.listed(m.rows(), m.valid_count(), m.pair_counts(), room)
+        part = tiles.list_pairs(m.rows(), m.valid_count(), m.pair_counts(), room)
         for cut, full in zip(part, (inputs, outputs), strict=True):
             assert torch.equal(cut[:whole], full[:room]) and (cut[whole:] == -1).all()
 
@@ -285,10 +285,10 @@ def test_groups_lie_by_how_far_within_their_taps_they_are(group):
 def test_groups_past_the_last_have_no_tap():
     m = found("3x3x3")
     whole = m.grouped(16)
-    made = tiles.grouped(m.rows(), m.valid_count(), m.pair_counts(), (len(whole.taps) + 5, 16))
+    made = tiles.group_pairs(m.rows(), m.valid_count(), m.pair_counts(), (len(whole.taps) + 5, 16))
     for more, just in zip(made, whole, strict=True):
         assert torch.equal(more[:-5], just) and (more[-5:] == -1).all()
-    less = tiles.grouped(
+    less = tiles.group_pairs(
         m.rows(), m.valid_count(), m.pair_counts(), (9, 16), status := torch.zeros(1, dtype=torch.int32)
     )
     assert status.item() != 0 and all(len(part) == 9 for part in less)
@@ -370,7 +370,7 @@ def test_rows_that_were_given_have_the_same_storages():
 def test_groups_are_longer_where_there_are_many_pairs(pairs, size, monkeypatch):
 
     found = kernel_map(Geometry.checked(random_cloud(30, 3, extent=9)), Relation.of(3, 3))[0]
-    monkeypatch.setattr(maps, "counted", lambda found: ((pairs // 2, pairs - pairs // 2), {}))
+    monkeypatch.setattr(maps, "read_sizes", lambda found: ((pairs // 2, pairs - pairs // 2), {}))
     assert maps.group_of(found) == maps.group_of(found.transpose()) == size
 
 
@@ -395,17 +395,17 @@ def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
 
     found = KernelMap.from_rows(Relation.of(1, 3), torch.zeros(4, 3), 4)
     between: Any = BufferedMapState(word, word, word, FixedCapacities({}), "here")
-    found = replace(found, between=between)
+    found = replace(found, buffered=between)
     assert read(1) == []
-    between.late.behind("found", [None])
+    between.pending_events.register("found", [None])
     assert read(1, 2, 1, 2) == [(1, "found"), (2, "found")]
-    between.late.behind("laid out", [("rows", False)])
+    between.pending_events.register("laid out", [("rows", False)])
     # What has no event of its own is made of the map.
     assert read(2) == [(2, "laid out"), (2, "found")]
-    between.late.behind("and back", [("something", True)])
+    between.pending_events.register("and back", [("something", True)])
     assert read(2, 3) == [(2, "laid out"), (2, "and back"), (3, "laid out"), (3, "and back")]
     waits.clear()
-    between.over()
+    between.wait_for_all()
     assert waits == [(3, "found")]
     assert read(1, 2, 3) == []
 
@@ -422,7 +422,7 @@ def test_groups_in_buffers_are_as_long_as_the_room_for_pairs_says(monkeypatch):
     found, _ = kernel_map(inside, Relation.of(3, 3))
     pairs = int(kernel_map(whole, Relation.of(3, 3))[0].pairs().sizes.sum())
     length = maps.group_of(found)
-    (room,) = (room for place, room in planner.rooms.items() if place[0] == "pairs")
+    (room,) = (room for place, room in planner.capacities.items() if place[0] == "pairs")
     assert pairs < 500 < room == -(-3 * pairs // 2)
     assert length == maps.group_of(found.transpose()) == 8
     taps, inputs, outputs = found.grouped(length)

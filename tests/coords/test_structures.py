@@ -12,7 +12,7 @@ from pumice.coords import Bounds, CoordBuffer, Geometry, MapSchedule, Relation, 
 from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, check, read
 from pumice.coords.indexes import STRUCTURES, default, lookup_of
 from pumice.coords.lookup import STRUCTURES as NAMES
-from pumice.coords.lookup import Rates, costs, mask_words, mask_words_twin
+from pumice.coords.lookup import Rates, costs, mask_words, mask_words_torch
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.errors import CoordinateError, OptionError
 from pumice.testing import assert_close, random_cloud
@@ -199,11 +199,11 @@ def test_convolutions_in_a_box_as_wide_as_int32(form, dim):
     moved = [part + torch.tensor((0, *move), dtype=torch.int32) for part, move in zip(parts, moves, strict=True)]
     feats = [torch.randn(20, 3, dtype=torch.float64, generator=generator) for _ in parts]
     weight = torch.randn(2, *(3,) * dim, 3, dtype=torch.float64, generator=generator)
-    got = pm.ops.conv(pm.SparseTensor(torch.cat(feats), torch.cat(moved)), weight, **WIDE[form])
+    got = pm.ops.conv(pm.SparseTensor(torch.cat(feats), torch.cat(moved), dim=dim), weight, **WIDE[form])
     stride = WIDE[form].get("stride", 1)
     values = {tuple(c): f for c, f in zip(got.coords.tolist(), got.feats, strict=True)}
     for part, move, x in zip(parts, moves, feats, strict=True):
-        want = pm.ops.conv(pm.SparseTensor(x, part), weight, **WIDE[form])
+        want = pm.ops.conv(pm.SparseTensor(x, part, dim=dim), weight, **WIDE[form])
         shift = torch.tensor((0, *(m // stride for m in move)))
         for place, value in zip((want.coords.long() + shift).tolist(), want.feats, strict=True):
             assert_close(values.pop(tuple(place)), value)
@@ -220,7 +220,7 @@ def test_mask_words_hold_a_bit_for_every_tap(volume):
     rows[0], rows[1] = 5, -1
     masks = mask_words(rows)
     assert masks.dtype == torch.int32 and masks.shape == (40, -(-volume // 31)) and not (masks < 0).any()
-    assert torch.equal(masks, mask_words_twin(rows))
+    assert torch.equal(masks, mask_words_torch(rows))
     for row, words in zip(rows.tolist(), masks.tolist(), strict=True):
         bits = sum(word << (31 * place) for place, word in enumerate(words))
         assert bits == sum(1 << tap for tap, met in enumerate(row) if met >= 0)
@@ -244,7 +244,7 @@ def test_sorted_keys_wait_for_nothing(name, dim):
     with NoWaits():
         lookup = SortedKeys(cloud, SORTED)
         for label, relation in lookups(dim).items():
-            mask_words_twin(lookup.neighbours(outputs[label], relation).rows)
+            mask_words_torch(lookup.neighbours(outputs[label], relation).rows)
 
 
 # Schedules

@@ -29,7 +29,9 @@ def streams(monkeypatch):
     watch(monkeypatch, made)
     monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
     monkeypatch.setattr(
-        maps, "materialize", lambda asked: maps._side_by_side((m, name) for m, names in asked for name in names)
+        maps,
+        "materialize",
+        lambda asked: maps._materialize_on_side_streams((m, name) for m, names in asked for name in names),
     )
     return made
 
@@ -59,7 +61,7 @@ def maps_of(geometry):
 
 
 def prepared(geometry, steps=STEPS, same=SAME, differentiable=False):
-    prepare._Wanted(steps, same, None).find(geometry, differentiable)
+    prepare._RequestedMaps(steps, same, None).build_in_buffers(geometry, differentiable)
 
 
 # Who waits for what
@@ -76,7 +78,7 @@ def test_readers_wait_for_all_that_they_read_and_for_no_more(streams):
     for one in (*found, *(one.transpose() for one in found)):
         (name,) = maps.names_of(one, False)
         before = len(main.waits)
-        maps.held(one, name)
+        maps.form_operands(one, name)
         assert len(main.waits) <= before + 1
         maps.planner_operands(one, False)
         # It is made of forms, which are there, and of the map.
@@ -91,7 +93,7 @@ def test_a_reader_waits_for_its_own_map(streams):
     geometry, _ = inside()
     prepared(geometry)
     first, *others = maps_of(geometry)
-    maps.held(first, maps.names_of(first, False)[0])
+    maps.form_operands(first, maps.names_of(first, False)[0])
     here = streams.main.done
     assert here and not streams.early
     for one in others:
@@ -124,28 +126,30 @@ def test_lookups_wait_for_the_end_of_the_search(streams):
     finest, *inner = levels_of(geometry)
     assert len(inner) == 2
     for level in (*inner, finest):
-        assert level.late
+        assert level.pending_events
         level.lookup()
-        assert streams.main.waits[-1] is level.late["found"]
+        assert streams.main.waits[-1] is level.pending_events["found"]
     kernel_map(inner[0], Relation.of(3, 3, dilation=2))[0].rows()
     assert not streams.early
     # Coordinates of which nothing was found beside wait for nothing.
     other, _ = inside(seed=1)
     waits = len(streams.main.waits)
     other.lookup()
-    assert not other.late and len(streams.main.waits) == waits
+    assert not other.pending_events and len(streams.main.waits) == waits
 
 
 def test_a_second_search_comes_behind_the_first(streams):
     """It starts from lookups that the first one made, and leaves the events of the maps that it finds again."""
     geometry, _ = inside()
     prepared(geometry, STEPS[:1], SAME[:2])
-    late = geometry.late.get("found")
+    late = geometry.pending_events.get("found")
     found = maps_of(geometry)
-    events = [dict(one.between.late) for one in found]
+    events = [dict(one.buffered.pending_events) for one in found]
     prepared(geometry)
-    assert any(late in one.waits for one in streams.made[1:]) and geometry.late["found"] is not late
-    assert [{key: one.between.late[key] for key in was} for one, was in zip(found, events, strict=True)] == events
+    assert any(late in one.waits for one in streams.made[1:]) and geometry.pending_events["found"] is not late
+    assert [
+        {key: one.buffered.pending_events[key] for key in was} for one, was in zip(found, events, strict=True)
+    ] == events
     assert len(maps_of(geometry)) == len(found) + 2
     for found in maps_of(geometry):
         maps.planner_operands(found, False)
@@ -159,7 +163,7 @@ def test_a_search_comes_behind_what_there_is(streams):
     geometry, _ = inside()
     streams.make("coordinates")
     for _ in range(2):
-        late = geometry.late.get("found")
+        late = geometry.pending_events.get("found")
         with on_side_stream(geometry):
             assert "coordinates" in streams.current.done and streams.current.waits == [late] * (late is not None)
             streams.make(("found", late))
@@ -172,7 +176,7 @@ def test_maps_that_were_found_before_are_laid_out_behind(streams):
     found, _ = kernel_map(geometry, WINDOW)
     maps.materialize([(found, ("compacted",))])
     assert len(streams.made) > 1 and not streams.early
-    maps.held(found, "compacted")
+    maps.form_operands(found, "compacted")
     assert not streams.early and len(streams.main.waits) == 1
 
 
@@ -203,7 +207,7 @@ def test_the_end_of_a_program_waits_for_all(streams):
         status_words_of(geometry, levels_of(geometry))
     # Behind the last map nothing is made on the stream of the search.
     assert all(one.done <= streams.main.done for one in streams.made)
-    assert all(not found.between.late for found in maps_of(geometry))
+    assert all(not found.buffered.pending_events for found in maps_of(geometry))
     waits = len(streams.main.waits)
     for found in maps_of(geometry):
         found.rows(), found.get_cached("rows")
@@ -214,12 +218,12 @@ def test_nothing_is_beside_where_no_graph_is_captured(streams, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     geometry, _ = inside()
     (window, _) = found_beside(geometry)
-    assert len(streams.made) == 1 and not geometry.late and not window.between.late
+    assert len(streams.made) == 1 and not geometry.pending_events and not window.buffered.pending_events
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(Geometry, "device", property(lambda one: one.coords.device))
     geometry, _ = inside()
     found_beside(geometry)
-    assert len(streams.made) == 1 and not geometry.late
+    assert len(streams.made) == 1 and not geometry.pending_events
 
 
 def test_an_error_leaves_nothing(streams):
@@ -228,10 +232,10 @@ def test_an_error_leaves_nothing(streams):
     with pytest.raises(KeyError), on_side_stream(geometry):
         assert streams.current is not streams.main
         raise KeyError
-    assert streams.current is streams.main and not geometry.late
+    assert streams.current is streams.main and not geometry.pending_events
     found = kernel_map(geometry, WINDOW)[0]
     found.rows()
-    assert not streams.main.waits and not found.between.late
+    assert not streams.main.waits and not found.buffered.pending_events
 
 
 def test_maps_that_were_told_before_an_error_are_waited_for(streams):
@@ -259,19 +263,19 @@ def test_events_are_those_of_keys():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_stream", lambda device: Fake())
-        between.late.behind(first, ["a", "b"])
-        between.late.behind(second, ["c"])
-        between.join("d")
+        between.pending_events.register(first, ["a", "b"])
+        between.pending_events.register(second, ["c"])
+        between.wait_for("d")
         assert waits == []
         for key, want in (("a", [first]), ("b", [first]), ("c", [first, second]), ("a", [first, second])):
-            between.join(key)
+            between.wait_for(key)
             assert waits == want
-        between.late.behind(third, ["a", None])
+        between.pending_events.register(third, ["a", None])
         for key in ("a", "d", "b"):
-            between.join(key)
+            between.wait_for(key)
         assert waits == [first, second, third, first]
-        between.over()
-        assert waits == [first, second, third, first, second] and not between.late
+        between.wait_for_all()
+        assert waits == [first, second, third, first, second] and not between.pending_events
 
 
 # Pieces that are there already
@@ -281,8 +285,8 @@ def test_events_are_those_of_keys():
 def cut(monkeypatch):
     """How often readers cut runs themselves."""
     calls = []
-    real = segments.in_pieces
-    monkeypatch.setattr(segments, "in_pieces", lambda *given: calls.append(given[1:]) or real(*given))
+    real = segments.split_runs
+    monkeypatch.setattr(segments, "split_runs", lambda *given: calls.append(given[1:]) or real(*given))
     return calls
 
 
@@ -295,7 +299,7 @@ def cut_by_readers(geometry, most=MOST):
 
 
 def equals_twin(got, array, count, most=MOST):
-    want = segments_module.in_pieces_twin(array, count, most)
+    want = segments_module.split_runs_torch(array, count, most)
     assert want.starts.shape[0] > count, "nothing would be cut"
     assert torch.equal(got.rows, want.values) and torch.equal(got.firsts, want.firsts)
     assert torch.equal(got.starts, want.starts) and torch.equal(got.stops, want.stops)
@@ -306,7 +310,7 @@ def test_pieces_that_a_pass_asked_for_are_there_in_the_next(cut):
     geometry, planner = inside()
     equals_twin(*cut_by_readers(geometry))
     assert cut == [(8, MOST)]
-    rooms = planner.settled()
+    rooms = planner.to_fixed()
     for seed, count in enumerate((80, 30, 111)):
         cut.clear()
         geometry, _ = inside(count, seed, rooms=rooms)
@@ -318,14 +322,14 @@ def test_pieces_that_a_pass_asked_for_are_there_in_the_next(cut):
         got, tiles, count = cut_by_readers(inside(rooms=rooms)[0], 3)
         equals_twin(got, tiles, count, 3)
         assert len(cut) == calls
-    assert list(rooms.asked.values()) == [{3, MOST}]
+    assert list(rooms.lengths_by_key.values()) == [{3, MOST}]
 
 
 def test_what_a_pass_asks_for_is_kept_by_its_rooms():
     """Also of a place that the pass that planned did not cut."""
     for rooms in (FixedCapacities({}), CapacityPlanner(64, 64, 1.0, None)):
-        rooms.pieces("here").add(8)
-        assert rooms.pieces("here") == {8} and rooms.pieces("there") == set()
+        rooms.piece_lengths("here").add(8)
+        assert rooms.piece_lengths("here") == {8} and rooms.piece_lengths("there") == set()
 
 
 def test_pieces_are_of_their_own_tiles(cut):
@@ -340,12 +344,12 @@ def test_pieces_are_of_their_own_tiles(cut):
                     for number, part in enumerate(found.split(block, splits)):
                         most = 2 + number + splits
                         got = segments.pieces(part.tiles, len(part.rows), most)
-                        want = segments_module.in_pieces_twin(part.tiles, len(part.rows), most)
+                        want = segments_module.split_runs_torch(part.tiles, len(part.rows), most)
                         assert torch.equal(got.rows, want.values) and torch.equal(got.stops, want.stops)
 
     read(geometry)
-    rooms = planner.settled()
-    assert len(rooms.asked) == 16 and set().union(*rooms.asked.values()) == {2, 3, 4, 5}
+    rooms = planner.to_fixed()
+    assert len(rooms.lengths_by_key) == 16 and set().union(*rooms.lengths_by_key.values()) == {2, 3, 4, 5}
     cut.clear()
     read(inside(seed=3, rooms=rooms)[0])
     assert cut == []
@@ -355,16 +359,16 @@ def test_rooms_that_were_widened_have_pieces_of_their_own(cut):
     """What they hold is longer, and what was asked for before is asked for again."""
     geometry, planner = inside(40, extent=9)
     _, narrow, _ = cut_by_readers(geometry)
-    before = planner.settled()
-    least = {place: 2 * room if place[0] == "entries" else room for place, room in before.rooms.items()}
+    before = planner.to_fixed()
+    least = {place: 2 * room if place[0] == "entries" else room for place, room in before.capacities.items()}
     geometry, wider = inside(111, 1, rooms=CapacityPlanner(120, 111, 1.0, None, least))
     cut.clear()
     got, tiles, count = cut_by_readers(geometry)
     equals_twin(got, tiles, count)
-    assert len(cut) == 1 and wider.rooms.keys() == before.rooms.keys()
-    assert before.asked is not wider.settled().asked
+    assert len(cut) == 1 and wider.capacities.keys() == before.capacities.keys()
+    assert before.lengths_by_key is not wider.to_fixed().lengths_by_key
     cut.clear()
-    got, tiles, count = cut_by_readers(inside(111, 1, rooms=wider.settled())[0])
+    got, tiles, count = cut_by_readers(inside(111, 1, rooms=wider.to_fixed())[0])
     equals_twin(got, tiles, count)
     assert cut == [] and len(tiles) > len(narrow)
 
@@ -372,8 +376,8 @@ def test_rooms_that_were_widened_have_pieces_of_their_own(cut):
 def test_pieces_are_made_where_maps_are_laid_out(streams, cut, monkeypatch):
     """Not on the stream of their readers, nor behind the event that these wait for."""
     made_on = []
-    real = segments_module.in_pieces
-    monkeypatch.setattr(segments_module, "in_pieces", lambda *given: made_on.append(streams.current) or real(*given))
+    real = segments_module.split_runs
+    monkeypatch.setattr(segments_module, "split_runs", lambda *given: made_on.append(streams.current) or real(*given))
     geometry, planner = inside()
     prepared(geometry)
     for found in maps_of(geometry):
@@ -381,7 +385,7 @@ def test_pieces_are_made_where_maps_are_laid_out(streams, cut, monkeypatch):
             segments.pieces(part.tiles, len(part.rows), MOST)
     assert made_on == [] and cut
     cut.clear()
-    geometry, _ = inside(60, 2, rooms=planner.settled())
+    geometry, _ = inside(60, 2, rooms=planner.to_fixed())
     prepared(geometry)
     assert len(made_on) == len(maps_of(geometry)) and streams.main not in made_on
     for found in maps_of(geometry):
@@ -426,8 +430,8 @@ def told(streams, monkeypatch):
 LATER: dict[str, Any] = {
     "nothing": lambda geometry: None,
     "another form": lambda geometry: [found.split(BLOCK, 2) for found in maps_of(geometry)],
-    "groups": lambda geometry: [maps.held(found, "grouped") for found in maps_of(geometry)],
-    "the way back": lambda geometry: [maps.held(found.transpose(), "split2") for found in maps_of(geometry)],
+    "groups": lambda geometry: [maps.form_operands(found, "grouped") for found in maps_of(geometry)],
+    "the way back": lambda geometry: [maps.form_operands(found.transpose(), "split2") for found in maps_of(geometry)],
     "a map that nobody told of": lambda geometry: kernel_map(geometry, Relation.of(3, 3, dilation=2))[0].split(
         BLOCK, 1
     ),

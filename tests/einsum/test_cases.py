@@ -14,7 +14,7 @@ from torch import Tensor
 import pumice as pm
 from pumice.coords import KernelMap, Relation, kernel_map
 from pumice.errors import OptionError
-from pumice.lower.maps import FORMS, read
+from pumice.lower.maps import FORMS, build_form
 from pumice.ops import autograd
 from pumice.ops.sparse import Sparse, sparse
 from pumice.testing import assert_close, random_tensor
@@ -238,7 +238,7 @@ def conv_map(kernel: int, stride: int) -> tuple[Tensor, KernelMap, Tensor]:
 def call(
     text: str, shape: tuple[int, ...], forms: list[str], found: KernelMap, operands: Mapping[str, Tensor]
 ) -> Tensor:
-    held = dict(pair for form in forms for pair in zip(*read(found, form), strict=True))
+    held = dict(pair for form in forms for pair in zip(*build_form(found, form), strict=True))
     used = {name: x for name, x in operands.items() if f" {name}[" in text}
     return autograd.einsum([*used.values(), *held.values()], "|".join((*used, *held)), text, shape)
 
@@ -247,7 +247,7 @@ def call(
 @pytest.mark.parametrize("forms", [*([form] for form in FORMS), [*FORMS]], ids=[*FORMS, "all"])
 def test_convolutions_in_every_form(forms, kernel, stride):
     x, found, dense = conv_map(kernel, stride)
-    forms = [form for form in forms if FORMS[form].stored.parts <= found.volume]
+    forms = [form for form in forms if FORMS[form].storage_form.parts <= found.volume]
     if not forms:
         pytest.skip("fewer taps than parts")
     operands = {"x": x, "w": normal(4, found.volume, 5), "g": normal(found.num_outputs, 4, seed=1)}
@@ -271,7 +271,7 @@ def test_gradients_of_convolutions_in_every_form(forms):
     close(with_gradients(run, {"x": x, "w": w}), with_gradients(plain, {"x": x, "w": w}))
 
 
-@pytest.mark.parametrize("form", [name for name, held in FORMS.items() if held.stored.parts == 1])
+@pytest.mark.parametrize("form", [name for name, held in FORMS.items() if held.storage_form.parts == 1])
 @pytest.mark.parametrize("operator", ["max=", "mean="])
 def test_pooling_over_a_map(form, operator):
     x, found, dense = conv_map(2, 2)

@@ -30,7 +30,7 @@ from pumice.errors import (
     ShapeError,
 )
 from pumice.ops.tensor import is_sparse
-from pumice.testing import assert_close, random_cloud
+from pumice.testing import assert_close, random_cloud, random_tensor
 
 SHAPE = (12, 11, 10)
 
@@ -161,7 +161,7 @@ def test_what_is_cut_shares_no_memory_with_a_graph():
         (PointOutput(leaf, True), "taken", 2),
         (SparseOutput(leaf, ()), (), 1),
     ):
-        found = cutter.cut(held, kind)
+        found = cutter.crop(held, kind)
         found = found.feats if isinstance(found, pm.SparseTensor) else found
         assert len(found) == rows and found.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr(), kind
 
@@ -283,16 +283,16 @@ def test_a_capacity_is_planned_anew_so_many_times_and_no_more(monkeypatch):
     example = pm.SparseTensor(torch.randn(512, 4), block)
     fast = captured(net, example, max_voxels=640, buckets=[640], box=((0, 0, 0), (64, 64, 64)))
     fast(example)
-    whole, held = type(fast._engine)._made, fast._engine.buckets[640]
+    whole, held = type(fast._engine)._build_bucket, fast._engine.buckets[640]
 
     def no_wider(engine, capacity, scene=None, least=None):
         """As if every scene that comes needed more than the one before."""
         made.append(capacity)
         wider = whole(engine, capacity, scene, least)
-        wider.rooms = held.rooms
+        wider.capacities = held.capacities
         return wider
 
-    monkeypatch.setattr(type(fast._engine), "_made", no_wider)
+    monkeypatch.setattr(type(fast._engine), "_build_bucket", no_wider)
     sparse = pm.SparseTensor(torch.randn(512, 4), block * torch.tensor([1, 4, 4, 4], dtype=torch.int32))
     with pytest.warns(RuntimeWarning, match="re-planned"):
         for _ in range(6):
@@ -317,6 +317,14 @@ def test_duplicates_raise_as_they_do_eagerly(unet):
         fast(feats, coords)
     assert str(got.value) == str(want.value) and "duplicates" in str(got.value)
     agrees(fast(x), fast(x))
+
+
+def test_plain_scenes_of_a_plane():
+    net, (x, wide) = pm.nn.Conv2d(4, 3, 3).eval(), (random_tensor(n, 4, 2, seed=n) for n in (50, 120))
+    fast = pm.capture(net, x, max_voxels=100)
+    agrees(fast(x.feats, x.coords).feats, eager(net, x).feats)
+    with pytest.warns(RuntimeWarning, match="120 voxels"):
+        agrees(fast(wide.feats, wide.coords).feats, eager(net, wide).feats)
 
 
 def test_a_scene_outside_its_grid_raises():
@@ -653,11 +661,11 @@ def test_calls_on_several_streams_come_one_behind_the_other(monkeypatch):
     net = strange(Levels(4))
     fast = captured(net, scene(60))
     engine = fast._engine
-    engine._follow()
+    engine._wait_for_previous_call()
     assert engine._stream is None, "there is no stream on a CPU"
     engine._pool = "a pool"
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     for number in (0, 0, 1, 1, 0):
         current.append(streams[number])
-        engine._follow()
+        engine._wait_for_previous_call()
     assert order == [(1, 0), (0, 1)]

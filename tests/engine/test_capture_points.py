@@ -108,6 +108,16 @@ def test_points_are_their_own_features():
         fast(points, torch.ones(200, 2))
 
 
+def test_points_of_a_plane():
+    net, points = pm.nn.Conv2d(2, 3, 3).eval(), cloud(200)[0][:, :2]
+    fast = pm.capture_points(net, points, size=0.5, dim=2, max_points=250)
+    for scan in (points, points + 0.25):
+        x = pm.voxelize(scan, size=0.5, dim=2)
+        assert_close(fast(scan), pm.devoxelize(net(x)))
+    with pytest.warns(RuntimeWarning, match="251 points"):
+        assert fast(cloud(251)[0][:, :2]).shape == (251, 3)
+
+
 def test_means_are_cast_once():
     net = strange(pm.models.MinkUNet(2, 4, 0.125))
     points, feats, _ = cloud(200)
@@ -174,14 +184,16 @@ def test_options_of_points():
     net = strange(Heads())
     points, feats, items = cloud(100, batch=2)
     with pytest.raises(OptionError, match="origin"):
-        pm.capture_points(net, points, feats, origin="min")
+        pm.capture_points(net, points, feats, size=1.0, origin="min")
+    with pytest.raises(OptionError, match="size.*None"):
+        pm.capture_points(net, points, feats)
     with pytest.raises(ShapeError, match="max_points=99.*100"):
-        pm.capture_points(net, points, feats, max_points=99)
+        pm.capture_points(net, points, feats, size=1.0, max_points=99)
     with pytest.raises(OptionError, match="1 items.*has 2"):
-        pm.capture_points(net, points, feats, batch=items, batch_size=1)
+        pm.capture_points(net, points, feats, size=1.0, batch=items, batch_size=1)
     with pytest.raises(TypeError, match="voxels"):
-        pm.capture_points(net, points, feats, max_voxels=99)
+        pm.capture_points(net, points, feats, size=1.0, max_voxels=99)
     with pytest.raises(ShapeError, match="no points"):
-        pm.capture_points(net, points[:0], feats[:0])
+        pm.capture_points(net, points[:0], feats[:0], size=1.0)
     with pytest.raises(CaptureError, match="exceeds the capacity"):
         pm.capture_points(net, points, feats, size=0.2, level_capacity=0.01, max_points=1000)

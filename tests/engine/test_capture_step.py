@@ -480,7 +480,7 @@ def test_the_norm_of_gradients_is_clipped():
 def test_targets_of_rows_that_do_not_live():
     x, _ = scene(3)
     targets = torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.zeros(3, dtype=torch.bool)
-    told = Targets.of(5, x, targets, -100).told(torch.arange(5)[:, None] < 3)
+    told = Targets.of(5, x, targets, -100).with_padding_ignored(torch.arange(5)[:, None] < 3)
     assert [t.tolist() for t in told] == [[0, 0, 0, -100, -100], [0.0] * 5, [False] * 5]
 
 
@@ -506,9 +506,9 @@ def test_parameters_of_an_epilogue_sum_valid_rows_alone():
 def test_gradients_that_a_step_does_not_find_are_zero():
     one, other = (torch.zeros(3, requires_grad=True) for _ in range(2))
     gradients = GradientBuffers()
-    gradients.take({one: torch.ones(3), other: torch.ones(3)})
-    gradients.take({other: torch.full((3,), 2.0)})
-    gradients.give([one, other])
+    gradients.store({one: torch.ones(3), other: torch.ones(3)})
+    gradients.store({other: torch.full((3,), 2.0)})
+    gradients.assign_to([one, other])
     assert one.grad is not None and other.grad is not None
     assert one.grad.tolist() == [0.0] * 3 and other.grad.tolist() == [2.0] * 3
 
@@ -624,16 +624,16 @@ def test_a_capacity_is_planned_anew_so_many_times_and_no_more(monkeypatch):
     example, sparse = block_and_sparse()
     pair, made = Pair(small(), squared, (example,), **BOX), []
     engine = pair.step._engine
-    whole, held = type(engine)._made, engine.buckets[640]
+    whole, held = type(engine)._build_bucket, engine.buckets[640]
 
     def no_wider(engine, capacity, scene=None, least=None):
         """As if every scene that comes needed more than the one before."""
         made.append(capacity)
         wider = whole(engine, capacity, scene, least)
-        wider.rooms = held.rooms
+        wider.capacities = held.capacities
         return wider
 
-    monkeypatch.setattr(type(engine), "_made", no_wider)
+    monkeypatch.setattr(type(engine), "_build_bucket", no_wider)
     with pytest.warns(RuntimeWarning, match=NO_ROOM):
         for _ in range(6):
             pair.both(sparse)

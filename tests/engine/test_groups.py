@@ -124,10 +124,17 @@ def test_the_numbers_of_a_group():
     same, step = found.groups
     first, _ = pm.kernel_map(x.geometry, pm.Relation.of(3, 3))
     (work,) = same.works[0]
-    assert work.channels == (4, 6) and work.size == 4 and work.side.counts == tuple(first.pairs().sizes.tolist())
-    assert (work.side.inputs, work.side.outputs) == (200, 200) and same.rows == 250
+    assert (
+        work.channels == (4, 6)
+        and work.itemsize == 4
+        and work.forward_map.counts == tuple(first.pairs().sizes.tolist())
+    )
+    assert (work.forward_map.inputs, work.forward_map.outputs) == (200, 200) and same.rows == 250
     (down,) = step.works[0]
-    assert (down.side.inputs, down.side.outputs) == (down.back.outputs, down.back.inputs) and step.rows < 200
+    assert (down.forward_map.inputs, down.forward_map.outputs) == (
+        down.dgrad_map.outputs,
+        down.dgrad_map.inputs,
+    ) and step.rows < 200
     assert same.workload == step.workload == (9, 3), "few rows are few rows"
     big = groups(pm.nn.Conv3d(4, 4, 3), random_tensor(3000, 4)).groups[0]
     assert big.workload == pytest.approx((11.5507, math.log2(big.pairs / 3000)), abs=1e-3) and big.pairs > 4096
@@ -136,10 +143,10 @@ def test_the_numbers_of_a_group():
 
 def test_values_as_they_are_multiplied():
     model, x = pm.nn.Conv3d(4, 4, 3), random_tensor(20, 4)
-    assert groups(model, x).groups[0].works[0][0].size == 4
+    assert groups(model, x).groups[0].works[0][0].itemsize == 4
     with torch.autocast("cpu", torch.bfloat16):
         found = groups(model, x).groups[0]
-        assert found.works[0][0].size == 2 and isolated_layer(found.calls, False)[0].weight.dtype == torch.bfloat16
+        assert found.works[0][0].itemsize == 2 and isolated_layer(found.calls, False)[0].weight.dtype == torch.bfloat16
 
 
 def test_entries_of_tiles_are_counted_as_they_are_laid_out():
@@ -149,7 +156,7 @@ def test_entries_of_tiles_are_counted_as_they_are_laid_out():
     same, _ = pm.kernel_map(x.geometry, pm.Relation.of(3, 3))
     one, _ = pm.kernel_map(x.geometry, pm.Relation.of(3, 1))
     for found in (down, down.transpose(), same, same.transpose(), one):
-        counts, entries = maps.counted(found, maps.tile_forms(found))
+        counts, entries = maps.read_sizes(found, maps.tile_forms(found))
         assert counts == tuple(found.pairs().sizes.tolist())
         assert set(entries) == ({"unsorted", "compacted"} if found is one else set(maps._SPLITS))
         for name, parts in entries.items():
@@ -173,14 +180,17 @@ def test_layers_are_seen_without_arithmetic(monkeypatch, fused, cast):
             assert torch.equal(net(fresh(x)).feats, want)
         assert "forward_with_epilogue" not in vars(net.stem[0][0]) and len(calls) == 42
         one, two = (
-            [(call.name, call.found.num_outputs, call.found.flipped, call.multiplied, call.then) for call in each]
+            [
+                (call.name, call.found.num_outputs, call.found.flipped, call.compute_dtype, call.epilogue)
+                for call in each
+            ]
             for each in (ahead, calls)
         )
         assert one == two
-        names = [name for name, _ in calls[3].then.tensors] if calls[3].then else []
+        names = [name for name, _ in calls[3].epilogue.tensors] if calls[3].epilogue else []
         assert names == (["mean", "variance", "scale", "shift"] if fused else [])
         layers = [
-            [(o.weight.shape, o.weight.dtype, o.then) for o in isolated_layer(own, False)] for own in (ahead, calls)
+            [(o.weight.shape, o.weight.dtype, o.epilogue) for o in isolated_layer(own, False)] for own in (ahead, calls)
         ]
         assert layers[0] == layers[1] and len(layers[0]) > 20
         for layer in isolated_layer(calls, False):
@@ -192,12 +202,12 @@ def test_a_bias_is_part_of_what_follows():
     with recording_calls(net) as calls, torch.no_grad():
         net(random_tensor(20, 4))
     (layer,) = isolated_layer(calls, False)
-    assert layer.then == EpilogueSpec((("shift", torch.float32),))
-    calls[0] = replace(calls[0], then=EpilogueSpec((("variance", torch.float32),), "relu", None, 1e-5))
+    assert layer.epilogue == EpilogueSpec((("shift", torch.float32),))
+    calls[0] = replace(calls[0], epilogue=EpilogueSpec((("variance", torch.float32),), "relu", None, 1e-5))
     (layer,) = isolated_layer(calls, False)
-    assert layer.then == EpilogueSpec((("mean", torch.float32), ("variance", torch.float32)), "relu", None, 1e-5)
+    assert layer.epilogue == EpilogueSpec((("mean", torch.float32), ("variance", torch.float32)), "relu", None, 1e-5)
     (layer,) = isolated_layer(calls, True)
-    assert layer.then is None
+    assert layer.epilogue is None
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -208,11 +218,14 @@ def test_layers_run_alone(training):
     held = dict(group.calls[0].found._storages)
     layers = isolated_layer(group.calls, training)
     shift = None if training else EpilogueSpec((("shift", torch.float32),))
-    assert [(tuple(layer.weight.shape), layer.then) for layer in layers] == [((4, 27, 4), shift), ((6, 27, 2), None)]
+    assert [(tuple(layer.weight.shape), layer.epilogue) for layer in layers] == [
+        ((4, 27, 4), shift),
+        ((6, 27, 2), None),
+    ]
     for layer in layers:
         for name in PASSES:
             for flow in DATAFLOWS.values():
-                layer.one_pass(name, flow)
+                layer.run_pass(name, flow)
         layer.run(None, training)
     assert group.calls[0].found._storages == held
     assert all(p.grad is None for p in net.parameters()) and len(cases.maps_below(group.calls[0].geometry)) == 1

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pumice as pm
-from pumice.engine.measure import Event, Meter, PassTiming, measure, middle, on_device, part_of, passes, profiled
+from pumice.engine.measure import Event, Meter, PassTiming, measure, median_parts, on_device, part_of, passes, profiled
 from pumice.engine.subject import subject, sum_of_squares_loss, undisturbed
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.testing import random_tensor
@@ -82,7 +82,7 @@ def test_the_middle_repeat_counts():
         [{"conv": 2.0, "map": 1.0}, {"other": 3.0}],
         [{"conv": 1.0}, {"conv": 1.0}],
     ]
-    found = middle([each for pair in rounds for each in pair], 2)
+    found = median_parts([each for pair in rounds for each in pair], 2)
     assert found == {"map": 0.5, "conv": 1.0, "other": 1.5} and list(found) == ["map", "conv", "other"]
 
 
@@ -169,18 +169,18 @@ def meter():
 def test_on_a_gpu_kernels_count(monkeypatch):
     traces, ran = Traces(monkeypatch, ONE, ONE), []
     own = meter()
-    found = own.spent([lambda: ran.append(1)])
+    found = own.measure([lambda: ran.append(1)])
     parts = {"map": pytest.approx(1e-6), "conv": pytest.approx(1e-6)}
     assert found == PassTiming(pytest.approx(2e-6), parts, 0.5, "kernels")
     assert len(ran) == 4 and traces.taken == 1
     assert str(found) == "0.002 ms (kernels: map 0.001, conv 0.001, 500.000 ms wall-clock)"
-    own.spent([lambda: None])
+    own.measure([lambda: None])
     assert own.clock == "kernels"
 
 
 def test_a_trace_that_lacks_something_is_taken_again(monkeypatch):
     traces = Traces(monkeypatch, ONE[1:], RuntimeError("busy"), ONE)
-    assert meter().spent([lambda: None]).clock == "kernels" and traces.taken == 3
+    assert meter().measure([lambda: None]).clock == "kernels" and traces.taken == 3
 
 
 def test_without_a_profiler_events_count(monkeypatch):
@@ -188,7 +188,7 @@ def test_without_a_profiler_events_count(monkeypatch):
     traces = Traces(monkeypatch, *[RuntimeError("CUPTI is taken\nby another")] * 3)
     own = meter()
     for _ in range(2):
-        found = own.spent([lambda: None])
+        found = own.measure([lambda: None])
         assert (found.total, found.clock, found.parts) == (2e-3, "events", {})
         assert found.note == "the profiler is not available, timed by events (CUPTI is taken)"
     assert traces.taken == 3
@@ -197,9 +197,9 @@ def test_without_a_profiler_events_count(monkeypatch):
 def test_a_profiler_that_fails_later_changes_no_clock(monkeypatch):
     Traces(monkeypatch, ONE, *[RuntimeError("gone")] * 3)
     own = meter()
-    own.spent([lambda: None])
+    own.measure([lambda: None])
     with pytest.raises(DeviceError, match="failed after earlier measurements: gone"):
-        own.spent([lambda: None])
+        own.measure([lambda: None])
 
 
 def test_what_calls_raise_goes_through(monkeypatch):
@@ -209,7 +209,7 @@ def test_what_calls_raise_goes_through(monkeypatch):
         raise DtypeError("no")
 
     with pytest.raises(DtypeError, match="no"):
-        meter().spent([fails])
+        meter().measure([fails])
 
 
 # Networks

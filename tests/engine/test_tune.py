@@ -16,7 +16,7 @@ from torch import nn
 import pumice as pm
 from pumice.engine import tuning
 from pumice.engine.measure import PassTiming
-from pumice.engine.tuning import told, watching
+from pumice.engine.tuning import progress_text, watching
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.nn.conv import convolutions
 from pumice.ops import DATAFLOWS, Dataflows
@@ -50,7 +50,7 @@ class Fake:
 
     def __init__(self, monkeypatch, cost):
         self.cost, self.count = cost, 0
-        monkeypatch.setattr(tuning._NetworkBench, "_measured", lambda bench: self.spent(bench.asked.model))
+        monkeypatch.setattr(tuning._NetworkBench, "_measured", lambda bench: self.spent(bench.tuned_model.model))
 
     def spent(self, model):
         self.count += 1
@@ -298,13 +298,13 @@ def test_ctrl_c_keeps_what_was_found_and_a_later_tune_goes_on(monkeypatch, x, ow
     ((_, plan),) = own.all().items()
     assert (
         not plan.finished
-        and plan.asked == ("k3 at 2", "k3 at 4", "k3 at 8", "k3 at 1")
+        and plan.tuned_groups == ("k3 at 2", "k3 at 4", "k3 at 8", "k3 at 1")
         and plan.flows == {"k3 at 1": DATAFLOWS[TABLE]}
     )
     fake, net, steps = Fake(monkeypatch, by_level), network(), []
     again = pm.tune(net, [x], candidates=TRIED, progress=steps.append)
     assert again.finished and not again.reused
-    assert {step.group for step in steps} == {choice.group for choice in again.choices} - {*plan.asked} | {""}
+    assert {step.group for step in steps} == {choice.group for choice in again.choices} - {*plan.tuned_groups} | {""}
     assert net.stem[0][0].dataflow == TABLE and net.encoders[3].blocks[0].body[0].dataflow == EXPLICIT
     assert "tuned before" in next(choice.why for choice in again.choices if choice.group == "k3 at 1")
     count = fake.count
@@ -325,7 +325,7 @@ def test_ctrl_c_again_loses_nothing(monkeypatch, x, own, at):
             continue
         assert not found.finished and net.stem[0][0].dataflow == TABLE
     ((_, plan),) = own.all().items()
-    assert plan.flows == {"k3 at 1": DATAFLOWS[TABLE]} and len(plan.asked) == 4 and not plan.finished
+    assert plan.flows == {"k3 at 1": DATAFLOWS[TABLE]} and len(plan.tuned_groups) == 4 and not plan.finished
 
 
 def test_ctrl_c_before_anything_was_found(monkeypatch, x):
@@ -371,7 +371,7 @@ def test_a_candidate_that_cannot_run(monkeypatch, x):
     fake = Fake(monkeypatch, cost)
     monkeypatch.undo()
     meter = tuning.Meter
-    monkeypatch.setattr(meter, "spent", lambda self, calls: fake.spent(net))
+    monkeypatch.setattr(meter, "measure", lambda self, calls: fake.spent(net))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     net = network()
     found = pm.tune(net, [x], candidates=TRIED, progress=False, save=False, fresh=True)
@@ -441,8 +441,8 @@ def test_processes_that_tune_at_once(tmp_path):
 # Progress
 def test_progress(capsys, monkeypatch):
     step = SearchProgress("k3 at 1", DATAFLOWS[TABLE], 3, 60, 75.0, 1e-3, 2e-3)
-    assert told(step) == "best 1.000 ms (2.00x)  k3 at 1: implicit-gemm-table"
-    assert told(replace(step, group="", candidate=None, best=math.inf)).endswith("(1.00x)  the default")
+    assert progress_text(step) == "best 1.000 ms (2.00x)  k3 at 1: implicit-gemm-table"
+    assert progress_text(replace(step, group="", candidate=None, best=math.inf)).endswith("(1.00x)  the default")
     with watching(True) as watch:
         watch(step)
     assert "3/60 1:15 left" in (err := capsys.readouterr().err) and "k3 at 1: implicit-gemm-table" in err

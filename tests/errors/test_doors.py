@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -17,15 +18,17 @@ from pumice.errors import (
     ShapeError,
 )
 
+tensor, voxelize, coalesce = (partial(door, dim=2) for door in (pm.SparseTensor, pm.voxelize, pm.coalesce))
+
 
 def grid(n=3, dim=2, batch=0):
     """int32 coordinates 0..n-1 on a diagonal."""
     return torch.tensor([[batch, *[i] * dim] for i in range(n)], dtype=torch.int32).reshape(n, 1 + dim)
 
 
-def sparse(n=3, channels=4, dim=2, **more):
+def sparse(n=3, channels=4, dim=2, batch=0, **more):
     """A small SparseTensor."""
-    return pm.SparseTensor(torch.ones(n, channels), grid(n, dim), **more)
+    return pm.SparseTensor(torch.ones(n, channels), grid(n, dim, batch), dim=dim, **more)
 
 
 def weight(*shape):
@@ -45,7 +48,7 @@ def dilated(x):
 
 def coalesced(batch=0, **more):
     """Three rows of a diagonal merged."""
-    return pm.coalesce(torch.ones(3, 1), grid(batch=batch), **more)
+    return coalesce(torch.ones(3, 1), grid(batch=batch), **more)
 
 
 HUGE = torch.zeros(1, 3, dtype=torch.int32).expand(2**31, 3)
@@ -70,70 +73,64 @@ TENSOR = [
         "duplicates",
         CoordinateError,
         ("2 of 5", "[0, 1, 1]", "duplicate", "coalesce"),
-        lambda: pm.SparseTensor(torch.ones(5, 1), grid(3)[[0, 1, 1, 1, 2]]),
+        lambda: tensor(torch.ones(5, 1), grid(3)[[0, 1, 1, 1, 2]]),
     ),
     Door(
         "duplicates-far-apart",
         CoordinateError,
         ("1 of 4", "[0, 0, 0]"),
-        lambda: pm.SparseTensor(torch.ones(4, 1), grid(3)[[0, 1, 2, 0]]),
+        lambda: tensor(torch.ones(4, 1), grid(3)[[0, 1, 2, 0]]),
     ),
-    Door("float-coords", DtypeError, ("int32", "float32"), lambda: pm.SparseTensor(torch.ones(3, 1), grid().float())),
-    Door("int64-coords", DtypeError, ("int32", "int64"), lambda: pm.SparseTensor(torch.ones(3, 1), grid().long())),
+    Door("float-coords", DtypeError, ("int32", "float32"), lambda: tensor(torch.ones(3, 1), grid().float())),
+    Door("int64-coords", DtypeError, ("int32", "int64"), lambda: tensor(torch.ones(3, 1), grid().long())),
     Door(
         "seven-columns",
         ShapeError,
         ("7",),
-        lambda: pm.SparseTensor(torch.ones(2, 1), torch.zeros(2, 7, dtype=torch.int32)),
+        lambda: pm.SparseTensor(torch.ones(2, 1), torch.zeros(2, 7, dtype=torch.int32), dim=6),
     ),
     Door(
         "one-column",
         ShapeError,
         ("1",),
-        lambda: pm.SparseTensor(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)),
+        lambda: tensor(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)),
     ),
     Door(
         "flat-coords",
         ShapeError,
         ("[3]",),
-        lambda: pm.SparseTensor(torch.ones(3, 1), torch.zeros(3, dtype=torch.int32)),
+        lambda: tensor(torch.ones(3, 1), torch.zeros(3, dtype=torch.int32)),
     ),
-    Door("lengths", ShapeError, ("4", "3"), lambda: pm.SparseTensor(torch.ones(4, 1), grid(3))),
-    Door("flat-feats", ShapeError, ("[3]",), lambda: pm.SparseTensor(torch.ones(3), grid(3))),
-    Door("integer-feats", DtypeError, ("int64",), lambda: pm.SparseTensor(torch.ones(3, 1).long(), grid(3))),
-    Door("mixed-devices", DeviceError, ("cpu", "meta"), lambda: pm.SparseTensor(torch.ones(3, 1), grid(3).to("meta"))),
+    Door("lengths", ShapeError, ("4", "3"), lambda: tensor(torch.ones(4, 1), grid(3))),
+    Door("flat-feats", ShapeError, ("[3]",), lambda: tensor(torch.ones(3), grid(3))),
+    Door("integer-feats", DtypeError, ("int64",), lambda: tensor(torch.ones(3, 1).long(), grid(3))),
+    Door("mixed-devices", DeviceError, ("cpu", "meta"), lambda: tensor(torch.ones(3, 1), grid(3).to("meta"))),
     Door(
         "mixed-devices-feats",
         DeviceError,
         ("cpu", "meta"),
-        lambda: pm.SparseTensor(torch.ones(3, 1, device="meta"), grid(3)),
+        lambda: tensor(torch.ones(3, 1, device="meta"), grid(3)),
     ),
     Door(
         "too-many-voxels",
         CoordinateError,
         (str(2**31), str(2**31 - 1)),
-        lambda: pm.SparseTensor(torch.ones(1, 1).expand(2**31, 1), HUGE),
+        lambda: tensor(torch.ones(1, 1).expand(2**31, 1), HUGE),
     ),
     Door(
         "too-many-voxels-meta",
         CoordinateError,
         (str(2**31), str(2**31 - 1)),
-        lambda: pm.SparseTensor(
-            torch.ones(2**31, 1, device="meta"), torch.empty(2**31, 3, dtype=torch.int32, device="meta")
-        ),
+        lambda: tensor(torch.ones(2**31, 1, device="meta"), torch.empty(2**31, 3, dtype=torch.int32, device="meta")),
     ),
-    Door("negative-batch", CoordinateError, ("-1",), lambda: pm.SparseTensor(torch.ones(3, 1), grid(3, batch=-1))),
-    Door(
-        "batch-size", CoordinateError, ("2",), lambda: pm.SparseTensor(torch.ones(3, 1), grid(3, batch=2), batch_size=2)
-    ),
+    Door("negative-batch", CoordinateError, ("-1",), lambda: tensor(torch.ones(3, 1), grid(3, batch=-1))),
+    Door("batch-size", CoordinateError, ("2",), lambda: tensor(torch.ones(3, 1), grid(3, batch=2), batch_size=2)),
     Door("outside-the-shape", CoordinateError, ("(2, 2)", "(3, 2)"), lambda: sparse(spatial_shape=(3, 2))),
     Door(
         "below-the-shape",
         CoordinateError,
         ("-5",),
-        lambda: pm.SparseTensor(
-            torch.ones(3, 1), grid(3) - torch.tensor([0, 5, 0], dtype=torch.int32), spatial_shape=(9, 9)
-        ),
+        lambda: tensor(torch.ones(3, 1), grid(3) - torch.tensor([0, 5, 0], dtype=torch.int32), spatial_shape=(9, 9)),
     ),
     Door("shape-length", ShapeError, ("3", "2"), lambda: sparse(spatial_shape=(9, 9, 9))),
     Door("stride-length", ShapeError, ("3", "2"), lambda: sparse(stride=(1, 1, 1))),
@@ -209,7 +206,7 @@ CONV = [
         CoordinateError,
         (str(2**31 - 1),),
         lambda: pm.ops.conv_transpose(
-            pm.SparseTensor(torch.ones(1, 4), grid(1) + torch.tensor([0, 2**30, 0], dtype=torch.int32)),
+            tensor(torch.ones(1, 4), grid(1) + torch.tensor([0, 2**30, 0], dtype=torch.int32)),
             weight(2, 2, 2, 4),
             stride=2,
         ),
@@ -261,67 +258,67 @@ SETS = [
 ]
 
 POINTS = [
-    Door("nan", CoordinateError, ("1 of 3",), lambda: pm.voxelize(points([0, 0], [float("nan"), 0], [1, 1]), size=1.0)),
-    Door("infinite", CoordinateError, ("1 of 2",), lambda: pm.voxelize(points([0, 0], [float("inf"), 0]), size=1.0)),
+    Door("nan", CoordinateError, ("1 of 3",), lambda: voxelize(points([0, 0], [float("nan"), 0], [1, 1]), size=1.0)),
+    Door("infinite", CoordinateError, ("1 of 2",), lambda: voxelize(points([0, 0], [float("inf"), 0]), size=1.0)),
     Door(
         "nan-with-shape",
         CoordinateError,
         ("1 of 2",),
-        lambda: pm.voxelize(points([0, 0], [float("nan"), 0]), size=1.0, spatial_shape=(4, 4)),
+        lambda: voxelize(points([0, 0], [float("nan"), 0]), size=1.0, spatial_shape=(4, 4)),
     ),
     Door(
         "nan-with-origin-min",
         CoordinateError,
         ("1 of 2",),
-        lambda: pm.voxelize(points([0, 0], [float("nan"), 0]), size=1.0, origin="min"),
+        lambda: voxelize(points([0, 0], [float("nan"), 0]), size=1.0, origin="min"),
     ),
-    Door("beyond-int32", CoordinateError, (str(2**31 - 1),), lambda: pm.voxelize(points([1e12, 0]), size=0.05)),
-    Door("size-zero", OptionError, ("0",), lambda: pm.voxelize(points([0, 0]), size=0)),
-    Door("size-negative", OptionError, ("-0.5",), lambda: pm.voxelize(points([0, 0]), size=(1.0, -0.5))),
-    Door("size-nan", OptionError, ("nan",), lambda: pm.voxelize(points([0, 0]), size=float("nan"))),
-    Door("size-length", ShapeError, ("3", "2"), lambda: pm.voxelize(points([0, 0]), size=(1.0, 1.0, 1.0))),
-    Door("origin-length", ShapeError, ("3", "2"), lambda: pm.voxelize(points([0, 0]), size=1.0, origin=(0, 0, 0))),
-    Door("origin-unknown", OptionError, ("max", "min"), lambda: pm.voxelize(points([0, 0]), size=1.0, origin="max")),
+    Door("beyond-int32", CoordinateError, (str(2**31 - 1),), lambda: voxelize(points([1e12, 0]), size=0.05)),
+    Door("size-zero", OptionError, ("0",), lambda: voxelize(points([0, 0]), size=0)),
+    Door("size-negative", OptionError, ("-0.5",), lambda: voxelize(points([0, 0]), size=(1.0, -0.5))),
+    Door("size-nan", OptionError, ("nan",), lambda: voxelize(points([0, 0]), size=float("nan"))),
+    Door("size-length", ShapeError, ("3", "2"), lambda: voxelize(points([0, 0]), size=(1.0, 1.0, 1.0))),
+    Door("origin-length", ShapeError, ("3", "2"), lambda: voxelize(points([0, 0]), size=1.0, origin=(0, 0, 0))),
+    Door("origin-unknown", OptionError, ("max", "min"), lambda: voxelize(points([0, 0]), size=1.0, origin="max")),
     Door(
         "rounding-unknown",
         OptionError,
         ("up", "floor", "round"),
-        lambda: pm.voxelize(points([0, 0]), size=1.0, rounding="up"),
+        lambda: voxelize(points([0, 0]), size=1.0, rounding="up"),
     ),
     Door(
         "reduce-unknown",
         OptionError,
         ("median", "mean", "sum", "max", "first"),
-        lambda: pm.voxelize(points([0, 0]), size=1.0, reduce="median"),
+        lambda: voxelize(points([0, 0]), size=1.0, reduce="median"),
     ),
-    Door("feats-length", ShapeError, ("3", "1"), lambda: pm.voxelize(points([0, 0]), torch.ones(3, 1), size=1.0)),
+    Door("feats-length", ShapeError, ("3", "1"), lambda: voxelize(points([0, 0]), torch.ones(3, 1), size=1.0)),
     Door(
         "batch-length",
         ShapeError,
         ("3", "1"),
-        lambda: pm.voxelize(points([0, 0]), size=1.0, batch=torch.zeros(3, dtype=torch.int64)),
+        lambda: voxelize(points([0, 0]), size=1.0, batch=torch.zeros(3, dtype=torch.int64)),
     ),
-    Door("batch-dtype", DtypeError, ("float32",), lambda: pm.voxelize(points([0, 0]), size=1.0, batch=torch.zeros(1))),
+    Door("batch-dtype", DtypeError, ("float32",), lambda: voxelize(points([0, 0]), size=1.0, batch=torch.zeros(1))),
     Door(
         "batch-negative",
         CoordinateError,
         ("-1",),
-        lambda: pm.voxelize(points([0, 0]), size=1.0, batch=torch.tensor([-1])),
+        lambda: voxelize(points([0, 0]), size=1.0, batch=torch.tensor([-1])),
     ),
     Door(
         "batch-size",
         CoordinateError,
         ("3", "2"),
-        lambda: pm.voxelize(points([0, 0]), size=1.0, batch=torch.tensor([3]), batch_size=2),
+        lambda: voxelize(points([0, 0]), size=1.0, batch=torch.tensor([3]), batch_size=2),
     ),
     Door(
         "batch-device",
         DeviceError,
         ("cpu", "meta"),
-        lambda: pm.voxelize(points([0, 0]), size=1.0, batch=torch.zeros(1, dtype=torch.int64, device="meta")),
+        lambda: voxelize(points([0, 0]), size=1.0, batch=torch.zeros(1, dtype=torch.int64, device="meta")),
     ),
     Door("integer-points", DtypeError, ("int64",), lambda: pm.voxelize(torch.zeros(2, 3).long(), size=1.0)),
-    Door("five-axes", ShapeError, ("5", "4"), lambda: pm.voxelize(torch.zeros(2, 5), size=1.0)),
+    Door("five-axes", ShapeError, ("5", "4"), lambda: pm.voxelize(torch.zeros(2, 5), size=1.0, dim=5)),
     Door(
         "interpolate-mode",
         OptionError,
@@ -333,7 +330,7 @@ POINTS = [
         "devoxelize-mode",
         OptionError,
         ("cubic", "nearest", "trilinear"),
-        lambda: pm.devoxelize(pm.voxelize(points([0, 0]), size=1.0), points([0, 0]), mode="cubic"),
+        lambda: pm.devoxelize(voxelize(points([0, 0]), size=1.0), points([0, 0]), mode="cubic"),
     ),
     Door("devoxelize-without-points", GeometryError, ("voxelize",), lambda: pm.devoxelize(sparse())),
     Door("devoxelize-without-a-frame", GeometryError, ("voxelize",), lambda: pm.devoxelize(sparse(), points([0, 0]))),
@@ -341,7 +338,7 @@ POINTS = [
         "devoxelize-axes",
         ShapeError,
         ("3", "2"),
-        lambda: pm.devoxelize(pm.voxelize(points([0, 0]), size=1.0), points([0, 0, 0])),
+        lambda: pm.devoxelize(voxelize(points([0, 0]), size=1.0), points([0, 0, 0])),
     ),
 ]
 
@@ -388,14 +385,12 @@ CODES = [
 
 COALESCE = [
     Door("coalesce-reduce", OptionError, ("median", "mean", "first"), lambda: coalesced(reduce="median")),
-    Door("coalesce-lengths", ShapeError, ("3", "[4, 1]"), lambda: pm.coalesce(torch.ones(4, 1), grid())),
-    Door("coalesce-flat-feats", ShapeError, ("[3]",), lambda: pm.coalesce(torch.ones(3), grid())),
-    Door("coalesce-integer-feats", DtypeError, ("int64",), lambda: pm.coalesce(torch.ones(3, 1).long(), grid())),
-    Door("coalesce-int64-coords", DtypeError, ("int32", "int64"), lambda: pm.coalesce(torch.ones(3, 1), grid().long())),
-    Door(
-        "coalesce-devices", DeviceError, ("cpu", "meta"), lambda: pm.coalesce(torch.ones(3, 1, device="meta"), grid())
-    ),
-    Door("coalesce-columns", ShapeError, ("7",), lambda: pm.coalesce(torch.ones(2, 1), torch.zeros(2, 7).int())),
+    Door("coalesce-lengths", ShapeError, ("3", "[4, 1]"), lambda: coalesce(torch.ones(4, 1), grid())),
+    Door("coalesce-flat-feats", ShapeError, ("[3]",), lambda: coalesce(torch.ones(3), grid())),
+    Door("coalesce-integer-feats", DtypeError, ("int64",), lambda: coalesce(torch.ones(3, 1).long(), grid())),
+    Door("coalesce-int64-coords", DtypeError, ("int32", "int64"), lambda: coalesce(torch.ones(3, 1), grid().long())),
+    Door("coalesce-devices", DeviceError, ("cpu", "meta"), lambda: coalesce(torch.ones(3, 1, device="meta"), grid())),
+    Door("coalesce-columns", ShapeError, ("7",), lambda: coalesce(torch.ones(2, 1), torch.zeros(2, 7).int())),
     Door("coalesce-negative-batch", CoordinateError, ("-1",), lambda: coalesced(batch=-1)),
     Door("coalesce-batch-size", CoordinateError, ("2", "1"), lambda: coalesced(batch=2, batch_size=1)),
     Door("coalesce-outside", CoordinateError, ("(2, 2)", "(3, 2)"), lambda: coalesced(spatial_shape=(3, 2))),
@@ -495,7 +490,7 @@ GIVEN = [
         "dense-far",
         CoordinateError,
         ("100000001", "spatial_shape"),
-        lambda: pm.SparseTensor(torch.ones(2, 1), FAR).to_dense(),
+        lambda: tensor(torch.ones(2, 1), FAR).to_dense(),
     ),
     Door("plus-rows", ShapeError, ("[3, 4]", "[2, 4]"), lambda: sparse() + torch.ones(2, 4)),
     Door("minus-channels", ShapeError, ("[3, 1]", "[3, 4]"), lambda: sparse(channels=1) - torch.ones(3, 4)),
@@ -503,7 +498,49 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize("door", [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE, *MAPS, *GIVEN], ids=str)
+def coordinates(columns):
+    """Five rows of zeros, and features for them."""
+    return torch.ones(5, 1), torch.zeros(5, columns, dtype=torch.int32)
+
+
+COLUMNS = [
+    Door(
+        "no-batch-column",
+        ShapeError,
+        ("[N, 4]", "dim=3", "[5, 3]", "pad(coords, (1, 0))", "dim=2"),
+        lambda: pm.SparseTensor(*coordinates(3)),
+    ),
+    Door("four-axes", ShapeError, ("[N, 4]", "dim=3", "[5, 5]", "dim=4"), lambda: pm.SparseTensor(*coordinates(5))),
+    Door("too-many-columns", ShapeError, ("[N, 3]", "[5, 4]", "dim=3"), lambda: tensor(*coordinates(4))),
+    Door("coalesce-no-batch-column", ShapeError, ("[5, 3]", "dim=2"), lambda: pm.coalesce(*coordinates(3))),
+    Door(
+        "exported-no-batch-column",
+        ShapeError,
+        ("[5, 3]", "dim=2"),
+        lambda: pm.exportable(torch.nn.Identity())(*coordinates(3)[::-1]),
+    ),
+    Door(
+        "points-with-intensity",
+        ShapeError,
+        ("[P, 3]", "dim=3", "[2, 4]", "points[:, :3]", "feats", "dim=4"),
+        lambda: pm.voxelize(torch.zeros(2, 4), size=1.0),
+    ),
+    Door("points-of-five-columns", ShapeError, ("[2, 5]", "[:, :3]"), lambda: pm.voxelize(torch.zeros(2, 5), size=1.0)),
+    Door("points-of-a-plane", ShapeError, ("[2, 2]", "dim=2"), lambda: pm.voxelize(torch.zeros(2, 2), size=1.0)),
+    Door(
+        "captured-points-with-intensity",
+        ShapeError,
+        ("[2, 4]", "points[:, :3]"),
+        lambda: pm.capture_points(torch.nn.Identity().eval(), torch.zeros(2, 4), size=1.0),
+    ),
+    Door("coordinates-first", CoordinateError, ("-7", "(batch, axes...)"), lambda: sparse(1, batch=-7)),
+]
+
+
+ALL = [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE, *MAPS, *GIVEN, *COLUMNS]
+
+
+@pytest.mark.parametrize("door", ALL, ids=str)
 def test_door(door: Door):
     with pytest.raises(door.error) as caught:
         door.call()
@@ -530,4 +567,4 @@ def test_a_failed_call_leaves_nothing_behind():
 def test_nothing_is_clamped_in_silence():
     """Batch indices beyond int32 would wrap to small numbers."""
     with pytest.raises(PumiceError):
-        pm.voxelize(points([0, 0]), size=1.0, batch=torch.tensor([2**32]))
+        voxelize(points([0, 0]), size=1.0, batch=torch.tensor([2**32]))

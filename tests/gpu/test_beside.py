@@ -142,7 +142,7 @@ def test_in_half(gpu):
 @pytest.mark.parametrize("name", NETS)
 def test_slow_searches(gpu, name, monkeypatch):
     """Every map is found, and every one laid out, long after what is not beside has come to its layers."""
-    find, held = prepare._maps, maps.held
+    find, held = prepare._maps, maps.form_operands
 
     def slow(*given):
         for found in find(*given):
@@ -162,7 +162,7 @@ def test_slow_searches(gpu, name, monkeypatch):
 
     rests = []
     monkeypatch.setattr(prepare, "_maps", slow)
-    monkeypatch.setattr(maps, "held", slowly)
+    monkeypatch.setattr(maps, "form_operands", slowly)
     net, fast = captured(NETS[name](), gpu)
     monkeypatch.undo()
     # What nobody asked for before is found where it is needed, beside nothing.

@@ -194,7 +194,7 @@ def test_the_static_program_waits_for_nothing(gpu):
         engine = captured(strange(net).to(gpu), x)._engine
         bucket = engine.bucket(len(x))
         with no_wait():
-            engine.program.run(bucket.buffers, bucket.rooms)
+            engine.program.run(bucket.buffers, bucket.capacities)
 
 
 def test_memory_is_flat(gpu):

@@ -65,8 +65,8 @@ def test_a_linear_layer(gpu, sizes, bias, dtype):
 def test_a_linear_layer_that_trains(gpu, monkeypatch, sizes, mixed, dtype):
     """Against torch's in float64: of few rows by torch, of many by kernels of ours, prepared for other numbers too."""
     layers, seen = import_module("pumice.nn.layers"), []
-    real = layers.recorded_features
-    monkeypatch.setattr(layers, "recorded_features", lambda *given: seen.append(real(*given)) or seen[-1])
+    real = layers.differentiable_features
+    monkeypatch.setattr(layers, "differentiable_features", lambda *given: seen.append(real(*given)) or seen[-1])
     layer = pm.nn.Linear(*sizes).to(gpu, torch.float32 if mixed else dtype)
     exact = torch.nn.Linear(*sizes).to(gpu).double()
     exact.load_state_dict(layer.state_dict())
@@ -113,7 +113,7 @@ COUNT, EXTENT = 80_000, 80
 def tile_of(x, w):
     """The default one of the convolution."""
     found, _ = kernel_map(x.geometry, Relation.of(3, 3))
-    told = lower_statement(parse(CONV), {"map": FORMS["compacted"].stored})
+    told = lower_statement(parse(CONV), {"map": FORMS["compacted"].storage_form})
     (parts,) = FORMS["compacted"].arrays(found)
     arrays = {name: parts[array.local] for name, array in told.arrays.items()}
     (step,) = told.steps

@@ -214,7 +214,7 @@ def test_every_form_of_a_map_serves_a_convolution(form, channels):
     x = random_tensor(5000, channels, 3, device="cuda", dtype=torch.float16)
     found, _ = pm.kernel_map(x.geometry, pm.coords.Relation.of(3, 3))
     w = torch.randn(channels, 27, channels, device="cuda", dtype=torch.float16) / channels**0.5
-    tokens, arrays = maps.read(found, form)
+    tokens, arrays = maps.build_form(found, form)
     y = autograd.einsum([x.feats, w, *arrays], "|".join(("x", "w", *tokens)), CONV, (len(x.feats), channels))
     expected = reference_conv(x, w.unflatten(1, (3, 3, 3)))
     assert_close(y, expected.feats, dtype=torch.float16, scale=float(expected.feats.detach().abs().mean()) * 4)
@@ -249,12 +249,12 @@ def shared_layer(channels, dtype):
     """A layer whose segments are shared by many programs; its call, and what it is in float64."""
     x = random_tensor(6000, channels, 3, device="cuda", dtype=dtype)
     w = torch.randn(channels, 27, channels, device="cuda", dtype=dtype) / channels**0.5
-    tokens, arrays = maps.read(pm.kernel_map(x.geometry, pm.coords.Relation.of(3, 3))[0], "compacted")
+    tokens, arrays = maps.build_form(pm.kernel_map(x.geometry, pm.coords.Relation.of(3, 3))[0], "compacted")
     operands = [x.feats, w, *arrays]
-    ready = plan.ready_for(operands, "|".join(("x", "w", *tokens)), CONV, (len(x.feats), channels), "triton")
-    (part,) = ready.parts
+    ready = plan.plan_for(operands, "|".join(("x", "w", *tokens)), CONV, (len(x.feats), channels), "triton")
+    (part,) = ready.steps
     tile = kernels.tiles.Tile(64, 64, 32, stages=3, prefetch_indices=True, stream_k_chunk=2)
-    run = kernels.runner(part.run.bound, dtype, tile).holding({name: operands[place] for name, place in part.places})
+    run = kernels.runner(part.run.bound, dtype, tile).bind({name: operands[place] for name, place in part.places})
     return lambda: run({}), reference_conv(x, w.unflatten(1, (3, 3, 3))).feats
 
 

@@ -26,7 +26,7 @@ from pumice.coords.buffer import DUPLICATE, OVERFLOW, new_status
 from pumice.coords.hash_table import HashTable, Table
 from pumice.coords.indexes import STRUCTURES, default
 from pumice.coords.lookup import STRUCTURES as NAMES
-from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin
+from pumice.coords.lookup import Neighbours, mask_words, mask_words_torch
 from pumice.coords.outputs import BrickOutputs, SortedOutputs, make_outputs, max_outputs, site_of
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.errors import CoordinateError
@@ -100,7 +100,7 @@ def same(got, want, what=""):
 
 def looked_up(cloud, outputs, relation):
     rows = SortedKeys(fresh(cloud), MapSchedule("sorted")).neighbours(outputs, relation).rows.contiguous()
-    return Neighbours(rows, mask_words_twin(rows))
+    return Neighbours(rows, mask_words_torch(rows))
 
 
 # Structures
@@ -283,12 +283,12 @@ def pipeline(cloud, relation, level, structure=HashTable):
         masks = mask_words(rows)
         ends = tiles.pair_counts(masks, targets.count, rows.shape[1])
         (how,) = SortSpec.splits(rows.shape[1], 1, 4096)
-        order = tiles.ordered(masks, targets.count, tiles.groups_of(asked, how, masks.device), how)
-        tiling = tiles.tiled(masks, targets.count, order, how, (64, rows.shape[1]))
+        order = tiles.sort_rows(masks, targets.count, tiles.groups_of(asked, how, masks.device), how)
+        tiling = tiles.assign_tiles(masks, targets.count, order, how, (64, rows.shape[1]))
         found += [rows, masks, ends, order, tiling.slots, tiling.active, tiling.ends]
-        found += [*tiles.filled(rows, tiling, ROOM // 8, cloud.status)]
-        found += [*tiles.listed(rows, targets.count, ends, ROOM, cloud.status)]
-        found += [*tiles.grouped(rows, targets.count, ends, (ROOM // 8, 8), cloud.status)]
+        found += [*tiles.fill_tiles(rows, tiling, ROOM // 8, cloud.status)]
+        found += [*tiles.list_pairs(rows, targets.count, ends, ROOM, cloud.status)]
+        found += [*tiles.group_pairs(rows, targets.count, ends, (ROOM // 8, 8), cloud.status)]
     return [*found, outputs.coords, outputs.count, cloud.status]
 
 

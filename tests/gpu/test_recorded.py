@@ -49,10 +49,10 @@ def without(x):
 
 def check(x, steps=STEPS, same=SAME):
     """Maps by a graph, and without."""
-    wanted = prepare._Wanted(steps, same, None)
-    assert recorded.by_graph(x.geometry, wanted.asked())
+    wanted = prepare._RequestedMaps(steps, same, None)
+    assert recorded.by_graph(x.geometry, wanted.graph_request())
     other = without(x)
-    wanted.find_together(other.geometry)
+    wanted.build(other.geometry)
     assert agree(x.geometry, other.geometry, exact=False) >= len(steps)
 
 
@@ -76,8 +76,8 @@ def test_a_network_gives_the_same(training):
         for serves in (True, False):
             held = without(x)
             if not serves:
-                net_steps = prepare._Wanted(tuple(net.steps), tuple(map(tuple, net.windows)), None)
-                net_steps.find_together(held.geometry)
+                net_steps = prepare._RequestedMaps(tuple(net.steps), tuple(map(tuple, net.windows)), None)
+                net_steps.build(held.geometry)
             with torch.set_grad_enabled(training):
                 y = net(held).feats
                 if training:
@@ -94,11 +94,11 @@ def test_a_network_gives_the_same(training):
 
 def test_memory_is_the_scenes_own():
     """Neither later scenes nor other streams write to it, and nothing of it is kept when it goes."""
-    wanted = prepare._Wanted(STEPS, SAME, None)
+    wanted = prepare._RequestedMaps(STEPS, SAME, None)
     kept, copies = [], []
     for seed in range(3):
         x = scene(50_000, seed, extent=120)
-        assert recorded.by_graph(x.geometry, wanted.asked())
+        assert recorded.by_graph(x.geometry, wanted.graph_request())
         maps = [found for found, _ in x.geometry.maps.values()]
         kept.append(maps)
         copies.append([found.table.clone() for found in maps])
@@ -115,14 +115,14 @@ def test_memory_is_the_scenes_own():
     start = torch.cuda.memory_allocated()
     for n in range(20):
         y = scene(50_000, n, extent=120)
-        assert recorded.by_graph(y.geometry, wanted.asked())
+        assert recorded.by_graph(y.geometry, wanted.graph_request())
         del y
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= start + (1 << 20)
 
 
 def test_threads_take_turns():
-    wanted, wrong = prepare._Wanted(STEPS, SAME, None), []
+    wanted, wrong = prepare._RequestedMaps(STEPS, SAME, None), []
     scenes = [scene(20_000 + 400 * n, n) for n in range(12)]
     torch.cuda.synchronize()
 
@@ -130,9 +130,9 @@ def test_threads_take_turns():
         with torch.cuda.stream(torch.cuda.Stream()):
             for x in mine:
                 try:
-                    recorded.by_graph(x.geometry, wanted.asked())
+                    recorded.by_graph(x.geometry, wanted.graph_request())
                     other = without(x)
-                    wanted.find_together(other.geometry)
+                    wanted.build(other.geometry)
                     agree(x.geometry, other.geometry, exact=False)
                 except Exception as problem:
                     wrong.append(problem)
@@ -158,18 +158,18 @@ def test_scenes_that_do_not_fit_are_recorded_anew():
 
 
 def test_what_is_wrong_with_coordinates_is_raised():
-    wanted = prepare._Wanted(STEPS, SAME, None)
+    wanted = prepare._RequestedMaps(STEPS, SAME, None)
     good = random_cloud(5000, 3, extent=60).to(GPU)
     for place in (0, 4000, 0):
         bad = good.clone()
         bad[place] = bad[7]
         x = pm.SparseTensor(torch.zeros(len(bad), 1, device=GPU), bad, spatial_shape=(60, 60, 60), batch_size=1)
         with pytest.raises(CoordinateError, match="1 of 5000 coordinates are duplicates"):
-            recorded.by_graph(x.geometry, wanted.asked())
+            recorded.by_graph(x.geometry, wanted.graph_request())
         bad[place, 2] = 77
         x = pm.SparseTensor(torch.zeros(len(bad), 1, device=GPU), bad, spatial_shape=(60, 60, 60), batch_size=1)
         with pytest.raises(CoordinateError, match="spatial_shape is"):
-            recorded.by_graph(x.geometry, wanted.asked())
+            recorded.by_graph(x.geometry, wanted.graph_request())
         check(pm.SparseTensor(torch.zeros(len(good), 1, device=GPU), good, spatial_shape=(60, 60, 60), batch_size=1))
 
 

@@ -152,7 +152,7 @@ def test_only_what_is_read_is_laid_out(name):
 
 def test_entries_are_counted_on_the_device():
     found, _ = pm.kernel_map(scene().geometry, pm.Relation.of(3, 3))
-    counts, entries = maps.counted(found, maps.tile_forms(found))
+    counts, entries = maps.read_sizes(found, maps.tile_forms(found))
     assert counts == tuple(found.pairs().sizes.tolist())
     for name, parts in entries.items():
         laid = found.split(maps.tile_rows_for(found.num_outputs), maps._SPLITS[name])

@@ -26,7 +26,7 @@ from triton.runtime.interpreter import GridExecutor
 import pumice as pm
 from pumice import nn
 from pumice.coords import MapSchedule, Relation, kernel_map, tiles
-from pumice.coords.tiles import ranked_twin
+from pumice.coords.tiles import stable_argsort_torch
 from pumice.lower.emit import Source
 from pumice.testing import random_cloud
 
@@ -78,7 +78,7 @@ def _told(key: str, value: object) -> str:
 def interpreted(log: Log) -> Iterator[None]:
     """Within it the log hears of each kernel that Triton's interpreter runs. The interpreter takes two seconds for a
     sort of rows: its kernels are heard of, and torch sorts."""
-    run, ranked = GridExecutor.__call__, tiles.ranked
+    run, ranked = GridExecutor.__call__, tiles.stable_argsort
     sorts = False
 
     def heard(self, *values, **options):
@@ -94,9 +94,9 @@ def interpreted(log: Log) -> Iterator[None]:
             ranked(keys, *given)
         finally:
             sorts = False
-        return ranked_twin(keys)
+        return stable_argsort_torch(keys)
 
-    with patch.object(GridExecutor, "__call__", heard), patch.object(tiles, "ranked", by_torch):
+    with patch.object(GridExecutor, "__call__", heard), patch.object(tiles, "stable_argsort", by_torch):
         yield
 
 
@@ -110,7 +110,7 @@ STRUCTURES = ("hash", "grid", "bitmap", "bricks")
 def cloud(channels: int = 8, rows: int = 120, dtype: torch.dtype = torch.float32, dim: int = 3) -> pm.SparseTensor:
     coords = random_cloud(rows, dim, extent=(16, 16, 8, 4)[:dim], seed=1)
     feats = torch.randn(rows, channels, generator=torch.Generator().manual_seed(rows))
-    return pm.SparseTensor(feats.to(dtype), coords)
+    return pm.SparseTensor(feats.to(dtype), coords, dim=dim)
 
 
 def evaluated(module: torch.nn.Module, *given: object) -> Journey:

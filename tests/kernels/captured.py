@@ -23,13 +23,13 @@ from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, ker
 from pumice.coords import tiles as tiles_module
 from pumice.coords.buffer import new_status
 from pumice.coords.capacity import BufferedState, CapacityPlanner, FixedCapacities
-from pumice.coords.tiles import ranked_twin
+from pumice.coords.tiles import stable_argsort_torch
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.capture import site_within
 from pumice.errors import CoordinateError
 from pumice.lower import dataflow, maps, max_pool, norm
 from pumice.lower import segments as segmented
-from pumice.lower.padding import zero_padding_rows, zero_padding_rows_twin
+from pumice.lower.padding import zero_padding_rows, zero_padding_rows_torch
 from pumice.lower.segments import pieces, segments
 from pumice.ops.pool import maximum
 from pumice.runtime.cache import PERSISTENT, BoundedCache
@@ -97,13 +97,13 @@ def check_pieces() -> None:
     flow = replace(DATAFLOWS["implicit-gemm-sorted"], piece=4)
     net = pm.nn.Sequential(pm.nn.Linear(4, 16), pm.nn.Conv3d(16, 24, 3, dataflow=flow)).eval()
     near, far = scene(70, 0, extent=5), scene(60, 1, extent=20)
-    cut, asked, real = [], [], segmented.in_pieces
+    cut, asked, real = [], [], segmented.split_runs
 
     def counted(*given: Any) -> Any:
         cut.append(given[1:])
         return real(*given)
 
-    with patch.object(segmented, "in_pieces", counted), warnings.catch_warnings():
+    with patch.object(segmented, "split_runs", counted), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fast = pm.capture(net, far, max_voxels=70, buckets=[70], margin=1.0, box=((0, 0, 0), (20, 20, 20)))
         asked.append(len(cut))
@@ -114,7 +114,7 @@ def check_pieces() -> None:
             assert_close(fast(x).feats, want.feats)
             asked.append(len(cut))
     (bucket,) = fast._engine.buckets.values()
-    assert any(bucket.rooms.asked.values()), "no kernel shares segments"
+    assert any(bucket.capacities.lengths_by_key.values()), "no kernel shares segments"
     # The pass that plans and the eager one that it is compared with; the scene that has no room. No other.
     assert asked[0] == 2 and asked[2] and asked[1] == asked[3] == asked[4] == 0, asked
     assert fast.fallbacks == {"room": 1} and fast.replays == 3, (fast.fallbacks, fast.replays)
@@ -162,7 +162,7 @@ def check_cleared_rows() -> None:
         room = torch.randn(rows * channels + 9)
         given, living = room.clone(), torch.tensor([count], dtype=torch.int32)
         zero_padding_rows(given[: rows * channels].view(rows, channels), living)
-        zero_padding_rows_twin(room[: rows * channels].view(rows, channels), living)
+        zero_padding_rows_torch(room[: rows * channels].view(rows, channels), living)
         assert torch.equal(given, room) and not room[count * channels : rows * channels].any() and room[-9:].all()
 
 
@@ -287,7 +287,7 @@ def by_kernels() -> Iterator[None]:
     with (
         patch.object(maps, "group_of", lambda outputs: 16),
         patch.object(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]}),
-        patch.object(conv, "_lowering", lambda found, operands: "triton" if found.between is not None else ""),
+        patch.object(conv, "_lowering", lambda found, operands: "triton" if found.buffered is not None else ""),
     ):
         yield
 
@@ -361,7 +361,7 @@ def levels(geometry: Geometry) -> list[Any]:
         same, _ = kernel_map(other, Relation.of(3, 3))
         for each in (down, same):
             for form in FORMS:
-                tokens, arrays = maps.held(each, form)
+                tokens, arrays = maps.form_operands(each, form)
                 found.append((form, each, arrays))
                 for token, array in zip(tokens, arrays, strict=True):
                     if token.endswith("tile"):
@@ -371,7 +371,7 @@ def levels(geometry: Geometry) -> list[Any]:
 
 
 def built(buffers: VoxelBuffers, rooms: Any, x: pm.SparseTensor) -> Geometry:
-    return buffers.enter(site_within(x.geometry.site, 1, None), BufferedState(rooms)).x.geometry
+    return buffers.make_input(site_within(x.geometry.site, 1, None), BufferedState(rooms)).x.geometry
 
 
 def planned(x: pm.SparseTensor, capacity: int) -> tuple[VoxelBuffers, FixedCapacities]:
@@ -380,7 +380,7 @@ def planned(x: pm.SparseTensor, capacity: int) -> tuple[VoxelBuffers, FixedCapac
     planner = CapacityPlanner(capacity, len(x), 2.0, None)
     with by_torch():
         levels(built(buffers, planner, x))
-    return buffers, planner.settled()
+    return buffers, planner.to_fixed()
 
 
 def check_maps() -> None:
@@ -431,7 +431,7 @@ def check_waits() -> None:
                 watch.__enter__()
             try:
                 levels(built(buffers, rooms, x))
-                points.enter(*entered)
+                points.make_input(*entered)
             finally:
                 if guard:
                     watch.__exit__(None, None, None)
@@ -447,8 +447,8 @@ def pointed() -> tuple[PointBuffers, Any]:
     points = PointBuffers.of(120, like, site.bounds)
     like.fill(points)
     planner = CapacityPlanner(120, 90, 2.0, None)
-    points.enter(site, BufferedState(planner))
-    return points, (site, BufferedState(planner.settled()))
+    points.make_input(site, BufferedState(planner))
+    return points, (site, BufferedState(planner.to_fixed()))
 
 
 def check_points() -> None:
@@ -457,7 +457,7 @@ def check_points() -> None:
         cloud = torch.rand(count, 3, generator=torch.Generator().manual_seed(seed)) * 4
         PointScene(cloud, None, None, points.grid).fill(points)
         with fenced():
-            found = points.enter(*entered)
+            found = points.make_input(*entered)
         want = pm.voxelize(cloud, size=0.9)
         voxels = len(want)
         assert found.inverse is not None and int(found.x.geometry.cloud.status) == 0
@@ -479,10 +479,10 @@ def check_scene_after_scene() -> None:
             coords[:, 1:] = apart * coords[:, 1:] - 5
             corner = torch.tensor([[0, 18, 18, 18]], dtype=torch.int32)
             got, want = (Geometry.checked(torch.cat([coords, corner])) for _ in range(2))
-            wanted = preparing._Wanted(ROOMY, WINDOWS, None)
+            wanted = preparing._RequestedMaps(ROOMY, WINDOWS, None)
             with fenced():
-                assert recorded.by_graph(got, wanted.asked())
-            wanted.find_together(want)
+                assert recorded.by_graph(got, wanted.graph_request())
+            wanted.build(want)
             dataflow.materialize(found := list(wanted.maps(want)), True)
             for one, _ in found:
                 maps.planner_operands(one, True)
@@ -495,14 +495,14 @@ def check_duplicates() -> None:
     """They are told where nothing but the levels is asked for, of which no kernel looks for neighbours."""
     coords = random_cloud(60, 3, extent=6)
     box = Bounds((0,) * 3, (5,) * 3, 1)
-    steps = preparing._Wanted(ROOMY[:1], (), None)
+    steps = preparing._RequestedMaps(ROOMY[:1], (), None)
     with on_any_device():
-        assert recorded.by_graph(Geometry(coords, GridSpec((1,) * 3, (6,) * 3, 1, box)), steps.asked())
+        assert recorded.by_graph(Geometry(coords, GridSpec((1,) * 3, (6,) * 3, 1, box)), steps.graph_request())
         for told, wrong in (("duplicates", coords[:1]), ("spatial_shape", torch.tensor([[0, 2, 6, 2]]).int())):
             geometry = Geometry(torch.cat([coords, wrong]), GridSpec((1,) * 3, (6,) * 3, 1, box))
             geometry._settled = False
             try:
-                recorded.by_graph(geometry, steps.asked())
+                recorded.by_graph(geometry, steps.graph_request())
             except CoordinateError as error:
                 assert told in str(error), error
             else:
@@ -511,7 +511,7 @@ def check_duplicates() -> None:
 
 def by_torch() -> Any:
     """Sorting by kernels takes a second each time in the interpreter, and is checked elsewhere."""
-    return patch.object(tiles_module, "ranked", lambda keys, *_: ranked_twin(keys))
+    return patch.object(tiles_module, "stable_argsort", lambda keys, *_: stable_argsort_torch(keys))
 
 
 @contextmanager

@@ -113,7 +113,7 @@ def built(job: Job) -> Built:
     p, how = _problem(job), lowered.KernelOptions(job.precision)
     if job.activation != "-":
         epilogue = _epilogue(p, job)
-        p, how = replace(p, operands={**p.operands, **epilogue.operands}), replace(how, finish=epilogue.finish)
+        p, how = replace(p, operands={**p.operands, **epilogue.operands}), replace(how, finish=epilogue.signature)
     extents = p.bound.extents
     form = contraction_roles(p.bound.statement, extents)
     tile = job.tile or lowered.tile_of(p.bound, p.operands)
@@ -123,10 +123,10 @@ def built(job: Job) -> Built:
         form = packed(form, p.bound.statement, extents) or form
     if job.target == "gfx942":
         tile = replace(tile, stages=min(tile.stages, AMD_STAGES))
-    found = Built(tile, form.product, form.adds)
-    out = torch.empty(p.bound.shape, dtype=torch.float32 if form.adds else _kept(job), device="meta")
+    found = Built(tile, form.product, form.atomic)
+    out = torch.empty(p.bound.shape, dtype=torch.float32 if form.atomic else _kept(job), device="meta")
     try:
-        launch = lowered.prepare(p.bound, p.operands, out, tile, how=how)
+        launch = lowered.prepare(p.bound, p.operands, out, tile, options=how)
         options = {"num_warps": launch.tile.warps, "num_stages": launch.tile.stages}
         facts = facts_of(_source(launch, p, out), job.target, options, partial(_read, launch))
     except Exception as error:

@@ -32,7 +32,7 @@ from pumice.lower import kernel as lowered
 from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, applied
 from pumice.lower.maps import FORMS
-from pumice.lower.padding import write_columns, write_columns_twin
+from pumice.lower.padding import write_columns, write_columns_torch
 from pumice.schedule import tile as schedule
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow
 from pumice.schedule.tile import Tile
@@ -162,7 +162,7 @@ def check_within(sizes: Mapping[str, int], kind: torch.dtype) -> None:
     for study in ("tp_tables", "tp_tables_own"):
         p = problem(CASES[study].at(SMALL, **sizes)).to(kind)
         found = form_of(p).within
-        assert found is not None and (found.met, found.summed) == ("j", ("q",))
+        assert found is not None and (found.shared, found.summed) == ("j", ("q",))
         for depth in (16, 32, 64):
             agree(p, kind, Tile(16, 16, depth), 2e-6)
 
@@ -251,7 +251,7 @@ def check_stacks_apart() -> None:
     segments._LONG_ARRAY, segments._LONG = 1, 60
     try:
         part = segments.stacks(p.operands["A_m"], 40, 16)
-        assert part.apart is not None and sorted(part.apart.rows.tolist()) == [2, 4, 5, 39]
+        assert part.outliers is not None and sorted(part.outliers.rows.tolist()) == [2, 4, 5, 39]
         assert sorted(zip(part.rows.tolist(), part.ends.tolist(), strict=True)) == [  # type: ignore[union-attr]
             (0, 2), (3, 4), (6, 16), (16, 32), (32, 39),
         ]  # fmt: skip
@@ -274,7 +274,7 @@ def check_rows_apart() -> None:
     before, segments._LONG_ARRAY = segments._LONG_ARRAY, 1
     try:
         part = segments.segments(p.operands["A_m"], 40, 512)
-        assert part.apart is not None and part.apart.rows.tolist() == [0]
+        assert part.outliers is not None and part.outliers.rows.tolist() == [0]
         agree(p)
     finally:
         segments._LONG_ARRAY = before
@@ -357,7 +357,7 @@ def map_problems(
     found: KernelMap, operands: Mapping[str, Tensor], form: str, text: str, shape: tuple[int, ...]
 ) -> list[Problem]:
     """A problem for each part of the form."""
-    told = lower_statement(parse(text), {"map": FORMS[form].stored})
+    told = lower_statement(parse(text), {"map": FORMS[form].storage_form})
     parts = FORMS[form].arrays(found)
     if form == "grouped":
         # Groups of thousands, mostly padding on so small a cloud, take the interpreter too long.
@@ -395,7 +395,7 @@ def check_split_k() -> None:
     found, operands = cloud(3, 1)
     asked = Pass("forward", DATAFLOWS["implicit-gemm-split-k"], found, 1)
     given = operands["X"], operands["W"]
-    (part,) = dataflow._ready(asked, given, NO_EPILOGUE).parts
+    (part,) = dataflow._plan_of(asked, given, NO_EPILOGUE).steps
     assert part.run._runner.tile.stream_k_chunk == asked.flow.piece  # type: ignore[attr-defined]
     assert torch.equal(asked(given), asked(given))
 
@@ -464,7 +464,7 @@ def check_packed(study: str, **sizes: int) -> None:
         Tile(16, 16, 64, prefetch_indices=True),
         Tile(16, 32, 2, prefetch_indices=True, column_major_grid=True),
     ):
-        run = lowered.runner(p.bound, torch.float32, replace(tile, packed=True), finish=epilogue.finish)
+        run = lowered.runner(p.bound, torch.float32, replace(tile, packed=True), finish=epilogue.signature)
         near(run({**p.operands, **epilogue.operands}), want, 2e-5)
 
 
@@ -566,7 +566,7 @@ def check_way(groups: int, channels: int, tile: Tile) -> None:
     # What is switched off costs what it saves: the results are the same.
     assert ("+ shift)" in loop) == (not tile.hoisted) and ("+ shift <" in loop) == (not tile.padded)
     assert ("atomic_add" in text) == bool(tile.stream_k_chunk)
-    finished = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.finish)
+    finished = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.signature)
     near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), 2e-5)
 
 
@@ -625,7 +625,7 @@ def check_slices(groups: int, columns: int, tile: Tile) -> None:
         got, whole = (lowered.runner(p.bound, dtype, t)(p.operands) for t in (tile, replace(tile, epilogue_subtiles=1)))
         near(got, want, limit)
         assert torch.equal(got, whole)
-        finished = lowered.runner(p.bound, dtype, tile, finish=epilogue.finish)
+        finished = lowered.runner(p.bound, dtype, tile, finish=epilogue.signature)
         near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), limit)
     segments_of = lowered._segments(p.bound, p.operands, form_of(p), tile)
     text = lowered.prepare(p.bound, p.operands, got, tile, segments_of).source.text
@@ -643,7 +643,7 @@ def check_slices_with(names: tuple[str, ...], activation: str = "relu") -> None:
     whole = epilogue_of(tuple(want.shape), activation)
     kept = {name: value for name in names if (value := getattr(whole, name)) is not None}
     epilogue = Epilogue(**kept, activation=activation, eps=0.25)
-    run = lowered.runner(p.bound, torch.float32, Tile(32, 16, 16, epilogue_subtiles=4), finish=epilogue.finish)
+    run = lowered.runner(p.bound, torch.float32, Tile(32, 16, 16, epilogue_subtiles=4), finish=epilogue.signature)
     near(run({**p.operands, **epilogue.operands}), applied(want, epilogue), 2e-5)
 
 
@@ -703,8 +703,8 @@ def check_finished_map(form: str) -> None:
     got = None
     for p in parts:
         got = lowered.runner(p.bound, torch.float32)(p.operands, got)
-    run = lowered.runner(last.bound, torch.float32, finish=epilogue.finish)
-    assert run.finishes
+    run = lowered.runner(last.bound, torch.float32, finish=epilogue.signature)
+    assert run.applies_epilogue
     got = run({**last.operands, **epilogue.operands}, got)
     near(got, applied(wanted(whole), epilogue), 2e-5)
 
@@ -721,7 +721,7 @@ def check_spare(form: str) -> None:
     for p in parts:
         before = lowered.runner(p.bound, torch.float32)(p.operands, before)
     for tile in (None, Tile(32, 8, 16, epilogue_subtiles=2)):
-        run = lowered.runner(last.bound, torch.float32, tile, finish=epilogue.finish)
+        run = lowered.runner(last.bound, torch.float32, tile, finish=epilogue.signature)
         given, wide = {**last.operands, **epilogue.operands}, torch.full((shape[0], 16), 7.0)
         if parts:
             got = run(given, before)
@@ -743,7 +743,7 @@ def check_columns() -> None:
             values, wide = torch.randn(rows, 2 * columns).to(dtype)[:, :columns], torch.randn(rows, width).to(dtype)
             want = wide.clone()
             write_columns(values, wide, begin)
-            write_columns_twin(values.contiguous(), want, begin)
+            write_columns_torch(values.contiguous(), want, begin)
             assert torch.equal(wide, want) and torch.equal(wide[:, begin : begin + columns], values)
 
 
@@ -753,7 +753,7 @@ def check_finished_rows(activation: str) -> None:
     epilogue = epilogue_of(p.bound.shape, activation)
     want = applied(wanted(p), epilogue)
     for tile in (Tile(8, 16, segment_threads=2), Tile(16, 16, 16, stacked=True)):
-        run = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.finish)
+        run = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.signature)
         near(run({**p.operands, **epilogue.operands}), want, 2e-5)
 
 
@@ -771,14 +771,14 @@ def check_bytes(form: str) -> None:
         got = lowered.runner(p.bound, torch.float32)(p.operands, got)
     plain = lowered.runner(last.bound, torch.float32)(last.operands, got)
     assert torch.equal(plain.double(), wanted(whole))
-    run = lowered.runner(last.bound, torch.float16, finish=epilogue.finish)
+    run = lowered.runner(last.bound, torch.float16, finish=epilogue.signature)
     near(run({**last.operands, **epilogue.operands}, got), applied(wanted(whole), epilogue), 1e-3)
 
 
 def check_unfinished() -> None:
     found, operands = cloud(3, 1)
     (p,) = map_problems(found, operands, "grouped", WAYS["forward"], (found.num_outputs, 11))
-    assert not lowered.runner(p.bound, torch.float32).finishes
+    assert not lowered.runner(p.bound, torch.float32).applies_epilogue
 
 
 # Statements of other shapes

@@ -37,7 +37,7 @@ from pumice.coords import tiles as ranking
 from pumice.coords.bricks import BrickLookup, Bricks, Stencil
 from pumice.coords.buffer import RANGE, Packer, new_status, set_status
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
-from pumice.coords.lookup import mask_words, paired
+from pumice.coords.lookup import mask_words, prefix_counts
 from pumice.lower import max_pool, norm, padding
 from pumice.lower import padding as columns
 from pumice.runtime.launch import BoundKernel
@@ -128,7 +128,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(padding, "has_triton", lambda tensor: True),
         patch.object(columns, "has_triton", lambda tensor: True),
         patch.object(max_pool, "has_triton", lambda tensor: True),
-        patch.object(segments, "_fits", lambda array, count: True),
+        patch.object(segments, "_fits_sort_kernel", lambda array, count: True),
         patch.object(segments, "has_triton", lambda tensor: True),
         patch.object(packing, "has_triton", lambda tensor: True),
     ):
@@ -141,15 +141,15 @@ def variants() -> tuple[Variant, ...]:
         for volume in (27, 8, 125):
             _stages(volume)
         for count in (100, 500, 2000):
-            segments.in_pieces(torch.zeros(9000, dtype=torch.int32), count, 8)
+            segments.split_runs(torch.zeros(9000, dtype=torch.int32), count, 8)
             segments.segments_by_length(torch.zeros(9000, dtype=torch.int32), count)
             told = torch.zeros(9000, dtype=torch.int32)
-            segments.RUNS.tell(told, torch.full((count,), 9000, dtype=torch.int32), 27)
-            segments.in_pieces(told, count, 8)
+            segments.RUNS.register(told, torch.full((count,), 9000, dtype=torch.int32), 27)
+            segments.split_runs(told, count, 8)
             segments.segments_by_length(told, count)
-            segments.put_in_pieces([(told, count, 8), (told, count, segments.WHOLE)])
+            segments.split_runs_together([(told, count, 8), (told, count, segments.WHOLE)])
         for number in (20, 120, 200):
-            Packer.of([torch.zeros(7, 27, dtype=torch.int32)] * number).first([5] * number)
+            Packer.of([torch.zeros(7, 27, dtype=torch.int32)] * number).pack([5] * number)
         for dtype in (torch.float16, torch.float32):
             coords, feats = torch.zeros(9, 4, dtype=torch.int32), torch.zeros(9, 3, dtype=dtype)
             packing.put_first([coords, feats], [coords[:5], feats[:5]], torch.zeros(1, dtype=torch.int32))
@@ -221,29 +221,29 @@ def _levels(dim: int) -> None:
     every = levels(dim)
     for label in ("floor k2 s2", "floor k3 s2", "support k3 s2 p1", "transposed k2 s2")[: 4 if dim == 3 else 1]:
         relation = every[label]
-        reach, meets = Stencil.of_outputs(relation), Stencil.of_meetings(relation)
+        reach, meets = Stencil.of_outputs(relation), Stencil.of_neighbours(relation)
         made = Bricks.of(cloud, reach, cloud.bounds, 40)
         if label.startswith("transposed"):
-            made.coords(cloud, reach, 40), made.turned(cloud, meets, 40)
+            made.coords(cloud, reach, 40), made.transposed_rows(cloud, meets, 40)
         elif label == "floor k3 s2":
             made.coords(cloud, reach, 40), made.rows(cloud, meets, 40)
         else:
-            made.both(cloud, meets, 40)
+            made.coords_and_rows(cloud, meets, 40)
 
 
 def _stages(volume: int) -> None:
     rows, count = torch.full((600, volume), -1, dtype=torch.int32), torch.tensor([600], dtype=torch.int32)
     masks = mask_words(rows)
-    paired(torch.zeros(20_000, dtype=torch.int32))
+    prefix_counts(torch.zeros(20_000, dtype=torch.int32))
     ends, (how,) = tiles.pair_counts(masks, count, volume), SortSpec.splits(volume, 1)
     window = {8: Relation.of(3, 2, stride=2), 27: Relation.of(3, 3), 125: Relation.of(3, 5)}[volume]
-    order = tiles.ordered(masks, count, tiles.groups_of(window, how, masks.device), how)
+    order = tiles.sort_rows(masks, count, tiles.groups_of(window, how, masks.device), how)
     for block in (64, 128) if volume == 27 else (64,):
-        tiling = tiles.tiled(masks, count, order, how, (block, volume))
-        tiles.filled(rows, tiling, 50)
-    tiles.tiled(masks, count, None, SortSpec(0, volume, sort=False), (64, volume))
-    tiles.listed(rows, count, ends, 50)
-    tiles.grouped(rows, count, ends, (50, 8))
+        tiling = tiles.assign_tiles(masks, count, order, how, (block, volume))
+        tiles.fill_tiles(rows, tiling, 50)
+    tiles.assign_tiles(masks, count, None, SortSpec(0, volume, sort=False), (64, volume))
+    tiles.list_pairs(rows, count, ends, 50)
+    tiles.group_pairs(rows, count, ends, (50, 8))
     tiles.transpose_table(rows, count, 600)
 
 

@@ -53,15 +53,15 @@ from pumice.coords import (
 )
 from pumice.coords import tiles as ranking
 from pumice.coords.bricks import BrickLookup, Bricks, Stencil
-from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, Packer, pack_twin, put_first, put_first_twin
+from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, Packer, pack_torch, put_first, put_first_torch
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
 from pumice.coords.indexes import STRUCTURES, default
 from pumice.coords.lookup import STRUCTURES as NAMES
-from pumice.coords.lookup import Neighbours, mask_words, mask_words_twin, paired
+from pumice.coords.lookup import Neighbours, mask_words, mask_words_torch, prefix_counts
 from pumice.coords.outputs import BrickOutputs, SortedOutputs, TorchOutputs, make_outputs, max_outputs, site_of
-from pumice.coords.segments import in_pieces, in_pieces_twin, segments_by_length, segments_by_length_twin
+from pumice.coords.segments import segments_by_length, segments_by_length_torch, split_runs, split_runs_torch
 from pumice.coords.sorted_keys import SortedKeys
-from pumice.coords.tiles import Digits, ranked, ranked_twin
+from pumice.coords.tiles import Digits, stable_argsort, stable_argsort_torch
 from pumice.runtime.launch import BoundKernel
 
 Checks = Mapping[str, Callable[[], None]]
@@ -145,7 +145,7 @@ class _Torch:
 def looked_up(cloud: CoordBuffer, outputs: CoordBuffer, relation: Relation) -> Neighbours:
     """What sorted keys say, with masks."""
     rows = SortedKeys(fresh(cloud), MapSchedule("sorted")).neighbours(outputs, relation).rows.contiguous()
-    return Neighbours(rows, mask_words_twin(rows))
+    return Neighbours(rows, mask_words_torch(rows))
 
 
 def structures(cloud: CoordBuffer, wide: bool = True) -> Iterator[tuple[str, Any, CoordBuffer]]:
@@ -306,7 +306,7 @@ def check_refusals() -> None:
 def check_mask_words() -> None:
     for volume in (1, 8, 16, 17, 27, 31, 32, 62, 63, 125):
         rows = torch.randint(-2, 3, (70, volume), dtype=torch.int32, generator=torch.Generator().manual_seed(volume))
-        same(mask_words(rows.clamp(min=-1)), mask_words_twin(rows), volume)
+        same(mask_words(rows.clamp(min=-1)), mask_words_torch(rows), volume)
 
 
 # Outputs
@@ -463,13 +463,13 @@ def check_bricks_without_room() -> None:
     coords = torch.tensor([[0, 100 * n] for n in range(40)], dtype=torch.int32)
     cloud = buffered(coords, 0)
     with marked():
-        found = Bricks.of(cloud, Stencil.itself(1), cloud.bounds, 3)
+        found = Bricks.of(cloud, Stencil.identity(1), cloud.bounds, 3)
         enough = fresh(cloud)
-        Bricks.of(enough, Stencil.itself(1), cloud.bounds, 40)
+        Bricks.of(enough, Stencil.identity(1), cloud.bounds, 40)
     assert found.limit == 3 and int(cloud.status) == OVERFLOW
     first = [c for c in coords.tolist() if c[1] < 3 * 512]
     assert int(found.count) == len(first)
-    assert found.coords(fresh(cloud), Stencil.itself(1), len(first))[0].tolist() == first
+    assert found.coords(fresh(cloud), Stencil.identity(1), len(first))[0].tolist() == first
     assert int(enough.status) == 0
 
 
@@ -544,7 +544,7 @@ def random_rows(volume: int, count: int, spare: int = 9) -> tuple[Tensor, Tensor
     rows = torch.where(torch.rand(capacity, volume, generator=generator) < often, inputs, -1).int()
     rows[:: max(1, count // 3)] = -1
     # Dead rows have masks too: whoever reads them is found out.
-    return rows, mask_words_twin(rows), torch.tensor([count], dtype=torch.int32)
+    return rows, mask_words_torch(rows), torch.tensor([count], dtype=torch.int32)
 
 
 def orders(volume: int, count: int) -> list[SortSpec]:
@@ -555,22 +555,22 @@ def orders(volume: int, count: int) -> list[SortSpec]:
 def check_orders(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
     ends = tiles.pair_counts(masks, living, volume)
-    same(ends, tiles.pair_counts_twin(masks, living, volume))
+    same(ends, tiles.pair_counts_torch(masks, living, volume))
     for how in orders(volume, count):
         groups = tiles.groups_of(cube(volume), how, masks.device)
-        totals = tiles.totals_of(masks, living, groups)
-        same(totals, tiles.totals_of_twin(masks, living, groups), how)
+        totals = tiles.group_totals(masks, living, groups)
+        same(totals, tiles.group_totals_torch(masks, living, groups), how)
         same(totals[: how.last - how.first], ends[how.first : how.last, -1].contiguous(), how)
         with patch.object(tiles, "_SAMPLED", 50):
-            sampled = tiles.totals_of(masks, living, groups)
-            same(sampled, tiles.totals_of_twin(masks, living, groups), how)
+            sampled = tiles.group_totals(masks, living, groups)
+            same(sampled, tiles.group_totals_torch(masks, living, groups), how)
             keys = tiles.gray_keys(masks, living, groups, sampled, how)
-            same(keys, tiles.gray_keys_twin(masks, living, groups, sampled, how), how)
+            same(keys, tiles.gray_keys_torch(masks, living, groups, sampled, how), how)
         keys = tiles.gray_keys(masks, living, groups, totals, how)
-        same(keys, tiles.gray_keys_twin(masks, living, groups, totals, how), how)
-        order = tiles.ordered(masks, living, groups, how)
+        same(keys, tiles.gray_keys_torch(masks, living, groups, totals, how), how)
+        order = tiles.sort_rows(masks, living, groups, how)
         with plain():
-            same(order, tiles.ordered(masks, living, groups, how), how)
+            same(order, tiles.sort_rows(masks, living, groups, how), how)
 
 
 def cube(volume: int) -> Relation:
@@ -591,15 +591,15 @@ def check_ranks(count: int, bits: int) -> None:
     assert len(blank) == 3
     for block, part in enumerate(keys.split(digits.block)):
         counts[0, block] = torch.bincount(part & (1 << digits.width) - 1, minlength=1 << digits.width)
-    same(ranked(keys, digits, counts), ranked_twin(keys))
+    same(stable_argsort(keys, digits, counts), stable_argsort_torch(keys))
 
 
 def check_bits(count: int) -> None:
     """The bits set up to and with each word of a bitmap, and of all; words may fill their blocks."""
     words = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(count)).int()
     ends = torch.tensor([(word & (2**32 - 1)).bit_count() for word in words.tolist()]).cumsum(0)
-    with patch(f"{paired.__module__}._WORDS", 64):
-        pairs, total = paired(words)
+    with patch(f"{prefix_counts.__module__}._WORDS", 64):
+        pairs, total = prefix_counts(words)
     assert total.tolist() == ends[-1:].tolist()
     assert torch.equal(pairs >> 32, ends) and torch.equal(pairs.int(), words)
 
@@ -616,18 +616,18 @@ def check_tiles(volume: int, count: int) -> None:
     every = [*orders(volume, count)[:3], SortSpec(0, volume, sort=False)]
     for how, block in [(how, 16) for how in every] + [(every[0], 64)]:
         groups = tiles.groups_of(cube(volume), how, masks.device)
-        order = tiles.ordered(masks, living, groups, how) if how.sort else None
-        tiling = tiles.tiled(masks, living, order, how, (block, volume))
-        twin = tiles.tiled_twin(masks, living, order, how, (block, volume))
+        order = tiles.sort_rows(masks, living, groups, how) if how.sort else None
+        tiling = tiles.assign_tiles(masks, living, order, how, (block, volume))
+        twin = tiles.assign_tiles_torch(masks, living, order, how, (block, volume))
         for part in ("slots", "active", "ends", "entries"):
             same(getattr(tiling, part), getattr(twin, part), (how, part))
         entries = int(tiling.entries)
-        exact = tiles.filled(rows, tiling, entries)
+        exact = tiles.fill_tiles(rows, tiling, entries)
         for room in (entries, entries + 5, max(0, entries - 3)):
             told = words()
-            got = tiles.filled(rows, tiling, room, told[0])
+            got = tiles.fill_tiles(rows, tiling, room, told[0])
             with plain():
-                same(got, tiles.filled(rows, twin, room, told[1]), (how, room))
+                same(got, tiles.fill_tiles(rows, twin, room, told[1]), (how, room))
             same(told[0], told[1], room)
             assert int(told[0]) == OVERFLOW * (room < entries)
             if room == entries:
@@ -640,9 +640,9 @@ def check_runs(size: int, count: int, most: int) -> None:
     values = (torch.rand(size, generator=generator) ** 2 * (count + 3)).floor() - 1
     for array in (values.sort()[0].int(), values.sort()[0].long(), torch.full((size,), count // 2).int()):
         for long in (segments._LONG, 9):
-            with patch.object(segments, "_LONG", long), patch.object(segments, "_worth", lambda array: True):
-                same(in_pieces(array, count, most), in_pieces_twin(array, count, most), (size, count))
-                same(segments_by_length(array, count), segments_by_length_twin(array, count), (size, count))
+            with patch.object(segments, "_LONG", long), patch.object(segments, "_is_worthwhile", lambda array: True):
+                same(split_runs(array, count, most), split_runs_torch(array, count, most), (size, count))
+                same(segments_by_length(array, count), segments_by_length_torch(array, count), (size, count))
         check_told(array.clamp(min=0), count, most)
 
 
@@ -653,24 +653,24 @@ def check_told(array: Tensor, count: int, most: int) -> None:
     roomy = torch.cat([few, few.new_full((max(3000, 200 * most),), count + 5)])
     for each in (array, few, roomy):
         tell_ends(each, count)
-    same(in_pieces(roomy, count, most), in_pieces_twin(roomy, count, most), (len(array), count, "roomy"))
-    with patch.object(segments, "_worth", lambda array: True):
-        same(in_pieces(array, count, most), in_pieces_twin(array, count, most), (len(array), count, "told"))
-        same(segments_by_length(array, count), segments_by_length_twin(array, count), (len(array), count, "told"))
+    same(split_runs(roomy, count, most), split_runs_torch(roomy, count, most), (len(array), count, "roomy"))
+    with patch.object(segments, "_is_worthwhile", lambda array: True):
+        same(split_runs(array, count, most), split_runs_torch(array, count, most), (len(array), count, "told"))
+        same(segments_by_length(array, count), segments_by_length_torch(array, count), (len(array), count, "told"))
     asked = ((array, count, most), (few, count, most + 1), (few, count, segments.WHOLE))
-    segments.put_in_pieces([*asked, (array + 1, count, most)])
+    segments.split_runs_together([*asked, (array + 1, count, most)])
     for each, _, length in asked:
-        told = segments.RUNS.told(each, count)
+        told = segments.RUNS.get(each, count)
         found = told.pieces.get(length)
-        assert (found is not None) == told.counted == (told.longest < 1023)
+        assert (found is not None) == told.can_count_sort == (told.longest < 1023)
         if found is not None:
-            same(found, in_pieces_twin(each, count, length or len(each) + 1), (len(array), count, length, "together"))
+            same(found, split_runs_torch(each, count, length or len(each) + 1), (len(array), count, length, "together"))
 
 
 def tell_ends(array: Tensor, count: int) -> None:
     """Where the runs of an array of the values 0 to count - 1 end, and how long the longest is."""
     bounds = segments.bounds_of(array, count)
-    segments.RUNS.tell(array, bounds[1:], int(bounds.diff().max()))
+    segments.RUNS.register(array, bounds[1:], int(bounds.diff().max()))
 
 
 PACKED = {
@@ -692,9 +692,9 @@ def check_packed(shapes: Sequence[tuple[int, ...]]) -> None:
     before, packer = [array.clone() for array in arrays], Packer.of(arrays)
     for share in (1.0, 0.6, 0.0):
         rows = [int(share * len(array)) for array in arrays]
-        got = packer.first(rows)
+        got = packer.pack(rows)
         want = [array.new_full((n, *array.shape[1:]), -1) for n, array in zip(rows, arrays, strict=True)]
-        pack_twin(arrays, want)
+        pack_torch(arrays, want)
         same(tuple(got), tuple(want), share)
         whole = got[0].untyped_storage()
         assert all(array.untyped_storage().data_ptr() == whole.data_ptr() for array in got)
@@ -724,7 +724,7 @@ def check_put(first: tuple[int, ...], dtype: torch.dtype, *others: tuple[int, ..
         buffers = [array.new_full((len(array) + spare, *array.shape[1:]), -7) for array in arrays]
         want, (got, twin) = [buffer.clone() for buffer in buffers], words()
         put_first(buffers, arrays, got)
-        put_first_twin(want, arrays, twin)
+        put_first_torch(want, arrays, twin)
         same(tuple(buffers), tuple(want), spare)
         same(got, twin, spare)
         for other in (
@@ -760,11 +760,11 @@ def check_list(make: Lists, whole: int, less: int) -> None:
 
 def check_lists(volume: int, count: int) -> None:
     rows, masks, living = random_rows(volume, count)
-    ends = tiles.pair_counts_twin(masks, living, volume)
-    check_list(partial(tiles.listed, rows, living, ends), int(ends[:, -1].sum()), 12)
+    ends = tiles.pair_counts_torch(masks, living, volume)
+    check_list(partial(tiles.list_pairs, rows, living, ends), int(ends[:, -1].sum()), 12)
     for size in (1, 8):
         whole = int(((ends[:, -1] + size - 1) // size).sum())
-        check_list(lambda room, *told, q=size: tiles.grouped(rows, living, ends, (room, q), *told), whole, 3)
+        check_list(lambda room, *told, q=size: tiles.group_pairs(rows, living, ends, (room, q), *told), whole, 3)
     got = tiles.transpose_table(rows, living, len(rows) + 4)
     with plain():
         same(got, tiles.transpose_table(rows, living, len(rows) + 4))
@@ -937,10 +937,10 @@ def _lay_out(inputs: CoordBuffer, outputs: CoordBuffer, found: Neighbours) -> No
     ends = tiles.pair_counts(masks, count, volume)
     for how in (*SortSpec.splits(volume, 2, 64), *SortSpec.splits(volume, 0)):
         groups = tiles.groups_of(cube(volume), how, masks.device)
-        order = tiles.ordered(masks, count, groups, how) if how.sort else None
-        tiles.filled(rows, tiles.tiled(masks, count, order, how, (16, volume)), 50, status)
-    tiles.listed(rows, count, ends, 100, status)
-    tiles.grouped(rows, count, ends, (20, 8), status)
+        order = tiles.sort_rows(masks, count, groups, how) if how.sort else None
+        tiles.fill_tiles(rows, tiles.assign_tiles(masks, count, order, how, (16, volume)), 50, status)
+    tiles.list_pairs(rows, count, ends, 100, status)
+    tiles.group_pairs(rows, count, ends, (20, 8), status)
     tiles.transpose_table(rows, count, inputs.capacity)
     mask_words(rows)
 

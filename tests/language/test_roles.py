@@ -61,7 +61,7 @@ def test_structured_products():
     step = of(PRODUCT, "BlockGroupCOO")
     found = contraction_roles(step, {"p": 100, "q": 4, "m_in": 32, "k_in": 32, "n": 64})
     assert found.product and (found.rows, found.columns, found.reduced) == (("m_in",), ("n",), ("k_in",))
-    assert found.loops == ("p", "q") and found.batch == ("s",) and not found.adds
+    assert found.loops == ("p", "q") and found.batch == ("s",) and not found.atomic
     assert found.segment == Segment("A_m", "p", "s") and str(found.target) == "C[32*s+m_in,n]"
     assert segment_axis(found) == ("", 0, 32)
 
@@ -70,7 +70,7 @@ def test_structured_products():
 def test_unstructured_products(form):
     found = contraction_roles(of(PRODUCT, form), {"p": 100, "q": 4, "n": 64})
     assert not found.product and (found.rows, found.columns) == (("s",), ("n",))
-    assert found.segment == Segment("A_m", "p", "s") and not found.adds
+    assert found.segment == Segment("A_m", "p", "s") and not found.atomic
     assert found.loops == (("p",) if form in ("COO", "CSR") else ("p", "q"))
     assert segment_axis(found) == ("", 0, 1)
 
@@ -101,9 +101,9 @@ def test_what_does_not_stack():
 
 def test_without_sorted_rows_results_are_added():
     found = contraction_roles(of(PRODUCT, "CSC"), {"p": 100, "n": 64})
-    assert found.segment is None and found.adds
+    assert found.segment is None and found.atomic
     ell = contraction_roles(of(PRODUCT, "ELL"), {"m": 50, "q": 4, "n": 64})
-    assert ell.segment is None and not ell.adds and ell.rows == ("m",)
+    assert ell.segment is None and not ell.atomic and ell.rows == ("m",)
 
 
 def test_an_axis_that_runs_backwards_has_no_segments():
@@ -137,9 +137,9 @@ SIZES = {"p": 1000, "e": 64, "b": 64, "g": 10, "q": 64, "n": 32, "c": 16}
     ],
 )
 def test_convolutions(form, pass_, product, axes, segment, adds):
-    (step,) = lower_statement(parse(CONV[pass_]), {"map": FORMS[form].stored}).steps
+    (step,) = lower_statement(parse(CONV[pass_]), {"map": FORMS[form].storage_form}).steps
     found = contraction_roles(step, SIZES)
-    assert found.product == product and found.adds == adds
+    assert found.product == product and found.atomic == adds
     assert tuple(" ".join(names) for names in (found.rows, found.columns, found.reduced)) == axes
     assert (found.segment.array if found.segment else "") == segment
 
@@ -148,7 +148,7 @@ def test_convolutions(form, pass_, product, axes, segment, adds):
 def test_tensor_products(weights):
     step = of(f"Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * {weights}", "(i j k l):C", "CG")
     found = contraction_roles(step, {"b": 128, "w": 16, "u": 16, "p": 40})
-    assert found.segment == Segment("CG_i", "p", "s") and not found.adds and str(found.target) == "Z[b,s,w]"
+    assert found.segment == Segment("CG_i", "p", "s") and not found.atomic and str(found.target) == "Z[b,s,w]"
     if weights == "W[l,u,w]":
         assert found.product and (found.rows, found.columns, found.reduced) == (("b",), ("w",), ("u",))
         assert found.loops == ("p",) and found.batch == ("s",) and (found.left, found.right) == ((0, 1, 2), (3,))
@@ -173,7 +173,7 @@ def test_tensor_products(weights):
     ],
 )
 def test_whether_entries_are_written_twice(text, extents, adds):
-    assert contraction_roles(parse(text), extents).adds == adds
+    assert contraction_roles(parse(text), extents).atomic == adds
 
 
 def test_every_index_has_one_part():
@@ -195,9 +195,9 @@ def test_every_index_has_one_part():
 def test_few_channels_leave_tiles_of_outputs(sizes, columns):
     """No matrix product is in them; the outputs of a tile of the map are the rows, and each program has one tile."""
     text = GROUPED_CONV if "g" in sizes else CONV_LINE
-    (step,) = lower_statement(parse(text), {"map": FORMS["compacted"].stored}).steps
+    (step,) = lower_statement(parse(text), {"map": FORMS["compacted"].storage_form}).steps
     found = contraction_roles(step, {"b": 128, "e": 900, **sizes})
-    assert not found.product and not found.laned and not found.adds
+    assert not found.product and not found.laned and not found.atomic
     assert (found.rows, found.columns, found.batch) == (("b",), columns, ("s",))
     assert found.loops == ("e", "c")
 

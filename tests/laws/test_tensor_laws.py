@@ -99,7 +99,7 @@ def point_clouds(draw):
 @given(point_clouds(), st.sampled_from([0.125, 0.5, 1.0]), st.sampled_from(["floor", "round"]))
 def test_each_point_finds_its_voxel_again(cloud, size, rounding):
     points, batch = cloud
-    x = pm.voxelize(points, size=size, batch=batch, rounding=rounding, batch_size=3)
+    x = pm.voxelize(points, size=size, batch=batch, rounding=rounding, batch_size=3, dim=points.shape[1])
     rows = cases.tuples(x)
     assert rows == oracle.ordered(rows)
     whole = (points / size).floor() if rounding == "floor" else (points / size + 0.5).floor()
@@ -113,7 +113,7 @@ def test_each_point_finds_its_voxel_again(cloud, size, rounding):
 def test_sums_are_kept_and_means_lie_between(cloud):
     points, batch = cloud
     feats = torch.sin(7 * points.sum(1, keepdim=True))
-    keys = {"size": 1.0, "batch": batch, "batch_size": 3}
+    keys = {"size": 1.0, "batch": batch, "batch_size": 3, "dim": points.shape[1]}
     torch.testing.assert_close(
         pm.voxelize(points, feats, reduce="sum", **keys).feats.sum(), feats.sum(), atol=1e-10, rtol=0
     )
@@ -128,9 +128,10 @@ def test_voxelise_then_devoxelise_is_a_projection(cloud):
     """The mean of a voxel, given back to its points, voxelises to itself."""
     points, batch = cloud
     feats = torch.cos(points.sum(1, keepdim=True))
-    x = pm.voxelize(points, feats, size=1.0, batch=batch, batch_size=3)
+    keys = {"size": 1.0, "batch": batch, "batch_size": 3, "dim": points.shape[1]}
+    x = pm.voxelize(points, feats, **keys)
     per_point = pm.devoxelize(x)
-    again = pm.voxelize(points, per_point, size=1.0, batch=batch, batch_size=3)
+    again = pm.voxelize(points, per_point, **keys)
     assert cases.tuples(again) == cases.tuples(x)
     torch.testing.assert_close(again.feats, x.feats, atol=1e-12, rtol=0)
     torch.testing.assert_close(pm.devoxelize(x, points, batch), per_point, atol=0, rtol=0)

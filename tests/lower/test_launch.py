@@ -90,12 +90,12 @@ def made(monkeypatch, tmp_path):
 
 def forget():
     """Nothing that was made ready is kept."""
-    for held in (kernels._RUNNERS, plan._READY, plan._SERIES, plan._CHOSEN):
+    for held in (kernels._RUNNERS, plan._PLANS, plan._BUCKETED_PLANS, plan._CHOSEN):
         held.clear()
     direct.TEMPLATES.clear()
     einsum = import_module("pumice.ops.einsum")
-    einsum._kept.cache_clear()
-    einsum._seen_by.cache_clear()
+    einsum._cached_einsum.cache_clear()
+    einsum._checked_calls_of.cache_clear()
 
 
 def product(a, b):
@@ -247,7 +247,7 @@ def test_a_newer_setting_of_precision_is_read(made, monkeypatch):
 def held(b, rows=48):
     """C = A B, with B held."""
     bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": (rows, 64), "B": tuple(b.shape)})
-    return kernels.runner(bound, b.dtype).holding({"B": b})
+    return kernels.runner(bound, b.dtype).bind({"B": b})
 
 
 def shifted(*shape):
@@ -281,7 +281,7 @@ def test_what_is_held_keeps_its_memory(made):
     torch.ones(64, 32, dtype=torch.float16)
     run({"A": a})
     (kernel,) = made.values()
-    assert addresses(kernel)[-1]["B"] == there and run.held["B"].data_ptr() == there
+    assert addresses(kernel)[-1]["B"] == there and run.bound_operands["B"].data_ptr() == there
 
 
 @pytest.mark.parametrize("which", ["held", "free"])
@@ -320,7 +320,7 @@ def test_arrays_that_are_held_count_with_dtype_and_layout(made, other):
     bound = bind(parse("C[m,n] = A[k[m],n]"), {"A": (64, 32), "k": (48,)})
     a, k = torch.zeros(64, 32).half(), torch.zeros(48, dtype=torch.int32)
     for held_ in (k, OTHERS[other](k)):
-        run = kernels.runner(bound, torch.float16).holding({"k": held_})
+        run = kernels.runner(bound, torch.float16).bind({"k": held_})
         for _ in range(2):
             run({"A": a})
     # Each by the door first: Triton's variants tell dtypes.
@@ -341,7 +341,7 @@ def test_devices_have_kernels_of_their_own(made, monkeypatch):
     like = held(b).like
     for device in (0, 1):
         monkeypatch.setattr(torch.Tensor, "get_device", lambda x, device=device: device)
-        like.holding({"B": b})({"A": a})
+        like.bind({"B": b})({"A": a})
     assert len(like.families.values()) == 2
 
 
@@ -378,7 +378,7 @@ def test_columns_that_are_left_free_count_for_addresses():
     rows = kernels.FAR // 64
     for spare, far in ((0, False), (23, False), (24, True)):
         run = kernels.runner(bound, torch.float32, finish=epilogue.EpilogueSignature(row_padding=spare))
-        assert run.is_far((rows, 40)) == far and run.is_far((rows, 64))
+        assert run.needs_int64((rows, 40)) == far and run.needs_int64((rows, 64))
 
 
 def test_what_was_tuned_counts_for_what_is_held(made):
@@ -406,13 +406,13 @@ def test_nothing_is_kept_of_a_graph_that_is_captured(made, monkeypatch):
     a, b = operands()
     run = held(b)
     for module in (kernels, stamp):
-        monkeypatch.setattr(module, "captured", lambda device: True)
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
     run({"A": a})
-    assert not run._aimed
+    assert not run._prepared
     for module in (kernels, stamp):
-        monkeypatch.setattr(module, "captured", lambda device: False)
+        monkeypatch.setattr(module, "is_capturing", lambda device: False)
     run({"A": a})
-    assert len(run._aimed) == 1
+    assert len(run._prepared) == 1
 
 
 def test_precision_counts_for_what_is_held(made, monkeypatch):
@@ -422,7 +422,7 @@ def test_precision_counts_for_what_is_held(made, monkeypatch):
         monkeypatch.setattr(kernels, "float32_precision", lambda precision=precision: precision)
         run({"A": a})
     doors = [door for kernel in made.values() for door in kernel.doors]
-    assert len(doors) == 2 and len(run._aimed) == 2
+    assert len(doors) == 2 and len(run._prepared) == 2
 
 
 @pytest.fixture
@@ -494,7 +494,7 @@ def test_a_packed_tile_of_fewer_channels_has_room_for_one_entry(as_on_gpu, monke
 def test_what_programs_share_is_held_until_their_kernel_is_under_way(as_on_gpu, monkeypatch, aimed):
     """Freed before, it might be another thread's by then."""
     if not aimed:
-        monkeypatch.setattr(kernels.BoundExecutor, "_cast", lambda *given: None)
+        monkeypatch.setattr(kernels.BoundExecutor, "_instantiate", lambda *given: None)
     ours, alive = [], []
 
     def lent(count, size, device):
@@ -718,7 +718,7 @@ def test_gradients_over_another_map_get_launches_with_its_own_arrays(straight, m
     assert len(values) == 3
 
     def read(form):
-        tokens, arrays = maps.held(found, form)
+        tokens, arrays = maps.form_operands(found, form)
         return {t.data_ptr() for name, t in zip(tokens, arrays, strict=True) if name.endswith(("rows", "met"))}
 
     for form, tensors in (("compacted", {x, w, y}), ("compacted_t", {grad, w, dx}), ("compacted", {x, grad})):
@@ -970,7 +970,7 @@ def test_what_is_no_epilogue_is_refused_before_a_kernel_is_sought(straight):
 
 def test_a_linear_map_and_its_norm_are_one_kernel_whatever_rows_there_are(as_on_gpu):
     linear = import_module("pumice.ops.linear")
-    linear._CALLS.clear()
+    linear._BOUND_CALLS.clear()
     weight, vectors = torch.zeros(32, 16).half(), torch.rand(4, 32)
     end = pm.ops.Epilogue(*vectors[:2], None, "", None, *vectors[2:], 1e-5)
     for rows in (399, 399, 397, 395, 395):
@@ -993,7 +993,7 @@ def test_the_kernel_for_some_rows_is_the_one_for_others(as_on_gpu, channels, tur
     end = pm.ops.Epilogue(*vectors[:2], None, "", None, *vectors[2:], 1e-5)
     whole = torch.zeros(channels[0], 2048).half().t() if turned else torch.zeros(2048, channels[0]).half()
     for rows in (1024, 1100):
-        linear._CALLS.clear(), forget()
+        linear._BOUND_CALLS.clear(), forget()
         linear.linear_features(whole[:rows], weight, end)
     (source,) = as_on_gpu
     assert len(as_on_gpu[source].doors) == 2
@@ -1018,7 +1018,7 @@ def test_the_kernel_for_some_entries_is_the_one_for_others(statement, channels):
 def test_a_residual_of_about_as_many_rows_is_refused(as_on_gpu):
     """Sizes that round alike are one kernel's, which reads as many rows as there are results."""
     linear = import_module("pumice.ops.linear")
-    linear._CALLS.clear()
+    linear._BOUND_CALLS.clear()
     weight, x = torch.zeros(16, 16).half(), torch.zeros(399, 16).half()
     for rows in (399, 397):
         linear.linear_features(x[:rows], weight, finish(rows))
@@ -1039,7 +1039,7 @@ def test_a_map_with_segments_far_longer_than_others_is_no_straight_call(straight
     monkeypatch.setattr(conv, "_checked_forward", lambda x, *given: seen.append(x) or x)
     for apart in (False, True):
         if apart:
-            monkeypatch.setattr(stamp, "segments_of", lambda *given: replace(whole(*given), apart=whole(*given)))
+            monkeypatch.setattr(stamp, "segments_of", lambda *given: replace(whole(*given), outliers=whole(*given)))
         x, found = voxels(397, 0)
         pm.ops.conv_features(x, weight, found, 397)
         assert len(seen) == apart
@@ -1091,9 +1091,9 @@ def test_a_layer_that_was_called_before_goes_straight_to_its_kernel(straight, mo
 
 
 def recorded(x, weight, found):
-    from pumice.ops.conv import recorded_call
+    from pumice.ops.conv import differentiable_call
 
-    return recorded_call(x, weight, found, found.num_outputs)
+    return differentiable_call(x, weight, found, found.num_outputs)
 
 
 def counted(kernels_):
@@ -1461,7 +1461,7 @@ def test_rows_that_are_far_apart_have_no_template(straight, monkeypatch):
     (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
     pm.ops.conv_features(x, weight, found, 400)
     (template,) = direct.TEMPLATES.values()
-    held = import_module("pumice.ops.conv").held_arrays(found, False)
+    held = import_module("pumice.ops.conv").bound_map(found, False)
     rows = [[(400, lead), (16, 0)] for lead in (16, (kernels.FAR - 1) // 400, kernels.FAR // 400 + 1)]
     assert [template.over(held, each, (400, 16)) is None for each in rows] == [False, False, True]
     assert template.over(held, rows[0], (400, kernels.FAR // 400 + 1)) is None

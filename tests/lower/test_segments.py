@@ -51,7 +51,7 @@ def test_no_segments_have_no_pieces():
 def test_counters_are_zero(count):
     found, other = (workspace(count, 48, torch.device("cpu")) for _ in range(2))
     assert found.counters.dtype == torch.int32 and len(found.counters) >= count and not found.counters.any()
-    assert found.room.numel() >= 48 and not found.counters.is_inference()
+    assert found.scratch.numel() >= 48 and not found.counters.is_inference()
     assert other.counters.data_ptr() != found.counters.data_ptr()
 
 
@@ -60,9 +60,9 @@ def on_gpu(monkeypatch):
     """Memory of the CPU stands for that of a GPU; whether a graph is captured there."""
     capturing = [False]
     monkeypatch.setattr(room, "_zeros", lambda count, device: torch.zeros(count, dtype=torch.int32))
-    monkeypatch.setattr(room, "_room", lambda size, device: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(room, "_SPARES", BoundedCache(8))
-    monkeypatch.setattr(room, "_HELD", BoundedCache(8))
+    monkeypatch.setattr(room, "_bytes", lambda size, device: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(room, "_COUNTER_POOLS", BoundedCache(8))
+    monkeypatch.setattr(room, "_WORKSPACES", BoundedCache(8))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     return lambda value: capturing.__setitem__(0, value)
@@ -70,17 +70,17 @@ def on_gpu(monkeypatch):
 
 def test_pieces_that_are_there_are_taken_until_the_array_is_written_to():
     array = torch.arange(40, dtype=torch.int32) // 4
-    segments.RUNS.tell(array, segments.bounds_of(array, 10)[1:], 4)
-    told = segments.RUNS.told(array, 10)
-    told.pieces[8] = there = segments.in_pieces_twin(array, 10, 8)
+    segments.RUNS.register(array, segments.bounds_of(array, 10)[1:], 4)
+    told = segments.RUNS.get(array, 10)
+    told.pieces[8] = there = segments.split_runs_torch(array, 10, 8)
     found = pieces(array, 10, 8)
     assert found.rows is there.values and found.pieces is there.numbers and found.firsts is there.firsts
     # Of another length, and of another number of segments, they are another's.
-    assert pieces(array, 10, 2).rows is not there.values and told.asked == {2, 8}
+    assert pieces(array, 10, 2).rows is not there.values and told.requested == {2, 8}
     assert pieces(array, 11, 8).rows.shape[0] == 11 + 40 // 8
     array.fill_(3)
     again = pieces(array, 10, 8)
-    assert again.rows is not there.values and again.pieces.max() == 5 and told.asked == {2, 8}
+    assert again.rows is not there.values and again.pieces.max() == 5 and told.requested == {2, 8}
 
 
 def shares(a, b):
@@ -104,11 +104,11 @@ def test_what_a_capture_sets_to_zero_is_its_own(on_gpu):
 
 def test_scratch_of_a_stream_grows(on_gpu, monkeypatch):
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(room, "_MOST", 1000)
+    monkeypatch.setattr(room, "_MAX_CACHED_BYTES", 1000)
     small = workspace(100, 48, gpu)
     more = workspace(10, 400, gpu)
-    assert more.counters.shape[0] >= 100 and more.room.shape[0] >= 400 and more is not small
+    assert more.counters.shape[0] >= 100 and more.scratch.shape[0] >= 400 and more is not small
     assert workspace(128, 512, gpu) is more
     # What is too much to be kept shares the counters alone.
     much = workspace(100, 2000, gpu)
-    assert much.room.shape[0] >= 2000 and shares(much.counters, more.counters) and workspace(1, 1, gpu) is more
+    assert much.scratch.shape[0] >= 2000 and shares(much.counters, more.counters) and workspace(1, 1, gpu) is more

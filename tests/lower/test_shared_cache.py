@@ -88,7 +88,7 @@ def test_a_tile_that_does_not_fit_is_ignored(tmp_path, name):
         bound = bind(parse(text), {name: tuple(x.shape) for name, x in given.items()})
         want = kernels.tile_of(bound, given)
         kernels.ledger().put(kernels._key(bound, given, kernels.float32_precision()), tile)
-        kernels._told_unfit.cache_clear()
+        kernels._warn_unfit.cache_clear()
         with pytest.warns(RuntimeWarning, match=f"(?s)is ignored.*{reason}") as told:
             assert kernels.tile_of(bound, given) == want
             assert pm.compile_einsum(text, lowering="triton").explain(**given)

@@ -320,11 +320,11 @@ def test_deterministic_algorithms():
 
 def test_calls_are_made_ready_for_deterministic_algorithms_apart():
     operands = [torch.ones(3), torch.ones(3)]
-    before = plan.ready_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "")
-    assert plan.ready_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "") is before
+    before = plan.plan_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "")
+    assert plan.plan_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "") is before
     torch.use_deterministic_algorithms(True)
     try:
-        assert plan.ready_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "") is not before
+        assert plan.plan_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "") is not before
     finally:
         torch.use_deterministic_algorithms(False)
 

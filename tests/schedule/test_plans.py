@@ -25,7 +25,9 @@ def key(workload=WORKLOAD, **more):
 def plan(workload=WORKLOAD, **more):
     spent = {"total": 2e-3, "parts": {"conv": 1.5e-3, "map": 5e-4}, "wall": 5e-3, "clock": "kernels", "note": ""}
     told = {"flows": {"k3 at 1": UNSORTED, "k2 s2 at 1": OWN}, "before": spent, "after": {**spent, "total": 1e-3}}
-    return TunedPlan(**{**told, "workload": workload, "asked": ("k3 at 1", "k2 s2 at 1"), "about": "a net", **more})
+    return TunedPlan(
+        **{**told, "workload": workload, "tuned_groups": ("k3 at 1", "k2 s2 at 1"), "about": "a net", **more}
+    )
 
 
 @pytest.fixture

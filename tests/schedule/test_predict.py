@@ -9,12 +9,12 @@ from pumice.schedule.predict import (
     LayerWork,
     MapStats,
     candidate_flows,
-    effect,
+    equivalence_key,
     is_applicable,
     layouts,
     promising,
     seconds,
-    together,
+    total_seconds,
 )
 
 
@@ -55,7 +55,7 @@ def flow(name):
 
 
 def work(over, channels, **more):
-    return LayerWork(over, over, (channels, channels), **{"size": 2, **more})
+    return LayerWork(over, over, (channels, channels), **{"itemsize": 2, **more})
 
 
 @pytest.mark.parametrize(("over", "channels", "name", "measured"), MEASURED)
@@ -67,13 +67,17 @@ def test_within_a_third_of_what_was_measured(over, channels, name, measured):
 def test_a_layout_pays_where_layers_share_it():
     """One narrow layer does not pay for the order of its rows, many do; layers over one map share the layout."""
     one = [work(NUSCENES, 32)]
-    assert together(flow("unsorted"), one, ["forward"], "cuda") < together(flow("sorted"), one, ["forward"], "cuda")
+    assert total_seconds(flow("unsorted"), one, ["forward"], "cuda") < total_seconds(
+        flow("sorted"), one, ["forward"], "cuda"
+    )
     many = [work(WAYMO, 128)] * 4
-    assert together(flow("sorted"), many, ["forward"], "cuda") < together(flow("unsorted"), many, ["forward"], "cuda")
-    alone, both = (together(flow("sorted"), many[:count], ["forward"], "cuda") for count in (1, 2))
+    assert total_seconds(flow("sorted"), many, ["forward"], "cuda") < total_seconds(
+        flow("unsorted"), many, ["forward"], "cuda"
+    )
+    alone, both = (total_seconds(flow("sorted"), many[:count], ["forward"], "cuda") for count in (1, 2))
     kernel = seconds(flow("sorted"), many[0], "forward", "cuda")
     assert both - alone == pytest.approx(kernel) and alone > kernel
-    assert together(PLANNED, many, ["forward"], "cuda") == together(flow("sorted"), many, ["forward"], "cuda")
+    assert total_seconds(PLANNED, many, ["forward"], "cuda") == total_seconds(flow("sorted"), many, ["forward"], "cuda")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -82,10 +86,10 @@ def test_a_layout_pays_where_layers_share_it():
 def test_every_dataflow_has_a_cost(flow, name, device):
     """Finite, above 0, and more for more; an empty map and a few channels, too."""
     small, large = (LayerWork(s, s, (32, 64), 2) for s in (side(1000, 5000, {}, 64), side(100_000, 500_000, {}, 128)))
-    costs = [together(flow, [one], [name], device) for one in (small, large)]
+    costs = [total_seconds(flow, [one], [name], device) for one in (small, large)]
     assert 0 < costs[0] < costs[1] < math.inf
     empty = MapStats(0, 0, (0,) * 8)
-    assert 0 < together(flow, [LayerWork(empty, empty, (4, 1), size=8)], [name], device) < 1e-2
+    assert 0 < total_seconds(flow, [LayerWork(empty, empty, (4, 1), itemsize=8)], [name], device) < 1e-2
 
 
 def test_the_input_gradient_reads_the_other_side():
@@ -109,14 +113,14 @@ def test_what_does_the_same_is_tried_once():
     assert not any(name.startswith("implicit") or name == "fetch-on-demand" for name in weights)
     assert "gather-gemm-scatter-locality-aware-fixed" not in weights, "as the fused one for weights"
     assert "gather-gemm-scatter-fused-fixed" in weights and "explicit-gemm" in weights
-    both = effect(DATAFLOWS["gather-gemm-scatter-vectorised-separate"], "wgrad", "cuda")
-    assert both == effect(DATAFLOWS["fetch-on-demand-deterministic"], "wgrad", "cuda")
+    both = equivalence_key(DATAFLOWS["gather-gemm-scatter-vectorised-separate"], "wgrad", "cuda")
+    assert both == equivalence_key(DATAFLOWS["fetch-on-demand-deterministic"], "wgrad", "cuda")
 
 
 def test_only_what_may_be_best_is_promising():
     found = candidate_flows(DATAFLOWS.values(), [work(WAYMO, 128)], ["forward"], "cuda")
     assert [p.seconds for p in found] == sorted(p.seconds for p in found)
-    standing = together(PLANNED, [work(WAYMO, 128)], ["forward"], "cuda")
+    standing = total_seconds(PLANNED, [work(WAYMO, 128)], ["forward"], "cuda")
     kept = promising(found, standing, 2.5)
     assert kept == [p for p in found if p.seconds <= 2.5 * min(standing, found[0].seconds)]
     assert {"implicit-gemm-split2"} <= {p.flow.name for p in kept} < {p.flow.name for p in found}

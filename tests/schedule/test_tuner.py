@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pumice.errors import OptionError
-from pumice.schedule.tuner import LAST, Clock, TuningTask, measurements, search
+from pumice.schedule.tuner import FINAL_MEASUREMENTS, Clock, TuningTask, measurements, search
 
 NAMES = ("a", "b", "c")
 
@@ -47,14 +47,14 @@ def test_each_group_takes_its_fastest():
     found = search(network.questions(), network)
     assert found.assignment == {"a": "x", "b": "y"}
     assert (found.before, found.after) == pytest.approx((7e-3, 5e-3))
-    assert found.finished and not found.ended and found.asked == ("a", "b", "c")
+    assert found.finished and not found.ended and found.tuned_groups == ("a", "b", "c")
     assert {group: [tried.candidate for tried in each] for group, each in found.tried.items()} == {
         "a": ["x", "y"],
         "b": ["x", "y"],
         "c": ["x"],
     }
-    assert found.tried["a"][0].seconds == pytest.approx(6e-3) and found.tried["a"][0].stood == pytest.approx(7e-3)
-    assert found.tried["b"][0].stood == pytest.approx(6e-3), "what was taken before stands"
+    assert found.tried["a"][0].seconds == pytest.approx(6e-3) and found.tried["a"][0].baseline == pytest.approx(7e-3)
+    assert found.tried["b"][0].baseline == pytest.approx(6e-3), "what was taken before stands"
 
 
 ways = st.dictionaries(st.sampled_from("uvwxyz"), st.floats(0.1, 10), max_size=4)
@@ -80,10 +80,10 @@ def test_never_worse_than_the_default_and_linear(costs, noise, seed):
     assert found.after <= found.before
     assert found.measured == len(network.asked) <= measurements(network.questions())
     candidates = sum(len(group) - 1 for group in costs.values())
-    assert measurements(network.questions()) <= 3 + LAST + 2 * len(costs) + candidates
+    assert measurements(network.questions()) <= 3 + FINAL_MEASUREMENTS + 2 * len(costs) + candidates
     if found.assignment:
-        tail = network.asked[-LAST:]
-        assert tail == [{}, found.assignment] * (LAST // 2)
+        tail = network.asked[-FINAL_MEASUREMENTS:]
+        assert tail == [{}, found.assignment] * (FINAL_MEASUREMENTS // 2)
 
 
 def test_noise_is_no_reason_to_change():
@@ -168,7 +168,7 @@ def test_an_interrupt_keeps_what_was_found(after):
     assert found.assignment.get("a") == ("x" if after >= 4 else None)
     assert found.assignment.get("b") == ("y" if after >= 9 else None)
     assert network.exact(found.assignment) <= network.exact({})
-    assert found.asked == tuple(name for name, end in zip(NAMES, (6, 10, 12), strict=True) if after >= end)
+    assert found.tuned_groups == tuple(name for name, end in zip(NAMES, (6, 10, 12), strict=True) if after >= end)
 
 
 def test_an_interrupt_before_anything_was_found_goes_through():

@@ -95,7 +95,7 @@ def test_what_the_planner_picks_goes_with_others(case, device):
 
 @pytest.mark.parametrize("name", DATAFLOWS)
 def test_without_voxels(name):
-    x = pm.SparseTensor(torch.zeros(0, 2, requires_grad=True), torch.zeros(0, 3, dtype=torch.int32))
+    x = pm.SparseTensor(torch.zeros(0, 2, requires_grad=True), torch.zeros(0, 3, dtype=torch.int32), dim=2)
     w = torch.randn(3, 3, 3, 2, requires_grad=True)
     for stride in (1, 2):
         y = pm.ops.conv(x, w, stride=stride, dataflow=name).feats

@@ -84,7 +84,7 @@ def test_half_precision_is_rounded_once():
 @pytest.mark.parametrize("grad", [False, True])
 def test_nothing_in_it_is_rounded_before_its_end(grad, dtype):
     """2 ** 11 + 1 is no number of either dtype."""
-    x = pm.SparseTensor(torch.ones(1, 1, dtype=dtype), torch.zeros(1, 2, dtype=torch.int32))
+    x = pm.SparseTensor(torch.ones(1, 1, dtype=dtype), torch.zeros(1, 2, dtype=torch.int32), dim=1)
     weight = torch.full((1, 1, 1), 2.0**11, dtype=dtype, requires_grad=grad)
     one, less = torch.ones(1, dtype=dtype), torch.full((1, 1), -(2.0**11), dtype=dtype)
     y = pm.ops.conv(x, weight, epilogue=Epilogue(shift=one, residual=less)).feats

@@ -177,7 +177,7 @@ def test_a_network_that_is_captured_leaves_room_too(roomy, copied):
 def joined(finished, monkeypatch):
     """As on a GPU, linear maps too; the epilogues of their calls."""
     seen, whole = [], fused.linear_features
-    monkeypatch.setattr(fused, "takes", lambda *tensors: not torch.is_grad_enabled())
+    monkeypatch.setattr(fused, "fits_one_kernel", lambda *tensors: not torch.is_grad_enabled())
     monkeypatch.setattr(fused, "linear_features", lambda x, w, end: seen.append(end) or whole(x, w, end))
     return seen
 
@@ -277,7 +277,7 @@ def test_an_epilogue_with_statistics():
     told = pm.ops.Epilogue(scale, shift, residual, "relu", mean=mean, variance=variance, eps=0.1)
     expected = ((y - mean) / (variance + 0.1).sqrt() * scale + shift + residual).relu()
     torch.testing.assert_close(pm.ops.conv(x, w, b, epilogue=told).feats, expected)
-    assert told.finish.eps == 0.1 and set(told.operands) == set(epilogues.EPILOGUE)
+    assert told.signature.eps == 0.1 and set(told.operands) == set(epilogues.EPILOGUE)
     with pytest.raises(ShapeError, match=r"mean of the epilogue is \[6\]"):
         pm.ops.conv(x, w, epilogue=pm.ops.Epilogue(mean=mean[:3]))
 
@@ -399,7 +399,7 @@ def test_the_epilogue_of_a_norm_is_that_of_its_fields(affine, ended):
     residual = torch.rand(5, 6) if ended else None
     made = pm.ops.Epilogue.of_norm((mean, variance, scale, shift), 0.1, residual, "relu")
     told = pm.ops.Epilogue(scale, shift, residual, "relu", None, mean, variance, 0.1)
-    assert made.finish == told.finish and [*made.operands] == [*told.operands]
+    assert made.signature == told.signature and [*made.operands] == [*told.operands]
     assert all(made.operands[name] is x for name, x in told.operands.items())
     for one in (made, made.with_bias(torch.rand(6)), pickle.loads(pickle.dumps(made))):
         assert (one.activation, one.dtype, one.eps, one.residual is None) == ("relu", None, 0.1, not ended)
@@ -408,7 +408,7 @@ def test_the_epilogue_of_a_norm_is_that_of_its_fields(affine, ended):
 
 def test_a_finish_takes_no_hash_to_other_processes():
     """Names hash otherwise there."""
-    told = pm.ops.Epilogue(torch.rand(3), activation="relu").finish
+    told = pm.ops.Epilogue(torch.rand(3), activation="relu").signature
     assert hash(told) == hash(replace(told)) != hash(replace(told, eps=1.0))
     there = pickle.loads(pickle.dumps(told))
     assert there == told and "_hash" not in there.__dict__

@@ -23,7 +23,7 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def matrix_units(monkeypatch):
-    monkeypatch.setattr(conv, "_on_matrix_units", lambda x: True)
+    monkeypatch.setattr(conv, "_has_tensor_cores", lambda x: True)
 
 
 def layer(inputs, outputs, groups, dtype=torch.float64):
@@ -36,7 +36,7 @@ def layer(inputs, outputs, groups, dtype=torch.float64):
 def test_groups_together_are_the_same_convolution(sizes):
     groups = sizes[2]
     x, w = layer(*sizes)
-    assert conv._groups_together(x.feats, w.flatten(1, 3), groups) == SIZES[sizes]
+    assert conv._groups_to_merge(x.feats, w.flatten(1, 3), groups) == SIZES[sizes]
     feats, w = x.feats.requires_grad_(), w.requires_grad_()
     got, want = (f(x.replace(feats), w, groups=groups).feats for f in (pm.ops.conv, reference_conv))
     assert_close(got.detach(), want.detach())

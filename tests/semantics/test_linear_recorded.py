@@ -183,7 +183,7 @@ def test_other_products_are_torch_s(gpu, change):
 
 def test_no_rows_have_no_kernel(gpu):
     """Whoever asks for them."""
-    assert linear.recorded_features(torch.zeros(0, 8, dtype=BF), torch.zeros(3, 8, dtype=BF), None) is None
+    assert linear.differentiable_features(torch.zeros(0, 8, dtype=BF), torch.zeros(3, 8, dtype=BF), None) is None
 
 
 def test_few_rows_of_a_captured_step_have_kernels(gpu, monkeypatch):
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused(gpu):
 
 def test_on_a_cpu_torch_multiplies():
     assert not direct.starts_kernels(torch.zeros(1))
-    assert linear.recorded_features(torch.zeros(4, 8, dtype=BF), torch.zeros(3, 8, dtype=BF), None) is None
+    assert linear.differentiable_features(torch.zeros(4, 8, dtype=BF), torch.zeros(3, 8, dtype=BF), None) is None
 
 
 def test_a_tangent_goes_torch_s_way(gpu):

@@ -28,7 +28,7 @@ def wanted_of(geometry, users=None):
     """A step down, and windows of both levels."""
     same = ((WINDOW,), (WINDOW,))
     flows = None if users is None else prepare._flows_over((STEP,), same, users)
-    return list(prepare._Wanted((STEP,), same, flows).maps(geometry))
+    return list(prepare._RequestedMaps((STEP,), same, flows).maps(geometry))
 
 
 def laid(found):
@@ -65,13 +65,13 @@ def test_without_users_all_is_laid_out_both_ways(monkeypatch):
 
 
 def test_what_is_prepared_is_not_looked_for_again(monkeypatch):
-    x, asked, real = random_tensor(60, 4, 3), [], prepare._Wanted.find_together
+    x, asked, real = random_tensor(60, 4, 3), [], prepare._RequestedMaps.build
 
     def find(self, geometry):
         asked.append(len(geometry))
         real(self, geometry)
 
-    monkeypatch.setattr(prepare._Wanted, "find_together", find)
+    monkeypatch.setattr(prepare._RequestedMaps, "build", find)
     for _ in range(2):
         x.prepare((STEP,), ((WINDOW,), (WINDOW,)))
         x.replace(x.feats + 1).prepare((STEP,), ((WINDOW,), (WINDOW,)))

@@ -1400,7 +1400,7 @@ def test_a_template_is_told_the_same_rows_by_a_line(gpu, monkeypatch):
 
     monkeypatch.setattr(direct.Template, "at", noted)
     for known in (True, False):
-        seen.clear(), gpu.clear(), linear._CALLS.clear()
+        seen.clear(), gpu.clear(), linear._BOUND_CALLS.clear()
         with nullcontext() if known else unprepared():
             net(cloud(rows=397))
         assert bool(gpu.in_lines) == known

@@ -75,7 +75,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch):
     """Maps are found over buffers on the CPU, from the first scene on, and laid out as on a GPU."""
-    watch, record, together = Watch(), recorded.Shelf._recorded, prepare._Wanted.find_together
+    watch, record, together = Watch(), recorded.Shelf._recorded, prepare._RequestedMaps.build
 
     def by_graph(geometry, asked):
         watch.told.append(recorded.by_graph(geometry, asked))
@@ -91,7 +91,7 @@ def watch(monkeypatch):
         for one in (one for one, flows in found if None in flows):
             maps.planner_operands(one, torch.is_grad_enabled())
 
-    monkeypatch.setattr(prepare._Wanted, "find_together", laid_out)
+    monkeypatch.setattr(prepare._RequestedMaps, "build", laid_out)
     monkeypatch.setattr(recorded, "_serves", lambda g: not g.maps and not g.levels and len(g) > 0)
     monkeypatch.setattr(recorded, "_SHELVES", BoundedCache(8))
     monkeypatch.setattr(recorded, "_BEFORE", 0)
@@ -130,8 +130,10 @@ def on(coords, **options):
 def without(x, steps, same=(), users=None):
     """Another tensor of these coordinates, prepared where nothing is recorded."""
     plain = pm.SparseTensor(x.feats, Geometry(x.coords, x.geometry.site))
-    wanted = prepare._Wanted(tuple(steps), tuple(map(tuple, same)), users and prepare._flows_over(steps, same, users))
-    wanted.find_together(plain.geometry)
+    wanted = prepare._RequestedMaps(
+        tuple(steps), tuple(map(tuple, same)), users and prepare._flows_over(steps, same, users)
+    )
+    wanted.build(plain.geometry)
     return plain
 
 
@@ -152,7 +154,7 @@ class Case:
         given = {"batch_size": self.batch_size} | ({"spatial_shape": self.shape} if self.shape else {})
         options = {"extent": self.extent, "batch_size": self.batch_size}
         for seed, count in enumerate(self.counts):
-            yield on(scene(count, seed, self.dim, self.low, **options), **given)
+            yield on(scene(count, seed, self.dim, self.low, **options), dim=self.dim, **given)
 
 
 WIDE, TURNED = Relation.of(3, 3, dilation=2), Relation.of_transposed(3, 2, stride=2)

@@ -179,7 +179,7 @@ def test_collate_of_batches_and_of_empty_items():
 
 
 def test_collate_leaves_points_without_a_voxel_without_one():
-    x = pm.voxelize(torch.tensor([[0.5], [9.5], [1.5]]), size=1.0, spatial_shape=[4])
+    x = pm.voxelize(torch.tensor([[0.5], [9.5], [1.5]]), size=1.0, spatial_shape=[4], dim=1)
     assert pm.collate([x, x]).inverse.tolist() == [0, -1, 1, 2, -1, 3]
 
 
@@ -237,7 +237,7 @@ def test_union_of_dtypes_promotes():
 
 def test_the_frame_of_voxelize_survives_sets_and_pools():
     points = torch.rand(40, 2, dtype=torch.float64) * 8
-    x = pm.voxelize(points, size=0.5)
+    x = pm.voxelize(points, size=0.5, dim=2)
     at = pm.devoxelize(x, points)
     torch.testing.assert_close(pm.devoxelize(x.prune(torch.ones(len(x), dtype=torch.bool)), points), at)
     torch.testing.assert_close(pm.devoxelize(pm.union(x, x * 0), points), at)
@@ -277,3 +277,41 @@ def test_integers_of_other_libraries():
     assert torch.equal(strided.feats, pm.ops.conv(x, weight, stride=2).feats)
     assert pm.nn.Conv3d(2, 4, np.int64(3)).weight.shape == (4, 3, 3, 3, 2)
     assert pm.SparseTensor(x.feats, x.coords, np.int64(2)).stride == (2, 2, 2)
+
+
+SWAPPED = torch.cartesian_prod(torch.arange(150), torch.arange(0, 90, 30), torch.arange(0, 90, 30), torch.arange(2))
+
+
+@pytest.mark.parametrize("make", [pm.SparseTensor, pm.coalesce])
+@pytest.mark.parametrize(
+    ("coords", "words"),
+    [
+        pytest.param(SWAPPED, ("150 batch items", "(61, 61, 2)", "(x, y, z, batch)"), id="batch last"),
+        pytest.param(torch.tensor([[2**15, 5, 5, 5]]), ("32769 batch items",), id="coordinates first"),
+    ],
+)
+def test_batch_columns_that_look_like_coordinates_warn(make, coords, words):
+    with pytest.warns(UserWarning, match="batch_size") as caught:
+        make(torch.ones(len(coords), 1), coords.int())
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert all(word in str(caught[0].message) for word in words), caught[0].message
+
+
+def test_batches_that_are_meant_do_not_warn():
+    feats = torch.ones(len(SWAPPED), 1)
+    assert pm.SparseTensor(feats, SWAPPED.int(), batch_size=150).batch_size == 150
+    flat = pm.SparseTensor(feats[:150], SWAPPED[::18].int() * torch.tensor([1, 0, 0, 0], dtype=torch.int32))
+    assert flat.batch_size == 150
+    assert pm.SparseTensor(feats[:1], torch.tensor([[2**15 - 1, 5, 5, 5]], dtype=torch.int32)).batch_size == 2**15
+    blocks = torch.cartesian_prod(torch.arange(200), *[torch.arange(8)] * 3).int()
+    assert pm.SparseTensor(torch.ones(len(blocks), 1), blocks).batch_size == 200
+
+
+@pytest.mark.parametrize("dim", [1, 2, 4])
+def test_other_numbers_of_axes_are_named(dim):
+    coords = torch.arange(9, dtype=torch.int32).view(9, 1).repeat(1, 1 + dim)
+    assert pm.SparseTensor(torch.ones(9, 1), coords, dim=dim).dim == dim
+    assert pm.coalesce(torch.ones(9, 1), coords, dim=dim).dim == dim
+    assert pm.voxelize(torch.rand(9, dim), size=0.5, dim=dim).dim == dim
+    net = pm.exportable(torch.nn.Identity(), dim=dim)
+    assert torch.equal(net(coords, torch.ones(9, 1))[0], coords)

@@ -1155,19 +1155,21 @@ def test_kernels_of_a_norm_by_addresses(gpu, name, dtype):
     statistics = [norm.Statistics((mean, var), 1e-3, True, 0.3, tracked) for mean, var, tracked in own]
     settled = norm.NormKernels(statistics[1], TOLD[name], (c, dtype, -1))
     beyond = count.count.data_ptr() & 15
-    assert settled.over(rows, beyond) is None
+    assert settled.launches_for(rows, beyond) is None
     whole = norm.Norm(weight, bias, statistics[0], residual if adds else None, relu)
     y, told = norm.normed(x, count, whole)
-    assert settled.over(rows, beyond) is None
+    assert settled.launches_for(rows, beyond) is None
     sums = norm.sums_of(grad, (x, y if told.reads_result else None), count, told)
     dx, dresidual = norm.gradient(grad, (x, y if told.reads_result else None), count, told, sums)
-    started = settled.over(rows, beyond)
-    assert started is not None and settled.over(0, beyond) is None
+    started = settled.launches_for(rows, beyond)
+    assert started is not None and settled.launches_for(0, beyond) is None
     # Of other rows it is the same kernels.
-    assert settled.over(rows - 7, beyond) is not None and (settled.over(rows, (beyond + 4) % 16) is None)
+    assert settled.launches_for(rows - 7, beyond) is not None and (
+        settled.launches_for(rows, (beyond + 4) % 16) is None
+    )
     gpu.clear()
     shared = norm.workspace(*started.needs, x.device)
-    room = shared.room.data_ptr(), shared.counters.data_ptr()
+    room = shared.scratch.data_ptr(), shared.counters.data_ptr()
     pair, twin, again = torch.empty(2, c), torch.empty_like(x), torch.empty(2, c)
     mean, var, tracked = (t.data_ptr() for t in own[1])
     p = pair.data_ptr()

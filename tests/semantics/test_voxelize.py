@@ -30,7 +30,14 @@ def test_voxelize_equals_the_oracle(dim, reduce, rounding, device):
     size, origin = (0.7, 0.45, 1.3, 0.9)[:dim], (0.05, -0.3, 0.0, 2.0)[:dim]
     leaf = torch.from_numpy(feats).to(device).requires_grad_()
     x = pm.voxelize(
-        torch.from_numpy(points).to(device), leaf, size, torch.from_numpy(batch).to(device), origin, rounding, reduce
+        torch.from_numpy(points).to(device),
+        leaf,
+        size,
+        torch.from_numpy(batch).to(device),
+        origin,
+        rounding,
+        reduce,
+        dim=dim,
     )
     coords, want, inverse = oracle.voxelise(voxels_of(points, batch, size, origin, rounding), feats, reduce)
     assert cases.tuples(x) == coords, cases.diff(cases.tuples(x), coords)
@@ -72,9 +79,9 @@ def test_without_features_the_points_are_the_features():
 def test_points_on_voxel_faces_and_below_zero(dtype):
     """A face belongs to the voxel above it; -0.0 is 0; halves round up. All numbers are exact in fp32."""
     points = torch.tensor([[-1.0], [-0.75], [-0.5], [-0.25], [-0.0], [0.25], [0.5], [0.75], [1.0], [1.25]], dtype=dtype)
-    x = pm.voxelize(points, size=0.5)
+    x = pm.voxelize(points, size=0.5, dim=1)
     assert x.coords[x.inverse, 1].tolist() == [-2, -2, -1, -1, 0, 0, 1, 1, 2, 2]
-    x = pm.voxelize(points, size=0.5, rounding="round")
+    x = pm.voxelize(points, size=0.5, rounding="round", dim=1)
     assert x.coords[x.inverse, 1].tolist() == [-2, -1, -1, 0, 0, 1, 1, 2, 2, 3]
 
 
@@ -82,7 +89,7 @@ def test_every_float32_point_is_in_its_voxel():
     """Sizes like 0.1 are no float32 numbers: the voxel is that of the exact quotient of what was given."""
     rng = np.random.default_rng(9)
     points = (rng.integers(-4000, 4000, (3000, 1)) * 0.1).astype(np.float32)
-    x = pm.voxelize(torch.from_numpy(points), size=0.1)
+    x = pm.voxelize(torch.from_numpy(points), size=0.1, dim=1)
     want = [oracle.voxel_of(p, (0.1,), (0.0,), "floor")[0] for p in points]
     assert x.coords[x.inverse, 1].tolist() == want
 
@@ -120,20 +127,20 @@ def test_voxelize_in_low_precision(dtype, reduce, device):
 def test_integer_points_and_features_that_are_no_floats():
     """The rows of points decide; what rides along may be labels kept with "first"."""
     points = torch.tensor([[0.1, 0.1], [0.2, 0.3], [5.0, 5.0]])
-    x = pm.voxelize(points, torch.tensor([[3.0], [4.0], [5.0]]), size=1.0, reduce="first")
+    x = pm.voxelize(points, torch.tensor([[3.0], [4.0], [5.0]]), size=1.0, reduce="first", dim=2)
     assert x.feats.flatten().tolist() == [3.0, 5.0]
 
 
 def test_batch_size_is_kept_or_found():
     points, batch = torch.rand(6, 2), torch.tensor([0, 0, 2, 2, 2, 0])
-    assert pm.voxelize(points, size=0.5, batch=batch).batch_size == 3
-    assert pm.voxelize(points, size=0.5, batch=batch, batch_size=5).batch_size == 5
-    assert pm.voxelize(points, size=0.5).batch_size == 1
+    assert pm.voxelize(points, size=0.5, batch=batch, dim=2).batch_size == 3
+    assert pm.voxelize(points, size=0.5, batch=batch, batch_size=5, dim=2).batch_size == 5
+    assert pm.voxelize(points, size=0.5, dim=2).batch_size == 1
 
 
 def test_points_outside_the_spatial_shape_are_left_out():
     points = torch.tensor([[0.5, 0.5], [2.5, 0.5], [-0.5, 0.5], [1.5, 1.5]])
-    x = pm.voxelize(points, torch.arange(4.0)[:, None], size=1.0, spatial_shape=(2, 2))
+    x = pm.voxelize(points, torch.arange(4.0)[:, None], size=1.0, spatial_shape=(2, 2), dim=2)
     assert x.spatial_shape == (2, 2)
     assert cases.tuples(x) == [(0, 0, 0), (0, 1, 1)]
     assert x.inverse.tolist() == [0, -1, -1, 1]

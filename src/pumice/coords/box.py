@@ -31,7 +31,7 @@ class Bounds:
             return Bounds((0,) * dim, (0,) * dim, 0)
         low, high = torch.stack(torch.aminmax(coords, dim=0)).tolist()
         if low[0] < 0:
-            raise CoordinateError(f"batch indices start at 0, found {low[0]}")
+            raise CoordinateError(f"batch indices start at 0, found {low[0]}; coordinates are (batch, axes...)")
         return Bounds(tuple(low[1:]), tuple(high[1:]), high[0] + 1)
 
     @cached_property

@@ -19,7 +19,18 @@ from torch import Tensor
 from pumice.coords.box import Bounds
 from pumice.coords.buffer import CoordBuffer, offset_table
 from pumice.coords.codes import CodeLayout
-from pumice.coords.lookup import WARPS, WORD, Live, MapSchedule, Neighbours, cleared, lanes_of, padded, paired, rows_of
+from pumice.coords.lookup import (
+    WARPS,
+    WORD,
+    MapSchedule,
+    Neighbours,
+    UsedWords,
+    lanes_of,
+    padded,
+    prefix_counts,
+    rows_of,
+    zeroed_words,
+)
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, kernel, to_device_async, triton_unavailable_reason
@@ -45,16 +56,16 @@ class Stencil:
         """The stencil that generates a relation's outputs."""
         if relation.policy == "floor_unique":
             return Stencil("floor", relation.stride, ((0,) * relation.dim,))
-        return Stencil.of_meetings(relation)
+        return Stencil.of_neighbours(relation)
 
     @staticmethod
-    def of_meetings(relation: Relation) -> Stencil:
+    def of_neighbours(relation: Relation) -> Stencil:
         """The outputs of each input, per kernel offset."""
         form = "times" if relation.policy == "transposed_support" else "over"
         return Stencil(form, relation.stride, relation.offsets)
 
     @staticmethod
-    def itself(dim: int) -> Stencil:
+    def identity(dim: int) -> Stencil:
         return Stencil("floor", (1,) * dim, ((0,) * dim,))
 
     @property
@@ -63,7 +74,7 @@ class Stencil:
         return _lanes(self)
 
     @property
-    def least(self) -> tuple[int, ...]:
+    def lowest_offset(self) -> tuple[int, ...]:
         """The least offset along each axis."""
         return tuple(map(min, zip(*self.offsets, strict=True))) if self.offsets else (0,) * len(self.steps)
 
@@ -72,11 +83,11 @@ class Stencil:
         """Maximum difference of offsets along an axis."""
         return max((max(axis) - min(axis) for axis in zip(*self.offsets, strict=True)), default=0)
 
-    def begins(self, low: Sequence[int]) -> tuple[int, ...]:
+    def origins(self, low: Sequence[int]) -> tuple[int, ...]:
         """Kernels subtract this from coordinates ("times": from cells reached). low: box's lowest cell."""
         if self.form == "times":
             return tuple(low)
-        least = self.least if self.form == "over" else (0,) * len(low)
+        least = self.lowest_offset if self.form == "over" else (0,) * len(low)
         return tuple(first * step + o for first, step, o in zip(low, self.steps, least, strict=True))
 
 
@@ -93,7 +104,7 @@ def _by_rest(reach: Stencil) -> dict[int, list[int]]:
     kinds: dict[int, list[int]] = {}
     for tap, offset in enumerate(reach.offsets):
         kind = 0
-        for o, least, step in zip(offset, reach.least, reach.steps, strict=True):
+        for o, least, step in zip(offset, reach.lowest_offset, reach.steps, strict=True):
             kind = kind * step + (o - least) % step
         kinds.setdefault(kind, []).append(tap)
     return kinds
@@ -108,21 +119,21 @@ def _taps(reach: Stencil, device: torch.device) -> Tensor:
     lists = torch.full((math.prod(reach.steps), max(reach.lanes, 1), 1 + len(reach.steps)), -1, dtype=torch.int32)
     for kind, taps in _by_rest(reach).items():
         for lane, tap in enumerate(taps):
-            shifts = zip(reach.offsets[tap], reach.least, reach.steps, strict=True)
+            shifts = zip(reach.offsets[tap], reach.lowest_offset, reach.steps, strict=True)
             lists[kind, lane] = torch.tensor([tap, *(-((o - least) // step) for o, least, step in shifts)])
     return to_device_async(lists, device)
 
 
 @dataclass(frozen=True, eq=False)
-class Space:
+class BrickSpace:
     """Numbering of a box's cells in kernels: Morton codes from one lookup table per axis."""
 
     bounds: Bounds
     layout: CodeLayout
 
     @staticmethod
-    def of(bounds: Bounds) -> Space:
-        return Space(bounds, CodeLayout.of(bounds))
+    def of(bounds: Bounds) -> BrickSpace:
+        return BrickSpace(bounds, CodeLayout.of(bounds))
 
     @property
     def low(self) -> int:
@@ -137,11 +148,11 @@ class Space:
     def bricks(self) -> int:
         return max(self.bounds.batch, 1) << (self.bits - self.low)
 
-    def numbers(self, reach: Stencil) -> tuple[int, ...]:
+    def kernel_arguments(self, reach: Stencil) -> tuple[int, ...]:
         """Kernel arguments: batch size, subtrahends, extents, table start of each axis's lowest cell, bits."""
         box, layout = self.bounds, self.layout
         begins = tuple(s + a + b for s, a, b in zip(layout.starts, box.low, layout.bias, strict=True))
-        taken = padded(reach.begins(box.low), 0)
+        taken = padded(reach.origins(box.low), 0)
         return (box.batch, *taken, *padded(box.extents, 1), *padded(begins, 0), self.bits)
 
 
@@ -150,7 +161,7 @@ def refusal(coords: Tensor, bounds: Bounds, reach: Stencil) -> str | None:
     if why := triton_unavailable_reason(coords):
         return why
     try:
-        space = Space.of(bounds)
+        space = BrickSpace.of(bounds)
         space.layout.tables(coords.device)
     except CoordinateError as problem:
         return str(problem)
@@ -165,11 +176,11 @@ def refusal(coords: Tensor, bounds: Bounds, reach: Stencil) -> str | None:
 @dataclass(frozen=True, eq=False)
 class Bricks:
     """Occupancy of a box's cells.
-    directory int64 [ceil(bricks / 32)]: bitmap over bricks with prefix counts, see `paired`; None if all have
+    directory int64 [ceil(bricks / 32)]: bitmap over bricks with prefix counts, see `prefix_counts`; None if all have
     bitmaps. cells int64 [limit * 2**LOW / 32]: the same for cells of up to `limit` bricks. count int32 [1] on the
     device: number of existing cells."""
 
-    space: Space
+    space: BrickSpace
     limit: int
     directory: Tensor | None
     cells: Tensor
@@ -193,7 +204,7 @@ class Bricks:
     @staticmethod
     def of(cloud: CoordBuffer, reach: Stencil, bounds: Bounds, most: int, strict: bool = False) -> Bricks:
         """Cells in `bounds` that rows reach, at most `most`. strict: flag in status cells outside or reached twice."""
-        space = Space.of(bounds)
+        space = BrickSpace.of(bounds)
         call = _BrickCall(cloud, reach, space)
         words = (1 << space.low) // 32
         if space.bricks <= WHOLE:
@@ -204,37 +215,37 @@ class Bricks:
                 (space.bricks,),
                 {"STRICT": strict, "WHOLE": True},
             )
-            return Bricks(space, space.bricks, None, *paired(cells))
+            return Bricks(space, space.bricks, None, *prefix_counts(cells))
         limit = max(1, min(most, space.bricks))
-        size, room = -(-space.bricks // 32) * 32, limit * words
-        few = room <= FEW
-        marks = torch.zeros(size + 4 * room * few, dtype=torch.int8, device=cloud.device)
+        size, capacity = -(-space.bricks // 32) * 32, limit * words
+        few = capacity <= FEW
+        marks = torch.zeros(size + 4 * capacity * few, dtype=torch.int8, device=cloud.device)
         marks, cells = marks[:size], marks[size:].view(torch.int32)
         call("lookup_kernels.mark", (marks, cloud.status), (), {"STRICT": strict})
-        directory, count = paired(marks)
-        live = Live(count, words)
-        cells = cells if few else cleared(room, live)
+        directory, count = prefix_counts(marks)
+        live = UsedWords(count, words)
+        cells = cells if few else zeroed_words(capacity, live)
         more = {"STRICT": strict, "WHOLE": False}
         call("lookup_kernels.occupy", (directory, cells, cloud.status), (limit,), more)
-        return Bricks(space, limit, directory, *paired(cells, live))
+        return Bricks(space, limit, directory, *prefix_counts(cells, live))
 
     def coords(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> tuple[Tensor, Tensor]:
         """int32 [capacity, 1+D]: cells in (batch, Morton) order, -1 for padding; int32 [1]: number of valid rows."""
-        return self._met(cloud, reach, capacity, "", True)[1:]
+        return self._run_search(cloud, reach, capacity, "", True)[1:]
 
     def rows(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> Tensor:
         """int32 [capacity, K]: the buffer's row that reaches each cell through each offset, -1 if none."""
-        return self._met(cloud, reach, capacity, "rows", False)[0]
+        return self._run_search(cloud, reach, capacity, "rows", False)[0]
 
-    def turned(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> Tensor:
+    def transposed_rows(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> Tensor:
         """int32 [N, K]: rank of the cell that each row of the buffer reaches through each offset, -1 if none."""
-        return self._met(cloud, reach, capacity, "turned", False)[0]
+        return self._run_search(cloud, reach, capacity, "turned", False)[0]
 
-    def both(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    def coords_and_rows(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
         """`rows` and `coords` in one pass, for offsets that reach every existing cell."""
-        return self._met(cloud, reach, capacity, "rows", True)
+        return self._run_search(cloud, reach, capacity, "rows", True)
 
-    def _met(
+    def _run_search(
         self, cloud: CoordBuffer, reach: Stencil, capacity: int, kind: str, place: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         volume, device = len(reach.offsets), cloud.device
@@ -255,7 +266,7 @@ class _BrickCall:
 
     cloud: CoordBuffer
     reach: Stencil
-    space: Space
+    space: BrickSpace
 
     def __call__(self, name: str, tensors: Sequence[Tensor], numbers: Sequence[int], more: dict[str, Any]) -> None:
         cloud, reach, device = self.cloud, self.reach, self.cloud.device
@@ -265,20 +276,20 @@ class _BrickCall:
         constants |= {"LOW": self.space.low, "ROWS": rows_of(lanes), "LANES": lanes, **more}
         programs = -(-cloud.capacity // rows_of(lanes))
         tensors = (cloud.coords, cloud.count, *given, *tensors)
-        kernel(name)(programs, tensors, (*self.space.numbers(reach), *numbers), constants, WARPS)
+        kernel(name)(programs, tensors, (*self.space.kernel_arguments(reach), *numbers), constants, WARPS)
 
 
 class BrickLookup:
     """Lookup of a buffer's rows through bricks of its own cells."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
-        own = Stencil.itself(cloud.dim)
+        own = Stencil.identity(cloud.dim)
         self._bricks = Bricks.of(cloud, own, cloud.bounds, cloud.capacity, strict=True)
         self._values = self._bricks.rows(cloud, own, cloud.capacity)
 
     @staticmethod
     def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
-        return refusal(cloud.coords, cloud.bounds, Stencil.itself(cloud.dim))
+        return refusal(cloud.coords, cloud.bounds, Stencil.identity(cloud.dim))
 
     @property
     def nbytes(self) -> int:
@@ -297,7 +308,7 @@ class BrickLookup:
         kernel("lookup_kernels.brick_neighbours")(
             -(-capacity // rows_of(lanes)),
             (outputs.coords, outputs.count, *given, *bricks.tensors, self._values, rows, masks),
-            (*space.numbers(reach), bricks.limit, capacity),
+            (*space.kernel_arguments(reach), bricks.limit, capacity),
             constants,
             WARPS,
         )

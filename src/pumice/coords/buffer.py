@@ -133,10 +133,10 @@ class Packer:
         layouts = [(tuple(a.shape[1:]), math.prod(a.shape[1:]), a.stride()) for a in arrays]
         return Packer(arrays, torch.tensor([a.data_ptr() for a in arrays], device=arrays[0].device), layouts)
 
-    def first(self, rows: Sequence[int]) -> list[Tensor]:
+    def pack(self, row_counts: Sequence[int]) -> list[Tensor]:
         """Copies of the first rows[i] rows of each array i."""
         starts, sizes, end = [], [], 0
-        for n, (_, width, _) in zip(rows, self.layouts, strict=True):
+        for n, (_, width, _) in zip(row_counts, self.layouts, strict=True):
             size = n * width
             starts.append(end)
             sizes.append(size)
@@ -145,18 +145,18 @@ class Packer:
         view, begin = out.as_strided, out.storage_offset()
         found = [
             view((n, *shape), strides, begin + start * _BLOCK)
-            for n, (shape, _, strides), start in zip(rows, self.layouts, starts, strict=True)
+            for n, (shape, _, strides), start in zip(row_counts, self.layouts, starts, strict=True)
         ]
         if has_triton(out):
             layout = integers((*starts, *sizes), out.device)
             constants = {"MOST": 1 << (len(starts) - 1).bit_length(), "BLOCK": _BLOCK}
             kernel("tile_kernels.pack")(end, (self.addresses, layout, out), (len(starts),), constants)
         else:
-            pack_twin(self.arrays, found)
+            pack_torch(self.arrays, found)
         return found
 
 
-def alone(tensor: Tensor) -> Tensor:
+def with_own_storage(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it is part of a larger storage: pickling would save the whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
@@ -165,7 +165,7 @@ def put_first(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor
     """Copy arrays of n rows each, one to three, to the first rows of contiguous buffers, and n to count, int32 [1]."""
     alike = all(a.dtype == b.dtype and a.is_contiguous() for a, b in zip(arrays, buffers, strict=True))
     if not alike or not has_triton(count):
-        return put_first_twin(buffers, arrays, count)
+        return put_first_torch(buffers, arrays, count)
     sizes = [array.numel() for array in arrays]
     programs = max(1, sum(-(-size // _BLOCK) for size in sizes))
     # Unused arguments: the first array, with no entries.
@@ -175,14 +175,14 @@ def put_first(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor
     kernel("tile_kernels.put")(programs, tensors, numbers, {"BLOCK": _BLOCK})
 
 
-def put_first_twin(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor) -> None:
+def put_first_torch(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor) -> None:
     """As put_first, in plain torch."""
     for buffer, array in zip(buffers, arrays, strict=True):
         buffer[: len(array)].copy_(array)
     count.fill_(len(arrays[0]))
 
 
-def pack_twin(arrays: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-    """As Packer.first, in plain torch; writes `found`."""
+def pack_torch(arrays: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    """As Packer.pack, in plain torch; writes `found`."""
     for array, copy in zip(arrays, found, strict=True):
         copy.copy_(array[: len(copy)])

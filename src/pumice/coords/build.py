@@ -17,11 +17,11 @@ from pumice.coords.capacity import BufferedMapState
 from pumice.coords.geometry import Geometry, alike, described
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.lookup import MapSchedule, Neighbours
-from pumice.coords.outputs import Outputs, TorchOutputs, counted, level_key, make_outputs, max_outputs, site_of
+from pumice.coords.outputs import Outputs, TorchOutputs, level_key, make_outputs, max_outputs, read_counts, site_of
 from pumice.coords.relation import POLICIES, Relation
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 from pumice.runtime.launch import has_triton, outside_inference_mode
-from pumice.runtime.streams import FIRST, mark
+from pumice.runtime.streams import MAP_STREAM_PRIORITY, record_event
 
 _GROWTH = 16  # Worst-case growth of a pyramid's level, over the finest, up to which it is built before it is counted
 FORWARD = ("same", "support", "floor_unique")
@@ -32,12 +32,13 @@ def checked_geometry(
     stride: int | Sequence[int] = 1,
     spatial_shape: int | Sequence[int] | None = None,
     batch_size: int | None = None,
+    dim: int | None = None,
 ) -> Geometry:
     """`Geometry.checked`; under torch.compile or torch.export the compiled code does the checks."""
     if torch.compiler.is_compiling():
-        coords, strides, shape = described(coords, stride, spatial_shape)
+        coords, strides, shape = described(coords, stride, spatial_shape, dim)
         return tracing_module.checked(coords.contiguous(), strides, shape, batch_size)
-    return Geometry.checked(coords, stride, spatial_shape, batch_size)
+    return Geometry.checked(coords, stride, spatial_shape, batch_size, dim)
 
 
 def kernel_map(
@@ -86,27 +87,27 @@ def on_side_stream(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
     if not (geometry.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         yield lambda _: None
         return
-    stream = torch.cuda.Stream(geometry.device, priority=FIRST)
+    stream = torch.cuda.Stream(geometry.device, priority=MAP_STREAM_PRIORITY)
     stream.wait_stream(torch.cuda.current_stream(geometry.device))
     known = set(_levels_below(geometry))
     # Deeper levels may have been built on another side stream.
-    for before in dict.fromkeys(filter(None, (level.late.get("found") for level in known))):
+    for before in dict.fromkeys(filter(None, (level.pending_events.get("found") for level in known))):
         stream.wait_event(before)
 
     def mark_built(one: KernelMap) -> None:
-        event = mark(stream)
-        if one.between is not None and None not in one.between.late:
-            one.between.late.behind(event, [None])
+        event = record_event(stream)
+        if one.buffered is not None and None not in one.buffered.pending_events:
+            one.buffered.pending_events.register(event, [None])
         for level in _levels_below(geometry):
             if level not in known:
                 known.add(level)
-                level.late.behind(event, ["coords"])
+                level.pending_events.register(event, ["coords"])
 
     with torch.cuda.stream(stream):
         yield mark_built
-        event = mark(stream)
+        event = record_event(stream)
     for level in known:
-        level.late.behind(event, ["found"])
+        level.pending_events.register(event, ["found"])
 
 
 @contextmanager
@@ -117,20 +118,21 @@ def join_side_streams(geometry: Geometry) -> Iterator[None]:
     for the status words but not for the layers."""
     levels = list(_levels_below(geometry))
     maps = [found for level in levels for found, _ in level.maps.values()]
-    if maps and all(found.between is not None and None in found.between.late for found in maps):
-        main, stream = torch.cuda.current_stream(geometry.device), torch.cuda.Stream(geometry.device, priority=FIRST)
+    if maps and all(found.buffered is not None and None in found.buffered.pending_events for found in maps):
+        main = torch.cuda.current_stream(geometry.device)
+        stream = torch.cuda.Stream(geometry.device, priority=MAP_STREAM_PRIORITY)
         with torch.cuda.stream(stream):
             for level in levels:
-                level.told()
+                level.wait_for_status()
             yield
         main.wait_stream(stream)
     else:
         for level in levels:
-            level.over()
+            level.wait_for_all()
         yield
     for level in levels:
         # Also wait for maps that no layer read.
-        level.over()
+        level.wait_for_all()
 
 
 def _levels_below(geometry: Geometry) -> Iterator[Geometry]:
@@ -171,16 +173,16 @@ def _level(geometry: Geometry, relation: Relation, schedule: MapSchedule | None)
     key = level_key(relation)
     outputs = geometry.levels.get(key) if key else None
     if outputs is not None:
-        return _to_known(geometry, relation, outputs, None, schedule), outputs
+        return _map_to_outputs(geometry, relation, outputs, None, schedule), outputs
     made = make_outputs(geometry.cloud, geometry.site, relation, schedule)
     buffered = geometry.buffered is not None
-    outputs = _buffer_of(made, geometry, relation) if buffered else made.geometry(*counted(geometry, [made.count]))
+    outputs = _buffer_of(made, geometry, relation) if buffered else made.geometry(*read_counts(geometry, [made.count]))
     if key:
         geometry.levels[key] = outputs
-    return _to_known(geometry, relation, outputs, made, schedule), outputs
+    return _map_to_outputs(geometry, relation, outputs, made, schedule), outputs
 
 
-def _to_known(
+def _map_to_outputs(
     geometry: Geometry, relation: Relation, outputs: Geometry, made: Outputs | None, schedule: MapSchedule | None
 ) -> KernelMap:
     """The map to outputs that exist; `made` may provide its table."""
@@ -197,14 +199,15 @@ def _to_known(
 
 
 def _map_of(relation: Relation, found: Neighbours, inputs: Geometry, outputs: Geometry) -> KernelMap:
-    made = KernelMap.of_found(relation, found, len(inputs), (inputs.cloud.count, outputs.cloud.count))
+    made = KernelMap.from_neighbours(relation, found, len(inputs), (inputs.cloud.count, outputs.cloud.count))
     here, there = inputs.buffered, outputs.buffered
     if here is None and there is None:
         return made
     if here is None or there is None:
         raise GeometryError("a captured network cannot mix its own coordinates with coordinates from outside")
-    status, place = inputs.cloud.status, (here.path, there.path, relation)
-    return replace(made, between=BufferedMapState(inputs.cloud.count, outputs.cloud.count, status, here.rooms, place))
+    key = here.path, there.path, relation
+    state = BufferedMapState(inputs.cloud.count, outputs.cloud.count, inputs.cloud.status, here.capacities, key)
+    return replace(made, buffered=state)
 
 
 def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometry:
@@ -219,8 +222,8 @@ def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometr
         )
     path = (*buffered.path, relation)
     most = max_outputs(len(geometry), relation, site)
-    room = buffered.rooms.capacity(("rows", path, site.stride), made.count, most)
-    return Geometry.in_buffer(made.cloud(room), site, replace(buffered, path=path))
+    capacity = buffered.capacities.capacity(("rows", path, site.stride), made.count, most)
+    return Geometry.in_buffer(made.cloud(capacity), site, replace(buffered, path=path))
 
 
 def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ...]:
@@ -254,12 +257,12 @@ def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
     for step in steps:
         made.append(make_outputs(cloud, site, step))
         site = site_of(site, step)
-        room = max_outputs(cloud.capacity, step, site)
-        if len(made) == len(steps) or room > _GROWTH * len(geometry):
+        capacity = max_outputs(cloud.capacity, step, site)
+        if len(made) == len(steps) or capacity > _GROWTH * len(geometry):
             break
-        cloud = made[-1].cloud(room, alone=True)
+        cloud = made[-1].cloud(capacity, coords_only=True)
         clouds.append(cloud)
-    counts = counted(geometry, [one.count for one in made])
+    counts = read_counts(geometry, [one.count for one in made])
     for step, one, cloud, count in zip(steps, made, [*clouds, None], counts, strict=False):
         key = level_key(step)
         outputs = geometry.levels.get(key) if key else None
@@ -269,7 +272,7 @@ def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
         if key:
             geometry.levels[key] = outputs
         if (step, None) not in geometry.maps:
-            geometry.keep(step, None, (_to_known(geometry, step, outputs, one, None), outputs))
+            geometry.keep(step, None, (_map_to_outputs(geometry, step, outputs, one, None), outputs))
         geometry = geometry.maps[step, None][1] or geometry
 
 
@@ -287,8 +290,8 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
         raise GeometryError(
             "cached_inverse needs a target: the geometry that x's coordinates were made from is unknown or was freed"
         )
-    for forward in _ways(relation) if tracing else _forwards(relation):
-        kept = tracing_module.known(target, forward) if tracing else target.maps.get((forward, None))
+    for forward in _candidate_forwards(relation) if tracing else _cached_forwards(relation):
+        kept = tracing_module.cached_map(target, forward) if tracing else target.maps.get((forward, None))
         if kept is not None and kept[1] is not None and alike(kept[1], geometry):
             return kept[0].transpose(), target
     _checked_target(geometry, target)
@@ -298,12 +301,12 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
             f"the target's stride {target.stride} does not give it"
         )
     if parent is not None:
-        _check_way_back(geometry, relation, target, parent)
+        _check_inverse_map(geometry, relation, target, parent)
     forward, _ = kernel_map(target, replace(relation, policy="given"), geometry)
     return forward.transpose(), target
 
 
-def _check_way_back(geometry: Geometry, relation: Relation, target: Geometry, parent: Geometry) -> None:
+def _check_inverse_map(geometry: Geometry, relation: Relation, target: Geometry, parent: Geometry) -> None:
     """Raise GeometryError: no map of this relation leads from the target to coordinates made from `parent`."""
     if parent is not target:
         raise GeometryError(f"x's coordinates were made from {parent}, the target is {target}")
@@ -316,12 +319,12 @@ def _window_of(relation: Relation) -> str:
     return "kernel_size={}, stride={}, padding={}, dilation={}".format(*four)
 
 
-def _ways(relation: Relation) -> tuple[Relation, ...]:
+def _candidate_forwards(relation: Relation) -> tuple[Relation, ...]:
     """Forward relations that the inverse may belong to."""
     return tuple(replace(relation, policy=policy) for policy in FORWARD)
 
 
-_forwards = lru_cache(maxsize=256)(_ways)
+_cached_forwards = lru_cache(maxsize=256)(_candidate_forwards)
 
 
 def _checked_target(geometry: Geometry, target: Geometry | None) -> Geometry:

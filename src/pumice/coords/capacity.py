@@ -22,22 +22,22 @@ Shares = float | Mapping[Any, float] | None
 class Capacities(Protocol):
     """Capacities of buffers whose counts stay on the device."""
 
-    def capacity(self, place: Hashable, needed: Tensor, most: int) -> int:
-        """Capacity of the buffer with key `place`, at most `most`. needed: int32 [1] on device, entries in use."""
+    def capacity(self, key: Hashable, needed: Tensor, most: int) -> int:
+        """Capacity of the buffer `key`, at most `most`. needed: int32 [1] on device, entries in use."""
         ...
 
-    def pieces(self, place: Hashable) -> set[int]:
-        """Maximum piece lengths into which runs at `place` are to be split; callers add to this lasting set."""
+    def piece_lengths(self, key: Hashable) -> set[int]:
+        """Maximum piece lengths into which the runs of `key` are split; callers add to the set."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class BufferedState:
     """State of a geometry whose coordinates, and those of levels derived from it, are in buffers with padding rows.
-    rooms: capacities of other levels. path: relations from the first coordinates to here. poison: fill features of
+    capacities: of other levels. path: relations from the first coordinates to here. poison: fill features of
     padding rows with NaN, to expose reads of them. trains: gradients are required; padding rows must not contribute."""
 
-    rooms: Capacities
+    capacities: Capacities
     path: tuple[Relation, ...] = ()
     poison: bool = False
     trains: bool = False
@@ -46,69 +46,69 @@ class BufferedState:
 @dataclass(frozen=True, eq=False)
 class BufferedMapState:
     """State of a map between buffers. inputs, outputs: numbers of valid rows before transposition, int32 [1] on
-    device; status: receives OVERFLOW; place: key of the map within a program. late: pending events of other streams
-    by storage key, None for the map itself."""
+    device; status: receives OVERFLOW; key: of the map within a program. pending_events: of other streams, by
+    storage key, None for the map itself."""
 
     inputs: Tensor
     outputs: Tensor
     status: Tensor
-    rooms: Capacities
-    place: Hashable
-    late: PendingEvents = field(default_factory=PendingEvents)
+    capacities: Capacities
+    key: Hashable
+    pending_events: PendingEvents = field(default_factory=PendingEvents)
 
-    def join(self, key: Hashable) -> None:
+    def wait_for(self, key: Hashable) -> None:
         """See PendingEvents."""
-        self.late.join(key, self.status.device)
+        self.pending_events.wait_for(key, self.status.device)
 
-    def built(self, key: Hashable) -> None:
+    def register_derived(self, key: Hashable) -> None:
         """See PendingEvents."""
-        self.late.built(key, self.status.device)
+        self.pending_events.register_derived(key, self.status.device)
 
-    def tells(self) -> None:
+    def register_status_writer(self) -> None:
         """See PendingEvents."""
-        self.late.tells(self.status.device)
+        self.pending_events.register_status_writer(self.status.device)
 
-    def told(self) -> None:
+    def wait_for_status(self) -> None:
         """See PendingEvents."""
-        self.late.told(self.status.device)
+        self.pending_events.wait_for_status(self.status.device)
 
-    def over(self) -> None:
+    def wait_for_all(self) -> None:
         """See PendingEvents."""
-        self.late.over(self.status.device)
+        self.pending_events.wait_for_all(self.status.device)
 
 
 class CapacityPlanner:
-    """Capacities from an example of `count` voxels (a host synchronisation per place), scaled with a margin to
-    `capacity` voxels. least: minima by place."""
+    """Capacities from an example of `count` voxels (a host synchronisation per buffer), scaled with a margin to
+    `capacity` voxels. least: minima by key."""
 
     def __init__(
         self, capacity: int, count: int, margin: float, shares: Shares, least: Mapping[Any, int] | None = None
     ) -> None:
         self._scale, self._capacity, self._shares = margin * capacity / count, capacity, shares
-        self._least = least or {}
-        self.rooms: dict[Hashable, int] = {}
-        self._taken, self._pieces = {capacity}, dict[Hashable, set[int]]()
+        self._minima = least or {}
+        self.capacities: dict[Hashable, int] = {}
+        self._taken, self._lengths = {capacity}, dict[Hashable, set[int]]()
 
-    def capacity(self, place: Hashable, needed: Tensor, most: int) -> int:
+    def capacity(self, key: Hashable, needed: Tensor, most: int) -> int:
         """See Capacities."""
-        if place not in self.rooms:
-            self.rooms[place] = self._planned(place, needed, most)
-        return self.rooms[place]
+        if key not in self.capacities:
+            self.capacities[key] = self._planned(key, needed, most)
+        return self.capacities[key]
 
-    def pieces(self, place: Hashable) -> set[int]:
+    def piece_lengths(self, key: Hashable) -> set[int]:
         """See Capacities."""
-        return self._pieces.setdefault(place, set())
+        return self._lengths.setdefault(key, set())
 
-    def settled(self) -> FixedCapacities:
+    def to_fixed(self) -> FixedCapacities:
         """The planned capacities."""
-        return FixedCapacities(self.rooms, self._pieces)
+        return FixedCapacities(self.capacities, self._lengths)
 
-    def _planned(self, place: Any, needed: Tensor, most: int) -> int:
-        what, *_, last = place
+    def _planned(self, key: Any, needed: Tensor, most: int) -> int:
+        what, *_, last = key
         share = _share(self._shares, last) if what == "rows" else None
         # No tiles: sum of [].
         wanted = self._scale * sum(needed.tolist()) if share is None else share * self._capacity
-        found = max(1, min(most, math.ceil(wanted)), self._least.get(place, 0))
+        found = max(1, min(most, math.ceil(wanted)), self._minima.get(key, 0))
         if what != "rows":
             return found
         found = -(-found // _STEP) * _STEP
@@ -129,23 +129,23 @@ def _share(shares: Shares, stride: tuple[Any, ...]) -> float | None:
 class FixedCapacities:
     """Capacities planned before."""
 
-    rooms: Mapping[Any, int]
-    asked: dict[Any, set[int]] = field(default_factory=dict)
+    capacities: Mapping[Any, int]
+    lengths_by_key: dict[Any, set[int]] = field(default_factory=dict)
 
     def levels(self) -> Iterator[tuple[Any, int]]:
-        """Places of levels with their capacities."""
-        return ((place, room) for place, room in self.rooms.items() if place[0] == "rows")
+        """Keys of levels with their capacities."""
+        return ((key, capacity) for key, capacity in self.capacities.items() if key[0] == "rows")
 
-    def capacity(self, place: Hashable, needed: Tensor, most: int) -> int:
-        """See Capacities. Raises CaptureError for a place that was not planned."""
-        found = self.rooms.get(place)
+    def capacity(self, key: Hashable, needed: Tensor, most: int) -> int:
+        """See Capacities. Raises CaptureError for a buffer that was not planned."""
+        found = self.capacities.get(key)
         if found is None:
             raise CaptureError(
-                f"the network needs coordinates or a map it did not use before ({place}): its control flow must not "
+                f"the network needs coordinates or a map it did not use before ({key}): its control flow must not "
                 "depend on the scene"
             )
         return found
 
-    def pieces(self, place: Hashable) -> set[int]:
+    def piece_lengths(self, key: Hashable) -> set[int]:
         """See Capacities."""
-        return self.asked.setdefault(place, set())
+        return self.lengths_by_key.setdefault(key, set())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.box import INT32_MAX, Bounds
-from pumice.coords.buffer import CoordBuffer, alone, read
+from pumice.coords.buffer import CoordBuffer, read, with_own_storage
 from pumice.coords.capacity import BufferedState
 from pumice.coords.codes import morton_argsort
 from pumice.coords.grid import GridSpec, Stride, VoxelFrame, tidy
@@ -62,12 +63,12 @@ class Geometry:
         # True if compiled code may rely on the maps (coords.tracing).
         self.prepared = False
         # Keys of the sets of maps that pumice.ops.prepare has already built here.
-        self.asked: set[Hashable] = set()
+        self.prepared_requests: set[Hashable] = set()
         self.trail: TraceOrigin | None = None
         self._buffered: BufferedState | None = None
-        self._alive: Tensor | None = None
+        self._valid_mask: Tensor | None = None
         # In a captured network: events of side streams for "coords" and for all that is "found" from them.
-        self.late = PendingEvents()
+        self.pending_events = PendingEvents()
 
     @staticmethod
     def in_buffer(cloud: CoordBuffer, site: GridSpec, buffered: BufferedState) -> Geometry:
@@ -82,8 +83,9 @@ class Geometry:
         stride: int | Sequence[int] = 1,
         spatial_shape: int | Sequence[int] | None = None,
         batch_size: int | None = None,
+        dim: int | None = None,
     ) -> Geometry:
-        """A geometry from a user's coordinates, after checks.
+        """A geometry from a user's coordinates, after checks. dim: D; None: the number of columns less one.
 
         On a GPU, with both `spatial_shape` and `batch_size`, there is no host synchronisation: duplicates and
         coordinates out of bounds are raised at the next read of a count (`settle`). Otherwise the bounding box is read
@@ -91,12 +93,15 @@ class Geometry:
 
         Raises DtypeError (not int32), ShapeError (not [N, 1+D] with D from 1 to 4, or lengths that do not match),
         CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, 2**31 rows or more).
+        Warns if the batch column looks like a coordinate, unless `batch_size` is given.
         """
-        coords, strides, shape = described(coords, stride, spatial_shape)
+        coords, strides, shape = described(coords, stride, spatial_shape, dim)
         # A copy: later writes to the caller's tensor must not invalidate cached maps.
         with outside_inference_mode():
             coords = coords.clone(memory_format=torch.contiguous_format)
         bounds = bounds_of(coords, shape, batch_size)
+        if batch_size is None:
+            _warn_of_batch(bounds)
         site = GridSpec(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
         geometry = Geometry(coords, site, settled=False)
         if not coords.is_cuda:
@@ -127,7 +132,7 @@ class Geometry:
     @property
     def coords(self) -> Tensor:
         """int32 [N, 1+D], in units of this level's voxels."""
-        self._join("coords")
+        self._wait_for("coords")
         return self._coords
 
     @property
@@ -190,10 +195,10 @@ class Geometry:
     @property
     def valid_mask(self) -> Tensor:
         """bool [N, 1]: True for valid rows; all of them outside captured networks."""
-        if self._alive is None:
+        if self._valid_mask is None:
             with outside_inference_mode():
-                self._alive = self.cloud.valid_mask()[:, None]
-        return self._alive
+                self._valid_mask = self.cloud.valid_mask()[:, None]
+        return self._valid_mask
 
     def require_host_size(self, what: str) -> None:
         """Raise GeometryError, on behalf of `what`, if the number of voxels is known on the device only."""
@@ -220,7 +225,7 @@ class Geometry:
     def __reduce__(self) -> tuple[Any, ...]:
         # Maps are rebuilt on demand, which keeps copies small.
         self.settle()
-        return _rebuild, (alone(self._coords), *_plain(self.site), self._inverse)
+        return _rebuild, (with_own_storage(self._coords), *_plain(self.site), self._inverse)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Geometry:
         """The same coordinates on `device`, with all cached maps and levels."""
@@ -235,36 +240,36 @@ class Geometry:
     @property
     def cloud(self) -> CoordBuffer:
         """The coordinates as kernels take them."""
-        self._join("coords")
+        self._wait_for("coords")
         if self._cloud is None:
             with outside_inference_mode():
                 self._cloud = CoordBuffer.of(self._coords, self.bounds)
         return self._cloud
 
-    def _join(self, what: str) -> None:
+    def _wait_for(self, what: str) -> None:
         """See PendingEvents; used in captured networks only."""
-        if self.late:
-            self.late.join(what, self.device)
+        if self.pending_events:
+            self.pending_events.wait_for(what, self.device)
 
-    def told(self) -> None:
+    def wait_for_status(self) -> None:
         """Make the current stream wait for the status words of these coordinates and their maps."""
-        self.late.told(self.device)
+        self.pending_events.wait_for_status(self.device)
         for found, _ in self.maps.values():
-            if found.between is not None:
-                found.between.told()
+            if found.buffered is not None:
+                found.buffered.wait_for_status()
 
-    def over(self) -> None:
+    def wait_for_all(self) -> None:
         """At the end of a program: order later reads after all side streams, also those of maps that no layer read."""
-        self.late.over(self.device)
+        self.pending_events.wait_for_all(self.device)
         for found, _ in self.maps.values():
-            if found.between is not None:
-                found.between.over()
+            if found.buffered is not None:
+                found.buffered.wait_for_all()
 
     def lookup(self, schedule: MapSchedule | None = None) -> Lookup:
         """The cached search structure from coordinates to rows.
 
         schedule: overrides the cost model's choice, from now on. Raises OptionError if it is not available."""
-        self._join("found")
+        self._wait_for("found")
         if self._lookup is None or schedule not in (None, self._schedule):
             with outside_inference_mode():
                 found = lookup_of(self.cloud, schedule)
@@ -339,22 +344,29 @@ def alike(one: Geometry, two: Geometry) -> bool:
 
 
 def described(
-    coords: Tensor, stride: int | Sequence[int], spatial_shape: int | Sequence[int] | None
+    coords: Tensor, stride: int | Sequence[int], spatial_shape: int | Sequence[int] | None, dim: int | None = None
 ) -> tuple[Tensor, Stride, tuple[int, ...] | None]:
     """Coordinates after checks of their form, with stride and spatial shape per axis. Raises as `checked`."""
-    check_form(coords)
+    check_form(coords, dim)
     dim = coords.shape[1] - 1
     shape = None if spatial_shape is None else as_axes(spatial_shape, dim, "spatial_shape", 1)
     return coords, as_axes(stride, dim, "stride", 1, int | Fraction), shape
 
 
-def check_form(coords: Tensor) -> None:
-    """Raise unless coordinates are int32 [N, 1+D] with D from 1 to 4."""
+def check_form(coords: Tensor, dim: int | None = None) -> None:
+    """Raise unless coordinates are int32 [N, 1+D] with D = dim (None: any) from 1 to 4."""
     if coords.dtype != torch.int32:
         raise DtypeError(f"coordinates are torch.int32, found {coords.dtype}; voxelize() turns points into them")
     if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
         raise ShapeError(
             f"coordinates are [N, 1+D] = (batch, axes...) with D from 1 to 4, found shape {list(coords.shape)}"
+        )
+    columns = coords.shape[1]
+    if dim is not None and columns - 1 != dim:
+        hint = "prepend a batch column, torch.nn.functional.pad(coords, (1, 0)), or " if columns == dim else ""
+        raise ShapeError(
+            f"coordinates are [N, {dim + 1}] = (batch, axes...) with dim={dim}, found shape {list(coords.shape)}; "
+            f"{hint}pass dim={columns - 1}"
         )
     if not torch.compiler.is_compiling() and coords.shape[0] > INT32_MAX:
         raise CoordinateError(f"{coords.shape[0]} voxels; indices hold at most {INT32_MAX}")
@@ -367,6 +379,18 @@ def bounds_of(coords: Tensor, shape: tuple[int, ...] | None, batch_size: int | N
     bounds = Bounds.of(coords)
     _check_range(bounds, shape, batch_size)
     return bounds
+
+
+def _warn_of_batch(bounds: Bounds) -> None:
+    """Warn if the batch column looks like a coordinate: too many items, or a last axis that looks like a batch."""
+    sides = bounds.extents
+    last = len(sides) > 1 and bounds.low[-1] == 0 and 4 * sides[-1] < min(bounds.batch, *sides[:-1])
+    if bounds.batch > 2**15 or (last and bounds.batch > 128):
+        message = (
+            f"coordinates (batch, axes...) have {bounds.batch} batch items and axes of extent {sides}: are they "
+            "(x, y, z, batch)? Move the batch column first, or pass batch_size if this is meant"
+        )
+        warnings.warn(message, stacklevel=5)
 
 
 def _check_range(bounds: Bounds, shape: tuple[int, ...] | None, batch_size: int | None) -> None:

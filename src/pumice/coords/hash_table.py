@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pumice.coords.box import INT32_MAX, Bounds
 from pumice.coords.buffer import CoordBuffer, offset_table
-from pumice.coords.lookup import WORD, MapSchedule, Neighbours, lanes_of, padded, paired
+from pumice.coords.lookup import WORD, MapSchedule, Neighbours, lanes_of, padded, prefix_counts
 from pumice.coords.relation import Relation
 from pumice.runtime.launch import kernel, triton_unavailable_reason
 
@@ -27,9 +27,9 @@ class Table:
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule, kind: str) -> None:
         self._cloud, self._kind, self._schedule = cloud, kind, schedule
         self._margin = MARGINS[kind]
-        self._bounds = _numbered(cloud, kind)
+        self._bounds = _key_bounds(cloud, kind)
         self._bits, self._last = _row_bits(cloud), (1 << table_bits(cloud.capacity, schedule.load)) - 1
-        self._table = self._free()
+        self._table = self._empty_table()
         zero = offset_table(((0,) * cloud.dim,), cloud.device)
         numbers = (*_box(self._bounds, (1,) * cloud.dim), self._margin, self._bits, self._last)
         tensors = (cloud.coords, cloud.count, zero, self._table, cloud.status)
@@ -38,13 +38,13 @@ class Table:
         kernel("lookup_kernels.insert")(programs, tensors, numbers, constants)
         self._values = self._table
         if kind == "bitmap":
-            self._table, _ = paired(self._table)
+            self._table, _ = prefix_counts(self._table)
             self._values = torch.empty(cloud.capacity, dtype=torch.int32, device=cloud.device)
             tensors = (cloud.coords, cloud.count, zero, self._table, self._values)
             constants = {"D": cloud.dim, "BLOCK": _INSERT_BLOCK}
             kernel("lookup_kernels.number_rows")(programs, tensors, numbers[:-2], constants)
 
-    def _free(self) -> Tensor:
+    def _empty_table(self) -> Tensor:
         device = self._cloud.device
         if self._kind == "grid":
             return torch.full((self._bounds.cells,), INT32_MAX, dtype=torch.int32, device=device)
@@ -99,7 +99,7 @@ class HashTable(Table):
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         super().__init__(
-            cloud, schedule, "hash" if _numbered(cloud, "hash").cells << _row_bits(cloud) < 2**63 else "wide"
+            cloud, schedule, "hash" if _key_bounds(cloud, "hash").cells << _row_bits(cloud) < 2**63 else "wide"
         )
 
     @staticmethod
@@ -131,13 +131,13 @@ class Bitmap(Table):
 
 def _too_many(cloud: CoordBuffer, kind: str, most: int) -> str | None:
     """Reason why an entry per cell of the box is not supported, or None."""
-    cells = _numbered(cloud, kind).cells
+    cells = _key_bounds(cloud, kind).cells
     return triton_unavailable_reason(cloud.coords) or (
         f"the box has {cells} cells, a {kind} at most {most}" if cells > most else None
     )
 
 
-def _numbered(cloud: CoordBuffer, kind: str) -> Bounds:
+def _key_bounds(cloud: CoordBuffer, kind: str) -> Bounds:
     """The box with its margin."""
     return cloud.bounds.grown([MARGINS[kind]] * cloud.dim)
 

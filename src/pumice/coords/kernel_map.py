@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pumice.coords import tiles
-from pumice.coords.buffer import alone, read
+from pumice.coords.buffer import read, with_own_storage
 from pumice.coords.capacity import BufferedMapState
 from pumice.coords.lookup import Neighbours, mask_words
 from pumice.coords.relation import Relation
-from pumice.coords.segments import cut_as_asked
+from pumice.coords.segments import register_and_split
 from pumice.coords.tiles import PairGroups, SortSpec, TileList, Tiling
 from pumice.errors import OptionError, ShapeError
 from pumice.runtime.launch import has_triton, outside_inference_mode
@@ -35,7 +35,7 @@ class Pairs(NamedTuple):
     sizes: Tensor
 
 
-class Checked(Protocol):
+class PendingChecks(Protocol):
     """Coordinates whose checks may be pending."""
 
     @property
@@ -63,7 +63,7 @@ class KernelMap:
     maps in one transfer.
 
     table int32 [num_outputs, K]: `rows()` of the untransposed map; flipped: True if this is its transpose. inputs:
-    coordinates whose pending checks are read along with sizes. between: set for a map between buffers of fixed
+    coordinates whose pending checks are read along with sizes. buffered: set for a map between buffers of fixed
     capacity, of which no size is read."""
 
     relation: Relation
@@ -71,8 +71,8 @@ class KernelMap:
     num_inputs: int
     num_outputs: int
     flipped: bool = False
-    inputs: weakref.ref[Checked] | None = field(default=None, repr=False)
-    between: BufferedMapState | None = field(default=None, repr=False)
+    inputs: weakref.ref[PendingChecks] | None = field(default=None, repr=False)
+    buffered: BufferedMapState | None = field(default=None, repr=False)
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -149,8 +149,8 @@ class KernelMap:
 
     def valid_count(self) -> Tensor:
         """int32 [1] on the device: number of valid outputs."""
-        if self.between is not None:
-            return self.between.inputs if self.flipped else self.between.outputs
+        if self.buffered is not None:
+            return self.buffered.inputs if self.flipped else self.buffered.outputs
         return self.cached("valid_count", lambda m: torch.full((1,), m.num_outputs, dtype=torch.int32, device=m.device))
 
     def has(self, name: Hashable) -> bool:
@@ -159,34 +159,34 @@ class KernelMap:
 
     def get_cached(self, name: Hashable) -> Any:
         """The storage cached under `name`, or None."""
-        if self.between is not None:
-            self.between.join((name, self.flipped))
+        if self.buffered is not None:
+            self.buffered.wait_for((name, self.flipped))
         return self._storages.get((name, self.flipped))
 
-    def made(self) -> set[Hashable]:
+    def cached_keys(self) -> set[Hashable]:
         """Keys of all cached storages, of both directions."""
         return set(self._storages)
 
     def keep(self, name: Hashable, value: Kept) -> Kept:
         """Cache `value` under `name` and return it."""
         self._storages[name, self.flipped] = value
-        if self.between is not None:
-            self.between.built((name, self.flipped))
+        if self.buffered is not None:
+            self.buffered.register_derived((name, self.flipped))
         return value
 
     def cached(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
         """`build(self)`, cached under `name` for this direction of the map."""
         key = (name, self.flipped)
-        if self.between is not None:
-            self.between.join(key)
+        if self.buffered is not None:
+            self.buffered.wait_for(key)
         found = self._storages.get(key, _MISSING)
         if found is _MISSING and torch.compiler.is_compiling():
             found = self._storages[key] = build(self)
         elif found is _MISSING:
             with outside_inference_mode():
                 found = self._storages[key] = build(self)
-            if self.between is not None:
-                self.between.built(key)
+            if self.buffered is not None:
+                self.buffered.register_derived(key)
         return found
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KernelMap:
@@ -195,7 +195,7 @@ class KernelMap:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the rows are copied; other storages are rebuilt on demand.
-        return KernelMap, (self.relation, alone(self.table), self.num_inputs, self.num_outputs, self.flipped)
+        return KernelMap, (self.relation, with_own_storage(self.table), self.num_inputs, self.num_outputs, self.flipped)
 
     @staticmethod
     def from_rows(relation: Relation, rows: Tensor, num_inputs: int) -> KernelMap:
@@ -205,7 +205,7 @@ class KernelMap:
         return KernelMap(relation, rows.int(), num_inputs, rows.shape[0])
 
     @staticmethod
-    def of_found(
+    def from_neighbours(
         relation: Relation, found: Neighbours, num_inputs: int, valid_counts: tuple[Tensor, Tensor] | None = None
     ) -> KernelMap:
         """The map of a Lookup's result. valid_counts: numbers of inputs and outputs, int32 [1] each on the device."""
@@ -220,7 +220,7 @@ class KernelMap:
         return self.transpose() if self.flipped else self
 
     def __repr__(self) -> str:
-        if self.between is not None:
+        if self.buffered is not None:
             return f"KernelMap({self.num_inputs} -> {self.num_outputs} rows of buffers, K={self.volume})"
         total = sum(_totals(self._found))
         mean = total / max(self.num_outputs, 1)
@@ -236,7 +236,7 @@ def read_pending_sizes(wanted: Iterable[tuple[KernelMap, int, SortSpec | None]])
     Order None: number of pairs per kernel offset, else number of tile entries. Maps between buffers are skipped."""
     pending = []
     for found, block, how in wanted:
-        if found.between is not None:
+        if found.buffered is not None:
             continue
         name, size = _totals_of(found) if how is None else _entries_of(found, block, how)
         if not found.has(name):
@@ -287,10 +287,10 @@ def _pairs(found: KernelMap) -> Pairs:
         met = found.table.t()
         hits = met >= 0
         return Pairs(met[hits].long(), hits.nonzero()[:, 1], hits.sum(1))
-    if found.between is not None:
+    if found.buffered is not None:
         raise OptionError("pairs() has a data-dependent length and is not available in a captured network")
     totals = _totals(found)
-    inputs, outputs = tiles.listed(found.rows(), found.valid_count(), found.pair_counts(), sum(totals))
+    inputs, outputs = tiles.list_pairs(found.rows(), found.valid_count(), found.pair_counts(), sum(totals))
     return Pairs(inputs.long(), outputs.long(), torch.tensor(totals))
 
 
@@ -306,49 +306,49 @@ def _tiling(found: KernelMap, block: int, how: SortSpec) -> Tiling:
 
 
 def _compacted(found: KernelMap, block: int, how: SortSpec) -> TileList:
-    if found.between is not None:
-        return _in_room(found, found.between, block, how)
+    if found.buffered is not None:
+        return _buffered_tiles(found, found.buffered, block, how)
     read_pending_sizes([(found, block, how)])
     # Empty without tiles.
-    room = sum(found._storages[("entries", block, how), found.flipped])
-    return tiles.filled(found.rows(), found.tiling(block, how), room)
+    capacity = sum(found._storages[("entries", block, how), found.flipped])
+    return tiles.fill_tiles(found.rows(), found.tiling(block, how), capacity)
 
 
-def _in_room(found: KernelMap, between: BufferedMapState, block: int, how: SortSpec) -> TileList:
+def _buffered_tiles(found: KernelMap, buffered: BufferedMapState, block: int, how: SortSpec) -> TileList:
     """Tile entries of a map between buffers, with their planned capacity."""
     tiling = found.tiling(block, how)
     most = len(tiling.slots) * (how.last - how.first)
-    place = ("entries", between.place, found.flipped, block, how)
-    room = between.rooms.capacity(place, tiling.entries, most)
+    key = ("entries", buffered.key, found.flipped, block, how)
+    capacity = buffered.capacities.capacity(key, tiling.entries, most)
     if not has_triton(found.table):
         # Plain torch allocates the exact size.
-        room = min(room, int(tiling.entries))
-    made = tiles.filled(found.rows(), tiling, room, between.status)
-    between.tells()
-    cut_as_asked(made.tiles, tiling.ends, found.volume, between.rooms.pieces(place))
+        capacity = min(capacity, int(tiling.entries))
+    made = tiles.fill_tiles(found.rows(), tiling, capacity, buffered.status)
+    buffered.register_status_writer()
+    register_and_split(made.tiles, tiling.ends, found.volume, buffered.capacities.piece_lengths(key))
     return made
 
 
-def pairs_in_room(found: KernelMap, between: BufferedMapState) -> int:
+def pair_capacity(found: KernelMap, buffered: BufferedMapState) -> int:
     """Planned capacity in pairs of an untransposed map between buffers."""
-    return between.rooms.capacity(
-        ("pairs", between.place), found.pair_counts()[:, -1], found.volume * found.num_outputs
+    return buffered.capacities.capacity(
+        ("pairs", buffered.key), found.pair_counts()[:, -1], found.volume * found.num_outputs
     )
 
 
-def _groups_in_room(found: KernelMap, between: BufferedMapState, group: int) -> int:
+def _group_capacity(found: KernelMap, buffered: BufferedMapState, group: int) -> int:
     """Planned capacity in groups of pairs: one group per kernel offset may be partial."""
-    pairs = pairs_in_room(found, between)
+    pairs = pair_capacity(found, buffered)
     return min(pairs // group + found.volume, found.volume * -(-found.num_outputs // group))
 
 
 def _grouped(found: KernelMap, group: int) -> PairGroups:
     """The map must not be flipped."""
-    between = found.between
-    if between is None:
+    buffered = found.buffered
+    if buffered is None:
         groups = sum(-(-total // group) for total in _totals(found))
-        return tiles.grouped(found.rows(), found.valid_count(), found.pair_counts(), (groups, group))
-    groups = _groups_in_room(found, between, group)
-    made = tiles.grouped(found.rows(), found.valid_count(), found.pair_counts(), (groups, group), between.status)
-    between.tells()
+        return tiles.group_pairs(found.rows(), found.valid_count(), found.pair_counts(), (groups, group))
+    groups = _group_capacity(found, buffered, group)
+    made = tiles.group_pairs(found.rows(), found.valid_count(), found.pair_counts(), (groups, group), buffered.status)
+    buffered.register_status_writer()
     return made

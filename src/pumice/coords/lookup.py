@@ -69,14 +69,14 @@ def rows_of(lanes: int) -> int:
     return min(CELLS // lanes, _ROWS)
 
 
-class Live(NamedTuple):
+class UsedWords(NamedTuple):
     """Words of a bitmap in use: `each` times `count`, int32 [1] on the device."""
 
     count: Tensor
     each: int
 
 
-def cleared(words: int, live: Live) -> Tensor:
+def zeroed_words(words: int, live: UsedWords) -> Tensor:
     """int32 [words]: zero in the words in use, the rest uninitialised."""
     found = torch.empty(words, dtype=torch.int32, device=live.count.device)
     constants = {"LIVE": True, "BLOCK": _WORDS}
@@ -84,7 +84,7 @@ def cleared(words: int, live: Live) -> Tensor:
     return found
 
 
-def paired(words: Tensor, live: Live | None = None) -> tuple[Tensor, Tensor]:
+def prefix_counts(words: Tensor, live: UsedWords | None = None) -> tuple[Tensor, Tensor]:
     """(int64: inclusive prefix count of set bits << 32 | word, for each bitmap word; int32 [1]: number of set bits).
     words: int32, or int8 with one element per bit and a multiple of 32 of them. Unused words are skipped."""
     count, each = (words, 0) if live is None else live
@@ -113,10 +113,10 @@ def mask_words(rows: Tensor) -> Tensor:
             -(-count // each), (rows, masks), (count,), {"K": volume, "ROWS": each, "LANES": lanes}
         )
         return masks
-    return mask_words_twin(rows)
+    return mask_words_torch(rows)
 
 
-def mask_words_twin(rows: Tensor) -> Tensor:
+def mask_words_torch(rows: Tensor) -> Tensor:
     """As mask_words, in plain torch."""
     words = [(rows[:, first : first + WORD] >= 0) for first in range(0, rows.shape[1], WORD)]
     weights = [torch.tensor([1 << k for k in range(w.shape[1])], dtype=torch.int32, device=rows.device) for w in words]

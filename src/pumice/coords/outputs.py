@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pumice.coords import bricks
 from pumice.coords.box import INT32_MAX, Bounds
-from pumice.coords.bricks import Bricks, Space, Stencil
+from pumice.coords.bricks import Bricks, BrickSpace, Stencil
 from pumice.coords.buffer import OVERFLOW, CoordBuffer, read, set_status
 from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Geometry
@@ -37,8 +37,8 @@ class Outputs(Protocol):
         """int32 [1] on the device: number of outputs."""
         ...
 
-    def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
-        """The outputs in a buffer with the inputs' status, padded with -1. alone: no table of this size is needed."""
+    def cloud(self, capacity: int, coords_only: bool = False) -> CoordBuffer:
+        """The outputs in a buffer with the inputs' status, padded with -1. coords_only: the table is not needed."""
         ...
 
     def geometry(self, count: int) -> Geometry:
@@ -58,7 +58,7 @@ def make_outputs(
     if not has_triton(inputs.coords) or inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
         return TorchOutputs(inputs, relation, site)
     fused = schedule is None or schedule.fused
-    if fused and bricks.refusal(inputs.coords, site.bounds, Stencil.of_meetings(relation)) is None:
+    if fused and bricks.refusal(inputs.coords, site.bounds, Stencil.of_neighbours(relation)) is None:
         return BrickOutputs(inputs, relation, site)
     return SortedOutputs(inputs, relation, site) if codes_fit(site.bounds) else TorchOutputs(inputs, relation, site)
 
@@ -114,7 +114,7 @@ class BrickOutputs:
 
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         self._inputs, self._relation, self._site = inputs, relation, site
-        self._reach, self._meets = Stencil.of_outputs(relation), Stencil.of_meetings(relation)
+        self._reach, self._meets = Stencil.of_outputs(relation), Stencil.of_neighbours(relation)
         most = min(INT32_MAX, inputs.capacity * self._reach.lanes)
         self._bricks = Bricks.of(inputs, self._reach, site.bounds, most)
         self._table: Tensor | None = None
@@ -123,8 +123,8 @@ class BrickOutputs:
     def count(self) -> Tensor:
         return self._bricks.count
 
-    def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
-        way = partial(self._bricks.coords, self._inputs, self._reach) if alone else self._placed
+    def cloud(self, capacity: int, coords_only: bool = False) -> CoordBuffer:
+        way = partial(self._bricks.coords, self._inputs, self._reach) if coords_only else self._placed
         coords, valid = way(capacity)
         return CoordBuffer(coords, valid, self._site.bounds, self._inputs.status, needed=self.count)
 
@@ -133,16 +133,16 @@ class BrickOutputs:
 
     def table(self, capacity: int) -> Tensor | None:
         if self._relation.policy == "transposed_support":
-            return self._bricks.turned(self._inputs, self._meets, capacity)
+            return self._bricks.transposed_rows(self._inputs, self._meets, capacity)
         if self._table is None or len(self._table) != capacity:
             return self._bricks.rows(self._inputs, self._meets, capacity)
         return self._table
 
     def _placed(self, capacity: int) -> tuple[Tensor, Tensor]:
         """(coordinates, number of valid rows); fills the table in the same pass if every output has an input."""
-        if self._relation.policy == "transposed_support" or not _covers(self._relation):
+        if self._relation.policy == "transposed_support" or not _every_output_has_input(self._relation):
             return self._bricks.coords(self._inputs, self._reach, capacity)
-        self._table, *placed = self._bricks.both(self._inputs, self._meets, capacity)
+        self._table, *placed = self._bricks.coords_and_rows(self._inputs, self._meets, capacity)
         return placed[0], placed[1]
 
 
@@ -151,7 +151,7 @@ class SortedOutputs:
 
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         self._site, self._inputs = site, inputs
-        self._space = Space.of(site.bounds)
+        self._space = BrickSpace.of(site.bounds)
         codes = candidate_codes(self._inputs, Stencil.of_outputs(relation), self._space)
         self._codes = torch.sort(codes)[0]
         new = self._codes != _NO_CODE
@@ -163,7 +163,7 @@ class SortedOutputs:
     def count(self) -> Tensor:
         return self._places[-1:].int()
 
-    def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
+    def cloud(self, capacity: int, coords_only: bool = False) -> CoordBuffer:
         return _buffered(self._coords(capacity), self.count, self._site, self._inputs)
 
     def geometry(self, count: int) -> Geometry:
@@ -195,7 +195,7 @@ class TorchOutputs:
     def count(self) -> Tensor:
         return torch.full((1,), len(self._coords), dtype=torch.int32, device=self._coords.device)
 
-    def cloud(self, capacity: int, alone: bool = False) -> CoordBuffer:
+    def cloud(self, capacity: int, coords_only: bool = False) -> CoordBuffer:
         self._inputs.status.bitwise_or_(OVERFLOW * (len(self._coords) > capacity))
         coords = self._coords.new_full((capacity, self._coords.shape[1]), -1)
         coords[: len(self._coords)] = self._coords[:capacity]
@@ -208,7 +208,7 @@ class TorchOutputs:
         return None
 
 
-def counted(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:
+def read_counts(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:
     """Output counts, read in one transfer with the inputs' status; raises if that reports an error."""
     waiting = geometry.unsettled
     values = read([*counts] if waiting is None else [*counts, waiting])
@@ -227,7 +227,7 @@ def max_outputs(inputs: int, relation: Relation, site: GridSpec) -> int:
     return min(most, site.bounds.cells, INT32_MAX)
 
 
-def _covers(relation: Relation) -> bool:
+def _every_output_has_input(relation: Relation) -> bool:
     """True if every output has an input at one of the relation's offsets."""
     if relation.policy == "support":
         return True
@@ -242,14 +242,14 @@ _NO_CODE = 2**63 - 1
 def codes_fit(bounds: Bounds) -> bool:
     """True if a box's cells, with the batch index, have one-word codes."""
     try:
-        space = Space.of(bounds)
+        space = BrickSpace.of(bounds)
         space.layout.tables("cpu")
     except CoordinateError:
         return False
     return space.bits + bounds.batch.bit_length() <= 62
 
 
-def candidate_codes(cloud: CoordBuffer, reach: Stencil, space: Space) -> Tensor:
+def candidate_codes(cloud: CoordBuffer, reach: Stencil, space: BrickSpace) -> Tensor:
     """int64 [K * N]: Morton code of the cell reached at each offset, the largest int64 if none."""
     box, layout = space.bounds, space.layout
     tables, coords = layout.tables(cloud.device), cloud.coords.long()
@@ -275,7 +275,7 @@ def _moved(values: Tensor, offset: int, step: int, form: str) -> tuple[Tensor, T
     return share, (share * step == shifted) | (form == "floor")
 
 
-def coords_of_codes(codes: Tensor, space: Space) -> Tensor:
+def coords_of_codes(codes: Tensor, space: BrickSpace) -> Tensor:
     """int32 [N, 1+D]: coordinates of codes, -1 for padding codes."""
     columns = [codes >> space.bits]
     for places, bias in zip(space.layout.places, space.layout.bias, strict=True):
@@ -291,17 +291,17 @@ def _floor_unique(coords: Tensor, bounds: Bounds, relation: Relation, site: Grid
     """Distinct floor(in / stride)."""
     stride = torch.tensor((1, *relation.stride), dtype=torch.int32, device=coords.device)
     coords = torch.div(coords, stride, rounding_mode="floor")
-    return _kept(morton_unique(coords, _box(bounds, relation, None))[0], site)
+    return _drop_out_of_bounds(morton_unique(coords, _box(bounds, relation, None))[0], site)
 
 
 def _support(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:
     """Every out with stride * out + offset = in for some input: (in - offset) / stride, if divisible."""
-    return _kept(_spread(coords, bounds, relation, "over"), site)
+    return _drop_out_of_bounds(_spread(coords, bounds, relation, "over"), site)
 
 
 def _transposed_support(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:
     """Every out = stride * in + offset."""
-    return _kept(_spread(coords, bounds, relation, "times"), site)
+    return _drop_out_of_bounds(_spread(coords, bounds, relation, "times"), site)
 
 
 _TWINS = {"floor_unique": _floor_unique, "support": _support, "transposed_support": _transposed_support}
@@ -338,7 +338,7 @@ def _spread(coords: Tensor, bounds: Bounds, relation: Relation, form: str) -> Te
     return coords
 
 
-def _kept(coords: Tensor, site: GridSpec) -> Tensor:
+def _drop_out_of_bounds(coords: Tensor, site: GridSpec) -> Tensor:
     """Drop coordinates outside the extent, if bounded."""
     if site.spatial_shape is None:
         return coords

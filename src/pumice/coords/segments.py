@@ -1,6 +1,6 @@
 """Runs of equal values in a sorted array, longest first, optionally cut into pieces.
 
-A kernel if runs are few, or if their ends are known and all are short; else plain torch (`*_twin`), bitwise equal."""
+A kernel if runs are few, or if their ends are known and all are short; else plain torch (`*_torch`), bitwise equal."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Pieces(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class RunInfo:
     """Known runs of an array. version: the array's, when registered; size: its entries; longest: upper bound of a run's
-    length; asked: piece lengths (or WHOLE) requested so far; pieces: those available, by length."""
+    length; requested: piece lengths (or WHOLE) requested so far; pieces: those available, by length."""
 
     array: weakref.ref[Tensor]
     version: int
     size: int
     ends: Tensor
     longest: int
-    asked: set[int]
+    requested: set[int]
     pieces: dict[int, Pieces]
 
     @property
@@ -60,7 +60,7 @@ class RunInfo:
         return self.ends.shape[0]
 
     @property
-    def counted(self) -> bool:
+    def can_count_sort(self) -> bool:
         """True if the counting sort by length applies."""
         return 0 < self.count <= _MANY and self.longest + 2 <= _BINS and has_triton(self.ends)
 
@@ -74,25 +74,25 @@ class RunRegistry:
     exceed the array's size. An entry is dropped with its array."""
 
     def __init__(self) -> None:
-        self._told: dict[int, RunInfo] = {}
+        self._runs: dict[int, RunInfo] = {}
 
-    def tell(self, array: Tensor, ends: Tensor, longest: int, piece_sizes: set[int] | None = None) -> None:
-        """Register an array's run ends. longest, piece_sizes (`asked`): see RunInfo."""
+    def register(self, array: Tensor, ends: Tensor, longest: int, piece_sizes: set[int] | None = None) -> None:
+        """Register an array's run ends. longest, piece_sizes (`requested`): see RunInfo."""
         key = id(array)
         if not array.is_inference():
-            known = weakref.ref(array, lambda _: self._told.pop(key, None))
+            known = weakref.ref(array, lambda _: self._runs.pop(key, None))
             facts = known, array._version, array.shape[0], ends, longest
-            self._told[key] = RunInfo(*facts, set() if piece_sizes is None else piece_sizes, {})
+            self._runs[key] = RunInfo(*facts, set() if piece_sizes is None else piece_sizes, {})
 
-    def told(self, array: Tensor, count: int) -> RunInfo | None:
+    def get(self, array: Tensor, count: int) -> RunInfo | None:
         """The runs registered for the array and `count` values, or None."""
-        info = self._told.get(id(array))
+        info = self._runs.get(id(array))
         if info is None or info.array() is not array or info.version != array._version:
             return None
         return info if info.count == count else None
 
-    def of(self, array: Tensor, count: int) -> Tensor | None:
-        info = self.told(array, count)
+    def ends_of(self, array: Tensor, count: int) -> Tensor | None:
+        info = self.get(array, count)
         return None if info is None else info.ends
 
 
@@ -101,53 +101,53 @@ RUNS = RunRegistry()
 
 def segments_by_length(array: Tensor, count: int) -> Runs:
     """Runs of the values 0 to count - 1, empty ones too, by decreasing length, then value; other values are ignored."""
-    info = RUNS.told(array, count)
-    if info is not None and info.counted:
-        return Runs(*_counted(info, WHOLE)[:3])
-    if not _fits(array, count):
-        return segments_by_length_twin(array, count)
-    found = _lists(3, count, array.device)
+    info = RUNS.get(array, count)
+    if info is not None and info.can_count_sort:
+        return Runs(*_count_sorted(info, WHOLE)[:3])
+    if not _fits_sort_kernel(array, count):
+        return segments_by_length_torch(array, count)
+    found = _aligned_lists(3, count, array.device)
     _order(array, count, (*found, array, array), (1, count), pieces=False)
     return Runs(*found)
 
 
-def segments_by_length_twin(array: Tensor, count: int) -> Runs:
+def segments_by_length_torch(array: Tensor, count: int) -> Runs:
     """As segments_by_length, in plain torch."""
     bounds = bounds_of(array, count)
-    order = _falling(bounds.diff())
+    order = _descending_order(bounds.diff())
     return Runs(order.int(), bounds[:-1][order], bounds[1:][order])
 
 
-def in_pieces(array: Tensor, count: int, most: int) -> Pieces:
+def split_runs(array: Tensor, count: int, most: int) -> Pieces:
     """The runs in pieces of about equal length, at most `most` entries each: longer runs first, an empty run is one
     piece. The list has its worst-case length, so that there is no host synchronisation."""
-    info = RUNS.told(array, count)
-    if info is not None and info.counted:
-        return _counted(info, most)
-    if not _fits(array, count):
-        return in_pieces_twin(array, count, most)
+    info = RUNS.get(array, count)
+    if info is not None and info.can_count_sort:
+        return _count_sorted(info, most)
+    if not _fits_sort_kernel(array, count):
+        return split_runs_torch(array, count, most)
     places = count + array.shape[0] // most
-    found = _lists(5, places, array.device)
+    found = _aligned_lists(5, places, array.device)
     _order(array, count, found, (most, places), pieces=True)
     return Pieces(*found)
 
 
-def pieces_at_hand(array: Tensor, count: int, most: int) -> Pieces | None:
-    """The cached result of `in_pieces`, or None; records the request."""
-    info = RUNS.told(array, count)
+def cached_pieces(array: Tensor, count: int, most: int) -> Pieces | None:
+    """The cached result of `split_runs`, or None; records the request."""
+    info = RUNS.get(array, count)
     if info is None:
         return None
-    info.asked.add(most)
+    info.requested.add(most)
     return info.pieces.get(most)
 
 
-def put_in_pieces(requests: Sequence[tuple[Tensor, int, int]]) -> None:
-    """Compute by one kernel the results of `in_pieces` (of `segments_by_length` if most is WHOLE) for requests
+def split_runs_together(requests: Sequence[tuple[Tensor, int, int]]) -> None:
+    """Compute by one kernel the results of `split_runs` (of `segments_by_length` if most is WHOLE) for requests
     (array, count, most) whose run ends are known; skips requests to which the counting sort does not apply."""
     wanted: list[tuple[RunInfo, int]] = []
     for array, count, most in requests:
-        info = RUNS.told(array, count)
-        if info is not None and info.counted:
+        info = RUNS.get(array, count)
+        if info is not None and info.can_count_sort:
             wanted.append((info, most))
     if not wanted:
         return
@@ -162,7 +162,7 @@ def put_in_pieces(requests: Sequence[tuple[Tensor, int, int]]) -> None:
     out = torch.empty(at, dtype=torch.int32, device=device)
     count = max(info.count for info, _ in wanted)
     blocks = -(-count // _BLOCK)
-    constants = _counting(count, max(info.longest for info, _ in wanted))
+    constants = _count_sort_constants(count, max(info.longest for info, _ in wanted))
     tensors = integers(table, device), out
     kernel("tile_kernels.order_many")(len(wanted) * blocks, tensors, (blocks,), constants)
     begin = out.storage_offset()
@@ -170,24 +170,24 @@ def put_in_pieces(requests: Sequence[tuple[Tensor, int, int]]) -> None:
         info.pieces[most] = Pieces(*out.as_strided((5, places), (each, 1), begin + at).unbind())
 
 
-def cut_as_asked(array: Tensor, ends: Tensor, longest: int, asked: set[int]) -> None:
-    """Register the run ends of an array and compute its pieces for the lengths in `asked`, requested by earlier passes;
-    requests of this pass are added to `asked`."""
-    RUNS.tell(array, ends, longest, asked)
-    info = RUNS.told(array, ends.shape[0])
+def register_and_split(array: Tensor, ends: Tensor, longest: int, requested: set[int]) -> None:
+    """Register the run ends of an array and compute its pieces for the lengths in `requested`, requested by earlier
+    passes; requests of this pass are added to `requested`."""
+    RUNS.register(array, ends, longest, requested)
+    info = RUNS.get(array, ends.shape[0])
     if info is not None:
-        for most in tuple(asked):
-            if info.counted:
-                info.pieces[most] = _counted(info, most)
+        for most in tuple(requested):
+            if info.can_count_sort:
+                info.pieces[most] = _count_sorted(info, most)
             elif most != WHOLE:
-                info.pieces[most] = in_pieces(array, info.count, most)
+                info.pieces[most] = split_runs(array, info.count, most)
 
 
-def in_pieces_twin(array: Tensor, count: int, most: int) -> Pieces:
-    """As in_pieces, in plain torch."""
+def split_runs_torch(array: Tensor, count: int, most: int) -> Pieces:
+    """As split_runs, in plain torch."""
     bounds = bounds_of(array, count)
     lengths = bounds.diff()
-    order = _falling(lengths)
+    order = _descending_order(lengths)
     lengths = lengths[order]
     numbers = ((lengths + most - 1) // most).clamp_(min=1)
     ends = numbers.cumsum(0, dtype=torch.int32)
@@ -211,20 +211,20 @@ def bounds_of(array: Tensor, count: int) -> Tensor:
     return torch.searchsorted(array.contiguous(), values, out_int32=True)
 
 
-def _falling(lengths: Tensor) -> Tensor:
+def _descending_order(lengths: Tensor) -> Tensor:
     return lengths.clamp(max=_LONG).argsort(stable=True, descending=True)
 
 
-def _fits(array: Tensor, count: int) -> bool:
-    return 0 < count <= _SIDES[-1] and has_triton(array) and _worth(array)
+def _fits_sort_kernel(array: Tensor, count: int) -> bool:
+    return 0 < count <= _SIDES[-1] and has_triton(array) and _is_worthwhile(array)
 
 
-def _worth(array: Tensor) -> bool:
+def _is_worthwhile(array: Tensor) -> bool:
     """False on a CPU: Triton's interpreter takes half a second for a sort."""
     return array.is_cuda
 
 
-def _lists(number: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+def _aligned_lists(number: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
     """`number` int32 lists of `size` entries, aligned to 16 bytes, in one allocation."""
     return torch.empty((number, -(-size // 4) * 4), dtype=torch.int32, device=device)[:, :size].unbind()
 
@@ -237,16 +237,16 @@ def _order(array: Tensor, count: int, found: tuple[Tensor, ...], sizes: tuple[in
     kernel("tile_kernels.order_runs")(1, (array, *found), numbers, constants, warps=max(1, side // 256))
 
 
-def _counted(info: RunInfo, most: int) -> Pieces:
-    """The result of `in_pieces` (of `segments_by_length` if most is WHOLE) by counting sort of known runs."""
+def _count_sorted(info: RunInfo, most: int) -> Pieces:
+    """The result of `split_runs` (of `segments_by_length` if most is WHOLE) by counting sort of known runs."""
     *_, places = numbers = info.numbers(most)
-    found = _lists(5, places, info.ends.device)
-    constants = _counting(info.count, info.longest)
+    found = _aligned_lists(5, places, info.ends.device)
+    constants = _count_sort_constants(info.count, info.longest)
     kernel("tile_kernels.order_counted")(-(-info.count // _BLOCK), (info.ends, *found), numbers, constants)
     return Pieces(*found)
 
 
-def _counting(count: int, longest: int) -> dict[str, int]:
+def _count_sort_constants(count: int, longest: int) -> dict[str, int]:
     """Constants of the counting sort; the last bin is for lanes without a run."""
     chunk = _CHUNKS[count > _CHUNKS[0]]
     return {"BINS": max(32, 1 << (longest + 1).bit_length()), "BLOCK": _BLOCK, "CHUNK": chunk}

@@ -49,7 +49,7 @@ class SortedKeys:
         table = self._table  # read once: other threads may put another one there
         if isinstance(table, _Narrow) and not table.reaches([2 * r for r in reach]):
             table = self._table = _table_of(self._cloud, [max(1, 2 * r) for r in reach])
-        met = table.met(outputs, relation, reach)
+        met = table.search(outputs, relation, reach)
         if not outputs.exact:
             met = torch.where(outputs.valid_mask(), met, -1)
         return Neighbours(met.t(), None)
@@ -80,7 +80,7 @@ class _Narrow:
         grown = self._space.bounds
         return all(a - low >= r for a, low, r in zip(self._bounds.low, grown.low, reach, strict=True))
 
-    def met(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
+    def search(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
         """int32 [K, capacity]"""
         space, steps = self._space, [self._space.step(o) for o in relation.offsets]
         near = _inside(outputs.coords, self._bounds.grown(reach), relation.stride)
@@ -123,7 +123,7 @@ class _Wide:
     def nbytes(self) -> int:
         return 16 * len(self.keys) + 8 * sum(len(level) for level in self._levels if level is not None)
 
-    def met(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
+    def search(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
         """int32 [K, capacity]"""
         scaled = outputs.coords.long() * torch.tensor((1, *relation.stride), device=outputs.device)
         offsets = (torch.tensor((0, *o), device=outputs.device) for o in relation.offsets)
@@ -134,14 +134,14 @@ class _Wide:
         axes = zip(self._levels, self._bounds.low, self._bounds.high, strict=True)
         for axis, (level, low, high) in enumerate(axes):
             if level is not None:
-                keys, hit = _places(level, keys)
+                keys, hit = _bisect(level, keys)
                 known &= hit
             keys = keys * (high - low + 1) + coords[:, axis + 1] - low
-        at, hit = _places(self.keys, torch.where(known, keys, -1))
+        at, hit = _bisect(self.keys, torch.where(known, keys, -1))
         return torch.where(hit, self._rows[at], -1).int()
 
 
-def _places(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _bisect(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """(index of each wanted key in a sorted list, True if present)."""
     at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
     return at, keys[at] == wanted

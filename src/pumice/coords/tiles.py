@@ -1,7 +1,7 @@
 """Layouts of kernel maps for feature kernels: row orders, tiles that share kernel offsets, pair lists per offset.
 
-Every stage is a Triton kernel or, where none runs, plain torch (`*_twin`), bit for bit the same. No stage synchronises
-with the host: sizes stay on the device; `filled`, `listed` and `grouped` take capacities."""
+Every stage is a Triton kernel or, where none runs, plain torch (`*_torch`), bit for bit the same. No stage synchronises
+with the host: sizes stay on the device; `fill_tiles`, `list_pairs` and `group_pairs` take capacities."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class Tiling:
 
 def build_tiling(masks: Tensor, count: Tensor, relation: Relation, block: int, how: SortSpec) -> Tiling:
     """Tiles of `block` outputs of rows with these masks; no host synchronisation."""
-    order = ordered(masks, count, groups_of(relation, how, masks.device), how) if how.sort else None
-    return tiled(masks, count, order, how, (block, len(relation.offsets)))
+    order = sort_rows(masks, count, groups_of(relation, how, masks.device), how) if how.sort else None
+    return assign_tiles(masks, count, order, how, (block, len(relation.offsets)))
 
 
 @cached_device_constant(256)
@@ -121,10 +121,10 @@ def groups_of(relation: Relation, how: SortSpec, device: torch.device) -> Tensor
     return to_device_async(table, device)
 
 
-def totals_of(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | None = None) -> Tensor:
+def group_totals(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | None = None) -> Tensor:
     """int32 [G]: number of sampled rows that have any offset of a group. blank: an optional zeroed output, [G]."""
     if not has_triton(masks):
-        return totals_of_twin(masks, count, groups)
+        return group_totals_torch(masks, count, groups)
     totals = torch.zeros(groups.shape[0], dtype=torch.int32, device=masks.device) if blank is None else blank
     constants = {"G": groups.shape[0], "WORDS": masks.shape[1], "ROWS": _COUNTED}
     programs = -(-min(masks.shape[0], _SAMPLED) // _COUNTED)
@@ -132,13 +132,13 @@ def totals_of(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | None
     return totals
 
 
-def totals_of_twin(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
-    """As totals_of, in plain torch."""
+def group_totals_torch(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
+    """As group_totals, in plain torch."""
     step = _step(count)
-    return (_met(masks[::step], groups) & _live(masks, count)[::step, None]).sum(0, dtype=torch.int32)
+    return (_has_any(masks[::step], groups) & _valid_rows(masks, count)[::step, None]).sum(0, dtype=torch.int32)
 
 
-def chosen(groups: Tensor, totals: Tensor, rows: Tensor, width: int) -> Tensor:
+def select_groups(groups: Tensor, totals: Tensor, rows: Tensor, width: int) -> Tensor:
     """int64 [width]: the groups to sort by, lowest bit first. totals: rows per group, out of `rows`.
     Groups that about half of the rows have are most selective. A group's bit is the higher, the greater the number of
     rows without it times its offsets: that is what separate tiles save."""
@@ -151,7 +151,7 @@ def chosen(groups: Tensor, totals: Tensor, rows: Tensor, width: int) -> Tensor:
 def pair_counts(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     """int32 [K, ceil(N / 128)]: prefix counts over row blocks of rows with kernel offset k; last column: totals."""
     if not has_triton(masks):
-        return pair_counts_twin(masks, count, volume)
+        return pair_counts_torch(masks, count, volume)
     blocks, lanes = max(1, -(-masks.shape[0] // _ROWS)), lanes_of(volume)
     sums = torch.empty(volume, blocks, dtype=torch.int32, device=masks.device)
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes}
@@ -159,24 +159,24 @@ def pair_counts(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     return sums.cumsum(1, dtype=torch.int32)
 
 
-def pair_counts_twin(masks: Tensor, count: Tensor, volume: int) -> Tensor:
+def pair_counts_torch(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     """As pair_counts, in plain torch."""
     blocks = max(1, -(-masks.shape[0] // _ROWS))
     bits = torch.zeros(blocks * _ROWS, volume, dtype=torch.int32, device=masks.device)
-    bits[: masks.shape[0]] = _bits(masks, volume) * _live(masks, count)[:, None]
+    bits[: masks.shape[0]] = _bits(masks, volume) * _valid_rows(masks, count)[:, None]
     return bits.view(blocks, _ROWS, volume).sum(1).t().cumsum(1, dtype=torch.int32).contiguous()
 
 
-def ordered(masks: Tensor, count: Tensor, groups: Tensor, how: SortSpec) -> Tensor:
+def sort_rows(masks: Tensor, count: Tensor, groups: Tensor, how: SortSpec) -> Tensor:
     """int32 [N]: row order that puts rows with similar kernel offsets together, padding rows last.
     Sorted by descending Gray-code rank of the chosen groups. With planes among the groups LiDAR scans need a tenth
     fewer entries than with single offsets, shells as many (measured on five scenes)."""
     digits = Digits.of(masks, _width(groups, how, masks.shape[0]) + _block_bits(how, masks.shape[0]))
     if digits is None:
-        return ranked_twin(gray_keys(masks, count, groups, totals_of(masks, count, groups), how))
+        return stable_argsort_torch(gray_keys(masks, count, groups, group_totals(masks, count, groups), how))
     counts, blank = digits.counts(masks, groups.shape[0])
-    totals = totals_of(masks, count, groups, blank)
-    return ranked(gray_keys(masks, count, groups, totals, how, (digits, counts)), digits, counts)
+    totals = group_totals(masks, count, groups, blank)
+    return stable_argsort(gray_keys(masks, count, groups, totals, how, (digits, counts)), digits, counts)
 
 
 def gray_keys(
@@ -190,7 +190,7 @@ def gray_keys(
     """int32 [N]: sort keys. totals: from totals_of. tally: digits, and the tensor to count them in."""
     width, rows = _width(groups, how, masks.shape[0]), masks.shape[0]
     if not has_triton(masks):
-        return gray_keys_twin(masks, count, groups, totals, how)
+        return gray_keys_torch(masks, count, groups, totals, how)
     keys = torch.empty(rows, dtype=torch.int32, device=masks.device)
     digits, counts = tally or (Digits(0, 0, 1), keys)
     number = groups.shape[0]
@@ -201,22 +201,22 @@ def gray_keys(
     return keys
 
 
-def gray_keys_twin(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor, how: SortSpec) -> Tensor:
+def gray_keys_torch(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor, how: SortSpec) -> Tensor:
     """As gray_keys, in plain torch."""
     width, step = _width(groups, how, masks.shape[0]), _step(count)
-    met = _met(masks, groups[chosen(groups, totals, (count + step - 1) // step, width)])
+    met = _has_any(masks, groups[select_groups(groups, totals, (count + step - 1) // step, width)])
     rank = (met.long() << torch.arange(width, device=masks.device)).sum(1)
     for shift in (1, 2, 4, 8, 16):
         rank = rank ^ (rank >> shift)
     block = torch.arange(masks.shape[0], device=masks.device) >> _shift(how)
     keys = (1 << width) - 1 - rank | block << width
-    return torch.where(_live(masks, count), keys, INT32_MAX).int()
+    return torch.where(_valid_rows(masks, count), keys, INT32_MAX).int()
 
 
-def tiled(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]) -> Tiling:
+def assign_tiles(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]) -> Tiling:
     """Tiles of B rows in `order`, or their own order if None; shape: (B, K)."""
     if not has_triton(masks):
-        return tiled_twin(masks, count, order, how, shape)
+        return assign_tiles_torch(masks, count, order, how, shape)
     block, volume = shape
     tiles, device = -(-masks.shape[0] // block), masks.device
     slots = torch.empty(tiles, block, dtype=torch.int32, device=device)
@@ -230,13 +230,15 @@ def tiled(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, sha
     return Tiling(slots, active, ends)
 
 
-def tiled_twin(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]) -> Tiling:
-    """As tiled, in plain torch."""
+def assign_tiles_torch(
+    masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]
+) -> Tiling:
+    """As assign_tiles, in plain torch."""
     block, volume = shape
     tiles, device = -(-masks.shape[0] // block), masks.device
     slots = torch.full((tiles * block,), -1, dtype=torch.int32, device=device)
     own = torch.arange(masks.shape[0], device=device) if order is None else order
-    slots[: masks.shape[0]] = torch.where(_live(masks, count), own, -1).int()
+    slots[: masks.shape[0]] = torch.where(_valid_rows(masks, count), own, -1).int()
     bits = _bits(masks, volume)[slots.long().clamp(min=0)] if masks.shape[0] else slots.new_zeros(0, volume)
     bits = bits * (slots >= 0)[:, None]
     bits[:, : how.first], bits[:, how.last :] = 0, 0
@@ -244,29 +246,29 @@ def tiled_twin(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec
     return Tiling(slots.view(tiles, block), active.to(torch.int8), active.sum(1).cumsum(0, dtype=torch.int32))
 
 
-def filled(rows: Tensor, tiling: Tiling, room: int, status: Tensor | None = None) -> TileList:
-    """Tile entries, with capacity `room`. status: int32 [1], receives OVERFLOW; None: there are exactly `room`."""
+def fill_tiles(rows: Tensor, tiling: Tiling, capacity: int, status: Tensor | None = None) -> TileList:
+    """Tile entries, up to `capacity`. status: int32 [1], receives OVERFLOW; None: there are exactly as many."""
     tiles, block = tiling.slots.shape
     device = rows.device
-    tap, tile = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
-    inputs = torch.empty(room, block, dtype=torch.int32, device=device)
+    tap, tile = (torch.empty(capacity, dtype=torch.int32, device=device) for _ in range(2))
+    inputs = torch.empty(capacity, block, dtype=torch.int32, device=device)
     # Without a status no overflow is possible: the kernel gets a placeholder.
     found, overflow = TileList(tiling.slots, tile, tap, inputs), tiling.ends if status is None else status
     if not has_triton(rows):
-        filled_twin(rows, tiling, found, overflow)
-        RUNS.tell(tile, tiling.ends, rows.shape[1])
+        fill_tiles_torch(rows, tiling, found, overflow)
+        RUNS.register(tile, tiling.ends, rows.shape[1])
         return found
-    RUNS.tell(tile, tiling.ends, rows.shape[1])
+    RUNS.register(tile, tiling.ends, rows.shape[1])
     lanes = lanes_of(rows.shape[1])
     constants = {"K": rows.shape[1], "BLOCK": block, "LANES": lanes}
     tensors = (rows, tiling.slots, tiling.active, tiling.ends, tap, tile, inputs, overflow)
-    spare = 0 if status is None else -(-room // lanes)
-    kernel("tile_kernels.fill_tiles")(tiles + spare, tensors, (room, tiles), constants)
+    spare = 0 if status is None else -(-capacity // lanes)
+    kernel("tile_kernels.fill_tiles")(tiles + spare, tensors, (capacity, tiles), constants)
     return found
 
 
-def filled_twin(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -> None:
-    """As filled, in plain torch; writes `found`."""
+def fill_tiles_torch(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -> None:
+    """As fill_tiles, in plain torch; writes `found`."""
     status.bitwise_or_(OVERFLOW * (tiling.entries > len(found.taps)).any().int())
     found.tiles.fill_(len(tiling.slots))
     found.taps.zero_()
@@ -278,20 +280,22 @@ def filled_twin(rows: Tensor, tiling: Tiling, found: TileList, status: Tensor) -
     found.inputs[: len(tile)] = torch.where(slots >= 0, met, -1)
 
 
-def listed(rows: Tensor, count: Tensor, ends: Tensor, room: int, status: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def list_pairs(
+    rows: Tensor, count: Tensor, ends: Tensor, capacity: int, status: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(inputs, outputs) int32 [room]: pairs by offset, then output, padded with -1. ends, status: see grouped."""
-    inputs, outputs = (_absent((room,), dtype=torch.int32, device=rows.device) for _ in range(2))
+    inputs, outputs = (_padding((capacity,), dtype=torch.int32, device=rows.device) for _ in range(2))
     overflow = new_status(rows.device) if status is None else status
-    _list((rows, count, ends, ends, inputs, outputs, overflow), (1, room), ranked=False)
+    _list((rows, count, ends, ends, inputs, outputs, overflow), (1, capacity), ranked=False)
     return inputs, outputs
 
 
-def grouped(
+def group_pairs(
     rows: Tensor, count: Tensor, ends: Tensor, shape: tuple[int, int], status: Tensor | None = None
 ) -> PairGroups:
     """Pair groups, with capacity for G groups of Q. ends: from pair_counts. shape: (G, Q). status: see filled."""
     groups, size = shape
-    inputs, outputs = (_absent(shape, dtype=torch.int32, device=rows.device) for _ in range(2))
+    inputs, outputs = (_padding(shape, dtype=torch.int32, device=rows.device) for _ in range(2))
     overflow = new_status(rows.device) if status is None else status
     taps, ranks = group_ranks(ends, groups, size)
     _list((rows, count, ends, ranks, inputs, outputs, overflow), (size, groups), ranked=True)
@@ -301,10 +305,10 @@ def grouped(
 def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
     """int32 [groups] each: (kernel offset of each group, -1 past the last; position of each group, counted offset by
     offset, in the order of PairGroups)."""
-    taps = _absent((groups,), dtype=torch.int32, device=ends.device)
+    taps = _padding((groups,), dtype=torch.int32, device=ends.device)
     ranks = torch.empty_like(taps)
     if not has_triton(ends):
-        group_ranks_twin(ends, size, (taps, ranks))
+        group_ranks_torch(ends, size, (taps, ranks))
         return taps, ranks
     volume, blocks = ends.shape
     constants = {"K": volume, "LANES": lanes_of(volume), "BLOCK": _RANKED}
@@ -312,7 +316,7 @@ def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
     return taps, ranks
 
 
-def group_ranks_twin(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> None:
+def group_ranks_torch(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> None:
     """As group_ranks, in plain torch; writes `found`."""
     taps, ranks = found
     whole = _groups_of(ends, size)
@@ -332,17 +336,17 @@ def _list(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> No
     """tensors: rows, count, ends, ranks, inputs, outputs, status. shape: (pairs per group, groups)."""
     rows, _, ends, *_ = tensors
     if not has_triton(rows):
-        return _list_twin(tensors, shape, ranked)
+        return _list_torch(tensors, shape, ranked)
     volume = rows.shape[1]
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume), "RANKED": ranked}
     kernel("tile_kernels.list_pairs")(-(-rows.shape[0] // _ROWS), tensors, (*shape, ends.shape[1]), constants)
 
 
-def _list_twin(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
+def _list_torch(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
     """As _list, in plain torch."""
     rows, count, ends, ranks, inputs, outputs, status = tensors
     (size, groups), totals = shape, ends[:, -1].long()
-    met = torch.where(_live(rows, count)[:, None], rows, -1).t()
+    met = torch.where(_valid_rows(rows, count)[:, None], rows, -1).t()
     taps, at = (met >= 0).nonzero().unbind(1)
     nth = torch.arange(len(at), device=rows.device) - (totals.cumsum(0) - totals)[taps]
     whole = _groups_of(ends, size)
@@ -364,30 +368,30 @@ def _groups_of(ends: Tensor, size: int) -> Tensor:
 def transpose_table(rows: Tensor, count: Tensor, inputs: int) -> Tensor:
     """int32 [inputs, K]: the transposed table: turned[i, k] = o where rows[o, k] = i, else -1."""
     volume = rows.shape[1]
-    turned = _absent((inputs, volume), dtype=torch.int32, device=rows.device)
+    turned = _padding((inputs, volume), dtype=torch.int32, device=rows.device)
     if not has_triton(rows):
-        return transpose_table_twin(rows, count, turned)
+        return transpose_table_torch(rows, count, turned)
     constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
     kernel("tile_kernels.transpose_table")(-(-rows.shape[0] // _ROWS), (rows, count, turned), (), constants)
     return turned
 
 
-def transpose_table_twin(rows: Tensor, count: Tensor, turned: Tensor) -> Tensor:
+def transpose_table_torch(rows: Tensor, count: Tensor, turned: Tensor) -> Tensor:
     """As transpose_table, in plain torch; writes `turned`."""
-    at, taps = (torch.where(_live(rows, count)[:, None], rows, -1) >= 0).nonzero().unbind(1)
+    at, taps = (torch.where(_valid_rows(rows, count)[:, None], rows, -1) >= 0).nonzero().unbind(1)
     turned[rows[at, taps].long(), taps] = at.int()
     return turned
 
 
-def _absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _padding(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full(shape, -1, dtype=dtype, device=device)
 
 
-def _live(rows: Tensor, count: Tensor) -> Tensor:
+def _valid_rows(rows: Tensor, count: Tensor) -> Tensor:
     return torch.arange(len(rows), device=rows.device) < count
 
 
-def _met(masks: Tensor, groups: Tensor) -> Tensor:
+def _has_any(masks: Tensor, groups: Tensor) -> Tensor:
     """bool [N, G]: True if a row has any kernel offset of a group."""
     met = masks.new_zeros(masks.shape[0], groups.shape[0], dtype=torch.bool)
     for word in range(masks.shape[1]):
@@ -450,7 +454,7 @@ class Digits(NamedTuple):
         return counts.view(shape), rest
 
 
-def ranked(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
+def stable_argsort(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
     """int32 [N]: stable argsort of non-negative keys int32 [N] by their lowest `digits`.
     counts: from Digits.counts, with the rows of each block per lowest digit filled in."""
     bins, blocks, columns = 1 << digits.width, counts.shape[1] - 1, min(_COLUMNS, 1 << digits.width)
@@ -469,6 +473,6 @@ def ranked(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
     return keys
 
 
-def ranked_twin(keys: Tensor) -> Tensor:
-    """As ranked, in plain torch."""
+def stable_argsort_torch(keys: Tensor) -> Tensor:
+    """As stable_argsort, in plain torch."""
     return torch.sort(keys, stable=True)[1].int()

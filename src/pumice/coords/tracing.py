@@ -35,7 +35,7 @@ def trace_local(geometry: Geometry) -> Geometry:
     """The geometry that caches maps in place of `geometry`: itself, if this trace made it."""
     if is_local(geometry):
         return geometry
-    found = Geometry(geometry.coords, _unplaced(geometry.outline), geometry.inverse)
+    found = Geometry(geometry.coords, _without_bounds(geometry.outline), geometry.inverse)
     found.trail = TraceOrigin(_trace(), geometry.start, geometry.steps, geometry)
     return found
 
@@ -57,15 +57,15 @@ _trace._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAcc
 def kernel_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:
     """As build.kernel_map, while tracing."""
     target = None if target is geometry else target
-    kept = known(geometry, relation, target)
+    kept = cached_map(geometry, relation, target)
     if kept is None:
         geometry = trace_local(geometry)
-        kept = geometry.maps[relation, target] = _found(geometry, relation, target)
+        kept = geometry.maps[relation, target] = _find_map(geometry, relation, target)
     found, outputs = kept
     return found, geometry if outputs is None else outputs
 
 
-def known(
+def cached_map(
     geometry: Geometry, relation: Relation, target: Geometry | None = None
 ) -> tuple[KernelMap, Geometry | None] | None:
     """A cached map with its outputs (None: the geometry's own), or None.
@@ -79,7 +79,7 @@ def known(
 def subset(geometry: Geometry, mask: Tensor) -> tuple[Geometry, Tensor]:
     """The coordinates where `mask` is true, in (batch, Morton) order, and their rows."""
     rows = torch.ops.pumice.kept(geometry.coords, mask)
-    return _apart(geometry.coords[rows], _unplaced(geometry.outline)), rows
+    return _new_geometry(geometry.coords[rows], _without_bounds(geometry.outline)), rows
 
 
 def union(one: Geometry, two: Geometry) -> tuple[Geometry, tuple[Tensor, Tensor]]:
@@ -90,7 +90,7 @@ def union(one: Geometry, two: Geometry) -> tuple[Geometry, tuple[Tensor, Tensor]
     pair = first.spatial_shape, second.spatial_shape
     shape = None if pair[0] is None or pair[1] is None else tuple(map(max, pair[0], pair[1]))
     frame = first.frame if first.frame == second.frame else None
-    return _apart(coords, GridSpec(first.stride, shape, items, UNKNOWN, frame)), (places[0], places[1])
+    return _new_geometry(coords, GridSpec(first.stride, shape, items, UNKNOWN, frame)), (places[0], places[1])
 
 
 def stride_of(stride: Stride, relation: Relation) -> Stride:
@@ -99,7 +99,7 @@ def stride_of(stride: Stride, relation: Relation) -> Stride:
     return tuple(_scaled(s, f, finer) for s, f in zip(stride, relation.stride, strict=True))
 
 
-def told(relation: Relation) -> tuple[Any, ...]:
+def relation_fields(relation: Relation) -> tuple[Any, ...]:
     """A relation as operator arguments; see traced_ops.RELATION."""
     custom = None if relation.custom is None else [o for offset in relation.custom for o in offset]
     extra = None if relation.output_padding is None else list(relation.output_padding)
@@ -107,28 +107,28 @@ def told(relation: Relation) -> tuple[Any, ...]:
     return (*[list(values) for values in four], relation.policy, custom, extra, relation.bounded)
 
 
-def _unplaced(site: GridSpec) -> GridSpec:
+def _without_bounds(site: GridSpec) -> GridSpec:
     """A site without its bounds: reading them would make compiled code guard on their values."""
     return GridSpec(site.stride, site.spatial_shape, site.batch_size, UNKNOWN, site.frame)
 
 
-def _apart(coords: Tensor, site: GridSpec) -> Geometry:
+def _new_geometry(coords: Tensor, site: GridSpec) -> Geometry:
     """A geometry made in a trace, not derived by steps from another one."""
     found = Geometry(coords, site)
     found.trail = TraceOrigin(_trace())
     return found
 
 
-def _found(here: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry | None]:
+def _find_map(here: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry | None]:
     if relation.policy == "same":
-        return _meeting(here, here, relation), None
+        return _map_between(here, here, relation), None
     if relation.policy == "given":
-        return _meeting(here, here if target is None else target, relation), target
+        return _map_between(here, here if target is None else target, relation), target
     key = level_key(relation)
     outputs = _level_of(here, key)
     if outputs is not None:
-        return _meeting(here, outputs, relation), outputs
-    outputs, table = _made(here, relation)
+        return _map_between(here, outputs, relation), outputs
+    outputs, table = _make_outputs(here, relation)
     if key:
         here.levels[key] = outputs
     numbers = here.coords.shape[0], outputs.coords.shape[0]
@@ -152,17 +152,19 @@ def _given(geometry: Geometry) -> Geometry | None:
     return given if given is not None and given.prepared else None
 
 
-def _meeting(inputs: Geometry, outputs: Geometry, relation: Relation) -> KernelMap:
+def _map_between(inputs: Geometry, outputs: Geometry, relation: Relation) -> KernelMap:
     """The map between two existing geometries."""
-    table = torch.ops.pumice.meet(inputs.coords, _box(inputs), outputs.coords, _box(outputs), *told(relation))
+    table = torch.ops.pumice.meet(
+        inputs.coords, _box(inputs), outputs.coords, _box(outputs), *relation_fields(relation)
+    )
     return KernelMap(relation, table, inputs.coords.shape[0], outputs.coords.shape[0])
 
 
-def _made(here: Geometry, relation: Relation) -> tuple[Geometry, Tensor]:
+def _make_outputs(here: Geometry, relation: Relation) -> tuple[Geometry, Tensor]:
     """The outputs that a relation makes, and the table of the untransposed map."""
     shape = here.outline.spatial_shape
     bound = None if shape is None else list(shape)
-    coords, box, table = torch.ops.pumice.level(here.coords, _box(here), bound, *told(relation))
+    coords, box, table = torch.ops.pumice.level(here.coords, _box(here), bound, *relation_fields(relation))
     kept = None if shape is None or not relation.bounded else relation.output_shape(shape)
     site = here.outline
     site = GridSpec(stride_of(site.stride, relation), kept, site.batch_size, UNKNOWN, site.frame)

@@ -50,7 +50,7 @@ def quantize(
         raise CoordinateError(f"batch indices reach {bounds.batch - 1}, batch_size is {size}")
     distinct, place = morton_unique(coords, bounds)
     site = GridSpec((1,) * points.shape[1], shape, size, bounds, frame)
-    return Geometry(distinct, site, place if kept is None else _scatter(place, kept))
+    return Geometry(distinct, site, place if kept is None else _inverse_of(place, kept))
 
 
 def frame_of(
@@ -96,7 +96,7 @@ def _batch_column(batch: Tensor) -> Tensor:
     return batch.int()
 
 
-def _scatter(place: Tensor, kept: Tensor) -> Tensor:
+def _inverse_of(place: Tensor, kept: Tensor) -> Tensor:
     inverse = torch.full(kept.shape, -1, dtype=torch.int64, device=kept.device)
     inverse[kept] = place
     return inverse
@@ -110,12 +110,21 @@ def as_tensor(value: Any, name: str) -> Tensor:
         raise DtypeError(f"{name} takes a tensor, an array or lists, found {type(value).__name__}: {problem}") from None
 
 
-def check_points(points: Tensor, batch: Tensor | None) -> None:
-    """Raise DtypeError, ShapeError, DeviceError or CoordinateError for invalid points [P, D] or batch indices [P]."""
+def check_points(points: Tensor, batch: Tensor | None, dim: int | None = None) -> None:
+    """Raise DtypeError, ShapeError, DeviceError or CoordinateError for invalid points [P, D] or batch indices [P].
+    dim: D; None: any."""
     if not points.is_floating_point():
         raise DtypeError(f"points are floating point, found {points.dtype}")
-    if points.ndim != 2 or not 1 <= points.shape[1] <= 4:
+    columns = points.shape[1] if points.ndim == 2 else 0
+    if dim is not None and columns > dim:
+        raise ShapeError(
+            f"points are [P, {dim}] with dim={dim}, found shape {list(points.shape)}; pass points[:, :{dim}], and the "
+            f"rest within feats{f', or dim={columns}' if columns <= 4 else ''}"
+        )
+    if not 1 <= columns <= 4:
         raise ShapeError(f"points are [P, D] with D from 1 to 4, found shape {list(points.shape)}")
+    if dim is not None and columns < dim:
+        raise ShapeError(f"points are [P, {dim}] with dim={dim}, found shape {list(points.shape)}; pass dim={columns}")
     if len(points) > INT32_MAX:
         raise CoordinateError(f"{len(points)} points; indices hold at most {INT32_MAX}")
     if batch is None:
@@ -150,12 +159,13 @@ def unique_coords(
     stride: int | Sequence[int] = 1,
     spatial_shape: int | Sequence[int] | None = None,
     batch_size: int | None = None,
+    dim: int | None = None,
 ) -> Geometry:
     """The distinct rows of a user's `coords` int32 [P, 1+D], in (batch, Morton) order.
 
     Its `inverse` int64 [P]: `result.coords[inverse] == coords`. Raises as Geometry.checked(), but takes duplicates.
     """
-    check_form(coords)
+    check_form(coords, dim)
     distinct, place = morton_unique(coords, Bounds.of(coords))
     site = Geometry.checked(distinct, stride, spatial_shape, batch_size).site
     return Geometry(distinct, site, place)

@@ -27,10 +27,10 @@ from pumice.ops.tensor import is_sparse
 from pumice.runtime.launch import outside_inference_mode, recording_constants
 
 _SMALLEST = 1024  # Smallest capacity, unless the largest is below it
-_WIDENED = 3  # How often a capacity may be re-planned
+_MAX_REPLANS = 3  # How often a capacity may be re-planned
 _STEP = 128  # Capacities are multiples of this, except the largest
-_NOT_YET = -1  # Placeholder for status words that the device has not written yet; written words are >= 0
-_TURNS = 1000  # Polls of the status words between two checks that the stream is still running
+_PENDING = -1  # Placeholder for status words that the device has not written yet; written words are >= 0
+_POLLS_PER_QUERY = 1000  # Polls of the status words between two checks that the stream is still running
 
 
 @dataclass(frozen=True)
@@ -86,27 +86,27 @@ class ProgramResult(Protocol):
 class CapacityBucket:
     """One planned capacity. graph: the captured graph, None on a CPU. results: the graph's output buffers.
 
-    host_words: pinned copy of the status words, written by the graph, or None. read: parameters, buffers and constants
-    that the graph reads, kept alive for it. widened: number of re-plannings so far.
+    host_words: pinned copy of the status words, written by the graph, or None. kept_alive: parameters, buffers and
+    constants that the graph reads. replans: number of re-plannings so far.
     """
 
     buffers: Buffers
-    rooms: FixedCapacities
+    capacities: FixedCapacities
     graph: torch.cuda.CUDAGraph | None = None
     results: Any = None
     host_words: Tensor | None = None
-    read: Sequence[object] = ()
-    widened: int = 0
+    kept_alive: Sequence[object] = ()
+    replans: int = 0
 
     def run(self, program: Any) -> Any:
         """Results for the scene in the buffers; overwritten by the next call."""
         if self.graph is None or self.results is None:
-            return program.run(self.buffers, self.rooms)
+            return program.run(self.buffers, self.capacities)
         if self.host_words is not None:
-            if _NOT_YET in self.host_words.tolist():
+            if _PENDING in self.host_words.tolist():
                 # An interrupted call's graph may still write its own status words.
                 torch.cuda.current_stream(self.buffers.device).synchronize()
-            self.host_words.fill_(_NOT_YET)
+            self.host_words.fill_(_PENDING)
         self.graph.replay()
         return self.results
 
@@ -116,9 +116,9 @@ class CapacityBucket:
         if self.graph is None or self.host_words is None:
             return results.status_words.tolist()
         stream, turns = torch.cuda.current_stream(self.buffers.device), 0
-        while _NOT_YET in (words := self.host_words.tolist()):
+        while _PENDING in (words := self.host_words.tolist()):
             turns += 1
-            if turns % _TURNS == 0 and stream.query():
+            if turns % _POLLS_PER_QUERY == 0 and stream.query():
                 # The stream has finished; query() raises if it failed.
                 return results.status_words.tolist()
             # Yield to other threads.
@@ -142,7 +142,7 @@ class GraphRunner:
     """Runs a static program: selects a capacity, captures its graph on first use, and falls back to eager. fallbacks:
     scenes that ran eagerly, by reason ("voxels", "points", "box", "batch", "room"). replays: all others."""
 
-    early = True
+    early_status = True
     """True if graphs write their status words to the host before they finish."""
 
     def __init__(
@@ -151,7 +151,7 @@ class GraphRunner:
         self.program, self.example, self.limits = program, example, limits
         self._buffers, self._margins = buffers, margins
         self.buckets: dict[int, CapacityBucket] = {}
-        self._reading: OutputCropping | None = None
+        self._cropping: OutputCropping | None = None
         self.device = buffers.device
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -169,26 +169,26 @@ class GraphRunner:
         """Results of a scene, as new tensors."""
         if self.program.model.training:
             raise OptionError("the model was captured in evaluation mode and is in training mode; call model.eval()")
-        if (problem := self._unfit(scene)) is not None:
-            return self._eagerly(scene, *problem)
-        with on(self.device):
+        if (problem := self._host_rejection(scene)) is not None:
+            return self._run_eagerly(scene, *problem)
+        with device_context(self.device):
             bucket = self.bucket(scene.count)
-            self._follow()
+            self._wait_for_previous_call()
             scene.fill(bucket.buffers)
             results = bucket.run(self.program)
             # If all result sizes are known, queue the copies before the host synchronisation.
-            found = self._given_back(scene, results, ()) if self._known(scene) else None
+            found = self._cropped_results(scene, results, ()) if self._sizes_known(scene) else None
             words = bucket.status_words(results)
             if words[0]:
-                why, detail = self._refused(scene, results, words)
-                found = self._eagerly(scene, why, detail)
+                why, detail = self._device_rejection(scene, results, words)
+                found = self._run_eagerly(scene, why, detail)
                 if why == "room":
-                    self._widen(bucket, scene)
+                    self._replan(bucket, scene)
                 return found
             self.replays += 1
-            return self._given_back(scene, results, words) if found is None else found
+            return self._cropped_results(scene, results, words) if found is None else found
 
-    def _follow(self) -> None:
+    def _wait_for_previous_call(self) -> None:
         """Make the current stream wait for the previous call, which may run on another stream."""
         if self._pool is None:
             return
@@ -197,7 +197,7 @@ class GraphRunner:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def _unfit(self, scene: ModelInput) -> tuple[str, str] | None:
+    def _host_rejection(self, scene: ModelInput) -> tuple[str, str] | None:
         """Reason (key, description) why a scene cannot use a graph, as far as the host knows, or None."""
         most, box, bounds = self.limits.capacities[-1], self.program.site.bounds, scene.bounds
         if scene.count > most:
@@ -210,7 +210,7 @@ class GraphRunner:
             return None
         return "box", f"from {bounds.low} to {bounds.high} is outside {self._box}"
 
-    def _refused(self, scene: ModelInput, results: ProgramResult, words: Sequence[int]) -> tuple[str, str]:
+    def _device_rejection(self, scene: ModelInput, results: ProgramResult, words: Sequence[int]) -> tuple[str, str]:
         """Reason (key, description) why the graph rejected a scene. Raises if it is invalid in eager mode, too."""
         status = words[0]
         bounded = self.program.site.spatial_shape is not None
@@ -219,18 +219,18 @@ class GraphRunner:
             raise CoordinateError("coordinates are duplicated or outside their spatial_shape")
         if status & RANGE:
             return "box", f"is outside {self._box}"
-        return "room", short(results, words)
+        return "room", overflow_message(results, words)
 
     @property
     def _box(self) -> str:
         box = self.program.site.bounds
         return f"the box {box.low} to {box.high} with {box.batch} items"
 
-    def _eagerly(self, scene: ModelInput, why: str, detail: str) -> Any:
+    def _run_eagerly(self, scene: ModelInput, why: str, detail: str) -> Any:
         self._warn_once(why, detail)
         x = scene.tensor()
         leaves, spec = pytree.tree_flatten(self.program.eager(x), is_sparse)
-        return pytree.tree_unflatten(self._with_points(leaves, x), spec)
+        return pytree.tree_unflatten(self._gathered_to_points(leaves, x), spec)
 
     def _warn_once(self, why: str, detail: str) -> None:
         """Count an eager scene; warn once per reason."""
@@ -238,29 +238,31 @@ class GraphRunner:
         if why not in self._warned:
             self._warned.add(why)
             widens = why == "room"
-            then = f"and its capacity is re-planned, up to {_WIDENED} times" if widens else "as will all such scenes"
+            then = (
+                f"and its capacity is re-planned, up to {_MAX_REPLANS} times" if widens else "as will all such scenes"
+            )
             message = f"a scene {detail}: it runs eagerly, {then}; this warning is shown once"
             warnings.warn(message, RuntimeWarning, stacklevel=6)
 
-    def _with_points(self, leaves: Sequence[Any], x: SparseTensor) -> list[Any]:
+    def _gathered_to_points(self, leaves: Sequence[Any], x: SparseTensor) -> list[Any]:
         """Eager results, gathered to one row per point where the graph returns rows per point."""
-        kinds = () if self._reading is None else self._reading.kinds
+        kinds = () if self._cropping is None else self._cropping.kinds
         if "taken" not in kinds:
             return list(leaves)
         return [_by_point(leaf, x) if k == "taken" else leaf for leaf, k in zip(leaves, kinds, strict=True)]
 
-    def _known(self, scene: ModelInput) -> bool:
+    def _sizes_known(self, scene: ModelInput) -> bool:
         """True if the sizes of all results are known without a host synchronisation."""
-        assert self._reading is not None
-        return not any(isinstance(kind, tuple) and (kind or not scene.whole) for kind in self._reading.kinds)
+        assert self._cropping is not None
+        return not any(isinstance(kind, tuple) and (kind or not scene.whole) for kind in self._cropping.kinds)
 
-    def _given_back(self, scene: ModelInput, results: Results, words: Sequence[int]) -> Any:
-        assert self._reading is not None
-        given = self._given(scene, results, words)
-        leaves = [given.cut(leaf, kind) for leaf, kind in zip(results.leaves, self._reading.kinds, strict=True)]
+    def _cropped_results(self, scene: ModelInput, results: Results, words: Sequence[int]) -> Any:
+        assert self._cropping is not None
+        given = self._crop_context(scene, results, words)
+        leaves = [given.crop(leaf, kind) for leaf, kind in zip(results.leaves, self._cropping.kinds, strict=True)]
         return pytree.tree_unflatten(leaves, results.spec)
 
-    def _given(self, scene: ModelInput, results: Results, words: Sequence[int]) -> CropContext:
+    def _crop_context(self, scene: ModelInput, results: Results, words: Sequence[int]) -> CropContext:
         site = self.program.site
         own = scene.geometry(site)
         items = site.batch_size if scene.batch is None else scene.batch
@@ -274,7 +276,7 @@ class GraphRunner:
         lines = [f"{len(capacities)} capacities up to {capacities[-1]} {what}, {how}"]
         for capacity in capacities:
             bucket = self.buckets.get(capacity)
-            levels = [] if bucket is None else [f"{n} at stride {place[2]}" for place, n in bucket.rooms.levels()]
+            levels = [] if bucket is None else [f"{n} at stride {place[2]}" for place, n in bucket.capacities.levels()]
             lines.append(f"  {capacity}: {'not yet captured' if bucket is None else ', '.join(levels) or 'one level'}")
         lines.append(f"{self.replays} scenes replayed; eager: {dict(self.fallbacks) or 'none'}")
         return "\n".join(lines)
@@ -292,26 +294,26 @@ class GraphRunner:
         bucket = self.buckets.get(capacity)
         if bucket is None:
             # The buffers must be usable outside inference mode later.
-            with on(self.device), outside_inference_mode():
-                bucket = self.buckets[capacity] = self._made(capacity)
+            with device_context(self.device), outside_inference_mode():
+                bucket = self.buckets[capacity] = self._build_bucket(capacity)
         return bucket
 
-    def _widen(self, bucket: CapacityBucket, scene: ModelInput) -> None:
+    def _replan(self, bucket: CapacityBucket, scene: ModelInput) -> None:
         """Re-plan a capacity for a scene that overflowed it, at most _WIDENED times."""
-        if bucket.widened == _WIDENED:
+        if bucket.replans == _MAX_REPLANS:
             return
         capacity = next(n for n, held in self.buckets.items() if held is bucket)
         try:
             with outside_inference_mode():
-                wider = self._made(capacity, scene, bucket.rooms.rooms)
+                wider = self._build_bucket(capacity, scene, bucket.capacities.capacities)
         except (PumiceError, torch.cuda.OutOfMemoryError):
             # level_capacity or device memory forbids more; the scene itself still runs eagerly.
-            bucket.widened = _WIDENED
+            bucket.replans = _MAX_REPLANS
             return
-        wider.widened = bucket.widened + 1
+        wider.replans = bucket.replans + 1
         self.buckets[capacity] = wider
 
-    def _made(
+    def _build_bucket(
         self, capacity: int, scene: ModelInput | None = None, least: Mapping[Any, int] | None = None
     ) -> CapacityBucket:
         """Build a bucket, planned for `scene` or the part of the example that fits; least: lower bounds by buffer."""
@@ -319,10 +321,10 @@ class GraphRunner:
         scene.fill(buffers)
         planner = CapacityPlanner(capacity, scene.count, self._margins.margin, self._margins.shares, least)
         try:
-            bucket = self._planned(buffers, planner)
+            bucket = self._plan_bucket(buffers, planner)
             self._check(bucket, scene)
             if self._pool is not None:
-                self._record(bucket)
+                self._capture(bucket)
         except (PumiceError, torch.cuda.OutOfMemoryError):
             raise
         except RuntimeError as problem:
@@ -331,60 +333,60 @@ class GraphRunner:
             ) from problem
         return bucket
 
-    def _planned(self, buffers: Buffers, planner: CapacityPlanner) -> CapacityBucket:
+    def _plan_bucket(self, buffers: Buffers, planner: CapacityPlanner) -> CapacityBucket:
         """Bucket with the buffer capacities that a first pass requests."""
         self.program.run(buffers, planner)
-        return CapacityBucket(buffers, planner.settled())
+        return CapacityBucket(buffers, planner.to_fixed())
 
     def _check(self, bucket: CapacityBucket, scene: ModelInput) -> None:
         """Compare with the eager network, padding rows filled with NaN; classify the axes of the results."""
         x = scene.tensor()
         wanted = pytree.tree_leaves(self.program.eager(x), is_sparse)
         bucket.buffers.poison(scene.count)
-        results = self.program.run(bucket.buffers, bucket.rooms, poison=True)
+        results = self.program.run(bucket.buffers, bucket.capacities, poison=True)
         words = results.status_words.tolist()
         if words[0]:
-            raise CaptureError(f"the example exceeds the capacity: it {short(results, words)}")
+            raise CaptureError(f"the example exceeds the capacity: it {overflow_message(results, words)}")
         reading = OutputCropping.of(results, words, wanted, (self.limits.batch, x.batch_size))
-        self._reading = self._reading or reading
-        given = replace(self._given(scene, results, words), items=x.batch_size)
-        both = zip(results.leaves, reading.kinds, self._with_points(wanted, x), strict=True)
+        self._cropping = self._cropping or reading
+        given = replace(self._crop_context(scene, results, words), items=x.batch_size)
+        both = zip(results.leaves, reading.kinds, self._gathered_to_points(wanted, x), strict=True)
         for number, (leaf, kind, want) in enumerate(both):
-            got = given.cut(leaf, kind)
-            if differ(got, want) and (detail := differ(got, want, self._again(x, wanted)[number])):
+            got = given.crop(leaf, kind)
+            if differ(got, want) and (detail := differ(got, want, self._perturbed_results(x, wanted)[number])):
                 raise CaptureError(
                     f"result {number} of the captured network differs from its forward pass on the example: {detail}. "
                     "Operations that reduce over the rows of feats, or read their number, include padding rows: use "
                     "layers of pumice.nn and operators of pumice.ops"
                 )
 
-    def _again(self, x: SparseTensor, wanted: Sequence[Any]) -> list[Any]:
+    def _perturbed_results(self, x: SparseTensor, wanted: Sequence[Any]) -> list[Any]:
         """Eager results for perturbed features."""
         leaves = pytree.tree_leaves(self.program.eager(x.replace(perturb(x.feats, wanted))), is_sparse)
-        return self._with_points(leaves, x)
+        return self._gathered_to_points(leaves, x)
 
-    def _record(self, bucket: CapacityBucket) -> None:
+    def _capture(self, bucket: CapacityBucket) -> None:
         """Capture the graph, after a pass that compiles and one that forbids host synchronisation."""
         side = self._side
         assert side is not None
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            self.program.run(bucket.buffers, bucket.rooms)
-            with _no_wait():
-                ran: ProgramResult = self.program.run(bucket.buffers, bucket.rooms)
+            self.program.run(bucket.buffers, bucket.capacities)
+            with _forbid_synchronisation():
+                ran: ProgramResult = self.program.run(bucket.buffers, bucket.capacities)
         torch.cuda.current_stream(self.device).wait_stream(side)
-        host = torch.zeros(ran.status_words.shape, dtype=torch.int32, pin_memory=True) if self.early else None
+        host = torch.zeros(ran.status_words.shape, dtype=torch.int32, pin_memory=True) if self.early_status else None
         graph = torch.cuda.CUDAGraph()
         with (
             recording_constants() as constants,
             torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"),
         ):
             more = {} if host is None else {"host_words": host}
-            bucket.results = self.program.run(bucket.buffers, bucket.rooms, **more)
+            bucket.results = self.program.run(bucket.buffers, bucket.capacities, **more)
         bucket.host_words = host
         model = self.program.model
         bucket.graph = graph
-        bucket.read = [*constants, *(t.detach() for t in (*model.parameters(), *model.buffers()))]
+        bucket.kept_alive = [*constants, *(t.detach() for t in (*model.parameters(), *model.buffers()))]
 
 
 _Kind = TypeVar("_Kind", bound="CapturedModule")
@@ -436,7 +438,7 @@ class CapturedModule:
 
 
 @contextmanager
-def _no_wait() -> Iterator[None]:
+def _forbid_synchronisation() -> Iterator[None]:
     """Raise on any host synchronisation by torch."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -453,7 +455,7 @@ def _by_point(leaf: Any, x: SparseTensor) -> Tensor:
     return per_point(leaf.feats if isinstance(leaf, SparseTensor) else leaf, x.inverse)
 
 
-def short(results: ProgramResult, words: Sequence[int]) -> str:
+def overflow_message(results: ProgramResult, words: Sequence[int]) -> str:
     """Message naming the capacities that overflowed."""
     named = [
         f"{needed} voxels at stride {level.stride}, above the capacity of {level.capacity}"
@@ -464,7 +466,7 @@ def short(results: ProgramResult, words: Sequence[int]) -> str:
     return f"needs {needs} (see level_capacity, margin)"
 
 
-def on(device: torch.device) -> AbstractContextManager[Any]:
+def device_context(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return nullcontext()
     return torch.cuda.device(device)

@@ -41,7 +41,7 @@ class Buffers(Protocol):
         """View of the first rows, as buffers of a smaller capacity."""
         ...
 
-    def enter(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
+    def make_input(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
         """The buffers as an input tensor; site: its grid, whose bounds contain all scenes."""
         ...
 
@@ -90,7 +90,7 @@ class ModelInput(Protocol):
         ...
 
 
-def taken(count: int, most: int, device: torch.device) -> Tensor | None:
+def sample_rows(count: int, most: int, device: torch.device) -> Tensor | None:
     """Ascending indices of `most` random rows of `count`; None for all."""
     if count <= most:
         return None
@@ -126,7 +126,7 @@ class VoxelBuffers:
     def poison(self, count: int) -> None:
         self.feats[count:].fill_(torch.nan)
 
-    def enter(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
+    def make_input(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
         cloud = CoordBuffer(self.coords, self.count, site.bounds, new_status(self.coords.device))
         geometry = Geometry.in_buffer(cloud, site, buffered)
         # Detects duplicates and out-of-bounds coordinates, even if no kernel map is built.
@@ -166,13 +166,13 @@ class VoxelScene:
         feats = self.feats.to(self.like.dtype)
         if self.own is not None:
             return SparseTensor(feats, self.own)
-        return SparseTensor(feats, self.coords, self.like.stride, self.like.spatial_shape)
+        return SparseTensor(feats, self.coords, self.like.stride, self.like.spatial_shape, dim=self.like.dim)
 
     def geometry(self, site: GridSpec) -> Geometry:
         return Geometry(self.coords.contiguous(), site) if self.own is None else self.own
 
     def sample(self, most: int) -> VoxelScene:
-        chosen = taken(self.count, most, self.coords.device)
+        chosen = sample_rows(self.count, most, self.coords.device)
         if chosen is None:
             return self
         coords = self.coords[chosen]
@@ -232,17 +232,17 @@ class PointBuffers:
         if self.feats is not None:
             self.feats[count:].fill_(torch.nan)
 
-    def enter(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
+    def make_input(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
         cells = self._cells(site)
         relation = Relation.of(cells.dim, 1, policy="floor_unique")
         made = make_outputs(cells, site, relation)
         if isinstance(made, TorchOutputs) and cells.coords.is_cuda:
             raise GeometryError(f"no voxelisation kernel supports the box {site.bounds.low} to {site.bounds.high}")
-        place: Hashable = ("rows", buffered.path, site.stride)
-        room = buffered.rooms.capacity(place, made.count, max_outputs(self.capacity, relation, site))
-        geometry = Geometry.in_buffer(made.cloud(room, alone=True), site, buffered)
+        key: Hashable = ("rows", buffered.path, site.stride)
+        capacity = buffered.capacities.capacity(key, made.count, max_outputs(self.capacity, relation, site))
+        geometry = Geometry.in_buffer(made.cloud(capacity, coords_only=True), site, buffered)
         rows = geometry.assign_points(cells)
-        return InputBatch(SparseTensor(self._means(rows, room), geometry), rows)
+        return InputBatch(SparseTensor(self._means(rows, capacity), geometry), rows)
 
     def _cells(self, site: GridSpec) -> CoordBuffer:
         """Cell of each point; batch index -1 if the point is padding, invalid or outside the box."""
@@ -262,14 +262,14 @@ class PointBuffers:
         coords = torch.cat([items[:, None], torch.where(kept[:, None], cells, 0).int()], dim=1)
         return CoordBuffer(coords, self.count, site.bounds, status)
 
-    def _means(self, rows: Tensor, room: int) -> Tensor:
+    def _means(self, rows: Tensor, capacity: int) -> Tensor:
         """Mean features of each voxel, summed in at least float32; points without a voxel go to an extra last row."""
         values = self.points if self.feats is None else self.feats
         wide = torch.promote_types(values.dtype, torch.float32)
-        place = torch.where(rows >= 0, rows, room)
-        sums = values.new_zeros(room + 1, values.shape[1], dtype=wide).index_add(0, place, values.to(wide))
-        counts = sums.new_zeros(room + 1).index_add(0, place, torch.ones_like(place, dtype=wide))
-        means = (sums / counts.clamp(min=1)[:, None])[:room].to(values.dtype)
+        place = torch.where(rows >= 0, rows, capacity)
+        sums = values.new_zeros(capacity + 1, values.shape[1], dtype=wide).index_add(0, place, values.to(wide))
+        counts = sums.new_zeros(capacity + 1).index_add(0, place, torch.ones_like(place, dtype=wide))
+        means = (sums / counts.clamp(min=1)[:, None])[:capacity].to(values.dtype)
         return means if self.grid.dtype is None else means.to(self.grid.dtype)
 
 
@@ -313,14 +313,14 @@ class PointScene:
     def tensor(self) -> SparseTensor:
         frame, shape = self.grid.frame, self.grid.spatial_shape
         cloud = (self.points, self.feats, frame.size, self.items, frame.origin, frame.rounding)
-        x = voxelize(*cloud, spatial_shape=shape, batch_size=self.grid.batch)
+        x = voxelize(*cloud, spatial_shape=shape, batch_size=self.grid.batch, dim=len(frame.size))
         return x if self.grid.dtype is None else x.to(self.grid.dtype)
 
     def geometry(self, site: GridSpec) -> None:
         return None
 
     def sample(self, most: int) -> PointScene:
-        chosen = taken(self.count, most, self.points.device)
+        chosen = sample_rows(self.count, most, self.points.device)
         if chosen is None:
             return self
         feats, items = (None if t is None else t[chosen] for t in (self.feats, self.items))

@@ -73,7 +73,7 @@ def capture(
     margins = CapacityMargins(margin, level_capacity)
     own = model if dtype is None else cast(model, dtype)
     x = example if dtype is None else example.to(dtype)
-    program = PaddedProgram(own, site_within(example.geometry.site, limits.batch, box), Autocast.now(x.device.type))
+    program = PaddedProgram(own, site_within(example.geometry.site, limits.batch, box), Autocast.current(x.device.type))
     scene = VoxelScene(x.feats, x.coords, x.geometry, x)
     with outside_inference_mode():
         buffers = VoxelBuffers.of(limits.capacities[-1], x)
@@ -84,7 +84,7 @@ def capture_points(
     model: nn.Module,
     points: Tensor,
     feats: Tensor | None = None,
-    size: float | Sequence[float] = 1.0,
+    size: float | Sequence[float] | None = None,
     batch: Tensor | None = None,
     *,
     origin: float | Sequence[float] = 0.0,
@@ -93,6 +93,7 @@ def capture_points(
     batch_size: int | None = None,
     max_points: int | None = None,
     dtype: torch.dtype | None = None,
+    dim: int = 3,
     **options: Any,
 ) -> CapturedPoints:
     """Like `capture`, but from raw points: the graph also voxelises them and averages the features of each voxel.
@@ -100,10 +101,10 @@ def capture_points(
         fast = pm.capture_points(net, points, feats, size=0.05, max_points=300_000)
         labels = fast(points, feats).argmax(1)
 
-    points, feats, size, batch, origin, rounding, spatial_shape: example and grid, as in voxelize(); the origin is one
-    number or one per axis. batch_size: largest number of batch items. max_points: largest capacity; default twice the
-    example's points. Other options as in `capture`: level_capacity (as shares of the points, input voxels included),
-    buckets (of points), margin, box.
+    points, feats, size, batch, origin, rounding, spatial_shape, dim: example and grid, as in voxelize(); the origin is
+    one number or one per axis. batch_size: largest number of batch items. max_points: largest capacity; default twice
+    the example's points. Other options as in `capture`: level_capacity (as shares of the points, input voxels
+    included), buckets (of points), margin, box.
 
     Results with one row per input voxel are returned with one row per point. A scene with points outside the box runs
     eagerly, unless the box is a spatial_shape.
@@ -111,7 +112,7 @@ def capture_points(
     Raises as `capture` and voxelize() do.
     """
     _check_model(model)
-    check_points(points, batch)
+    check_points(points, batch, dim)
     if isinstance(origin, str):
         raise OptionError("origin must be numbers in capture_points: a cloud's origin is read from the device")
     if not len(points):
@@ -123,7 +124,7 @@ def capture_points(
     scene = PointScene(points, feats, batch, VoxelGrid(frame, shape, limits.batch, dtype))
     # Raises if the example is invalid.
     x = scene.tensor()
-    program = PaddedProgram(own, site_within(x.geometry.site, limits.batch, box), Autocast.now(points.device.type))
+    program = PaddedProgram(own, site_within(x.geometry.site, limits.batch, box), Autocast.current(points.device.type))
     with outside_inference_mode():
         buffers = PointBuffers.of(limits.capacities[-1], scene, program.site.bounds)
     return CapturedPoints(GraphRunner(program, buffers, scene, limits, margins), None if own is model else model)
@@ -243,16 +244,16 @@ def site_within(site: GridSpec, batch: int, box: Box | None) -> GridSpec:
         if len(low) != len(bounds.low) or len(high) != len(low) or any(a > b for a, b in zip(low, high, strict=True)):
             raise OptionError(f"box takes the smallest and the largest coordinate of each axis, found {box!r}")
     else:
-        ends = [_roomier(a, b) for a, b in zip(bounds.low, bounds.high, strict=True)]
+        ends = [_enlarged(a, b) for a, b in zip(bounds.low, bounds.high, strict=True)]
         low, high = tuple(a for a, _ in ends), tuple(b for _, b in ends)
     return GridSpec(site.stride, site.spatial_shape, batch, Bounds(low, high, batch), site.frame)
 
 
-def _roomier(low: int, high: int) -> tuple[int, int]:
+def _enlarged(low: int, high: int) -> tuple[int, int]:
     """Enlarge an axis by half, then to a multiple of _CELLS."""
     extent = high - low + 1
-    room = -(-(extent + 2 * (extent // 4 + 8)) // _CELLS) * _CELLS - extent
-    return max(-(2**31), low - room // 2), min(INT32_MAX, high + room - room // 2)
+    margin = -(-(extent + 2 * (extent // 4 + 8)) // _CELLS) * _CELLS - extent
+    return max(-(2**31), low - margin // 2), min(INT32_MAX, high + margin - margin // 2)
 
 
 def _check_model(model: nn.Module) -> None:

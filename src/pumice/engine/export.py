@@ -16,17 +16,24 @@ class Exportable(nn.Module):
     """forward(coords int32 [N, 1+D], feats [N, C]) -> the result of `model`, as plain tensors; see exportable."""
 
     def __init__(
-        self, model: nn.Module, stride: int | Sequence[int], spatial_shape: Sequence[int] | None, batch_size: int | None
+        self,
+        model: nn.Module,
+        stride: int | Sequence[int],
+        spatial_shape: Sequence[int] | None,
+        batch_size: int | None,
+        dim: int,
     ) -> None:
         super().__init__()
         self.model = model
         self.stride = stride if isinstance(stride, int) else tuple(stride)
         self.spatial_shape = None if spatial_shape is None else tuple(spatial_shape)
         self.batch_size = batch_size
+        self.dim = dim
 
     def forward(self, coords: Tensor, feats: Tensor) -> Any:
         """Result of the model, with every SparseTensor replaced by (coords, feats)."""
-        return _plain(self.model(SparseTensor(feats, coords, self.stride, self.spatial_shape, self.batch_size)))
+        x = SparseTensor(feats, coords, self.stride, self.spatial_shape, self.batch_size, dim=self.dim)
+        return _plain(self.model(x))
 
     @property
     def dynamic_shapes(self) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -44,6 +51,7 @@ def exportable(
     stride: int | Sequence[int] = 1,
     spatial_shape: Sequence[int] | None = None,
     batch_size: int | None = None,
+    dim: int = 3,
 ) -> Exportable:
     """Wrap `model`, which takes a SparseTensor, as a module of coordinates and features, for torch.export.
 
@@ -51,8 +59,8 @@ def exportable(
     ----------
     model: takes a SparseTensor, returns SparseTensors or tensors, also in lists, tuples and mappings. Its weights are
         shared and its mode is kept: call eval() before exporting for inference.
-    stride, spatial_shape, batch_size: as in SparseTensor, fixed for all scenes. batch_size: default the largest batch
-        index of each scene + 1.
+    stride, spatial_shape, batch_size, dim: as in SparseTensor, fixed for all scenes. batch_size: default the largest
+        batch index of each scene + 1.
 
     Coordinates are checked in every call, as by SparseTensor. Loading a saved program needs torch and pumice, but not
     the model's code:
@@ -66,7 +74,7 @@ def exportable(
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"exportable takes a torch.nn.Module, found {type(model).__name__}")
-    return Exportable(model, stride, spatial_shape, batch_size)
+    return Exportable(model, stride, spatial_shape, batch_size, dim)
 
 
 def _plain(found: Any) -> Any:

@@ -27,7 +27,7 @@ from pumice.ops import Epilogue, SparseTensor
 from pumice.ops.conv import Target
 from pumice.schedule.predict import LayerWork, MapStats
 
-FEW = 512  # Map sizes below this many rows count as equal: such kernels are latency-bound
+LATENCY_BOUND_ROWS = 512  # Map sizes below this many rows count as equal: such kernels are latency-bound
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,18 @@ class EpilogueSpec:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """Recorded call of a layer. geometry, dtype: of its input. found: the kernel map read. then: the fused epilogue.
-    Features are not recorded, to save memory."""
+    """Recorded call of a layer. geometry, dtype: of its input. found: the kernel map read. epilogue: the fused
+    one. Features are not recorded, to save memory."""
 
     name: str
     layer: Convolution
     geometry: Geometry
     dtype: torch.dtype
     found: KernelMap
-    then: EpilogueSpec | None = None
+    epilogue: EpilogueSpec | None = None
 
     @property
-    def multiplied(self) -> torch.dtype:
+    def compute_dtype(self) -> torch.dtype:
         """Dtype of the multiplication."""
         return _cast(self.dtype, self.geometry.device.type)
 
@@ -90,17 +90,17 @@ class LayerGroup:
     @property
     def rows(self) -> float:
         """Rows of the map's coarser side, mean over scenes."""
-        return fmean(min(works[0].side.outputs, works[0].side.inputs) for works in self.works)
+        return fmean(min(works[0].forward_map.outputs, works[0].forward_map.inputs) for works in self.works)
 
     @property
     def pairs(self) -> float:
         """Pairs of the map, mean over scenes."""
-        return fmean(works[0].side.pairs for works in self.works)
+        return fmean(works[0].forward_map.pairs for works in self.works)
 
     @property
     def workload(self) -> tuple[float, float]:
         """log2 of the rows and of the pairs per row; all maps of few rows are equal."""
-        rows, pairs = max(FEW, self.rows), max(8 * FEW, self.pairs)
+        rows, pairs = max(LATENCY_BOUND_ROWS, self.rows), max(8 * LATENCY_BOUND_ROWS, self.pairs)
         return math.log2(rows), math.log2(pairs / rows)
 
     def __str__(self) -> str:
@@ -119,10 +119,10 @@ class Observed:
     notes: tuple[str, ...]
 
 
-def observe(tuned_model: TuningSubject, left: Iterable[str] = ()) -> Observed:
-    """Run the network on each scene and record which layer reads which map. left: layers not to be tuned. The caller
-    restores modes, buffers and random states."""
-    left, scenes, notes = set(left), [], []
+def observe(tuned_model: TuningSubject, excluded: Iterable[str] = ()) -> Observed:
+    """Run the network on each scene and record which layer reads which map. excluded: layers not to be tuned. The
+    caller restores modes, buffers and random states."""
+    excluded, scenes, notes = set(excluded), [], []
     for number, x in enumerate(tuned_model.scenes):
         x = fresh(x)
         with recording_calls(tuned_model.model) as calls:
@@ -130,8 +130,8 @@ def observe(tuned_model: TuningSubject, left: Iterable[str] = ()) -> Observed:
         scenes.append(calls)
         if not number:
             notes += _unread(x.geometry, calls)
-    notes += _idle(tuned_model.model, scenes, left)
-    tuned = [[call for call in calls if call.name not in left] for calls in scenes]
+    notes += _idle(tuned_model.model, scenes, excluded)
+    tuned = [[call for call in calls if call.name not in excluded] for calls in scenes]
     return Observed(tuple(_groups(tuned, tuned_model)), tuple(notes))
 
 
@@ -166,7 +166,7 @@ def _cast(dtype: torch.dtype, kind: str) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if cast else dtype
 
 
-def _groups(scenes: Sequence[Sequence[LayerCall]], asked: TuningSubject) -> Iterator[LayerGroup]:
+def _groups(scenes: Sequence[Sequence[LayerCall]], tuned_model: TuningSubject) -> Iterator[LayerGroup]:
     """Groups of layers connected by maps in any scene (union-find)."""
     leaders: dict[Any, Any] = {}
 
@@ -194,7 +194,7 @@ def _groups(scenes: Sequence[Sequence[LayerCall]], asked: TuningSubject) -> Iter
 def _works(calls: Sequence[LayerCall]) -> Iterator[LayerWork]:
     sides: dict[tuple[int, bool], MapStats] = {}
     for call in calls:
-        found, size = call.found, call.multiplied.itemsize
+        found, size = call.found, call.compute_dtype.itemsize
         both = []
         for one in (found, found.transpose()):
             key = (call.map_key, one.flipped)
@@ -204,7 +204,7 @@ def _works(calls: Sequence[LayerCall]) -> Iterator[LayerWork]:
 
 def _side(found: KernelMap) -> MapStats:
     forms = maps.tile_forms(found) if found.device.type == "cuda" else ()
-    counts, entries = maps.counted(found, forms)
+    counts, entries = maps.read_sizes(found, forms)
     return MapStats(found.num_inputs, found.num_outputs, counts, entries, maps.tile_rows_for(found.num_outputs))
 
 

@@ -26,34 +26,34 @@ COMPILERS = 8  # Number of compiler threads
 @dataclass(frozen=True, eq=False)
 class IsolatedLayer:
     """A layer over its kernel map, with random features. weight: [C_out, K, C_in / groups], random, in the dtype of the
-    multiplication. then: fused epilogue, bias included."""
+    multiplication. epilogue: fused, bias included."""
 
     found: KernelMap
     weight: Tensor
     groups: int
-    then: EpilogueSpec | None
+    epilogue: EpilogueSpec | None
 
-    def given(self) -> tuple[Tensor, Tensor, Tensor]:
+    def random_operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """Operands x, w and y."""
         inner, outer = self.weight.shape[-1] * self.groups, self.weight.shape[0]
         x = _random(self.weight.new_empty(self.found.num_inputs, inner))
         return x, self.weight, _random(self.weight.new_empty(self.found.num_outputs, outer))
 
-    def one_pass(self, name: str, flow: Dataflow) -> None:
+    def run_pass(self, name: str, flow: Dataflow) -> None:
         """Run one pass without autograd. Raises PumiceError if it is unsupported."""
-        x, w, y = self.given()
+        x, w, y = self.random_operands()
         if name == FORWARD:
-            conv_features(x, w, self.found, len(y), self.groups, self.then and self.then.like(y), flow)
+            conv_features(x, w, self.found, len(y), self.groups, self.epilogue and self.epilogue.like(y), flow)
             return
         w, groups = merge_small_groups(x, w, self.groups)
         Pass(name, flow, self.found, groups)((y, w) if name == DGRAD else (x, y))
 
     def run(self, flow: Flow, training: bool) -> None:
         """Run the layer as in a network, with both gradients if `training`."""
-        x, w, y = self.given()
+        x, w, y = self.random_operands()
         if not training:
             with torch.no_grad():
-                conv_features(x, w, self.found, len(y), self.groups, self.then and self.then.like(y), flow)
+                conv_features(x, w, self.found, len(y), self.groups, self.epilogue and self.epilogue.like(y), flow)
             return
         with torch.enable_grad():
             x, w = x.requires_grad_(), w.clone().requires_grad_()
@@ -69,7 +69,7 @@ def isolated_layer(calls: Sequence[LayerCall], training: bool) -> list[IsolatedL
     for call in calls:
         own = copies.setdefault(call.map_key, replace(call.found, _storages={}))
         over = own if own.flipped == call.found.flipped else own.transpose()
-        weight, then = _weight(call), None if training else _then(call)
+        weight, then = _weight(call), None if training else _epilogue_of(call)
         alike = (call.map_key, over.flipped, weight.shape, weight.dtype, call.layer.groups, then)
         if alike not in found:
             found[alike] = IsolatedLayer(over, weight, call.layer.groups, then)
@@ -80,15 +80,15 @@ def _weight(call: LayerCall) -> Tensor:
     """Random weights of the layer's shape, in the dtype of the multiplication."""
     own = call.layer.weight
     shape = own.shape[0], call.found.volume, own.shape[-1]
-    return _random(torch.empty(shape, dtype=call.multiplied, device=own.device))
+    return _random(torch.empty(shape, dtype=call.compute_dtype, device=own.device))
 
 
-def _then(call: LayerCall) -> EpilogueSpec | None:
+def _epilogue_of(call: LayerCall) -> EpilogueSpec | None:
     """Fused epilogue of a layer, bias included."""
     if call.layer.bias is None:
-        return call.then
-    y = torch.empty(0, call.layer.out_channels, dtype=call.multiplied)
-    return EpilogueSpec.of((call.then or EpilogueSpec()).like(y).with_bias(y.new_zeros(y.shape[1])))
+        return call.epilogue
+    y = torch.empty(0, call.layer.out_channels, dtype=call.compute_dtype)
+    return EpilogueSpec.of((call.epilogue or EpilogueSpec()).like(y).with_bias(y.new_zeros(y.shape[1])))
 
 
 def _random(x: Tensor) -> Tensor:
@@ -96,14 +96,14 @@ def _random(x: Tensor) -> Tensor:
     return x.normal_() if x.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) else x.zero_()
 
 
-def compile_at_once(
+def compile_in_parallel(
     layers: Sequence[IsolatedLayer],
     passes: Sequence[str],
     flows: Sequence[Dataflow],
-    enough: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Compile the kernels of these dataflows in parallel; errors are ignored, since they recur when measured. No-op on
-    a CPU, and for dataflows of library products. enough: called before each kernel; True stops."""
+    a CPU, and for dataflows of library products. stop: called before each kernel; True stops."""
     flows = [flow for flow in flows if flow == PLANNED or flow.devices == ("cuda",)]
     if not layers or layers[0].weight.device.type != "cuda":
         return
@@ -112,11 +112,11 @@ def compile_at_once(
 
     def one(task: tuple[Dataflow, IsolatedLayer, str]) -> None:
         flow, layer, name = task
-        if enough():
+        if stop():
             return
         # Streams and modes are thread-local. An error here recurs when the layer is measured.
         with torch.no_grad(), torch.cuda.stream(stream), suppress(Exception):
-            layer.one_pass(name, flow)
+            layer.run_pass(name, flow)
 
     pool = ThreadPoolExecutor(COMPILERS)
     try:
@@ -135,7 +135,7 @@ def compile_first(tuned_model: TuningSubject) -> None:
     with suppress(Exception):
         with recording_calls(tuned_model.model, arithmetic=False) as calls:
             MODES["inference"](tuned_model, fresh(tuned_model.scenes[0]))
-        compile_at_once(
+        compile_in_parallel(
             isolated_layer(calls, tuned_model.training), PASSES if tuned_model.training else PASSES[:1], [PLANNED]
         )
 

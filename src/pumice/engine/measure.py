@@ -72,9 +72,9 @@ def measure(
     """
     if not isinstance(repeats, int) or repeats < 1:
         raise OptionError(f"repeats must be an integer of at least 1, found {repeats!r}")
-    asked = subject(model, samples, mode, loss)
-    with undisturbed(asked.model, asked.training):
-        return Meter(asked.device, repeats).spent(asked.calls())
+    tuned_model = subject(model, samples, mode, loss)
+    with undisturbed(tuned_model.model, tuned_model.training):
+        return Meter(tuned_model.device, repeats).measure(tuned_model.calls())
 
 
 @lru_cache(maxsize=4)
@@ -141,7 +141,7 @@ def segments(events: Iterable[Event]) -> list[dict[str, float]]:
     return found
 
 
-def middle(found: Sequence[Mapping[str, float]], scenes: int) -> Mapping[str, float]:
+def median_parts(found: Sequence[Mapping[str, float]], scenes: int) -> Mapping[str, float]:
     """Seconds by part per scene, of the repeat with the median total."""
     rounds = [found[at : at + scenes] for at in range(0, len(found), scenes)]
     rounds.sort(key=lambda each: sum(sum(parts.values()) for parts in each))
@@ -159,7 +159,7 @@ class Meter:
     clock: str = ""
     note: str = ""
 
-    def spent(self, calls: Sequence[Call]) -> PassTiming:
+    def measure(self, calls: Sequence[Call]) -> PassTiming:
         """Time of the calls, one per scene, after a warm-up call each."""
         for call in calls:
             call()
@@ -182,7 +182,7 @@ class Meter:
 
     def _by_kernels(self, calls: Sequence[Call]) -> PassTiming:
         each, walls = by_part(list(calls) * self.repeats)
-        parts = middle(each, len(calls))
+        parts = median_parts(each, len(calls))
         self.clock = KERNELS
         return PassTiming(sum(parts.values()), parts, _wall(walls, len(calls)), KERNELS)
 

@@ -78,10 +78,10 @@ class Autocast:
     dtype: torch.dtype
 
     @staticmethod
-    def now(kind: str) -> Autocast:
+    def current(kind: str) -> Autocast:
         return Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
 
-    def again(self) -> AbstractContextManager[Any]:
+    def context(self) -> AbstractContextManager[Any]:
         if not self.enabled and not torch.is_autocast_enabled(self.kind):
             return nullcontext()
         # Cached casts of weights would live in a graph's memory pool.
@@ -97,18 +97,18 @@ class PaddedProgram:
     autocast: Autocast
 
     def run(
-        self, buffers: Buffers, rooms: Capacities, poison: bool = False, host_words: Tensor | None = None
+        self, buffers: Buffers, capacities: Capacities, poison: bool = False, host_words: Tensor | None = None
     ) -> Results:
         """Run one pass. poison: fill padding rows with NaN wherever a tensor is made. host_words: pinned tensor that
         the status words are copied to, as soon as all maps are built (layers may still run)."""
         with torch.no_grad(), outside_inference_mode():
-            entered = buffers.enter(self.site, BufferedState(rooms, (), poison))
+            entered = buffers.make_input(self.site, BufferedState(capacities, (), poison))
         geometry = entered.x.geometry
         leaves, spec = pytree.tree_flatten(self.eager(entered.x), is_sparse)
         found = dict(levels_of(geometry))
         # Kernel maps are not kept: other graphs of the pool reuse their memory.
         levels = {path: LevelOutput(g.coords, g.stride) for path, g in found.items()}
-        leaves = [_of_points(_bare(leaf), entered) for leaf in leaves]
+        leaves = [_of_points(_as_output(leaf), entered) for leaf in leaves]
         with join_side_streams(geometry):
             words = status_words_of(geometry, found.values())
             if host_words is not None:
@@ -117,11 +117,11 @@ class PaddedProgram:
 
     def eager(self, x: SparseTensor) -> Any:
         """The unmodified forward pass, without gradients."""
-        with torch.no_grad(), self.autocast.again():
+        with torch.no_grad(), self.autocast.context():
             return self.model(x)
 
 
-def _bare(leaf: Any) -> Any:
+def _as_output(leaf: Any) -> Any:
     if not isinstance(leaf, SparseTensor):
         return leaf
     if leaf.geometry.buffered is None:
@@ -184,22 +184,22 @@ class OutputCropping:
         )
 
 
-def _kind(held: Any, wanted: Any, results: Results, counts: Mapping[Path, int], batch: tuple[int, int]) -> Kind:
-    if isinstance(held, SparseOutput):
-        return held.path
-    if isinstance(held, PointOutput):
-        return "taken" if held.taken else "points"
-    if not isinstance(held, Tensor):
+def _kind(leaf: Any, wanted: Any, results: Results, counts: Mapping[Path, int], batch: tuple[int, int]) -> Kind:
+    if isinstance(leaf, SparseOutput):
+        return leaf.path
+    if isinstance(leaf, PointOutput):
+        return "taken" if leaf.taken else "points"
+    if not isinstance(leaf, Tensor):
         return "whole"
-    if held.ndim:
+    if leaf.ndim:
         for path, level in results.levels.items():
-            if held.shape[0] == level.capacity and wanted.shape[0] == counts[path]:
+            if leaf.shape[0] == level.capacity and wanted.shape[0] == counts[path]:
                 return path
-        if held.shape[1:] == wanted.shape[1:] and (held.shape[0], wanted.shape[0]) == batch:
+        if leaf.shape[1:] == wanted.shape[1:] and (leaf.shape[0], wanted.shape[0]) == batch:
             return "items"
-    if held.shape != wanted.shape:
+    if leaf.shape != wanted.shape:
         raise CaptureError(
-            f"the network returns {list(wanted.shape)} eagerly and {list(held.shape)} captured: sizes depend on "
+            f"the network returns {list(wanted.shape)} eagerly and {list(leaf.shape)} captured: sizes depend on "
             "the number of voxels in an unsupported way"
         )
     return "whole"
@@ -216,20 +216,20 @@ class CropContext:
     points: int
     counts: Mapping[Path, int]
     levels: Mapping[Path, LevelOutput]
-    made: dict[Path, Geometry] = field(default_factory=dict)
+    cropped_levels: dict[Path, Geometry] = field(default_factory=dict)
 
     def level(self, path: Path) -> Geometry:
         """Geometry of a level: the scene's own, or a copy cropped from the buffer."""
         if not path and self.own is not None:
             return self.own
-        if path not in self.made:
+        if path not in self.cropped_levels:
             site = self.site
             for relation in path:
                 site = site_of(site, relation)
-            self.made[path] = Geometry(self.levels[path].coords[: self.counts[path]].clone(), site)
-        return self.made[path]
+            self.cropped_levels[path] = Geometry(self.levels[path].coords[: self.counts[path]].clone(), site)
+        return self.cropped_levels[path]
 
-    def cut(self, leaf: Any, kind: Kind) -> Any:
+    def crop(self, leaf: Any, kind: Kind) -> Any:
         """Copy of the rows of a result that belong to the scene."""
         if isinstance(leaf, SparseOutput):
             return SparseTensor(leaf.feats[: self.counts[leaf.path]].clone(), self.level(leaf.path))

@@ -156,15 +156,15 @@ def _tensors(found: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _infer(asked: TuningSubject, x: SparseTensor) -> object:
+def _infer(tuned_model: TuningSubject, x: SparseTensor) -> object:
     with torch.no_grad():
-        return asked.model(x)
+        return tuned_model.model(x)
 
 
-def _train(asked: TuningSubject, x: SparseTensor) -> object:
-    wanted = [p for p in asked.model.parameters() if p.requires_grad]
+def _train(tuned_model: TuningSubject, x: SparseTensor) -> object:
+    wanted = [p for p in tuned_model.model.parameters() if p.requires_grad]
     with torch.enable_grad():
-        loss = asked.loss(asked.model(x))
+        loss = tuned_model.loss(tuned_model.model(x))
         # autograd.grad leaves the parameters' `grad` unchanged.
         return torch.autograd.grad(loss, wanted + ([x.feats] if x.requires_grad else []), allow_unused=True)
 

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 
 from pumice.coords import Bounds, Geometry, GridSpec, join_side_streams
 from pumice.coords.capacity import BufferedState, Capacities
-from pumice.engine.buffers import InputBatch, VoxelBuffers, VoxelScene, taken
+from pumice.engine.buffers import InputBatch, VoxelBuffers, VoxelScene, sample_rows
 from pumice.engine.static import Autocast, LevelOutput, Path, levels_of, status_words_of
 from pumice.errors import CaptureError, OptionError, ShapeError
 from pumice.ops import SparseTensor
@@ -41,11 +41,11 @@ def values_of(target: Target) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Buffers of voxels and targets. counts: for each target, True if it has one row per voxel."""
+    """Buffers of voxels and targets. per_voxel: for each target, True if it has one row per voxel."""
 
     voxels: VoxelBuffers
-    held: tuple[Tensor, ...]
-    counts: tuple[bool, ...]
+    tensors: tuple[Tensor, ...]
+    per_voxel: tuple[bool, ...]
     ignored: int
 
     @staticmethod
@@ -66,20 +66,20 @@ class Targets:
         return self.voxels.device
 
     def first(self, capacity: int) -> Targets:
-        held = tuple(t[:capacity] if counts else t for t, counts in zip(self.held, self.counts, strict=True))
-        return Targets(self.voxels.first(capacity), held, self.counts, self.ignored)
+        held = tuple(t[:capacity] if counts else t for t, counts in zip(self.tensors, self.per_voxel, strict=True))
+        return Targets(self.voxels.first(capacity), held, self.per_voxel, self.ignored)
 
     def poison(self, count: int) -> None:
         self.voxels.poison(count)
 
-    def enter(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
-        return self.voxels.enter(site, buffered)
+    def make_input(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
+        return self.voxels.make_input(site, buffered)
 
-    def told(self, alive: Tensor) -> list[Tensor]:
+    def with_padding_ignored(self, alive: Tensor) -> list[Tensor]:
         """Targets with padding rows replaced: `ignored` for integers, 0 for floats, False for bools."""
         return [
             torch.where(alive.view(-1, *(1,) * (t.ndim - 1)), t, self._filler(t)) if counts else t
-            for t, counts in zip(self.held, self.counts, strict=True)
+            for t, counts in zip(self.tensors, self.per_voxel, strict=True)
         ]
 
     def _filler(self, target: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class TrainingSample:
 
     def fill(self, buffers: Targets) -> None:
         self.scene.fill(buffers.voxels)
-        for target, held in zip(map(values_of, self.targets), buffers.held, strict=True):
+        for target, held in zip(map(values_of, self.targets), buffers.tensors, strict=True):
             (held[: len(target)] if target.ndim else held).copy_(target)
 
     def tensor(self) -> SparseTensor:
@@ -126,7 +126,7 @@ class TrainingSample:
         return self.scene.geometry(site)
 
     def sample(self, most: int) -> TrainingSample:
-        chosen = taken(self.count, most, self.scene.coords.device)
+        chosen = sample_rows(self.count, most, self.scene.coords.device)
         if chosen is None:
             return self
         coords = self.scene.coords[chosen]
@@ -189,31 +189,31 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 class GradientBuffers:
     """Gradient buffers by parameter. infinite: float32 [1], nonzero if the scaler found a non-finite gradient."""
 
-    held: dict[Tensor, Tensor] = field(default_factory=dict)
+    by_parameter: dict[Tensor, Tensor] = field(default_factory=dict)
     infinite: Tensor | None = None
 
-    def take(self, found: Mapping[Tensor, Tensor]) -> None:
+    def store(self, found: Mapping[Tensor, Tensor]) -> None:
         """Copy gradients into the buffers."""
         for parameter, grad in found.items():
-            if parameter not in self.held:
+            if parameter not in self.by_parameter:
                 # torch gives gradients the layout of their parameter.
-                self.held[parameter] = torch.zeros_like(parameter, dtype=grad.dtype)
-        absent = [held for parameter, held in self.held.items() if parameter not in found]
+                self.by_parameter[parameter] = torch.zeros_like(parameter, dtype=grad.dtype)
+        absent = [held for parameter, held in self.by_parameter.items() if parameter not in found]
         if absent:
             torch._foreach_zero_(absent)  # pyright: ignore[reportPrivateImportUsage]
         if found:
-            copy_all([self.held[p] for p in found], list(found.values()))
+            copy_all([self.by_parameter[p] for p in found], list(found.values()))
 
-    def give(self, parameters: Sequence[Tensor]) -> None:
+    def assign_to(self, parameters: Sequence[Tensor]) -> None:
         """Set the buffers as `grad` of the parameters."""
         for parameter in parameters:
-            parameter.grad = self.held.get(parameter)
+            parameter.grad = self.by_parameter.get(parameter)
 
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """Forward, loss and gradients over buffers. site: as in PaddedProgram. kept: module buffers; backup: their values
-    before the last pass. modules: all modules of model and loss."""
+    """Forward, loss and gradients over buffers. site: as in PaddedProgram. module_buffers; backup: their values before
+    the last pass. modules: all modules of model and loss."""
 
     model: nn.Module
     loss: Loss
@@ -222,18 +222,20 @@ class StepProgram:
     parameters: tuple[Tensor, ...]
     options: StepOptions
     gradients: GradientBuffers
-    kept: list[Tensor] = field(default_factory=list)
+    module_buffers: list[Tensor] = field(default_factory=list)
     backup: list[Tensor] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
 
-    def run(self, buffers: Targets, rooms: Capacities, poison: bool = False, scale: float | None = None) -> StepResult:
+    def run(
+        self, buffers: Targets, capacities: Capacities, poison: bool = False, scale: float | None = None
+    ) -> StepResult:
         """Run one pass; gradients go to their buffers. poison: as in PaddedProgram. scale: overrides the scaler's."""
         with outside_inference_mode(), torch.enable_grad():
             with torch.no_grad():
-                copy_all(self.backup, self.kept)
-            entered = buffers.enter(self.site, BufferedState(rooms, (), poison, True))
+                copy_all(self.backup, self.module_buffers)
+            entered = buffers.make_input(self.site, BufferedState(capacities, (), poison, True))
             geometry = entered.x.geometry
-            loss = self.learn(entered.x, buffers.told(geometry.valid_mask), scale)
+            loss = self.forward_backward(entered.x, buffers.with_padding_ignored(geometry.valid_mask), scale)
             levels = dict(levels_of(geometry))
             with join_side_streams(geometry):
                 words = status_words_of(geometry, levels.values())
@@ -241,10 +243,10 @@ class StepProgram:
                 words = torch.cat([words, self.gradients.infinite.int()])
             return StepResult(loss, {path: LevelOutput(g.coords, g.stride) for path, g in levels.items()}, words)
 
-    def learn(self, x: SparseTensor, targets: Sequence[Tensor], scale: float | None = None) -> Tensor:
+    def forward_backward(self, x: SparseTensor, targets: Sequence[Tensor], scale: float | None = None) -> Tensor:
         """Compute the loss; unscaled and clipped gradients go to their buffers."""
         with outside_inference_mode(), torch.enable_grad():
-            loss = self.value(x, targets)
+            loss = self.compute_loss(x, targets)
             scaler = self.options.scaler
             scaled = scaler.scale(loss) if scaler is not None and scale is None else loss * (scale or 1.0)
             wanted = [p for p in self.parameters if p.requires_grad]
@@ -252,20 +254,20 @@ class StepProgram:
             with torch.autocast(loss.device.type, enabled=False):
                 grads = torch.autograd.grad(scaled, wanted, allow_unused=True)
             with torch.no_grad():
-                self._keep({p: g for p, g in zip(wanted, grads, strict=True) if g is not None}, scale)
+                self._store_gradients({p: g for p, g in zip(wanted, grads, strict=True) if g is not None}, scale)
         return loss.detach()
 
-    def value(self, x: SparseTensor, targets: Sequence[Tensor]) -> Tensor:
-        with self.autocast.again():
+    def compute_loss(self, x: SparseTensor, targets: Sequence[Tensor]) -> Tensor:
+        with self.autocast.context():
             loss = self.loss(self.model(x), *targets)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise OptionError(f"the loss must be a scalar that depends on parameters, found {found}")
         return loss
 
-    def _keep(self, found: Mapping[Tensor, Tensor], scale: float | None) -> None:
-        self.gradients.take(found)
-        grads = list(self.gradients.held.values())
+    def _store_gradients(self, found: Mapping[Tensor, Tensor], scale: float | None) -> None:
+        self.gradients.store(found)
+        grads = list(self.gradients.by_parameter.values())
         scaler = self.options.scaler
         if scale is not None:
             torch._foreach_div_(grads, scale)  # pyright: ignore[reportPrivateImportUsage]
@@ -301,7 +303,7 @@ class StepProgram:
         own = self.loss.buffers() if isinstance(self.loss, nn.Module) else ()
         return [*self.model.buffers(), *own]
 
-    def facts(self) -> tuple[Any, ...]:
+    def guard(self) -> tuple[Any, ...]:
         """Guard of a captured pass: training modes, submodules, and addresses of parameters and buffers."""
         found: list[Any] = []
         for module in self.modules:
@@ -317,12 +319,12 @@ class StepProgram:
         known = {id(p) for p in self.parameters}
         if any(id(p) not in known for part in parts for p in part.parameters()):
             raise OptionError("the model has new parameters, which the step does not update: call capture_step again")
-        self.kept[:] = self.state()
-        self.backup[:] = [t.clone() for t in self.kept]
-        self.gradients.held.clear()
+        self.module_buffers[:] = self.state()
+        self.backup[:] = [t.clone() for t in self.module_buffers]
+        self.gradients.by_parameter.clear()
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def restoring_state(self) -> Iterator[None]:
         """Restore buffers and random states on exit."""
         before, device = [(t, t.clone()) for t in self.state()], self.parameters[0].device
         gpus = [device] if device.type == "cuda" else []

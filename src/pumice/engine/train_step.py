@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, SGD, Optimizer
 
 from pumice.coords.capacity import CapacityPlanner, Shares
-from pumice.engine.buckets import CapacityBucket, CapacityMargins, CapturedModule, GraphRunner, Limits, on
+from pumice.engine.buckets import CapacityBucket, CapacityMargins, CapturedModule, GraphRunner, Limits, device_context
 from pumice.engine.buffers import ModelInput, VoxelScene
 from pumice.engine.capture import Box, check_example, check_scene, site_within
 from pumice.engine.compare import AMPLIFIED, steps_differ
@@ -100,7 +100,7 @@ def capture_step(
         model,
         loss,
         site_within(example.geometry.site, limits.batch, box),
-        Autocast.now(example.device.type),
+        Autocast.current(example.device.type),
         _parameters(model, loss, optimizer),
         StepOptions(scaler, clip, ignored),
         GradientBuffers(),
@@ -170,29 +170,29 @@ _SCALE = 1024.0  # Loss scale for the comparison of half precision gradients, in
 class _Steps(GraphRunner):
     """GraphRunner of a training step."""
 
-    early = False
+    early_status = False
     program: StepProgram  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self, program: StepProgram, buffers: Targets, example: TrainingSample, limits: Limits, margins: CapacityMargins
     ) -> None:
         super().__init__(program, buffers, example, limits, margins)
-        self._facts: tuple[Any, ...] | None = None
+        self._guard: tuple[Any, ...] | None = None
         self.skipped = 0
 
     def step(self, scene: TrainingSample, update: CapturedOptimizerStep) -> Tensor:
         """Run a step, update included, and return its loss."""
-        with on(self.device):
-            if (problem := self._unfit(scene)) is not None:
+        with device_context(self.device):
+            if (problem := self._host_rejection(scene)) is not None:
                 self._warn_once(*problem)
-                return self._own(scene, update)
+                return self._eager_step(scene, update)
             # The guard is checked after launch, while the device is busy: the graph keeps alive what it reads.
             bucket = self.bucket(scene.count) if self.graphs else self.prepared(scene.count)
             scene.fill(bucket.buffers)  # pyright: ignore[reportArgumentType]
             done: StepResult = bucket.run(self.program)
-            self.program.gradients.give(self.program.parameters)
-            facts, value = update.facts(), done.loss.clone()
-            if self._changed():
+            self.program.gradients.assign_to(self.program.parameters)
+            guard, value = update.guard(), done.loss.clone()
+            if self._guard_failed():
                 self._restore()
                 self.prepared(scene.count)
                 return self.step(scene, update)
@@ -201,103 +201,103 @@ class _Steps(GraphRunner):
             words, infinite = read[:most], any(read[most:])
             if words[0]:
                 self._restore()
-                why, detail = self._refused(scene, done, words)
+                why, detail = self._device_rejection(scene, done, words)
                 self._warn_once(why, detail)
                 if why == "room":
                     # Before the eager step: re-planning overwrites the gradient buffers.
-                    self._widen(bucket, scene)
-                return self._own(scene, update)
+                    self._replan(bucket, scene)
+                return self._eager_step(scene, update)
             self.replays += 1
-            self._finish(infinite, update, facts)
+            self._finish(infinite, update, guard)
             return value
 
     def _restore(self) -> None:
         """Restore module buffers to their values before the last pass."""
         with torch.no_grad():
-            copy_all(self.program.kept, self.program.backup)
+            copy_all(self.program.module_buffers, self.program.backup)
 
-    def _own(self, scene: TrainingSample, update: CapturedOptimizerStep) -> Tensor:
+    def _eager_step(self, scene: TrainingSample, update: CapturedOptimizerStep) -> Tensor:
         """The eager step."""
-        self._renew()
-        value = self.program.learn(scene.tensor(), [values_of(t) for t in scene.targets])
-        self.program.gradients.give(self.program.parameters)
+        self._drop_stale_graphs()
+        value = self.program.forward_backward(scene.tensor(), [values_of(t) for t in scene.targets])
+        self.program.gradients.assign_to(self.program.parameters)
         found = self.program.gradients.infinite
         infinite = self.program.options.scaler is not None and found is not None and bool(found)
-        self._finish(infinite, update, update.facts())
+        self._finish(infinite, update, update.guard())
         return value
 
-    def _finish(self, infinite: bool, update: CapturedOptimizerStep, facts: tuple[Any, ...]) -> None:
+    def _finish(self, infinite: bool, update: CapturedOptimizerStep, guard: tuple[Any, ...]) -> None:
         if infinite:
             self.skipped += 1
         else:
-            update(facts)
+            update(guard)
         self.program.rescale()
 
-    def _unfit(self, scene: TrainingSample) -> tuple[str, str] | None:
+    def _host_rejection(self, scene: TrainingSample) -> tuple[str, str] | None:
         box = self.program.site.bounds
         if scene.batch != box.batch:
             return "batch", f"of {scene.batch} items differs from the example's {box.batch}"
-        return super()._unfit(scene)
+        return super()._host_rejection(scene)
 
     def prepared(self, count: int) -> CapacityBucket:
         """Bucket for `count` voxels; all are dropped first if the guard (modes, modules, addresses) fails."""
-        self._renew()
+        self._drop_stale_graphs()
         return self.bucket(count)
 
-    def _changed(self) -> bool:
-        return self.program.facts() != self._facts
+    def _guard_failed(self) -> bool:
+        return self.program.guard() != self._guard
 
-    def _renew(self) -> None:
+    def _drop_stale_graphs(self) -> None:
         """Drop all graphs if the guard fails."""
-        if self._changed():
+        if self._guard_failed():
             self.program.refresh_modules()
             self.buckets.clear()
-            self._facts = self.program.facts()
+            self._guard = self.program.guard()
 
-    def _made(
+    def _build_bucket(
         self, capacity: int, scene: ModelInput | None = None, least: Mapping[Any, int] | None = None
     ) -> CapacityBucket:
-        with self.program.unchanged():
-            return super()._made(capacity, scene, least)
+        with self.program.restoring_state():
+            return super()._build_bucket(capacity, scene, least)
 
-    def _planned(self, buffers: Targets, planner: CapacityPlanner) -> CapacityBucket:
+    def _plan_bucket(self, buffers: Targets, planner: CapacityPlanner) -> CapacityBucket:
         # The scaler creates its scale lazily; it must exist before capture.
         if (scaler := self.program.options.scaler) is not None:
             scaler.scale(torch.ones((), device=self.device))
-        return super()._planned(buffers, planner)
+        return super()._plan_bucket(buffers, planner)
 
     def _check(self, bucket: CapacityBucket, scene: TrainingSample) -> None:
         """Compare with the eager step, padding rows filled with NaN; a subsample ensures that there are some."""
         few = scene.sample(max(1, bucket.buffers.capacity * 7 // 8))
         for sample in dict.fromkeys((few, scene)):
             sample.fill(bucket.buffers)  # pyright: ignore[reportArgumentType]
-            if not self._compared(bucket, sample)[0]:
+            if not self._compare(bucket, sample)[0]:
                 return
         raise CaptureError("the example exceeds the capacity: see level_capacity and margin")
 
-    def _compared(self, bucket: CapacityBucket, scene: TrainingSample) -> Sequence[int]:
+    def _compare(self, bucket: CapacityBucket, scene: TrainingSample) -> Sequence[int]:
         """Status words of a pass; raises CaptureError if it fits but differs from the eager step."""
         program, x, targets = self.program, scene.tensor(), [values_of(t) for t in scene.targets]
         scale = 1.0 if program.options.scaler is None else _SCALE
         kind = program.autocast.dtype if program.autocast.enabled else x.dtype
 
         def learned(x: SparseTensor) -> dict[str, Tensor]:
-            return self._found(lambda: program.learn(x, targets, scale))
+            return self._outcome(lambda: program.forward_backward(x, targets, scale))
 
         want, rounded = learned(x), learned(_rounded(x, kind, 1))
         bucket.buffers.poison(scene.count)
         words: list[Sequence[int]] = []
 
         def run() -> Tensor:
-            done = program.run(bucket.buffers, bucket.rooms, poison=True, scale=scale)  # pyright: ignore[reportArgumentType]
+            done = program.run(bucket.buffers, bucket.capacities, poison=True, scale=scale)  # pyright: ignore[reportArgumentType]
             words.append(done.status_words.tolist())
             return done.loss
 
-        got = self._found(run)
+        got = self._outcome(run)
         error = None if words[0][0] else steps_differ([*want], _alike(got, want, rounded), kind, AMPLIFIED)
         if error:
             # Near the kink of a ReLU one rounding mostly changes nothing, but several may change much.
-            others = [learned(_rounded(x, kind, AMPLIFIED, seed)) for seed in range(_AGAIN)]
+            others = [learned(_rounded(x, kind, AMPLIFIED, seed)) for seed in range(_PERTURBATIONS)]
             error = steps_differ([*want], _alike(got, want, *others), kind, 1)
         if error:
             raise CaptureError(
@@ -307,19 +307,19 @@ class _Steps(GraphRunner):
             )
         return words[0]
 
-    def _found(self, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+    def _outcome(self, run: Callable[[], Tensor]) -> dict[str, Tensor]:
         """Loss, gradients and buffers after a pass without dropout, by name; model state is restored."""
         program = self.program
-        with program.without_dropout(), program.unchanged():
+        with program.without_dropout(), program.restoring_state():
             found = {"the loss": run()}
             names: dict[Tensor, str] = {p: name for name, p in program.model.named_parameters()}
-            held = program.gradients.held.items()
+            held = program.gradients.by_parameter.items()
             found |= {f"the gradient of {names.get(p, f'parameter {n}')}": g.clone() for n, (p, g) in enumerate(held)}
             found |= {f"buffer {n} of {list(t.shape)}": t.clone() for n, t in enumerate(program.state())}
         return found
 
 
-_AGAIN = 4  # Number of perturbed eager steps that a step with a difference is compared with
+_PERTURBATIONS = 4  # Number of perturbed eager steps that a step with a difference is compared with
 
 
 def _rounded(x: SparseTensor, kind: torch.dtype, times: int, seed: int = 0) -> SparseTensor:
@@ -373,10 +373,10 @@ class CapturedOptimizerStep:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer, self._device = optimizer, device
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._of: tuple[Hashable, ...] | None = None
-        self._last: tuple[Hashable, ...] | None = None
+        self._captured_guard: tuple[Hashable, ...] | None = None
+        self._last_guard: tuple[Hashable, ...] | None = None
         # Kept alive: the graph reads these addresses.
-        self._read: list[Tensor] = []
+        self._kept_alive: list[Tensor] = []
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.replays = 0
 
@@ -385,35 +385,37 @@ class CapturedOptimizerStep:
         """True if the step is captured."""
         return self._graph is not None
 
-    def facts(self) -> tuple[Hashable, ...]:
+    def guard(self) -> tuple[Hashable, ...]:
         """Guard of the captured step: hyperparameters and tensor identities."""
-        return tuple(_facts(self.optimizer)) if self._side is not None else ()
+        return tuple(_guard_values(self.optimizer)) if self._side is not None else ()
 
-    def __call__(self, facts: tuple[Hashable, ...]) -> None:
-        """Run the update; facts: the current guard, with gradients set."""
-        if self._side is None or (facts != self._of and (facts != self._last or not capturable(self.optimizer))):
-            self._own()
+    def __call__(self, guard: tuple[Hashable, ...]) -> None:
+        """Run the update; guard: the current one, with gradients set."""
+        if self._side is None or (
+            guard != self._captured_guard and (guard != self._last_guard or not capturable(self.optimizer))
+        ):
+            self._eager_step()
             return
-        if facts != self._of:
-            self._record(facts)
+        if guard != self._captured_guard:
+            self._capture(guard)
         assert self._graph is not None
         self._graph.replay()
         self.replays += 1
 
-    def _own(self) -> None:
+    def _eager_step(self) -> None:
         with warnings.catch_warnings():
             # torch warns about capturable=True without a capture; the capture follows later.
             warnings.filterwarnings("ignore", message=".*capturable=True.*")
             self.optimizer.step()
-        self._last = self.facts()
+        self._last_guard = self.guard()
 
-    def _record(self, facts: tuple[Hashable, ...]) -> None:
+    def _capture(self, guard: tuple[Hashable, ...]) -> None:
         assert self._side is not None
         self._graph = graph = torch.cuda.CUDAGraph()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
             self.optimizer.step()
-        self._of, self._read = facts, list(_tensors(self.optimizer))
+        self._captured_guard, self._kept_alive = guard, list(_tensors(self.optimizer))
 
 
 def capturable(optimizer: Optimizer) -> bool:
@@ -425,21 +427,21 @@ def capturable(optimizer: Optimizer) -> bool:
     return all(group.get("capturable", False) for group in optimizer.param_groups)
 
 
-def _facts(optimizer: Optimizer) -> Iterator[Hashable]:
+def _guard_values(optimizer: Optimizer) -> Iterator[Hashable]:
     for group in optimizer.param_groups:
         for name, value in group.items():
             if name != "params":
                 yield name
-                yield _fact(value)
+                yield _hashable(value)
         for parameter in group["params"]:
             yield id(parameter)
             yield parameter.data_ptr()
             yield id(parameter.grad)
             for value in optimizer.state.get(parameter, {}).values():
-                yield _fact(value)
+                yield _hashable(value)
 
 
-def _fact(value: Any) -> Hashable:
+def _hashable(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return id(value)
     return value if isinstance(value, Hashable) else repr(value)

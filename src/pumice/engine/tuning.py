@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pumice.engine.groups import LayerGroup, Observed, observe
-from pumice.engine.isolated_layers import IsolatedLayer, compile_at_once, compile_first, isolated_layer, time_tiles
+from pumice.engine.isolated_layers import IsolatedLayer, compile_first, compile_in_parallel, isolated_layer, time_tiles
 from pumice.engine.measure import Meter, PassTiming
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Tiles, Trial, Tuning
 from pumice.engine.subject import Loss, Scene, TuningSubject, subject, undisturbed
@@ -27,11 +27,11 @@ from pumice.lower.loops import EIGHT_BITS
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops.conv import Flow
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, PLANNED, WGRAD, Dataflow, Dataflows, chosen
-from pumice.schedule.predict import CandidateFlow, LayerWork, candidate_flows, is_applicable, promising, together
+from pumice.schedule.predict import CandidateFlow, LayerWork, candidate_flows, is_applicable, promising, total_seconds
 from pumice.schedule.tuned_plans import PlanKey, TunedPlan, Workload, plans
 from pumice.schedule.tuned_tiles import Key, ledger
 from pumice.schedule.tuner import (
-    LEAST,
+    MIN_NOISE,
     Assignment,
     Clock,
     SearchProgress,
@@ -42,7 +42,7 @@ from pumice.schedule.tuner import (
 )
 
 FACTOR = 2.5  # A dataflow is a candidate if its cost model estimate is within this factor of the best one
-_TRIED = {1: 6, 2: 4}  # Largest number of candidates per task, by the number of tasks of a group; best estimates first
+_MAX_CANDIDATES = {1: 6, 2: 4}  # Per task, by the number of tasks of a group; best estimates first
 REPEATS = 3
 
 BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
@@ -84,7 +84,7 @@ def tune(
     ----------
     model: any torch.nn.Module with convolutions of pumice.nn, on its device and in its dtype; set autocast yourself.
         Only the layers' `dataflow` changes; a dataflow that was set by hand is kept.
-    samples: one or a few representative SparseTensors (or pairs of coordinates and features).
+    samples: one or a few representative SparseTensors (or pairs of coordinates and features, D = 3).
     mode: "inference", or "training": forward and backward, with the loss below.
     budget: seconds, compilation included.
     bind: in training, the passes of a group that share a dataflow: "forward with dgrad", "dgrad with wgrad" or "all".
@@ -105,49 +105,49 @@ def tune(
     (model not a Module, samples of wrong type), DeviceError (samples and model on different devices).
     """
     began = time.monotonic()
-    asked = subject(model, samples, mode, loss)
-    options = _options(asked, budget, bind, candidates)
-    with _released(asked.model) as left, watching(progress) as watch:
-        with undisturbed(asked.model, False):
-            compile_first(asked)
-            observed = observe(asked, left)
-        run = _TuningRun(asked, observed, options, Clock(budget - (time.monotonic() - began), watch=watch))
-        with undisturbed(asked.model, asked.training):
+    tuned_model = subject(model, samples, mode, loss)
+    options = _options(tuned_model, budget, bind, candidates)
+    with _released(tuned_model.model) as left, watching(progress) as watch:
+        with undisturbed(tuned_model.model, False):
+            compile_first(tuned_model)
+            observed = observe(tuned_model, left)
+        run = _TuningRun(tuned_model, observed, options, Clock(budget - (time.monotonic() - began), watch=watch))
+        with undisturbed(tuned_model.model, tuned_model.training):
             result = run.result(fresh, save, began)
-        result.apply(asked.model)
+        result.apply(tuned_model.model)
     return result
 
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """flows: allowed dataflows; named: user-given, so try all. bind, parts: key and value in BINDINGS."""
+    """flows: allowed dataflows; explicit: user-given, so try all. bind, pass_groups: key and value in BINDINGS."""
 
     flows: tuple[Dataflow, ...]
-    named: bool
+    explicit: bool
     bind: str
-    parts: tuple[tuple[str, ...], ...]
+    pass_groups: tuple[tuple[str, ...], ...]
 
-    def may(self, flow: Dataflow, passes: Sequence[str], tuned_model: TuningSubject) -> bool:
+    def allows(self, flow: Dataflow, passes: Sequence[str], tuned_model: TuningSubject) -> bool:
         """True if a dataflow may be chosen for these passes."""
         ordered = torch.are_deterministic_algorithms_enabled() and tuned_model.device.type == "cuda"
         library = not {x.dtype for x in tuned_model.scenes} & {*EIGHT_BITS}
         return flow in self.flows and all(is_applicable(name, flow, ordered, library) for name in passes)
 
 
-def _options(asked: TuningSubject, budget: float, bind: str | None, candidates: Any) -> TuningOptions:
+def _options(tuned_model: TuningSubject, budget: float, bind: str | None, candidates: Any) -> TuningOptions:
     if not isinstance(budget, int | float) or not budget > 0:
         raise OptionError(f"budget is a number of seconds above 0, found {budget!r}")
-    if bind is not None and (bind not in BINDINGS or not asked.training):
-        raise OptionError(f"bind={bind!r} in mode {asked.mode!r}; in training there are {', '.join(BINDINGS)}")
-    kind = asked.device.type
+    if bind is not None and (bind not in BINDINGS or not tuned_model.training):
+        raise OptionError(f"bind={bind!r} in mode {tuned_model.mode!r}; in training there are {', '.join(BINDINGS)}")
+    kind = tuned_model.device.type
     flows = tuple(flow for flow in DATAFLOWS.values() if kind in flow.devices)
     if candidates is not None and candidates != "all":
         if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
             raise OptionError(f"candidates takes 'all' or a list of dataflows, found {candidates!r}")
         flows = tuple(chosen(one)[0] for one in candidates)
-    if not asked.training:
+    if not tuned_model.training:
         return TuningOptions(flows, candidates is not None, "", _INFERENCE)
-    bind = bind or binding(asked.device)
+    bind = bind or binding(tuned_model.device)
     return TuningOptions(flows, candidates is not None, bind, BINDINGS[bind])
 
 
@@ -182,65 +182,66 @@ def _released(model: nn.Module) -> Iterator[list[str]]:
 
 @dataclass(frozen=True, eq=False)
 class PassTask:
-    """Choice of a dataflow for these passes of a group. standing: estimated seconds of the default. prospects:
-    candidates, best estimate first. Seconds are summed over all scenes."""
+    """Choice of a dataflow for these passes of a group. default_seconds: estimate for the default. candidates:
+    best estimate first. Seconds are summed over all scenes."""
 
     group: LayerGroup
     passes: tuple[str, ...]
-    standing: float
-    prospects: tuple[CandidateFlow, ...]
+    default_seconds: float
+    candidates: tuple[CandidateFlow, ...]
 
     @property
     def key(self) -> str:
         return self.group.name if self.passes == (FORWARD,) else f"{self.group.name}, {' with '.join(self.passes)}"
 
     def predicted(self, flow: Dataflow) -> float:
-        found = (prospect.seconds for prospect in self.prospects if prospect.flow == flow)
+        found = (candidate.seconds for candidate in self.candidates if candidate.flow == flow)
         return next(found, math.nan) / len(self.group.works)
 
 
-def parts_of(tuned_model: TuningSubject, observed: Observed, options: TuningOptions) -> list[PassTask]:
+def tuning_tasks(tuned_model: TuningSubject, observed: Observed, options: TuningOptions) -> list[PassTask]:
     """All tuning tasks, largest estimated time first."""
     found = []
     for group in observed.groups:
         works: list[LayerWork] = [work for scene in group.works for work in scene]
-        for passes in options.parts:
-            flows = [flow for flow in options.flows if options.may(flow, passes, tuned_model)]
-            standing = together(PLANNED, works, passes, tuned_model.device.type)
+        for passes in options.pass_groups:
+            flows = [flow for flow in options.flows if options.allows(flow, passes, tuned_model)]
+            default_seconds = total_seconds(PLANNED, works, passes, tuned_model.device.type)
             tried = candidate_flows(flows, works, passes, tuned_model.device.type)
-            tried = tried if options.named else promising(tried, standing, FACTOR)[: _TRIED[len(options.parts)]]
-            found.append(PassTask(group, passes, standing, tuple(tried)))
-    return sorted(found, key=lambda part: -part.standing)
+            if not options.explicit:
+                tried = promising(tried, default_seconds, FACTOR)[: _MAX_CANDIDATES[len(options.pass_groups)]]
+            found.append(PassTask(group, passes, default_seconds, tuple(tried)))
+    return sorted(found, key=lambda part: -part.default_seconds)
 
 
 class _NetworkBench:
-    """Measures a network under assignments of dataflows. spent: timings by assignment."""
+    """Measures a network under assignments of dataflows. timings: by assignment."""
 
-    def __init__(self, asked: TuningSubject, parts: Sequence[PassTask]) -> None:
-        self.asked, self.parts = asked, {part.key: part for part in parts}
-        self.meter = Meter(asked.device, REPEATS)
-        self.spent: dict[frozenset[tuple[str, Any]], list[PassTiming]] = {}
+    def __init__(self, tuned_model: TuningSubject, tasks: Sequence[PassTask]) -> None:
+        self.tuned_model, self.tasks = tuned_model, {part.key: part for part in tasks}
+        self.meter = Meter(tuned_model.device, REPEATS)
+        self.timings: dict[frozenset[tuple[str, Any]], list[PassTiming]] = {}
 
     def __call__(self, assignment: Assignment) -> float:
         for group, flow in self.flows(assignment).items():
             for layer in group.layers.values():
                 layer.dataflow = layer.tuned = flow
         found = self._measured()
-        self.spent.setdefault(frozenset(assignment.items()), []).append(found)
+        self.timings.setdefault(frozenset(assignment.items()), []).append(found)
         return found.total
 
     def flows(self, assignment: Assignment) -> dict[LayerGroup, Flow]:
         """Dataflow of the layers of each group."""
-        by_group: dict[LayerGroup, dict[str, Dataflow]] = {part.group: {} for part in self.parts.values()}
+        by_group: dict[LayerGroup, dict[str, Dataflow]] = {part.group: {} for part in self.tasks.values()}
         for key, flow in assignment.items():
             assert isinstance(flow, Dataflow)
-            part = self.parts[key]
+            part = self.tasks[key]
             by_group[part.group].update(dict.fromkeys(part.passes, flow))
-        return {group: flow_of(passes, self.asked.training) for group, passes in by_group.items()}
+        return {group: flow_of(passes, self.tuned_model.training) for group, passes in by_group.items()}
 
-    def last(self, assignment: Assignment) -> PassTiming:
+    def mean_of_last(self, assignment: Assignment) -> PassTiming:
         """Mean of the last two measurements of an assignment."""
-        found = self.spent[frozenset(assignment.items())][-2:]
+        found = self.timings[frozenset(assignment.items())][-2:]
         names = dict.fromkeys(name for each in found for name in each.parts)
         parts = {name: fmean(each.parts.get(name, 0.0) for each in found) for name in names}
         total, wall = fmean(each.total for each in found), fmean(each.wall for each in found)
@@ -248,7 +249,7 @@ class _NetworkBench:
 
     def _measured(self) -> PassTiming:
         try:
-            return self.meter.spent(self.asked.calls())
+            return self.meter.measure(self.tuned_model.calls())
         except PumiceError:
             raise
         except torch.OutOfMemoryError as problem:
@@ -278,12 +279,12 @@ def _short(flow: Dataflow) -> str | Dataflow:
 class _TuningRun:
     """Tuning run of a network whose groups are known."""
 
-    asked: TuningSubject
+    tuned_model: TuningSubject
     observed: Observed
     options: TuningOptions
     clock: Clock
     notes: list[str] = field(default_factory=list)
-    tiling: float = 8.0
+    tile_seconds: float = 8.0
     """Longest time of tuning a layer's tiles, in seconds; a guess until one has been timed."""
     timed: bool = False
 
@@ -292,46 +293,46 @@ class _TuningRun:
             raise OptionError(f"nothing to tune: {'; '.join(self.observed.notes) or 'no layer ran'}")
         self.began = self.clock.now()
         self.workload: Workload = tuple(group.workload for group in self.observed.groups)
-        self.key = PlanKey.of(*identity(self.asked, self.observed, self.options.bind), self.workload)
-        self.parts = parts_of(self.asked, self.observed, self.options)
-        self.bench = _NetworkBench(self.asked, self.parts)
+        self.key = PlanKey.of(*identity(self.tuned_model, self.observed, self.options.bind), self.workload)
+        self.tasks = tuning_tasks(self.tuned_model, self.observed, self.options)
+        self.bench = _NetworkBench(self.tuned_model, self.tasks)
 
     @property
     def left(self) -> float:
         return self.clock.budget - (self.clock.now() - self.began)
 
     def result(self, fresh: bool, save: bool, began: float) -> Tuning:
-        near, hints = (None, {}) if fresh else self._known()
+        near, hints = (None, {}) if fresh else self._saved_plan()
         if near is not None and near.finished:
-            return self._reused(near)
+            return self._from_saved_plan(near)
         start = {} if near is None else dict(near.flows)
-        done = () if near is None else near.asked
+        done = () if near is None else near.tuned_groups
         found = self._search(start, done, hints)
-        if near is not None and not found.finished and not found.asked:
+        if near is not None and not found.finished and not found.tuned_groups:
             # Stopped before any new measurement.
-            return self._reused(near)
-        kernels = self.asked.device.type == "cuda"
+            return self._from_saved_plan(near)
+        kernels = self.tuned_model.device.type == "cuda"
         tiles = tuple(self.tiles(found)) if found.finished and kernels else ()
         for _ in tiles[:2]:
             # Earlier measurements may have used other tiles.
             self.bench(found.assignment)
-        before, after = self.bench.last({}), self.bench.last(found.assignment)
+        before, after = self.bench.mean_of_last({}), self.bench.mean_of_last(found.assignment)
         choices = tuple(self._choices(found, done))
         notes = (*self.notes, *self.observed.notes, found.ended, before.note)
         if save:
-            self._save(found, (*done, *found.asked), before, after)
+            self._save(found, (*done, *found.tuned_groups), before, after)
         spent = time.monotonic() - began
         device = str(self.key.device)
-        return Tuning(self.asked.mode, device, choices, before, after, tiles, notes, found.finished, False, spent)
+        return Tuning(self.tuned_model.mode, device, choices, before, after, tiles, notes, found.finished, False, spent)
 
-    def _known(self) -> tuple[TunedPlan | None, Mapping[str, Dataflow]]:
+    def _saved_plan(self) -> tuple[TunedPlan | None, Mapping[str, Dataflow]]:
         """(saved plan for this workload, {}), or (None, dataflows of a similar plan to try first)."""
         alike = plans().alike(self.key, self.workload)
         if alike is None:
             return None, {}
         _, plan = alike
         usable = all(
-            key in self.bench.parts and self.options.may(flow, self.bench.parts[key].passes, self.asked)
+            key in self.bench.tasks and self.options.allows(flow, self.bench.tasks[key].passes, self.tuned_model)
             for key, flow in plan.flows.items()
         )
         near = plans().near(self.key, self.workload)
@@ -343,64 +344,64 @@ class _TuningRun:
         self.notes.append(f"tuned on {when} for {why} ({plan.about}): tuned again")
         return None, plan.flows
 
-    def _reused(self, plan: TunedPlan) -> Tuning:
+    def _from_saved_plan(self, plan: TunedPlan) -> Tuning:
         flows = self.bench.flows(plan.flows)
         choices = tuple(
-            _choice(group, flows[group], (), "from the tuning cache", self._standing(group))
+            _choice(group, flows[group], (), "from the tuning cache", self._default_seconds(group))
             for group in self.observed.groups
         )
         before, after = (PassTiming(**spent) for spent in (plan.before, plan.after))
         notes = (*self.notes, *self.observed.notes)
-        return Tuning(self.asked.mode, self.key.device, choices, before, after, (), notes, plan.finished, True)
+        return Tuning(self.tuned_model.mode, self.key.device, choices, before, after, (), notes, plan.finished, True)
 
-    def _save(self, found: SearchResult, asked: tuple[str, ...], before: PassTiming, after: PassTiming) -> None:
+    def _save(self, found: SearchResult, tuned_groups: tuple[str, ...], before: PassTiming, after: PassTiming) -> None:
         flows: Any = found.assignment
-        about = f"{type(self.asked.model).__name__}, {len(self.workload)} maps, {self.observed.groups[0]}"
+        about = f"{type(self.tuned_model.model).__name__}, {len(self.workload)} maps, {self.observed.groups[0]}"
         was, now = ({**asdict(each), "parts": dict(each.parts)} for each in (before, after))
         near = plans().near(self.key, self.workload)
         if near is not None and near[0] != self.key:
             plans().forget([near[0]])
-        plans().keep(self.key, TunedPlan(flows, self.workload, was, now, asked, found.finished, about))
+        plans().keep(self.key, TunedPlan(flows, self.workload, was, now, tuned_groups, found.finished, about))
 
     def _search(self, start: Assignment, done: Sequence[str], hints: Mapping[str, Dataflow]) -> SearchResult:
-        questions = []
-        for part in self.parts:
-            flows = [prospect.flow for prospect in part.prospects]
+        tasks = []
+        for part in self.tasks:
+            flows = [candidate.flow for candidate in part.candidates]
             if (hint := hints.get(part.key)) in flows:
                 flows.sort(key=lambda flow: flow != hint)
             if part.key not in done and flows:
-                questions.append(TuningTask(part.key, tuple(flows)))
-        return search(questions, self.bench, self.clock, start, self._compile)
+                tasks.append(TuningTask(part.key, tuple(flows)))
+        return search(tasks, self.bench, self.clock, start, self._compile)
 
-    def _compile(self, question: TuningTask) -> None:
-        part = self.bench.parts[question.group]
-        flows: Any = question.candidates
-        layers = isolated_layer(part.group.calls, self.asked.training)
+    def _compile(self, task: TuningTask) -> None:
+        part = self.bench.tasks[task.group]
+        flows: Any = task.candidates
+        layers = isolated_layer(part.group.calls, self.tuned_model.training)
         # Compiling a large group may exceed the budget.
-        compile_at_once(layers, part.passes, flows, lambda: self.left <= 0)
+        compile_in_parallel(layers, part.passes, flows, lambda: self.left <= 0)
 
     def tiles(self, found: SearchResult) -> Iterator[Tiles]:
         """Time the tiles of the groups' kernels, largest group first, while the budget lasts. Tiles are timed in
         isolation, with a cold cache; those that slow down the network are dropped."""
         flows = self.bench.flows(found.assignment)
-        best, largest = found.after, sorted(flows, key=lambda group: -self._standing(group))
+        best, largest = found.after, sorted(flows, key=lambda group: -self._default_seconds(group))
         try:
             for number, group in enumerate(largest):
                 self.clock.watch(SearchProgress(group.name, "tiles", number, len(flows), self.left, best, found.before))
                 new = self._time(group, flows[group])
                 if new:
-                    yield (judged := self._judged(group, new, best, found))
+                    yield (judged := self._judge_tiles(group, new, best, found))
                     best = min(best, judged.after)
         except KeyboardInterrupt:
             self.notes.append("tile tuning was interrupted")
 
-    def _judged(self, group: LayerGroup, new: set[Key], best: float, found: SearchResult) -> Tiles:
+    def _judge_tiles(self, group: LayerGroup, new: set[Key], best: float, found: SearchResult) -> Tiles:
         """Keep new tiles unless the network is slower with them."""
         after = self.bench(found.assignment)
         if after > best:
             # Measure an apparent slowdown twice.
             after = min(after, self.bench(found.assignment))
-        kept = after <= best * (1 + LEAST)
+        kept = after <= best * (1 + MIN_NOISE)
         if not kept:
             ledger().forget(new)
         return Tiles(group.name, len(new), best, after, kept)
@@ -408,35 +409,37 @@ class _TuningRun:
     def _time(self, group: LayerGroup, flow: Flow) -> set[Key]:
         """Time the tiles of a group's layers within the budget; returns the new keys of the tile cache."""
         known = set(ledger().known())
-        for layer in isolated_layer(group.calls, self.asked.training):
+        for layer in isolated_layer(group.calls, self.tuned_model.training):
             begin = self.clock.now()
-            if self.left < 1.5 * self.tiling:
+            if self.left < 1.5 * self.tile_seconds:
                 break
-            _timed(layer, flow, self.asked.training)
-            self.tiling = max(self.tiling if self.timed else 0.0, self.clock.now() - begin)
+            _timed(layer, flow, self.tuned_model.training)
+            self.tile_seconds = max(self.tile_seconds if self.timed else 0.0, self.clock.now() - begin)
             self.timed = True
         return set(ledger().known()) - known
 
-    def _standing(self, group: LayerGroup) -> float:
-        return sum(part.standing for part in self.parts if part.group is group) / len(group.works)
+    def _default_seconds(self, group: LayerGroup) -> float:
+        return sum(part.default_seconds for part in self.tasks if part.group is group) / len(group.works)
 
     def _choices(self, found: SearchResult, done: Sequence[str]) -> Iterator[DataflowChoice]:
         flows = self.bench.flows(found.assignment)
         for group in self.observed.groups:
-            own = [part for part in self.parts if part.group is group]
+            own = [part for part in self.tasks if part.group is group]
             trials = tuple(_trial(part, tried) for part in own for tried in found.tried.get(part.key, ()))
             why = "; ".join(_why(part, found, part.key in done) for part in own)
-            yield _choice(group, flows[group], trials, why, self._standing(group))
+            yield _choice(group, flows[group], trials, why, self._default_seconds(group))
 
 
-def _choice(group: LayerGroup, flow: Flow, trials: tuple[Trial, ...], why: str, standing: float) -> DataflowChoice:
+def _choice(
+    group: LayerGroup, flow: Flow, trials: tuple[Trial, ...], why: str, default_seconds: float
+) -> DataflowChoice:
     pairs = group.pairs / max(1.0, group.rows)
-    return DataflowChoice(group.name, tuple(group.layers), group.rows, pairs, standing, flow, trials, why)
+    return DataflowChoice(group.name, tuple(group.layers), group.rows, pairs, default_seconds, flow, trials, why)
 
 
 def _trial(part: PassTask, tried: TrialResult) -> Trial:
     flow: Any = tried.candidate
-    return Trial(str(flow), part.passes, part.predicted(flow), tried.seconds, tried.stood, tried.refused)
+    return Trial(str(flow), part.passes, part.predicted(flow), tried.seconds, tried.baseline, tried.refused)
 
 
 def _why(part: PassTask, found: SearchResult, done: bool) -> str:
@@ -449,7 +452,7 @@ def _why(part: PassTask, found: SearchResult, done: bool) -> str:
     if taken is not None:
         (own,) = (trial for trial in trials if trial.flow == str(taken))
         return f"{names}{own}"
-    if not part.prospects:
+    if not part.candidates:
         return f"{names}no competitive candidate by cost model estimate"
     if not trials:
         return f"{names}{NOT_ASKED}"
@@ -496,7 +499,7 @@ def _dtype(dtype: torch.dtype) -> str:
 Watch = Callable[[SearchProgress], object]
 
 
-def told(step: SearchProgress) -> str:
+def progress_text(step: SearchProgress) -> str:
     """Text of a step: the best time so far, and the candidate being measured."""
     what = f"{step.group}: {step.candidate}" if step.candidate is not None else step.group or "the default"
     share = step.before / step.best if 0 < step.best < float("inf") else 1.0
@@ -531,6 +534,6 @@ def _bar() -> Iterator[Watch]:
 
         def watch(step: SearchProgress) -> None:
             left = f"{step.left // 60:.0f}:{step.left % 60:02.0f} left"
-            shown.update(task, total=step.total, completed=step.done, description=told(step), left=left)
+            shown.update(task, total=step.total, completed=step.done, description=progress_text(step), left=left)
 
         yield watch

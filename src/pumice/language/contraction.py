@@ -46,7 +46,7 @@ class NestedProduct:
     left, right positions of its factors: those with the rows, those with the outer reduction
     """
 
-    met: str
+    shared: str
     summed: tuple[str, ...]
     left: tuple[int, ...]
     right: tuple[int, ...]
@@ -82,7 +82,7 @@ class ContractionRoles:
     right: tuple[int, ...]
     target: Access
     segment: Segment | None
-    adds: bool
+    atomic: bool
     folds: bool = False
     stacked: bool = False
     packed: bool = False
@@ -106,13 +106,13 @@ def contraction_roles(statement: Statement, extents: Mapping[str, int]) -> Contr
     if found is None and (segment is not None or adds):
         # Mostly idle tensor cores are still faster than elementwise gathers.
         found = _product(term, target, reduced, segment, extents, narrow=True)
-    common = {"target": target, "segment": segment, "adds": adds}
+    common = {"target": target, "segment": segment, "atomic": adds}
     if found is not None:
         return replace(found, **common)
     folded = _folded_product(term, target, reduced, extents) if segment is None else None
     if folded is not None:
         # Several blocks of columns may add to one entry.
-        return replace(folded, target=target, adds=True)
+        return replace(folded, target=target, atomic=True)
     return replace(_entrywise(term, target, reduced, segment, extents), **common)
 
 
@@ -129,7 +129,7 @@ def stacked(roles: ContractionRoles, statement: Statement) -> ContractionRoles |
     The entries of all segments of a tile are its reduction. The left side is mostly zero; tensor cores multiply it
     faster than plain units convert and add the non-zeros.
     """
-    if not roles.laned or roles.folds or roles.adds or roles.segment is None or not roles.columns:
+    if not roles.laned or roles.folds or roles.atomic or roles.segment is None or not roles.columns:
         return None
     deps = [set(indices_of(factor)) for factor in statement.terms[0].factors]
     right = tuple(i for i, dep in enumerate(deps) if dep & set(roles.columns))
@@ -161,7 +161,7 @@ def packed(roles: ContractionRoles, statement: Statement, extents: Mapping[str, 
     along = [e for access in accesses_of(term) for e in access.indices if segment.position in indices_of(e)]
     if any(set(found.reduced) <= set(indices_of(e)) or any(c < 0 for c, _ in e.terms) for e in along):
         return None
-    return replace(found, target=roles.target, segment=segment, adds=roles.adds, packed=True)
+    return replace(found, target=roles.target, segment=segment, atomic=roles.atomic, packed=True)
 
 
 def segment_axis(roles: ContractionRoles) -> tuple[str, int, int]:
@@ -300,17 +300,17 @@ def _within(
     deps: Sequence[set[str]],
     places: Sequence[int],
     tile: Sequence[str],
-    alone: Sequence[str],
+    own_reductions: Sequence[str],
     extents: Mapping[str, int],
 ) -> NestedProduct | None:
-    """These factors as a product over `alone`, the reductions of no other factor, or None."""
+    """These factors as a product over `own_reductions`, the reductions of no other factor, or None."""
     right = tuple(place for place in places if deps[place] & set(tile))
     left = tuple(place for place in places if place not in right)
-    met = [name for name in alone if name in _union(deps, left) and name in _union(deps, right)]
-    if len(met) != 1 or not _SMALLEST_WITHIN <= extents[met[0]] <= _DEEPEST_WITHIN:
+    shared = [name for name in own_reductions if name in _union(deps, left) and name in _union(deps, right)]
+    if len(shared) != 1 or not _SMALLEST_WITHIN <= extents[shared[0]] <= _DEEPEST_WITHIN:
         return None
-    summed = tuple(name for name in alone if name != met[0])
-    return NestedProduct(met[0], summed, left, right) if _volume(summed, extents) <= _LONGEST_WITHIN else None
+    summed = tuple(name for name in own_reductions if name != shared[0])
+    return NestedProduct(shared[0], summed, left, right) if _volume(summed, extents) <= _LONGEST_WITHIN else None
 
 
 def _folded_product(
@@ -351,7 +351,7 @@ def _with_rest(
     within: NestedProduct | None = None,
 ) -> ContractionRoles:
     rows, columns, tile = axes
-    inside = (within.met, *within.summed) if within else ()
+    inside = (within.shared, *within.summed) if within else ()
     loops = tuple(name for name in reduced if name not in tile and name not in inside)
     batch = tuple(n for n in indices_of(target) if n not in rows and n not in columns and n != own)
     batch = (own, *batch) if own else batch

@@ -38,15 +38,15 @@ class TwoStepLowering:
         self, bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, precision: str = ""
     ) -> None:
         self.bound = bound
-        first, second = _two(bound, operands)
+        first, second = _steps_of(bound, operands)
         self.name = first.statement.target.name
-        self.first = kernels.runner(first, _between(operands), None, precision)
+        self.first = kernels.runner(first, _intermediate_dtype(operands), None, precision)
         self.second = kernels.runner(second, dtype, None, precision)
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
-        return self.second(self.between(operands), before)
+        return self.second(self.run_first(operands), before)
 
-    def between(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def run_first(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the first step; the operands of the second one."""
         return {**operands, self.name: self.first(operands)}
 
@@ -66,17 +66,17 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 
 def of_chain(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
     """The work of both steps."""
-    return _work(_two(bound, operands), operands)
+    return _work(_steps_of(bound, operands), operands)
 
 
-def _two(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Steps:
+def _steps_of(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Steps:
     """The two steps of a statement that has them."""
     found = _steps(bound, _facts(operands))
     assert not isinstance(found, str)
     return found
 
 
-def _between(operands: Mapping[str, Tensor]) -> torch.dtype:
+def _intermediate_dtype(operands: Mapping[str, Tensor]) -> torch.dtype:
     """The dtype of the first result, which is not rounded to half precision."""
     kinds = {t.dtype for t in operands.values() if t.dtype.is_floating_point}
     return torch.float64 if torch.float64 in kinds else torch.float32
@@ -98,7 +98,7 @@ def _steps(bound: BoundStatement, facts: Facts) -> Steps | str:
     form = contraction_roles(statement, bound.extents)
     if form.product and form.within is None and not form.folds:
         return "the statement is one matrix product"
-    ways = list(_ways(bound, operands))
+    ways = list(_candidate_steps(bound, operands))
     if form.product:
         # A step must be a matrix product: the second one if there is an inner product, the first one if folded.
         ways = [way for way in ways if (_role(way[1]).within if form.within else _role(way[0]).product)]
@@ -126,7 +126,7 @@ def _plain(expression: Affine) -> bool:
     return all(e.bare is not None for e in atom.indices)
 
 
-def _ways(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Iterator[Steps]:
+def _candidate_steps(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Iterator[Steps]:
     """All pairs of steps whose first step reduces an index."""
     statement = bound.statement
     (term,) = statement.terms
@@ -144,7 +144,7 @@ def _ways(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Iterator[Ste
             first = _with(statement, target, Term(tuple(inner)))
             second = _with(statement, statement.target, replace(term, factors=(target, *outer)))
             shape = tuple(bound.extents[n] for n in axes)
-            given = {**operands, name: torch.empty(shape, dtype=_between(operands), device="meta")}
+            given = {**operands, name: torch.empty(shape, dtype=_intermediate_dtype(operands), device="meta")}
             steps = _bound(replace(first, accumulate=False), given, shape), _bound(second, given, bound.shape)
             if not any(kernels.refusal(step.statement, step, given) for step in steps):
                 yield steps
@@ -165,5 +165,5 @@ def _bound(statement: Statement, operands: Mapping[str, Tensor], shape: tuple[in
 def _work(steps: Steps, operands: Mapping[str, Tensor]) -> Work:
     first, second = steps
     target = first.statement.target.name
-    given = {**operands, target: torch.empty(first.shape, dtype=_between(operands), device="meta")}
+    given = {**operands, target: torch.empty(first.shape, dtype=_intermediate_dtype(operands), device="meta")}
     return work.kernel_work(first.statement, first, given) + work.kernel_work(second.statement, second, given)

@@ -164,14 +164,14 @@ def materialize(wanted: Sequence[tuple[KernelMap, Iterable[Chosen | None]]], dif
 def _run_as_einsum(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
     """The statement of a pass over the form of its dataflow."""
     split, finish = _in_groups(map_pass, given), _finish(epilogue)
-    ready = map_pass.found.cached(_key(map_pass, given, finish), lambda _: _ready(map_pass, split, finish))
+    ready = map_pass.found.cached(_key(map_pass, given, finish), lambda _: _plan_of(map_pass, split, finish))
     found = plan.execute_plan(ready, split, None if epilogue is None else epilogue.split(map_pass.groups))
     return _flat(map_pass, found)
 
 
-def _ready(map_pass: Pass, given: Two, finish: EpilogueSignature) -> plan.Plan:
+def _plan_of(map_pass: Pass, given: Two, finish: EpilogueSignature) -> plan.Plan:
     """The plan of the call, with the arrays of the map bound."""
-    each = [maps.held(map_pass.found, form) for form in forms(map_pass)]
+    each = [maps.form_operands(map_pass.found, form) for form in forms(map_pass)]
     tokens, arrays = [t for names, _ in each for t in names], [x for _, held in each for x in held]
     operands, names = [*given, *arrays], "|".join((*_OPERANDS[map_pass.name], *tokens))
     text, shape = statement(map_pass.name, map_pass.groups), _shape(map_pass, given)
@@ -182,17 +182,17 @@ def _ready(map_pass: Pass, given: Two, finish: EpilogueSignature) -> plan.Plan:
     return plan.bound_plan(operands, plan.PlanRequest(names, text, shape, steady, (0, 1), lowering, finish, piece))
 
 
-def _in_order(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+def _run_in_order(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
     """Products of all pairs sorted by output, then a segment sum; wgrad by kernel offset."""
     if map_pass.name == WGRAD:
         return _by_library(partial(_gathered, movement.forward_by_group), map_pass, given, epilogue)
     split, finish = _in_groups(map_pass, given), _finish(epilogue)
     key = _key(map_pass, given, finish)
-    products, sums = map_pass.oriented_map.cached(key, lambda _: _ready_in_order(map_pass, split, finish))
+    products, sums = map_pass.oriented_map.cached(key, lambda _: _plans_in_order(map_pass, split, finish))
     return plan.execute_plan(sums, [plan.execute_plan(products, split).flatten(1)], epilogue)
 
 
-def _ready_in_order(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tuple[plan.Plan, plan.Plan]:
+def _plans_in_order(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tuple[plan.Plan, plan.Plan]:
     taps, inputs, places, outputs = map_pass.oriented_map.cached("pairs in output order", _pairs_in_order)
     operands, lowering = [*given, inputs, taps, places], _lowering(given[0])
     shape = _shape(map_pass, given)
@@ -200,10 +200,10 @@ def _ready_in_order(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tu
     if map_pass.groups == 1:
         text = text.replace(",h", "").replace("h,", "")
     names = "|".join((*_OPERANDS[map_pass.name], "i", "k", "s"))
-    products = plan.ready_for(operands, names, text, (len(outputs), *width), lowering)
+    products = plan.plan_for(operands, names, text, (len(outputs), *width), lowering)
     # Only its shape and dtype are used.
     buffer = given[0].new_empty((len(outputs), math.prod(width)), dtype=products.dtype)
-    sums = plan.ready_for([buffer, outputs], "Y|o", _SUMS, (shape[0], math.prod(width)), lowering, finish)
+    sums = plan.plan_for([buffer, outputs], "Y|o", _SUMS, (shape[0], math.prod(width)), lowering, finish)
     return plan.bind_operands(products, operands, (0, 1)), plan.bind_operands(sums, [buffer, outputs], (0,))
 
 
@@ -212,7 +212,7 @@ def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     A place is the rank of a pair sorted by output, then by kernel offset; padding is -1.
     """
-    if found.between is not None:
+    if found.buffered is not None:
         raise OptionError("dataflow fetch-on-demand-deterministic reads map sizes on the host, not allowed in capture")
     taps, inputs, outputs = found.grouped(maps.group_of(found))
     flat = outputs.flatten()
@@ -235,7 +235,7 @@ def _lowering(x: Tensor) -> str:
 
 
 def _finish(epilogue: Epilogue | None) -> EpilogueSignature:
-    return NO_EPILOGUE if epilogue is None else epilogue.finish
+    return NO_EPILOGUE if epilogue is None else epilogue.signature
 
 
 def _in_groups(map_pass: Pass, given: Two) -> Two:
@@ -276,7 +276,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "fused": _library(partial(_gathered, movement.forward_fused)),
         "locality-aware": _library(partial(_gathered, movement.forward_in_order)),
         "on-demand": _run_as_einsum,
-        "on-demand-in-order": _in_order,
+        "on-demand-in-order": _run_in_order,
         "implicit": _run_as_einsum,
         "planned": _run_as_einsum,
     }

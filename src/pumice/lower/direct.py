@@ -148,7 +148,7 @@ class Template:
     def over(self, held: Held, rows: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> Direct | None:
         """The call over another map; rows: as `counted` tells them. None where addresses need 64 bits, and where the
         planner has to choose."""
-        if held.far or self.runner.is_far(shape):
+        if held.far or self.runner.needs_int64(shape):
             return None
         for count, lead in rows:
             # Of the others it is as it was.
@@ -221,9 +221,9 @@ class Call:
 
         tensors: the call's, with those of the epilogue last; numbers: which of them each one is that `ready` takes.
         """
-        if len(ready.parts) != 1 or (finish != NO_EPILOGUE and not ready.finishes):
+        if len(ready.steps) != 1 or (finish != NO_EPILOGUE and not ready.applies_epilogue):
             return None
-        order = {name: numbers[n] for name, n in ready.parts[0].places}
+        order = {name: numbers[n] for name, n in ready.steps[0].places}
         order |= {name: n for n, name in enumerate(finish.names, len(tensors) - len(finish.names))}
         given = {name: tensors[n] for name, n in order.items()}
         template = _template(ready, held, given, order)
@@ -257,7 +257,7 @@ def _of_ready(ready: Plan, tensors: Mapping[str, Tensor], order: Mapping[str, in
     order: the places of the tensors, by their names, among those of later calls.
     """
     run = _alone(ready)
-    aimed = None if run is None else run.made(tensors)
+    aimed = None if run is None else run.prepared_launch(tensors)
     if run is None or aimed is None:
         return None
     return Direct(aimed, run.like, ready.shape, tuple((place, order[name]) for place, name in aimed.slots.free))
@@ -267,14 +267,14 @@ def _template(ready: Plan, held: Held, tensors: Mapping[str, Tensor], order: Map
     """The same for other maps; held: the arrays of the call's own."""
     run, places = _alone(ready), {id(x): n for n, x in enumerate(held.arrays)}
     family = None if run is None or held.far else run.family(tensors)
-    if run is None or family is None or not all(id(x) in places for x in run.held.values()):
+    if run is None or family is None or not all(id(x) in places for x in run.bound_operands.values()):
         return None
-    return Template(family, run.like, {name: places[id(x)] for name, x in run.held.items()}, order)
+    return Template(family, run.like, {name: places[id(x)] for name, x in run.bound_operands.items()}, order)
 
 
 def _alone(ready: Plan) -> kernels.BoundExecutor | None:
     """The one kernel that a call is."""
-    run = ready.parts[0].run if len(ready.parts) == 1 else None
+    run = ready.steps[0].run if len(ready.steps) == 1 else None
     return run if isinstance(run, kernels.BoundExecutor) and run.like.dtype == ready.dtype else None
 
 

@@ -4,7 +4,7 @@
 
 A program computes a tile of results, rows x columns, and iterates over the reductions in one flat loop. Index tensors
 keep the axes they depend on and are broadcast only where an address or a mask needs both: nothing is reshaped or
-transposed before the dot ("lazy broadcasting", Insum section 5). The plain-torch twin is lower/graph.py.
+transposed before the dot ("lazy broadcasting", Insum section 5). In plain torch: lower/graph.py.
 
 `Signature` is the specialisation key of the source; sizes are arguments, so all sizes share a kernel.
 """
@@ -39,19 +39,19 @@ class Signature:
     """Specialisation key of a kernel's source, besides the statement.
 
     dtypes: of the operands and of the result (under ""), by name: fp8, fp16, bf16, fp32, fp64, i8, i32, i64.
-    unit: (operand, axis) whose stride is 1.  wide: operands that need 64-bit addresses.
-    far: index expressions whose values need 64 bits.
+    unit: (operand, axis) whose stride is 1.  int64_operands: those that need 64-bit addresses.
+    int64_expressions: index expressions whose values need 64 bits.
     static: compile-time extents.  starts: first values of declared ranges.
     strides: compile-time (operand, axis, stride) of packed operands; they determine the width of loads.
     even: the axes out of "Y", "R" and "X" that are divisible by their tile.
-    whole: one tile covers the reduction.
-    thrice: float32 products are written out as three tf32 products (see _Emitter._halves).
+    single_iteration: one tile covers the reduction.
+    split_float32: float32 products are written out as three tf32 products (see _Emitter._halves).
     segment_threads: entries of one segment that a row processes in parallel, where the segment's index is the row.
     column_major_grid: all rows of one block of columns are processed before the next block.
     splits: split-K: several programs share the loop of one tile and accumulate by atomics.
     accumulate: the earlier result (BEFORE, in the layout of the result) is added.
     prefetch_indices: indices that loads of the loop depend on are loaded two iterations ahead.
-    pieces: stream-K: several programs may share a segment; the last one adds up the partial sums.
+    stream_k: several programs may share a segment; the last one adds up the partial sums.
     epilogue_subtiles: number of column slices in which the epilogue and the store run.
     hoisted: loop-invariant address arithmetic is hoisted out of the loop.
     padded: arrays over the points of a segment are padded with -1, so their number needs no check.
@@ -60,20 +60,20 @@ class Signature:
 
     dtypes: tuple[tuple[str, str], ...]
     unit: frozenset[tuple[str, int]] = frozenset()
-    wide: frozenset[str] = frozenset()
-    far: frozenset[Affine] = frozenset()
+    int64_operands: frozenset[str] = frozenset()
+    int64_expressions: frozenset[Affine] = frozenset()
     static: tuple[tuple[str, int], ...] = ()
     starts: tuple[tuple[str, int], ...] = ()
     strides: tuple[tuple[str, int, int], ...] = ()
     even: str = ""
-    whole: bool = False
-    thrice: bool = False
+    single_iteration: bool = False
+    split_float32: bool = False
     segment_threads: int = 1
     column_major_grid: bool = False
     splits: bool = False
     accumulate: bool = False
     prefetch_indices: bool = False
-    pieces: bool = False
+    stream_k: bool = False
     epilogue_subtiles: int = 1
     hoisted: bool = True
     padded: bool = True
@@ -205,14 +205,14 @@ class _Emitter:
         self.turned = self.roles.folds and not self.roles.product
         if self.turned:
             self.turning.update(self.roles.columns)
-        taken_off = ((c, atom) for expression in self.signature.far for c, atom in expression.terms)
+        taken_off = ((c, atom) for expression in self.signature.int64_expressions for c, atom in expression.terms)
         self.long = {atom.name for c, atom in taken_off if c < 0 and isinstance(atom, Access)}
         self.compute = ""
         self.accumulator = self.summed = "tl.float64" if "fp64" in self.dtypes.values() else "tl.float32"
         # Loop invariants are loaded before the loop.
-        self.fixed = set(self.roles.reduced) if self.signature.whole else set[str]()
+        self.fixed = set(self.roles.reduced) if self.signature.single_iteration else set[str]()
         if self.roles.within:
-            self.fixed.update((self.roles.within.met, *self.roles.within.summed))
+            self.fixed.update((self.roles.within.shared, *self.roles.within.summed))
             self.turning.update(self.fixed)
 
     # The frame of the kernel
@@ -225,7 +225,7 @@ class _Emitter:
         self._loop(product)
         self._store(outer, inner != [])
         # Written-out products fix their precision.
-        precise = [] if self.signature.thrice else ["PRECISION"]
+        precise = [] if self.signature.split_float32 else ["PRECISION"]
         own = ["BR", *precise] if self.roles.product else ["STAGES"] if inner else []
         constants = ["BY", "BX", *own, *self._loop_constants()]
         arguments = (
@@ -240,7 +240,7 @@ class _Emitter:
         owned = roles.segment is not None and not roles.laned and not roles.stacked
         if signature.epilogue_subtiles > 1 and (not roles.product or roles.folds or roles.laned or roles.stacked):
             raise OptionError("epilogue_subtiles > 1 requires a matrix product that is not folded, laned or stacked")
-        if signature.pieces and not owned:
+        if signature.stream_k and not owned:
             raise OptionError("stream_k_chunk > 0 requires a segmented product whose rows are not the segments")
         if (roles.stacked or roles.packed) and not (signature.hoisted and signature.padded):
             raise OptionError("stacked and packed tiles require hoisted=True and padded=True")
@@ -277,7 +277,7 @@ class _Emitter:
             head += [f"blocks_x = tl.cdiv({self._volume(roles.columns)}, BX)"]
             # The block of columns is the slowest digit of the program id.
             head += ["others = tl.num_programs(0) // blocks_x", "rest = rest % others * blocks_x + rest // others"]
-        if self.signature.pieces:
+        if self.signature.stream_k:
             head.append("unit = rest")
         self._axis("X", roles.columns, "fold" if self.turned else "rest")
         lanes = self._lane_rows() or self._stacked_rows()
@@ -297,7 +297,7 @@ class _Emitter:
         if roles.segment and not lanes:
             rows, starts, stops = (self._segment(part) for part in ("rows", "starts", "stops"))
             self._define(roles.segment.index, f"tl.load({rows} + rest)", "")
-            if self.signature.pieces:
+            if self.signature.stream_k:
                 head.append("item = rest")
             head += [f"start = tl.load({starts} + rest)", f"stop = tl.load({stops} + rest)"]
 
@@ -407,7 +407,7 @@ class _Emitter:
             code = f"tl.where({owner.at('YR')} == row[:, None], {left.at('YR')}, 0.0)"
             left = self._named("m", Value(code, "YR"), self.body)
         sides = self._side(left, "YR", compute), self._side(right, "RX", compute)
-        if not self.signature.thrice:
+        if not self.signature.split_float32:
             a, b = (self._rounded(side, compute) for side in sides)
             return f"tl.dot({a}, {b}, accumulator, {self._how(compute)})"
         (a, low_a), (b, low_b) = self._halves(sides[0]), self._halves(sides[1])
@@ -438,18 +438,18 @@ class _Emitter:
 
     def _left_product(self, within: NestedProduct, inner: Sequence[int], compute: str) -> Value:
         """The left side as a matrix product whose reduction fits one tile."""
-        extent = self.static[within.met]
+        extent = self.static[within.shared]
         self.head.append(f"j = tl.arange(0, {self._depth_within()})")
         if extent == self._depth_within():
             self.even += "J"
         else:
             self.head.append(f"in_j = j < {extent}")
-        self._define(within.met, "j", "J")
+        self._define(within.shared, "j", "J")
         sides = [
             self._side(self._written_out([place for place in places if place in inner], within, axes), axes, compute)
             for places, axes in ((within.left, "YJ"), (within.right, "JR"))
         ]
-        if not self.signature.thrice:
+        if not self.signature.split_float32:
             return self._named("m", Value(f"tl.dot({sides[0]}, {sides[1]}, {self._how(compute)})", "YR"), self.body)
         (a, low_a), (b, low_b) = self._halves(sides[0]), self._halves(sides[1])
         self.body += [
@@ -483,7 +483,7 @@ class _Emitter:
     def _depth_within(self) -> int:
         """Tile depth of the inner product's reduction; tensor cores need at least 16."""
         within = self.roles.within
-        return max(16, 1 << (self.static[within.met] - 1).bit_length()) if within else 0
+        return max(16, 1 << (self.static[within.shared] - 1).bit_length()) if within else 0
 
     def _written_out(self, places: Sequence[int], within: NestedProduct, axes: str) -> Value:
         """The product of factors, summed over their short reductions by unrolling."""
@@ -579,7 +579,7 @@ class _Emitter:
 
     def _reduced(self, names: Sequence[str]) -> None:
         """Compute the points of the reduction; a single index as base plus ramp, to hoist address arithmetic."""
-        if self.signature.whole:
+        if self.signature.single_iteration:
             self.head.append("r = tl.arange(0, BR)")
             self._points("R", names, self.head)
             return
@@ -622,7 +622,7 @@ class _Emitter:
             return []
         tiled = self.roles.product or self.turned
         names = self.roles.reduced if self.roles.product else self.roles.columns
-        if self.signature.whole:
+        if self.signature.single_iteration:
             return []
         return ["BLOCKS"] if tiled and all(name in self.static for name in names) else []
 
@@ -631,7 +631,7 @@ class _Emitter:
         if product is None:
             return
         head.append(f"accumulator = tl.zeros((BY, BX), dtype={self.summed})")
-        if self.signature.thrice:
+        if self.signature.split_float32:
             head.append(f"small = tl.zeros((BY, BX), dtype={self.accumulator})")
         turns = [self._extent(name) for name in self.roles.loops if name != self.position]
         if self.roles.stacked:
@@ -640,7 +640,7 @@ class _Emitter:
             turns = ["tl.cdiv(stop - start, PACK)"]
         elif self.roles.product or self.turned:
             names, block = (self.roles.reduced, "BR") if self.roles.product else (self.roles.columns, "BX")
-            if not self.signature.whole:
+            if not self.signature.single_iteration:
                 turns.append("BLOCKS")
                 if not self._loop_constants():
                     head.append(f"BLOCKS = tl.cdiv({self._volume(names)}, {block})")
@@ -662,19 +662,19 @@ class _Emitter:
             head += [*self._indices(first, ""), *self._indices(f"{first} + 1", "_next")]
         head.append(f"for turn in tl.range({first}, {last}{ahead}):")
         head += [f"    {line}" for line in (*self.body, f"accumulator = {product}", *self._moved())]
-        if self.signature.thrice:
+        if self.signature.split_float32:
             head.append("accumulator += tl.where(small == small, small, 0.0)")
         if self.roles.stacked:
             head += self._one_by_one()
         if self.summed != self.accumulator:
             head.append(f"accumulator = accumulator.to({self.accumulator})")
-        if self.signature.pieces:
+        if self.signature.stream_k:
             head += self._pieces()
         self.body = []
 
     def _until(self, last: str) -> str:
         """The end of the loop: no iterations if an index array says that the program has no results."""
-        if not self.roles.adds:
+        if not self.roles.atomic:
             return last
         arrays = (array for expression in self.roles.target.indices for array in expression.arrays)
         valid = [f"({self._load(a, 'YX').code} >= 0)" for a in arrays if set(indices_of(a)) <= set(self.roles.batch)]
@@ -754,7 +754,7 @@ class _Emitter:
         integer = self.dtypes[access.name] in INTEGERS
         where = " + ".join([self._operand(access.name), *(value.at(own) for value in pointer)])
         mask = " & ".join(value.at(own) for value in masks)
-        cast = ".to(tl.int32)" if integer and not self.signature.wide and access.name not in self.long else ""
+        cast = ".to(tl.int32)" if integer and not self.signature.int64_operands and access.name not in self.long else ""
         turns = bool((self.turning - self.fixed) & set(indices_of(access)))
         if integer and turns and self.signature.prefetch_indices and all(e.bare for e in access.indices):
             loaded = Value(f"v{next(self.number)}", own)
@@ -835,7 +835,7 @@ class _Emitter:
         return [Value(f"({' + '.join(codes)})", axes) for axes, codes in ordered], list(masks.values())
 
     def _scaled(self, name: str, axis: int, code: str) -> str:
-        if name in self.signature.wide:
+        if name in self.signature.int64_operands:
             code = f"tl.cast({code}, tl.int64)"
         if (name, axis) in self.signature.unit:
             return code
@@ -847,7 +847,7 @@ class _Emitter:
         self, access: Access, axis: int, expression: Affine, lines: list[str]
     ) -> tuple[list[Value], list[Value]]:
         """(the expression as a sum of values of different axes, the conditions for it to be in bounds)."""
-        far = expression in self.signature.far
+        far = expression in self.signature.int64_expressions
         constant = f"tl.cast({expression.constant}, tl.int64)" if far else str(expression.constant)
         sums: dict[str, list[str]] = {"": [constant]} if expression.constant else {}
         conditions: list[Value] = []
@@ -968,7 +968,7 @@ class _Emitter:
         pointer, masks = self._address(Access("", roles.target.indices), self._result(), head)
         if roles.segment and roles.laned:
             masks.append(Value(f"({self.values[roles.segment.index].code} >= 0)", "Y"))
-        if self.signature.pieces:
+        if self.signature.stream_k:
             masks.append(Value("done"))
         shape = f"({self._rows_of_result()}, {width})"
         # Sums instead of broadcasts: atomics of the interpreter need full arrays.
@@ -1040,7 +1040,7 @@ class _Emitter:
     @property
     def _shared(self) -> bool:
         """True if several programs add to one entry."""
-        return self.roles.adds or self.signature.splits
+        return self.roles.atomic or self.signature.splits
 
     def _write(self) -> None:
         if self._shared:

@@ -2,7 +2,7 @@
 
     y = activation((x - mean[n]) / sqrt(variance[n] + eps) * scale[n] + shift[n] + residual)
 
-Kernels apply it in registers, in float32, and round once. `applied` is the twin in plain torch; with gradients the
+Kernels apply it in registers, in float32, and round once. `applied` does the same in plain torch; with gradients the
 result was rounded to its dtype before.
 """
 
@@ -74,7 +74,7 @@ class EpilogueSignature:
 
 
 NO_EPILOGUE = EpilogueSignature()
-_finish = lru_cache(maxsize=64)(EpilogueSignature)
+_cached_signature = lru_cache(maxsize=64)(EpilogueSignature)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +112,9 @@ class Epilogue:
         return {f"*{name}": x for name in TENSORS if (x := getattr(self, name)) is not None}
 
     @cached_property
-    def finish(self) -> EpilogueSignature:
+    def signature(self) -> EpilogueSignature:
         """The signature that a kernel is specialised on."""
-        return _finish(tuple(self.operands), self.activation, self.dtype, self.eps, self.row_padding)
+        return _cached_signature(tuple(self.operands), self.activation, self.dtype, self.eps, self.row_padding)
 
     @staticmethod
     def of_norm(
@@ -133,7 +133,8 @@ class Epilogue:
             operands = {name: x for name, x in operands.items() if x is not None}
         made = object.__new__(Epilogue)
         # Fill the cached properties.
-        held = {"operands": operands, "finish": _finish(tuple(operands), activation, None, eps, row_padding)}
+        signature = _cached_signature(tuple(operands), activation, None, eps, row_padding)
+        held = {"operands": operands, "signature": signature}
         held |= {"mean": mean, "variance": variance, "eps": eps, "scale": scale, "shift": shift}
         held |= {"residual": residual, "activation": activation, "dtype": None, "row_padding": row_padding}
         object.__setattr__(made, "__dict__", held)

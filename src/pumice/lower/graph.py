@@ -32,7 +32,7 @@ from pumice.language.nodes import (
     accesses_of,
     indices_of,
 )
-from pumice.lower.loops import WRAPS, dtypes_of, equal_dtype, equals, read_names, tops_of, working_dtype, worst
+from pumice.lower.loops import WRAPS, dtypes_of, equal_dtype, equals, identity_value, read_names, tops_of, working_dtype
 from pumice.runtime.cache import BoundedCache
 
 LIMIT = 16 << 30
@@ -45,15 +45,15 @@ class Setting(NamedTuple):
     """Specialisation key of a graph, besides the statement.
 
     dtypes: of the operands; result: dtype of the result; low: half-precision products use the device's tensor cores,
-    which accumulate in float32; inside: accesses that are in bounds at every point; far: index expressions whose values
-    may not fit in int64.
+    which accumulate in float32; in_bounds: accesses that are in bounds at every point; int64_expressions: index
+    expressions whose values may not fit in int64.
     """
 
     dtypes: tuple[tuple[str, torch.dtype], ...]
     result: torch.dtype
     low: bool = False
-    inside: frozenset[Access] = frozenset()
-    far: frozenset[Affine] = frozenset()
+    in_bounds: frozenset[Access] = frozenset()
+    int64_expressions: frozenset[Affine] = frozenset()
 
 
 class IndexedTensor(NamedTuple):
@@ -239,7 +239,7 @@ def extreme(x: Tensor, axes: Sequence[int], largest: bool) -> Tensor:
     """The largest or smallest values along the axes."""
     if 0 in x.shape:
         shape = [n for axis, n in enumerate(x.shape) if axis not in axes]
-        return x.new_full(shape, worst(x.dtype, largest))
+        return x.new_full(shape, identity_value(x.dtype, largest))
     return x.amax(list(axes)) if largest else x.amin(list(axes))
 
 
@@ -314,7 +314,7 @@ class _Builder:
                 if len(expression.terms) > 1 or coefficient < 0 or expression.constant > 0:
                     conditions.append(IndexedTensor(part.tensor >= 0, part.indices))
             value = aligned(part, names)
-            if expression in self.setting.far:
+            if expression in self.setting.int64_expressions:
                 about = value.to(torch.float64) * float(coefficient) + about
             value = value if coefficient == 1 else value * coefficient
             total = value if total is None else total + value
@@ -322,7 +322,7 @@ class _Builder:
             total = self.call(filled, (), expression.constant, torch.int64, self.like)
         elif expression.constant:
             total = total + expression.constant
-        if expression in self.setting.far:
+        if expression in self.setting.int64_expressions:
             conditions.append(IndexedTensor(abs(about) < WRAPS, names))
         return IndexedTensor(total, names), both(conditions)
 
@@ -333,7 +333,7 @@ class _Builder:
         positions, conditions = [], []
         for axis, length in zip(axes, lengths, strict=True):
             position, there = self.once(self.position, access.indices[axis])
-            if access.indices[axis].bare is None and access not in self.setting.inside:
+            if access.indices[axis].bare is None and access not in self.setting.in_bounds:
                 value = position.tensor
                 there = both([there, IndexedTensor((value >= 0) & (value < length), position.indices)])
             if there is not None:
@@ -543,7 +543,7 @@ class _Builder:
         reduced = list(range(len(kept), len(nest)))
         there = there or IndexedTensor(self.call(filled, (), 1, torch.bool, self.like), ())
         counted, values = self.whole(there, nest), self.whole(value, nest)
-        fill = 0 if how == "mean" else worst(self.dtype, how == "max")
+        fill = 0 if how == "mean" else identity_value(self.dtype, how == "max")
         values = self.call(torch.where, counted, values, fill)
         counted = counted.to(torch.int64)
         if reduced:
@@ -614,9 +614,9 @@ def both(conditions: Sequence[IndexedTensor | None]) -> IndexedTensor | None:
 def _inside(bound: BoundStatement, operands: Mapping[str, Tensor]) -> frozenset[Access]:
     """The accesses that are in bounds at every point, independently of index arrays."""
     target = bound.statement.target
-    found = {target} if _lies_inside(target, bound.shape, bound) else set()
+    found = {target} if _is_in_bounds(target, bound.shape, bound) else set()
     accesses = accesses_of(*target.indices, *bound.statement.terms)
-    return frozenset(found.union(a for a in accesses if _lies_inside(a, operands[a.name].shape, bound)))
+    return frozenset(found.union(a for a in accesses if _is_in_bounds(a, operands[a.name].shape, bound)))
 
 
 def _far(bound: BoundStatement, operands: Mapping[str, Tensor]) -> frozenset[Affine]:
@@ -626,7 +626,7 @@ def _far(bound: BoundStatement, operands: Mapping[str, Tensor]) -> frozenset[Aff
     return frozenset(e for e, (low, high) in found.items() if low < -(1 << 63) or high >= 1 << 63)
 
 
-def _lies_inside(access: Access, shape: Sequence[int], bound: BoundStatement) -> bool:
+def _is_in_bounds(access: Access, shape: Sequence[int], bound: BoundStatement) -> bool:
     return all(_fits(e, extent, bound) for e, extent in zip(access.indices, shape, strict=True))
 
 

@@ -43,7 +43,7 @@ from pumice.lower.segments import Segments
 from pumice.lower.stamp import FAR, SCRATCH, Aimed, SizeKey, TileFamily, segments_of, size_key
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.launch import CompiledKernel
-from pumice.runtime.streams import captured
+from pumice.runtime.streams import is_capturing
 from pumice.runtime.workspace import Workspace, workspace
 from pumice.schedule import tile as tiles
 from pumice.schedule.tile import Problem, Tile
@@ -78,34 +78,34 @@ class SizedLaunch:
     fixed: the arguments, None for tensors. variant: see GeneratedKernel.variant.
     """
 
-    emitted: GeneratedKernel
+    generated: GeneratedKernel
     programs: int
     fixed: Sequence[Any]
     variant: tuple[int, ...]
 
     @property
     def source(self) -> Source:
-        return self.emitted.source
+        return self.generated.source
 
     @property
     def kernel(self) -> Any:
-        return self.emitted.kernel
+        return self.generated.kernel
 
     @property
     def tile(self) -> Tile:
-        return self.emitted.tile
+        return self.generated.tile
 
     @property
     def slots(self) -> tuple[tuple[int, str, str], ...]:
-        return self.emitted.slots
+        return self.generated.slots
 
     @property
-    def summed(self) -> torch.dtype:
-        return self.emitted.summed
+    def partial_dtype(self) -> torch.dtype:
+        return self.generated.partial_dtype
 
     @property
     def compiled(self) -> dict[tuple[Any, ...], CompiledKernel]:
-        return self.emitted.compiled
+        return self.generated.compiled
 
     @property
     def options(self) -> dict[str, int]:
@@ -117,9 +117,9 @@ class SizedLaunch:
         arguments = enumerate(self.source.arguments)
         return {a.variable: self.fixed[place] for place, a in arguments if a.kind == "constant"}
 
-    def scratch(self, device: torch.device) -> Workspace:
+    def workspace(self, device: torch.device) -> Workspace:
         """Workspace of the launch: counters of finished programs, and their partial sums."""
-        return workspace(self.programs, self.emitted.room(self.programs), device)
+        return workspace(self.programs, self.generated.workspace_bytes(self.programs), device)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     if torch.float8_e4m3fn in kinds and (why := without_fp8(next(iter(operands.values())).device)):
         return why
     form = contraction_roles(statement, bound.extents)
-    if form.adds and torch.are_deterministic_algorithms_enabled():
+    if form.atomic and torch.are_deterministic_algorithms_enabled():
         return "results are accumulated by atomics, which deterministic algorithms forbid"
     try:
         _emitted(statement, form, _signature(bound, operands, form, torch.float32, _smallest(form)))
@@ -217,8 +217,8 @@ class KernelExecutor:
         self.bound = bound
         self._empty = any(not len(extent) for extent in bound.ranges.values())
         self.splits = 1 if self._empty else self.splits_at(None)
-        adds = self._form.adds or self.splits > 1
-        self._whole = not self._empty and not adds and _covers(bound, self._form)
+        adds = self._form.atomic or self.splits > 1
+        self._whole = not self._empty and not adds and _writes_every_entry(bound, self._form)
         # Accumulate in float32 at least.
         self._summed = torch.promote_types(self.dtype, torch.float32) if adds else self.dtype
         self._launches: dict[Any, SizedLaunch] = {}
@@ -247,7 +247,7 @@ class KernelExecutor:
         return found
 
     @property
-    def finishes(self) -> bool:
+    def applies_epilogue(self) -> bool:
         """True if the kernel can apply an epilogue: it writes every entry of the result exactly once."""
         return self._whole and not self._form.folds
 
@@ -257,12 +257,12 @@ class KernelExecutor:
         if before is not None:
             operands = {**operands, BEFORE: before}
         if not self._empty:
-            self._cover(operands, out)
+            self._compute_all(operands, out)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
-    def holding(self, held: Mapping[str, Tensor]) -> BoundExecutor:
+    def bind(self, bound: Mapping[str, Tensor]) -> BoundExecutor:
         """Bind these operands, which must not be written to afterwards."""
-        return BoundExecutor(self, held)
+        return BoundExecutor(self, bound)
 
     def allocate_output(self, like: Tensor, shape: tuple[int, ...] | None = None, spare: bool = True) -> Tensor:
         """Allocate the output on the device of `like`. spare: include the epilogue's free columns behind each row."""
@@ -284,27 +284,27 @@ class KernelExecutor:
         """The dtype that the kernel writes or accumulates in."""
         return self._summed
 
-    def is_far(self, shape: tuple[int, ...]) -> bool:
+    def needs_int64(self, shape: tuple[int, ...]) -> bool:
         """True if a result of this shape, including its free columns, needs 64-bit addressing."""
         return math.prod(shape) + (shape[0] if shape else 1) * self.finish.row_padding >= FAR
 
     def family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
-        """The kernels of calls like this one, which has been run, for all sizes; None for several kernels, for sizes
-        that a kernel is specialised on, or during CUDA graph capture."""
+        """The kernels of calls like this one, which has been run, for all sizes (for these alone where a kernel is
+        specialised on them); None for several kernels, or during CUDA graph capture."""
         device = operands[self._used[0]].device
-        if self.bound.statement.accumulate or not self.resizable or captured(device):
+        if self._empty or self.bound.statement.accumulate or is_capturing(device):
             return None
         key = self._launch_key(operands)
         tile = self._tiles.get(key)
         part = None if tile is None else _segments(self.bound, operands, self._form, tile)
-        if tile is None or (part is not None and part.apart is not None):
+        if tile is None or (part is not None and part.outliers is not None):
             return None
         launch = self._launches.get((-1 if part is None else part.rows.shape[0], tile, *key))
         if launch is None:
             return None
         like = {name: _shadow(operands[name]) for name in self._used}
         like[""] = self.allocate_output(like[self._used[0]])
-        return TileFamily(self, launch.emitted, like, device)
+        return TileFamily(self, launch.generated, like, device)
 
     def choose(self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device) -> tuple[Tile, int] | None:
         """Tile and split-K factor for sizes of this key; None if the tile is to be tuned first, or if the result would
@@ -319,22 +319,24 @@ class KernelExecutor:
             return None
         return tile_of(self.bound, like, precision, key, device), splits
 
-    def _cover(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
+    def _compute_all(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """Compute the whole result; segments far longer than the others get a launch of their own."""
         key = self._launch_key(operands)
         tile = self._tiles.get(key) or self._tiles.setdefault(key, self._tile(operands))
         part = _segments(self.bound, operands, self._form, tile)
-        if part is not None and part.apart is not None:
+        if part is not None and part.outliers is not None:
             # A second stream would save 5 % of GPU time and cost 100 us of host time.
             long = tiles.of_long_segments(self._form, self.bound.extents, tile)
-            self._run(operands, out, part.apart, (long, *key))
+            self._run(operands, out, part.outliers, (long, *key))
         self._run(operands, out, part, (tile, *key))
 
     def _run(self, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None, key: tuple[Any, ...]) -> None:
         """Launch; shrink a default tile that exceeds the device's resources. key[0] is the tile."""
         key = (-1 if part is None else part.rows.shape[0], *key)
         while True:
-            launch = self._launches.get(key) or self._launches.setdefault(key, self._made(operands, out, part, key[1:]))
+            launch = self._launches.get(key) or self._launches.setdefault(
+                key, self._sized_launch(operands, out, part, key[1:])
+            )
             try:
                 return _launch(launch, operands, out, part)
             except Exception as problem:
@@ -342,7 +344,7 @@ class KernelExecutor:
                 if self.tile == key[1] or smaller is None or type(problem).__name__ != "OutOfResources":
                     raise
                 self._kernels.pop((key[1:], self.splits, *_wide(self.bound, operands, out)), None)
-                self._launches[key] = self._made(operands, out, part, key[1:], smaller)
+                self._launches[key] = self._sized_launch(operands, out, part, key[1:], smaller)
 
     def compile(self, operands: Mapping[str, Tensor]) -> None:
         """Compile without running, so that kernels compile in parallel; tiles that do not fit fail when run."""
@@ -353,8 +355,8 @@ class KernelExecutor:
         key, tile = self._launch_key(operands), self._tile(operands)
         part = _segments(self.bound, operands, self._form, tile)
         key = (-1 if part is None else part.rows.shape[0], tile, *key)
-        launch = self._launches.setdefault(key, self._made(operands, out, part, key[1:]))
-        with suppress(*_unfit()):
+        launch = self._launches.setdefault(key, self._sized_launch(operands, out, part, key[1:]))
+        with suppress(*_resource_errors()):
             launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
 
     def _result(self, operands: Mapping[str, Tensor], before: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -388,7 +390,7 @@ class KernelExecutor:
             tune(self.bound, operands, self.dtype, measured, precision)
         return tile_of(self.bound, operands, precision)
 
-    def _made(
+    def _sized_launch(
         self,
         operands: Mapping[str, Tensor],
         out: Tensor,
@@ -403,7 +405,6 @@ class KernelExecutor:
         if kernel is None:
             kernel = self._kernels[known] = self.generate(given, tile or key[0], self.splits)
         return kernel.sized(self.bound.extents, {name: x.shape for name, x in given.items()}, part)
-
 
     def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int) -> GeneratedKernel:
         """The kernel with this tile for operands like these; key "" is the result."""
@@ -420,19 +421,19 @@ class BoundExecutor:
     def __init__(
         self,
         runner: KernelExecutor,
-        held: Mapping[str, Tensor],
+        bound_operands: Mapping[str, Tensor],
         at: tuple[Mapping[str, Sequence[int]], tuple[int, ...]] | None = None,
     ) -> None:
-        self.like, self.held, self._at = runner, held, at
+        self.like, self.bound_operands, self._at = runner, bound_operands, at
         self._shape = runner.bound.shape if at is None else at[1]
-        self._in_fp32, self._far, laid = False, runner.is_far(self._shape), []
-        for x in held.values():
+        self._in_fp32, self._far, laid = False, runner.needs_int64(self._shape), []
+        for x in bound_operands.values():
             kind = x.dtype
             laid += (x.stride(), kind)
             self._in_fp32 |= kind is torch.float32
-            self._far |= is_far(x)
+            self._far |= needs_int64(x)
         self._laid = tuple(laid)
-        self._aimed: dict[Any, Aimed] = {}
+        self._prepared: dict[Any, Aimed] = {}
 
     @cached_property
     def _runner(self) -> KernelExecutor:
@@ -441,25 +442,25 @@ class BoundExecutor:
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
         """The result; operands: those that are not bound."""
         if before is not None:
-            return self._runner({**self.held, **operands}, before)
+            return self._runner({**self.bound_operands, **operands}, before)
         like, key = self.like, self._key(operands)
-        aimed = self._aimed.get(key)
+        aimed = self._prepared.get(key)
         if aimed is None:
-            aimed = self._cast(key, operands)
+            aimed = self._instantiate(key, operands)
         if aimed is not None:
-            out = like.allocate_output(next(iter((operands or self.held).values())), self._shape)
+            out = like.allocate_output(next(iter((operands or self.bound_operands).values())), self._shape)
             if aimed.start(operands, aimed.slots.free, out):
                 return out if out.dtype == like.dtype else out.to(like.dtype)
-        together = {**self.held, **operands}
+        together = {**self.bound_operands, **operands}
         found = self._runner(together)
         if aimed is None and (family := self._runner.family(together)) is not None:
             like.families.keep((key, self._laid), family)
-            self._cast(key, operands)
+            self._instantiate(key, operands)
         return found
 
-    def made(self, operands: Mapping[str, Tensor]) -> Aimed | None:
+    def prepared_launch(self, operands: Mapping[str, Tensor]) -> Aimed | None:
         """The prepared launch of calls like this one, or None before the first call."""
-        return self._aimed.get(self._key(operands))
+        return self._prepared.get(self._key(operands))
 
     def family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
         """The kernels of calls like this one, for all sizes, or None before the first call."""
@@ -476,34 +477,34 @@ class BoundExecutor:
         precision = self.like.precision or (float32_precision() if uses_fp32 else "")
         return (ledger().generation, tuning_mode(), precision, *kinds)
 
-    def _cast(self, key: tuple[Any, ...], operands: Mapping[str, Tensor]) -> Aimed | None:
+    def _instantiate(self, key: tuple[Any, ...], operands: Mapping[str, Tensor]) -> Aimed | None:
         """Instantiate the kernel of similar calls with the sizes and addresses of this one."""
         family = self.like.families.get((key, self._laid))
-        if family is None or self._far or any(map(is_far, operands.values())):
+        if family is None or self._far or any(map(needs_int64, operands.values())):
             return None
-        given = {**self.held, **operands}
+        given = {**self.bound_operands, **operands}
         rows = [given[name].shape[0] if name else self._shape[0] for name in family.names]
         mould = family.at(rows)
         if mould is None:
             return None
-        held, slots = self.held, mould.slots(self.held)
+        held, slots = self.bound_operands, mould.slots(self.bound_operands)
         cut = None if mould.array is None else mould.cut(held.get(mould.array), rows, {})
         if cut is None and mould.array is not None:
             return None
         aimed = mould.cast(slots, [held[name].data_ptr() for _, name in slots.held], rows, cut)
         if aimed is not None:
-            if len(self._aimed) >= _AIMED:
-                self._aimed.clear()
-            self._aimed[key] = aimed
+            if len(self._prepared) >= _MAX_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = aimed
         return aimed
 
 
-def is_far(x: Tensor) -> bool:
+def needs_int64(x: Tensor) -> bool:
     """True if a tensor whose rows lead needs 64-bit addressing."""
     return x.ndim > 0 and x.shape[0] * x.stride(0) >= FAR
 
 
-_AIMED = 64
+_MAX_PREPARED = 64
 """Prepared launches per executor, one for each layout of the tensors and generation of tuned tiles."""
 
 
@@ -569,7 +570,7 @@ def tune(
             try:
                 best = min(times.values(), default=math.inf)
                 times[tile] = measure(lambda attempt=attempt: attempt(operands), best)
-            except _unfit() as problem:
+            except _resource_errors() as problem:
                 if not _is_unfit(problem):
                     raise
     if times:
@@ -588,7 +589,7 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _unfit() -> tuple[type[Exception], ...]:
+def _resource_errors() -> tuple[type[Exception], ...]:
     """Exceptions of Triton for a tile that does not fit the device or its compiler; see also _is_unfit."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
@@ -619,7 +620,7 @@ def tile_of(
         try:
             _check_fit(bound, operands, found)
         except OptionError as problem:
-            _told_unfit(str(bound.statement), found, str(problem))
+            _warn_unfit(str(bound.statement), found, str(problem))
             found = None
     return found or tiles.default(_problem(bound, operands, _form(bound), key))
 
@@ -636,7 +637,7 @@ def _check_fit(bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile
 
 
 @lru_cache(maxsize=256)
-def _told_unfit(statement: str, tile: Tile, reason: str) -> None:
+def _warn_unfit(statement: str, tile: Tile, reason: str) -> None:
     """Warn once."""
     warnings.warn(f"the tuned {tile} of {statement} is ignored: {reason}", RuntimeWarning, stacklevel=3)
 
@@ -648,7 +649,7 @@ def source_of(bound: BoundStatement, operands: Mapping[str, Tensor]) -> str:
     dtype = next((t.dtype for t in operands.values() if t.dtype.is_floating_point), torch.float32)
     out = torch.empty(bound.shape, dtype=dtype, device="meta")
     shared = splits_at(bound, None)
-    return prepare(bound, operands, out, tile_of(bound, operands), how=KernelOptions(splits=shared)).source.text
+    return prepare(bound, operands, out, tile_of(bound, operands), options=KernelOptions(splits=shared)).source.text
 
 
 @lru_cache(maxsize=64)
@@ -664,25 +665,25 @@ def without_fp8(device: torch.device) -> str | None:
 Of = TypeVar("Of")
 
 
-def _per_kind(find: Callable[[BoundStatement], Of]) -> Callable[[BoundStatement], Of]:
+def _cached_per_statement(find: Callable[[BoundStatement], Of]) -> Callable[[BoundStatement], Of]:
     """Cache a function of a bound statement; all statements resized from one share its result."""
     known = lru_cache(maxsize=4096)(find)
     return wraps(find)(lambda bound: known(bound.like or bound))
 
 
-@_per_kind
+@_cached_per_statement
 def _form(bound: BoundStatement) -> ContractionRoles:
     return contraction_roles(bound.statement, bound.extents)
 
 
-@_per_kind
+@_cached_per_statement
 def _packed_form(bound: BoundStatement) -> ContractionRoles | None:
     """Roles for packed tiles; None unless the extents of an entry are compile-time constants."""
     found = packed(_form(bound), bound.statement, bound.extents)
     return found if found and _static(bound, found).keys() >= set(found.reduced) else None
 
 
-@_per_kind
+@_cached_per_statement
 def _used(bound: BoundStatement) -> tuple[str, ...]:
     """The operands that a kernel reads."""
     statement = bound.statement
@@ -695,57 +696,63 @@ def prepare(
     out: Tensor,
     tile: Tile,
     part: Segments | None = None,
-    how: KernelOptions = KernelOptions(),
+    options: KernelOptions = KernelOptions(),
 ) -> SizedLaunch:
     """The sized launch of these operands with this tile."""
     given = {**operands, "": out}
-    return generated_kernel(bound, given, tile, how).sized(bound.extents, {n: t.shape for n, t in given.items()}, part)
+    return generated_kernel(bound, given, tile, options).sized(
+        bound.extents, {n: t.shape for n, t in given.items()}, part
+    )
 
 
 def generated_kernel(
-    bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile, how: KernelOptions
+    bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile, options: KernelOptions
 ) -> GeneratedKernel:
     """The kernel with this tile for operands like these; key "" is the result."""
     form, out = _form_in(bound, tile), operands[""]
     signature = _signature(bound, operands, form, out.dtype, tile)
-    thrice = form.within is not None and how.precision == "tf32x3" and _computes_fp32(signature)
-    finish = how.finish
-    signature = replace(signature, splits=how.splits > 1, thrice=thrice, activation=finish.activation, eps=finish.eps)
+    thrice = form.within is not None and options.precision == "tf32x3" and _computes_fp32(signature)
+    finish = options.finish
+    signature = replace(
+        signature, splits=options.splits > 1, split_float32=thrice, activation=finish.activation, eps=finish.eps
+    )
     source = _emitted(bound.statement, form, signature)
-    return GeneratedKernel(tile, how, form, source, bound.extents, operands)
+    return GeneratedKernel(tile, options, form, source, bound.extents, operands)
 
 
 class GeneratedKernel:
     """Generated kernel for operands of fixed dtypes and layouts, with any number of rows and entries.
 
-    summed: dtype of partial sums of segments. slots: (position, kind, name) of its tensor arguments. compiled: Triton's
+    partial_dtype: of the sums of segments. slots: (position, kind, name) of its tensor arguments. compiled: Triton's
     binaries, by device, variant and 16-byte alignment of each tensor; all sizes share them.
     """
 
     def __init__(
         self,
         tile: Tile,
-        how: KernelOptions,
+        options: KernelOptions,
         form: ContractionRoles,
         source: Source,
         extents: Mapping[str, int],
         operands: Mapping[str, Tensor],
     ) -> None:
-        self.tile, self.how, self.form, self.source = tile, how, form, source
+        self.tile, self.options, self.form, self.source = tile, options, form, source
         self.kernel = loaded(source)
-        self.summed = torch.float64 if torch.float64 in {t.dtype for t in operands.values()} else torch.float32
+        self.partial_dtype = torch.float64 if torch.float64 in {t.dtype for t in operands.values()} else torch.float32
         self.slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in _TENSORS)
         self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
-        # Arguments that depend on the operands' sizes, and those that do not (`steady`).
+        # Arguments that depend on the operands' sizes, and those that do not (`static_sizes`).
         self._counting = [(n, a) for n, a in enumerate(source.arguments) if a.kind in ("extent", "size")]
         self._blocks = [n for n, a in enumerate(source.arguments) if a.variable == "BLOCKS"]
         constants = self._constants(extents)
         counted = {n for n, _ in self._counting} | {*self._blocks}
-        self.steady = [None if n in counted else _fixed(a, operands, constants) for n, a in enumerate(source.arguments)]
+        self.static_sizes = [
+            None if n in counted else _fixed(a, operands, constants) for n, a in enumerate(source.arguments)
+        ]
 
-    def room(self, programs: int) -> int:
+    def workspace_bytes(self, programs: int) -> int:
         """Bytes of the partial sums of that many programs."""
-        return programs * self.tile.rows * self.tile.columns * self.summed.itemsize
+        return programs * self.tile.rows * self.tile.columns * self.partial_dtype.itemsize
 
     def sized(
         self, extents: Mapping[str, int], shapes: Mapping[str, Sequence[int]], part: Segments | None
@@ -753,10 +760,10 @@ class GeneratedKernel:
         """The launch for operands of these sizes; key "" is the result."""
         tile, form = self.tile, self.form
         count = part.rows.shape[0] if part else 0
-        extents = {**extents, SPLITS: self.how.splits, STACKS: count}
+        extents = {**extents, SPLITS: self.options.splits, STACKS: count}
         if form.segment:
             extents[form.segment.index] = count
-        fixed = self.steady.copy()
+        fixed = self.static_sizes.copy()
         for place, counts in self._counting:
             fixed[place] = extents[counts.name] if counts.kind == "extent" else shapes[counts.name][counts.axis]
         if self._blocks:
@@ -789,7 +796,7 @@ class GeneratedKernel:
 
     def _own(self, kind: str) -> Tensor:
         """A tensor like those that launches have of their own, without memory."""
-        return torch.empty(1, dtype=self.summed if kind == "room" else torch.int32, device="meta")
+        return torch.empty(1, dtype=self.partial_dtype if kind == "room" else torch.int32, device="meta")
 
     def _constants(self, extents: Mapping[str, int]) -> dict[str, Any]:
         tile, form = self.tile, self.form
@@ -799,7 +806,7 @@ class GeneratedKernel:
             "BY": tile.rows,
             "BX": tile.columns,
             "BR": depth,
-            "PRECISION": self.how.precision,
+            "PRECISION": self.options.precision,
             "STAGES": tile.stages,
         }
 
@@ -850,12 +857,12 @@ def _launch(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, pa
 
 def _values(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> list[Any]:
     values = list(launch.fixed)
-    own = launch.scratch(out.device) if any(kind in SCRATCH for _, kind, _ in launch.slots) else None
+    own = launch.workspace(out.device) if any(kind in SCRATCH for _, kind, _ in launch.slots) else None
     for place, kind, name in launch.slots:
         if kind == "segment":
             values[place] = getattr(part, name)
         elif own is not None and kind in SCRATCH:
-            values[place] = own.counters if kind == "waiting" else own.room.view(launch.summed)
+            values[place] = own.counters if kind == "waiting" else own.scratch.view(launch.partial_dtype)
         else:
             values[place] = out if kind == "result" else operands[name]
     return values
@@ -920,18 +927,18 @@ def _signature(
     return Signature(
         dtypes=(*((name, DTYPES[t.dtype]) for name, t in sorted(used.items()) if name), ("", DTYPES[dtype])),
         unit=unit,
-        wide=frozenset(name for name, t in used.items() if _reach(t) >= 1 << 31),
-        far=_far(bound, operands, form),
+        int64_operands=frozenset(name for name, t in used.items() if _reach(t) >= 1 << 31),
+        int64_expressions=_far(bound, operands, form),
         static=tuple(sorted(fixed.items())),
         starts=tuple((name, r.start) for name, r in sorted(bound.ranges.items()) if r.start),
         strides=_strides(used) if form.packed else (),
         even=even,
-        whole=_whole(form, extents, tile, settled),
+        single_iteration=_whole(form, extents, tile, settled),
         segment_threads=tile.segment_threads,
         column_major_grid=tile.column_major_grid,
         accumulate=BEFORE in operands,
         prefetch_indices=tile.prefetch_indices,
-        pieces=tile.stream_k_chunk > 0,
+        stream_k=tile.stream_k_chunk > 0,
         epilogue_subtiles=tile.epilogue_subtiles,
         hoisted=tile.hoisted,
         padded=tile.padded,
@@ -964,7 +971,7 @@ def _static(bound: BoundStatement, form: ContractionRoles) -> dict[str, int]:
         return found
     # A product within the left side has few rows, of known number.
     few = [n for n in form.rows if extents[n] <= _FEW]
-    return found | {n: extents[n] for n in (form.within.met, *form.within.summed, *few)}
+    return found | {n: extents[n] for n in (form.within.shared, *form.within.summed, *few)}
 
 
 def _size_key(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> SizeKey:
@@ -994,7 +1001,7 @@ def _problem(
     turning = {*form.loops, *form.reduced}
     chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
     bits = _bits([operands[name] for name in _used(bound)])
-    stacks = _stacks(bound, operands)
+    stacks = _can_stack(bound, operands)
     packs, waits = _packed_form(bound), torch.version.hip is None
     longest = _longest(bound, operands, form)
     mean = min(mean, longest) if mean < 2 * longest else mean
@@ -1018,7 +1025,7 @@ def _extents_at(bound: BoundStatement, key: SizeKey) -> dict[str, int]:
     return {**bound.extents, **dict(zip(leading_indices(bound), key[2], strict=True))}
 
 
-def _stacks(bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
+def _can_stack(bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
     """True if segments may be stacked: all values have one half precision, which tensor cores multiply exactly."""
     kinds = {t.dtype for name in _used(bound) if _is_value((t := operands[name]).dtype)}
     halves = kinds in ({torch.float16}, {torch.bfloat16})
@@ -1067,19 +1074,21 @@ def _reach(tensor: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size)
 
 
-def _covers(bound: BoundStatement, form: ContractionRoles) -> bool:
+def _writes_every_entry(bound: BoundStatement, form: ContractionRoles) -> bool:
     """True if every entry of the target is written: each axis is covered by indices of its own."""
     names = [name for expression in form.target.indices for name in indices_of(expression)]
     if len(set(names)) < len(names):
         return False
     onto = {name for name, fact in bound.statement.facts if fact == "onto"}
     return all(
-        _fills(expression, extent, bound, form, onto)
+        _takes_every_value(expression, extent, bound, form, onto)
         for extent, expression in zip(bound.shape, form.target.indices, strict=True)
     )
 
 
-def _fills(expression: Affine, extent: int, bound: BoundStatement, form: ContractionRoles, onto: set[str]) -> bool:
+def _takes_every_value(
+    expression: Affine, extent: int, bound: BoundStatement, form: ContractionRoles, onto: set[str]
+) -> bool:
     """True if an expression takes every value of an axis: mixed-radix digits without gaps, or an onto array."""
     own = form.segment.index if form.segment else None
     if expression.arrays:
@@ -1120,7 +1129,7 @@ def _count(bound: BoundStatement, operands: Mapping[str, Tensor]) -> int:
     return -(-int(extent) // coefficient)
 
 
-@_per_kind
+@_cached_per_statement
 def _counted(bound: BoundStatement) -> tuple[str, int, int]:
     """(operand, axis, coefficient) that determine the number of segments; operand "" is the result."""
     return segment_axis(_form(bound))

@@ -151,7 +151,7 @@ def _extremes(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torc
     """Largest or smallest values; 0 for entries without points unless the old target is included."""
     statement = bound.statement
     largest = statement.reduction == "max"
-    found = _start(bound, operands, dtype, worst(dtype, largest))
+    found = _start(bound, operands, dtype, identity_value(dtype, largest))
     reached = torch.full_like(found, statement.accumulate, dtype=torch.bool)
     parts: Iterable[Written] = _written(bound, operands, statement.terms, dtype)
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands.values()):
@@ -162,7 +162,7 @@ def _extremes(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torc
     return torch.where(reached, found, 0)
 
 
-def worst(dtype: torch.dtype, largest: bool) -> float:
+def identity_value(dtype: torch.dtype, largest: bool) -> float:
     """The identity of max (or min) in this dtype."""
     if dtype.is_floating_point:
         return -math.inf if largest else math.inf
@@ -185,7 +185,7 @@ def _written(
     for part in _parts(ranges):
         grid = _Grid(_points(part, _device(operands)), operands)
         place = grid.place(target, bound.shape)
-        there = place.there & grid.there(terms)
+        there = place.valid & grid.valid_mask(terms)
         values = torch.where(there, grid.sum(terms, there, dtype), 0)
         entries = torch.zeros((), dtype=torch.int64, device=there.device)
         for position, extent in zip(place.positions, bound.shape, strict=True):
@@ -224,10 +224,10 @@ def _device(operands: Mapping[str, Tensor]) -> torch.device:
 
 
 class _Place(NamedTuple):
-    """Positions on each axis of an operand, and the mask `there` of valid ones; invalid ones are 0."""
+    """Positions on each axis of an operand, and the mask `valid`; invalid ones are 0."""
 
     positions: tuple[Tensor, ...]
-    there: Tensor
+    valid: Tensor
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class _Grid:
     points: Mapping[str, Tensor]
     operands: Mapping[str, Tensor]
 
-    def there(self, terms: Sequence[Term]) -> Tensor:
+    def valid_mask(self, terms: Sequence[Term]) -> Tensor:
         """Mask of the points where all reads of the terms are in bounds; `exists` requires nothing."""
         conditions = [condition for term in terms for factor in term.factors for condition in self._required(factor)]
         return self._all(conditions)
@@ -262,19 +262,19 @@ class _Grid:
         if isinstance(factor, Exists):
             return []
         access = factor if isinstance(factor, Access) else factor.access
-        own = self.place(access, self.operands[access.name].shape).there
-        return [own] if isinstance(factor, Access) else [own, self.there(factor.terms)]
+        own = self.place(access, self.operands[access.name].shape).valid
+        return [own] if isinstance(factor, Access) else [own, self.valid_mask(factor.terms)]
 
     def _factor(self, factor: Factor, there: Tensor) -> Tensor:
         if isinstance(factor, Exists):
-            return self.place(factor.access, self.operands[factor.access.name].shape).there
+            return self.place(factor.access, self.operands[factor.access.name].shape).valid
         if isinstance(factor, Access):
             return self._read(factor, there)
         value = self._read(factor.access, there)
         return equals(value, self.sum(factor.terms, there, equal_dtype(factor, dtypes_of(self.operands))))
 
     def _read(self, access: Access, there: Tensor) -> Tensor:
-        """The values of the access; 0, without gradient, for points that are not `there`."""
+        """The values of the access; 0, without gradient, for points outside `there`."""
         operand = self.operands[access.name]
         if not operand.numel():
             return torch.zeros((), dtype=operand.dtype, device=operand.device)
@@ -290,7 +290,7 @@ class _Grid:
             if isinstance(atom, Index):
                 value = self.points[atom.name]
             else:
-                there = self.place(atom, self.operands[atom.name].shape).there
+                there = self.place(atom, self.operands[atom.name].shape).valid
                 value = self._read(atom, there).long()
                 conditions += [there, value >= 0]
             total, about = total + coefficient * value, about + coefficient * value.double()

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, SortSpec, read_pending_sizes
-from pumice.coords.kernel_map import pairs_in_room
+from pumice.coords.kernel_map import pair_capacity
 from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_of
-from pumice.coords.tracing import told
+from pumice.coords.tracing import relation_fields
 from pumice.language.parse import parse
 from pumice.language.rewrite import StorageForm
 from pumice.lower import maps
 from pumice.runtime.cache import PERSISTENT
-from pumice.runtime.streams import FIRST, mark
+from pumice.runtime.streams import MAP_STREAM_PRIORITY, record_event
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
@@ -47,12 +47,12 @@ _FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 _FEW_TAPS, _SORTED = 8, 1 << 15
 """Kernel offsets and outputs up to which sorting rows does not pay off (MinkUNet's 2 x 2 x 2, 18k voxels, H200)."""
-_AS_THEY_ARE = {"compacted": "unsorted", "compacted_t": "unsorted_t"}
+_UNSORTED = {"compacted": "unsorted", "compacted_t": "unsorted_t"}
 
 
 def form(name: str) -> StorageForm:
     """The storage form of that name."""
-    return FORMS[name].stored
+    return FORMS[name].storage_form
 
 
 Arrays = Mapping[str, Tensor]
@@ -66,7 +66,7 @@ class MapForm:
     axes: for forms that traced code builds by an operator (lower.layouts): axes of each int32 array, a letter per size.
     """
 
-    stored: StorageForm
+    storage_form: StorageForm
     arrays: Callable[[KernelMap], Sequence[Arrays]]
     sizes: Callable[[KernelMap], Sizes] = lambda _: ()
     axes: Mapping[str, str] = field(default_factory=dict)
@@ -96,30 +96,30 @@ def _grouped(found: KernelMap) -> Sequence[Arrays]:
 def planner_operands(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], list[Tensor]]:
     """(tokens, arrays) of a map in its device's default forms; under torch.compile in the existing forms, if any."""
     if torch.compiler.is_compiling():
-        liked = _liked(found, differentiable)
+        liked = _preferred_forms(found, differentiable)
         # Without duplicates: a form that needs no sorting is its own alternative.
-        either = dict.fromkeys(name for each in liked for name in (each, _AS_THEY_ARE.get(each, each)))
-        return _together(found, tuple(name for name in either if found.has(("form", name))) or liked)
-    return found.cached(("passed", differentiable), lambda m: _together(m, names_of(m, differentiable)))
+        either = dict.fromkeys(name for each in liked for name in (each, _UNSORTED.get(each, each)))
+        return _all_forms(found, tuple(name for name in either if found.has(("form", name))) or liked)
+    return found.cached(("passed", differentiable), lambda m: _all_forms(m, names_of(m, differentiable)))
 
 
-def _together(found: KernelMap, names: Iterable[str]) -> tuple[tuple[str, ...], list[Tensor]]:
-    each = [held(found, name) for name in names]
+def _all_forms(found: KernelMap, names: Iterable[str]) -> tuple[tuple[str, ...], list[Tensor]]:
+    each = [form_operands(found, name) for name in names]
     return tuple(t for tokens, _ in each for t in tokens), [x for _, arrays in each for x in arrays]
 
 
-def held(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
+def form_operands(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     """(tokens, arrays) of a map in one form, cached with the map."""
-    return found.cached(("form", name), lambda m: read(m, name))
+    return found.cached(("form", name), lambda m: build_form(m, name))
 
 
 def names_of(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
     """The default forms of a map for the planner."""
-    names = _liked(found, differentiable)
+    names = _preferred_forms(found, differentiable)
     return names if found.volume > _FEW_TAPS else tuple(preferred_form(found, name) for name in names)
 
 
-def _liked(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
+def _preferred_forms(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
     inference, training = _FORMS_OF.get(found.device.type, _FORMS_OF["cpu"])
     return training if differentiable else inference
 
@@ -127,7 +127,7 @@ def _liked(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
 def preferred_form(found: KernelMap, name: str) -> str:
     """The form of that name, or its unsorted variant if sorting costs more than it saves."""
     outputs = {"compacted": found.num_outputs, "compacted_t": found.num_inputs}.get(name, _SORTED)
-    return _AS_THEY_ARE[name] if found.volume <= _FEW_TAPS and outputs < _SORTED else name
+    return _UNSORTED[name] if found.volume <= _FEW_TAPS and outputs < _SORTED else name
 
 
 def materialize(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
@@ -138,15 +138,15 @@ def materialize(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
     missing = list(dict.fromkeys((found, name) for found, names in wanted for name in names))
     read_pending_sizes([size for found, name in missing for size in FORMS[name].sizes(found)])
     if missing and missing[0][0].table.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _side_by_side(missing)
+        return _materialize_on_side_streams(missing)
     for found, name in missing:
-        held(found, name)
+        form_operands(found, name)
 
 
 _STREAMS = 4
 
 
-def _side_by_side(wanted: Iterable[tuple[KernelMap, str]]) -> None:
+def _materialize_on_side_streams(wanted: Iterable[tuple[KernelMap, str]]) -> None:
     """Materialise maps on high-priority side streams, one per table: each takes a series of small kernels."""
     main = torch.cuda.current_stream()
     # No more streams than tables: torch has 32 per priority and assigns them round-robin.
@@ -159,27 +159,27 @@ def _side_by_side(wanted: Iterable[tuple[KernelMap, str]]) -> None:
         stream = turns.get(id(found.table))
         if stream is None:
             if len(streams) < _STREAMS:
-                streams.append(torch.cuda.Stream(priority=FIRST))
+                streams.append(torch.cuda.Stream(priority=MAP_STREAM_PRIORITY))
             stream = turns[id(found.table)] = streams[len(turns) % _STREAMS]
             stream.wait_stream(main)
-        before = found.made()
+        before = found.cached_keys()
         with torch.cuda.stream(stream):
-            held(found, name)
-        event = mark(stream)
-        if found.between is None:
+            form_operands(found, name)
+        event = record_event(stream)
+        if found.buffered is None:
             main.wait_event(event)
         else:
-            found.between.late.behind(event, found.made() - before)
+            found.buffered.pending_events.register(event, found.cached_keys() - before)
 
 
-def counted(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+def read_sizes(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
     """(pairs per kernel offset, (tile, offset) entries of each part by form); with one host synchronisation."""
     pending: dict[str, Sizes] = {name: FORMS[name].sizes(found) for name in names}
     own = found.transpose() if found.flipped else found
     read_pending_sizes([(own, 0, None), *(size for sizes in pending.values() for size in sizes)])
-    totals = own.cached("totals", _settled)
+    totals = own.cached("totals", _missing)
     entries = {
-        name: tuple(sum(one.cached(("entries", block, how), _settled)) for one, block, how in sizes)
+        name: tuple(sum(one.cached(("entries", block, how), _missing)) for one, block, how in sizes)
         for name, sizes in pending.items()
     }
     return tuple(totals), entries
@@ -190,16 +190,16 @@ def tile_forms(found: KernelMap) -> tuple[str, ...]:
     return tuple(name for name, splits in _SPLITS.items() if splits <= max(1, found.volume))
 
 
-def _settled(found: KernelMap) -> Sequence[int]:
+def _missing(found: KernelMap) -> Sequence[int]:
     raise AssertionError("read_pending_sizes() has not cached it")
 
 
-def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
+def build_form(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     """(tokens, arrays) of a map in one form."""
     form = FORMS[name]
     parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
     held = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
-    if found.between is not None:
+    if found.buffered is not None:
         for _, x in held:
             PERSISTENT.add(x)
     return tuple(token for token, _ in held), [x for _, x in held]
@@ -208,7 +208,7 @@ def read(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
 def _traced(found: KernelMap, name: str) -> Sequence[Arrays]:
     """The arrays of a form, built by an operator."""
     inputs, axes = (found.num_outputs if found.flipped else found.num_inputs), FORMS[name].axes
-    arrays = torch.ops.pumice.form(found.table, inputs, found.flipped, *told(found.relation), name)
+    arrays = torch.ops.pumice.form(found.table, inputs, found.flipped, *relation_fields(found.relation), name)
     return [dict(zip(axes, arrays[at:], strict=False)) for at in range(0, len(arrays), len(axes))]
 
 
@@ -237,7 +237,7 @@ pairs, channels       1024   2048   4096   8192
 def group_of(found: KernelMap) -> int:
     """Pairs per group, by the number of pairs (one host synchronisation), or the capacity if between buffers."""
     own = found.transpose() if found.flipped else found
-    pairs = sum(counted(found)[0]) if own.between is None else pairs_in_room(own, own.between)
+    pairs = sum(read_sizes(found)[0]) if own.buffered is None else pair_capacity(own, own.buffered)
     return next(length for below, length in _GROUPS_OF if pairs < below)
 
 
@@ -279,13 +279,13 @@ def _form(table: Tensor, inputs: int, flipped: bool, *relation: Any) -> list[Ten
     *fields, name = relation
     found = KernelMap(relation_of(*fields), table, inputs, table.shape[0])
     found = found.transpose() if flipped else found
-    return own(maps.read(found, maps.preferred_form(found, name))[1], table)
+    return own(maps.build_form(found, maps.preferred_form(found, name))[1], table)
 
 
 def _form_fake(table: Tensor, inputs: int, flipped: bool, *relation: Any) -> list[Tensor]:
     form = maps.FORMS[relation[-1]]
     made = []
-    for _ in range(form.stored.parts):
+    for _ in range(form.storage_form.parts):
         sizes = {axis: dynamic() for axis in dict.fromkeys("".join(form.axes.values()))}
         made += [table.new_empty([sizes[axis] for axis in axes]) for axes in form.axes.values()]
     return made

@@ -26,11 +26,11 @@ _CHANNELS = 64
 def max_pool_rows(x: Tensor, found: KernelMap) -> Tensor:
     """y [num_outputs, C] in the dtype of x [num_inputs, C]; differentiable, any number of times."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Largest.apply(x, found)
+        return _MaxPool.apply(x, found)
     return forward(x.contiguous(), found.rows(), False)[0]
 
 
-class _Largest(torch.autograd.Function):
+class _MaxPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: KernelMap) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         y, taps = forward(x.contiguous(), found.rows(), True)
@@ -49,16 +49,16 @@ class _Largest(torch.autograd.Function):
 def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
     """(y, kernel offset of each maximum, -1 if none; int8 or int16). kept=False: without the kernel offsets."""
     if not _by_kernels(x):
-        return forward_twin(x, rows)
+        return forward_torch(x, rows)
     (outputs, volume), channels = rows.shape, x.shape[1]
     y = x.new_empty(outputs, channels)
     taps = torch.empty((outputs, channels) if kept else (1,), dtype=_of_taps(volume), device=x.device)
     shape = _shape(channels, volume)
-    _kernel("largest")(_programs(outputs, shape), (x, rows, y, taps), (outputs,), shape | {"KEPT": kept})
+    _kernel("max_pool")(_programs(outputs, shape), (x, rows, y, taps), (outputs,), shape | {"KEPT": kept})
     return y, taps
 
 
-def forward_twin(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def forward_torch(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Twin of forward in plain torch."""
     top = x.new_full((rows.shape[0], x.shape[1]), -torch.inf)
     first = torch.full(top.shape, -1, dtype=_of_taps(rows.shape[1]), device=x.device)

@@ -15,7 +15,7 @@ def _place(C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["outputs"])
-def largest(
+def max_pool(
     x, rows, y, taps, outputs: "i64", C: tl.constexpr, VOLUME: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     KEPT: tl.constexpr
 ):  # fmt: skip

@@ -35,7 +35,7 @@ _COLUMNS = 1 << 28
 def columns_forward(x: Tensor, weight: Tensor, found: KernelMap, groups: int) -> Tensor:
     """y[o, g*n] = columns[o, g, k*c] @ w[g, k*c, n], by slices of the outputs."""
     volume, channels = weight.shape[1:]
-    x = _worked(x)
+    x = _in_compute_dtype(x)
     filters = weight.to(x.dtype).reshape(groups, -1, volume * channels).transpose(1, 2)
     out = x.new_empty(found.num_outputs, weight.shape[0])
     for rows, columns in _columns(x, found, groups):
@@ -46,7 +46,7 @@ def columns_forward(x: Tensor, weight: Tensor, found: KernelMap, groups: int) ->
 def columns_weight_gradient(x: Tensor, y: Tensor, found: KernelMap, groups: int) -> Tensor:
     """w[g, n, k*c] = y[o, g, n]^T @ columns[o, g, k*c], summed over slices of the outputs."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    x, y = _worked(x), _worked(y)
+    x, y = _in_compute_dtype(x), _in_compute_dtype(y)
     channels, volume = x.shape[1] // groups, found.volume
     out = x.new_zeros(groups, y.shape[1] // groups, volume * channels, dtype=wide)
     for rows, columns in _columns(x, found, groups):
@@ -138,7 +138,7 @@ def _blocks(grouping: Grouping, counts: list[int]) -> Iterator[SlotBlock]:
 
 def forward_by_group(x: Tensor, weight: Tensor, how: PairLayout, rows: int, groups: int) -> Tensor:
     """Gather, multiply and scatter-add, one group of kernel offsets after another."""
-    x, filters, out = _given(x, weight, rows, groups)
+    x, filters, out = _prepare_operands(x, weight, rows, groups)
     for number, block in enumerate(how.blocks):
         at = slice(block.first, block.last)
         products = x.new_empty(block.last - block.first, weight.shape[0])
@@ -149,13 +149,13 @@ def forward_by_group(x: Tensor, weight: Tensor, how: PairLayout, rows: int, grou
 
 def forward_fused(x: Tensor, weight: Tensor, how: PairLayout, rows: int, groups: int) -> Tensor:
     """Gather all pairs, multiply, scatter-add all products."""
-    x, filters, out = _given(x, weight, rows, groups)
+    x, filters, out = _prepare_operands(x, weight, rows, groups)
     return out.index_add_(0, how.scatter, _all_products(x, filters, how).to(out.dtype))[:rows]
 
 
 def forward_in_order(x: Tensor, weight: Tensor, how: PairLayout, rows: int, groups: int) -> Tensor:
     """Gather all pairs, multiply, sum the products of each output in a fixed order."""
-    x, filters, _ = _given(x, weight, 0, groups)
+    x, filters, _ = _prepare_operands(x, weight, 0, groups)
     if not len(how.order) or not weight.shape[0]:
         return x.new_zeros(rows, weight.shape[0])
     products = _all_products(x, filters, how)
@@ -165,7 +165,7 @@ def forward_in_order(x: Tensor, weight: Tensor, how: PairLayout, rows: int, grou
 def weight_gradient(x: Tensor, y: Tensor, how: PairLayout, shape: tuple[int, int], fused: bool) -> Tensor:
     """w[g*n, k, c]: x^T @ y per block; fused: gather all at once; shape: (kernel volume, groups)."""
     (volume, groups), kind = shape, torch.promote_types(x.dtype, torch.float32)
-    x, y = _worked(x), torch.cat([_worked(y), _worked(y).new_zeros(1, y.shape[1])])
+    x, y = _in_compute_dtype(x), torch.cat([_in_compute_dtype(y), _in_compute_dtype(y).new_zeros(1, y.shape[1])])
     channels, width = x.shape[1] // groups, y.shape[1] // groups
     out = x.new_zeros(volume, groups, channels, width)
     sides = _sides(x, y, how, slice(None)) if fused else None
@@ -190,9 +190,9 @@ def _sides(x: Tensor, y: Tensor, how: PairLayout, at: slice) -> tuple[Tensor, Te
     return left.masked_fill_((how.scatter[at] == len(y) - 1)[:, None], 0), right
 
 
-def _given(x: Tensor, weight: Tensor, rows: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _prepare_operands(x: Tensor, weight: Tensor, rows: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """(features, filters [K, G, C, N], zeroed accumulator with an extra row for padding slots)."""
-    x = _worked(x)
+    x = _in_compute_dtype(x)
     filters = reference.grouped(weight.to(x.dtype).contiguous(), groups)
     return x, filters, x.new_zeros(rows + 1, weight.shape[0], dtype=reference.accumulator(x.dtype))
 
@@ -237,7 +237,7 @@ def _split(rows: Tensor, taps: int, groups: int) -> Tensor:
     return rows.view(taps, each, groups, rows.shape[1] // groups).transpose(1, 2).reshape(taps * groups, each, -1)
 
 
-def _worked(x: Tensor) -> Tensor:
+def _in_compute_dtype(x: Tensor) -> Tensor:
     """Contiguous x in its compute dtype: half precision only on a GPU, which accumulates in float32."""
     return x.contiguous() if x.is_cuda else x.to(reference.accumulator(x.dtype)).contiguous()
 

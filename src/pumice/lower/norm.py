@@ -71,28 +71,29 @@ def batch_norm(x: Tensor, rows: CoordBuffer, norm: Norm) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class NormState:
-    """Saved state of a norm. pair [2, C]: mean and 1 / sqrt(variance + eps), at least float32. adds: has a residual."""
+    """Saved state of a norm. pair [2, C]: mean and 1 / sqrt(variance + eps), at least float32. has_residual: adds
+    one."""
 
     pair: Tensor
     weight: Tensor | None
     bias: Tensor | None
     relu: bool
-    adds: bool = False
+    has_residual: bool = False
 
-    def apart(self, x: Tensor) -> Tensor:
+    def centred(self, x: Tensor) -> Tensor:
         """(x - mean) * scale, in plain torch."""
         mean, scale = self.pair
         return (x - mean) * scale
 
-    def affine(self, apart: Tensor) -> Tensor:
-        """apart * weight + bias, in plain torch."""
-        y = apart if self.weight is None else apart * self.weight
+    def affine(self, centred: Tensor) -> Tensor:
+        """centred * weight + bias, in plain torch."""
+        y = centred if self.weight is None else centred * self.weight
         return y if self.bias is None else y + self.bias
 
     @property
     def reads_result(self) -> bool:
         """True if gradients need the result, which cannot be recomputed from x alone."""
-        return self.relu and self.adds
+        return self.relu and self.has_residual
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +103,7 @@ class NormState:
 
     @property
     def facts(self) -> tuple[bool, ...]:
-        return self.weight is not None, self.bias is not None, self.adds, self.relu
+        return self.weight is not None, self.bias is not None, self.has_residual, self.relu
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -168,9 +169,9 @@ def recompute_with_autograd(
     x: Tensor, rows: CoordBuffer, state: NormState, statistics: Statistics, y: Tensor | None
 ) -> Tensor:
     """The result without residual and statistics updates, in torch operators; y: the result, if reads_result."""
-    own = moments_twin(x, rows, replace(statistics, update_running_stats=False))
+    own = moments_torch(x, rows, replace(statistics, update_running_stats=False))
     # Fewer than two rows used running statistics, which may have been updated since.
-    again = state.affine(replace(state, pair=torch.where(rows.count > 1, own, state.pair)).apart(x))
+    again = state.affine(replace(state, pair=torch.where(rows.count > 1, own, state.pair)).centred(x))
     if state.relu:
         again = again.relu() if y is None else torch.where(y > 0, again, 0)
     # Gradients of padding rows are undefined.
@@ -218,7 +219,7 @@ def moments(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
     known = statistics.running
     # Kernels write running statistics in place.
     if not _by_kernels(x) or (known is not None and not (known[0].is_contiguous() and known[1].is_contiguous())):
-        return moments_twin(x, rows, statistics)
+        return moments_torch(x, rows, statistics)
     pair = _pair(x)
     tracked, offset = statistics.tracked, statistics.offset
     if statistics.update_running_stats and statistics.momentum is None and tracked is not None:
@@ -231,7 +232,7 @@ def moments(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
     return pair
 
 
-def moments_twin(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
+def moments_torch(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
     """Twin of moments in plain torch."""
     count, several, alive = rows.count.clamp(min=1), rows.count > 1, rows.valid_mask()[:, None]
     wide = torch.where(alive, x.to(torch.promote_types(x.dtype, torch.float32)), 0)
@@ -256,7 +257,7 @@ def moments_twin(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor
 def normalised(x: Tensor, rows: CoordBuffer, state: NormState, residual: Tensor | None = None) -> Tensor:
     """The result in valid rows."""
     if not _by_kernels(x):
-        y = state.affine(state.apart(x))
+        y = state.affine(state.centred(x))
         y = y if residual is None else y + residual
         return (y.relu() if state.relu else y).to(x.dtype)
     y = torch.empty_like(x)
@@ -269,21 +270,21 @@ def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer,
     """Sums over valid rows of grad and of grad * (x - mean) * scale, [2, C]; kept: as in gradients."""
     x, y = kept
     if not _by_kernels(x):
-        alive, apart = rows.valid_mask()[:, None], state.apart(x)
-        wide = torch.where(alive, _passed(grad, apart, y, state), 0)
-        return torch.stack([wide.sum(0), torch.where(alive, wide * apart, 0).sum(0)])
+        alive, centred = rows.valid_mask()[:, None], state.centred(x)
+        wide = torch.where(alive, _before_relu(grad, centred, y, state), 0)
+        return torch.stack([wide.sum(0), torch.where(alive, wide * centred, 0).sum(0)])
     sums = _pair(x)
     facts = (*state.facts, grad.stride(0))
     _by_parts("products", (grad, x, rows.count, *state.tensors, x if y is None else y, sums), facts)
     return sums
 
 
-def _passed(grad: Tensor, apart: Tensor, y: Tensor | None, state: NormState) -> Tensor:
+def _before_relu(grad: Tensor, centred: Tensor, y: Tensor | None, state: NormState) -> Tensor:
     """The gradient before the ReLU; apart: (x - mean) * scale."""
     grad = grad.to(state.pair.dtype)
     if not state.relu:
         return grad
-    return torch.where((state.affine(apart) if y is None else y) > 0, grad, 0)
+    return torch.where((state.affine(centred) if y is None else y) > 0, grad, 0)
 
 
 def gradient(
@@ -294,14 +295,14 @@ def gradient(
     if not _by_kernels(x):
         # The statistics of fewer than two rows are constants.
         share = torch.where(rows.count > 1, 1.0 / rows.count.clamp(min=1).to(state.pair.dtype), 0)
-        apart = state.apart(x)
-        let = _passed(grad, apart, y, state)
-        found = (let - share * (sums[0] + apart * sums[1])) * state.pair[1]
+        centred = state.centred(x)
+        let = _before_relu(grad, centred, y, state)
+        found = (let - share * (sums[0] + centred * sums[1])) * state.pair[1]
         found = found if state.weight is None else found * state.weight
-        return found.to(x.dtype), let.to(x.dtype) if state.adds else None
+        return found.to(x.dtype), let.to(x.dtype) if state.has_residual else None
     dx = torch.empty_like(x)
     # Without a ReLU the residual's gradient is grad.
-    dresidual = torch.empty_like(x) if state.reads_result else grad if state.adds else None
+    dresidual = torch.empty_like(x) if state.reads_result else grad if state.has_residual else None
     more = (x if y is None else y, sums, dx if dresidual is None else dresidual, dx)
     _by_blocks("gradient", (grad, x, rows.count, *state.tensors, *more), (*state.facts, grad.stride(0)))
     return dx, dresidual
@@ -334,7 +335,7 @@ def _by_parts(
     parts, far = _shares(rows, lanes, sides)
     own = workspace(sides, 8 * parts * channels, x.device)
     fixed = ahead if far else once
-    fixed(parts * sides, (*tensors, own.room, own.counters), (parts, *numbers))
+    fixed(parts * sides, (*tensors, own.scratch, own.counters), (parts, *numbers))
 
 
 def _shares(rows: int, lanes: int, sides: int) -> tuple[int, bool]:
@@ -395,7 +396,7 @@ class NormKernels:
         products, _ = _of_parts("products", self._channels, back, *self._dtypes)
         return products, _of_blocks("gradient", self._channels, back, *self._dtypes, dtype, dtype)[0]
 
-    def over(self, rows: int, beyond: int, step: int | None = None) -> NormLaunches | None:
+    def launches_for(self, rows: int, beyond: int, step: int | None = None) -> NormLaunches | None:
         """Launches for `rows`, None if not compiled yet. beyond: misalignment of the count; step: stride of grad."""
         (each, lanes), (blocks, wide) = self._moments, self._normalise
         step = self._channels if step is None else step

@@ -163,8 +163,8 @@ def normalise(
 
 
 @triton.jit
-def _let_through(
-    values, apart, y, weight, bias, c, live, C: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+def _relu_grad(
+    values, centred, y, weight, bias, c, live, C: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ADDS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
     """Gradient before the ReLU; with ADDS the result is loaded from the addresses y, else recomputed."""
@@ -172,7 +172,7 @@ def _let_through(
         if ADDS:
             result = tl.load(y, mask=live, other=0).to(tl.float32)
         else:
-            result = _affine(apart, weight, bias, c, C, WEIGHT, BIAS)
+            result = _affine(centred, weight, bias, c, C, WEIGHT, BIAS)
         values = tl.where(result > 0.0, values, 0.0)
     return values
 
@@ -197,7 +197,7 @@ def products(
         at = r.to(tl.int64) * C + c
         values = tl.load(grad + r.to(tl.int64) * STEP + c, mask=live, other=0).to(tl.float32)
         apart = tl.where(live, tl.load(x + at, mask=live, other=0).to(tl.float32) - centre, 0.0)
-        values = _let_through(values, apart * factor, y + at, weight, bias, c, live, C, WEIGHT, BIAS, ADDS, RELU)
+        values = _relu_grad(values, apart * factor, y + at, weight, bias, c, live, C, WEIGHT, BIAS, ADDS, RELU)
         own += values
         multiplied += values * apart
     tl.store(halves + part * C + c, tl.sum(own, axis=0)[None, :], mask=c < C)
@@ -234,7 +234,7 @@ def gradient(
         apart = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(pair + c, mask=c < C, other=0)
         apart *= factor
         own = tl.load(grad + r.to(tl.int64) * STEP + c, mask=live, other=0).to(tl.float32)
-        own = _let_through(own, apart, y + at, weight, bias, c, live, C, WEIGHT, BIAS, ADDS, RELU)
+        own = _relu_grad(own, apart, y + at, weight, bias, c, live, C, WEIGHT, BIAS, ADDS, RELU)
         if ADDS and RELU:
             tl.store(dresidual + at, own, mask=live)
         shared = apart * tl.load(sums + C + c, mask=c < C, other=0) + tl.load(sums + c, mask=c < C, other=0)
@@ -246,7 +246,7 @@ def gradient(
 
 
 @triton.jit(do_not_specialize=["total", "channels"])
-def clear_rows(values, count, total: tl.int64, channels: tl.int64, BLOCK: tl.constexpr):
+def zero_padding_rows(values, count, total: tl.int64, channels: tl.int64, BLOCK: tl.constexpr):
     """values[r, :] = 0 for padding rows r >= count, `total` values in all."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     living = tl.load(count) * channels
@@ -259,7 +259,7 @@ def clear_rows(values, count, total: tl.int64, channels: tl.int64, BLOCK: tl.con
 
 
 @triton.jit(do_not_specialize=["rows"])
-def put_columns(
+def write_columns(
     values, wide, rows: tl.int64,
     FROM: tl.constexpr, TO: tl.constexpr, BEGIN: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr,

@@ -145,24 +145,24 @@ class PlanStep:
 class Plan:
     """Executable plan of a call for given shapes, dtypes and devices.
 
-    old: position of the target's old values among the operands, if they are used. finishes: the last part applies the
-    epilogue. result_dtype: dtype after the epilogue.
+    accumulated: position of the target's old values among the operands, if they are used. applies_epilogue: the last
+    step does. result_dtype: dtype after the epilogue.
     """
 
-    parts: tuple[PlanStep, ...]
+    steps: tuple[PlanStep, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    old: int | None
+    accumulated: int | None
     result_dtype: torch.dtype
-    finishes: bool = False
+    applies_epilogue: bool = False
 
 
 def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
     """The result of a call. shape: of the target; None: inferred, with strict checks of the sizes."""
-    return execute_plan(ready_for(operands, names, text, shape, lowering), operands)
+    return execute_plan(plan_for(operands, names, text, shape, lowering), operands)
 
 
-def ready_for(
+def plan_for(
     operands: Sequence[Tensor],
     names: str,
     text: str,
@@ -171,7 +171,7 @@ def ready_for(
     finish: EpilogueSignature = NO_EPILOGUE,
     kept: torch.dtype | None = None,
 ) -> Plan:
-    """The cached plan of a call. finish: signature of the epilogue; kept: dtype of the result, default: by operands."""
+    """The cached plan of a call. finish: signature of the epilogue; kept: dtype of the result, by default promoted."""
     key = (
         text,
         names,
@@ -182,15 +182,15 @@ def ready_for(
         kept,
         *[(t.shape, t.dtype, t.device) for t in operands],
     )
-    if (known := _READY.get(key)) is not None:
+    if (known := _PLANS.get(key)) is not None:
         return known
     if finish == NO_EPILOGUE:
-        return _READY.keep(key, _prepared(operands, names, text, shape, lowering, kept))
+        return _PLANS.keep(key, _prepared(operands, names, text, shape, lowering, kept))
     # Results are rounded after the epilogue only.
     dtype = result_dtype(operands, names, text)
     made = _prepared(operands, names, text, shape, lowering, torch.promote_types(dtype, torch.float32))
     made = replace(made, result_dtype=kept or finish.dtype or dtype)
-    return _READY.keep(key, _with_finish(made, finish, operands[0].device))
+    return _PLANS.keep(key, _with_epilogue(made, finish, operands[0].device))
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ class PlanRequest:
     """Planning request for a call with a bound map.
 
     static_rows: operand positions whose first axis has a fixed size; position len(operands) stands for the result.
-    runtime_operands: positions of the operands passed per call, in its order. piece: entries per program of a shared
-    segment (stream_k_chunk of schedule.tile.Tile), 0: that of the tile. kept: as in ready_for.
+    runtime_operands: positions of the operands passed per call, in its order. stream_k_chunk: that of the tiles, 0: as
+    tuned. result_dtype: as in plan_for.
     """
 
     names: str
@@ -209,12 +209,12 @@ class PlanRequest:
     runtime_operands: tuple[int, ...]
     lowering: str = ""
     finish: EpilogueSignature = NO_EPILOGUE
-    piece: int = 0
-    kept: torch.dtype | None = None
+    stream_k_chunk: int = 0
+    result_dtype: torch.dtype | None = None
 
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
-"""Shape (with the size class of the number of rows), dtype and device of an operand."""
+"""Shape (number of rows as its size class), dtype and device of an operand."""
 
 
 def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
@@ -223,133 +223,135 @@ def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
     return shape if static_rows else (size_class(shape[0]), *shape[1:]), operand.dtype, operand.device
 
 
-def bound_plan(operands: Sequence[Tensor], ask: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
+def bound_plan(operands: Sequence[Tensor], call: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
     """The plan of a call with its map bound, chosen and cached by size class. kinds: of the operands, if known."""
-    steady, count = ask.static_rows, len(operands)
+    steady, count = call.static_rows, len(operands)
     given = kinds or (None,) * count
     kinds = [k or kind_of(t, n in steady) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
-    whole = ask.shape if count in steady else (size_class(ask.shape[0]), *ask.shape[1:])
-    key = (ask.text, ask.names, whole, ask.lowering, ask.finish, ask.piece, ask.kept, deterministic(), *kinds)
-    known = _SERIES.get(key)
+    whole = call.shape if count in steady else (size_class(call.shape[0]), *call.shape[1:])
+    options = call.lowering, call.finish, call.stream_k_chunk, call.result_dtype, deterministic()
+    key = (call.text, call.names, whole, *options, *kinds)
+    known = _BUCKETED_PLANS.get(key)
     if known is None:
-        known = _SERIES.keep(key, _series(_in_pieces(_ready_for(operands, ask, ask.shape), operands, ask.piece), ask))
-    if known.sized is None:
-        return bind_operands(
-            _in_pieces(_ready_for(operands, ask, ask.shape), operands, ask.piece), operands, ask.runtime_operands
-        )
-    return replace(known.ready, parts=tuple(part.at(operands, ask.shape) for part in known.sized), shape=ask.shape)
+        known = _BUCKETED_PLANS.keep(key, _bucketed(_plan_for_request(operands, call, call.shape), call))
+    if known.steps is None:
+        return bind_operands(_plan_for_request(operands, call, call.shape), operands, call.runtime_operands)
+    return replace(known.plan, steps=tuple(part.at(operands, call.shape) for part in known.steps), shape=call.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class ResizableStep:
     """A step of one kernel, for calls of other sizes and bound operands.
 
-    held: positions of the bound operands, by name; left: positions of its others among the runtime operands.
+    bound: positions of the bound operands, by name; runtime: positions of its others among the runtime operands.
     """
 
     run: kernels.KernelExecutor
-    held: tuple[tuple[str, int], ...]
-    left: tuple[tuple[str, int], ...]
+    bound: tuple[tuple[str, int], ...]
+    runtime: tuple[tuple[str, int], ...]
     places: tuple[tuple[str, int], ...]
 
     def at(self, operands: Sequence[Tensor], shape: tuple[int, ...]) -> PlanStep:
         shapes = {name: operands[place].shape for name, place in self.places}
         return PlanStep(
-            kernels.BoundExecutor(self.run, {name: operands[place] for name, place in self.held}, (shapes, shape)),
-            self.left,
+            kernels.BoundExecutor(self.run, {name: operands[place] for name, place in self.bound}, (shapes, shape)),
+            self.runtime,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class BucketedPlan:
-    """Plan shared by all calls of one size class; sized: its steps, None if each call must be planned separately."""
+    """Plan shared by all calls of one size class; steps: None if each call must be planned separately."""
 
-    ready: Plan
-    sized: tuple[ResizableStep, ...] | None
+    plan: Plan
+    steps: tuple[ResizableStep, ...] | None
 
 
-def _series(ready: Plan, ask: PlanRequest) -> BucketedPlan:
-    order = {place: number for number, place in enumerate(ask.runtime_operands)}
+def _bucketed(plan: Plan, call: PlanRequest) -> BucketedPlan:
+    order = {place: number for number, place in enumerate(call.runtime_operands)}
     parts = []
-    for part in ready.parts:
+    for part in plan.steps:
         if not isinstance(run := part.run, kernels.KernelExecutor) or not run.resizable:
-            return BucketedPlan(ready, None)
+            return BucketedPlan(plan, None)
         held = tuple((name, place) for name, place in part.places if place not in order)
         left = tuple((name, order[place]) for name, place in part.places if place in order)
         parts.append(ResizableStep(run, held, left, part.places))
-    old = None if ready.old is None else order[ready.old]
-    return BucketedPlan(replace(ready, old=old), tuple(parts))
+    old = None if plan.accumulated is None else order[plan.accumulated]
+    return BucketedPlan(replace(plan, accumulated=old), tuple(parts))
 
 
-def _ready_for(operands: Sequence[Tensor], ask: PlanRequest, shape: tuple[int, ...]) -> Plan:
-    return ready_for(operands, ask.names, ask.text, shape, ask.lowering, ask.finish, ask.kept)
+def _plan_for_request(operands: Sequence[Tensor], call: PlanRequest, shape: tuple[int, ...]) -> Plan:
+    plan = plan_for(operands, call.names, call.text, shape, call.lowering, call.finish, call.result_dtype)
+    return _with_stream_k(plan, operands, call.stream_k_chunk)
 
 
-def _in_pieces(ready: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
+def _with_stream_k(plan: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
     """The plan with long segments split between programs (stream-K) in its kernels."""
     if not piece:
-        return ready
+        return plan
     parts = []
-    for part in ready.parts:
+    for part in plan.steps:
         if isinstance(run := part.run, kernels.KernelExecutor):
             tile = kernels.tile_of(run.bound, {name: operands[place] for name, place in part.places}, run.precision)
             tile = replace(tile, stream_k_chunk=tile.stream_k_chunk or piece)
             part = replace(part, run=kernels.runner(run.bound, run.dtype, tile, run.precision, run.finish))
         parts.append(part)
-    return replace(ready, parts=tuple(parts))
+    return replace(plan, steps=tuple(parts))
 
 
-def _with_finish(ready: Plan, finish: EpilogueSignature, device: torch.device) -> Plan:
+def _with_epilogue(plan: Plan, finish: EpilogueSignature, device: torch.device) -> Plan:
     """The plan with the epilogue fused into the last kernel, if that supports one."""
-    last = ready.parts[-1] if ready.parts else None
-    if last is None or not isinstance(last.run, kernels.KernelExecutor) or not last.run.finishes:
-        return ready
-    if ready.result_dtype == torch.float8_e4m3fn and kernels.without_fp8(device):
-        return ready
-    run = kernels.runner(last.run.bound, ready.result_dtype, None, last.run.precision, finish)
-    return replace(ready, parts=(*ready.parts[:-1], replace(last, run=run)), dtype=ready.result_dtype, finishes=True)
+    last = plan.steps[-1] if plan.steps else None
+    if last is None or not isinstance(last.run, kernels.KernelExecutor) or not last.run.applies_epilogue:
+        return plan
+    if plan.result_dtype == torch.float8_e4m3fn and kernels.without_fp8(device):
+        return plan
+    run = kernels.runner(last.run.bound, plan.result_dtype, None, last.run.precision, finish)
+    return replace(
+        plan, steps=(*plan.steps[:-1], replace(last, run=run)), dtype=plan.result_dtype, applies_epilogue=True
+    )
 
 
-def bind_operands(ready: Plan, operands: Sequence[Tensor], runtime_operands: Sequence[int]) -> Plan:
+def bind_operands(plan: Plan, operands: Sequence[Tensor], runtime_operands: Sequence[int]) -> Plan:
     """Bind all operands but those at `runtime_operands`, which calls pass in this order.
 
     Bound operands must not be written to afterwards, and cannot include the target's old values.
     """
     order = {place: number for number, place in enumerate(runtime_operands)}
     parts = []
-    for part in ready.parts:
+    for part in plan.steps:
         held = {name: operands[place] for name, place in part.places if place not in order}
         left = tuple((name, order[place]) for name, place in part.places if place in order)
-        parts.append(PlanStep(_given(part.run, held), left))
-    old = None if ready.old is None else order[ready.old]
-    return replace(ready, parts=tuple(parts), old=old)
+        parts.append(PlanStep(_bound_run(part.run, held), left))
+    old = None if plan.accumulated is None else order[plan.accumulated]
+    return replace(plan, steps=tuple(parts), accumulated=old)
 
 
 Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
 
 
-def _given(run: Run, held: Mapping[str, Tensor]) -> Run:
+def _bound_run(run: Run, bound: Mapping[str, Tensor]) -> Run:
     if isinstance(run, kernels.KernelExecutor):
-        return run.holding(held)
-    return lambda tensors, before: run({**held, **tensors}, before)
+        return run.bind(bound)
+    return lambda tensors, before: run({**bound, **tensors}, before)
 
 
-def execute_plan(ready: Plan, operands: Sequence[Tensor], epilogue: Epilogue | None = None) -> Tensor:
+def execute_plan(plan: Plan, operands: Sequence[Tensor], epilogue: Epilogue | None = None) -> Tensor:
     """Execute a plan and apply the epilogue."""
     if epilogue is None:
-        return _computed(ready, operands, {})
-    inside = epilogue.operands if ready.finishes else {}
-    found = _computed(ready, operands, inside)
-    return found if ready.finishes else applied(found, epilogue, ready.result_dtype)
+        return _run_steps(plan, operands, {})
+    inside = epilogue.operands if plan.applies_epilogue else {}
+    found = _run_steps(plan, operands, inside)
+    return found if plan.applies_epilogue else applied(found, epilogue, plan.result_dtype)
 
 
-def _computed(ready: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
+def _run_steps(plan: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
     """Sum of the parts; more: additional operands of the last one."""
     out: Tensor | None = None
-    for number, part in enumerate(ready.parts, 1):
+    for number, part in enumerate(plan.steps, 1):
         if part.places or not operands:
             tensors = {name: operands[place] for name, place in part.places}
-            if more and number == len(ready.parts):
+            if more and number == len(plan.steps):
                 tensors.update(more)
             out = part.run(tensors, out)
         else:
@@ -357,11 +359,11 @@ def _computed(ready: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor
             result = part.run({}, None).to(operands[0].device)
             out = result if out is None else out + result
     if out is not None:
-        return out if out.dtype == ready.dtype else out.to(ready.dtype)
+        return out if out.dtype == plan.dtype else out.to(plan.dtype)
     # The right side is 0.
-    if ready.old is not None:
-        return operands[ready.old].clone(memory_format=torch.contiguous_format)
-    return torch.zeros(ready.shape, dtype=ready.dtype, device=operands[0].device if operands else None)
+    if plan.accumulated is not None:
+        return operands[plan.accumulated].clone(memory_format=torch.contiguous_format)
+    return torch.zeros(plan.shape, dtype=plan.dtype, device=operands[0].device if operands else None)
 
 
 def tune(
@@ -370,11 +372,11 @@ def tune(
     """Autotune the tiles of every step that is a kernel; seconds by tile of each step."""
     ready = _prepared(operands, names, text, None, lowering)
     found = []
-    for part in ready.parts:
+    for part in ready.steps:
         tensors = {name: operands[place] for name, place in part.places}
         runners = [part.run] if isinstance(part.run, kernels.KernelExecutor) else []
         if isinstance(part.run, chained.TwoStepLowering):
-            runners, tensors = [part.run.first, part.run.second], part.run.between(tensors)
+            runners, tensors = [part.run.first, part.run.second], part.run.run_first(tensors)
         for runner in runners:
             times = kernels.tune(runner.bound, tensors, runner.dtype, kernels.measured)
             found.append((runner.bound.statement, times))
@@ -591,7 +593,7 @@ def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n).bit_length() for n in shape)
 
 
-def _never(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
+def _never_refuses(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     return None
 
 
@@ -616,11 +618,11 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "gathered": Lowering(gathered.refusal, gathered.run, work.gathered_work),
         "bagged": Lowering(embedding_bag.refusal, embedding_bag.run, work.bagged_work),
         "graph": Lowering(_graph_refusal, graph.run, work.graph_work),
-        "reference": Lowering(_never, loops.run, work.loop_work),
+        "reference": Lowering(_never_refuses, loops.run, work.loop_work),
     }
 )
 """The lowerings of a step, by name."""
 
-_READY: BoundedCache[Plan] = BoundedCache(4096)
-_SERIES: BoundedCache[BucketedPlan] = BoundedCache(4096)
+_PLANS: BoundedCache[Plan] = BoundedCache(4096)
+_BUCKETED_PLANS: BoundedCache[BucketedPlan] = BoundedCache(4096)
 _CHOSEN: BoundedCache[Candidate] = BoundedCache(4096)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pumice.coords.segments import WHOLE, Pieces, bounds_of, in_pieces, pieces_at_hand, segments_by_length
+from pumice.coords.segments import WHOLE, Pieces, bounds_of, cached_pieces, segments_by_length, split_runs
 from pumice.runtime.cache import PERSISTENT, cached_per_tensor
 
 _LONG_ARRAY = 1 << 17
@@ -24,7 +24,7 @@ _LONG = 1536
 class Segments:
     """Entries starts[j] <= p < stops[j] have the value rows[j]; in a stack the values rows[j] <= value < ends[j].
 
-    int32 [n] each. apart: outlier segments, which are excluded here, or None.
+    int32 [n] each. outliers: segments, which are excluded here, or None.
     firsts, pieces: for lists of pieces, the first piece of the segment and its number of pieces; 0 for padding.
     """
 
@@ -32,11 +32,11 @@ class Segments:
     starts: Tensor
     stops: Tensor
     ends: Tensor | None = None
-    apart: Segments | None = None
+    outliers: Segments | None = None
     firsts: Tensor | None = None
     pieces: Tensor | None = None
 
-    def taken(self, which: slice | Tensor) -> Segments:
+    def select(self, which: slice | Tensor) -> Segments:
         """The selected segments."""
         held = (self.rows, self.starts, self.stops, self.ends)
         return Segments(*(None if x is None else x[which].clone() for x in held))  # pyright: ignore[reportArgumentType]
@@ -48,10 +48,10 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
 
     Sorted by length, longest first, to avoid a tail. With a window, only segments far above the mean come first; the
     others are sorted by length within windows of that many, which keeps locality, and outliers of a long array are put
-    in `apart`, with one host synchronisation.
+    in `outliers`, with one host synchronisation.
     """
     if not window:
-        found = pieces_at_hand(array, count, WHOLE)
+        found = cached_pieces(array, count, WHOLE)
         return Segments(*(segments_by_length(array, count) if found is None else found[:3]))
     bounds = bounds_of(array, count)
     starts, stops = bounds[:-1], bounds[1:]
@@ -63,7 +63,7 @@ def segments(array: Tensor, count: int, window: int = 0) -> Segments:
     long = int((stops - starts > _FAR * mean + 64).sum())
     if not 0 < long < count:
         return found
-    return replace(found.taken(slice(long, None)), apart=found.taken(slice(long)))
+    return replace(found.select(slice(long, None)), outliers=found.select(slice(long)))
 
 
 def pieces(array: Tensor, count: int, most: int) -> Segments:
@@ -72,13 +72,13 @@ def pieces(array: Tensor, count: int, most: int) -> Segments:
     The longest segments come first, pieces of one segment are adjacent; an empty segment is one piece. The list is
     padded to an upper bound, without a host synchronisation.
     """
-    found = pieces_at_hand(array, count, most)
+    found = cached_pieces(array, count, most)
     return _cut(array, count, most) if found is None else _of_pieces(found)
 
 
 @cached_per_tensor
 def _cut(array: Tensor, count: int, most: int) -> Segments:
-    return _of_pieces(in_pieces(array, count, most))
+    return _of_pieces(split_runs(array, count, most))
 
 
 def _of_pieces(found: Pieces) -> Segments:
@@ -89,7 +89,7 @@ def _of_pieces(found: Pieces) -> Segments:
 def stacks(array: Tensor, count: int, height: int) -> Segments:
     """Stacks of up to `height` consecutive segments for the values 0 to count - 1, most entries first.
 
-    Outliers of a long array, which would delay their stack, are put in `apart`, with one host synchronisation.
+    Outliers of a long array, which would delay their stack, are put in `outliers`, with one host synchronisation.
     """
     bounds = bounds_of(array, count)
     places = torch.arange(count, device=array.device, dtype=torch.int32)
@@ -101,7 +101,7 @@ def stacks(array: Tensor, count: int, height: int) -> Segments:
     begins[1:] |= long[:-1]
     found = _longest_first(_between(places[begins], bounds))
     outliers = long[found.rows]
-    return replace(found.taken(~outliers), apart=found.taken(outliers)) if bool(outliers.any()) else found
+    return replace(found.select(~outliers), outliers=found.select(outliers)) if bool(outliers.any()) else found
 
 
 def _between(firsts: Tensor, bounds: Tensor) -> Segments:
@@ -111,7 +111,7 @@ def _between(firsts: Tensor, bounds: Tensor) -> Segments:
 
 
 def _longest_first(found: Segments) -> Segments:
-    return found.taken((found.starts - found.stops).argsort(stable=True))
+    return found.select((found.starts - found.stops).argsort(stable=True))
 
 
 def _readable(array: Tensor) -> bool:

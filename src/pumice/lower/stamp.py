@@ -16,7 +16,7 @@ from pumice.lower.emit import SPLITS, STACKS, grid_of
 from pumice.lower.segments import Segments, pieces, segments, stacks
 from pumice.runtime.cache import PERSISTENT
 from pumice.runtime.launch import CompiledKernel
-from pumice.runtime.streams import captured
+from pumice.runtime.streams import is_capturing
 from pumice.runtime.workspace import Workspace, workspace
 from pumice.schedule.tile import Tile, mean_class, size_class
 
@@ -97,6 +97,9 @@ class Kernels(Protocol):
     @property
     def roles(self) -> ContractionRoles: ...
 
+    @property
+    def resizable(self) -> bool: ...
+
     def choose(self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device) -> tuple[Tile, int] | None: ...
 
     def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int) -> Any: ...
@@ -125,7 +128,8 @@ class TileFamily:
         self._moulds: dict[SizeKey, Mould | None] = {}
         self._by_tile: dict[tuple[Tile, int], Mould] = {}
         rows = [x.shape[0] if x.ndim else 1 for x in like.values()]
-        self._moulds[self.key(rows)] = self._made((emitted.tile, emitted.how.splits), emitted)
+        self._only = None if kernels.resizable else rows
+        self._moulds[self.key(rows)] = self._made((emitted.tile, emitted.options.splits), emitted)
 
     def key(self, rows: Sequence[int]) -> SizeKey:
         """The size key of a call with so many rows."""
@@ -136,13 +140,28 @@ class TileFamily:
         segments = -(-(count if place is None else rows[place]) // coefficient)
         return size_key(max(segments, 1), rows[self._entries], leading)
 
-    def at(self, rows: Sequence[int]) -> Mould | None:
+    def at(self, rows: list[int]) -> Mould | None:
         """The kernel of a call with so many rows; None where the executor has to choose its tile."""
+        if self._only not in (None, rows):
+            return None
         key = self.key(rows)
         if key not in self._moulds:
             chosen = self._kernels.choose(self._like, key, self._device)
-            self._moulds[key] = None if chosen is None else self._by_tile.get(chosen) or self._made(chosen)
+            self._moulds[key] = None if chosen is None else self._fitting(*chosen, rows)
         return self._moulds[key]
+
+    def _fitting(self, tile: Tile, splits: int, rows: Sequence[int]) -> Mould:
+        """The compiled kernel with this tile, or with the next smaller one that fits the device."""
+        while True:
+            mould = self._by_tile.get((tile, splits)) or self._made((tile, splits))
+            try:
+                mould.compile(rows)
+                return mould
+            except Exception as problem:
+                smaller = tile.smaller()
+                if smaller is None or type(problem).__name__ != "OutOfResources":
+                    raise
+                tile = smaller
 
     def _made(self, chosen: tuple[Tile, int], emitted: Any = None) -> Mould:
         emitted = emitted or self._kernels.generate(self._like, *chosen)
@@ -189,7 +208,7 @@ class Mould:
         self._programs, self._grid = self._factors()
         self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
         # Bytes for what a program finds of a piece.
-        self.room = emitted.room(1)
+        self.room = emitted.workspace_bytes(1)
 
     def slots(self, held: Collection[str]) -> Slots:
         """Where tensors belong for calls that hold these operands."""
@@ -205,10 +224,10 @@ class Mould:
         key = name, count, self._ways
         found = known.get(key)
         # Passes of a program that is to be captured all go one way: the one before compiles what it starts.
-        if found is None and array is not None and array not in PERSISTENT and not captured(array.device):
+        if found is None and array is not None and array not in PERSISTENT and not is_capturing(array.device):
             found = known[key] = Cut(segments_of(array, count, self._own, self._emitted.tile))
         # Those that are apart take a second kernel.
-        return None if found is None or found.part.apart is not None else found
+        return None if found is None or found.part.outliers is not None else found
 
     def cast(self, slots: Slots, held: Sequence[int], rows: Sequence[int], cut: Cut | None) -> Aimed | None:
         """The kernel of a call that holds what lies at these addresses, which are those of slots.held.
@@ -216,11 +235,8 @@ class Mould:
         cut: the segments, where there is an `array`. None where Triton interprets kernels, or an array is not aligned
         to 16 bytes.
         """
-        sizes, values, bits = (0 if cut is None else cut.count, *rows), self._values.copy(), 0
-        for place, which in self._moving:
-            values[place] = sizes[which]
-        if self._blocks is not None:
-            values[self._blocks[0]] = _value(self._blocks[1], sizes)
+        sizes, bits = (0 if cut is None else cut.count, *rows), 0
+        values = self._sized(sizes)
         compiled = self._kernel(values)
         if compiled is None:
             return None
@@ -238,6 +254,19 @@ class Mould:
             programs *= _value(factor, sizes)
         return Aimed(self, slots, compiled, programs, values, None if cut is None else cut.part)
 
+    def compile(self, rows: Sequence[int]) -> None:
+        """Compile for a call with so many rows. Raises OutOfResources (of Triton) where the tile does not fit."""
+        self._kernel(self._sized((0, *rows)))
+
+    def _sized(self, sizes: Sequence[int]) -> list[Any]:
+        """The arguments with these sizes, without addresses."""
+        values = self._values.copy()
+        for place, which in self._moving:
+            values[place] = sizes[which]
+        if self._blocks is not None:
+            values[self._blocks[0]] = _value(self._blocks[1], sizes)
+        return values
+
     def _kernel(self, values: Sequence[Any]) -> CompiledKernel | None:
         """What Triton makes for such sizes."""
         key = self._emitted.variant(values)
@@ -248,7 +277,7 @@ class Mould:
 
     def _arguments(self) -> tuple[list[Any], list[tuple[int, int]]]:
         """All arguments with what is the same for all calls, and the places of those that are sizes, with which."""
-        values, moving = self._emitted.steady.copy(), []
+        values, moving = self._emitted.static_sizes.copy(), []
         for place in self._counting:
             told = self._emitted.source.arguments[place]
             fixed, sizes, _ = self._extent(told.name) if told.kind == "extent" else self._size(told.name, told.axis)
@@ -289,7 +318,7 @@ class Mould:
         if name == STACKS or (form.segment is not None and name == form.segment.index):
             return 1, (0,), 1
         if name == SPLITS:
-            return self._emitted.how.splits, (), 1
+            return self._emitted.options.splits, (), 1
         place = self._places.get(name)
         return (self._bound.extents[name], (), 1) if place is None else self._size(*place)
 
@@ -372,5 +401,5 @@ class Aimed:
             values[place] = addresses[which]
         if own is not None and slots.scratch is not None:
             waiting, room = slots.scratch
-            values[waiting], values[room] = own.counters.data_ptr(), own.room.data_ptr()
+            values[waiting], values[room] = own.counters.data_ptr(), own.scratch.data_ptr()
         self.compiled(self.programs, values, self.mould.index)

@@ -42,7 +42,7 @@ def kernel_work(statement: Statement, bound: BoundStatement, operands: Mapping[s
     """One kernel: a factor is read per tile along the axis it lacks, or without a matrix product per iteration."""
     extents = bound.extents
     form = contraction_roles(statement, extents)
-    moved = 4 * bound.points(indices_of(statement.target)) * (3 if form.adds else 1)
+    moved = 4 * bound.points(indices_of(statement.target)) * (3 if form.atomic else 1)
     cached = 0.0
     turning = {*form.loops, *(form.columns if form.folds else ())}
     for place, factor in enumerate(statement.terms[0].factors):
@@ -64,7 +64,7 @@ def kernel_work(statement: Statement, bound: BoundStatement, operands: Mapping[s
     # Too few programs to fill the device take proportionally longer.
     idle = max(1.0, PROCESSORS / max(1.0, tiles))
     cached *= idle
-    if form.adds and form.product:
+    if form.atomic and form.product:
         cached = max(cached, _SHORTEST * tiles)
     return Work(flops * idle, moved, cached, _launches(form, operands), matrix=form.product)
 
@@ -72,7 +72,7 @@ def kernel_work(statement: Statement, bound: BoundStatement, operands: Mapping[s
 def _launches(form: ContractionRoles, operands: Mapping[str, Tensor]) -> int:
     """Kernels to launch: atomics need a zeroed output, and a cast if it is wider than the values."""
     narrow = any(x.is_floating_point() and x.element_size() < 4 for x in operands.values())
-    return 1 + form.adds + (form.adds and narrow)
+    return 1 + form.atomic + (form.atomic and narrow)
 
 
 _SHORTEST = 40_000
@@ -85,7 +85,7 @@ def _tables(bound: BoundStatement, form: ContractionRoles) -> float:
     within, least = form.within, 16
     assert within is not None
     others = bound.points((*form.batch, *form.loops, *within.summed))
-    return others * max(least, bound.points(form.rows)) * max(least, bound.points((within.met,)))
+    return others * max(least, bound.points(form.rows)) * max(least, bound.points((within.shared,)))
 
 
 def _multiplied(statement: Statement, bound: BoundStatement, form: ContractionRoles) -> float:
@@ -93,7 +93,7 @@ def _multiplied(statement: Statement, bound: BoundStatement, form: ContractionRo
     names = indices_of(statement)
     if form.within is None:
         return bound.points(names)
-    inside = (form.within.met, *form.within.summed)
+    inside = (form.within.shared, *form.within.summed)
     factors = statement.terms[0].factors
     left = indices_of(*(factors[place] for place in form.left))
     return bound.points(n for n in names if n not in inside) + bound.points(left)

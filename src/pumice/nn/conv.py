@@ -74,7 +74,7 @@ class Convolution(nn.Module):
         """forward with an epilogue (see pumice.ops.conv), in one kernel if possible."""
         return convolve(x, self.weight, self.bias, self.groups, self.map_request(target), self.dataflow, epilogue)
 
-    def _over(self, x: SparseTensor, target: Target = None) -> SparseTensor:
+    def _convolve(self, x: SparseTensor, target: Target = None) -> SparseTensor:
         return self.forward_with_epilogue(x, None, target)
 
     def reset_parameters(self) -> None:
@@ -145,7 +145,7 @@ class Conv(Convolution):
 
     def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
         """x: N voxels x in_channels -> SparseTensor with out_channels. `out` overrides the layer's for this call."""
-        return self._over(x, out)
+        return self._convolve(x, out)
 
     def map_request(self, target: Target = None) -> tuple[Relation, Geometry | None]:
         if target is None:
@@ -177,7 +177,7 @@ class ConvTranspose(Convolution):
         self.relation = Relation.of_transposed(self.dim, window, **options).shared()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return self._over(x)
+        return self._convolve(x)
 
 
 class GenerativeConvTranspose(Convolution):
@@ -205,7 +205,7 @@ class GenerativeConvTranspose(Convolution):
         self.relation = Relation.of_transposed(self.dim, window, **options).shared()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return self._over(x)
+        return self._convolve(x)
 
 
 class InverseConv(Convolution):
@@ -234,7 +234,7 @@ class InverseConv(Convolution):
         self.relation = Relation.of(self.dim, window, policy="cached_inverse", **options).shared()
 
     def forward(self, x: SparseTensor, target: SparseTensor | Geometry | None = None) -> SparseTensor:
-        return self._over(x, target)
+        return self._convolve(x, target)
 
 
 def _window(kernel_size: Size | None, dim: int) -> tuple[int, ...]:

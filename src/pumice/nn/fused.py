@@ -17,7 +17,7 @@ from pumice.nn.hooks import ACTIVATIONS, epilogue_of, has_no_backward_hooks, has
 from pumice.ops import SparseTensor, cat
 from pumice.ops.conv import Target, autocast_dtype
 from pumice.ops.conv_norm import conv_norm
-from pumice.ops.linear import linear_features, takes
+from pumice.ops.linear import fits_one_kernel, linear_features
 from pumice.ops.sets import same_geometry
 from pumice.ops.tensor import raw_feats
 
@@ -143,7 +143,7 @@ def _normed(module: nn.Module, norm: nn.Module, x: SparseTensor) -> Tensor | Non
     epilogue, _ = epilogue_of((norm,), None)
     feats, weight = x.feats, module.weight
     alike = feats.dtype == weight.dtype and feats.dtype not in EIGHT_BITS
-    if epilogue is None or not alike or not takes(feats, weight, *epilogue.operands.values()):
+    if epilogue is None or not alike or not fits_one_kernel(feats, weight, *epilogue.operands.values()):
         return None
     return linear_features(feats, weight, epilogue.with_bias(module.bias))
 

@@ -25,17 +25,17 @@ def is_known(module: nn.Module) -> bool:
 
 
 def epilogue_of(
-    behind: Sequence[nn.Module], residual: Tensor | None, row_padding: int = 0
+    next_modules: Sequence[nn.Module], residual: Tensor | None, row_padding: int = 0
 ) -> tuple[Epilogue | None, int]:
     """(epilogue, number of modules it covers) of the modules after a convolution. residual: features added before the
     last module; row_padding: columns left free behind each row if the epilogue covers all modules."""
-    norm = behind[0] if behind and is_known(behind[0]) else None
+    norm = next_modules[0] if next_modules and is_known(next_modules[0]) else None
     taken = 0 if norm is None else 1
-    last = len(behind) > taken
-    activation = ACTIVATIONS.get(type(behind[taken]), "") if last else ""
-    own = residual if activation and len(behind) == taken + 1 else None
+    last = len(next_modules) > taken
+    activation = ACTIVATIONS.get(type(next_modules[taken]), "") if last else ""
+    own = residual if activation and len(next_modules) == taken + 1 else None
     taken += bool(activation)
-    row_padding = row_padding if taken == len(behind) else 0
+    row_padding = row_padding if taken == len(next_modules) else 0
     if isinstance(norm, layers.BatchNorm):
         return Epilogue.of_norm(norm.vectors(), norm.eps, own, activation, row_padding), taken
     return (Epilogue(residual=own, activation=activation, row_padding=row_padding), 1) if activation else (None, 0)
@@ -70,8 +70,8 @@ TENSOR_GUARDS: Sequence[Callable[[Any], Any]] = (
     torch._C.TensorBase.stride,
 )
 """Guards of a tensor, besides its type; the address implies the device."""
-TRAINS: Callable[[Any], bool] = torch._C.TensorBase.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
+REQUIRES_GRAD: Callable[[Any], bool] = torch._C.TensorBase.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
 """`requires_grad` of a tensor."""
-OF_CONVOLUTIONS = attrgetter("groups", "dataflow", "relation")
+CONVOLUTION_GUARDS = attrgetter("groups", "dataflow", "relation")
 OWN = frozenset(("weight", "bias", "forward_with_epilogue", "map_request"))
 """Attributes that the fused path bypasses; if an instance overrides one, fall back to the slow path."""

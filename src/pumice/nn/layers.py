@@ -16,8 +16,8 @@ from pumice.lower import norm as lowered
 from pumice.lower.epilogue import Epilogue
 from pumice.ops import autograd, pool
 from pumice.ops.conv import Size
-from pumice.ops.linear import HALF, linear_features, recorded_features, takes
-from pumice.ops.tensor import SparseTensor, from_raw_feats, living, not_sparse, raw_feats, row_by_row
+from pumice.ops.linear import HALF, differentiable_features, fits_one_kernel, linear_features
+from pumice.ops.tensor import SparseTensor, from_raw_feats, mask_padding, not_sparse, raw_feats, row_by_row
 
 
 def _check(layer: nn.Module, x: object, channels: int | None = None) -> None:
@@ -80,7 +80,7 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         feats, own = raw_feats(x), self.training or self.running_mean is None
         if not own or not torch.is_grad_enabled() or not direct.starts_kernels(feats) or feats.dtype == torch.float64:
             return False
-        return autograd.by_autograd_alone([feats, *(t for t in self.vectors() if t is not None)])
+        return autograd.only_reverse_mode_active([feats, *(t for t in self.vectors() if t is not None)])
 
     def over_valid_rows(self, x: SparseTensor, relu: bool = False) -> SparseTensor:
         """Batch norm over the valid rows, then optionally a ReLU."""
@@ -218,7 +218,7 @@ def _normalize(x: SparseTensor, groups: int, eps: float) -> Tensor:
     counts = x.item_counts.clamp(min=1) * feats.shape[2]
 
     def mean(values: Tensor) -> Tensor:
-        sums = values.new_zeros((x.batch_size, groups)).index_add(0, item, living(x, values.sum(dim=2)))
+        sums = values.new_zeros((x.batch_size, groups)).index_add(0, item, mask_padding(x, values.sum(dim=2)))
         return (sums / counts[:, None])[item][:, :, None]
 
     centred = feats - mean(feats)
@@ -275,7 +275,7 @@ class Linear(_Featurewise, nn.Linear):
         odd = self.in_features % 8 or self.out_features % 8
         if odd and not x.geometry.trains and (y := self._unaligned(x)) is not None:
             return x.replace(y)
-        return row_by_row(x, self._recorded if odd and self._worth(x) else super(_Featurewise, self).forward)
+        return row_by_row(x, self._differentiable if odd and self._worth(x) else super(_Featurewise, self).forward)
 
     @staticmethod
     def _worth(x: SparseTensor) -> bool:
@@ -289,11 +289,11 @@ class Linear(_Featurewise, nn.Linear):
         tensors = (feats, weight) if bias is None else (feats, weight, bias)
         if feats.dtype not in HALF or any(t.dtype != feats.dtype for t in tensors):
             return None
-        fits = feats.shape[1] == self.in_features and takes(*tensors)
+        fits = feats.shape[1] == self.in_features and fits_one_kernel(*tensors)
         return linear_features(feats, weight, Epilogue(shift=bias)) if fits else None
 
-    def _recorded(self, feats: Tensor) -> Tensor:
-        y = recorded_features(feats, self.weight, self.bias)
+    def _differentiable(self, feats: Tensor) -> Tensor:
+        y = differentiable_features(feats, self.weight, self.bias)
         return super(_Featurewise, self).forward(feats) if y is None else y
 
 

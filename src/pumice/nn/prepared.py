@@ -19,7 +19,7 @@ from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import (
     ACTIVATIONS,
-    OF_CONVOLUTIONS,
+    CONVOLUTION_GUARDS,
     OWN,
     TENSOR_GUARDS,
     epilogue_of,
@@ -62,7 +62,7 @@ def prepared(owner: nn.Module, x: object, parts: Parts) -> Prepared | None:
     feats, trains = raw_feats(x), torch.is_grad_enabled()
     if x.geometry.buffered is not None or not direct.starts_kernels(feats):
         return None
-    if not (autograd.by_autograd_alone((feats,)) if trains else autograd.is_plain_call((feats,))):
+    if not (autograd.only_reverse_mode_active((feats,)) if trains else autograd.is_plain_call((feats,))):
         return None
     kept = owner.__dict__.get(_NAME)
     if kept is None or kept.parts != parts or not kept.alike():
@@ -161,7 +161,7 @@ class Prepared:
         there = [t for t in every if t is not None]
         facts: list[Any] = [spare, x.dtype, x.shape[1], x.stride(), x.get_device(), direct.settings()]
         facts += map(_OF_NORMS, self._norms)
-        facts += map(OF_CONVOLUTIONS, self._convolutions)
+        facts += map(CONVOLUTION_GUARDS, self._convolutions)
         for fact in TENSOR_GUARDS:
             facts += map(fact, there)
         precision = kernels.float32_precision() if known.wide else ""
@@ -184,7 +184,7 @@ class Prepared:
             room = spare if step.ends == len(self.parts.modules) else 0
             epilogue, _ = epilogue_of(step.behind, held if step.adds else None, room)
             more = () if epilogue is None else epilogue.operands.values()
-            finish = NO_EPILOGUE if epilogue is None else epilogue.finish
+            finish = NO_EPILOGUE if epilogue is None else epilogue.signature
             own = tuple(t.data_ptr() for t in (weight, *more) if t is not held)
             if any(address & 15 for address in own):
                 return

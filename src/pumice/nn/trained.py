@@ -17,7 +17,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower.norm import NormKernels, Statistics
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
-from pumice.nn.hooks import ACTIVATIONS, OF_CONVOLUTIONS, OWN, TENSOR_GUARDS, TRAINS
+from pumice.nn.hooks import ACTIVATIONS, CONVOLUTION_GUARDS, OWN, REQUIRES_GRAD, TENSOR_GUARDS
 from pumice.ops import SparseTensor, autograd, trained
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.line import found_of
@@ -116,8 +116,8 @@ class Trained:
         ]
         facts += [kernels.float32_precision()] if dtype is torch.float32 else []
         facts += map(_OF_NORMS, self._norms)
-        facts += map(OF_CONVOLUTIONS, self._convolutions)
-        for fact in (*TENSOR_GUARDS, TRAINS):
+        facts += map(CONVOLUTION_GUARDS, self._convolutions)
+        for fact in (*TENSOR_GUARDS, REQUIRES_GRAD):
             facts += map(fact, there)
         if types != known.types or facts != known.facts:
             made = [*trained.placed(self._made(every, x, dtype))]

@@ -51,7 +51,7 @@ def einsum(
     if only_autograd_active(operands):
         # As the registered operator, without the dispatcher: saves 50 us of host time.
         return _EinsumFunction.apply(names, text, known, lowering, *operands)
-    if not torch.compiler.is_compiling() and (_transformed() or _has_forward_tangent(operands)):
+    if not torch.compiler.is_compiling() and (_in_functorch_transform() or _has_forward_tangent(operands)):
         # torch's operators support forward tangents and functorch transforms; a kernel would drop them.
         return plan.execute(operands, names, text, known, "graph")
     return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
@@ -59,26 +59,26 @@ def einsum(
 
 def only_autograd_active(operands: Sequence[Tensor]) -> bool:
     """True if at most autograd is active: no tracing, functorch transform or mode, and plain non-meta tensors."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _transformed():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _in_functorch_transform():
         return False
-    return not (_has_forward_tangent(operands) or not _ordinary(operands))
+    return not (_has_forward_tangent(operands) or not _are_plain_tensors(operands))
 
 
-def by_autograd_alone(operands: Sequence[Tensor]) -> bool:
+def only_reverse_mode_active(operands: Sequence[Tensor]) -> bool:
     """`only_autograd_active`, and no forward-mode AD: other tensors of the call could have tangents."""
     return forward_ad._current_level < 0 and only_autograd_active(operands)
 
 
 def is_plain_call(operands: Sequence[Tensor]) -> bool:
     """True to skip the dispatcher (10 us): plain non-meta tensors; no autograd, autocast, tracing, transform, mode."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _watched():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _has_active_mode():
         return False
-    if not _ordinary(operands) or (torch.is_grad_enabled() and any([x.requires_grad for x in operands])):
+    if not _are_plain_tensors(operands) or (torch.is_grad_enabled() and any([x.requires_grad for x in operands])):
         return False
     return not operands or not torch.is_autocast_enabled(operands[0].device.type)
 
 
-def _ordinary(operands: Sequence[Tensor]) -> bool:
+def _are_plain_tensors(operands: Sequence[Tensor]) -> bool:
     """True if all are plain torch tensors and none is meta."""
     return _ORDINARY.issuperset(map(type, operands)) and not any([x.is_meta for x in operands])
 
@@ -90,14 +90,14 @@ def _has_forward_tangent(operands: Sequence[Tensor]) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in operands)
 
 
-def _transformed() -> bool:
+def _in_functorch_transform() -> bool:
     """True within a torch.func transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _watched() -> bool:
+def _has_active_mode() -> bool:
     """True within a torch.func transform, forward-mode AD or a torch function mode."""
-    return forward_ad._current_level >= 0 or bool(torch._C._len_torch_function_stack()) or _transformed()
+    return forward_ad._current_level >= 0 or bool(torch._C._len_torch_function_stack()) or _in_functorch_transform()
 
 
 _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
@@ -112,18 +112,18 @@ def check_device(device: torch.device) -> None:
 def _einsum(operands: list[Tensor], names: str, text: str, shape: list[int] | None, lowering: str) -> Tensor:
     known = None if shape is None else tuple(shape)
     with autocast_disabled(operands):
-        if known is not None and operands[0].is_cuda and (ask := _over_map(names, text)) is not None:
-            return _held(operands, replace(ask, shape=known, lowering=lowering))
+        if known is not None and operands[0].is_cuda and (ask := _convolution_request(names, text)) is not None:
+            return _run_bucketed(operands, replace(ask, shape=known, lowering=lowering))
         return plan.execute(operands, names, text, known, lowering)
 
 
-def _held(operands: Sequence[Tensor], ask: plan.PlanRequest) -> Tensor:
+def _run_bucketed(operands: Sequence[Tensor], ask: plan.PlanRequest) -> Tensor:
     """plan.execute with one plan per size bucket."""
     return plan.execute_plan(plan.bound_plan(operands, ask), [operands[place] for place in ask.runtime_operands])
 
 
 @lru_cache(maxsize=1024)
-def _over_map(names: str, text: str) -> plan.PlanRequest | None:
+def _convolution_request(names: str, text: str) -> plan.PlanRequest | None:
     """PlanRequest of a convolution or a derivative of one, None for other statements. Compiled code passes a kernel
     map[o, k, i] as arrays, which differ per input. runtime_operands: the dense operands. static_rows: those of them
     (and last the result) whose first axis is not a side of the map."""
@@ -213,7 +213,7 @@ def _all_gradients(ctx: Any, grad: Tensor, needed: Sequence[bool]) -> list[Tenso
         if not call.given.forms or call.statement.reduction == "sum":
             return _gradients(call, grad, last, needed)
         # Only the storage form of a sparse operand tells which points exist.
-        call, places = call.stored()
+        call, places = call.over_arrays()
         found = _gradients(call, grad, last, [needed[place] for place in places])
     grads = dict(zip(places, found, strict=True))
     return [grads.get(place) for place in range(len(operands))]
@@ -234,25 +234,25 @@ class DifferentiableCall:
     """A call with bound operands, differentiable in its runtime operands. Only for calls where just autograd is active.
     Bound operands are constant and need no gradient. Runtime operands, at ask.runtime_operands, have the shapes and
     devices of `like` and are cast to its dtype; their gradients are not rounded to it. ask.static_rows excludes the
-    result. ask.lowering applies to gradients too. held: the bound map. The reduction is a sum."""
+    result. ask.lowering applies to gradients too. bound_map: the kernel map. The reduction is a sum."""
 
     def __init__(
         self,
         operands: Sequence[Tensor | None],
-        ask: plan.PlanRequest,
+        request: plan.PlanRequest,
         like: tuple[Sequence[Tensor], torch.dtype],
-        held: direct.Held,
+        bound_map: direct.Held,
     ) -> None:
         """operands: None at ask.runtime_operands; like: example runtime operands, and the dtype."""
-        assert plan.statement_of(ask.text, ask.names).reduction == "sum"
+        assert plan.statement_of(request.text, request.names).reduction == "sum"
         given, dtype = like
-        self._ask, self._held, self._operands = ask, held, operands
+        self._request, self._bound_map, self._operands = request, bound_map, operands
         self.dtypes = (dtype,) * len(given)
         self._wide = dtype is torch.float32
-        self._counting = tuple([place not in ask.static_rows for place in ask.runtime_operands])
+        self._counting = tuple([place not in request.static_rows for place in request.runtime_operands])
         # Key shared with calls over other maps.
         shapes = [x.shape[1:] if n else x.shape for x, n in zip(given, self._counting, strict=True)]
-        self._kind = call_kind((ask.text, ask.lowering), held, dtype, shapes)
+        self._kind = call_kind((request.text, request.lowering), bound_map, dtype, shapes)
         # Keyed by determinism, gradients also by runtime operand and dtype.
         self._results: dict[bool, plan.Plan] = {}
         self._gradients: dict[tuple[int, torch.dtype, bool], list[_Derivative]] = {}
@@ -267,17 +267,17 @@ class DifferentiableCall:
         return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(operands, self.dtypes, strict=True)]
 
     def result(self, operands: Sequence[Tensor]) -> Tensor:
-        key = self._told(operands)
-        call = self._launch_cache.get(key) or self._over_another(key, operands)
+        key = self._launch_key(operands)
+        call = self._launch_cache.get(key) or self._instantiate_template(key, operands)
         if call is not None and (y := call(operands)) is not None:
             return y
         with autocast_disabled(operands):
-            ready = self._results.get(plan.deterministic())
-            if ready is None:
-                ready = plan.bound_plan(self._together(operands), self._ask)
-                self._results[plan.deterministic()] = ready
-            y = plan.execute_plan(ready, operands)
-            self._leave(key, ready, operands, range(len(operands)))
+            bound = self._results.get(plan.deterministic())
+            if bound is None:
+                bound = plan.bound_plan(self._all_operands(operands), self._request)
+                self._results[plan.deterministic()] = bound
+            y = plan.execute_plan(bound, operands)
+            self._cache_launch(key, bound, operands, range(len(operands)))
         return y
 
     def gradients(
@@ -290,16 +290,16 @@ class DifferentiableCall:
             ]
         # Double backward: autograd records each gradient.
         needed = [False] * len(self._operands)
-        for place, dtype in zip(self._ask.runtime_operands, wanted, strict=True):
+        for place, dtype in zip(self._request.runtime_operands, wanted, strict=True):
             needed[place] = dtype is not None
         every = _gradients(self._call(operands, grad), grad, None, needed)
-        found = [every[place] for place in self._ask.runtime_operands]
+        found = [every[place] for place in self._request.runtime_operands]
         return [None if x is None else x.to(dtype) for x, dtype in zip(found, wanted, strict=True)]
 
     def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> Tensor:
         everything = (*given, grad)
-        launch_key = self._told(everything, number, dtype)
-        call = self._launch_cache.get(launch_key) or self._over_another(launch_key, everything, number)
+        launch_key = self._launch_key(everything, number, dtype)
+        call = self._launch_cache.get(launch_key) or self._instantiate_template(launch_key, everything, number)
         if call is not None and (found := call(everything)) is not None:
             return found if found.dtype == dtype else found.to(dtype)
         key = (number, dtype, plan.deterministic())
@@ -309,77 +309,77 @@ class DifferentiableCall:
         first, *more = (plan.execute_plan(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
         found = sum(more, first) if more else first
         if not more:
-            self._leave(launch_key, parts[0][0], everything, parts[0][1], number)
+            self._cache_launch(launch_key, parts[0][0], everything, parts[0][1], number)
         return found if found.dtype == dtype else found.to(dtype)
 
-    def _told(self, tensors: Sequence[Tensor], *facts: Hashable) -> Hashable:
+    def _launch_key(self, tensors: Sequence[Tensor], *facts: Hashable) -> Hashable:
         """Cache key of a launch of this call, without bound operands and addresses."""
-        return told_call(facts, self._wide, tensors[-1].dtype, [x.stride() for x in tensors])
+        return launch_key(facts, self._wide, tensors[-1].dtype, [x.stride() for x in tensors])
 
-    def _like(self, key: Hashable, tensors: Sequence[Tensor], sought: int | None) -> direct.Call:
+    def _template_key(self, key: Hashable, tensors: Sequence[Tensor], sought: int | None) -> direct.Call:
         """Template key of the call or, with `sought`, of that operand's gradient (last tensor: the output gradient)."""
-        ask = self._ask
+        ask = self._request
         shape = ask.shape if sought is None else tuple(tensors[sought].shape)
         counting = (*self._counting, True)[: len(tensors)]
         return direct.Call(tensors, counting, shape, (self._kind, key))
 
-    def _over_another(
+    def _instantiate_template(
         self, key: Hashable, tensors: Sequence[Tensor], sought: int | None = None
     ) -> direct.Direct | None:
         """Instantiate the cached template of an equal call over another map, or None."""
         if not direct.starts_kernels(tensors[0]):
             return None
-        call = self._like(key, tensors, sought).from_template(self._held)
+        call = self._template_key(key, tensors, sought).from_template(self._bound_map)
         return None if call is None else self._launch_cache.keep(key, call)
 
-    def _leave(
+    def _cache_launch(
         self,
         key: Hashable,
-        ready: plan.Plan,
+        bound: plan.Plan,
         tensors: Sequence[Tensor],
         numbers: Sequence[int],
         sought: int | None = None,
     ) -> None:
         """Cache the launch and the template of a call. numbers: which of the tensors it takes."""
         if direct.starts_kernels(tensors[0]):
-            call = self._like(key, tensors, sought).leave(ready, self._held, tensors, numbers)
+            call = self._template_key(key, tensors, sought).leave(bound, self._bound_map, tensors, numbers)
             if call is not None:
                 self._launch_cache.keep(key, call)
 
     def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> list[_Derivative]:
         """Plans of the statements whose sum is a gradient."""
-        call, place, asked = self._call(given, grad), self._ask.runtime_operands[number], self._ask
-        everything, sources = (*call.operands, grad), (*asked.runtime_operands, len(call.operands))
+        call, place, request = self._call(given, grad), self._request.runtime_operands[number], self._request
+        everything, sources = (*call.operands, grad), (*request.runtime_operands, len(call.operands))
         found = []
         for places, names, text in call.derivatives(call.tokens[place], False):
             operands = [everything[source] for source in places]
             left = [n for n, source in enumerate(places) if source in sources]
-            steady = [n for n, source in enumerate(places) if source in asked.static_rows]
-            steady += [len(places)] if place in asked.static_rows else []
+            steady = [n for n, source in enumerate(places) if source in request.static_rows]
+            steady += [len(places)] if place in request.static_rows else []
             kept = None if dtype == given[number].dtype else dtype
             shape = tuple(given[number].shape)
-            ask = plan.PlanRequest(names, text, shape, tuple(steady), tuple(left), asked.lowering, kept=kept)
+            ask = plan.PlanRequest(names, text, shape, tuple(steady), tuple(left), request.lowering, result_dtype=kept)
             numbers = tuple(sources.index(places[n]) for n in left)
             found.append((plan.bound_plan(operands, ask), numbers))
         return found
 
     def _call(self, given: Sequence[Tensor], grad: Tensor) -> _CallFunction:
-        return _CallFunction(self._together(given), self._ask.names, self._ask.text, "", grad.shape)
+        return _CallFunction(self._all_operands(given), self._request.names, self._request.text, "", grad.shape)
 
-    def _together(self, given: Sequence[Tensor]) -> list[Tensor]:
+    def _all_operands(self, given: Sequence[Tensor]) -> list[Tensor]:
         left = iter(given)
         return [next(left) if x is None else x for x in self._operands]
 
 
 def call_kind(
-    text: tuple[str, str], held: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
+    text: tuple[str, str], bound_map: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
 ) -> Hashable:
     """Key that a DifferentiableCall shares with calls over other maps.
-    text: (statement, lowering); held: the bound map; dtype, shapes: of the runtime operands, without dynamic rows."""
-    return direct.interned((text, held.kind, dtype, *map(tuple, shapes)))
+    text: (statement, lowering); dtype, shapes: of the runtime operands, without dynamic rows."""
+    return direct.interned((text, bound_map.kind, dtype, *map(tuple, shapes)))
 
 
-def told_call(
+def launch_key(
     facts: tuple[Hashable, ...], wide: bool, last: torch.dtype, strides: Sequence[tuple[int, ...]]
 ) -> Hashable:
     """The rest of the key of a launch, without addresses. facts: () for the result; (operand number, wanted dtype) for
@@ -435,7 +435,7 @@ class _CallFunction:
         known = not torch.compiler.is_compiling() and all(type(n) is int for shape in shapes for n in shape)
         return shapes if known else None
 
-    def stored(self) -> tuple[_CallFunction, list[int]]:
+    def over_arrays(self) -> tuple[_CallFunction, list[int]]:
         """The call rewritten over the arrays of its sparse operands, and their operand positions."""
         forms = tuple((name, next(iter(held))) for name, held in self.given.forms.items())
         (step,) = plan.rewritten(self.text, self.names, forms).steps
@@ -494,7 +494,7 @@ class _CallFunction:
             for step in done.steps:
                 for new in derivative(step, values):
                     known = {**tensors, gradient_name(step): grad}
-                    yield self._dense(self._anchored(new), known, tensors[values].shape)
+                    yield self._dense(self._with_ranges(new), known, tensors[values].shape)
 
     def _dense(self, new: Statement, tensors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
         used = [name for name in dict.fromkeys(a.name for a in accesses_of(new)) if name in tensors]
@@ -511,30 +511,30 @@ class _CallFunction:
             return known
         extra = [gradient_name(self.statement), *([result_name(self.statement)] if with_result else [])]
         new = derivative(self.statement, name)
-        found = [self._told(each, extra) for each in new]
-        if all(map(self._says_all, new)):
+        found = [self._operands_read(each, extra) for each in new]
+        if all(map(self._has_all_ranges, new)):
             return _DERIVATIVES.keep(key, found)
         return found if sized is None else _DERIVATIVES.keep(sized, found)
 
-    def _told(self, new: Statement, extra: Sequence[str]) -> tuple[tuple[int, ...], str, str]:
+    def _operands_read(self, new: Statement, extra: Sequence[str]) -> tuple[tuple[int, ...], str, str]:
         """(positions, names, text) of the operands that a statement reads, among those of the call and `extra`."""
         used = {access.name for access in accesses_of(*new.terms, *new.target.indices)}
         kept = [(place, t) for place, t in enumerate(self.tokens) if t.split("@")[0] in used]
         kept += [(len(self.tokens) + place, name) for place, name in enumerate(extra) if name in used]
         notes = [note for note in self.notes if note.partition("=")[0] in used]
         names = ";".join(["|".join(t for _, t in kept), *notes])
-        return tuple(place for place, _ in kept), names, str(self._anchored(new))
+        return tuple(place for place, _ in kept), names, str(self._with_ranges(new))
 
     def _run(self, new: Statement, extra: Mapping[str, Tensor | None], shape: Sequence[int]) -> Tensor:
         """Evaluate a statement over the operands of the call and `extra`."""
         there = {name: x for name, x in extra.items() if x is not None}
-        places, names, text = self._told(new, list(there))
+        places, names, text = self._operands_read(new, list(there))
         given = (*self.operands, *there.values())
         return einsum([given[place] for place in places], names, text, shape, self.lowering)
 
-    def _anchored(self, new: Statement) -> Statement:
+    def _with_ranges(self, new: Statement) -> Statement:
         """The statement with ranges for indices that lost their axis, times the extents of indices that it lost."""
-        if self._says_all(new):
+        if self._has_all_ranges(new):
             return new
         shapes: dict[str, Sequence[int]] = dict(self.given.shapes)
         shapes.update((name, self.operands[self.given.places[name, "", 0, ""]].shape) for name in self.given.dense)
@@ -543,7 +543,7 @@ class _CallFunction:
         terms = tuple(replace(term, coefficient=term.coefficient * times) for term in new.terms)
         return declare(replace(new, terms=terms), bound.ranges)
 
-    def _says_all(self, new: Statement) -> bool:
+    def _has_all_ranges(self, new: Statement) -> bool:
         """True if every index has a range from an axis or the text, and none is lost."""
         bare = {e.bare for access in accesses_of(new) for e in access.indices}
         has_ranges = set(indices_of(new)) - {name for name, _ in new.ranges} <= bare

@@ -13,7 +13,7 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap, Relation
 from pumice.coords.buffer import Packer
 from pumice.coords.outputs import level_key, site_of
-from pumice.coords.segments import RUNS, put_in_pieces
+from pumice.coords.segments import RUNS, split_runs_together
 from pumice.errors import OptionError
 from pumice.lower import maps
 from pumice.lower.direct import Held, Pattern
@@ -65,7 +65,9 @@ class MapPlan:
     patterns: Mapping[Storage, Pattern]
     totals: tuple[int, ...]
 
-    def of(self, sizes: tuple[int, int], arrays: Sequence[Tensor], rows: Sequence[int], words: Sequence[int]) -> KernelMap:
+    def of(
+        self, sizes: tuple[int, int], arrays: Sequence[Tensor], rows: Sequence[int], words: Sequence[int]
+    ) -> KernelMap:
         """The map of a scene with so many inputs and outputs; rows: of the arrays."""
         kept: dict[Storage, Any] = {
             name: (tokens, [arrays[n] for n in places]) for name, (tokens, places) in self.forms.items()
@@ -97,7 +99,7 @@ class Contents:
         sizes, which = self._lengths
         known = [length.of(words) for length in sizes]
         rows = [known[n] for n in which]
-        arrays, levels = packer.first(rows), [geometry]
+        arrays, levels = packer.pack(rows), [geometry]
         for level in self.levels:
             # Not in one block with the maps, which whoever keeps coordinates alone would keep.
             coords = level.coords[: level.length.of(words)].clone()
@@ -122,10 +124,10 @@ class Contents:
         for plan in self.maps:
             for tiles, ends in plan.ends.items():
                 array, asked = arrays[tiles], self.asked[tiles]
-                RUNS.tell(array, arrays[ends], len(plan.relation.offsets), asked)
+                RUNS.register(array, arrays[ends], len(plan.relation.offsets), asked)
                 # Other threads' calls may ask for more meanwhile.
                 wanted += [(array, arrays[ends].shape[0], most) for most in tuple(asked)]
-        put_in_pieces(wanted)
+        split_runs_together(wanted)
 
 
 class Reader:
@@ -137,7 +139,7 @@ class Reader:
         self._levels = _levels(geometry)
         self._words = [geometry.cloud.status]
         for one, *_ in self._levels:
-            one.over()
+            one.wait_for_all()
             self._words.append(one.cloud.count if one.cloud.needed is None else one.cloud.needed)
         self._read = len(self._words)
         self._told: dict[int, Length] = {}
@@ -202,7 +204,7 @@ class Reader:
             if local == "rows":
                 # The first of a part; the others come behind it.
                 tile = given[token.removesuffix("rows") + "tile"]
-                told = RUNS.of(tile, array.shape[0])
+                told = RUNS.ends_of(tile, array.shape[0])
                 if told is None:
                     raise OptionError(f"nothing tells how many entries the form {name} has")
                 known = {"t": _count(outputs, array.shape[1]), "e": self._tell(told, told[-1:])}

@@ -214,26 +214,28 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
         return y
     flat = weight if weight.ndim == 3 else weight.reshape(weight.shape[0], -1, weight.shape[-1])
     y = _checked_forward(x, flat, found, rows, 1, epilogue)
-    tensors, finish = _told_by(x, weight, epilogue)
+    tensors, finish = _tensors_and_signature(x, weight, epilogue)
     if direct.starts_kernels(x) and autograd.is_plain_call(tensors):
-        _leave(key_of(tensors, finish), tensors, flat, found, finish)
+        _cache_launch(key_of(tensors, finish), tensors, flat, found, finish)
     return y
 
 
-def _told_by(x: Tensor, weight: Tensor, epilogue: Epilogue | None) -> tuple[tuple[Tensor, ...], EpilogueSignature]:
+def _tensors_and_signature(
+    x: Tensor, weight: Tensor, epilogue: Epilogue | None
+) -> tuple[tuple[Tensor, ...], EpilogueSignature]:
     if epilogue is None:
         return (x, weight), NO_EPILOGUE
-    return (x, weight, *epilogue.operands.values()), epilogue.finish
+    return (x, weight, *epilogue.operands.values()), epilogue.signature
 
 
 def _cached_forward_features(
     x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None
 ) -> Tensor | None:
     """The result through a cached launch, or a cached template, else None."""
-    tensors, finish = _told_by(x, weight, epilogue)
+    tensors, finish = _tensors_and_signature(x, weight, epilogue)
     if not direct.starts_kernels(x) or not autograd.is_plain_call(tensors):
         return None
-    return _started(tensors, found, rows, finish)
+    return _launch_cached(tensors, found, rows, finish)
 
 
 def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
@@ -241,7 +243,7 @@ def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
     return direct.told(tensors, direct.counting(finish), "direct", finish)
 
 
-def _started(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: EpilogueSignature) -> Tensor | None:
+def _launch_cached(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: EpilogueSignature) -> Tensor | None:
     """`_cached_forward_features` of a plain call."""
     x, weight, *_ = tensors
     if x.shape[0] != found.num_inputs or rows != found.num_outputs:
@@ -260,38 +262,40 @@ def instantiate_over(
 ) -> direct.Direct | None:
     """Instantiate and cache the template of an equal call over another map, if there is one.
     key: from `key_of`; rows: from direct.counted; columns: of the result."""
-    held = held_arrays(found, False)
-    call = direct.cast((key, held.kind), held, rows, (found.num_outputs, columns))
+    mapped = bound_map(found, False)
+    call = direct.cast((key, mapped.kind), mapped, rows, (found.num_outputs, columns))
     return None if call is None else found.keep(key, call)
 
 
-def _leave(key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature) -> None:
+def _cache_launch(
+    key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature
+) -> None:
     """Cache the launch of this call, and its template, for later calls."""
     x, weight, *more = tensors
-    ready = found.get_cached(_call(x, flat, found.num_outputs, 1, finish))
-    if ready is None or flat.data_ptr() != weight.data_ptr():
+    call_plan = found.get_cached(_call_key(x, flat, found.num_outputs, 1, finish))
+    if call_plan is None or flat.data_ptr() != weight.data_ptr():
         # `flat` is a copy of a strided weight: the launch would not read the weight of later calls.
         return
-    held = held_arrays(found, False)
+    mapped = bound_map(found, False)
     shape = found.num_outputs, weight.shape[0]
-    call = direct.Call(tensors, direct.counting(finish), shape, (key, held.kind))
-    call = call.leave(ready, held, (x, flat, *more), (0, 1), finish)
+    call = direct.Call(tensors, direct.counting(finish), shape, (key, mapped.kind))
+    call = call.leave(call_plan, mapped, (x, flat, *more), (0, 1), finish)
     if call is not None:
         found.keep(key, call)
 
 
-def held_arrays(found: KernelMap, differentiable: bool) -> direct.Held:
+def bound_map(found: KernelMap, differentiable: bool) -> direct.Held:
     """The arrays of a map that its calls are bound to."""
     name = "held", differentiable
-    return found.get_cached(name) or found.cached(name, lambda m: _made_held(m, differentiable))
+    return found.get_cached(name) or found.cached(name, lambda m: _make_bound_map(m, differentiable))
 
 
-def _made_held(found: KernelMap, differentiable: bool) -> direct.Held:
+def _make_bound_map(found: KernelMap, differentiable: bool) -> direct.Held:
     tokens, arrays = maps.planner_operands(found, differentiable)
     return direct.Held.of(arrays, direct.Pattern(tokens, arrays))
 
 
-def _call(x: Tensor, weight: Tensor, rows: int, groups: int, finish: EpilogueSignature) -> Hashable:
+def _call_key(x: Tensor, weight: Tensor, rows: int, groups: int, finish: EpilogueSignature) -> Hashable:
     """Cache key of a call over a map."""
     facts = rows, groups, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
     return "call", plan.deterministic(), finish, facts
@@ -316,33 +320,35 @@ def _checked_forward(
         return by_dataflow((x, weight), found, groups, chosen(dataflow), epilogue)
     more = () if epilogue is None else epilogue.operands.values()
     if autograd.is_plain_call((x, weight, *more)):
-        finish = NO_EPILOGUE if epilogue is None else epilogue.finish
-        key = _call(x, weight, rows, groups, finish)
-        ready = found.cached(key, lambda m: _ready((x, weight), m, rows, groups, finish))
-        y = plan.execute_plan(ready, _grouped(x, weight, groups), None if epilogue is None else epilogue.split(groups))
+        finish = NO_EPILOGUE if epilogue is None else epilogue.signature
+        key = _call_key(x, weight, rows, groups, finish)
+        call_plan = found.cached(key, lambda m: _plan_of((x, weight), m, rows, groups, finish))
+        y = plan.execute_plan(
+            call_plan, _grouped(x, weight, groups), None if epilogue is None else epilogue.split(groups)
+        )
         return y if groups == 1 else y.flatten(1)
     differentiable = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if differentiable and x.dtype in EIGHT_BITS:
         raise DtypeError(f"{x.dtype} is for inference and has no gradients; train in wider floats, then quantize")
     if autograd.only_autograd_active((x, weight)):
-        y = recorded_call(x, weight, found, rows, groups, differentiable)(*_grouped(x, weight, groups))
+        y = differentiable_call(x, weight, found, rows, groups, differentiable)(*_grouped(x, weight, groups))
     else:
-        y = autograd.einsum(*_passed((x, weight), found, rows, groups, differentiable))
+        y = autograd.einsum(*_planner_operands((x, weight), found, rows, groups, differentiable))
     y = y if groups == 1 else y.flatten(1)
     return y if epilogue is None else applied(y, epilogue)
 
 
-def recorded_call(
+def differentiable_call(
     x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1, differentiable: bool = True
 ) -> autograd.DifferentiableCall:
     """The differentiable call for operands like x [N_in, C_in] and weight [C_out, K, C_in / groups]."""
-    key = ("recorded", differentiable, _call(x, weight, rows, groups, NO_EPILOGUE))
-    return found.cached(key, lambda m: _held((x, weight), m, rows, groups, differentiable))
+    key = ("recorded", differentiable, _call_key(x, weight, rows, groups, NO_EPILOGUE))
+    return found.cached(key, lambda m: _bound_call((x, weight), m, rows, groups, differentiable))
 
 
 def cached_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int) -> autograd.DifferentiableCall | None:
     """The cached differentiable call of one group, or None."""
-    return found.get_cached(("recorded", True, _call(x, weight, rows, 1, NO_EPILOGUE)))
+    return found.get_cached(("recorded", True, _call_key(x, weight, rows, 1, NO_EPILOGUE)))
 
 
 _NARROW = 32
@@ -354,7 +360,7 @@ _WIDE = 256
 def merge_small_groups(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, int]:
     """Merge small channel groups into block-diagonal weights: (weight, groups). Not cached: writes through `.data` or
     between replays of a CUDA graph do not change a tensor's version."""
-    together = _groups_together(x, weight, groups) if groups > 1 else 1
+    together = _groups_to_merge(x, weight, groups) if groups > 1 else 1
     if together == 1:
         return weight, groups
     (outputs, volume, each), fewer = weight.shape, groups // together
@@ -364,11 +370,11 @@ def merge_small_groups(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, 
     return whole.reshape(outputs, volume, together * each), fewer
 
 
-def _groups_together(x: Tensor, weight: Tensor, groups: int) -> int:
+def _groups_to_merge(x: Tensor, weight: Tensor, groups: int) -> int:
     """Number of groups to merge into one; 1 but for small groups on a GPU. H200, 128 channels (waymo_1f_5cm, fp16):
     0.75 ms in 32 groups without tensor cores, 0.064 ms in 4 groups."""
     fits = x.ndim == 2 and weight.ndim == 3 and weight.shape[2] * groups == x.shape[1]
-    if not _on_matrix_units(x) or not fits or weight.shape[0] % groups:
+    if not _has_tensor_cores(x) or not fits or weight.shape[0] % groups:
         return 1
     each = min(weight.shape[0] // groups, weight.shape[2])
     if not each or each >= _NARROW or (x.shape[1] == groups >= _WIDE):
@@ -377,35 +383,35 @@ def _groups_together(x: Tensor, weight: Tensor, groups: int) -> int:
     return next(enough, groups)
 
 
-def _on_matrix_units(x: Tensor) -> bool:
+def _has_tensor_cores(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _ready(
+def _plan_of(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, finish: EpilogueSignature
 ) -> plan.Plan:
     """The plan of a call, bound to the arrays of the map."""
-    operands, names, text, shape = _passed(given, found, rows, groups, False)
-    ask = plan.PlanRequest(names, text, shape, _STEADY, (0, 1), _lowering(found, operands), finish)
+    operands, names, text, shape = _planner_operands(given, found, rows, groups, False)
+    ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), _lowering(found, operands), finish)
     return plan.bound_plan(operands, ask, _kinds(found, False))
 
 
-def _held(
+def _bound_call(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
 ) -> autograd.DifferentiableCall:
     """The differentiable call bound to the arrays of the map; it casts the weight to the dtype of x itself."""
     _check_devices(*given, found)
     _check_shapes(*given, found, rows, groups)
     tokens, arrays = maps.planner_operands(found, differentiable)
-    names, text, shape = _told(tokens, given[1], rows, groups)
-    ask = plan.PlanRequest(names, text, shape, _STEADY, (0, 1), _lowering(found, given))
+    names, text, shape = _statement_of(tokens, given[1], rows, groups)
+    ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), _lowering(found, given))
     like = _grouped(*given, groups), given[0].dtype
-    return autograd.DifferentiableCall((None, None, *arrays), ask, like, held_arrays(found, differentiable))
+    return autograd.DifferentiableCall((None, None, *arrays), ask, like, bound_map(found, differentiable))
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
     """Force triton over padded buffers on a GPU: only kernels skip padding entries."""
-    return "triton" if found.between is not None and operands[0].is_cuda else ""
+    return "triton" if found.buffered is not None and operands[0].is_cuda else ""
 
 
 def _kinds(found: KernelMap, differentiable: bool) -> Sequence[plan.Kind | None]:
@@ -414,11 +420,11 @@ def _kinds(found: KernelMap, differentiable: bool) -> Sequence[plan.Kind | None]
     return found.cached(name, lambda m: (None, None, *map(plan.kind_of, maps.planner_operands(m, differentiable)[1])))
 
 
-_STEADY = (1,)
+_STATIC_OPERANDS = (1,)
 """Position, in (x, w, arrays of a map), of the operand whose first axis has a fixed size: w."""
 
 
-def _passed(
+def _planner_operands(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
 ) -> tuple[list[Tensor], str, str, tuple[int, ...]]:
     """All operands, their names, the statement, and the shape of its target."""
@@ -426,11 +432,11 @@ def _passed(
     _check_devices(x, weight, found)
     _check_call(x, weight, found, rows, groups)
     tokens, arrays = maps.planner_operands(found, differentiable)
-    names, text, shape = _told(tokens, weight, rows, groups)
+    names, text, shape = _statement_of(tokens, weight, rows, groups)
     return [*_grouped(x, weight, groups), *arrays], names, text, shape
 
 
-def _told(tokens: Sequence[str], weight: Tensor, rows: int, groups: int) -> tuple[str, str, tuple[int, ...]]:
+def _statement_of(tokens: Sequence[str], weight: Tensor, rows: int, groups: int) -> tuple[str, str, tuple[int, ...]]:
     """Names of the operands, the statement, and the shape of its target."""
     names, outputs = "|".join(("x", "w", *tokens)), weight.shape[0]
     return (names, CONV, (rows, outputs)) if groups == 1 else (names, GROUPED_CONV, (rows, groups, outputs // groups))

@@ -19,7 +19,7 @@ from pumice.lower import norm as norms
 from pumice.lower import plan
 from pumice.lower.norm import Norm
 from pumice.ops import autograd
-from pumice.ops.conv import autocast_dtype, cached_call, check_layer, recorded_call
+from pumice.ops.conv import autocast_dtype, cached_call, check_layer, differentiable_call
 from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -57,14 +57,14 @@ def conv_norm(
     check_layer(x, weight, norm.statistics.offset, 1, relation)
     # What is made ready is a kernel's alone.
     with autograd.autocast_disabled((feats,)):
-        call = recorded_call(feats, flat, found, outputs.coords.shape[0])
+        call = differentiable_call(feats, flat, found, outputs.coords.shape[0])
         return from_raw_feats(_ConvNorm.of((call, flat, outputs.cloud, norm), feats, weight), outputs)
 
 
 def _dtype(given: tuple[Tensor, ...]) -> torch.dtype | None:
     """In which the operands, features, weight and residual, are multiplied and added; None where that is another
     call's matter."""
-    if not autograd.by_autograd_alone(given):
+    if not autograd.only_reverse_mode_active(given):
         return None
     feats, weight, *more = given
     cast = autocast_dtype(feats)
@@ -105,7 +105,11 @@ class _ConvNorm(torch.autograd.Function):
         # Kernels choose their dtypes themselves; of torch's operators autocast would.
         with nullcontext() if x.is_cuda else autograd.autocast_disabled((x,)):
             y, normed = norms.normed(h, ctx.rows, norm)
-        ctx.statistics, ctx.finish, ctx.tiles = norm.statistics, (normed.relu, normed.adds), plan.kernels.tuning_mode()
+        ctx.statistics, ctx.finish, ctx.tiles = (
+            norm.statistics,
+            (normed.relu, normed.has_residual),
+            plan.kernels.tuning_mode(),
+        )
         narrow = None if cast[1] is flat else cast[1]
         ctx.save_for_backward(x, weight, scale, shift, narrow, h, normed.pair, y if normed.reads_result else None)
         return y

@@ -37,7 +37,7 @@ def by_dataflow(
     more = () if epilogue is None else tuple(epilogue.operands.values())
     if operands[0].is_meta:
         # `prepare`: shapes only.
-        kept = None if epilogue is None else epilogue.finish.dtype
+        kept = None if epilogue is None else epilogue.signature.dtype
         return operands[0].new_empty(found.num_outputs, operands[1].shape[0], dtype=kept or operands[0].dtype)
     if autograd.is_plain_call((*operands, *more)):
         return form.passes[0](operands, epilogue)
@@ -49,9 +49,9 @@ def by_dataflow(
     wanted = [torch.is_grad_enabled() and x.requires_grad for x in operands]
     if any(wanted) and operands[0].dtype in EIGHT_BITS:
         raise DtypeError(f"{operands[0].dtype} is for inference and has no gradients; train in wider floats")
-    for one, asked in zip(form.passes, (True, *wanted), strict=True):
+    for one, needed in zip(form.passes, (True, *wanted), strict=True):
         # Fail before the forward pass rather than in backward.
-        if asked:
+        if needed:
             check(one)
     y = _Trilinear.apply(form, _Y, *operands)
     return y if epilogue is None else applied(y, epilogue)
@@ -83,17 +83,17 @@ class _Trilinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         places = [place for place in (_X, _W, _Y) if place != ctx.missing]
-        held = {**dict(zip(places, ctx.saved_tensors, strict=True)), ctx.missing: grad}
+        operands = {**dict(zip(places, ctx.saved_tensors, strict=True)), ctx.missing: grad}
         with plan.kernels.tiles_of(ctx.tiles):
             found = [
-                _gradient(ctx.form, place, held, wanted)
+                _gradient(ctx.form, place, operands, wanted)
                 for place, wanted in zip(places, ctx.needs_input_grad[2:], strict=True)
             ]
         return None, None, *found
 
 
-def _gradient(form: _TrilinearForm, place: int, held: dict[int, Tensor], wanted: bool) -> Tensor | None:
+def _gradient(form: _TrilinearForm, place: int, operands: dict[int, Tensor], wanted: bool) -> Tensor | None:
     if not wanted:
         return None
-    first, second = (held[other] for other in (_X, _W, _Y) if other != place)
+    first, second = (operands[other] for other in (_X, _W, _Y) if other != place)
     return _Trilinear.apply(form, place, first, second)

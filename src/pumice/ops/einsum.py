@@ -20,14 +20,14 @@ from pumice.lower import plan
 from pumice.ops import autograd
 from pumice.ops.explain import explanation
 from pumice.ops.operands import (
-    Declared,
+    DeclarationCheck,
     IndexCheck,
     Operand,
-    Unwritten,
+    WriteCheck,
+    as_constant,
     checks_of,
     facts_of,
-    fixed,
-    flattened,
+    flatten_operands,
     one_dtype,
     problem_of,
     validate_operands,
@@ -81,19 +81,19 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
 def _compiled(text: str, lowering: str) -> Einsum:
     """The callable of a statement, whose formats come from the operands."""
     known = isinstance(text, str) and isinstance(lowering, str)
-    return _kept(text, lowering) if known else compile_einsum(text, lowering=lowering)
+    return _cached_einsum(text, lowering) if known else compile_einsum(text, lowering=lowering)
 
 
 def _traced(text: str, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
     """Flattened operands while torch.compile traces: the operator checks shapes, lowerings mask invalid indices."""
-    operands = {n: fixed(x) if type(x) in (int, float) else x for n, x in operands.items()}
+    operands = {n: as_constant(x) if type(x) in (int, float) else x for n, x in operands.items()}
     integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
     values, constants = _numbers(text, integers)
-    return flattened(one_dtype(dict(operands), {name for name in values if name in operands}), constants)
+    return flatten_operands(one_dtype(dict(operands), {name for name in values if name in operands}), constants)
 
 
 @lru_cache(maxsize=256)
-def _kept(text: str, lowering: str) -> Einsum:
+def _cached_einsum(text: str, lowering: str) -> Einsum:
     return compile_einsum(text, lowering=lowering)
 
 
@@ -111,8 +111,8 @@ class Einsum:
     lowering: str = ""
 
     @cached_property
-    def _seen(self) -> BoundedCache[_Seen]:
-        return _seen_by(self)
+    def _checked_calls(self) -> BoundedCache[_CheckedCall]:
+        return _checked_calls_of(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The cache is not pickled.
@@ -122,28 +122,28 @@ class Einsum:
         if torch.compiler.is_compiling():
             return autograd.einsum(*_traced(self.text, operands), self.text, None, self.lowering)
         tensors, facts = facts_of(operands)
-        seen = self._seen.get(facts)
+        seen = self._checked_calls.get(facts)
         if seen is None:
-            return autograd.einsum(*self._passed(operands, facts), self.text, None, self.lowering)
+            return autograd.einsum(*self._flatten_operands(operands, facts), self.text, None, self.lowering)
         for check in seen.checks:
-            check.look(operands)
+            check.check(operands)
         if not autograd.is_plain_call(tensors):
             return autograd.einsum(tensors, seen.names, self.text, None, self.lowering)
-        if seen.ready is None:
-            seen.ready = plan.ready_for(tensors, seen.names, self.text, None, self.lowering)
-        return plan.execute_plan(seen.ready, tensors)
+        if seen.plan is None:
+            seen.plan = plan.plan_for(tensors, seen.names, self.text, None, self.lowering)
+        return plan.execute_plan(seen.plan, tensors)
 
     def explain(self, /, **operands: Operand) -> str:
         """The forms of the statement and, with operands, the estimated cost of each lowering and the kernel source."""
         if not operands:
             return explanation([], _bare_names(dict(self.formats)), self.text, self.lowering)
-        tensors, names = self._passed(operands)
+        tensors, names = self._flatten_operands(operands)
         return explanation(tensors, names, self.text, self.lowering)
 
     def tune(self, **operands: Operand) -> str:
         """Autotune the kernel tiles for operands of this size bucket; returns the measured times as text. The fastest
         tiles are stored on disk for all processes. Raises OptionError if no step is a kernel (on a CPU)."""
-        tensors, names = self._passed(operands)
+        tensors, names = self._flatten_operands(operands)
         found = plan.tune(tensors, names, self.text, self.lowering)
         if not found:
             raise OptionError("nothing to tune: no step is a kernel here, see explain()")
@@ -153,7 +153,7 @@ class Einsum:
             lines += [f"  {1e3 * t:9.4f} ms  {tile}" for tile, t in sorted(times.items(), key=lambda item: item[1])]
         return "\n".join(lines)
 
-    def _passed(
+    def _flatten_operands(
         self, operands: Mapping[str, Operand], facts: tuple[Any, ...] | None = None
     ) -> tuple[list[Tensor], str]:
         """Check, convert and flatten the operands; caches that a call needs no conversion."""
@@ -163,29 +163,29 @@ class Einsum:
         statement = _parsed(self.text, integers)
         ready = validate_operands(statement, operands, dict(self.formats))
         constants = _numbers(self.text, integers)[1]
-        tensors, names = flattened(ready, constants)
+        tensors, names = flatten_operands(ready, constants)
         checks = checks_of(statement, ready)
         for check in checks:
-            check.look(ready)
+            check.check(ready)
         dense = _used_dense(self.text, names)
         if dense:
-            return flattened({n: x.to_dense() if n in dense else x for n, x in ready.items()}, constants)
+            return flatten_operands({n: x.to_dense() if n in dense else x for n, x in ready.items()}, constants)
         if facts is not None and all(ready[name] is x for name, x in operands.items()):
-            self._seen.keep(facts, _Seen(names, checks))
+            self._checked_calls.keep(facts, _CheckedCall(names, checks))
         return tensors, names
 
 
 @dataclass(eq=False)
-class _Seen:
-    """Cached call of operands that need no conversion. names: for the operator; ready: plan of the first plain call."""
+class _CheckedCall:
+    """Cached call of operands that need no conversion. names: for the operator; plan: of the first plain call."""
 
     names: str
-    checks: tuple[Unwritten | IndexCheck | Declared, ...]
-    ready: plan.Plan | None = None
+    checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
+    plan: plan.Plan | None = None
 
 
 @lru_cache(maxsize=256)
-def _seen_by(statement: Einsum) -> BoundedCache[_Seen]:
+def _checked_calls_of(statement: Einsum) -> BoundedCache[_CheckedCall]:
     """Cache of calls by operand facts, shared by equal callables."""
     return BoundedCache(256)
 

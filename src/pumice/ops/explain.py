@@ -104,6 +104,6 @@ def _contraction(step: Statement, bound: BoundStatement) -> list[str]:
     lines = [f"roles      {kind}: {roles}"]
     if found.segment:
         lines.append(f"           segments of {found.segment.array}: each result is written once, in a fixed order")
-    elif found.adds:
+    elif found.atomic:
         lines.append("           results are added to memory by atomics, in float32")
     return lines

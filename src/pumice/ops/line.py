@@ -14,7 +14,7 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.lower.direct import Direct
 from pumice.ops.conv import instantiate_over
-from pumice.ops.linear import known_call
+from pumice.ops.linear import cached_call
 from pumice.runtime.workspace import workspace
 
 _ALIGNED = 256
@@ -74,7 +74,7 @@ class Launch(Layer):
     writes: int = 0
 
     def alone(self, outputs: Geometry, rows: int) -> Direct | None:  # noqa: ARG002
-        return self._filled(known_call(self.key, self.counted(rows, rows), self.columns))
+        return self._filled(cached_call(self.key, self.counted(rows, rows), self.columns))
 
     def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> Direct | None:  # noqa: ARG002
         if self.adds and not kept:

@@ -17,30 +17,30 @@ from pumice.ops.conv import autocast_dtype
 from pumice.runtime.cache import BoundedCache
 
 _LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
-_NOTHING = direct.Held.of((), direct.Pattern((), ()))
-_CALLS: BoundedCache[direct.Direct] = BoundedCache(1024)
+_NO_MAP = direct.Held.of((), direct.Pattern((), ()))
+_BOUND_CALLS: BoundedCache[direct.Direct] = BoundedCache(1024)
 """Launch cache."""
 
 
 def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     """y[n] = epilogue(x[n] @ weight.T): x [N, C_in], weight [C_out, C_in] -> [N, C_out], not differentiable.
     Raises ShapeError, DtypeError and DeviceError."""
-    finish, tensors = epilogue.finish, (x, weight, *epilogue.operands.values())
+    finish, tensors = epilogue.signature, (x, weight, *epilogue.operands.values())
     key, counting = key_of(tensors, finish), direct.counting(finish)
     # The key does not include row counts.
     if x.ndim == 2 and direct.residual_fits(tensors, finish, (x.shape[0], weight.shape[0])):
-        call = known_call(key, direct.counted(tensors, counting), weight.shape[0])
+        call = cached_call(key, direct.counted(tensors, counting), weight.shape[0])
         if call is not None and (y := call(tensors)) is not None:
             return y
     _check(x, weight)
     shape = x.shape[0], weight.shape[0]
     check_epilogue(epilogue, shape, x.device)
-    ready = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
-    y = plan.execute_plan(ready, (x, weight), epilogue)
+    call_plan = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
+    y = plan.execute_plan(call_plan, (x, weight), epilogue)
     call = direct.Call(tensors, counting, shape, key)
-    call = call.leave(ready, _NOTHING, tensors, (0, 1), finish)
+    call = call.leave(call_plan, _NO_MAP, tensors, (0, 1), finish)
     if call is not None:
-        _CALLS.keep((x.shape[0], key), call)
+        _BOUND_CALLS.keep((x.shape[0], key), call)
     return y
 
 
@@ -49,29 +49,29 @@ def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
     return direct.told(tensors, direct.counting(finish), "linear", finish)
 
 
-def known_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> direct.Direct | None:
+def cached_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) -> direct.Direct | None:
     """A cached call of as many rows, or instantiated from a template, or None. key: from
     `key_of`; rows: from direct.counted, the features first; columns: of the result."""
     count, _ = rows[0]
-    call = _CALLS.get((count, key))
+    call = _BOUND_CALLS.get((count, key))
     if call is None:
-        call = direct.cast(key, _NOTHING, rows, (count, columns))
-        return None if call is None else _CALLS.keep((count, key), call)
+        call = direct.cast(key, _NO_MAP, rows, (count, columns))
+        return None if call is None else _BOUND_CALLS.keep((count, key), call)
     return call
 
 
-def takes(*tensors: Tensor) -> bool:
+def fits_one_kernel(*tensors: Tensor) -> bool:
     """True if one kernel can take these: a plain call on a GPU."""
     return tensors[0].is_cuda and autograd.is_plain_call(tensors)
 
 
-def recorded_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def differentiable_features(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """y[n] = x[n] @ weight.T + bias in half precision (or under autocast to it), differentiable any number of times:
     x [N, C_in], weight [C_out, C_in], bias [C_out] -> [N, C_out]. Gradients of weights that autocast casts are not
     rounded to half precision. None if torch should compute it: other dtypes, CPU, deterministic algorithms, anything
     active besides autograd, or operands that do not match."""
     given = (x, weight) if bias is None else (x, weight, bias)
-    if not direct.starts_kernels(x) or plan.deterministic() or not autograd.by_autograd_alone(given):
+    if not direct.starts_kernels(x) or plan.deterministic() or not autograd.only_reverse_mode_active(given):
         return None
     cast = autocast_dtype(x)
     dtype = x.dtype if cast is None else cast
@@ -129,16 +129,18 @@ def _call(x: Tensor, weight: Tensor) -> autograd.DifferentiableCall:
     """The cached differentiable call for as many rows, without a map."""
     rows, outputs = x.shape[0], weight.shape[0]
     key = rows, weight.shape, x.dtype, x.device
-    known = _HELD.get(key)
+    known = _DIFFERENTIABLE_CALLS.get(key)
     if known is None:
         ask = plan.PlanRequest(_NAMES, _LINEAR, (rows, outputs), (1,), (0, 1), "triton")
         nothing = direct.Held.of((), direct.Pattern((str(x.device),), ()))
-        known = _HELD.keep(key, autograd.DifferentiableCall((None, None), ask, ((x, weight), x.dtype), nothing))
+        known = _DIFFERENTIABLE_CALLS.keep(
+            key, autograd.DifferentiableCall((None, None), ask, ((x, weight), x.dtype), nothing)
+        )
     return known
 
 
 HALF = (torch.float16, torch.bfloat16)
-_HELD: BoundedCache[autograd.DifferentiableCall] = BoundedCache(256)
+_DIFFERENTIABLE_CALLS: BoundedCache[autograd.DifferentiableCall] = BoundedCache(256)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

@@ -128,7 +128,7 @@ def value_names_of(statement: Statement) -> tuple[str, ...]:
     return tuple(name for name in names if name not in indices)
 
 
-def fixed(number: Any) -> Any:
+def as_constant(number: Any) -> Any:
     """The number as a constant while torch.compile traces: it becomes part of a text."""
     if not torch.compiler.is_compiling():
         return number
@@ -137,7 +137,7 @@ def fixed(number: Any) -> Any:
     return guard_scalar(number)
 
 
-def flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]]) -> tuple[list[Tensor], str]:
+def flatten_operands(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]]) -> tuple[list[Tensor], str]:
     """The tensors of all operands, and the operator's `names`, including the integers that the text needs."""
     tensors: list[Tensor] = []
     tokens: list[str] = []
@@ -147,7 +147,7 @@ def flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]])
             form, named = str(x.format), x.named
             tokens += [plan.token(name, form, part, local) for part, local, _ in named]
             tensors += [array for _, _, array in named]
-            notes.append(f"{name}=x" + "x".join([str(fixed(n)) for n in x.shape]))
+            notes.append(f"{name}=x" + "x".join([str(as_constant(n)) for n in x.shape]))
         elif isinstance(x, Tensor):
             tokens.append(name)
             tensors.append(x)
@@ -156,8 +156,8 @@ def flattened(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]])
 
 
 def facts_of(operands: Mapping[str, Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """The tensors of all operands in the order of `flattened`, and the cache key of checks and plans. The key excludes
-    the values of index arrays, which have checks of their own."""
+    """The tensors of all operands in the order of `flatten_operands`, and the cache key of checks and plans. The key
+    excludes the values of index arrays, which have checks of their own."""
     tensors: list[Tensor] = []
     facts: list[Any] = [torch.are_deterministic_algorithms_enabled()]
     for name, x in operands.items():
@@ -185,47 +185,49 @@ class IndexCheck:
     extent: int
     where: str
 
-    def look(self, operands: Mapping[str, Any]) -> None:
+    def check(self, operands: Mapping[str, Any]) -> None:
         """Raise CoordinateError if values are out of range; they are read once per tensor."""
         array = operands[self.array]
-        if _held(array):
+        if _is_readable(array):
             _check_values(self, *_limits(array))
 
 
 @dataclass(frozen=True)
-class Unwritten:
+class WriteCheck:
     """An index array that may have been written without a change of its version: through numpy, or `.data`."""
 
     array: str
 
-    def look(self, operands: Mapping[str, Any]) -> None:
+    def check(self, operands: Mapping[str, Any]) -> None:
         """Increment the version of an array that changed, which invalidates its caches. Compares values on a CPU; on a
         GPU, without a synchronisation, only address, shape and stride: writes through `.data` go undetected."""
         array = operands[self.array]
-        if _held(array) and not _same(_seen(array), array):
+        if _is_readable(array) and not _matches(_snapshot(array), array):
             torch.autograd.graph.increment_version(array)
-            _seen(array)
+            _snapshot(array)
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclarationCheck:
     """An index array declared sorted, distinct, or onto an axis of that extent."""
 
     array: str
     fact: str
     extent: int
 
-    def look(self, operands: Mapping[str, Any]) -> None:
+    def check(self, operands: Mapping[str, Any]) -> None:
         """Raise CoordinateError if the declaration is false; lowerings rely on it."""
         array = operands[self.array]
-        if _held(array) and not _FACTS[self.fact](array, self.extent):
+        if _is_readable(array) and not _FACTS[self.fact](array, self.extent):
             where = f" an axis of extent {self.extent}" if self.fact == "onto" else ""
             raise CoordinateError(f"{self.array} is declared {self.fact}{where}, and is not")
 
 
-def checks_of(statement: Statement, operands: Mapping[str, Any]) -> tuple[Unwritten | IndexCheck | Declared, ...]:
+def checks_of(
+    statement: Statement, operands: Mapping[str, Any]
+) -> tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]:
     """Checks that index arrays hold -1 or valid positions of each axis that they index, and of declarations."""
-    found: list[IndexCheck | Declared] = []
+    found: list[IndexCheck | DeclarationCheck] = []
     declared = dict(statement.shapes)
     for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
         x = operands.get(access.name)
@@ -242,8 +244,8 @@ def checks_of(statement: Statement, operands: Mapping[str, Any]) -> tuple[Unwrit
         if isinstance(operands.get(name), Tensor):
             # Every axis that the array addresses may become an axis of a gradient.
             reached = sorted(extent for array, extent in extents if array == name) if fact == "onto" else []
-            found += [Declared(name, fact, extent) for extent in reached or [0]]
-    written = dict.fromkeys(Unwritten(check.array) for check in found)
+            found += [DeclarationCheck(name, fact, extent) for extent in reached or [0]]
+    written = dict.fromkeys(WriteCheck(check.array) for check in found)
     return (*written, *dict.fromkeys(found))
 
 
@@ -256,19 +258,19 @@ def _check_values(check: IndexCheck, low: int, high: int) -> None:
         )
 
 
-def _held(array: Tensor) -> bool:
+def _is_readable(array: Tensor) -> bool:
     """True if the array has values that can be read now."""
     there = array.numel() and not array.is_meta and not isinstance(array, FakeTensor)
     return bool(there) and not (array.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @cached_per_tensor
-def _seen(array: Tensor) -> Tensor | tuple[Any, ...]:
+def _snapshot(array: Tensor) -> Tensor | tuple[Any, ...]:
     """Snapshot of the array for later comparison."""
     return (array.data_ptr(), array.shape, array.stride()) if array.is_cuda else array.clone()
 
 
-def _same(seen: Tensor | tuple[Any, ...], array: Tensor) -> bool:
+def _matches(seen: Tensor | tuple[Any, ...], array: Tensor) -> bool:
     if isinstance(seen, Tensor):
         return torch.equal(seen, array)
     return seen == (array.data_ptr(), array.shape, array.stride())

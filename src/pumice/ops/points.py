@@ -12,7 +12,7 @@ from torch import Tensor
 from pumice.coords import Geometry, as_tensor, check_points, frame_of, quantize, unique_coords
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.pool import REDUCTIONS, pick
-from pumice.ops.tensor import SparseTensor, numbers
+from pumice.ops.tensor import SparseTensor, arithmetic_feats
 from pumice.runtime.launch import vector
 
 
@@ -27,6 +27,7 @@ def voxelize(
     *,
     spatial_shape: int | Sequence[int] | None = None,
     batch_size: int | None = None,
+    dim: int = 3,
 ) -> SparseTensor:
     """Voxelise points: the features of the points in a voxel are reduced to one row.
 
@@ -34,7 +35,7 @@ def voxelize(
 
     Parameters
     ----------
-    points: floating point [P, D], D from 1 to 4. points, feats and batch are tensors, arrays or lists.
+    points: floating point [P, D]. points, feats and batch are tensors, arrays or lists.
     feats: floating point [P, F]; default: the points.
     size: edge length of a voxel in the unit of the points, a number or one per axis; required.
     batch: integers [P], batch item of each point; default: 0.
@@ -43,6 +44,7 @@ def voxelize(
     reduce: "mean", "sum", "max" or "first" (the point of lowest index).
     spatial_shape: extent of the grid; points outside are dropped and have -1 in `inverse`.
     batch_size: number of batch items; needed if the last ones may be empty.
+    dim: D, from 1 to 4.
 
     Returns a SparseTensor in (batch, Morton) order. `inverse` int64 [P] is the row of each point:
     `y.feats[y.inverse]` is per point. Differentiable in feats.
@@ -50,7 +52,7 @@ def voxelize(
     """
     _check_reduce(reduce)
     points, batch = as_tensor(points, "points"), None if batch is None else as_tensor(batch, "batch")
-    check_points(points, batch)
+    check_points(points, batch, dim)
     frame = frame_of(points, size, origin, rounding)
     geometry = quantize(points, frame, batch, batch_size=batch_size, spatial_shape=spatial_shape)
     values = points if feats is None else as_tensor(feats, "feats")
@@ -66,6 +68,7 @@ def coalesce(
     stride: int | Sequence[int] = 1,
     spatial_shape: Sequence[int] | None = None,
     batch_size: int | None = None,
+    dim: int = 3,
 ) -> SparseTensor:
     """SparseTensor of coordinates with duplicates, whose features are reduced.
 
@@ -74,16 +77,16 @@ def coalesce(
     Parameters
     ----------
     feats: floating point [P, C], on the device of coords.
-    coords: int32 [P, 1+D] = (batch, axes...), D from 1 to 4.
+    coords: int32 [P, 1+D] = (batch, axes...).
     reduce: "mean", "sum", "max" or "first" (the lowest row).
-    stride, spatial_shape, batch_size: as for SparseTensor; a row outside spatial_shape is an error.
+    stride, spatial_shape, batch_size, dim: as for SparseTensor; a row outside spatial_shape is an error.
 
     Returns a SparseTensor in (batch, Morton) order. `inverse` int64 [P] is the output row of each input row.
     Differentiable in feats.
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (out of range, too many voxels), OptionError.
     """
     _check_reduce(reduce)
-    geometry = unique_coords(coords, stride, spatial_shape, batch_size)
+    geometry = unique_coords(coords, stride, spatial_shape, batch_size, dim)
     _check_values(coords, feats, "coordinates")
     return SparseTensor(_reduced(feats, geometry, reduce), geometry)
 
@@ -139,7 +142,7 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
         raise DtypeError(f"positions are floating point, found {positions.dtype}")
     if positions.device != x.device:
         raise DeviceError(f"positions are on {positions.device}, x is on {x.device}")
-    numbers(x)
+    arithmetic_feats(x)
     stride = vector(tuple(map(float, x.stride)), positions.dtype, x.device)
     batch = torch.floor(positions[:, :1].detach())
     return MODES[mode](x, batch, positions[:, 1:] / stride, normalize)

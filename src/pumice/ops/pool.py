@@ -12,7 +12,7 @@ from pumice.errors import ShapeError
 from pumice.lower.max_pool import max_pool_rows
 from pumice.ops import autograd
 from pumice.ops.conv import Size, Target, conv_features, target_of
-from pumice.ops.tensor import SparseTensor, living, numbers
+from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding
 from pumice.runtime.launch import has_triton
 
 
@@ -31,9 +31,9 @@ def max_pool(
     conv(); stride defaults to kernel_size.
     """
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
-    feats = numbers(x)
+    feats = arithmetic_feats(x)
     # Maps between buffers have no pair counts on the host.
-    if found.between is not None or _by_kernel(feats):
+    if found.buffered is not None or _by_kernel(feats):
         return SparseTensor(max_pool_rows(feats, found), outputs)
     pairs = found.pairs()
     return SparseTensor(maximum(feats, pairs.inputs, pairs.outputs, outputs.coords.shape[0]), outputs)
@@ -55,7 +55,7 @@ def sum_pool(
 ) -> SparseTensor:
     """y[o, c] = sum of x[i, c] over the inputs present in the window of o. Arguments as in max_pool()."""
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
-    return SparseTensor(_sums(numbers(x), found, outputs), outputs)
+    return SparseTensor(_sums(arithmetic_feats(x), found, outputs), outputs)
 
 
 def avg_pool(
@@ -70,14 +70,14 @@ def avg_pool(
     """y[o, c] = mean of x[i, c] over the inputs present in the window of o. Arguments as in max_pool()."""
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
     # Divide before rounding to x's dtype: the sum may overflow half precision where the mean does not.
-    wide = numbers(x).to(torch.promote_types(x.dtype, torch.float32))
+    wide = arithmetic_feats(x).to(torch.promote_types(x.dtype, torch.float32))
     means = _sums(wide, found, outputs) / found.counts().clamp(min=1)[:, None].to(x.device)
     return SparseTensor(means.to(x.dtype), outputs)
 
 
 def global_max_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the maximum over each batch item's voxels; 0 for an empty item."""
-    feats, items, batch = numbers(x), x.items, x.batch_size
+    feats, items, batch = arithmetic_feats(x), x.items, x.batch_size
     if x.geometry.buffered is not None:
         # Padding rows form a batch item of their own, which is dropped.
         items = torch.where(x.geometry.cloud.valid_mask(), items, batch)
@@ -87,15 +87,15 @@ def global_max_pool(x: SparseTensor) -> Tensor:
 
 def global_sum_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the sum over each batch item's voxels, accumulated in at least float32."""
-    feats = numbers(x)
+    feats = arithmetic_feats(x)
     dtype = torch.promote_types(x.dtype, torch.float32)
     sums = feats.new_zeros((x.batch_size, x.channels), dtype=dtype)
-    return sums.index_add(0, x.items, living(x, feats.to(dtype))).to(x.dtype)
+    return sums.index_add(0, x.items, mask_padding(x, feats.to(dtype))).to(x.dtype)
 
 
 def global_avg_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the mean over each batch item's voxels; 0 for an empty item."""
-    feats = numbers(x)
+    feats = arithmetic_feats(x)
     wide = x.replace(feats.to(torch.promote_types(x.dtype, torch.float32)))
     counts = x.item_counts.clamp(min=1)
     sums = global_sum_pool(wide)
@@ -105,7 +105,7 @@ def global_avg_pool(x: SparseTensor) -> Tensor:
 def row_sum(x: SparseTensor, values: Tensor) -> Tensor:
     """[...]: the sum of values [N, ...] over the voxels of x, in a captured network without padding rows."""
     _check_rows(x, values)
-    return living(x, values).sum(0)
+    return mask_padding(x, values).sum(0)
 
 
 def row_mean(x: SparseTensor, values: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def row_mean(x: SparseTensor, values: Tensor) -> Tensor:
     if x.geometry.buffered is None:
         return values.mean(0)
     # As torch's mean: sum in at least float32 and divide before rounding, as the sum may overflow half precision.
-    total = living(x, values).sum(0, dtype=torch.promote_types(values.dtype, torch.float32))
+    total = mask_padding(x, values).sum(0, dtype=torch.promote_types(values.dtype, torch.float32))
     return (total / x.geometry.cloud.count[0]).to(values.dtype)
 
 

@@ -73,21 +73,21 @@ def prepare_levels(
     if torch.compiler.is_compiling():
         return SparseTensor(x.feats, trace_local(x.geometry))
     check_steps(steps)
-    wanted = _Wanted(
+    wanted = _RequestedMaps(
         tuple(steps), tuple(map(tuple, same)), None if consumers is None else _flows_over(steps, same, consumers)
     )
-    geometry, asked = x.geometry, wanted.asked()
+    geometry, request = x.geometry, wanted.graph_request()
     if geometry.buffered is not None:
-        wanted.find(geometry, asked.differentiable, geometry.device.type == "cuda")
-    elif asked.key not in geometry.asked:
-        if not by_graph(geometry, asked):
-            wanted.find_together(geometry)
-        geometry.asked.add(asked.key)
+        wanted.build_in_buffers(geometry, request.differentiable, geometry.device.type == "cuda")
+    elif request.key not in geometry.prepared_requests:
+        if not by_graph(geometry, request):
+            wanted.build(geometry)
+        geometry.prepared_requests.add(request.key)
     return x
 
 
 @dataclass(frozen=True, eq=False)
-class _Wanted:
+class _RequestedMaps:
     """Requested maps with the dataflows of their layers; flows None: automatic, with transposed maps."""
 
     steps: tuple[Relation, ...]
@@ -99,30 +99,31 @@ class _Wanted:
         flows = repeat((None,)) if self.flows is None else self.flows
         return zip(_maps(geometry, self.steps, self.same), flows)  # noqa: B905  (flows may go on)
 
-    def find_together(self, geometry: Geometry) -> None:
+    def build(self, geometry: Geometry) -> None:
         """Build all maps with one transfer for the voxel counts and one for the layout sizes."""
         pyramid(geometry, self.steps)
         found = list(self.maps(geometry))
         if geometry.device.type == "cuda":
             materialize(found, torch.is_grad_enabled())
 
-    def find(self, geometry: Geometry, differentiable: bool, laid: bool = True) -> list[KernelMap]:
-        """Build maps in buffers, laid out (if `laid`) while the next is built; returns those of automatic dataflow."""
+    def build_in_buffers(self, geometry: Geometry, differentiable: bool, with_layouts: bool = True) -> list[KernelMap]:
+        """Build maps in buffers, laid out (if `with_layouts`) while the next is built; returns those of automatic
+        dataflow."""
         found = []
         with on_side_stream(geometry) as publish:
             for one, flows in self.maps(geometry):
                 publish(one)
-                if laid:
+                if with_layouts:
                     materialize([(one, flows)], differentiable)
                 if None in flows:
                     found.append(one)
         return found
 
-    def asked(self) -> Asked:
+    def graph_request(self) -> Asked:
         """The request of map-building graphs."""
         differentiable = torch.is_grad_enabled()
         # Bound now: graphs are recorded outside inference mode, with gradients enabled.
-        find = partial(self.find, differentiable=differentiable)
+        find = partial(self.build_in_buffers, differentiable=differentiable)
         return Asked((self.steps, self.same, self.flows, differentiable), find, differentiable)
 
 

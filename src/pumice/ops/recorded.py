@@ -257,10 +257,10 @@ class Shelf:
         coords = torch.full((capacity, 1 + geometry.dim), -1, dtype=torch.int32, device=device)
         count = torch.zeros(1, dtype=torch.int32, device=device)
         planner = CapacityPlanner(
-            capacity, len(geometry), _MARGIN, None, None if before is None else before.rooms.rooms
+            capacity, len(geometry), _MARGIN, None, None if before is None else before.rooms.capacities
         )
         within = replace(site, bounds=box, batch_size=box.batch)
-        made = Recorded(asked, within, coords, count, planner.settled())
+        made = Recorded(asked, within, coords, count, planner.to_fixed())
         made.fill(geometry)
         status = made.run(planner).words[0]
         if int(status) & (DUPLICATE | RANGE):

@@ -13,7 +13,7 @@ from pumice.coords.box import INT32_MAX, places_in
 from pumice.coords.tracing import subset as traced_subset
 from pumice.coords.tracing import union as traced_union
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
-from pumice.ops.tensor import SparseTensor, from_raw_feats, not_sparse, numbers, raw_feats
+from pumice.ops.tensor import SparseTensor, arithmetic_feats, from_raw_feats, not_sparse, raw_feats
 
 
 def to_dense(
@@ -109,7 +109,7 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
         return x + y
     for each in (x, y):
         each.geometry.require_host_size("union of two geometries")
-    left, right = numbers(x), numbers(y)
+    left, right = arithmetic_feats(x), arithmetic_feats(y)
     geometry, places = _united(x, y)
     dtype = torch.promote_types(x.dtype, y.dtype)
     feats = left.new_zeros((geometry.coords.shape[0], x.channels), dtype=dtype)

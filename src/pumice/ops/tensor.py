@@ -27,13 +27,15 @@ class SparseTensor:
     Parameters
     ----------
     feats: floating point (or int8: ops.quantize) [N, C], on the device of coords.
-    coords: int32 [N, 1+D], D from 1 to 4, distinct rows, in units of this tensor's own voxels; may be negative
+    coords: int32 [N, 1+D], distinct rows, the batch first, in units of this tensor's own voxels; may be negative
         unless `spatial_shape` is given.
     stride: voxel size in units of the finest voxels, an int or one per axis.
     spatial_shape: extent of the grid per axis, which bounds the outputs of convolutions; None: unbounded.
     batch_size: number of batch items; None: the largest batch index + 1. Needed if the last items may be empty.
     geometry: the geometry of another tensor, instead of all arguments but feats.
-    Raises ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels).
+    dim: D of `coords`, from 1 to 4.
+    Raises ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels). Warns if
+    the batch column looks like a coordinate and there is no `batch_size`.
     """
 
     # FSDP2 and DistributedDataParallel find the tensors of inputs and outputs through dataclass fields (torch 2.13
@@ -49,10 +51,11 @@ class SparseTensor:
         batch_size: int | None = None,
         *,
         geometry: Geometry | None = None,
+        dim: int = 3,
     ) -> None:
         coords = geometry if coords is None else coords
         if not isinstance(coords, Geometry):
-            coords = checked_geometry(_checked_pair(feats, coords), stride, spatial_shape, batch_size)
+            coords = checked_geometry(_checked_pair(feats, coords), stride, spatial_shape, batch_size, dim)
         _check_feats(feats, coords)
         self._open = False
         if coords.buffered is not None and feats.dtype not in EIGHT_BITS:
@@ -240,22 +243,22 @@ class SparseTensor:
         if self._geometry.trains and isinstance(other, SparseTensor):
             _check_operand(self, other, "+")
             return from_raw_feats(raw_feats(self) + raw_feats(other), self._geometry)
-        return self.replace(numbers(self) + _operand(self, other, "+"))
+        return self.replace(arithmetic_feats(self) + _operand(self, other, "+"))
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> SparseTensor:
         if isinstance(other, SparseTensor):
             return self + (-other)
-        return self.replace(numbers(self) - _operand(self, other, "-"))
+        return self.replace(arithmetic_feats(self) - _operand(self, other, "-"))
 
     def __mul__(self, other: Any) -> SparseTensor:
-        return self.replace(numbers(self) * _operand(self, other, "*"))
+        return self.replace(arithmetic_feats(self) * _operand(self, other, "*"))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> SparseTensor:
-        return self.replace(numbers(self) / _operand(self, other, "/"))
+        return self.replace(arithmetic_feats(self) / _operand(self, other, "/"))
 
     def __neg__(self) -> SparseTensor:
         return self.replace(-self._feats)
@@ -360,10 +363,10 @@ def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseT
         zero_padding_rows(rows, geometry.cloud.count)
     else:
         rows = torch.where(geometry.valid_mask, rows, 0.0)
-    return from_raw_feats(_ClearedBack.apply(function(rows), geometry), geometry)
+    return from_raw_feats(_ZeroPaddingGrad.apply(function(rows), geometry), geometry)
 
 
-class _ClearedBack(torch.autograd.Function):
+class _ZeroPaddingGrad(torch.autograd.Function):
     """Zero the gradients of padding rows."""
 
     @staticmethod
@@ -396,14 +399,14 @@ class _Poisoned(torch.autograd.Function):
         return torch.where(alive, grad, torch.nan), None
 
 
-def living(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:
+def mask_padding(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:
     """Features [N, ...] of x for reductions over all rows: padding rows of a captured network are set to `filler`."""
     if x.geometry.buffered is None:
         return feats
     return torch.where(x.geometry.cloud.valid_mask().view(-1, *(1,) * (feats.ndim - 1)), feats, filler)
 
 
-def numbers(x: SparseTensor) -> Tensor:
+def arithmetic_feats(x: SparseTensor) -> Tensor:
     """The features of x for arithmetic. Raises DtypeError for 8-bit features, which mean nothing without a scale."""
     if not isinstance(x, SparseTensor):
         raise not_sparse(x, "this function")

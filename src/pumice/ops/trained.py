@@ -23,7 +23,7 @@ from pumice.lower.dataflow import CONV
 from pumice.lower.direct import Direct
 from pumice.lower.norm import Norm
 from pumice.ops import autograd, line
-from pumice.ops.conv import conv_features, held_arrays, recorded_call
+from pumice.ops.conv import bound_map, conv_features, differentiable_call
 from pumice.ops.line import GIVEN, Found
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.workspace import Workspace, workspace
@@ -115,12 +115,12 @@ class Unit(line.Layer):
         return _aligned(2 * self.shape[0]) - 2 * self.shape[0]
 
     def alone(self, outputs: Geometry, rows: int) -> StepCall | None:
-        norm = self.settled.over(rows, outputs.cloud.count.data_ptr() & 15) if rows > 1 else None
+        norm = self.settled.launches_for(rows, outputs.cloud.count.data_ptr() & 15) if rows > 1 else None
         return None if norm is None else StepCall(norm)
 
     def over(self, found: KernelMap, outputs: Geometry, kept: bool) -> StepCall | None:
         # What one row, or none, is normalised by is not its own.
-        if (self.adds and not kept) or found.between is not None or found.num_outputs < 2:
+        if (self.adds and not kept) or found.buffered is not None or found.num_outputs < 2:
             return None
         if found.volume != self.shape[1]:
             return None
@@ -132,7 +132,7 @@ class Unit(line.Layer):
         return call
 
     def _cast(self, found: KernelMap, beyond: int) -> StepCall | None:
-        norm = self.settled.over(found.num_outputs, beyond)
+        norm = self.settled.launches_for(found.num_outputs, beyond)
         if norm is None:
             return None
         own = found.get_cached(self.keys[0])
@@ -142,7 +142,7 @@ class Unit(line.Layer):
 
     def _products(self, found: KernelMap) -> Products | None:
         """As the calls were carried out that autograd records layer by layer (register.HeldCall)."""
-        held = held_arrays(found, True)
+        held = bound_map(found, True)
         like = self.templates.get(held.kind) or self._like(held)
         if like is None:
             return None
@@ -157,7 +157,7 @@ class Unit(line.Layer):
         wide, strides = self.dtype is torch.float32, (self.strides, (taps * channels, channels, 1), (outputs, 1))
         kind = autograd.call_kind((CONV, ""), held, self.dtype, ((channels,), self.shape))
         asked = [((), strides[:2]), ((1, self.own), strides), *([((0, self.dtype), strides)] if self.inner else [])]
-        keys = [(kind, autograd.told_call(facts, wide, self.dtype, own)) for facts, own in asked]
+        keys = [(kind, autograd.launch_key(facts, wide, self.dtype, own)) for facts, own in asked]
         found = tuple(one for one in map(direct.TEMPLATES.get, keys) if one is not None)
         if len(found) < len(keys) or found[1].runner.writes is not self.own:
             return None
@@ -295,7 +295,7 @@ class _Run:
     def forward(self) -> None:
         """The result is put where it belongs."""
         shared = self._scratch([one.call.own.result for one in self.found if one.call.own is not None])
-        room = shared.room.data_ptr(), shared.counters.data_ptr()
+        room = shared.scratch.data_ptr(), shared.counters.data_ptr()
         for n, one in enumerate(self.found):
             layer, norm, h = one.launch, one.call.norm, self._taken[n]
             self._multiplied(n, shared)
@@ -350,12 +350,12 @@ class _Run:
         norm, step = one.call.norm, given.stride(0)
         if step != layer.shape[0] and given.stride(1) == 1:
             # Of a part of a concatenation.
-            norm = layer.settled.over(one.rows, self._counts[n] & 15, step)
+            norm = layer.settled.launches_for(one.rows, self._counts[n] & 15, step)
         if norm is None or given.stride(1) != 1 or given.data_ptr() & 15:
             norm, given = one.call.norm, given.clone(memory_format=torch.contiguous_format)
         h, result = self._taken[n], self._at[n] if layer.adds else self._taken[n]
         told = self._counts[n], self._pairs[n], *self._affine[n], result, sums
-        norm.products((given.data_ptr(), h, *told, shared.room.data_ptr(), shared.counters.data_ptr()))
+        norm.products((given.data_ptr(), h, *told, shared.scratch.data_ptr(), shared.counters.data_ptr()))
         dheld = self.x.new_empty((one.rows, layer.shape[0])) if layer.adds else None
         norm.gradient((given.data_ptr(), h, *told, dh if dheld is None else dheld.data_ptr(), dh))
         if dheld is not None:
@@ -372,7 +372,7 @@ class _Run:
             weight = torch.mm(dh.t(), features).to(layer.own)
         else:
             flat = self._weight(n).view(outputs, -1, channels)
-            call = recorded_call(features, flat, one.over, one.rows)
+            call = differentiable_call(features, flat, one.over, one.rows)
             dx, weight = call.gradients((features, flat), dh, (self.x.dtype if layer.inner else None, layer.own))
             assert weight is not None
         if dx is not None:

@@ -44,7 +44,7 @@ def outside_inference_mode() -> AbstractContextManager[object]:
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
-_READ: ContextVar[list[object] | None] = ContextVar("recording_constants", default=None)
+_RECORDED: ContextVar[list[object] | None] = ContextVar("recording_constants", default=None)
 
 
 def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
@@ -56,7 +56,7 @@ def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], C
         @wraps(find)
         def cached(*args: Given.args, **kwargs: Given.kwargs) -> Found:
             found = known(*args, **kwargs)
-            if (read := _READ.get()) is not None:
+            if (read := _RECORDED.get()) is not None:
                 read.append(found)
             return found
 
@@ -69,11 +69,11 @@ def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], C
 def recording_constants() -> Iterator[list[object]]:
     """Record the cached constants used in the context, since a captured graph reads them on every replay."""
     read: list[object] = []
-    token = _READ.set(read)
+    token = _RECORDED.set(read)
     try:
         yield read
     finally:
-        _READ.reset(token)
+        _RECORDED.reset(token)
 
 
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:

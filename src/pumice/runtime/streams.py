@@ -6,15 +6,15 @@ from collections.abc import Hashable, Iterable
 
 import torch
 
-FIRST = -1  # Priority of the streams that build kernel maps: above that of the layers
+MAP_STREAM_PRIORITY = -1  # Priority of the streams that build kernel maps: above that of the layers
 
 
-def captured(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """True while the current stream captures a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """Record an event on the stream."""
     event = torch.cuda.Event()
     event.record(stream)
@@ -30,45 +30,45 @@ class PendingEvents(dict[Hashable, torch.cuda.Event]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._met: set[tuple[int, int]] = set()
-        self._tellers: list[torch.cuda.Event] = []
+        self._waited: set[tuple[int, int]] = set()
+        self._status_writers: list[torch.cuda.Event] = []
 
-    def behind(self, event: torch.cuda.Event, keys: Iterable[Hashable]) -> None:
+    def register(self, event: torch.cuda.Event, keys: Iterable[Hashable]) -> None:
         """Register the arrays of `keys` as ready after the event."""
         self.update(dict.fromkeys(keys, event))
         # A new event may have the id of a freed one.
-        self._met.clear()
+        self._waited.clear()
 
-    def built(self, key: Hashable, device: torch.device) -> None:
+    def register_derived(self, key: Hashable, device: torch.device) -> None:
         """Register an array derived on the current stream, so that other streams wait for it."""
         if self and key not in self:
-            self[key] = mark(torch.cuda.current_stream(device))
+            self[key] = record_event(torch.cuda.current_stream(device))
 
-    def join(self, key: Hashable, device: torch.device) -> None:
+    def wait_for(self, key: Hashable, device: torch.device) -> None:
         """Make the current stream wait for an array, or for the map that it derives from."""
         if self and (event := self.get(key) or self.get(None)) is not None:
             self._wait(event, device)
 
-    def tells(self, device: torch.device) -> None:
+    def register_status_writer(self, device: torch.device) -> None:
         """Register that kernels on the current stream write the status (overflow)."""
         if self:
-            self._tellers.append(mark(torch.cuda.current_stream(device)))
+            self._status_writers.append(record_event(torch.cuda.current_stream(device)))
 
-    def told(self, device: torch.device) -> None:
+    def wait_for_status(self, device: torch.device) -> None:
         """Make the current stream wait for all kernels that write the status."""
-        for event in (*self._tellers, *(self[key] for key in (None, *_LEVEL) if key in self)):
+        for event in (*self._status_writers, *(self[key] for key in (None, *_LEVEL) if key in self)):
             self._wait(event, device)
 
-    def over(self, device: torch.device) -> None:
+    def wait_for_all(self, device: torch.device) -> None:
         """Make the current stream wait for all events and clear them, at the end of a program."""
         for event in self.values():
             self._wait(event, device)
-        self._tellers.clear()
+        self._status_writers.clear()
         self.clear()
 
     def _wait(self, event: torch.cuda.Event, device: torch.device) -> None:
         stream = torch.cuda.current_stream(device)
         known = stream.stream_id, id(event)
-        if known not in self._met:
-            self._met.add(known)
+        if known not in self._waited:
+            self._waited.add(known)
             stream.wait_event(event)

@@ -12,18 +12,18 @@ from torch import Tensor
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.launch import outside_inference_mode
 
-_SPARE = 1 << 20  # Size of a device's counter pool for captured graphs: 4 MiB, enough for a thousand kernels
+_POOL_SIZE = 1 << 20  # Size of a device's counter pool for captured graphs: 4 MiB, enough for a thousand kernels
 _ALIGNED = 64
-_MOST = 64 << 20  # Largest per-stream workspace in bytes that is kept between calls
+_MAX_CACHED_BYTES = 64 << 20  # Largest per-stream workspace in bytes that is kept between calls
 
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
     """Workspace that no concurrently running kernel shares. counters: int32, 0 between kernels: a kernel resets those
-    that it increments. room: uninitialised bytes."""
+    that it increments. scratch: uninitialised bytes."""
 
     counters: Tensor
-    room: Tensor
+    scratch: Tensor
 
     @cached_property
     def count(self) -> int:
@@ -32,8 +32,8 @@ class Workspace:
 
     @cached_property
     def size(self) -> int:
-        """Size of `room` in bytes."""
-        return self.room.shape[0]
+        """Size of `scratch` in bytes."""
+        return self.scratch.shape[0]
 
 
 def workspace(count: int, size: int, device: torch.device) -> Workspace:
@@ -43,23 +43,23 @@ def workspace(count: int, size: int, device: torch.device) -> Workspace:
     kernels permanently owns its counters, and has bytes in the graph's memory pool.
     """
     if device.type != "cuda":
-        return Workspace(torch.zeros(count, dtype=torch.int32, device=device), _room(size, device))
+        return Workspace(torch.zeros(count, dtype=torch.int32, device=device), _bytes(size, device))
     index = device.index or 0
     if torch.cuda.is_current_stream_capturing():
-        spare = _SPARES.get(index)
+        spare = _COUNTER_POOLS.get(index)
         # Counters allocated during capture are zeroed only in that graph, so they are not cached.
-        return Workspace(spare.taken(count) if spare else _zeros(count, device), _room(size, device))
+        return Workspace(spare.take(count) if spare else _zeros(count, device), _bytes(size, device))
     key = (index, torch._C._cuda_getCurrentRawStream(index))
-    held = _HELD.get(key)
-    if held is not None and held.count >= count and held.size >= size:
-        return held
-    if _SPARES.get(index) is None:
-        _SPARES.keep(index, _CounterPool(device))
-    if size > _MOST:
-        return Workspace(workspace(count, 0, device).counters, _room(size, device))
-    if held is not None:
-        count, size = max(count, held.count), max(size, held.size)
-    return _HELD.keep(key, Workspace(_zeros(_rounded(count), device), _room(_rounded(size), device)))
+    cached = _WORKSPACES.get(key)
+    if cached is not None and cached.count >= count and cached.size >= size:
+        return cached
+    if _COUNTER_POOLS.get(index) is None:
+        _COUNTER_POOLS.keep(index, _CounterPool(device))
+    if size > _MAX_CACHED_BYTES:
+        return Workspace(workspace(count, 0, device).counters, _bytes(size, device))
+    if cached is not None:
+        count, size = max(count, cached.count), max(size, cached.size)
+    return _WORKSPACES.keep(key, Workspace(_zeros(_rounded(count), device), _bytes(_rounded(size), device)))
 
 
 def _rounded(size: int) -> int:
@@ -70,9 +70,9 @@ class _CounterPool:
     """Preallocated zeroed counters for captured graphs."""
 
     def __init__(self, device: torch.device) -> None:
-        self._left, self._lock, self._device = _zeros(_SPARE, device), Lock(), device
+        self._left, self._lock, self._device = _zeros(_POOL_SIZE, device), Lock(), device
 
-    def taken(self, count: int) -> Tensor:
+    def take(self, count: int) -> Tensor:
         """Take `count` counters; if the pool is exhausted, allocate new ones, zeroed by the graph itself."""
         count = -(-count // _ALIGNED) * _ALIGNED
         with self._lock:
@@ -88,10 +88,10 @@ def _zeros(count: int, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def _room(size: int, device: torch.device) -> Tensor:
+def _bytes(size: int, device: torch.device) -> Tensor:
     with outside_inference_mode():
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-_SPARES: BoundedCache[_CounterPool] = BoundedCache(64)
-_HELD: BoundedCache[Workspace] = BoundedCache(256)
+_COUNTER_POOLS: BoundedCache[_CounterPool] = BoundedCache(64)
+_WORKSPACES: BoundedCache[Workspace] = BoundedCache(256)

@@ -100,7 +100,7 @@ def _separate(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
 
 
 def _symmetric(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
-    for unit in (*_units(counts), *_middle(counts)):
+    for unit in (*_units(counts), *_centre(counts)):
         yield OffsetGroup(unit, len(unit) > 1)
 
 
@@ -108,8 +108,8 @@ def _fixed(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
     units = _units(counts)
     width = how.width if _mirrored(counts) else max(1, len(units))
     for at in range(0, len(units), width):
-        yield OffsetGroup(_together(units[at : at + width]), True)
-    for unit in _middle(counts):
+        yield OffsetGroup(_merge_units(units[at : at + width]), True)
+    for unit in _centre(counts):
         yield OffsetGroup(unit, False)
 
 
@@ -117,16 +117,16 @@ def _adaptive(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
     run: list[int] = []
     for tap in _outside_in(counts):
         if run and spread(counts, [*run, tap]) > how.epsilon:
-            yield _weighed(how, counts, run)
+            yield _as_group(how, counts, run)
             run = []
         run.append(tap)
     if run:
-        yield _weighed(how, counts, run)
-    for unit in _middle(counts):
+        yield _as_group(how, counts, run)
+    for unit in _centre(counts):
         yield OffsetGroup(unit, False)
 
 
-def _weighed(how: Grouping, counts: Taps, run: Sequence[int]) -> OffsetGroup:
+def _as_group(how: Grouping, counts: Taps, run: Sequence[int]) -> OffsetGroup:
     return OffsetGroup(tuple(sorted(run)), len(run) > 1 and max(counts[tap] for tap in run) < how.size)
 
 
@@ -149,11 +149,11 @@ def _outside_in(counts: Taps) -> Iterator[int]:
         yield len(counts) // 2
 
 
-def _middle(counts: Taps) -> list[Taps]:
+def _centre(counts: Taps) -> list[Taps]:
     return [(len(counts) // 2,)] if _mirrored(counts) and len(counts) % 2 else []
 
 
-def _together(units: Sequence[Taps]) -> Taps:
+def _merge_units(units: Sequence[Taps]) -> Taps:
     return tuple(sorted(tap for unit in units for tap in unit))
 
 

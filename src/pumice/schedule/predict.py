@@ -48,27 +48,27 @@ class MapStats:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A layer and its map as forward and as dgrad read it; channels: in and out; size: bytes of a value."""
+    """A layer and its map as forward and as dgrad read it; channels: in and out; itemsize: bytes of a value."""
 
-    side: MapStats
-    back: MapStats
+    forward_map: MapStats
+    dgrad_map: MapStats
     channels: tuple[int, int]
     groups: int = 1
-    size: int = 4
+    itemsize: int = 4
 
     @property
-    def each(self) -> float:
+    def macs_per_pair(self) -> float:
         """Multiply-adds per pair."""
         return self.channels[0] * self.channels[1] / self.groups
 
-    def turned(self) -> LayerWork:
+    def dgrad(self) -> LayerWork:
         """The dgrad layer: inputs and outputs exchanged."""
         inner, outer = self.channels
-        return LayerWork(self.back, self.side, (outer, inner), self.groups, self.size)
+        return LayerWork(self.dgrad_map, self.forward_map, (outer, inner), self.groups, self.itemsize)
 
 
 # Equivalent and applicable dataflows
-def effect(flow: Dataflow, name: str, device: str) -> Hashable:
+def equivalence_key(flow: Dataflow, name: str, device: str) -> Hashable:
     """Equivalence key of a dataflow in one pass, to skip duplicate candidates."""
     if flow.movement == PLANNED.movement and device == "cuda":
         flow = DATAFLOWS[DEFAULT]
@@ -89,16 +89,16 @@ def is_applicable(name: str, flow: Dataflow, deterministic: bool, library: bool)
 # Seconds
 def seconds(flow: Dataflow, work: LayerWork, name: str, device: str) -> float:
     """Seconds of the kernels of a pass, without its layout of the map."""
-    return _MODELS[device](flow, work.turned() if name == DGRAD else work, name)
+    return _MODELS[device](flow, work.dgrad() if name == DGRAD else work, name)
 
 
 def layouts(flow: Dataflow, work: LayerWork, name: str, device: str) -> Mapping[Hashable, float]:
     """Seconds of each layout of the map that a pass needs, by a key: layers over the map share layouts."""
-    side = work.back if name == DGRAD else work.side
+    side = work.dgrad_map if name == DGRAD else work.forward_map
     return dict(_LAYOUTS[device](flow, side, name))
 
 
-def together(flow: Dataflow, works: Sequence[LayerWork], passes: Iterable[str], device: str) -> float:
+def total_seconds(flow: Dataflow, works: Sequence[LayerWork], passes: Iterable[str], device: str) -> float:
     """Seconds of all layers over one map, shared layouts counted once."""
     passes = tuple(passes)
     shared: dict[Hashable, float] = {}
@@ -110,9 +110,9 @@ def together(flow: Dataflow, works: Sequence[LayerWork], passes: Iterable[str], 
 
 _MATRIX = {1: 900e12, 2: 620e12, 4: 100e12, 8: 30e12}
 """FLOP/s of tiled kernels by bytes per value; float32 as three TF32 products."""
-_TURN = 0.25e-6  # seconds per loop iteration over 64 channels, with a load that depends on an index
-_START = 5e-6  # seconds of a kernel outside its loop
-_PART = 12  # bytes per result and further part of a form: float32 partial sums are written and read
+_ITERATION_SECONDS = 0.25e-6  # seconds per loop iteration over 64 channels, with a load that depends on an index
+_KERNEL_SECONDS = 5e-6  # seconds of a kernel outside its loop
+_PART_BYTES = 12  # bytes per result and further part of a form: float32 partial sums are written and read
 
 
 def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
@@ -124,55 +124,53 @@ def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
         return _by_table(work) if flow.form == "table" else _by_tiles(flow, work)
     if flow.movement == "on-demand":
         # Outputs are accumulated in memory, in float32.
-        return _by_pairs(work, 2.0) + work.side.pairs * work.channels[1] * 8 / DEVICES["cuda"].cache
+        return _by_pairs(work, 2.0) + work.forward_map.pairs * work.channels[1] * 8 / DEVICES["cuda"].cache
     return _by_library(flow, work, name, DEVICES["cuda"])
 
 
 def _by_tiles(flow: Dataflow, work: LayerWork) -> float:
-    parts = work.side.parts(flow.form)
-    each = work.side.taps / len(parts), work.side.pairs / len(parts)
+    parts = work.forward_map.parts(flow.form)
+    each = work.forward_map.taps / len(parts), work.forward_map.pairs / len(parts)
     total = sum(_tiled(entries, work, each, flow.piece) for entries in parts)
-    return total + (len(parts) - 1) * work.side.outputs * work.channels[1] * _PART / DEVICES["cuda"].memory
+    return total + (len(parts) - 1) * work.forward_map.outputs * work.channels[1] * _PART_BYTES / DEVICES["cuda"].memory
 
 
 def _by_table(work: LayerWork) -> float:
-    entries = -(-work.side.outputs // work.side.block) * work.side.taps
-    return _tiled(entries, work, (work.side.taps, work.side.pairs), 0)
+    entries = -(-work.forward_map.outputs // work.forward_map.block) * work.forward_map.taps
+    return _tiled(entries, work, (work.forward_map.taps, work.forward_map.pairs), 0)
 
 
 def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int) -> float:
     """A kernel over the tile entries of one part. Absent pairs are multiplied but not gathered."""
     taps, pairs = each
-    moved = (pairs * work.channels[0] + entries * work.each) * work.size
-    flops = 2 * entries * work.side.block * work.each
-    through = max(moved / DEVICES["cuda"].cache, flops / _MATRIX[work.size])
+    moved = (pairs * work.channels[0] + entries * work.macs_per_pair) * work.itemsize
+    flops = 2 * entries * work.forward_map.block * work.macs_per_pair
+    through = max(moved / DEVICES["cuda"].cache, flops / _MATRIX[work.itemsize])
     # The longest tile alone, whether or not several programs share it.
     longest = min(taps, entries) if not piece else min(taps, piece)
-    chain = longest * math.ceil(work.channels[0] / work.groups / 64) * _TURN + (2e-6 if piece else 0)
-    return _START + (through**1.5 + chain**1.5) ** (2 / 3)
+    chain = longest * math.ceil(work.channels[0] / work.groups / 64) * _ITERATION_SECONDS + (2e-6 if piece else 0)
+    return _KERNEL_SECONDS + (through**1.5 + chain**1.5) ** (2 / 3)
 
 
-def _by_pairs(work: LayerWork, slower: float) -> float:
+def _by_pairs(work: LayerWork, slowdown: float) -> float:
     """A kernel over the pairs of each offset; both sides are gathered."""
-    moved = work.side.pairs * sum(work.channels) * work.size
-    return (
-        _START
-        + slower * max(moved / DEVICES["cuda"].cache, 2 * work.side.pairs * work.each / _MATRIX[work.size] * 1.5)
-        + 6e-6
-    )
+    pairs = work.forward_map.pairs
+    moved, macs = pairs * sum(work.channels) * work.itemsize, pairs * work.macs_per_pair
+    longest = max(moved / DEVICES["cuda"].cache, 2 * macs / _MATRIX[work.itemsize] * 1.5)
+    return _KERNEL_SECONDS + slowdown * longest + 6e-6
 
 
 def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> float:
     """Gathered and scattered rows are written and read again, per offset or at once."""
-    pairs, ((inner, outer), size) = work.side.pairs, (work.channels, work.size)
+    pairs, ((inner, outer), size) = work.forward_map.pairs, (work.channels, work.itemsize)
     rate = min(device.matrix, _MATRIX[size]) if device.name != "CPU" else device.plain
     products, kernels = pairs, 2
     if flow.movement == "explicit":
-        products = work.side.outputs * work.side.taps
-        moved, kernels = 2.0 * products * inner * size + work.side.outputs * outer * size, 4
+        products = work.forward_map.outputs * work.forward_map.taps
+        moved, kernels = 2.0 * products * inner * size + work.forward_map.outputs * outer * size, 4
     else:
-        groups = (flow.grouping or Grouping("separate")).groups(work.side.counts)
-        lengths = [(max(work.side.counts[tap] for tap in group.taps), group) for group in groups]
+        groups = (flow.grouping or Grouping("separate")).groups(work.forward_map.counts)
+        lengths = [(max(work.forward_map.counts[tap] for tap in group.taps), group) for group in groups]
         products = sum(length * len(group.taps) if group.batched else length for length, group in lengths)
         multiplied = sum(1 if group.batched else len(group.taps) for group in groups)
         moved = products * (2.0 * inner * size + (2.0 * size + 8) * outer)
@@ -187,15 +185,17 @@ def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     device = DEVICES["cpu"]
     if flow.movement == PLANNED.movement:
         # Chunks that stay in the cache, see schedule.cpu.
-        moved = work.side.pairs * sum(work.channels) * work.size
-        return 20e-6 + moved / (device.cache / 2) + 2 * work.side.pairs * work.each / (2.5 * device.plain)
+        moved = work.forward_map.pairs * sum(work.channels) * work.itemsize
+        return (
+            20e-6 + moved / (device.cache / 2) + 2 * work.forward_map.pairs * work.macs_per_pair / (2.5 * device.plain)
+        )
     if flow.movement in ("implicit", "on-demand", "on-demand-in-order"):
         # Statements over forms meant for a GPU.
         return 10 * _by_library(DATAFLOWS["explicit-gemm"], work, name, device)
     return _by_library(flow, work, name, device)
 
 
-def _laid_on_gpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Hashable, float]]:
+def _layouts_on_gpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Hashable, float]]:
     if flow.movement == PLANNED.movement:
         flow = DATAFLOWS[DEFAULT]
     rows = side.outputs
@@ -214,14 +214,14 @@ def _laid_on_gpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Ha
         )
 
 
-def _laid_on_cpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Hashable, float]]:
+def _layouts_on_cpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Hashable, float]]:
     if flow.movement not in (PLANNED.movement, "explicit"):
         yield (id(side), flow.movement, flow.grouping), 40e-6 + side.taps * 20e-6 + side.pairs * 4e-9
 
 
 _MODELS: Mapping[str, Callable[[Dataflow, LayerWork, str], float]] = MappingProxyType({"cuda": _on_gpu, "cpu": _on_cpu})
 _LAYOUTS: Mapping[str, Callable[[Dataflow, MapStats, str], Iterator[tuple[Hashable, float]]]] = MappingProxyType(
-    {"cuda": _laid_on_gpu, "cpu": _laid_on_cpu}
+    {"cuda": _layouts_on_gpu, "cpu": _layouts_on_cpu}
 )
 
 
@@ -238,17 +238,17 @@ def candidate_flows(
     flows: Iterable[Dataflow], works: Sequence[LayerWork], passes: Sequence[str] = PASSES, device: str = "cuda"
 ) -> list[CandidateFlow]:
     """Dataflows that differ from the default and from one another, lowest estimate first."""
-    seen = {tuple(effect(PLANNED, name, device) for name in passes)}
+    seen = {tuple(equivalence_key(PLANNED, name, device) for name in passes)}
     found = []
     for flow in flows:
-        does = tuple(effect(flow, name, device) for name in passes)
+        does = tuple(equivalence_key(flow, name, device) for name in passes)
         if does not in seen:
             seen.add(does)
-            found.append(CandidateFlow(flow, together(flow, works, passes, device)))
-    return sorted(found, key=lambda prospect: prospect.seconds)
+            found.append(CandidateFlow(flow, total_seconds(flow, works, passes, device)))
+    return sorted(found, key=lambda candidate: candidate.seconds)
 
 
-def promising(found: Sequence[CandidateFlow], standing: float, factor: float) -> list[CandidateFlow]:
-    """Candidates within `factor` of the best estimate; `standing` is that of the default."""
-    best = min([standing, *(prospect.seconds for prospect in found)])
-    return [prospect for prospect in found if prospect.seconds <= factor * best]
+def promising(found: Sequence[CandidateFlow], default_seconds: float, factor: float) -> list[CandidateFlow]:
+    """Candidates within `factor` of the best estimate; `default_seconds` is that of the default."""
+    best = min([default_seconds, *(candidate.seconds for candidate in found)])
+    return [candidate for candidate in found if candidate.seconds <= factor * best]

@@ -122,7 +122,7 @@ class Store(Generic[K, V]):
         try:
             self._save()
         except FileError as problem:
-            self._say(problem)
+            self._warn(problem)
         self._renew()
 
     def forget(self, keys: Collection[K]) -> None:
@@ -133,7 +133,7 @@ class Store(Generic[K, V]):
             if self.path.exists():
                 self._change(lambda entries: [e for e in entries if self.kind.key(e) not in keys])
         except FileError as problem:
-            self._say(problem)
+            self._warn(problem)
             self._held = {key: value for key, value in self._known().items() if key not in keys}
             self.generation += 1
             return
@@ -212,10 +212,10 @@ class Store(Generic[K, V]):
             entries, self._stamp = _read(self.path, self.kind, self._stamp)
             found = found if entries is None else self.kind.readable(entries)
         except FileError as problem:
-            self._say(problem)
+            self._warn(problem)
         self._held = {**found, **self._unsaved}
 
-    def _say(self, problem: FileError) -> None:
+    def _warn(self, problem: FileError) -> None:
         if not self._failed:
             self._failed = True
             message = f"{problem}; {self.kind.name} tuned here are kept in this process only"

@@ -188,7 +188,7 @@ def default(problem: Problem) -> Tile:
     64, 128, 256); other tiles keep a program at 2 to 8 KiB of registers."""
     roles = problem.roles
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
-    if _packs(problem):
+    if _should_pack(problem):
         return _packed_tile(problem)
     if roles.product:
         return _product_tile(problem)
@@ -289,7 +289,7 @@ def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
                         tile = Tile(height, width, first.reduced, warps=warps, stages=stages, swapped=swapped)
                         yield replace(tile, prefetch_indices=ahead)
     for depth in (first.reduced // 2, 2 * first.reduced) if problem.chained and problem.bits == 16 else ():
-        if 32 <= depth <= _most_depth(problem):
+        if 32 <= depth <= _max_depth(problem):
             for stages, ahead in loads:
                 yield replace(first, reduced=depth, stages=stages, prefetch_indices=ahead)
     if problem.chained and first.columns >= 64 and not problem.roles.folds:
@@ -350,7 +350,7 @@ def _short_product(problem: Problem, sides: tuple[int, int], swapped: bool) -> T
     epilogue) 173,000 rows of 128 to 96 channels take 31 us (41 with eight warps), a million 138 (211), 66,000 rows of
     192 to 128 channels 15 (18)."""
     (rows, columns), reduced = sides, problem.volume(problem.roles.reduced)
-    plain = problem.bits == 16 and not (swapped or problem.roles.folds or problem.roles.adds)
+    plain = problem.bits == 16 and not (swapped or problem.roles.folds or problem.roles.atomic)
     if not plain or problem.roles.loops or not 64 < columns <= 128 or reduced > 192 or rows < 128 * _MANY:
         return None
     return Tile(128, 128, 32, stages=4, epilogue_subtiles=4) if columns <= 96 else Tile(64, 128, 64, stages=2)
@@ -360,7 +360,7 @@ def _depth(problem: Problem) -> int:
     """Reduction points per iteration: half of those that fit if the last iteration of each row would be mostly padding
     (96 channels on an H200, 173k voxels of Waymo, fp16: 0.063 ms with 32, 0.073 with 64)."""
     extent = problem.volume(problem.roles.reduced)
-    depth = max(_least_depth(problem), _tile_side(extent, _most_depth(problem)))
+    depth = max(_min_depth(problem), _tile_side(extent, _max_depth(problem)))
     return depth // 2 if problem.chained and problem.bits == 16 and _wastes(extent, depth) else depth
 
 
@@ -380,11 +380,11 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, prefetch_indices=True)
     if width == 256:
         return replace(tile, warps=8)
-    own = roles.segment is not None and not (roles.packed or roles.adds or roles.folds)
+    own = roles.segment is not None and not (roles.packed or roles.atomic or roles.folds)
     if own and problem.mean < _SINGLE and problem.longest <= _SHORT and problem.bits == 16:
         return replace(tile, epilogue_subtiles=4 if width == 128 else 1)
-    tile = _with_loads(problem, tile, (columns, count)) if turns >= _SHORT_LOOP else _not_ahead(tile)
-    return replace(tile, stream_k_chunk=_piece(problem, tile, count)) if problem.shares else tile
+    tile = _with_loads(problem, tile, (columns, count)) if turns >= _SHORT_LOOP else _without_prefetch(tile)
+    return replace(tile, stream_k_chunk=_stream_k_chunk(problem, tile, count)) if problem.shares else tile
 
 
 def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tuple[int, int, int]:
@@ -392,7 +392,7 @@ def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tu
     rows, columns = sides
     height, width = _tile_side(rows, 128), _tile_side(columns, 128)
     tiles = problem.segments * problem.volume(problem.roles.batch)
-    long = turns >= _LONG_LOOP and not problem.roles.adds
+    long = turns >= _LONG_LOOP and not problem.roles.atomic
 
     def programs() -> int:
         return tiles * -(-rows // height) * -(-columns // width)
@@ -410,42 +410,44 @@ def _with_loads(problem: Problem, tile: Tile, sizes: tuple[int, int]) -> Tile:
     """With as many stages as fit; sizes: columns, programs. A fourth lowers occupancy; only for few or small tiles."""
     (columns, programs), more, area = sizes, replace(tile, stages=4), tile.rows * tile.columns
     roomy = tile.rows <= 64 or (area < 128 * 128 and programs < _MANY)
-    few = problem.bits <= 16 and not problem.roles.adds and programs <= 1.75 * _at_once(problem, more)
-    halved = tile.reduced < _most_depth(problem) and problem.volume(problem.roles.reduced) > tile.reduced
+    few = problem.bits <= 16 and not problem.roles.atomic and programs <= 1.75 * _wave_size(problem, more)
+    halved = tile.reduced < _max_depth(problem) and problem.volume(problem.roles.reduced) > tile.reduced
     if halved and programs >= _MANY:
         # A tile with padding columns, which are not written: three programs fit where two did.
         sparse = 4 * columns <= 3 * tile.columns and not problem.roles.folds
         # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 with dependent loads), 885 us for
         # a million of a shell (979).
-        full = columns == tile.columns == 128 and problem.bits <= 16 and not (problem.roles.folds or problem.roles.adds)
-        return replace(more, epilogue_subtiles=4) if sparse or full else _not_ahead(tile)
-    alike = roomy and _rounds(problem, more, programs) <= _rounds(problem, tile, programs)
+        full = (
+            columns == tile.columns == 128 and problem.bits <= 16 and not (problem.roles.folds or problem.roles.atomic)
+        )
+        return replace(more, epilogue_subtiles=4) if sparse or full else _without_prefetch(tile)
+    alike = roomy and _waves(problem, more, programs) <= _waves(problem, tile, programs)
     return more if tile.reduced <= 32 or few or alike else tile
 
 
-def _not_ahead(tile: Tile) -> Tile:
+def _without_prefetch(tile: Tile) -> Tile:
     return replace(tile, stages=5, prefetch_indices=False)
 
 
-def _piece(problem: Problem, tile: Tile, programs: int) -> int:
+def _stream_k_chunk(problem: Problem, tile: Tile, programs: int) -> int:
     """Chunk of a segment per program, if the longest segment outlasts the others by far; 0: none is shared. Partial
     sums go through memory, so nothing is shared if all programs have work, or if nearly every kernel offset occurs in
     every tile."""
-    each, longest = problem.mean * programs / _at_once(problem, tile), max(problem.longest, 1.4 * problem.mean)
+    each, longest = problem.mean * programs / _wave_size(problem, tile), max(problem.longest, 1.4 * problem.mean)
     alike = 0.8 * problem.longest < problem.mean <= problem.longest
     if longest < 2.5 * each or alike or problem.longest <= _SHORT:
         return 0
     return 8 if each <= 9 else 16
 
 
-def _rounds(problem: Problem, tile: Tile, programs: int) -> int:
+def _waves(problem: Problem, tile: Tile, programs: int) -> int:
     """Waves of programs on the device if all take equally long."""
     # Short segments vary most in length: other programs fill the gaps.
     alike = problem.roles.segment is None or problem.mean > _SHORT_LOOP
-    return -(-programs // _at_once(problem, tile)) if alike else 1
+    return -(-programs // _wave_size(problem, tile)) if alike else 1
 
 
-def _at_once(problem: Problem, tile: Tile) -> int:
+def _wave_size(problem: Problem, tile: Tile) -> int:
     """Concurrent programs of a matrix product on a device."""
     return PROCESSORS * occupancy(tile, problem.bits)
 
@@ -488,7 +490,7 @@ for 173,000 of 96 channels on an H200 (42 with deeper loads), 168 us for a milli
 _FEW_POINTS = 16  # reduction points up to which entries are packed: an iteration takes as long as with more
 
 
-def _packs(problem: Problem) -> bool:
+def _should_pack(problem: Problem) -> bool:
     """True if iterations over one entry would be mostly padding, and there are several."""
     if problem.packed is None or problem.volume(problem.packed.reduced) > _FEW_POINTS:
         return False
@@ -499,7 +501,7 @@ def _packed_tile(problem: Problem) -> Tile:
     """As many entries per iteration as segments have, while its depth is that of other tiles at most."""
     assert problem.packed is not None
     points = power_above(problem.volume(problem.packed.reduced))
-    depth = max(_least_depth(problem), min(_most_depth(problem), points * power_above(math.ceil(problem.mean))))
+    depth = max(_min_depth(problem), min(_max_depth(problem), points * power_above(math.ceil(problem.mean))))
     turns = math.ceil(problem.mean * points / depth)
     found = _product_tile(replace(problem, roles=problem.packed, mean=turns, packed=None))
     # A loop of two iterations has no use for more buffers, which would cost occupancy; with few programs, indices are
@@ -513,12 +515,12 @@ def _packed_tiles(problem: Problem) -> Iterator[Tile]:
     if problem.packed is None:
         return
     points = power_above(problem.volume(problem.packed.reduced))
-    if 2 * points > _most_depth(problem):
+    if 2 * points > _max_depth(problem):
         return
     first = _packed_tile(problem)
     heights = sorted({min(first.rows, cap) for cap in (64, 128)})
     for depth in (32, 64, 128):
-        if depth < max(2 * points, _least_depth(problem)) or depth > 2 * _most_depth(problem):
+        if depth < max(2 * points, _min_depth(problem)) or depth > 2 * _max_depth(problem):
             continue
         for height in heights:
             for warps in _warps_of_product(height * first.columns):
@@ -526,12 +528,12 @@ def _packed_tiles(problem: Problem) -> Iterator[Tile]:
                     yield replace(first, rows=height, reduced=depth, warps=warps, stages=stages, prefetch_indices=ahead)
 
 
-def _most_depth(problem: Problem) -> int:
+def _max_depth(problem: Problem) -> int:
     """128 bytes of each row."""
     return {8: 128, 16: 64}.get(problem.bits, 32)
 
 
-def _least_depth(problem: Problem) -> int:
+def _min_depth(problem: Problem) -> int:
     """Tensor cores take 32 8-bit values at a time."""
     return 32 if problem.bits == 8 else 16
 

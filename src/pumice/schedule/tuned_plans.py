@@ -44,15 +44,14 @@ class TunedPlan:
     """A tuned plan.
 
     flows: by group and passes, without those left to the planner. workload: as measured. before, after: seconds of a
-    pass over a scene, and by part. asked: groups that were tuned completely; finished: all were. about: network and
-    scenes.
+    pass over a scene, and by part. tuned_groups: those tuned completely; finished: all were. about: network and scenes.
     """
 
     flows: Mapping[str, Dataflow]
     workload: Workload
     before: Mapping[str, Any]
     after: Mapping[str, Any]
-    asked: tuple[str, ...] = ()
+    tuned_groups: tuple[str, ...] = ()
     finished: bool = True
     about: str = ""
     date: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
@@ -123,7 +122,7 @@ def _plan(entry: Entry) -> TunedPlan | None:
         workload = tuple((float(a), float(b)) for a, b in fields.pop("workload"))
         if date.tzinfo is None or not all(float(fields[name]["total"]) >= 0 for name in ("before", "after")):
             return None
-        return TunedPlan(flows, workload, date=date, **{**fields, "asked": _strings(fields["asked"])})
+        return TunedPlan(flows, workload, date=date, **{**fields, "tuned_groups": _strings(fields["tuned_groups"])})
     except UNREADABLE:
         return None
 

@@ -23,9 +23,9 @@ Choice = Hashable  # of a group; None is the default (the planner's)
 Assignment = Mapping[str, Choice]  # choices by group name; a missing group runs the default
 Measure = Callable[[Assignment], float]  # seconds of an assignment; raises PumiceError if it cannot run
 
-LEAST = 0.002  # minimal relative gain of a choice
-MOST = 0.05  # upper limit of the required gain, however noisy measurements are
-LAST = 4  # measurements of the final comparison with the default
+MIN_NOISE = 0.002  # minimal relative gain of a choice
+MAX_NOISE = 0.05  # upper limit of the required gain, however noisy measurements are
+FINAL_MEASUREMENTS = 4  # measurements of the final comparison with the default
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class TuningTask:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Result of a candidate: seconds of the network, or why it failed. stood: seconds of the current assignment."""
+    """Result of a candidate: seconds of the network, or why it failed. baseline: seconds of the current assignment."""
 
     candidate: Choice
     seconds: float = math.inf
-    stood: float = math.inf
+    baseline: float = math.inf
     refused: str = ""
 
 
@@ -65,7 +65,7 @@ class SearchResult:
     """Result of a search.
 
     assignment: choices that differ from the default. before, after: seconds of the default and of the assignment.
-    tried: trials by group, in order. asked: the groups that were tuned completely. measured: number of measurements.
+    tried: trials by group, in order. tuned_groups: those tuned completely. measured: number of measurements.
     ended: why it stopped early, or why the default was kept.
     """
 
@@ -73,7 +73,7 @@ class SearchResult:
     before: float
     after: float
     tried: Mapping[str, tuple[TrialResult, ...]]
-    asked: tuple[str, ...]
+    tuned_groups: tuple[str, ...]
     measured: int
     finished: bool = True
     ended: str = ""
@@ -88,46 +88,46 @@ class Clock:
     watch: Callable[[SearchProgress], object] = lambda step: None
 
 
-class _Enough(Exception):
+class _BudgetSpent(Exception):
     """The budget does not allow another measurement."""
 
 
-def measurements(questions: Sequence[TuningTask]) -> int:
+def measurements(tasks: Sequence[TuningTask]) -> int:
     """The maximal number of measurements of a search: linear in the candidates."""
-    return 3 + sum(len(question.candidates) + 2 for question in questions) + LAST
+    return 3 + sum(len(task.candidates) + 2 for task in tasks) + FINAL_MEASUREMENTS
 
 
 def search(
-    questions: Sequence[TuningTask],
+    tasks: Sequence[TuningTask],
     measure: Measure,
     clock: Clock | None = None,
     start: Assignment | None = None,
-    ready: Callable[[TuningTask], object] = lambda question: None,
+    before_group: Callable[[TuningTask], object] = lambda task: None,
 ) -> SearchResult:
     """Tune the groups in turn, beginning with the assignment `start`; the module docstring has the method.
 
-    ready: called before each group, for instance to compile its candidates.
+    before_group: called before each group, for instance to compile its candidates.
 
     KeyboardInterrupt and the end of the budget keep the results so far. A PumiceError rejects a candidate; one of the
     default is raised, as are all other errors of `measure`.
     """
-    return _Search(questions, measure, clock or Clock(), dict(start or {}), ready).run()
+    return _Search(tasks, measure, clock or Clock(), dict(start or {}), before_group).run()
 
 
 @dataclass
 class _Search:
-    questions: Sequence[TuningTask]
+    tasks: Sequence[TuningTask]
     measure: Measure
     clock: Clock
-    standing: dict[str, Choice]
-    ready: Callable[[TuningTask], object]
+    current: dict[str, Choice]
+    before_group: Callable[[TuningTask], object]
     tried: dict[str, list[TrialResult]] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
+    tuned_groups: list[str] = field(default_factory=list)
     before: float = math.inf
     best: float = math.inf
-    took: list[float] = field(default_factory=list)
-    apart: list[float] = field(default_factory=list)
-    asking: tuple[str, Choice] = ("", None)
+    durations: list[float] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)
+    measuring: tuple[str, Choice] = ("", None)
 
     def __post_init__(self) -> None:
         self.began = self.clock.now()
@@ -136,120 +136,122 @@ class _Search:
         ended = ""
         try:
             self._begin()
-            for question in self.questions:
-                self._ask(question)
-        except _Enough:
+            for task in self.tasks:
+                self._tune_group(task)
+        except _BudgetSpent:
             ended = "the budget was spent"
         except KeyboardInterrupt:
             if self.before == math.inf:
                 raise
-            return self._found("it was interrupted", False)
+            return self._result("it was interrupted", False)
         try:
-            stands = self._held_against_the_default()
+            stands = self._verify_against_default()
         except KeyboardInterrupt:
-            return self._found("it was interrupted", False)
-        return self._found(ended or stands, not ended)
+            return self._result("it was interrupted", False)
+        return self._result(ended or stands, not ended)
 
     def _begin(self) -> None:
-        self.before = self.best = self._timed({})
-        self._learn(self.before, self._timed({}))
-        if self.standing:
-            self.best = self._timed(self.standing)
+        self.before = self.best = self._measure({})
+        self._update_noise(self.before, self._measure({}))
+        if self.current:
+            self.best = self._measure(self.current)
 
-    def _ask(self, question: TuningTask) -> None:
+    def _tune_group(self, task: TuningTask) -> None:
         """Take the best candidate of a group if it beats the current assignment twice."""
-        self.asking = (question.group, None)
+        self.measuring = (task.group, None)
         self._check_budget()
-        self.ready(question)
-        stood = self._timed(self.standing)
-        self._learn(self.best, stood)
-        self.best = stood
-        results = self.tried.setdefault(question.group, [])
+        self.before_group(task)
+        baseline = self._measure(self.current)
+        self._update_noise(self.best, baseline)
+        self.best = baseline
+        results = self.tried.setdefault(task.group, [])
         try:
-            for candidate in question.candidates:
-                results.append(self._try(question.group, candidate, stood))
-        except (_Enough, KeyboardInterrupt):
+            for candidate in task.candidates:
+                results.append(self._measure_candidate(task.group, candidate, baseline))
+        except (_BudgetSpent, KeyboardInterrupt):
             # Completed measurements count.
-            self._take(question.group, results, stood)
+            self._take_best(task.group, results, baseline)
             raise
-        winner = self._take(question.group, results, stood)
+        winner = self._take_best(task.group, results, baseline)
         if winner is not None:
-            self._confirm(question.group, winner)
-        self.asked.append(question.group)
+            self._confirm(task.group, winner)
+        self.tuned_groups.append(task.group)
 
-    def _try(self, group: str, candidate: Choice, stood: float) -> TrialResult:
-        self.asking = (group, candidate)
+    def _measure_candidate(self, group: str, candidate: Choice, baseline: float) -> TrialResult:
+        self.measuring = (group, candidate)
         try:
-            return TrialResult(candidate, self._timed({**self.standing, group: candidate}), stood)
+            return TrialResult(candidate, self._measure({**self.current, group: candidate}), baseline)
         except PumiceError as reason:
-            return TrialResult(candidate, stood=stood, refused=str(reason))
+            return TrialResult(candidate, baseline=baseline, refused=str(reason))
 
-    def _take(self, group: str, results: Sequence[TrialResult], stood: float) -> TrialResult | None:
+    def _take_best(self, group: str, results: Sequence[TrialResult], baseline: float) -> TrialResult | None:
         winner = min(results, key=lambda tried: tried.seconds, default=None)
-        if winner is None or not self._better(winner.seconds, stood):
+        if winner is None or not self._is_faster(winner.seconds, baseline):
             return None
-        self.standing[group], self.best = winner.candidate, winner.seconds
+        self.current[group], self.best = winner.candidate, winner.seconds
         return winner
 
     def _confirm(self, group: str, winner: TrialResult) -> None:
-        self.asking = (group, winner.candidate)
-        again = self._timed(self.standing)
-        self._learn(winner.seconds, again)
+        self.measuring = (group, winner.candidate)
+        again = self._measure(self.current)
+        self._update_noise(winner.seconds, again)
         self.best = fmean((winner.seconds, again))
-        if not self._better(self.best, winner.stood):
-            del self.standing[group]
-            self.best = winner.stood
+        if not self._is_faster(self.best, winner.baseline):
+            del self.current[group]
+            self.best = winner.baseline
 
-    def _held_against_the_default(self) -> str:
+    def _verify_against_default(self) -> str:
         """Measure both once more, alternating; why the default is kept, if it is."""
-        if not self.standing:
+        if not self.current:
             return ""
-        self.asking = ("", None)
-        pairs = [(self._timed({}, True), self._timed(self.standing, True)) for _ in range(LAST // 2)]
+        self.measuring = ("", None)
+        pairs = [(self._measure({}, True), self._measure(self.current, True)) for _ in range(FINAL_MEASUREMENTS // 2)]
         # Earlier measurements may be off by clock drift.
         self.before, self.best = (fmean(side) for side in zip(*pairs, strict=True))
         if self.best < self.before:
             return ""
         reason = f"all choices together took {1e3 * self.best:.3f} ms, the default {1e3 * self.before:.3f} ms"
-        self.standing = {}
+        self.current = {}
         return reason
 
-    def _better(self, seconds: float, stood: float) -> bool:
+    def _is_faster(self, seconds: float, baseline: float) -> bool:
         """True if the difference exceeds the usual measurement noise."""
-        noise = 2 * median(self.apart) if self.apart else 0.0
-        return seconds < stood * (1 - min(MOST, max(LEAST, noise)))
+        noise = 2 * median(self.noise) if self.noise else 0.0
+        return seconds < baseline * (1 - min(MAX_NOISE, max(MIN_NOISE, noise)))
 
-    def _learn(self, one: float, other: float) -> None:
+    def _update_noise(self, one: float, other: float) -> None:
         """Update the noise estimate from two measurements of the same assignment."""
         if 0 < max(one, other) < math.inf:
-            self.apart.append(abs(one - other) / max(one, other))
+            self.noise.append(abs(one - other) / max(one, other))
 
-    def _timed(self, assignment: Assignment, last: bool = False) -> float:
+    def _measure(self, assignment: Assignment, last: bool = False) -> float:
         """Measure, if the budget allows this and the final comparison."""
         if not last:
             self._check_budget()
         begin = self.clock.now()
         seconds = self.measure(assignment)
-        self.took.append(self.clock.now() - begin)
-        self._tell()
+        self.durations.append(self.clock.now() - begin)
+        self._report_progress()
         return seconds
 
     def _check_budget(self) -> None:
-        if self.took:
-            spent, kept = self.clock.now() - self.began, LAST * min(self.took)
-            if spent + fmean(self.took) + kept > self.clock.budget:
-                raise _Enough
+        if self.durations:
+            spent, kept = self.clock.now() - self.began, FINAL_MEASUREMENTS * min(self.durations)
+            if spent + fmean(self.durations) + kept > self.clock.budget:
+                raise _BudgetSpent
 
-    def _tell(self) -> None:
-        total, done, spent = measurements(self.questions), len(self.took), self.clock.now() - self.began
+    def _report_progress(self) -> None:
+        total, done, spent = measurements(self.tasks), len(self.durations), self.clock.now() - self.began
         left = min(spent / done * max(0, total - done), max(0.0, self.clock.budget - spent))
-        group, candidate = self.asking
+        group, candidate = self.measuring
         self.clock.watch(SearchProgress(group, candidate, done, max(total, done), left, self.best, self.before))
 
-    def _found(self, ended: str, finished: bool) -> SearchResult:
+    def _result(self, ended: str, finished: bool) -> SearchResult:
         tried = {group: tuple(results) for group, results in self.tried.items()}
         # Never return an assignment that was measured slower, wherever the search stopped.
-        assignment, after = dict(self.standing), self.best
+        assignment, after = dict(self.current), self.best
         if not assignment or after >= self.before:
             assignment, after = {}, self.before
-        return SearchResult(assignment, self.before, after, tried, tuple(self.asked), len(self.took), finished, ended)
+        return SearchResult(
+            assignment, self.before, after, tried, tuple(self.tuned_groups), len(self.durations), finished, ended
+        )
