@@ -108,7 +108,7 @@ class VoxelBuffers:
     @staticmethod
     def of(capacity: int, like: SparseTensor) -> VoxelBuffers:
         device = like.device
-        coords = torch.full((capacity, 1 + like.dim), -1, dtype=torch.int32, device=device)
+        coords = torch.full((capacity, 1 + like.spatial_dim), -1, dtype=torch.int32, device=device)
         feats = torch.zeros(capacity, like.channels, dtype=like.dtype, device=device)
         return VoxelBuffers(coords, feats, torch.zeros(1, dtype=torch.int32, device=device))
 

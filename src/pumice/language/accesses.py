@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pumice.language.nodes import Access, Affine, Index, Span, affine
 from pumice.language.tokens import Token, TokenReader, quote, where
 
+MOST_AXES = 64  # of a torch tensor
 _MOST_INTEGER = 2**63 - 1
 _LIMITS = "integers have 64 bits, floats end at 1.8e308"
 
@@ -74,6 +75,11 @@ class AccessReader(TokenReader):
         """Record a use of a name; it must agree with the first one."""
         first = self.uses.setdefault(name, Use(axes, place))
         if first.axes == axes:
+            indices = sum(known.axes is None for known in self.uses.values()) if axes is None else axes
+            if indices > MOST_AXES:
+                self.fail(
+                    f"an operand has at most {MOST_AXES} axes and a statement as many indices, as in torch", place
+                )
             return
         there = where(self.text, first.place)
         if axes is None or first.axes is None:

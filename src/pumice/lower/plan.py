@@ -28,6 +28,7 @@ from pumice.lower import chained, embedding_bag, gathered, graph, loops, maps, w
 from pumice.lower import kernel as kernels
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.runtime.cache import BoundedCache
+from pumice.runtime.memory import require_memory
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import size_bucket
 
@@ -395,6 +396,8 @@ def _prepared(
         bound = _sizes(text, names, tuple(tuple(t.shape) for t in operands))
         shape = bound.shape
         text = _with_lost_ranges(text, names, bound)
+    device = operands[0].device if operands else torch.device("cpu")
+    require_memory(shape, dtype, device, f"the target of `{text}`")
     option = _option(operands, names, text, shape, lowering)
     precision = lowering.removesuffix(PREFERRED).partition("/")[2]
     places = array_places(names, text, option.forms)
@@ -592,10 +595,6 @@ def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n).bit_length() for n in shape)
 
 
-def _never(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    return None
-
-
 def _graph_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     return graph.refusal(statement, bound, operands)
 
@@ -617,7 +616,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "gathered": Lowering(gathered.refusal, gathered.run, work.gathered_work),
         "bagged": Lowering(embedding_bag.refusal, embedding_bag.run, work.bagged_work),
         "graph": Lowering(_graph_refusal, graph.run, work.graph_work),
-        "reference": Lowering(_never, loops.run, work.loop_work),
+        "reference": Lowering(loops.refusal, loops.run, work.loop_work),
     }
 )
 """The lowerings of a step, by name."""
