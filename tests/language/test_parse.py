@@ -258,8 +258,8 @@ def test_nesting_up_to_the_limit(before, after):
     [
         ("*".join(["(a+b)"] * 40), "has 1024 terms; at most 1000"),
         ("+".join(["a"] * 2000), "has 1001 terms; at most 1000"),
-        ("(a+b)*(a+b)*(a+b)*(a+b)*(a+b)*(a+b)*(a+b)*(a+b)" + "*a" * 1000, "tokens long; at most 10000"),
-        ("*".join(["(a+b)"] * 9) + "*equal(a, " + "*".join(["(a+b)"] * 9) + ")", "tokens long; at most 10000"),
+        ("(a+b)*(a+b)*(a+b)*(a+b)*(a+b)*(a+b)*(a+b)*(a+b)" + "*a" * 1000, "tokens long; at most 20000"),
+        ("*".join(["(a+b)"] * 9) + "*equal(a, " + "*".join(["(a+b)"] * 9) + ")", "tokens long; at most 20000"),
     ],
 )
 def test_multiplying_out_has_an_end(text, sentence):
@@ -273,7 +273,6 @@ def test_multiplying_out_has_an_end(text, sentence):
         ("C[i] = A[i]" + " +" * 1_000_000, "at most 20000 tokens"),
         ("C[i] = A[i] ; " + ", ".join(["i:4"] * 20_000), "at most 20000 tokens"),
         ("C[i] = " + "*".join(f"a{n}" for n in range(5_000)) + " $", "not part of the language: '[$]'"),
-        ("C[i] = " + "*".join(f"a{n}" for n in range(5_001)), "10003 tokens long; at most 10000"),
         ("C = A[" + "+".join(f"i{n}" for n in range(65)) + "]", "at most 64 axes and a statement as many indices"),
         ("C = A[" + ",".join(["1"] * 65) + "]", "at most 64 axes and a statement as many indices"),
     ],

@@ -531,7 +531,8 @@ def options(
         ways = [list(step_options(step, tensors, shape, device, lowering)) for step in done.steps]
         names_ = tuple(min(way, key=lambda w: w[1])[0] for way in ways)
         costs = [min(way, key=lambda w: w[1]) for way in ways]
-        refused = "; ".join(f"{n}: {why}" for n, cost, why in costs if cost == math.inf)
+        stuck = (way for way, (_, cost, _) in zip(ways, costs, strict=True) if cost == math.inf)
+        refused = "; ".join(f"{n}: {why}" for way in stuck for n, _, why in way)
         yield replace(bare, lowerings=names_, cost=sum(c for _, c, _ in costs), refused=refused)
 
 

@@ -139,8 +139,8 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
     for t in tensors:
         if t.spatial_dim != first.spatial_dim or t.stride != first.stride or t.device != first.device:
             raise GeometryError(
-                f"collate needs one D, stride and device; found {first.spatial_dim}, {first.stride}, {first.device} and "
-                f"{t.spatial_dim}, {t.stride}, {t.device}"
+                f"collate needs one D, stride and device; found {first.spatial_dim}, {first.stride}, {first.device} "
+                f"and {t.spatial_dim}, {t.stride}, {t.device}"
             )
         if t.channels != first.channels or t.dtype != first.dtype:
             raise ShapeError(
