@@ -502,7 +502,7 @@ FAR = 1_000_000_000_000
             ShapeError,
             f"{FAR} entries .*3725.3 GiB of torch.float32; the device cpu has",
         ),
-        (f"y[{2**63 - 1}] = V[i]", {}, ShapeError, f"{2**63} entries"),
+        (f"y[{2**63 - 1}] = V[i]", {}, ShapeError, f"{2**63} entries .*, and is held 2 times; the device cpu has"),
         (f"y max= V[i-1] ; i:{FAR}", {}, OptionError, f"reference: a term has {FAR} points, the limit is {2**36}"),
         (f"y = V[i-1] * V[i-2] ; i:{FAR}", {}, OptionError, f"reference: a term has {FAR} points"),
     ],

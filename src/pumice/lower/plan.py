@@ -397,7 +397,9 @@ def _prepared(
         shape = bound.shape
         text = _with_lost_ranges(text, names, bound)
     device = operands[0].device if operands else torch.device("cpu")
-    require_memory(shape, dtype, device, f"the target of `{text}`")
+    # On a CPU index_add and scatter_reduce copy what they write to.
+    copied = device.type == "cpu" and graph.looked_up(statement_of(text, names).target, distinct=True)
+    require_memory(shape, dtype, device, f"the target of `{text}`", 2 if copied else 1)
     option = _option(operands, names, text, shape, lowering)
     precision = lowering.removesuffix(PREFERRED).partition("/")[2]
     places = array_places(names, text, option.forms)

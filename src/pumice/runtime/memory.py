@@ -11,12 +11,13 @@ import torch
 from pumice.errors import ShapeError
 
 
-def require_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, what: str) -> None:
-    """Raise ShapeError, on behalf of `what`, if the device's whole memory is smaller than such a tensor."""
+def require_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, what: str, copies: int = 1) -> None:
+    """Raise ShapeError, on behalf of `what`, if the device's whole memory is smaller than `copies` such tensors."""
     needed, held = math.prod(shape) * dtype.itemsize, _memory(device)
-    if needed > held:
+    if copies * needed > held:
+        times = f", and is held {copies} times" if copies > 1 else ""
         raise ShapeError(
-            f"{what} has {math.prod(shape)} entries (shape {list(shape)}), {_in_words(needed)} of {dtype}; "
+            f"{what} has {math.prod(shape)} entries (shape {list(shape)}), {_in_words(needed)} of {dtype}{times}; "
             f"the device {device} has {_in_words(held)}"
         )
 
