@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from pumice.coords.box import INT32_MAX, Bounds
 from pumice.coords.buffer import CoordBuffer, alone, read
@@ -108,7 +109,9 @@ class Geometry:
     @property
     def maps(self) -> dict[Any, tuple[KernelMap, Geometry | None]]:
         """The cached maps with their outputs, by (relation, target). Raises as `require_unwritten`."""
-        self.require_unwritten()
+        # Compared here too: every layer passes by.
+        if not is_dynamo_compiling() and self._version is not None and self._version != self._coords._version:
+            self.require_unwritten()
         return self._maps
 
     def require_unwritten(self) -> None:
@@ -144,7 +147,8 @@ class Geometry:
     @property
     def coords(self) -> Tensor:
         """int32 [N, 1+D], in units of this level's voxels."""
-        self._join("coords")
+        if self.late:
+            self._join("coords")
         return self._coords
 
     @property

@@ -32,6 +32,7 @@ class AccessReader(TokenReader):
         self.integers = integers
         self.target = ""
         self.uses: dict[str, Use] = {}
+        self.indices = 0
 
     def number(self) -> float:
         token = self.take()
@@ -73,10 +74,10 @@ class AccessReader(TokenReader):
 
     def use(self, name: str, axes: int | None, place: int) -> None:
         """Record a use of a name; it must agree with the first one."""
+        self.indices += axes is None and name not in self.uses
         first = self.uses.setdefault(name, Use(axes, place))
         if first.axes == axes:
-            indices = sum(known.axes is None for known in self.uses.values()) if axes is None else axes
-            if indices > MOST_AXES:
+            if max(self.indices, axes or 0) > MOST_AXES:
                 self.fail(
                     f"an operand has at most {MOST_AXES} axes and a statement as many indices, as in torch", place
                 )

@@ -396,10 +396,8 @@ def _prepared(
         bound = _sizes(text, names, tuple(tuple(t.shape) for t in operands))
         shape = bound.shape
         text = _with_lost_ranges(text, names, bound)
-    device = operands[0].device if operands else torch.device("cpu")
-    # On a CPU index_add and scatter_reduce copy what they write to.
-    copied = device.type == "cpu" and graph.looked_up(statement_of(text, names).target, distinct=True)
-    require_memory(shape, dtype, device, f"the target of `{text}`", 2 if copied else 1)
+    if math.prod(shape) >> 24:  # smaller ones fit
+        _require_memory(operands, names, text, shape, dtype)
     option = _option(operands, names, text, shape, lowering)
     precision = lowering.removesuffix(PREFERRED).partition("/")[2]
     places = array_places(names, text, option.forms)
@@ -418,6 +416,15 @@ def _prepared(
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
     return Plan(tuple(parts), shape, dtype, old, dtype)
+
+
+def _require_memory(
+    operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    device = operands[0].device if operands else torch.device("cpu")
+    # On a CPU index_add and scatter_reduce copy what they write to.
+    copied = device.type == "cpu" and graph.looked_up(statement_of(text, names).target, distinct=True)
+    require_memory(shape, dtype, device, f"the target of `{text}`", 2 if copied else 1)
 
 
 def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
