@@ -65,8 +65,8 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     """The reason why the loops should not run on these operands, or None."""
     if bound.points(bound.ranges) <= MOST_POINTS:
         return None
-    whole_sum = [statement.terms] if statement.reduction != "sum" else [(term,) for term in statement.terms]
-    points = max((bound.points(indices_of(statement.target, *terms)) for terms in whole_sum), default=0)
+    sums = [statement.terms] if statement.reduction != "sum" else [(term,) for term in statement.terms]
+    points = max((bound.points(indices_of(statement.target, *terms)) for terms in sums), default=0)
     return f"a term has {points} points, the limit is {MOST_POINTS}" if points > MOST_POINTS else None
 
 

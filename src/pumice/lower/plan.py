@@ -421,8 +421,8 @@ def _prepared(
 def _require_memory(
     operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
+    """Raise ShapeError if the target does not fit in the device; on a CPU index_add and scatter_reduce copy it."""
     device = operands[0].device if operands else torch.device("cpu")
-    # On a CPU index_add and scatter_reduce copy what they write to.
     copied = device.type == "cpu" and graph.looked_up(statement_of(text, names).target, distinct=True)
     require_memory(shape, dtype, device, f"the target of `{text}`", 2 if copied else 1)
 

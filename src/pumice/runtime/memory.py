@@ -17,8 +17,8 @@ def require_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     if copies * needed > held:
         times = f", and is held {copies} times" if copies > 1 else ""
         raise ShapeError(
-            f"{what} has {math.prod(shape)} entries (shape {list(shape)}), {_in_words(needed)} of {dtype}{times}; "
-            f"the device {device} has {_in_words(held)}"
+            f"{what} has {math.prod(shape)} entries (shape {list(shape)}), {needed / 2**30:.1f} GiB of {dtype}{times}; "
+            f"the device {device} has {held / 2**30:.1f} GiB"
         )
 
 
@@ -28,7 +28,3 @@ def _memory(device: torch.device) -> int:
     if device.type == "meta" or not hasattr(os, "sysconf"):
         return 2**63 - 1  # what torch can count
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _in_words(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
