@@ -76,8 +76,11 @@ def test_cache_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         settings()
 
 
+KINDS = {"DtypeError": TypeError, "CaptureError": RuntimeError, "MissingAttributeError": AttributeError}
+
+
 @pytest.mark.parametrize("name", [n for n in errors.__all__ if n != "PumiceError"])
 def test_errors_are_also_builtin_kinds(name: str):
     kind = getattr(errors, name)
     assert issubclass(kind, errors.PumiceError)
-    assert issubclass(kind, {"DtypeError": TypeError, "CaptureError": RuntimeError}.get(name, ValueError))
+    assert issubclass(kind, KINDS.get(name, ValueError))

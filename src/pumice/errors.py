@@ -7,6 +7,7 @@ __all__ = [
     "DtypeError",
     "FileError",
     "GeometryError",
+    "MissingAttributeError",
     "OptionError",
     "PumiceError",
     "ShapeError",
@@ -40,6 +41,10 @@ class GeometryError(PumiceError, ValueError):
 
 class OptionError(PumiceError, ValueError):
     """Invalid argument value; the message lists the valid ones."""
+
+
+class MissingAttributeError(PumiceError, AttributeError):
+    """Attribute that a tensor does not have; the message names the one to use."""
 
 
 class CaptureError(PumiceError, RuntimeError):

@@ -155,9 +155,9 @@ def reference_conv(
     target = None if out is None or isinstance(out, str) else geometry if _same(out, x) else _bare(out)
     policy = out if isinstance(out, str) else None if out is None else "given"
     if offsets is None:
-        relation = Relation.of(x.dim, tuple(weight.shape[1:-1]), policy=policy, **window)
+        relation = Relation.of(x.spatial_dim, tuple(weight.shape[1:-1]), policy=policy, **window)
     else:
-        relation = Relation.of_offsets(x.dim, offsets, policy=policy, **window)
+        relation = Relation.of_offsets(x.spatial_dim, offsets, policy=policy, **window)
     found, outputs = kernel_map(geometry, relation, target)
     flat = weight.cpu().double().flatten(1, -2)
     y = reference.forward(x.feats.cpu().double(), flat, found.pairs(), len(outputs), groups)

@@ -40,7 +40,7 @@ def test_no_voxel(dim, name, spatial, device):
     w = torch.randn(2, *[3] * dim, 2, dtype=torch.float64, device=device, requires_grad=True)
     x = cases.tensor([], feats, dim=dim, batch_size=2, spatial_shape=(8,) * dim if spatial else None)
     y = ops_of(dim)[name](x, w)
-    assert len(y) == 0 and y.channels == 2 and y.batch_size == 2 and y.dim == dim
+    assert len(y) == 0 and y.channels == 2 and y.batch_size == 2 and y.spatial_dim == dim
     y.feats.sum().backward()
     assert feats.grad is not None and feats.grad.shape == (0, 2)
     if w.grad is not None:

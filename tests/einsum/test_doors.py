@@ -482,3 +482,87 @@ def test_an_array_declared_onto_reaches_every_axis(text):
     operands = {"R": torch.tensor([1, 0]), "A": torch.ones(2), **({"C": torch.ones(5)} if "C" in text else {})}
     with pytest.raises(CoordinateError, match="R is declared onto an axis of extent 5, and is not"):
         pm.einsum(text, **operands)
+
+
+EYE = torch.eye(3)
+FAR = 1_000_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "operands", "error", "sentence"),
+    [
+        ("y[i] = V[i] * f", {"f": 10**400}, DtypeError, "operand f is an integer of 1330 bits, at most 64 are taken"),
+        ("y[i] = V[i] * f", {"f": 2**63}, DtypeError, "operand f is an integer of 65 bits"),
+        ("y[i] = V[i-1] ; i:n", {"n": 10**400}, DtypeError, "operand n is an integer of 1330 bits"),
+        ("y[i] = V[i] * exists(f[i])", {"f": 1.5}, ShapeError, r"f\[i\] has 1 indices, the operand f has 0 axes"),
+        ("y[i] = equal(V[i], V[i] * f[i])", {"f": 1.5}, ShapeError, r"f\[i\] has 1 indices"),
+        (
+            f"y[i] = V[i-1] ; i:{FAR}",
+            {},
+            ShapeError,
+            f"{FAR} entries .*3725.3 GiB of torch.float32; the device cpu has",
+        ),
+        (f"y[{2**63 - 1}] = V[i]", {}, ShapeError, f"{2**63} entries .*, and is held 2 times; the device cpu has"),
+        (f"y max= V[i-1] ; i:{FAR}", {}, OptionError, f"reference: a term has {FAR} points, the limit is {2**36}"),
+        (f"y = V[i-1] * V[i-2] ; i:{FAR}", {}, OptionError, f"reference: a term has {FAR} points"),
+    ],
+)
+def test_texts_exhaust_nothing(text, operands, error, sentence):
+    with pytest.raises(error, match=sentence):
+        pm.einsum(text, V=V, **operands)
+
+
+@pytest.mark.parametrize("lowering", ["", "graph", "reference"])
+@pytest.mark.parametrize("number", [2, 2.0, torch.tensor(2)])
+def test_scalars_are_compared(lowering, number):
+    found = pm.einsum("y[i] = V[i] * equal(X[i], f) * exists(f)", V=V[:3], X=ints(1, 2, 2), f=number, lowering=lowering)
+    assert found.equal(V[:3] * torch.tensor([0, 1, 1]))
+
+
+def test_loops_take_many_short_indices(monkeypatch):
+    monkeypatch.setattr(plan.loops, "POINTS", 8)
+    names = [f"i{n}" for n in range(7)]
+    text = f"y = V[{'+'.join(names)}] ; {', '.join(f'{n}:2' for n in names)}"
+    assert pm.einsum(text, V=torch.ones(3), lowering="reference") == 1 + 7 + 21
+
+
+def test_nested_arrays_are_looked_up_once():
+    text = f"y[i] = V[{'X[' * 90}i{']' * 90}]"
+    assert pm.einsum(text, V=V, X=torch.arange(5), lowering="reference").equal(V)
+
+
+def test_long_names_are_read_once():
+    assert pm.compile_einsum("y[i] = V[n*i] ; i:" + "m" * 100_000)
+
+
+def test_an_operand_of_tune_may_be_named_self():
+    with pytest.raises(OptionError, match="nothing to tune"):
+        pm.compile_einsum("y[i] = self[i]").tune(self=V)
+
+
+def test_vmap_over_an_index_array():
+    x, R = torch.rand(6), torch.randint(0, 4, (3, 6))
+    found = torch.func.vmap(lambda R: pm.einsum("y[R[p]] = x[p] ; y:[4]", x=x, R=R))(R)
+    torch.testing.assert_close(found, torch.zeros(3, 4).scatter_add(1, R, x.expand(3, 6)))
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "sentence"),
+    [
+        ("m:U k:C m:B" + "9" * 5000, StatementError, "at most 2000 characters, found 5011"),
+        ("m:U k:C m:B" + "9" * 500, StatementError, "a size of kind B is at most 2147483647"),
+        (f"m:U k:C m:B{10**18} k:B4", StatementError, f"at most 2147483647, found {10**18}"),
+        ("m:U k:C m:B100000000 k:B4", ShapeError, "the size of 'm:B100000000' is at most 4096 for shape"),
+        ("m:C k:G2,100000000", ShapeError, "the size of 'k:G2,100000000' is at most 4096"),
+        ("a:U b:U " * 300, StatementError, "at most 2000 characters"),
+        ("m:U k:C m:B\u0663", StatementError, "unknown kind of level"),
+    ],
+)
+def test_formats_exhaust_nothing(text, error, sentence):
+    with pytest.raises(error, match=sentence):
+        pm.sparse(EYE, text)
+
+
+def test_an_array_of_a_format_fits_in_memory():
+    with pytest.raises(ShapeError, match="an array of the format has .* entries .*; the device cpu has .* GiB"):
+        pm.sparse(torch.ones(1, 1, 1, 1), "a:C b:C c:C d:C a:B4096 b:B4096 c:B4096 d:B4")

@@ -56,7 +56,7 @@ def test_union_with_nothing_and_with_itself(two):
 @FEW
 @given(st.integers(1, 4).flatmap(lambda d: tensors(d, 0, 4)))
 def test_from_dense_of_to_dense(x):
-    dense = x.to_dense(spatial_shape=(5,) * x.dim)
+    dense = x.to_dense(spatial_shape=(5,) * x.spatial_dim)
     back = pm.from_dense(dense)
     assert cases.tuples(back) == oracle.ordered(cases.tuples(x))
     assert values(back) == values(x)
@@ -66,7 +66,7 @@ def test_from_dense_of_to_dense(x):
 @FEW
 @given(st.integers(1, 4).flatmap(tensors))
 def test_to_dense_and_origin(x):
-    dense = x.to_dense(spatial_shape=(9,) * x.dim, origin=(-4,) * x.dim)
+    dense = x.to_dense(spatial_shape=(9,) * x.spatial_dim, origin=(-4,) * x.spatial_dim)
     assert values(pm.from_dense(dense)) == {(c[0], *(a + 4 for a in c[1:])): f for c, f in values(x).items()}
 
 

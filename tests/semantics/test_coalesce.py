@@ -76,7 +76,7 @@ def test_halves_are_summed_wide(dtype):
 def test_no_row(reduce):
     leaf = torch.zeros(0, 3, requires_grad=True)
     y = pm.coalesce(leaf, torch.zeros(0, 4, dtype=torch.int32), reduce, batch_size=2)
-    assert len(y) == 0 and y.channels == 3 and y.dim == 3 and y.batch_size == 2
+    assert len(y) == 0 and y.channels == 3 and y.spatial_dim == 3 and y.batch_size == 2
     assert y.inverse.shape == (0,) and y.inverse.dtype == torch.int64
     y.feats.sum().backward()
     assert leaf.grad is not None and leaf.grad.shape == (0, 3)

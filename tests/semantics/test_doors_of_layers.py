@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import pumice as pm
 from pumice import nn
-from pumice.errors import DtypeError, OptionError, ShapeError
+from pumice.errors import DtypeError, MissingAttributeError, OptionError, ShapeError
 from pumice.testing import random_cloud
 
 ROWS = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
@@ -117,14 +117,21 @@ def test_channels_that_do_not_fit(layer, x):
 
 
 NAMES = {"features": "x.feats", "F": "x.feats", "indices": "x.coords", "C": "x.coords", "dense": r"x.to_dense\(\)"}
-NAMES |= {"replace_feature": r"x.replace\(feats\)", "shape": "x.feats.shape"}
+NAMES |= {"replace_feature": r"x.replace\(feats\)", "shape": "x.feats.shape", "dim": "x.spatial_dim"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_other_libraries(name, x):
     assert not hasattr(x, name)
-    with pytest.raises(AttributeError, match=f"no attribute {name!r}; use {NAMES[name]}"):
+    with pytest.raises(MissingAttributeError, match=f"no attribute {name!r}; use {NAMES[name]}"):
         getattr(x, name)
+
+
+def test_modules_of_torch_take_features(x):
+    norm = torch.nn.BatchNorm1d(8)
+    with pytest.raises(MissingAttributeError, match=r"x.map\(module\), pm.nn.Sequential\(module\) or pm.nn.BatchNorm"):
+        norm(x)
+    torch.testing.assert_close(nn.Sequential(norm)(x).feats, x.map(norm).feats)
 
 
 def test_copies_ask_for_no_names(x):

@@ -8,6 +8,7 @@ import torch
 from cases import compact, tensor, tuples
 
 import pumice as pm
+from pumice.errors import CoordinateError
 
 
 def random_tensor(dim=3, channels=2, seed=0, batches=2, **more):
@@ -20,7 +21,7 @@ def random_tensor(dim=3, channels=2, seed=0, batches=2, **more):
 @pytest.mark.parametrize("dim", [1, 2, 3, 4])
 def test_attributes(dim):
     x = random_tensor(dim, 5, stride=2)
-    assert (x.dim, x.channels, len(x), x.batch_size) == (dim, 5, x.coords.shape[0], 2)
+    assert (x.spatial_dim, x.channels, len(x), x.batch_size) == (dim, 5, x.coords.shape[0], 2)
     assert x.stride == (2,) * dim and x.spatial_shape is None
     assert x.dtype == torch.float64 and x.device == torch.device("cpu")
     assert x.coords.dtype == torch.int32 and x.geometry.coords is x.coords
@@ -310,8 +311,32 @@ def test_batches_that_are_meant_do_not_warn():
 @pytest.mark.parametrize("dim", [1, 2, 4])
 def test_other_numbers_of_axes_are_named(dim):
     coords = torch.arange(9, dtype=torch.int32).view(9, 1).repeat(1, 1 + dim)
-    assert pm.SparseTensor(torch.ones(9, 1), coords, dim=dim).dim == dim
-    assert pm.coalesce(torch.ones(9, 1), coords, dim=dim).dim == dim
-    assert pm.voxelize(torch.rand(9, dim), size=0.5, dim=dim).dim == dim
+    assert pm.SparseTensor(torch.ones(9, 1), coords, dim=dim).spatial_dim == dim
+    assert pm.coalesce(torch.ones(9, 1), coords, dim=dim).spatial_dim == dim
+    assert pm.voxelize(torch.rand(9, dim), size=0.5, dim=dim).spatial_dim == dim
     net = pm.exportable(torch.nn.Identity(), dim=dim)
     assert torch.equal(net(coords, torch.ones(9, 1))[0], coords)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("before", [True, False])
+def test_coordinates_written_in_place_are_refused(mode, before):
+    with mode():
+        layer = pm.nn.Conv3d(2, 2, 3)
+        x = pm.SparseTensor(torch.rand(2, 2), torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.int32))
+        if before:
+            layer(x)
+        x.coords[1, 1] += 5
+        for use in (layer, lambda x: pm.interpolate(x, torch.rand(1, 4)), lambda x: x.to("meta")):
+            with pytest.raises(CoordinateError, match="the 2 coordinates .* written to in place.*a new SparseTensor"):
+                use(x)
+        assert "2 voxels" in repr(x) and "2 voxels" in repr(x.geometry)
+        layer(pm.SparseTensor(x.feats, x.coords))
+
+
+def test_outputs_written_in_place_are_refused():
+    down = pm.nn.Conv3d(2, 2, 2, stride=2)
+    x = pm.SparseTensor(torch.rand(2, 2), torch.tensor([[0, 0, 0, 0], [0, 4, 0, 0]], dtype=torch.int32))
+    down(x).coords[:, 2] += 1
+    with pytest.raises(CoordinateError, match="written to in place"):
+        down(x)

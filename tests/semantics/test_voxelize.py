@@ -43,7 +43,7 @@ def test_voxelize_equals_the_oracle(dim, reduce, rounding, device):
     assert cases.tuples(x) == coords, cases.diff(cases.tuples(x), coords)
     assert x.inverse.dtype == torch.int64 and x.inverse.tolist() == inverse
     cases.assert_close(x.feats, want, torch.float64, "features")
-    assert x.coords.dtype == torch.int32 and x.dim == dim
+    assert x.coords.dtype == torch.int32 and x.spatial_dim == dim
 
 
 @pytest.mark.parametrize("reduce", REDUCE)
@@ -149,7 +149,7 @@ def test_points_outside_the_spatial_shape_are_left_out():
 @pytest.mark.parametrize("reduce", REDUCE)
 def test_no_point_and_one_point(reduce):
     x = pm.voxelize(torch.zeros(0, 3), torch.zeros(0, 2), size=1.0, reduce=reduce)
-    assert len(x) == 0 and x.channels == 2 and x.dim == 3 and x.inverse.shape == (0,)
+    assert len(x) == 0 and x.channels == 2 and x.spatial_dim == 3 and x.inverse.shape == (0,)
     x = pm.voxelize(torch.tensor([[0.5, 0.5, 0.5]]), torch.tensor([[7.0]]), size=1.0, reduce=reduce)
     assert cases.tuples(x) == [(0, 0, 0, 0)] and x.feats.tolist() == [[7.0]]
 

@@ -75,6 +75,8 @@ def kernel_map(
             kept = replace(kept[0], inputs=weakref.ref(geometry)), kept[1]
         geometry.keep(*key, kept)
     found, outputs = kept
+    if outputs is not None:
+        outputs.require_unwritten()
     return found, geometry if outputs is None else outputs
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from pumice.coords.box import INT32_MAX, Bounds
 from pumice.coords.buffer import CoordBuffer, read, with_own_storage
@@ -53,13 +54,15 @@ class Geometry:
         self._inverse = inverse
         # Filled by coords.build: maps by (relation, target), with their outputs unless those are this geometry itself
         # (a reference cycle would keep device memory alive until a garbage collection), and coarser levels.
-        self.maps: dict[Any, tuple[KernelMap, Geometry | None]] = {}
+        self._maps: dict[Any, tuple[KernelMap, Geometry | None]] = {}
         self.levels: dict[Any, Geometry] = {}
         self._parent: weakref.ref[Geometry] | None = None
         self._cloud: CoordBuffer | None = None
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
         self._settled = settled
+        # None: writes are allowed (buffers), or cannot be told (while tracing; inference tensors have no counter).
+        self._version = None if torch.compiler.is_compiling() or coords.is_inference() else coords._version
         # True if compiled code may rely on the maps (coords.tracing).
         self.prepared = False
         # Keys of the sets of maps that pumice.ops.prepare has already built here.
@@ -74,7 +77,7 @@ class Geometry:
     def in_buffer(cloud: CoordBuffer, site: GridSpec, buffered: BufferedState) -> Geometry:
         """The valid rows of a buffer. Its length is the buffer's capacity; errors are only reported in its status."""
         geometry = Geometry(cloud.coords, site)
-        geometry._cloud, geometry._buffered = cloud, buffered
+        geometry._cloud, geometry._buffered, geometry._version = cloud, buffered, None
         return geometry
 
     @staticmethod
@@ -108,9 +111,26 @@ class Geometry:
             geometry.settle()
         return geometry
 
+    @property
+    def maps(self) -> dict[Any, tuple[KernelMap, Geometry | None]]:
+        """The cached maps with their outputs, by (relation, target). Raises as `require_unwritten`."""
+        # Compared here too: every layer passes by.
+        if not is_dynamo_compiling() and self._version is not None and self._version != self._coords._version:
+            self.require_unwritten()
+        return self._maps
+
+    def require_unwritten(self) -> None:
+        """Raise CoordinateError if the coordinates were written to in place, which the cached maps do not follow."""
+        if self._version is None or torch.compiler.is_compiling() or self._version == self._coords._version:
+            return
+        raise CoordinateError(
+            f"the {len(self)} coordinates of a tensor were written to in place; they are constant: write to "
+            "x.coords.clone() and make a new SparseTensor of it"
+        )
+
     def keep(self, relation: Relation, target: Geometry | None, kept: tuple[KernelMap, Geometry | None]) -> None:
         """Cache a map with its outputs; outputs that it made remember this geometry as their parent."""
-        self.maps[relation, target] = kept
+        self._maps[relation, target] = kept
         if target is None and kept[1] is not None:
             kept[1]._parent = weakref.ref(self)
 
@@ -132,7 +152,8 @@ class Geometry:
     @property
     def coords(self) -> Tensor:
         """int32 [N, 1+D], in units of this level's voxels."""
-        self._wait_for("coords")
+        if self.pending_events:
+            self._wait_for("coords")
         return self._coords
 
     @property
@@ -219,7 +240,7 @@ class Geometry:
     def __repr__(self) -> str:
         return (
             f"Geometry({len(self)} voxels, D={self.dim}, stride={self.stride}, batch_size={self.batch_size}, "
-            f"spatial_shape={self.spatial_shape}, device={str(self.device)!r}, {len(self.maps)} maps)"
+            f"spatial_shape={self.spatial_shape}, device={str(self.device)!r}, {len(self._maps)} maps)"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -270,6 +291,7 @@ class Geometry:
 
         schedule: overrides the cost model's choice, from now on. Raises OptionError if it is not available."""
         self._wait_for("found")
+        self.require_unwritten()
         if self._lookup is None or schedule not in (None, self._schedule):
             with outside_inference_mode():
                 found = lookup_of(self.cloud, schedule)

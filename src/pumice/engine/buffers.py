@@ -108,7 +108,7 @@ class VoxelBuffers:
     @staticmethod
     def of(capacity: int, like: SparseTensor) -> VoxelBuffers:
         device = like.device
-        coords = torch.full((capacity, 1 + like.dim), -1, dtype=torch.int32, device=device)
+        coords = torch.full((capacity, 1 + like.spatial_dim), -1, dtype=torch.int32, device=device)
         feats = torch.zeros(capacity, like.channels, dtype=like.dtype, device=device)
         return VoxelBuffers(coords, feats, torch.zeros(1, dtype=torch.int32, device=device))
 
@@ -166,7 +166,7 @@ class VoxelScene:
         feats = self.feats.to(self.like.dtype)
         if self.own is not None:
             return SparseTensor(feats, self.own)
-        return SparseTensor(feats, self.coords, self.like.stride, self.like.spatial_shape, dim=self.like.dim)
+        return SparseTensor(feats, self.coords, self.like.stride, self.like.spatial_shape, dim=self.like.spatial_dim)
 
     def geometry(self, site: GridSpec) -> Geometry:
         return Geometry(self.coords.contiguous(), site) if self.own is None else self.own

@@ -284,8 +284,10 @@ def _check_arrays(feats: Tensor, coords: Tensor, example: SparseTensor) -> None:
         raise ShapeError(
             f"feats must be [N, {example.channels}] for this captured network, found shape {list(feats.shape)}"
         )
-    if coords.shape != (feats.shape[0], example.dim + 1):
-        raise ShapeError(f"coords must be [{feats.shape[0]}, {example.dim + 1}], found shape {list(coords.shape)}")
+    if coords.shape != (feats.shape[0], example.spatial_dim + 1):
+        raise ShapeError(
+            f"coords must be [{feats.shape[0]}, {example.spatial_dim + 1}], found shape {list(coords.shape)}"
+        )
     if coords.dtype != torch.int32:
         raise DtypeError(f"coords must be torch.int32, found {coords.dtype}")
     if not feats.is_floating_point():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pumice.language.nodes import Access, Affine, Index, Span, affine
 from pumice.language.tokens import Token, TokenReader, quote, where
 
+MOST_AXES = 64  # of a torch tensor
 _MOST_INTEGER = 2**63 - 1
 _LIMITS = "integers have 64 bits, floats end at 1.8e308"
 
@@ -31,6 +32,7 @@ class AccessReader(TokenReader):
         self.integers = integers
         self.target = ""
         self.uses: dict[str, Use] = {}
+        self.indices = 0
 
     def number(self) -> float:
         token = self.take()
@@ -72,8 +74,13 @@ class AccessReader(TokenReader):
 
     def use(self, name: str, axes: int | None, place: int) -> None:
         """Record a use of a name; it must agree with the first one."""
+        self.indices += axes is None and name not in self.uses
         first = self.uses.setdefault(name, Use(axes, place))
         if first.axes == axes:
+            if max(self.indices, axes or 0) > MOST_AXES:
+                self.fail(
+                    f"an operand has at most {MOST_AXES} axes and a statement as many indices, as in torch", place
+                )
             return
         there = where(self.text, first.place)
         if axes is None or first.axes is None:

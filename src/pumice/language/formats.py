@@ -215,10 +215,14 @@ def named(name: str, block: int | Sequence[int] | None = None, group: int | Sequ
 _NAME = r"[^\W\d]\w*"
 _PREFIX = re.compile(rf"\s*\[\s*({_NAME}(?:\s*,\s*{_NAME})*)\s*\]")
 _LEVEL = re.compile(rf"\s*(?P<axes>{_NAME}|\(\s*{_NAME}(?:\s+{_NAME})*\s*\))\s*:\s*(?P<kind>[^\s\[\]():]+)")
-_KIND = re.compile(r"(?P<kind>[UC])|(?P<block>B)(?P<size>\d+)|(?P<group>G)(?P<sizes>\*|\d+(?:,\d+)*)?")
+_KIND = re.compile(r"(?P<kind>[UC])|(?P<block>B)(?P<size>[0-9]+)|(?P<group>G)(?P<sizes>\*|[0-9]+(?:,[0-9]+)*)?")
+_LONGEST_TEXT = 2000
+_LARGEST_SIZE = 2**31 - 1  # coordinates are int32
 
 
 def _parse(text: str) -> Format:
+    if len(text) > _LONGEST_TEXT:
+        raise StatementError(f"format: a text has at most {_LONGEST_TEXT} characters, found {len(text)}")
     prefix = _PREFIX.match(text)
     place = prefix.end() if prefix else 0
     levels: list[Level] = []
@@ -300,6 +304,8 @@ def _level_problem(level: Level) -> str | None:
         return None
     if any(size < 1 for size in level.sizes):
         return _size_problem(level.kind, min(level.sizes))
+    if any(size > _LARGEST_SIZE for size in level.sizes):
+        return f"a size of kind {level.kind} is at most {_LARGEST_SIZE}, found {max(level.sizes)}"
     if list(level.sizes) != sorted(set(level.sizes)):
         return f"bucket sizes rise, found {','.join(map(str, level.sizes))}"
     return None

@@ -21,7 +21,7 @@ from pumice.language.nodes import FACTS, Equal, Exists, Factor, Range, Statement
 from pumice.language.tokens import Token, quote, where
 
 MOST_TERMS = 1000  # terms of a sum, multiplied out
-MOST_SIZE = 100_000  # tokens of a sum, multiplied out
+MOST_SIZE = 20_000  # tokens of a sum, multiplied out
 
 
 class _Product(NamedTuple):

@@ -16,6 +16,7 @@ _TOKEN = re.compile(
     |(?P<unknown>.)""",
     re.VERBOSE | re.DOTALL,
 )
+MOST_TOKENS = 20_000
 MOST_LEVELS = 100  # of brackets; each takes four calls
 
 _LONGEST_NUMBER = 40
@@ -53,6 +54,8 @@ def tokens(text: str) -> list[Token]:
             raise complaint(text, match.start(), f"a character that is not part of the language: {match[0]!r}")
         if kind == "number" and match.end() - match.start() > _LONGEST_NUMBER:
             raise complaint(text, match.start(), f"a number has at most {_LONGEST_NUMBER} characters")
+        if len(found) == MOST_TOKENS:
+            raise complaint(text, match.start(), f"a statement has at most {MOST_TOKENS} tokens")
         found.append(Token(kind or match[0], match[0], match.start(), match.end()))
     stop = found[-1].stop if found else 0
     found.append(Token("end", "", stop, stop))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,9 @@ from pumice.language.nodes import (
 )
 
 POINTS = 1 << 22
-"""Points evaluated at a time, unless one value of the longest index has more."""
+"""Points evaluated at a time."""
+MOST_POINTS = 1 << 36
+"""Points of a term at which `refusal` refuses: some ten minutes on a CPU."""
 
 
 WRAPS = 2.0**62
@@ -57,6 +59,15 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
     else:
         flat = _extremes(bound, operands, wide)
     return flat[:-1].reshape(bound.shape).to(dtype)
+
+
+def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
+    """The reason why the loops should not run on these operands, or None."""
+    if bound.points(bound.ranges) <= MOST_POINTS:
+        return None
+    sums = [statement.terms] if statement.reduction != "sum" else [(term,) for term in statement.terms]
+    points = max((bound.points(indices_of(statement.target, *terms)) for terms in sums), default=0)
+    return f"a term has {points} points, the limit is {MOST_POINTS}" if points > MOST_POINTS else None
 
 
 def working_dtype(statement: Statement, dtypes: Mapping[str, torch.dtype], dtype: torch.dtype) -> torch.dtype:
@@ -206,7 +217,7 @@ def _parts(ranges: dict[str, Range]) -> Iterator[dict[str, Range]]:
     whole_range = ranges[longest]
     step = max(1, POINTS // (size // len(whole_range)))
     for start in range(whole_range.start, whole_range.stop, step):
-        yield {**ranges, longest: Range(start, min(start + step, whole_range.stop))}
+        yield from _parts({**ranges, longest: Range(start, min(start + step, whole_range.stop))})
 
 
 def _points(ranges: Mapping[str, Range], device: torch.device) -> dict[str, Tensor]:
@@ -236,6 +247,7 @@ class _Grid:
 
     points: Mapping[str, Tensor]
     operands: Mapping[str, Tensor]
+    places: dict[tuple[Access, tuple[int, ...]], _Place] = field(default_factory=dict)
 
     def valid_mask(self, terms: Sequence[Term]) -> Tensor:
         """Mask of the points where all reads of the terms are in bounds; `exists` requires nothing."""
@@ -253,10 +265,12 @@ class _Grid:
 
     def place(self, access: Access, shape: Sequence[int]) -> _Place:
         """The positions of the access in an operand of this shape."""
-        found = [self._position(expression) for expression in access.indices]
-        inside = [(p >= 0) & (p < extent) for (p, _), extent in zip(found, shape, strict=True)]
-        there = self._all([*inside, *(t for _, t in found)])
-        return _Place(tuple(torch.where(there, p, 0) for p, _ in found), there)
+        if (access, tuple(shape)) not in self.places:
+            found = [self._position(expression) for expression in access.indices]
+            inside = [(p >= 0) & (p < extent) for (p, _), extent in zip(found, shape, strict=True)]
+            there = self._all([*inside, *(t for _, t in found)])
+            self.places[access, tuple(shape)] = _Place(tuple(torch.where(there, p, 0) for p, _ in found), there)
+        return self.places[access, tuple(shape)]
 
     def _required(self, factor: Factor) -> list[Tensor]:
         if isinstance(factor, Exists):

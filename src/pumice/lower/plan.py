@@ -28,6 +28,7 @@ from pumice.lower import chained, embedding_bag, gathered, graph, loops, maps, w
 from pumice.lower import kernel as kernels
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.runtime.cache import BoundedCache
+from pumice.runtime.memory import require_memory
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import size_class
 
@@ -396,6 +397,8 @@ def _prepared(
         bound = _sizes(text, names, tuple(tuple(t.shape) for t in operands))
         shape = bound.shape
         text = _with_lost_ranges(text, names, bound)
+    if math.prod(shape) >> 24:  # smaller ones fit
+        _require_memory(operands, names, text, shape, dtype)
     option = _option(operands, names, text, shape, lowering)
     precision = lowering.removesuffix(PREFERRED).partition("/")[2]
     places = array_places(names, text, option.forms)
@@ -414,6 +417,15 @@ def _prepared(
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
     return Plan(tuple(parts), shape, dtype, old, dtype)
+
+
+def _require_memory(
+    operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Raise ShapeError if the target does not fit in the device; on a CPU index_add and scatter_reduce copy it."""
+    device = operands[0].device if operands else torch.device("cpu")
+    copied = device.type == "cpu" and graph.looked_up(statement_of(text, names).target, distinct=True)
+    require_memory(shape, dtype, device, f"the target of `{text}`", 2 if copied else 1)
 
 
 def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
@@ -529,7 +541,8 @@ def options(
         ways = [list(step_options(step, tensors, shape, device, lowering)) for step in done.steps]
         names_ = tuple(min(way, key=lambda w: w[1])[0] for way in ways)
         costs = [min(way, key=lambda w: w[1]) for way in ways]
-        refused = "; ".join(f"{n}: {why}" for n, cost, why in costs if cost == math.inf)
+        stuck = (way for way, (_, cost, _) in zip(ways, costs, strict=True) if cost == math.inf)
+        refused = "; ".join(f"{n}: {why}" for way in stuck for n, _, why in way)
         yield replace(bare, lowerings=names_, cost=sum(c for _, c, _ in costs), refused=refused)
 
 
@@ -593,10 +606,6 @@ def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n).bit_length() for n in shape)
 
 
-def _never_refuses(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    return None
-
-
 def _graph_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     return graph.refusal(statement, bound, operands)
 
@@ -618,7 +627,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "gathered": Lowering(gathered.refusal, gathered.run, work.gathered_work),
         "bagged": Lowering(embedding_bag.refusal, embedding_bag.run, work.bagged_work),
         "graph": Lowering(_graph_refusal, graph.run, work.graph_work),
-        "reference": Lowering(_never_refuses, loops.run, work.loop_work),
+        "reference": Lowering(loops.refusal, loops.run, work.loop_work),
     }
 )
 """The lowerings of a step, by name."""

@@ -324,8 +324,8 @@ class _Pool(nn.Module):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         _check(self, x)
-        if x.dim != self.dim:
-            raise ShapeError(f"{type(self).__name__} takes {self.dim} spatial axes, x has {x.dim}")
+        if x.spatial_dim != self.dim:
+            raise ShapeError(f"{type(self).__name__} takes {self.dim} spatial axes, x has {x.spatial_dim}")
         return type(self).function(x, self.kernel_size, **self.options)
 
     def extra_repr(self) -> str:

@@ -71,10 +71,10 @@ def conv(
     policy, target = target_of(out)
     if offsets is None:
         window = tuple(weight.shape[1:-1])
-        relation = Relation.of(x.dim, window, stride=stride, padding=padding, dilation=dilation, policy=policy)
+        relation = Relation.of(x.spatial_dim, window, stride=stride, padding=padding, dilation=dilation, policy=policy)
     else:
         _check_offsets(weight, offsets, padding)
-        relation = Relation.of_offsets(x.dim, offsets, stride=stride, dilation=dilation, policy=policy)
+        relation = Relation.of_offsets(x.spatial_dim, offsets, stride=stride, dilation=dilation, policy=policy)
     return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue, dataflow)
 
 
@@ -146,7 +146,7 @@ def conv_transpose(
     """
     _check_weight(x, weight, bias, groups, spatial=True)
     relation = Relation.of_transposed(
-        x.dim,
+        x.spatial_dim,
         tuple(weight.shape[1:-1]),
         stride=stride,
         padding=padding,
@@ -181,7 +181,12 @@ def conv_inverse(
     """
     _check_weight(x, weight, bias, groups, spatial=True)
     relation = Relation.of(
-        x.dim, tuple(weight.shape[1:-1]), stride=stride, padding=padding, dilation=dilation, policy="cached_inverse"
+        x.spatial_dim,
+        tuple(weight.shape[1:-1]),
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        policy="cached_inverse",
     )
     _, finer = target_of(target)
     return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, finer), None, dataflow)
@@ -589,17 +594,17 @@ def target_of(out: Target) -> tuple[str | None, Geometry | None]:
 def check_layer(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, relation: Relation) -> None:
     """Raise ShapeError, DtypeError, DeviceError or OptionError if weight, bias, groups or relation do not fit x."""
     _check_weight(x, weight, bias, groups, spatial=relation.custom is None)
-    if relation.dim != x.dim:
-        raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.dim} spatial axes")
+    if relation.dim != x.spatial_dim:
+        raise ShapeError(f"the offsets have {relation.dim} entries, the tensor has {x.spatial_dim} spatial axes")
 
 
 def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: bool) -> None:
     if not isinstance(x, SparseTensor):
         raise DtypeError(f"x is a SparseTensor, found {type(x).__name__}; nn.Linear and the like take x.feats")
-    if weight.ndim != (x.dim + 2 if spatial else 3):
-        axes = f"{x.dim} kernel axes" if spatial else "one axis of K offsets"
+    if weight.ndim != (x.spatial_dim + 2 if spatial else 3):
+        axes = f"{x.spatial_dim} kernel axes" if spatial else "one axis of K offsets"
         raise ShapeError(
-            f"weight is [C_out, kernel..., C_in / groups] with {axes} for a tensor of {x.dim} spatial axes, "
+            f"weight is [C_out, kernel..., C_in / groups] with {axes} for a tensor of {x.spatial_dim} spatial axes, "
             f"found shape {list(weight.shape)}"
         )
     if not isinstance(groups, int) or groups < 1:

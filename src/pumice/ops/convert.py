@@ -14,7 +14,9 @@ from torch import Tensor
 
 from pumice.errors import CoordinateError, OptionError, ShapeError
 from pumice.language.formats import AUTOMATIC, Format, FormatLayout, Level, layout
+from pumice.runtime.memory import require_memory
 
+_LEAST_LIMIT = 4096  # up to which a block or group may exceed its axis
 _KEYS = 2**62  # bound of the cells that int64 keys number, with a margin
 
 
@@ -132,6 +134,11 @@ def checked(shape: Sequence[int], format: Format) -> tuple[int, ...]:
         raise CoordinateError(f"int32 coordinates reach an extent of {2**31}, found shape {tuple(shape)}")
     cells = math.prod(_ceil(n, format.block(axis)) for n, axis in zip(shape, format.axes, strict=True))
     cells *= math.prod(map(format.block, format.axes))
+    extents = dict(zip(format.axes, shape, strict=True))
+    for level in format.levels:
+        most = max(_LEAST_LIMIT, math.prod(extents[axis] for axis in level.axes))
+        if level.sizes and max(level.sizes) > most:
+            raise ShapeError(f"the size of {str(level)!r} is at most {most} for shape {tuple(shape)}: more is padding")
     if cells >= _KEYS:
         raise CoordinateError(f"shape {tuple(shape)} has {cells} cells; int64 keys number fewer than {_KEYS}")
     return tuple(shape)
@@ -336,6 +343,7 @@ def _bucket_groups(lengths: Tensor, sizes: Sequence[int]) -> Tensor:
 def _scatter(where: Tensor, source: Tensor, shape: Sequence[int], here: Tensor | None, empty: int) -> Tensor:
     """A tensor with source[i] at flat index where[i] for each i in `here`, and `empty` elsewhere."""
     cells = math.prod(shape)
+    require_memory(shape, source.dtype, source.device, "an array of the format")
     if here is None:
         return source.new_full((cells,), empty).index_copy(0, where, source).view(tuple(shape))
     # An extra cell at the end takes the other entries: compacting them would synchronise.

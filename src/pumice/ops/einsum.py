@@ -140,7 +140,7 @@ class Einsum:
         tensors, names = self._flatten_operands(operands)
         return explanation(tensors, names, self.text, self.lowering)
 
-    def tune(self, **operands: Operand) -> str:
+    def tune(self, /, **operands: Operand) -> str:
         """Autotune the kernel tiles for operands of this size bucket; returns the measured times as text. The fastest
         tiles are stored on disk for all processes. Raises OptionError if no step is a kernel (on a CPU)."""
         tensors, names = self._flatten_operands(operands)
@@ -232,7 +232,7 @@ def _probed(text: str) -> Statement:
     except StatementError:
         # Names with axes or declarations are not integers.
         bare = re.sub(r"#[^\n]*", "", text)
-        names = set(re.findall(r"[^\W\d]\w*", bare)) - set(re.findall(r"([^\W\d]\w*)\s*[\[:]", bare))
+        names = set(re.findall(r"[^\W\d]\w*", bare)) - set(re.findall(r"\b([^\W\d]\w*)\s*[\[:]", bare))
         for value in (1, 1 << 30):
             with suppress(StatementError):
                 return parse(text, dict.fromkeys(names, value))

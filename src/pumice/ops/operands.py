@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
+from pumice.language.accesses import too_large
 from pumice.language.nodes import Access, Statement, accesses_of, arrays_of
 from pumice.lower import plan
 from pumice.ops.sparse import Sparse, sparse
@@ -42,7 +43,10 @@ def validate_operands(
     _check_devices(found)
     for name in dict.fromkeys(array.name for array in arrays_of(*statement.terms, statement.target)):
         _check_index_array(name, found[name])
-    return one_dtype(found, {name for name in value_names_of(statement) if name in found})
+    values = {name for name in value_names_of(statement) if name in found}
+    compared = {name for name in named - values if isinstance(found[name], int | float)}
+    device = next((x.device for x in found.values() if isinstance(x, Tensor | Sparse)), None)
+    return {**one_dtype(found, values), **{name: torch.tensor(found[name], device=device) for name in compared}}
 
 
 def problem_of(operands: Mapping[str, Any]) -> str:
@@ -56,6 +60,8 @@ def problem_of(operands: Mapping[str, Any]) -> str:
         elif not isinstance(x, Sparse) and type(x) not in (int, float):
             kind = type(x).__name__
             return f"operand {name} should be a tensor, a pm.sparse operand, an int or a float, found {kind}"
+        elif type(x) is int and too_large(x):
+            return f"operand {name} is an integer of {x.bit_length() + 1} bits, at most 64 are taken; pass a float"
     return ""
 
 
@@ -261,6 +267,8 @@ def _check_values(check: IndexCheck, low: int, high: int) -> None:
 def _is_readable(array: Tensor) -> bool:
     """True if the array has values that can be read now."""
     there = array.numel() and not array.is_meta and not isinstance(array, FakeTensor)
+    # Of a batched tensor of vmap only operators read the values.
+    there = there and not torch._C._functorch.is_functorch_wrapped_tensor(array)  # pyright: ignore[reportAttributeAccessIssue]
     return bool(there) and not (array.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

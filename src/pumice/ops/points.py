@@ -111,8 +111,8 @@ def devoxelize(
     if frame is None:
         raise GeometryError("these voxels were not made by voxelize(): use interpolate() with voxel positions")
     check_points(points, batch)
-    if points.shape[1] != x.dim:
-        raise ShapeError(f"points are [P, {x.dim}], found shape {list(points.shape)}")
+    if points.shape[1] != x.spatial_dim:
+        raise ShapeError(f"points are [P, {x.spatial_dim}], found shape {list(points.shape)}")
     positions = frame.positions(points)
     items = torch.zeros(len(points), device=points.device) if batch is None else batch
     return interpolate(x, torch.cat([items.to(positions.dtype)[:, None], positions], dim=1), mode)
@@ -136,8 +136,10 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
     """
     if mode not in MODES:
         raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
-    if positions.ndim != 2 or positions.shape[1] != x.dim + 1:
-        raise ShapeError(f"positions are [P, {x.dim + 1}] = (batch, axes...), found shape {list(positions.shape)}")
+    if positions.ndim != 2 or positions.shape[1] != x.spatial_dim + 1:
+        raise ShapeError(
+            f"positions are [P, {x.spatial_dim + 1}] = (batch, axes...), found shape {list(positions.shape)}"
+        )
     if not positions.is_floating_point():
         raise DtypeError(f"positions are floating point, found {positions.dtype}")
     if positions.device != x.device:
@@ -159,7 +161,7 @@ def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -
     wide = torch.promote_types(x.dtype, torch.float32)
     feats = x.feats.to(wide)
     total = y = None
-    for side in itertools.product((0, 1), repeat=x.dim):
+    for side in itertools.product((0, 1), repeat=x.spatial_dim):
         sides = vector(side, corner.dtype, corner.device)
         rows = x.geometry.find(_cells(batch, corner + sides))
         weight = torch.where(sides.bool(), ahead, 1 - ahead).prod(dim=1) * (rows >= 0)

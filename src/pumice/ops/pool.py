@@ -135,7 +135,7 @@ def _window(
 ) -> tuple[KernelMap, Geometry]:
     policy, target = target_of(out)
     step = kernel if stride is None else stride
-    relation = Relation.of(x.dim, kernel, stride=step, padding=padding, dilation=dilation, policy=policy)
+    relation = Relation.of(x.spatial_dim, kernel, stride=step, padding=padding, dilation=dilation, policy=policy)
     return kernel_map(x.geometry, relation, target)
 
 

@@ -47,9 +47,11 @@ def to_dense(
                 f"{x.batch_size} items of {shape} cells (the bounding box) and {x.channels} channels are more than "
                 f"{INT32_MAX} entries; pass a spatial_shape"
             )
-    shape, origin = tuple(shape), tuple(origin) if origin is not None else (0,) * x.dim
-    if len(shape) != x.dim or len(origin) != x.dim:
-        raise ShapeError(f"spatial_shape {shape} and origin {origin} have one entry per axis, x has {x.dim} axes")
+    shape, origin = tuple(shape), tuple(origin) if origin is not None else (0,) * x.spatial_dim
+    if len(shape) != x.spatial_dim or len(origin) != x.spatial_dim:
+        raise ShapeError(
+            f"spatial_shape {shape} and origin {origin} have one entry per axis, x has {x.spatial_dim} axes"
+        )
     items = x.batch_size
     cells = items * math.prod(shape)
     if torch.compiler.is_compiling():
@@ -99,8 +101,8 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
     Raises ShapeError (channels or axes differ), GeometryError (strides differ), DeviceError.
     """
     _first((x, y), "union")
-    if x.dim != y.dim or x.channels != y.channels:
-        raise ShapeError(f"x has D={x.dim}, C={x.channels}; y has D={y.dim}, C={y.channels}")
+    if x.spatial_dim != y.spatial_dim or x.channels != y.channels:
+        raise ShapeError(f"x has D={x.spatial_dim}, C={x.channels}; y has D={y.spatial_dim}, C={y.channels}")
     if x.device != y.device:
         raise DeviceError(f"x is on {x.device}, y is on {y.device}")
     if x.stride != y.stride:
@@ -135,10 +137,10 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
         each.geometry.require_host_size("collate")
     shift, coords, inverses, rows = 0, [], [], 0
     for t in tensors:
-        if t.dim != first.dim or t.stride != first.stride or t.device != first.device:
+        if t.spatial_dim != first.spatial_dim or t.stride != first.stride or t.device != first.device:
             raise GeometryError(
-                f"collate needs one D, stride and device; found {first.dim}, {first.stride}, {first.device} and "
-                f"{t.dim}, {t.stride}, {t.device}"
+                f"collate needs one D, stride and device; found {first.spatial_dim}, {first.stride}, {first.device} "
+                f"and {t.spatial_dim}, {t.stride}, {t.device}"
             )
         if t.channels != first.channels or t.dtype != first.dtype:
             raise ShapeError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, checked_geometry, same_geometry
-from pumice.errors import DeviceError, DtypeError, GeometryError, ShapeError
+from pumice.errors import DeviceError, DtypeError, GeometryError, MissingAttributeError, ShapeError
 from pumice.lower.loops import EIGHT_BITS
 from pumice.lower.padding import zero_padding_rows
 
@@ -123,7 +123,7 @@ class SparseTensor:
         return self._geometry.inverse
 
     @property
-    def dim(self) -> int:
+    def spatial_dim(self) -> int:
         """D, the number of spatial axes."""
         return self._geometry.dim
 
@@ -157,7 +157,7 @@ class SparseTensor:
         grad = ", requires_grad=True" if self.requires_grad else ""
         rows = self._feats.shape[0]
         return (
-            f"SparseTensor({rows} voxels x {self.channels} channels, D={self.dim}, stride={self.stride}, "
+            f"SparseTensor({rows} voxels x {self.channels} channels, D={self.spatial_dim}, stride={self.stride}, "
             f"batch_size={self.batch_size}{cells}, dtype={self.dtype}, device={str(self.device)!r}{grad})"
         )
 
@@ -176,7 +176,7 @@ class SparseTensor:
 
         def __getattr__(self, name: str) -> Any:
             hint = f"; use {_CALLED[name]} instead" if name in _CALLED else ""
-            raise AttributeError(f"a SparseTensor has no attribute {name!r}{hint}", name=name, obj=self)
+            raise MissingAttributeError(f"a SparseTensor has no attribute {name!r}{hint}", name=name, obj=self)
 
     # same coordinates, other features
 
@@ -280,6 +280,8 @@ _CALLED = {
     "replace_feature": "x.replace(feats)",
     "shape": "x.feats.shape or x.spatial_shape",
     "size": "x.feats.size() or x.spatial_shape",
+    # Asked by modules of torch.nn, such as BatchNorm1d.
+    "dim": "x.spatial_dim, or for torch.nn's modules x.map(module), pm.nn.Sequential(module) or pm.nn.BatchNorm",
 }
 """Attribute names of spconv, MinkowskiEngine and torch, with ours."""
 
