@@ -306,7 +306,9 @@ class KernelExecutor:
         like[""] = self.allocate_output(like[self._used[0]])
         return TileFamily(self, launch.generated, like, device)
 
-    def choose(self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device) -> tuple[Tile, int] | None:
+    def choose(
+        self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device, precision: str
+    ) -> tuple[Tile, int] | None:
         """Tile and split-K factor for sizes of this key; None if the tile is to be tuned first, or if the result would
         be accumulated where this executor writes it (or the other way round)."""
         splits = self.splits_at(key)
@@ -314,7 +316,6 @@ class KernelExecutor:
             return None
         if self.tile is not None:
             return self.tile, splits
-        precision = self.precision or float32_precision()
         if tuning_mode() == TIMING and not ledger().look(_key(self.bound, like, precision, key, device)):
             return None
         return tile_of(self.bound, like, precision, key, device), splits
@@ -403,13 +404,14 @@ class KernelExecutor:
         known = (key, self.splits, *_wide(self.bound, operands, out))
         kernel = self._kernels.get(known)
         if kernel is None:
-            kernel = self._kernels[known] = self.generate(given, tile or key[0], self.splits)
+            kernel = self._kernels[known] = self.generate(
+                given, tile or key[0], self.splits, self.precision or float32_precision()
+            )
         return kernel.sized(self.bound.extents, {name: x.shape for name, x in given.items()}, part)
 
-    def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int) -> GeneratedKernel:
+    def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int, precision: str) -> GeneratedKernel:
         """The kernel with this tile for operands like these; key "" is the result."""
-        how = KernelOptions(self.precision or float32_precision(), splits, self.finish)
-        return generated_kernel(self.bound, given, tile, how)
+        return generated_kernel(self.bound, given, tile, KernelOptions(precision, splits, self.finish))
 
 
 class BoundExecutor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from pumice.language.nodes import accesses_of
 from pumice.lower.emit import SPLITS, STACKS, grid_of
 from pumice.lower.segments import Segments, pieces, segments, stacks
 from pumice.runtime.cache import PERSISTENT
+from pumice.runtime.compile import BACKGROUND
 from pumice.runtime.launch import CompiledKernel
 from pumice.runtime.streams import is_capturing
 from pumice.runtime.workspace import Workspace, workspace
@@ -100,9 +102,11 @@ class Kernels(Protocol):
     @property
     def resizable(self) -> bool: ...
 
-    def choose(self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device) -> tuple[Tile, int] | None: ...
+    def choose(
+        self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device, precision: str
+    ) -> tuple[Tile, int] | None: ...
 
-    def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int) -> Any: ...
+    def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int, precision: str) -> Any: ...
 
 
 class TileFamily:
@@ -113,8 +117,9 @@ class TileFamily:
     """
 
     def __init__(self, kernels: Kernels, emitted: Any, like: Mapping[str, Tensor], device: torch.device) -> None:
-        """emitted: the kernel of one such call; like: its operands, and its result, without memory."""
-        self._kernels, self._like, self._device = kernels, like, device
+        """emitted: the kernel of one such call; like: its operands, and its result, without memory. On a GPU the
+        kernels for other sizes are compiled in the background."""
+        self._kernels, self._like, self._device, self._precision = kernels, like, device, emitted.options.precision
         bound = kernels.bound
         self.names = tuple(like)
         self._leading, own = leading_places(bound, self.names), kernels.roles
@@ -130,6 +135,11 @@ class TileFamily:
         rows = [x.shape[0] if x.ndim else 1 for x in like.values()]
         self._only = None if kernels.resizable else rows
         self._moulds[self.key(rows)] = self._made((emitted.tile, emitted.options.splits), emitted)
+        if device.type == "cuda" and self._only is None:
+            moving = dynamic_rows(bound, self.names)
+            for factor in _AHEAD:
+                there = [max(1, int(factor * n)) if moves else n for n, moves in zip(rows, moving, strict=True)]
+                BACKGROUND.submit(partial(self.at, there))
 
     def key(self, rows: Sequence[int]) -> SizeKey:
         """The size key of a call with so many rows."""
@@ -146,7 +156,7 @@ class TileFamily:
             return None
         key = self.key(rows)
         if key not in self._moulds:
-            chosen = self._kernels.choose(self._like, key, self._device)
+            chosen = self._kernels.choose(self._like, key, self._device, self._precision)
             self._moulds[key] = None if chosen is None else self._fitting(*chosen, rows)
         return self._moulds[key]
 
@@ -164,9 +174,25 @@ class TileFamily:
                 tile = smaller
 
     def _made(self, chosen: tuple[Tile, int], emitted: Any = None) -> Mould:
-        emitted = emitted or self._kernels.generate(self._like, *chosen)
+        emitted = emitted or self._kernels.generate(self._like, *chosen, self._precision)
         made = self._by_tile[chosen] = Mould(emitted, self._own, self._kernels.bound, self._like, self._device)
         return made
+
+
+_AHEAD = (4, 1 / 4, 16, 1 / 16, 64)
+"""Sizes for which kernels are compiled ahead, as multiples of those of the first call: the nearest first."""
+
+
+def dynamic_rows(bound: BoundStatement, names: Sequence[str]) -> list[bool]:
+    """Of each operand ("" is the result) whether its number of rows varies between calls of a statement."""
+    leading, statement = leading_indices(bound), bound.statement
+    moving = {
+        access.name
+        for access in accesses_of(*statement.terms, *statement.target.indices)
+        if access.indices and (access.indices[0].bare is None or access.indices[0].bare in leading)
+    }
+    first = statement.target.indices[0].bare if statement.target.indices else ""
+    return [name in moving if name else first is None or first in leading for name in names]
 
 
 def leading_places(bound: BoundStatement, names: Sequence[str]) -> list[tuple[int, int]]:
