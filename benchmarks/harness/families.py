@@ -10,26 +10,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from benchmarks.harness.rows import Row
 
-SUITES: Mapping[str, str] = MappingProxyType(
-    {
-        "stream": "networks over scenes never seen",
-        "workloads": "whole networks",
-        "tuner": "tuned networks",
-        "engine": "captured networks",
-        "conv-forward": "single layers, forward",
-        "conv-train": "single layers, forward and backward",
-        "maps": "kernel maps",
-        "einsum": "sparse einsums",
-        "tensor-product": "equivariant tensor products",
-        "graph": "graph layers",
-        "ucf": "other libraries' benchmarks",
-        "cpu-conv": "layers on a CPU",
-    }
-)
+SUITES: Mapping[str, str] = {
+    "stream": "networks over scenes never seen",
+    "workloads": "whole networks",
+    "tuner": "tuned networks",
+    "engine": "captured networks",
+    "conv-forward": "single layers, forward",
+    "conv-train": "single layers, forward and backward",
+    "maps": "kernel maps",
+    "einsum": "sparse einsums",
+    "tensor-product": "equivariant tensor products",
+    "graph": "graph layers",
+    "ucf": "other libraries' benchmarks",
+    "cpu-conv": "layers on a CPU",
+}
 """The suites of the ledger, and what they are about."""
 
 SAME_RUN, RECORDED, BOUND = "same run", "recorded", "bound"

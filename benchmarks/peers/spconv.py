@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from benchmarks.harness.study import Way
 from pumice.cli.info import distribution
 
 Result = TypeVar("Result")
@@ -34,7 +35,9 @@ def train_without_cuda() -> None:
         operators.get_current_stream = lambda: 0
 
 
-def layer(feats: Tensor, weight: Tensor, coords: Tensor, anew: bool = False) -> tuple[Any, Callable[[Tensor], Tensor]]:
+def layer_call(
+    feats: Tensor, weight: Tensor, coords: Tensor, anew: bool = False
+) -> tuple[Any, Callable[[Tensor], Tensor]]:
     """(module, call): spconv's 3x3x3 layer with this weight, and its result for features on coords [N, 4].
 
     weight: [C_out, 27, C_in]. anew: each call finds the map. Raises ModuleNotFoundError without spconv.
@@ -58,6 +61,26 @@ def layer(feats: Tensor, weight: Tensor, coords: Tensor, anew: bool = False) -> 
         return module(x).features
 
     return module, call
+
+
+def way(layer: Any, training: bool = False, anew: bool = False, tf32: bool = False) -> Way:
+    """spconv's layer as a peer of ours; training: with the gradients of features and weights."""
+
+    def make() -> Callable[[], Any]:
+        module, run = layer_call(layer.feats, layer.weight, layer.coords, anew)
+        module.train(training)
+
+        def both() -> tuple[Tensor, ...]:
+            feats = layer.feats.detach().requires_grad_()
+            y = run(feats)
+            dx, dw = torch.autograd.grad(y, (feats, module.weight), layer.grad)
+            return y.detach(), dx, dw.view_as(layer.weight)
+
+        call = both if training else torch.no_grad()(lambda: run(layer.feats))
+        return in_tf32(call) if tf32 else call
+
+    name = "spconv tf32" if tf32 else "spconv"
+    return Way(name, make, package(), slack=20 if tf32 else slack(layer.feats.device))
 
 
 def in_tf32(call: Callable[[], Result], tuner: Any = None) -> Callable[[], Result]:

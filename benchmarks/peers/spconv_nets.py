@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -173,15 +172,13 @@ def _stream_encoder(spconv: Any, net: Any) -> nn.Module:
     return nn.Sequential(*stages)
 
 
-TWINS: Mapping[type[nn.Module], Callable[[Any, Any], nn.Module]] = MappingProxyType(
-    {
-        MinkUNet: _MinkUNet,
-        CenterPointBackbone: _centerpoint,
-        ConvPool: _conv_pool,
-        UNet: _StreamUNet,
-        Encoder: _stream_encoder,
-    }
-)
+TWINS: Mapping[type[nn.Module], Callable[[Any, Any], nn.Module]] = {
+    MinkUNet: _MinkUNet,
+    CenterPointBackbone: _centerpoint,
+    ConvPool: _conv_pool,
+    UNet: _StreamUNet,
+    Encoder: _stream_encoder,
+}
 """What makes the twin of a kind of network, given the module spconv.pytorch and the network.
 
 Networks and their parts are taken as they are built: modules know each other's attributes, types do not.

@@ -13,17 +13,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from benchmarks.harness.study import Setup, line
+from benchmarks.harness.timing import synchronize
 from benchmarks.scenes import matrices
-from benchmarks.suites import einsum_conv as bench_conv
-from benchmarks.suites import spmm_structured as bench_structured
-from benchmarks.suites import spmm_unstructured as bench_unstructured
-from benchmarks.suites import tensor_product as bench_tensor_product
+from benchmarks.suites import einsum_conv, spmm, tensor_product
 from pumice.ops.sparse import sparse
 
 Make = Callable[[], Callable[[], Any]]
@@ -31,37 +28,35 @@ Make = Callable[[], Callable[[], Any]]
 
 def _structured(setup: Setup) -> Make:
     size = 128 if setup.quick else 4096
-    a = sparse(bench_structured.block_matrix(setup, size, 32, 0.9), "m:C k:G m:B32 k:B32")
+    a = sparse(spmm.block_matrix(setup, size, 32, 0.9), "m:C k:G m:B32 k:B32")
     b = setup.random(size, size, dtype=setup.half)
-    return line("", bench_structured.TEXT, A=a, B=b).make
+    return line("", spmm.TEXT, A=a, B=b).make
 
 
 def _unstructured(setup: Setup) -> Make:
     matrix = matrices.uniform("uniform", 500 if setup.quick else 100_000, 4000 if setup.quick else 1_000_000, 15)
-    a = sparse(bench_unstructured.csr_of(setup, matrix, setup.half), "m:C k:G")
-    return line("", bench_unstructured.TEXT, A=a, B=setup.filled(matrix.shape[1], 128, dtype=setup.half)).make
+    a = sparse(spmm.csr_of(setup, matrix, setup.half), "m:C k:G")
+    return line("", spmm.TEXT, A=a, B=setup.filled(matrix.shape[1], 128, dtype=setup.half)).make
 
 
 def _conv(setup: Setup) -> Make:
-    layer = bench_conv.layer_of(setup, next(bench_conv.scenes(setup))[1])
-    bench_conv.convert(layer)
-    return bench_conv.planned(layer).make
+    layer = einsum_conv.layer_of(setup, next(einsum_conv.scenes(setup))[1])
+    einsum_conv.convert(layer)
+    return einsum_conv.planned(layer).make
 
 
 def _tensor_product(setup: Setup) -> Make:
-    given = bench_tensor_product.product(setup, 1 if setup.quick else 2, 4 if setup.quick else 32, shared=True)
+    given = tensor_product.product(setup, 1 if setup.quick else 2, 4 if setup.quick else 32, shared=True)
     a = sparse(given.coefficients, "(i j k l):C")
-    return line("", bench_tensor_product.SHARED, CG=a, X=given.x, Y=given.y, W=given.w).make
+    return line("", tensor_product.SHARED, CG=a, X=given.x, Y=given.y, W=given.w).make
 
 
-STATEMENTS: Mapping[str, Callable[[Setup], Make]] = MappingProxyType(
-    {
-        "structured": _structured,
-        "unstructured": _unstructured,
-        "conv": _conv,
-        "tensor-product": _tensor_product,
-    }
-)
+STATEMENTS: Mapping[str, Callable[[Setup], Make]] = {
+    "structured": _structured,
+    "unstructured": _unstructured,
+    "conv": _conv,
+    "tensor-product": _tensor_product,
+}
 
 
 def _start(setup: Setup) -> Make:
@@ -75,18 +70,13 @@ def first_and_next(make: Make, device: torch.device) -> tuple[float, float]:
     spent = []
     call: Callable[[], Any] | None = None
     for _ in range(4):
-        _wait(device)
+        synchronize(device)
         begin = time.perf_counter()
         call = call or make()
         call()
-        _wait(device)
+        synchronize(device)
         spent.append(1e3 * (time.perf_counter() - begin))
     return spent[0], min(spent[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(arguments: list[str]) -> None:

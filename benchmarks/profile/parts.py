@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import MappingProxyType
 
 from benchmarks.profile.trace import Node, Traced
 
@@ -20,37 +19,31 @@ STARTING, ON_CPU, MODULES = "starting kernels", "arithmetic on the CPU", "module
 PARTS = (MAPS, LAYING, READY, STARTING, ON_CPU, MODULES, ALLOCATING, WAITING, OTHER)
 """In the order of tables and colours."""
 
-_BY_NAME: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("tolist", "item", "synchronize", "_cuda_synchronize", "wait_stream", "cpu"), WAITING),
-        **dict.fromkeys(("empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "full"), ALLOCATING),
-        **dict.fromkeys(("new_full", "ones", "empty_strided", "full_like", "new_ones", "pin_memory"), ALLOCATING),
-    }
-)
+_BY_NAME: Mapping[str, str] = {
+    **dict.fromkeys(("tolist", "item", "synchronize", "_cuda_synchronize", "wait_stream", "cpu"), WAITING),
+    **dict.fromkeys(("empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "full"), ALLOCATING),
+    **dict.fromkeys(("new_full", "ones", "empty_strided", "full_like", "new_ones", "pin_memory"), ALLOCATING),
+}
 """Functions of C."""
-_BY_FILE: Mapping[str, str] = MappingProxyType(
-    {
-        "pumice/runtime/launch.py": STARTING,
-        "pumice/lower/kernel.py": STARTING,
-        "pumice/lower/direct.py": STARTING,
-        "pumice/ops/line.py": STARTING,
-        "/triton/": STARTING,
-        **dict.fromkeys((f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "segments")), LAYING),
-        **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("maps", "segments")), LAYING),
-        **dict.fromkeys(
-            (f"pumice/lower/{name}.py" for name in ("cpu", "gathered", "embedding_bag", "movement")), ON_CPU
-        ),
-        "pumice/coords/": MAPS,
-        "pumice/ops/prepare.py": MAPS,
-        "pumice/ops/": READY,
-        "pumice/lower/": READY,
-        "pumice/schedule/": READY,
-        "pumice/language/": READY,
-        "pumice/nn/": MODULES,
-        "pumice/models/": MODULES,
-        "torch/nn/": MODULES,
-    }
-)
+_BY_FILE: Mapping[str, str] = {
+    "pumice/runtime/launch.py": STARTING,
+    "pumice/lower/kernel.py": STARTING,
+    "pumice/lower/direct.py": STARTING,
+    "pumice/ops/line.py": STARTING,
+    "/triton/": STARTING,
+    **dict.fromkeys((f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "segments")), LAYING),
+    **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("maps", "segments")), LAYING),
+    **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("cpu", "gathered", "embedding_bag", "movement")), ON_CPU),
+    "pumice/coords/": MAPS,
+    "pumice/ops/prepare.py": MAPS,
+    "pumice/ops/": READY,
+    "pumice/lower/": READY,
+    "pumice/schedule/": READY,
+    "pumice/language/": READY,
+    "pumice/nn/": MODULES,
+    "pumice/models/": MODULES,
+    "torch/nn/": MODULES,
+}
 """Parts of paths, the first that fits counts."""
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,16 +25,12 @@ from pumice.models import CenterPointBackbone, MinkUNet
 from pumice.nn.conv import convolutions
 from pumice.ops import SparseTensor, voxelize
 
-NETWORKS: Mapping[str, Callable[[float], nn.Module]] = MappingProxyType(
-    {
-        "minkunet": lambda width: MinkUNet(4, 19, width),
-        "centerpoint": lambda width: CenterPointBackbone(5, "voxelres8x"),
-    }
-)
+NETWORKS: Mapping[str, Callable[[float], nn.Module]] = {
+    "minkunet": lambda width: MinkUNet(4, 19, width),
+    "centerpoint": lambda width: CenterPointBackbone(5, "voxelres8x"),
+}
 """By name; MinkUNet also with a width behind it, as minkunet-0.5."""
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-)
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STREET = "street"
 _WARM = 4
 """Passes before anything is measured: kernels are compiled, and what is kept of calls is there."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.report.charts import Bars, Heat, HeatCell, Lines, Panel, Ranges, Stacks, colours
@@ -146,9 +145,13 @@ def _heat(panel: Heat) -> tuple[list[Drawn], Drawn]:
     return [trace, *keys], layout
 
 
-_DRAW: Mapping[type, Callable[[Any], tuple[list[Drawn], Drawn]]] = MappingProxyType(
-    {Bars: _bars, Stacks: _stacks, Lines: _lines, Ranges: _ranges, Heat: _heat}
-)
+_DRAW: Mapping[type, Callable[[Any], tuple[list[Drawn], Drawn]]] = {
+    Bars: _bars,
+    Stacks: _stacks,
+    Lines: _lines,
+    Ranges: _ranges,
+    Heat: _heat,
+}
 
 
 def _trace(kind: str, name: str, x: tuple[str, ...], y: Any, notes: Mapping[str, Any], colour: str) -> Drawn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report.charts import Bars, Chart, Heat, Lines, Ranges, Stacks, colours
@@ -149,18 +148,20 @@ def _heat(axis: Axes, panel: Heat) -> None:
     axis.legend(handles=patches, fontsize=7.5, frameon=False, labelcolor=_INK, **place)
 
 
-_DRAW: Mapping[type, Callable[[Any, Any], None]] = MappingProxyType(
-    {Bars: _bars, Stacks: _stacks, Lines: _lines, Ranges: _ranges, Heat: _heat}
-)
-_HEIGHTS: Mapping[type, Callable[[Any], float]] = MappingProxyType(
-    {
-        Bars: lambda panel: 2.9,
-        Stacks: lambda panel: 3.0,
-        Lines: lambda panel: 2.7,
-        Ranges: lambda panel: 0.9 + 0.27 * len(panel.spans),
-        Heat: lambda panel: 0.8 + 0.36 * len(panel.rows),
-    }
-)
+_DRAW: Mapping[type, Callable[[Any, Any], None]] = {
+    Bars: _bars,
+    Stacks: _stacks,
+    Lines: _lines,
+    Ranges: _ranges,
+    Heat: _heat,
+}
+_HEIGHTS: Mapping[type, Callable[[Any], float]] = {
+    Bars: lambda panel: 2.9,
+    Stacks: lambda panel: 3.0,
+    Lines: lambda panel: 2.7,
+    Ranges: lambda panel: 0.9 + 0.27 * len(panel.spans),
+    Heat: lambda panel: 0.8 + 0.36 * len(panel.rows),
+}
 """Inches of a panel."""
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.harness.families import SUITES
@@ -124,23 +123,21 @@ def _header(ledger: Path, rows: Sequence[Row], kept: Sequence[Row]) -> str:
     return f'<header>{title}</header><section class="cards">{"".join(cards)}</section>'
 
 
-COLUMNS: Mapping[str, Callable[[Line], str]] = MappingProxyType(
-    {
-        "suite": lambda line: line.family.suite,
-        "what": lambda line: line.family.name,
-        "precision": lambda line: line.precision,
-        "clock": lambda line: line.clock,
-        "against": lambda line: line.against if line.source in line.against else f"{line.against} ({line.source})",
-        "cases": lambda line: str(line.mean.cells),
-        "geomean": lambda line: f"{line.mean.geomean:.2f}",
-        "least": lambda line: f"{line.mean.least.ratio:.2f} ({line.mean.least.place})",
-        "most": lambda line: f"{line.mean.most.ratio:.2f}",
-        "untuned": lambda line: "" if line.mean.plain is None else f"{line.mean.plain:.2f}",
-        "date": lambda line: _ends(sorted({row.date for row in line.rows})),
-        "commit": lambda line: _few(list(dict.fromkeys(row.commit for row in line.rows))),
-        "device": lambda line: line.device,
-    }
-)
+COLUMNS: Mapping[str, Callable[[Line], str]] = {
+    "suite": lambda line: line.family.suite,
+    "what": lambda line: line.family.name,
+    "precision": lambda line: line.precision,
+    "clock": lambda line: line.clock,
+    "against": lambda line: line.against if line.source in line.against else f"{line.against} ({line.source})",
+    "cases": lambda line: str(line.mean.cells),
+    "geomean": lambda line: f"{line.mean.geomean:.2f}",
+    "least": lambda line: f"{line.mean.least.ratio:.2f} ({line.mean.least.place})",
+    "most": lambda line: f"{line.mean.most.ratio:.2f}",
+    "untuned": lambda line: "" if line.mean.plain is None else f"{line.mean.plain:.2f}",
+    "date": lambda line: _ends(sorted({row.date for row in line.rows})),
+    "commit": lambda line: _few(list(dict.fromkeys(row.commit for row in line.rows))),
+    "device": lambda line: line.device,
+}
 """Of the summary, and what stands in them."""
 
 

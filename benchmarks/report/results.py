@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 from benchmarks.harness.families import FAMILIES, Family, suites_of
 from benchmarks.harness.results import Compared, current, geomean, told
 from benchmarks.harness.rows import Row
 from benchmarks.report.charts import Bars, Chart, Lines, RangeBar, Ranges, by_number, numbered, stem
 from benchmarks.report.summary import Line, headlines, lines
-from benchmarks.suites.redundancy import ALL_TAPS, SPLITS
+from benchmarks.suites.roofline import ALL_TAPS, SPLITS
 
 FASTER = "times as fast"
-_WALKS = MappingProxyType(
-    {ALL_TAPS: "all taps", **{name: f"{n} split{'s' * (n > 1)}" if n else name for name, n in SPLITS.items()}}
-)
+_WALKS = {ALL_TAPS: "all taps", **{name: f"{n} split{'s' * (n > 1)}" if n else name for name, n in SPLITS.items()}}
 
 
 def overview(rows: Sequence[Row]) -> Iterator[Chart]:

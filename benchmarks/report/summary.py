@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from benchmarks.harness.families import DEFAULT, FAMILIES, SUITES, Family, suites_of
 from benchmarks.harness.results import Compared, Mean, compared, mean_of, reached
 from benchmarks.harness.rows import Row
 
-CLOCKS: Mapping[str, str] = MappingProxyType(
-    {
-        "gpu": "the device alone",
-        "wall": "from an idle device to an idle device, the host's time in it",
-        "cpu": "the processor's time for the process, whatever else runs on the machine",
-    }
-)
+CLOCKS: Mapping[str, str] = {
+    "gpu": "the device alone",
+    "wall": "from an idle device to an idle device, the host's time in it",
+    "cpu": "the processor's time for the process, whatever else runs on the machine",
+}
 """By which times are taken, and what they hold."""
 
 

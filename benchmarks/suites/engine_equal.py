@@ -12,14 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import DTYPES, Setup, quietly
-from benchmarks.harness.timing import Times
 from benchmarks.scenes.engine import net_for
 from benchmarks.scenes.workloads import Sample
 from pumice.engine import Captured, capture
@@ -31,7 +29,7 @@ COUNT, TINY = 1000, 8
 """Geometries of a run, and of a quick one."""
 SIDE = 128
 """Coordinates are from -SIDE to SIDE - 1."""
-BUCKETS: Mapping[bool, tuple[int, ...]] = MappingProxyType({False: (1024, 4096, 16384), True: (40, 120)})
+BUCKETS: Mapping[bool, tuple[int, ...]] = {False: (1024, 4096, 16384), True: (40, 120)}
 """Capacities; of a quick run."""
 
 Make = Callable[[int, torch.Generator], Tensor]
@@ -71,9 +69,13 @@ def _lines(count: int, chance: torch.Generator) -> Tensor:
     return found[(found < SIDE).all(1)]
 
 
-KINDS: Mapping[str, Make] = MappingProxyType(
-    {"anywhere": _anywhere, "block": _block, "surface": _surface, "clusters": _clusters, "lines": _lines}
-)
+KINDS: Mapping[str, Make] = {
+    "anywhere": _anywhere,
+    "block": _block,
+    "surface": _surface,
+    "clusters": _clusters,
+    "lines": _lines,
+}
 """Candidates of about a number of voxels: what is too much is left out, what is missing comes from anywhere."""
 
 
@@ -203,5 +205,4 @@ def _rows(setup: Setup, name: str, found: Compared, fast: Captured, done: int) -
         "by graphs": (float(fast.replays), f"of {done}"),
     }
     for metric, (value, unit) in values.items():
-        subject = Subject(setup.suite, name, DTYPES[setup.half], setup.device, metric=metric, unit=unit)
-        yield row(subject, Times(value, value, value), "count", Peer("itself", value))
+        yield setup.row(name, value, "count", Peer("itself", value), metric, unit)

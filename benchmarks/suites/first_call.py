@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
-from benchmarks.harness.study import DTYPES, Setup
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Setup
 from benchmarks.harness.timing import Times
 from pumice.errors import PumiceError
 
@@ -38,13 +38,12 @@ def compile_times(setup: Setup) -> Iterator[Row]:
 
 def _rows(setup: Setup, name: str, state: str, times: Times) -> Iterator[Row]:
     case = f"compile/{name}/{state}"
-    setup.say(f"{case}: {times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g})")
+    setup.say(f"{case}: {times}")
     if name == "start":
         return
-    dtype = "fp32" if name == "tensor-product" else DTYPES[setup.half]
-    subject = Subject(setup.suite, case, dtype, setup.device, metric="compile")
+    dtype = "fp32" if name == "tensor-product" else ""
     for peer in (GOALS[state], *([INSUM] if (name, state) == ("conv", "cold") else [])):
-        yield row(subject, times, "wall", peer)
+        yield setup.row(case, times, "wall", peer, "compile", dtype=dtype)
 
 
 def first_calls(setup: Setup, names: Sequence[str], warm: int) -> dict[str, dict[str, Times]]:

@@ -1,29 +1,26 @@
-"""The study `ablation` of the suite `conv-forward`: what each idea brings to a layer, as predicted and as measured."""
+"""The studies `ablation` and `default-tile` of the suites `conv-forward` and `conv-train`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
-from benchmarks.harness.study import DTYPES, Case, Ready, Setup, Way, ready, timed, untuned
-from benchmarks.harness.timing import Times
-from benchmarks.scenes.layers import Cell, Choice, Trained, cells, forward, layer_of
-from benchmarks.suites.einsum_conv import exact
+from benchmarks.harness.results import geomean
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Case, Ready, Setup, Way, goals_told, ready, timed, tuned, untuned
+from benchmarks.scenes.layers import FORWARD, Cell, Choice, Pass, Trained, cells, exact, forward, layer_of
 from benchmarks.suites.layer_model import Step, Walk, in_turn, least, needs, walks
 from pumice.lower import maps
 from pumice.lower.dataflow import CONV
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.ops import conv_features
 from pumice.ops.autograd import einsum
-from pumice.runtime.launch import has_triton
+from pumice.runtime.launch import has_triton, triton_unavailable_reason
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import Tile
 
@@ -184,23 +181,21 @@ def _epilogue(cell: Subjected) -> Idea:
     )
 
 
-IDEAS: Mapping[str, Callable[[Subjected], Idea | str]] = MappingProxyType(
-    {
-        "row-order": _row_order,
-        "look-ahead": partial(_look_ahead, stages=3, predicted=1.13),
-        "look-ahead-against-5-stages": partial(_look_ahead, stages=5, predicted=1.0),
-        "compaction": _compaction,
-        "reordering": _reordering,
-        "tile-by-size": _tile_by_size,
-        "sharing": _sharing,
-        # By the instructions of the loop, which is bound by others of them.
-        "hoisting": partial(_switched, predicted=1.03, hoisted=False),
-        "padding": partial(_switched, predicted=1.01, padded=False),
-        "split2": partial(_split, form="split2"),
-        "split3": partial(_split, form="split3"),
-        "fused-epilogue": _epilogue,
-    }
-)
+IDEAS: Mapping[str, Callable[[Subjected], Idea | str]] = {
+    "row-order": _row_order,
+    "look-ahead": partial(_look_ahead, stages=3, predicted=1.13),
+    "look-ahead-against-5-stages": partial(_look_ahead, stages=5, predicted=1.0),
+    "compaction": _compaction,
+    "reordering": _reordering,
+    "tile-by-size": _tile_by_size,
+    "sharing": _sharing,
+    # By the instructions of the loop, which is bound by others of them.
+    "hoisting": partial(_switched, predicted=1.03, hoisted=False),
+    "padding": partial(_switched, predicted=1.01, padded=False),
+    "split2": partial(_split, form="split2"),
+    "split3": partial(_split, form="split3"),
+    "fused-epilogue": _epilogue,
+}
 """By name; a text says why there is nothing to compare."""
 
 
@@ -217,14 +212,10 @@ def ablation(setup: Setup) -> Iterator[Row]:
                 setup.say(f"  {cell.case}/{name} is left out: {found}")
                 continue
             for made in _compared(setup, cell, name, found):
-                if made.metric == "gain" and made.clock == _clock(setup):
+                if made.metric == "gain" and made.clock == setup.clock:
                     gains.setdefault(name, []).append((made.peer_value, made.value))
                 yield made
     _say_gains(setup, gains)
-
-
-def _clock(setup: Setup) -> str:
-    return "gpu" if setup.device.type == "cuda" else "wall"
 
 
 def _compared(setup: Setup, cell: Cell, name: str, idea: Idea) -> Iterator[Row]:
@@ -235,9 +226,8 @@ def _compared(setup: Setup, cell: Cell, name: str, idea: Idea) -> Iterator[Row]:
         return
     for made in timed(setup, case, [has], [lacks]):
         yield made
-        gain = made.peer_value / made.value
-        subject = Subject(setup.suite, case.name, DTYPES[setup.half], setup.device, (), "gain", "x")
-        yield row(subject, Times(gain, gain, gain), made.clock, Peer("predicted", idea.predicted, "model"))
+        predicted = Peer("predicted", idea.predicted, "model")
+        yield setup.row(case.name, made.peer_value / made.value, made.clock, predicted, "gain", "x")
 
 
 def _made(setup: Setup, case: Case, name: str, call: Callable[[], Tensor]) -> Ready | None:
@@ -247,7 +237,40 @@ def _made(setup: Setup, case: Case, name: str, call: Callable[[], Tensor]) -> Re
 def _say_gains(setup: Setup, gains: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     setup.say("idea, predicted gain (of an H200), measured gain (geometric means), measured least and most")
     for name, found in gains.items():
-        predicted, measured = (math.exp(sum(map(math.log, side)) / len(side)) for side in zip(*found, strict=True))
+        predicted, measured = (geomean(side) for side in zip(*found, strict=True))
         ends = [gain for _, gain in found]
         setup.say(f"  {name:<28} {predicted:6.2f}x {measured:6.2f}x   {min(ends):.2f} to {max(ends):.2f}")
     setup.say(NO_FORM)
+
+
+# The default tile against the best
+
+WITHIN = 1.1
+"""How many times the best tile's time the default's may be."""
+
+
+def default_tile(setup: Setup, passed: Pass) -> Iterator[Row]:
+    """Every cell by default tiles, against the fastest of all tiles that are worth timing."""
+    if why := triton_unavailable_reason(torch.empty(0, device=setup.device)):
+        setup.say(f"default-tile is left out: tiles are those of kernels, and {why}")
+        return
+    ratios: dict[str, float] = {}
+    for cell in cells(setup, Choice("default-tile", passed.name)):
+        for made in _beside_best(setup, cell, passed):
+            if made.clock == setup.clock:
+                ratios[cell.case] = made.peer_value / made.value
+            yield made
+    goals_told(setup, "best tile over default tile", ratios, 1 / WITHIN)
+
+
+def _beside_best(setup: Setup, cell: Cell, passed: Pass) -> Iterator[Row]:
+    layer = layer_of(setup, cell)
+    case, call = Case(cell.case, setup.half, passed.exact(layer)), partial(passed.run, layer)
+    best = ready(setup, case, Way("best", lambda: tuned(call)), ours=True)
+    default = ready(setup, case, Way("default", lambda: untuned(call)), ours=True)
+    if default is None or best is None:
+        return
+    if passed is FORWARD:
+        step = Step.of(layer, FORM)
+        setup.say(f"  default {step.default()}, best {step.best()}")
+    yield from timed(setup, case, [default], [best])

@@ -14,12 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from benchmarks.suites.einsum_conv import Layer
+from benchmarks.scenes.layers import Layer
 from pumice.coords import KernelMap
 from pumice.language.bind import BoundStatement
 from pumice.lower import maps, plan
@@ -183,14 +182,12 @@ def _columns(layer: Layer, tile: Tile) -> tuple[int, int]:
 def bounds(needed: Needs, floor: float = 0.0) -> Mapping[str, float]:
     """Seconds of an H200 by name. floor: what a kernel takes that does nothing."""
     gpu = DEVICES["cuda"]
-    return MappingProxyType(
-        {
-            "memory": needed.memory / gpu.memory,
-            "cache": needed.cache / gpu.cache,
-            "matrix": (needed.padded - needed.plain) / gpu.matrix + needed.plain / gpu.plain,
-            "latency": floor + needed.chain,
-        }
-    )
+    return {
+        "memory": needed.memory / gpu.memory,
+        "cache": needed.cache / gpu.cache,
+        "matrix": (needed.padded - needed.plain) / gpu.matrix + needed.plain / gpu.plain,
+        "latency": floor + needed.chain,
+    }
 
 
 def least(needed: Needs) -> float:
@@ -218,4 +215,4 @@ def why(needed: Needs, floor: float) -> Mapping[str, float]:
         "the launch and the longest program": 0.0 if name == "latency" else found["latency"],
         "the last wave is not full": found[name] * (math.ceil(waves) / waves - 1) if waves > 1 else 0.0,
     }
-    return MappingProxyType(dict(sorted(left.items(), key=lambda item: -item[1])))
+    return dict(sorted(left.items(), key=lambda item: -item[1]))
