@@ -94,7 +94,7 @@ def chosen(rows: Sequence[Row], device: str = "", commits: Collection[str] = ())
     devices = sorted({row.device for row in rows} - {ANY})
     if rows and device and not any(device.lower() in name.lower() for name in devices):
         raise OptionError(f"no row is of a device like {device!r}; there are {', '.join(devices)}")
-    known = list(dict.fromkeys(row.commit for row in rows))
+    known = commits_of(rows)
     for commit in commits if rows else ():
         if not any(name.startswith(commit) for name in known):
             raise OptionError(f"no row is of a commit like {commit!r}; there are {', '.join(known)}")
@@ -183,16 +183,24 @@ def mean_of(found: Sequence[Compared], plain: Sequence[Compared] = ()) -> Mean:
     return Mean(len(found), whole, least, most, geomean(p.ratio for p in plain) if len(plain) == len(found) else None)
 
 
+def days(rows: Iterable[Row]) -> str:
+    """The dates of rows, as a range where there are several."""
+    dates = sorted({row.date for row in rows})
+    return " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
+
+
+def commits_of(rows: Iterable[Row]) -> list[str]:
+    """The commits of rows in their order."""
+    return list(dict.fromkeys(row.commit for row in rows))
+
+
 def told(rows: Iterable[Row]) -> str:
     """Device, clocks, dates and commits of rows in one line: what is said of every figure."""
     found = list(rows)
     devices = dict.fromkeys("counted, the same on any device" if row.device == ANY else row.device for row in found)
     clocks = dict.fromkeys(row.clock for row in found)
-    dates = sorted({row.date for row in found})
-    commits = list(dict.fromkeys(row.commit for row in found))
+    commits = commits_of(found)
     more = f" and {len(commits) - 3} more" if len(commits) > 3 else ""
     name = "commit" if len(commits) == 1 else "commits"
-    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return " · ".join(
-        (" and ".join(devices), f"clock {', '.join(clocks)}", days, f"{name} {', '.join(commits[-3:])}{more}")
-    )
+    last = f"{name} {', '.join(commits[-3:])}{more}"
+    return " · ".join((" and ".join(devices), f"clock {', '.join(clocks)}", days(found), last))

@@ -14,6 +14,7 @@ from benchmarks.profile.parts import OTHER, PARTS, HostTime, Shares, part_of
 from benchmarks.profile.profile import Profiled
 from benchmarks.profile.trace import Node
 from benchmarks.report.charts import colours
+from benchmarks.report.html import table
 from benchmarks.report.png import readable
 from pumice.cli.page import MISSING, Page, card, digits, panel, write_page
 from pumice.errors import FileError
@@ -133,7 +134,7 @@ def _parts(found: Profiled) -> str:
     note = "Microseconds of the host in a pass. A call of torch belongs to what it was called from."
     if found.hidden > 1:
         note += f" {found.hidden:,.0f} us are missing: waits for the device, of which a traced, slower host has fewer."
-    return panel("By part", note, _table(("part", "us", "share"), rows))
+    return panel("By part", note, table(("part", "us", "share"), rows))
 
 
 def _flame() -> str:
@@ -150,7 +151,7 @@ def _functions(shares: Shares) -> str:
         for one in shares.functions[:_MANY]
     ]
     note = f"What functions spend themselves; {len(shares.functions):,} in all."
-    return panel("By function", note, _table(("function", "file", "calls", "us", "part"), rows))
+    return panel("By function", note, table(("function", "file", "calls", "us", "part"), rows))
 
 
 def _layers(shares: Shares) -> str:
@@ -160,14 +161,7 @@ def _layers(shares: Shares) -> str:
         for one in shares.layers
     ]
     note = "A layer with what it calls, without the layers within it. Maps that several share are with who asked first."
-    return panel("By layer", note, _table(("layer", "us", *used), rows))
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are HTML."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="inside wide"><table class="results"><tr>{head}</tr>{body}</table></div>'
+    return panel("By layer", note, table(("layer", "us", *used), rows))
 
 
 def _key(part: str) -> str:

@@ -17,7 +17,7 @@ from benchmarks.harness.rows import device_name
 from benchmarks.harness.timing import busy
 from benchmarks.profile.parts import Shares, shares
 from benchmarks.profile.trace import Traced, traced
-from benchmarks.scenes.clouds import shell
+from benchmarks.scenes.clouds import batched, shell
 from pumice.data import Scan, read_scan, street_scene
 from pumice.env import settings
 from pumice.errors import FileError, OptionError, PumiceError
@@ -191,7 +191,7 @@ def _named(name: str) -> Tensor | None:
         found = shell(int(size))
     else:
         return None
-    return torch.from_numpy(np.concatenate([np.zeros((len(found), 1), np.int32), found.astype(np.int32)], axis=1))
+    return batched(found)
 
 
 def _scan(name: str) -> Scan:

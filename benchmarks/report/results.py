@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.harness.families import FAMILIES, Family, suites_of
+from benchmarks.harness.families import FAMILIES, SAME_RUN, Family, suites_of
 from benchmarks.harness.results import Compared, current, geomean, told
 from benchmarks.harness.rows import Row
 from benchmarks.report.charts import Bars, Chart, Lines, RangeBar, Ranges, by_number, numbered, stem
@@ -150,6 +150,22 @@ def redundancy(rows: Sequence[Row]) -> Iterator[Chart]:
     yield Chart("redundancy", "Redundant computation against splits", note, told(own), tuple(panels))
 
 
+def scaling(rows: Sequence[Row]) -> Iterator[Chart]:
+    """Time of a kernel map against the number of voxels, for each device by its last clock."""
+    own = [row for row in rows if re.fullmatch(_SCALING, row.case) and row.peer_source == SAME_RUN]
+    for device in dict.fromkeys(row.device for row in own):
+        clock = min(row.clock for row in own if row.device == device)
+        used = [row for row in own if (row.device, row.clock) == (device, clock)]
+        places = {int(row.case.split("_")[1].partition("/")[0]): row for row in used}
+        steps = sorted(places)
+        names = {"Pumice": [places[n].value for n in steps], used[0].peer: [places[n].peer_value for n in steps]}
+        values = {name: tuple(found) for name, found in names.items()}
+        panel = Lines(f"clock {clock}", "ms", tuple(f"{n:,}" for n in steps), values, about="voxels")
+        title = "3x3x3 submanifold map by number of voxels"
+        yield Chart(f"maps-scaling-{stem(device)}", title, "Lower is better.", told(used), (panel,))
+
+
+_SCALING = r"scaling/surface_\d+/k3"
 _REDUNDANCY = r"redundancy/[^/]+/k3/b\d+/[^/]+"
 
 

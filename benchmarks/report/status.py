@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness.families import SUITES
-from benchmarks.harness.results import current, read
+from benchmarks.harness.results import commits_of, current, days, read
 from benchmarks.harness.rows import Row
 from benchmarks.report.stream import stream_table
 from benchmarks.report.summary import Line, about, bounded, lines, without_lines
@@ -92,18 +92,15 @@ def _suite(suite: str, found: Sequence[Line]) -> Iterator[str]:
 
 
 def _cells(line: Line) -> list[str]:
-    against = line.against if line.source in line.against else f"{line.against} ({line.source})"
     mean = line.mean
     least = f"{mean.least.ratio:.2f} ({mean.least.place})"
     figures = [str(mean.cells), f"**{mean.geomean:.2f}**", least, f"{mean.most.ratio:.2f}"]
-    return [line.family.name, line.precision, line.clock, against, *figures, _measured(line)]
+    return [line.family.name, line.precision, line.clock, line.rivals, *figures, _measured(line)]
 
 
 def _measured(line: Line) -> str:
-    dates = sorted({row.date for row in line.rows})
-    commits = list(dict.fromkeys(row.commit for row in line.rows))
-    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"{days}, {commits[-1]}" + (f" and {len(commits) - 1} more" if len(commits) > 1 else "")
+    commits = commits_of(line.rows)
+    return f"{days(line.rows)}, {commits[-1]}" + (f" and {len(commits) - 1} more" if len(commits) > 1 else "")
 
 
 def _bounds(found: Sequence[Line]) -> Iterator[str]:

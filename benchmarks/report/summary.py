@@ -39,6 +39,11 @@ class Line:
         return self.found[0].row.peer_source
 
     @property
+    def rivals(self) -> str:
+        """What it is compared with, and where the times come from if that does not say so."""
+        return self.against if self.source in self.against else f"{self.against} ({self.source})"
+
+    @property
     def name(self) -> str:
         """Of the family, with the precision if it does not say so itself."""
         name = self.family.name

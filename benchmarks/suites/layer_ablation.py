@@ -108,10 +108,8 @@ def _reordering(cell: Subjected) -> Idea:
     return cell.idea(1.4, cell.form(FORM), online)
 
 
-def _look_ahead(cell: Subjected, stages: int, predicted: float) -> Idea | str:
+def _look_ahead(cell: Subjected, stages: int, predicted: float) -> Idea:
     """Against a chain of loads with so many stages. The gains are those of a first prototype."""
-    if not cell.kernels:
-        return "tiles are those of kernels, and none run here"
     step = Step.of(cell.layer, FORM)
     tile = step.default()
     ahead, chain = replace(tile, prefetch_indices=True, stages=3), replace(tile, prefetch_indices=False, stages=stages)
@@ -124,8 +122,6 @@ def _by(step: Step, tile: Tile) -> Callable[[], Tensor]:
 
 def _switched(cell: Subjected, predicted: float, **off: Any) -> Idea | str:
     """Against the same tile with something of it switched off."""
-    if not cell.kernels:
-        return "tiles are those of kernels, and none run here"
     step = Step.of(cell.layer, FORM)
     tile = step.default()
     if tile.packed:
@@ -135,8 +131,6 @@ def _switched(cell: Subjected, predicted: float, **off: Any) -> Idea | str:
 
 def _sharing(cell: Subjected) -> Idea | str:
     """Long segments shared by several programs, against one program for each."""
-    if not cell.kernels:
-        return "tiles are those of kernels, and none run here"
     tile, walked = Step.of(cell.layer, FORM).default(), walks(cell.layer.found, FORM)
     if not tile.stream_k_chunk:
         return "there is work for all, and nothing is shared"
@@ -144,11 +138,9 @@ def _sharing(cell: Subjected) -> Idea | str:
     return _switched(cell, alone / least(needs(cell.layer, walked, tile)), stream_k_chunk=0)
 
 
-def _tile_by_size(cell: Subjected) -> Idea | str:
+def _tile_by_size(cell: Subjected) -> Idea:
     """Against what a layer of another size would get: a large one's tile and block on a small one, and the other way
     round."""
-    if not cell.kernels:
-        return "tiles are those of kernels, and none run here"
     layer = cell.layer
     own = maps.tile_rows_for(layer.rows)
     other = next(size for size in _SIZES if maps.tile_rows_for(size) != own)
@@ -197,6 +189,9 @@ IDEAS: Mapping[str, Callable[[Subjected], Idea | str]] = {
     "fused-epilogue": _epilogue,
 }
 """By name; a text says why there is nothing to compare."""
+TILED = {"look-ahead", "look-ahead-against-5-stages", "tile-by-size", "sharing", "hoisting", "padding"}
+"""Those that compare tiles of kernels."""
+NO_KERNELS = "tiles are those of kernels, and none run here"
 
 
 def ablation(setup: Setup) -> Iterator[Row]:
@@ -207,7 +202,7 @@ def ablation(setup: Setup) -> Iterator[Row]:
         layer = layer_of(setup, cell)
         subjected = Subjected(layer, exact(layer))
         for name, make in IDEAS.items():
-            found = make(subjected)
+            found = make(subjected) if subjected.kernels or name not in TILED else NO_KERNELS
             if isinstance(found, str):
                 setup.say(f"  {cell.case}/{name} is left out: {found}")
                 continue

@@ -90,7 +90,7 @@ def test_every_study_in_tiny(study):
     assert all("-generated fp32" in place.whose for place in places)
     assert ("published: no figure" in out) == (study not in PUBLISHED) and f"{study}: " in out
     # And they make a table.
-    assert f"| {next(iter(ways))} |" in "\n".join(ablation_tables.tables([vars(row) for row in rows], study))
+    assert f"| {next(iter(ways))} |" in "\n".join(ablation_tables.tables(rows, study))
 
 
 def test_dataflows_with_and_without_their_forms():
