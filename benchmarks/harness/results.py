@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.harness.families import BOUND, Family, Place
 from benchmarks.harness.rows import ANY, Row
@@ -23,6 +23,8 @@ from pumice.errors import FileError, OptionError
 
 __all__ = ["Compared", "Mean", "chosen", "compared", "current", "geomean", "mean_of", "reached", "read", "told"]
 
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 _KEY = ("suite", "case", "metric", "peer", "clock", "device", "dtype", "peer_source")
 _KINDS: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "dict[str, str]": (dict,)}
 _FIELDS = {field.name: _KINDS[str(field.type)] for field in fields(Row)}
@@ -126,7 +128,7 @@ class Compared:
     @property
     def ratio(self) -> float:
         """How many times as fast we are."""
-        return self.row.peer_value / self.row.value
+        return self.row.ratio
 
 
 def compared(rows: Iterable[Row], family: Family, against: str, ways: Collection[str] = ()) -> list[Compared]:
@@ -181,6 +183,15 @@ def mean_of(found: Sequence[Compared], plain: Sequence[Compared] = ()) -> Mean:
     whole = geomean(one.ratio for one in found)
     least, most = (pick(found, key=lambda one: one.ratio) for pick in (min, max))
     return Mean(len(found), whole, least, most, geomean(p.ratio for p in plain) if len(plain) == len(found) else None)
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key | None]) -> dict[Key, list[Item]]:
+    """Items by key, in the order in which keys first appear; those whose key is None are left out."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        if (held := key(item)) is not None:
+            found.setdefault(held, []).append(item)
+    return found
 
 
 def days(rows: Iterable[Row]) -> str:

@@ -42,6 +42,11 @@ class Row:
     date: str
     lib: str = "pumice"
 
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as the peer."""
+        return self.peer_value / self.value
+
 
 @dataclass(frozen=True)
 class Peer:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.results import geomean
+from benchmarks.harness.results import geomean, grouped
 from benchmarks.harness.rows import Peer, Row, device_name, row_of
 from benchmarks.harness.timing import Times, clocks, together
 from pumice.cli.job import pick_device
@@ -248,7 +248,7 @@ def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
         setup.failed(told) if ours else setup.say(told)
         return None
     except Exception as reason:  # peers fail in their own ways, and the other cases are still wanted
-        _recover(setup)
+        recover(setup)
         told = f"{case.name}: {way.name}: {one_line(reason)}"
         setup.failed(told) if ours and not way.optional else setup.say(f"  {told}")
         return None
@@ -280,12 +280,15 @@ def timed(setup: Setup, case: Case, mine: Sequence[Ready], theirs: Sequence[Read
         try:
             spent = together([r.call for r in everyone], setup.device, clock, setup.seconds)
         except Exception as reason:  # a way that runs once may still run out of memory among the others
-            _recover(setup)
+            recover(setup)
             setup.failed(f"{case.name}: while timed: {one_line(reason)}")
             return
         times = dict(zip((r.name for r in everyone), spent, strict=True))
         setup.say(f"{case.name} {DTYPES[case.dtype]} {clock}: {times_told(everyone, times)}")
-        _say_bounds(setup, case, min(times[r.name].median for r in mine))
+        if case.bounds and setup.device.type == "cuda":
+            best = min(times[r.name].median for r in mine)
+            told = (f"{name} {least:.4g} ms ({least / best:.0%} reached)" for name, least in case.bounds.items())
+            setup.say("  " + ", ".join(told))
         for own in mine:
             yield from _rows(setup, case, clock, own, times, theirs)
 
@@ -310,9 +313,7 @@ def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[st
 
 def _ratios(rows: Sequence[Row]) -> dict[str, float]:
     """By case, the fastest peer's time over the fastest of ours."""
-    cases: dict[str, list[Row]] = {}
-    for found in rows:
-        cases.setdefault(found.case.rpartition("/")[0], []).append(found)
+    cases = grouped(rows, lambda row: row.case.rpartition("/")[0])
     return {name: min(r.peer_value for r in own) / min(r.value for r in own) for name, own in cases.items()}
 
 
@@ -366,12 +367,6 @@ def times_told(ways: Sequence[Ready], times: Mapping[str, Times]) -> str:
     return "   ".join(f"{way.name} {str(times[way.name])[:-1]}; error {way.error:.1e})" for way in ways)
 
 
-def _say_bounds(setup: Setup, case: Case, best: float) -> None:
-    if setup.device.type == "cuda" and case.bounds:
-        told = (f"{name} {least:.4g} ms ({least / best:.0%} reached)" for name, least in case.bounds.items())
-        setup.say("  " + ", ".join(told))
-
-
 def _forget_compiled() -> None:
     """Let torch.compile begin anew: after shapes of earlier cases it would compile for any shape, and slower."""
     if "torch._dynamo" in sys.modules:
@@ -392,7 +387,8 @@ def one_line(reason: Exception) -> str:
     return (lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}")[:240]
 
 
-def _recover(setup: Setup) -> None:
+def recover(setup: Setup) -> None:
+    """Free what a failed call left in the allocator."""
     if setup.device.type == "cuda":
         torch.cuda.empty_cache()
 

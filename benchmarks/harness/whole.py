@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.harness.rows import Peer, Row
-from benchmarks.harness.study import Case, Ready, Setup, Way, ready, times_told
+from benchmarks.harness.study import Case, Ready, Setup, Way, ready, recover, times_told
 from benchmarks.harness.timing import Times, busy, clocks, together
 from pumice.errors import PumiceError
 
@@ -54,8 +54,7 @@ def spent(setup: Setup, case: str, clock: str, ways: Sequence[Ready], seconds: f
         setup.say(f"{case} {clock} is left out: {reason}")
         return {}
     except RuntimeError as reason:  # what runs once may still run out of memory among the others
-        if setup.device.type == "cuda":
-            torch.cuda.empty_cache()
+        recover(setup)
         setup.failed(f"{case} {clock}: while timed: {str(reason).splitlines()[0]}")
         return {}
     times = {way.name: time for way, time in zip(ways, found, strict=True)}

@@ -35,40 +35,23 @@ def train_without_cuda() -> None:
         operators.get_current_stream = lambda: 0
 
 
-def layer_call(
-    feats: Tensor, weight: Tensor, coords: Tensor, anew: bool = False
-) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """(module, call): spconv's 3x3x3 layer with this weight, and its result for features on coords [N, 4].
-
-    weight: [C_out, 27, C_in]. anew: each call finds the map. Raises ModuleNotFoundError without spconv.
-    """
-    spconv: Any = import_module("spconv.pytorch")
-    inputs, outputs = weight.shape[2], weight.shape[0]
-    module = spconv.SubMConv3d(inputs, outputs, 3, bias=False, indice_key="map").to(feats.device, feats.dtype)
-    with torch.no_grad():
-        module.weight.copy_(weight.view_as(module.weight))
-    least = coords.amin(0)
-    least[0] = 0
-    coords = (coords - least).int()
-    batch, *shape = (coords.amax(0) + 1).tolist()
-    with torch.no_grad():
-        known = module(spconv.SparseConvTensor(feats, coords, shape, batch)).indice_dict
-
-    def call(feats: Tensor) -> Tensor:
-        x = spconv.SparseConvTensor(feats, coords, shape, batch)
-        if not anew:
-            x.indice_dict = known
-        return module(x).features
-
-    return module, call
-
-
 def way(layer: Any, training: bool = False, anew: bool = False, tf32: bool = False) -> Way:
-    """spconv's layer as a peer of ours; training: with the gradients of features and weights."""
+    """spconv's 3x3x3 layer as a peer of a layer of ours, with its operands.
+
+    training: the result with the gradients of features and weights. anew: each call finds its kernel map.
+    """
 
     def make() -> Callable[[], Any]:
-        module, run = layer_call(layer.feats, layer.weight, layer.coords, anew)
+        module, tensor = _module(layer), _tensor_maker(layer)
+        with torch.no_grad():
+            known = module(tensor(layer.feats)).indice_dict
         module.train(training)
+
+        def run(feats: Tensor) -> Tensor:
+            x = tensor(feats)
+            if not anew:
+                x.indice_dict = known
+            return module(x).features
 
         def both() -> tuple[Tensor, ...]:
             feats = layer.feats.detach().requires_grad_()
@@ -81,6 +64,25 @@ def way(layer: Any, training: bool = False, anew: bool = False, tf32: bool = Fal
 
     name = "spconv tf32" if tf32 else "spconv"
     return Way(name, make, package(), slack=20 if tf32 else slack(layer.feats.device))
+
+
+def _module(layer: Any) -> Any:
+    spconv: Any = import_module("spconv.pytorch")
+    inputs, outputs, feats = layer.weight.shape[2], layer.weight.shape[0], layer.feats
+    module = spconv.SubMConv3d(inputs, outputs, 3, bias=False, indice_key="map").to(feats.device, feats.dtype)
+    with torch.no_grad():
+        module.weight.copy_(layer.weight.view_as(module.weight))
+    return module
+
+
+def _tensor_maker(layer: Any) -> Callable[[Tensor], Any]:
+    """What makes spconv's tensor of features; its coordinates begin at 0."""
+    spconv: Any = import_module("spconv.pytorch")
+    least = layer.coords.amin(0)
+    least[0] = 0
+    coords = (layer.coords - least).int()
+    batch, *shape = (coords.amax(0) + 1).tolist()
+    return lambda feats: spconv.SparseConvTensor(feats, coords, shape, batch)
 
 
 def in_tf32(call: Callable[[], Result], tuner: Any = None) -> Callable[[], Result]:

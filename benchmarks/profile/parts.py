@@ -109,7 +109,7 @@ def shares(traced: Traced) -> Shares:
     for node in traced.root.walk():
         spent, part = 1e6 * node.own / traced.passes, part_of(node)
         parts[part] += spent
-        name, where = _function(node)
+        name, where = node.name, place_of(node)
         one = functions.setdefault((name, where), HostTime(name, where))
         one.calls += node.calls / traced.passes
         one.add(part, spent)
@@ -130,10 +130,9 @@ def _longest(found: Iterable[HostTime]) -> list[HostTime]:
     return sorted(found, key=lambda one: -one.total)
 
 
-def _function(node: Node) -> tuple[str, str]:
-    """The name, and the file with its folder and the line; of C functions what they are called from is not told."""
+def place_of(node: Node) -> str:
+    """The file of a function, with its folder and the line; "C" for those of C."""
     if not node.file:
-        return node.name, "C"
-    path = node.file.replace("\\", "/")
-    short = "/".join(path.split("/")[-2:])
-    return node.name, f"{short}:{node.line}"
+        return "C"
+    path = "/".join(node.file.replace("\\", "/").split("/")[-2:])
+    return f"{path}:{node.line}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.rows import device_name
-from benchmarks.harness.timing import busy
+from benchmarks.harness.timing import busy, synchronize
 from benchmarks.profile.parts import Shares, shares
 from benchmarks.profile.trace import Traced, traced
 from benchmarks.scenes.clouds import batched, shell
@@ -101,7 +101,7 @@ def profile(asked: ProfileOptions) -> Profiled:
     for _ in range(_WARM):
         call()
     on_gpu = asked.device.type == "cuda"
-    found = traced(call, net, asked.passes, torch.cuda.synchronize if on_gpu else _no_wait)
+    found = traced(call, net, asked.passes, partial(synchronize, asked.device))
     spent, why = _busy(call) if on_gpu else (None, "on a CPU the arithmetic is the host's")
     counts = len(convolutions(net)), len(coords)
     return Profiled(asked, *counts, found, shares(found), spent, why, device_name(asked.device))
@@ -110,10 +110,6 @@ def profile(asked: ProfileOptions) -> Profiled:
 def _pass(net: nn.Module, feats: Tensor, coords: Tensor) -> Any:
     with torch.no_grad():
         return net(SparseTensor(feats, coords))
-
-
-def _no_wait() -> None:
-    return None
 
 
 def _busy(call: Callable[[], object]) -> tuple[float | None, str]:

@@ -43,9 +43,13 @@ def draw(folder: Path, chart: Chart) -> Path:
         axis.tick_params(labelsize=8, colors=_SOFT, length=0)
         axis.spines[:].set_visible(False)
         _DRAW[type(panel)](axis, panel)
-    path = folder / f"{chart.name}.png"
+    return saved(figure, folder / f"{chart.name}.png")
+
+
+def saved(figure: Any, path: Path) -> Path:
+    """Writes a figure. Raises FileError where it cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     except OSError as error:
         raise FileError(f"{path}: expected a file that can be written, found: {error.strerror}") from error

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.harness.families import FAMILIES, SAME_RUN, Family, suites_of
-from benchmarks.harness.results import Compared, current, geomean, told
+from benchmarks.harness.results import Compared, current, geomean, grouped, told
 from benchmarks.harness.rows import Row
 from benchmarks.report.charts import Bars, Chart, Lines, RangeBar, Ranges, by_number, numbered, stem
 from benchmarks.report.summary import Line, headlines, lines
@@ -60,19 +60,12 @@ def _note(family: Family) -> str:
 
 def _panels(own: Sequence[Line]) -> Iterator[Bars]:
     groups: tuple[str, ...] = ()
-    for (clock, against, source), cells in _by_panel(own).items():
+    for (clock, rivals), parts in grouped(own, lambda line: (line.clock, line.rivals)).items():
+        cells = [one for line in parts for one in line.found]
         groups = groups or _sorted(cells)
         extra = tuple(name for name in _sorted(cells) if name not in groups)
-        told = "" if source in against else f" ({source})"
-        title = f"against {against}{told}, clock {clock}: {_means(cells)}"
+        title = f"against {rivals}, clock {clock}: {_means(cells)}"
         yield _bars(title, [name for name in (*groups, *extra) if any(one.place.group == name for one in cells)], cells)
-
-
-def _by_panel(own: Sequence[Line]) -> dict[tuple[str, str, str], list[Compared]]:
-    parts: dict[tuple[str, str, str], list[Compared]] = {}
-    for line in own:
-        parts.setdefault((line.clock, line.against, line.source), []).extend(line.found)
-    return parts
 
 
 def _sorted(cells: Sequence[Compared]) -> tuple[str, ...]:

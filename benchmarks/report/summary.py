@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness.families import DEFAULT, FAMILIES, SUITES, Family, suites_of
-from benchmarks.harness.results import Compared, Mean, compared, mean_of, reached
+from benchmarks.harness.results import Compared, Mean, compared, grouped, mean_of, reached
 from benchmarks.harness.rows import Row
 
 CLOCKS: Mapping[str, str] = {
@@ -98,10 +98,11 @@ def about(suite: str) -> str:
 def _parts(rows: Sequence[Row]) -> Iterator[tuple[Family, tuple[str, str, str], list[Row]]]:
     """Each family with (device, clock, precision) and the rows of that."""
     for family in FAMILIES:
-        parts: dict[tuple[str, str, str], list[Row]] = {}
-        for row in rows:
+
+        def part(row: Row, family: Family = family) -> tuple[str, str, str] | None:
             place = family.place(row)
-            if place is not None and row.clock in CLOCKS:
-                parts.setdefault((row.device, row.clock, place.precision), []).append(row)
+            return (row.device, row.clock, place.precision) if place and row.clock in CLOCKS else None
+
+        parts = grouped(rows, part)
         order = sorted(parts, key=lambda key: list(CLOCKS).index(key[1]))
         yield from ((family, key, parts[key]) for key in order)

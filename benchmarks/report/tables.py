@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness.results import current, read
+from benchmarks.harness.results import current, grouped, read
 from benchmarks.harness.rows import Row
 from pumice.errors import OptionError
 
@@ -87,9 +87,9 @@ def _told(own: Sequence[tuple[Place, Row]], device: str) -> Iterator[str]:
 def _measured(found: Sequence[tuple[Place, Row]]) -> Iterator[str]:
     """A line for each subject and way, a column for each measure."""
     columns = list(dict.fromkeys(_column(row) for _, row in found))
-    cells: dict[Place, dict[str, list[Row]]] = {}
-    for place, row in found:
-        cells.setdefault(place, {}).setdefault(_column(row), []).append(row)
+    cells = {
+        place: grouped((row for _, row in own), _column) for place, own in grouped(found, lambda one: one[0]).items()
+    }
     if not cells:
         return
     yield from _head(["of", "way", *columns])
@@ -101,13 +101,12 @@ def _measured(found: Sequence[tuple[Place, Row]]) -> Iterator[str]:
 
 def _chosen(found: Sequence[tuple[Place, Row]]) -> Iterator[str]:
     """What each group of layers was given, and what the candidates took; the fastest five."""
-    groups: dict[Place, list[Row]] = {}
-    for place, row in found:
-        groups.setdefault(place, []).append(row)
+    groups = grouped(found, lambda one: one[0])
     if not groups:
         return
     yield from _head(["of", "way", "group", "chosen", "candidates, ms end to end"])
-    for place, rows in groups.items():
+    for place, own in groups.items():
+        rows = [row for _, row in own]
         picked = [_name(row) for row in rows if row.metric.startswith("chosen:")]
         tried = sorted((r for r in rows if r.metric.startswith("choice:")), key=lambda r: r.value)
         told = ", ".join(f"{_name(row)} {row.value:.4g}" for row in tried[:5])

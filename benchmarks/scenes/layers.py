@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from benchmarks.harness.study import Setup
 from benchmarks.scenes.clouds import Voxels, layer_scenes
 from pumice.coords import KernelMap, Relation, kernel_map
 from pumice.lower import reference
+from pumice.lower.dataflow import CONV
 from pumice.ops import SparseTensor, conv_features
+from pumice.ops.autograd import einsum
 
 CHANNELS = (32, 64, 128, 256)
 WINDOW = Relation.of(3, 3)
@@ -152,6 +154,15 @@ def forward(layer: Layer) -> Tensor:
     """The result, in inference."""
     with torch.no_grad():
         return conv_features(layer.feats, layer.weight, layer.found, layer.rows, layer.groups)
+
+
+def statement(
+    layer: Layer, arrays: tuple[Sequence[str], Sequence[Tensor]], text: str = CONV, lowering: str = ""
+) -> Callable[[], Tensor]:
+    """The layer in inference as a statement over index arrays, given with their names in the statement."""
+    names, held = "|".join(("x", "w", *arrays[0])), arrays[1]
+    operands, shape = [layer.feats, layer.weight, *held], (layer.rows, layer.weight.shape[0])
+    return torch.no_grad()(lambda: einsum(operands, names, text, shape, lowering))
 
 
 def both(layer: Trained) -> tuple[Tensor, ...]:

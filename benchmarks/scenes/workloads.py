@@ -299,7 +299,12 @@ def _files(folder: Path, patterns: Sequence[str]) -> list[Scan]:
     paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     if not paths:
         raise OptionError(f"PUMICE_DATA={folder}: expected scans {' or '.join(patterns)}, found none")
-    return [replace(read_scan(path), name=f"{path.parent.name}/{path.name.partition('.')[0]}") for path in paths]
+    return list(map(named_scan, paths))
+
+
+def named_scan(path: Path) -> Scan:
+    """A scan, named by its folder and file."""
+    return replace(read_scan(path), name=f"{path.parent.name}/{path.name.partition('.')[0]}")
 
 
 def _kitti(folder: Path) -> list[Scan]:

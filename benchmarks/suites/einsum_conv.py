@@ -11,29 +11,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.rows import Peer, Row
-from benchmarks.harness.study import (
-    Case,
-    Setup,
-    Way,
-    eager,
-    graph_of,
-    inductor,
-    kept,
-    measured,
-    summarize,
-    tuned,
-)
+from benchmarks.harness.study import Case, Setup, Way, eager, graph_of, inductor, kept, measured, summarize, tuned
 from benchmarks.harness.timing import together
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.scenes.clouds import batched
-from benchmarks.scenes.layers import Layer, Width, exact, layer_on, map_of
+from benchmarks.scenes.layers import Layer, Width, exact, layer_on, map_of, statement
 from pumice.coords import KernelMap
 from pumice.env import settings
 from pumice.lower import maps
 from pumice.lower.dataflow import CONV
 from pumice.lower.graph import PreparedGraph
 from pumice.ops import conv_features
-from pumice.ops.autograd import einsum
 
 FORMS = ("pairs", "grouped", "compacted", "split2")
 INSUM_CONVERSION = Peer("Insum on an RTX 3090 (paper)", 0.55, "recorded")
@@ -116,10 +104,7 @@ def convert(layer: Layer) -> None:
 
 def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
     """The layer with its map in one form."""
-    tokens, held = maps.read(layer.found, form)
-    names = "|".join(("x", "w", *tokens))
-    operands, shape = [layer.feats, layer.weight, *held], (layer.rows, layer.weight.shape[0])
-    return tuned(lambda: einsum(operands, names, CONV, shape))
+    return tuned(statement(layer, maps.read(layer.found, form)))
 
 
 def grouped_graph(layer: Layer) -> PreparedGraph:

@@ -12,7 +12,7 @@ from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Case, Setup, Way, as_graph, eager, inductor, line, measured
 from benchmarks.harness.timing import Times
 from benchmarks.scenes import matrices
-from benchmarks.scenes.layers import Layer, exact
+from benchmarks.scenes.layers import exact
 from benchmarks.suites import einsum_conv, spmm
 from benchmarks.suites.first_call import first_calls
 from pumice.lower.dataflow import CONV
@@ -77,7 +77,8 @@ def table3(setup: Setup) -> Iterator[Row]:
     name, coords = next(einsum_conv.scenes(setup))
     layer = einsum_conv.layer_of(setup, coords)
     case = f"table3/{name}"
-    run = list(_run(setup, case, layer))
+    peer = eager("eager", partial(einsum_conv.grouped_graph, layer))
+    run = list(measured(setup, Case(case, setup.half, exact(layer)), [einsum_conv.planned(layer)], [peer]))
     convert = list(einsum_conv.conversions(setup, case, layer))
     build = first_calls(setup, ["conv"], warm=0)["conv"]["cold"]
     found: dict[str, Times] = {"compile": build, "lines": Times.exactly(len(CONV.splitlines()))}
@@ -95,12 +96,6 @@ def table3(setup: Setup) -> Iterator[Row]:
         for peer, column in PUBLISHED.items():
             if metric in column:
                 yield setup.row(case, times, clock, Peer(peer, column[metric], "recorded"), metric, unit)
-
-
-def _run(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
-    truth = exact(layer)
-    peer = eager("eager", partial(einsum_conv.grouped_graph, layer))
-    yield from measured(setup, Case(case, setup.half, truth), [einsum_conv.planned(layer)], [peer])
 
 
 def _say_table(setup: Setup, found: dict[str, Times]) -> None:

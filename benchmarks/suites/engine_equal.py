@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +178,7 @@ def _compare(
         want = _eager(net, feats, coords)
         # Half of them as features and coordinates, half as a tensor with its own geometry.
         got = fast(feats, coords) if seed % 2 else fast(SparseTensor(feats, coords))
-        again = partial(_shaken, net, feats, coords)
+        again = lambda f=feats, c=coords: _eager(net, perturb(f, ()), c)  # noqa: E731
         found.add(f"{kind}, {size} voxels, seed {seed}", got, want, again)
         done += 1
     return found, done
@@ -189,10 +188,6 @@ def _eager(net: nn.Module, feats: Tensor, coords: Tensor) -> SparseTensor:
     # No two are alike: graphs that find maps of scenes of about a size would be recorded for nothing.
     with torch.no_grad(), without_graphs():
         return net(SparseTensor(feats, coords))
-
-
-def _shaken(net: nn.Module, feats: Tensor, coords: Tensor) -> SparseTensor:
-    return _eager(net, perturb(feats, ()), coords)
 
 
 def _rows(setup: Setup, name: str, found: Compared, fast: Captured, done: int) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.families import RECORDED, SAME_RUN
 from benchmarks.harness.rows import Peer, Row
-from benchmarks.harness.study import DTYPES, Case, Ready, Setup, Way, by_choice, mean_told, ready
+from benchmarks.harness.study import DTYPES, Case, Ready, Setup, Way, by_choice, mean_told, ready, recover
 from benchmarks.harness.timing import Times, clocks
 from benchmarks.harness.whole import checked, spent
 from benchmarks.peers import spconv as spconv_peer
@@ -186,7 +186,7 @@ class Reached:
         if wanted and made.value > 0 and made.peer != "itself":
             scene = made.case.removeprefix("tiny/").partition("/")[0]
             way = made.case.rpartition("/")[2]
-            self.ratios.setdefault((way, made.peer, made.clock), {})[scene] = made.peer_value / made.value
+            self.ratios.setdefault((way, made.peer, made.clock), {})[scene] = made.ratio
 
     def of(self, rows: Iterator[Row]) -> Iterator[Row]:
         """These rows, each added."""
@@ -213,8 +213,7 @@ def by_scene(
         if ready is not None:
             timed.append(ready)
             yield from found.of(ready.rows(first))
-        if setup.device.type == "cuda":
-            torch.cuda.empty_cache()
+        recover(setup)
     for ready in timed:
         for clock in others:
             yield from found.of(ready.rows(clock))

@@ -69,17 +69,21 @@ def _spent(calls: Sequence[float]) -> float:
 def _process(setup: Setup, names: Sequence[str], caches: Path) -> dict[str, Sequence[float]]:
     """[first, later] by statement in a process of its own with these caches."""
     size = "quick" if setup.quick else "full"
-    return probed("first_statement", (str(setup.device), size, ",".join(names)), caches)
+    return probed((str(setup.device), size, ",".join(names)), caches)
 
 
-def probed(module: str, arguments: Sequence[str], caches: Path) -> Any:
-    """What a program of this room prints last, as JSON, in a process of its own with these caches.
+def fresh_caches(folder: Path) -> list[str]:
+    """The beginning of a command line that runs a program with its caches in a folder."""
+    variables = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    return ["env", *(f"{name}={folder / name.lower()}" for name in variables)]
+
+
+def probed(arguments: Sequence[str], caches: Path) -> Any:
+    """What probes/first_call.py prints, in a process of its own with these caches.
 
     Raises PumiceError where it ends badly, or takes too long.
     """
-    variables = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    command = ["env", *(f"{name}={caches / name.lower()}" for name in variables)]
-    command += [sys.executable, "-m", f"benchmarks.probes.{module}", *arguments]
+    command = [*fresh_caches(caches), sys.executable, "-m", "benchmarks.probes.first_call", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
     except subprocess.CalledProcessError as error:

@@ -121,14 +121,10 @@ def first_call(setup: Setup) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="pumice-bench-") as folder:
         for state, goal in STATES.items():
             try:
-                first, later = _first(setup, Path(folder))
+                size = "quick" if setup.quick else "full"
+                first, later = probed((str(setup.device), size, "network"), Path(folder))["network"]
             except PumiceError as reason:
                 setup.failed(f"first-call/{state}: {reason}")
                 return
-            setup.say(f"first-call/{state}: {first:.3g} s, goal {goal.value:g}; a later call {1e3 * later:.4g} ms")
-            yield setup.row(f"first-call/MinkUNet/{state}", first, "wall", goal, "first call", "s")
-
-
-def _first(setup: Setup, caches: Path) -> tuple[float, float]:
-    first, later = probed("first_network", (str(setup.device), "quick" if setup.quick else "full"), caches)
-    return first, later
+            setup.say(f"first-call/{state}: {1e-3 * first:.3g} s, goal {goal.value:g}; a later call {later:.4g} ms")
+            yield setup.row(f"first-call/MinkUNet/{state}", 1e-3 * first, "wall", goal, "first call", "s")

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from benchmarks.harness.results import geomean
 from benchmarks.harness.rows import Peer, Row
-from benchmarks.harness.study import Case, Ready, Setup, Way, goals_told, ready, timed, tuned, untuned
-from benchmarks.scenes.layers import FORWARD, Cell, Choice, Pass, Trained, cells, exact, forward, layer_of
+from benchmarks.harness.study import Case, Setup, Way, goals_told, ready, timed, tuned, untuned
+from benchmarks.scenes.layers import FORWARD, Cell, Choice, Pass, Trained, cells, exact, forward, layer_of, statement
 from benchmarks.suites.layer_model import Step, Walk, in_turn, least, needs, walks
 from pumice.lower import maps
 from pumice.lower.dataflow import CONV
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.ops import conv_features
-from pumice.ops.autograd import einsum
 from pumice.runtime.launch import has_triton, triton_unavailable_reason
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import Tile
@@ -67,14 +66,11 @@ class Subjected:
 
     def form(self, name: str) -> Callable[[], Tensor]:
         """The layer with its map in one form."""
-        tokens, held = maps.read(self.layer.found, name)
-        return self.line(CONV, "|".join(("x", "w", *tokens)), held)
+        return self.line(CONV, *maps.read(self.layer.found, name))
 
-    def line(self, text: str, names: str, arrays: Sequence[Tensor]) -> Callable[[], Tensor]:
+    def line(self, text: str, names: Sequence[str], arrays: Sequence[Tensor]) -> Callable[[], Tensor]:
         """A statement over features, weights and index arrays, by kernels where they run."""
-        operands, shape = [self.layer.feats, self.layer.weight, *arrays], (self.layer.rows, self.layer.weight.shape[0])
-        lowering = "triton" if self.kernels else ""
-        return torch.no_grad()(lambda: einsum(operands, names, text, shape, lowering))
+        return statement(self.layer, (names, arrays), text, "triton" if self.kernels else "")
 
     def seconds(self, walked: Sequence[Walk]) -> float:
         """The least that a kernel of the default tile takes for these walks."""
@@ -97,13 +93,13 @@ def _split(cell: Subjected, form: str) -> Idea:
 def _compaction(cell: Subjected) -> Idea:
     table = cell.layer.found.rows()
     all_taps = Walk.of_all_taps(cell.layer.found, maps.tile_rows_for(cell.layer.rows))
-    dense = cell.line(ALL_TAPS, "x|w|R", [table])
+    dense = cell.line(ALL_TAPS, ["R"], [table])
     return cell.idea(cell.seconds([all_taps]) / cell.compacted(), cell.form(FORM), dense)
 
 
 def _reordering(cell: Subjected) -> Idea:
     rows, tiles, taps, _ = maps.read(cell.layer.found, FORM)[1]
-    online = cell.line(ONLINE, "x|w|R|rows|tile|k", [cell.layer.found.rows(), rows, tiles, taps])
+    online = cell.line(ONLINE, ["R", "rows", "tile", "k"], [cell.layer.found.rows(), rows, tiles, taps])
     # As measured of a first prototype: a load that waits for a load that waits for a load costs 1.3 to 1.5 times.
     return cell.idea(1.4, cell.form(FORM), online)
 
@@ -216,17 +212,16 @@ def ablation(setup: Setup) -> Iterator[Row]:
 def _compared(setup: Setup, cell: Cell, name: str, idea: Idea) -> Iterator[Row]:
     """The rows of an idea: its time against the time without, its gain against the predicted one."""
     case = Case(f"{cell.case}/{name}", setup.half, idea.truth)
-    has, lacks = (_made(setup, case, text, call) for text, call in (("with", idea.has), ("without", idea.lacks)))
+    has, lacks = (
+        ready(setup, case, Way(text, partial(untuned, call)), ours=True)
+        for text, call in (("with", idea.has), ("without", idea.lacks))
+    )
     if has is None or lacks is None:
         return
     for made in timed(setup, case, [has], [lacks]):
         yield made
         predicted = Peer("predicted", idea.predicted, "model")
-        yield setup.row(case.name, made.peer_value / made.value, made.clock, predicted, "gain", "x")
-
-
-def _made(setup: Setup, case: Case, name: str, call: Callable[[], Tensor]) -> Ready | None:
-    return ready(setup, case, Way(name, lambda: untuned(call)), ours=True)
+        yield setup.row(case.name, made.ratio, made.clock, predicted, "gain", "x")
 
 
 def _say_gains(setup: Setup, gains: Mapping[str, Sequence[tuple[float, float]]]) -> None:
@@ -253,7 +248,7 @@ def default_tile(setup: Setup, passed: Pass) -> Iterator[Row]:
     for cell in cells(setup, Choice("default-tile", passed.name)):
         for made in _beside_best(setup, cell, passed):
             if made.clock == setup.clock:
-                ratios[cell.case] = made.peer_value / made.value
+                ratios[cell.case] = made.ratio
             yield made
     goals_told(setup, "best tile over default tile", ratios, 1 / WITHIN)
 

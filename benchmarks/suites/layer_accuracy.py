@@ -36,7 +36,6 @@ from benchmarks.scenes.clouds import Voxels, batched, shell
 from benchmarks.scenes.layers import (
     Cell,
     Choice,
-    Layer,
     Trained,
     Width,
     both,
@@ -46,14 +45,13 @@ from benchmarks.scenes.layers import (
     forward,
     layer_of,
     map_of,
+    statement,
 )
 from benchmarks.suites.layer_model import Step, bounds, needs, walks
 from pumice.lower import maps
-from pumice.lower.dataflow import CONV
 from pumice.lower.kernel import without_fp8
 from pumice.lower.loops import EIGHT_BITS
 from pumice.ops import Epilogue, conv_features, quantize
-from pumice.ops.autograd import einsum
 from pumice.ops.conv import merge_small_groups
 from pumice.runtime.launch import has_triton
 
@@ -168,7 +166,9 @@ def _ours(setup: Setup, cell: Cell) -> Iterator[Ready]:
             layers[kind.dtype] = layer, exact(layer)
         layer, truth = layers[kind.dtype]
         lowering = f"triton/{kind.precision}" if kind.precision and _has_kernels(setup) else ""
-        way = Way(kind.name, partial(by_choice, setup, _lowered(layer, lowering)), slack=kind.slack)
+        operands = maps.planner_operands(layer.found, differentiable=False)
+        call = statement(layer, operands, lowering=lowering)
+        way = Way(kind.name, partial(by_choice, setup, call), slack=kind.slack)
         done = ready(setup, Case(cell.case, kind.dtype, truth), way, ours=True)
         if done is not None:
             yield done
@@ -201,14 +201,6 @@ def _theirs(setup: Setup, cell: Cell) -> Iterator[Ready]:
         done = ready(setup, case, way, ours=False)
         if done is not None:
             yield done
-
-
-def _lowered(layer: Layer, lowering: str) -> Callable[[], Tensor]:
-    """The layer in inference by one lowering."""
-    tokens, held = maps.planner_operands(layer.found, differentiable=False)
-    names, shape = "|".join(("x", "w", *tokens)), (layer.rows, layer.weight.shape[0])
-    operands = [layer.feats, layer.weight, *held]
-    return torch.no_grad()(lambda: einsum(operands, names, CONV, shape, lowering))
 
 
 def _told(found: Found, name: str) -> str:

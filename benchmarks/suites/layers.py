@@ -133,7 +133,7 @@ def _say_best(setup: Setup, rows: Sequence[Row]) -> None:
     for way in ("default", "tuned"):
         own = [r for r in rows if r.clock == "gpu" and r.case.endswith(f"/{way}")]
         for beginning in ("best recorded", "prototype"):
-            ratios = {r.case: r.peer_value / r.value for r in own if r.peer.startswith(beginning)}
+            ratios = {r.case: r.ratio for r in own if r.peer.startswith(beginning)}
             if ratios:
                 setup.say(f"{way} over {beginning}: {mean_told(ratios)}")
 
@@ -154,7 +154,7 @@ def gradients(setup: Setup) -> Iterator[Row]:
     for cell in cells(setup, Choice("gradients")):
         for made in _parts(setup, cell):
             if made.case.endswith("/wgrad") and made.clock == setup.clock:
-                ratios.setdefault(cell.channels, {})[cell.case] = made.peer_value / made.value
+                ratios.setdefault(cell.channels, {})[cell.case] = made.ratio
             yield made
     for channels, found in ratios.items():
         if channels in WGRAD_GOALS:
@@ -205,7 +205,7 @@ def cpu_conv(say: Say, options: Options) -> Iterator[Row]:
         mine = ready(setup, case, Way("pumice", lambda layer=layer: partial(forward, layer), slack=0.1), ours=True)
         peer = ready(setup, case, spconv_peer.way(layer), ours=False)
         for made in compared(setup, cell.case, mine, [peer], seconds=8.0) if mine and peer else ():
-            ratios[cell.case] = made.peer_value / made.value
+            ratios[cell.case] = made.ratio
             yield made
     setup.say(f"over spconv: {mean_told(ratios)}" if ratios else "nothing was compared")
     setup.settle()

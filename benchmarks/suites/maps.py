@@ -73,23 +73,14 @@ def submanifold(setup: Setup) -> Iterator[Row]:
         done = ready(setup, case, [_map_work(order, orders[order], truth) for order, truth in truths.items()])
         peer = _spconv(setup, case, orders["shuffled"], int((truths["shuffled"].rows >= 0).sum()))
         found = _spent(setup, done, peer)
-        _say_chosen(setup, case, filed)
+        setup.say(f"{case}: {len(filed)} voxels, {default(filed.cloud()).structure}")
         for one in done:
             yield from _map_rows(setup, case, one.name, found, KNOWN.get(name, Known()))
 
 
 def _map_work(name: str, voxels: Voxels, truth: Truth, schedule: MapSchedule | None = None) -> Work:
     graph = schedule is None or schedule.structure != "sorted"
-    return Work(name, partial(map_work.submanifold, voxels, schedule), partial(_wrong_map, truth), graph)
-
-
-def _wrong_map(truth: Truth, found: Mapped) -> str:
-    return map_work.wrong_map(found, truth)
-
-
-def _say_chosen(setup: Setup, case: str, voxels: Voxels) -> None:
-    cloud = voxels.cloud()
-    setup.say(f"{case}: {len(voxels)} voxels, {default(cloud).structure}")
+    return Work(name, partial(map_work.submanifold, voxels, schedule), partial(map_work.wrong_map, truth=truth), graph)
 
 
 def _map_rows(setup: Setup, case: str, name: str, found: Clocks, known: Known) -> Iterator[Row]:
@@ -134,7 +125,7 @@ def plans(setup: Setup) -> Iterator[Row]:
         voxels, known = load().shuffled(), KNOWN.get(name, Known())
         truth = map_work.truth_of(voxels, WINDOW)
         room = Room.of(truth)
-        whole = Work("plan", partial(_plan, voxels, room), partial(_wrong_plan, truth))
+        whole = Work("plan", partial(_plan, voxels, room), partial(map_work.wrong_plan, truth=truth))
         done = ready(setup, case, [_map_work("map", voxels, truth), whole])
         found = _spent(setup, done)
         for clock, times in found.items():
@@ -145,10 +136,6 @@ def plans(setup: Setup) -> Iterator[Row]:
 
 def _plan(voxels: Voxels, room: Room) -> Planned:
     return map_work.planned(map_work.submanifold(voxels), room)
-
-
-def _wrong_plan(truth: Truth, found: Planned) -> str:
-    return map_work.wrong_plan(found, truth)
 
 
 def _plan_peers(bare: Times, clock: str, voxels: Voxels, known: Known) -> list[Peer]:
@@ -197,7 +184,7 @@ def _outputs_work(name: str, voxels: Voxels, relation: Relation, schedule: MapSc
     def call() -> Mapped:
         return map_work.strided(voxels.cloud(), voxels.site, relation, capacity, schedule)
 
-    return Work(name, call, partial(_wrong_map, truth))
+    return Work(name, call, partial(map_work.wrong_map, truth=truth))
 
 
 def networks(setup: Setup) -> Iterator[Row]:
@@ -223,9 +210,7 @@ def _network_works(setup: Setup, voxels: Voxels, truths: Sequence[Truth]) -> lis
     counts = ", ".join(str(len(truth.outputs)) for truth in truths[::2])
     setup.say(f"{LEVELS} levels of {counts} voxels, {len(truths)} plans")
 
-    def wrong(found: Sequence[Planned]) -> str:
-        return map_work.wrong_network(found, truths)
-
+    wrong = partial(map_work.wrong_network, truths=truths)
     works = [Work("one-stream", partial(map_work.network, voxels, rooms), wrong)]
     if setup.device.type == "cuda":
         streams = [torch.cuda.Stream(setup.device) for _ in range(3)]

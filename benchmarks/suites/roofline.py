@@ -45,7 +45,8 @@ def roofline(setup: Setup) -> Iterator[Row]:
         layer = layer_of(setup, cell)
         done = _checked(setup, cell, layer)
         needed = _needed(setup, layer)
-        rows = list(timed(setup, _case(setup, cell, layer, needed, floor), [done], [])) if done else []
+        in_ms = {name: 1e3 * seconds for name, seconds in bounds(needed, floor).items()}
+        rows = list(timed(setup, Case(cell.case, setup.half, layer.feats[:0], in_ms), [done], [])) if done else []
         yield from rows
         spent = next((1e-3 * r.value for r in rows if r.clock == "gpu"), None)
         found.append(Placed(cell.case, needed, spent))
@@ -62,11 +63,6 @@ def _needed(setup: Setup, layer: Trained) -> Needs:
     """What the kernel needs that was timed."""
     step = Step.of(layer, FORM)
     return needs(layer, walks(layer.found, FORM), step.best() if setup.thorough else step.default())
-
-
-def _case(setup: Setup, cell: Cell, layer: Trained, needed: Needs, floor: float) -> Case:
-    in_ms = {name: 1e3 * seconds for name, seconds in bounds(needed, floor).items()}
-    return Case(cell.case, setup.half, layer.feats[:0], in_ms)
 
 
 def _floor(setup: Setup) -> float:

@@ -74,7 +74,7 @@ def shells(setup: Setup) -> Iterator[Row]:
         layer = _layer(setup, shell)
         for kind in wanted:
             for made in _compared(setup, _case(setup, shell, kind), kind, layer):
-                ratios.setdefault((str(kind), made.clock), {})[made.case] = made.peer_value / made.value
+                ratios.setdefault((str(kind), made.clock), {})[made.case] = made.ratio
                 yield made
     for (kind, clock), found in ratios.items():
         setup.say(f"{kind} over spconv, {clock}: {mean_told(found)}")

@@ -18,7 +18,7 @@ from benchmarks.peers import cusparse
 from benchmarks.scenes import matrices
 from benchmarks.scenes.matrices import Matrix
 from pumice.env import settings
-from pumice.ops.sparse import Sparse, sparse
+from pumice.ops.sparse import sparse
 
 # Structured: square block-sparse matrices
 
@@ -39,7 +39,7 @@ def structured(setup: Setup) -> Iterator[Row]:
             rows = list(_one(setup, size, block, sparsity))
             for found in rows:
                 if found.peer == "dense":
-                    ratios.setdefault(found.clock, []).append((sparsity, found.peer_value / found.value))
+                    ratios.setdefault(found.clock, []).append((sparsity, found.ratio))
             done += rows
             yield from kept(rows, ("BCSR",))
         for clock, points in ratios.items():
@@ -210,7 +210,10 @@ def _matrix(setup: Setup, matrix: Matrix, columns: int, dtype: torch.dtype) -> I
     csr = csr_of(setup, matrix, dtype)
     b = setup.filled(matrix.shape[1], columns, dtype=dtype, seed=6)
     truth = product(matrix, csr.values(), b)
-    ours = [line(name, TEXT, A=made, B=b) for name, made in _formats(setup, csr)]
+    formats = {name: sparse(csr, text) for name, text in CSR_FORMATS.items()}
+    for name, made in formats.items():
+        setup.say(f"  {name}: {made}")
+    ours = [line(name, TEXT, A=made, B=b) for name, made in formats.items()]
     peers = [Way("torch.sparse.mm", lambda: lambda: torch.sparse.mm(csr, b), slack=4), *_cached(setup, csr, b)]
     case = Case(f"unstructured/{matrix.name}/N{columns}", dtype, truth, {"L2 bound": 1e3 * _least_of_rows(matrix, b)})
     yield from measured(setup, case, ours, peers)
@@ -221,13 +224,6 @@ def csr_of(setup: Setup, matrix: Matrix, dtype: torch.dtype) -> Tensor:
     pointers, cols = (torch.from_numpy(x).int().to(setup.device) for x in (matrix.pointers, matrix.cols))
     with quietly():
         return torch.sparse_csr_tensor(pointers, cols, setup.filled(matrix.nnz, dtype=dtype, seed=5), matrix.shape)
-
-
-def _formats(setup: Setup, csr: Tensor) -> Iterator[tuple[str, Sparse]]:
-    for name, text in CSR_FORMATS.items():
-        made = sparse(csr, text)
-        setup.say(f"  {name}: {made}")
-        yield name, made
 
 
 def product(matrix: Matrix, values: Tensor, b: Tensor) -> Tensor:

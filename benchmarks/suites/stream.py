@@ -39,6 +39,7 @@ from benchmarks.probes import stream_way
 from benchmarks.probes.stream_way import CLOCKS, MODES, WAYS, Asked, Seen
 from benchmarks.scenes.stream import Source
 from benchmarks.scenes.stream_nets import NETS
+from benchmarks.suites.first_call import fresh_caches
 from pumice.cli.job import pick_device
 from pumice.errors import OptionError
 
@@ -48,7 +49,6 @@ FEW = 400
 """Voxels of a scene of a quick run, at most."""
 GRACE = 30.0
 """Seconds beyond the limit, or half of it where that is more, for what is compared; then a process is ended."""
-_CACHES = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _UNITS = {"over_p50": "x", "scenes": "scenes", "fallbacks": "scenes"}
 
 Figures = Mapping[tuple[str, str], Times]
@@ -121,7 +121,7 @@ def _seen(run: Stream, asked: Asked) -> Seen:
         return seen
     with TemporaryDirectory(prefix="pumice-stream-") as folder:
         said, errors = Path(folder) / "said", Path(folder) / "errors"
-        caches = ["env", *(f"{name}={folder}/{name.lower()}" for name in _CACHES)] if run.cold else []
+        caches = fresh_caches(Path(folder)) if run.cold else []
         command = [*caches, sys.executable, "-m", stream_way.__name__, json.dumps(asdict(asked))]
         ended = _ended(command, said, errors, _most(asked.limit))
         for line in said.read_text().splitlines():

@@ -55,7 +55,8 @@ class Answer:
     def rows(self, write: Writer, way: str, longest: float | None = None) -> Iterator[Row]:
         """How long it took, against the longest that it may; of each group what was tried and what was chosen."""
         goal = Peer("goal", longest, "goal") if longest else Peer(ITSELF, self.seconds)
-        yield write.took(way, self.seconds, goal, self.tuning.finished)
+        took = "tuning" if self.tuning.finished else "tuning, cut short"
+        yield write.row(way, self.seconds, "wall", goal, took, "s")
         own = [one for one in self.tuning.choices if self.of(one) != PLANNED]
         groups = Peer("all groups", len(self.tuning.choices))
         if not self.tuning.finished:

@@ -102,23 +102,15 @@ class Writer:
     study: str
 
     def timed(self, way: str, times: Times | float, peer: Peer, metric: str = "time", clock: str = "") -> Row:
-        """A row in milliseconds; lower is better."""
-        return self._row(way, times, peer, metric, "ms", clock or self.setup.clock)
+        """A row in milliseconds, by default by the clock of the device; lower is better."""
+        return self.row(way, times, clock or self.setup.clock, peer, metric, "ms")
 
     def counted(self, way: str, metric: str, value: float, unit: str, peer: Peer | None = None) -> Row:
         """A row of what was counted or worked out."""
-        return self._row(way, value, peer or Peer(ITSELF, value), metric, unit, "count")
+        return self.row(way, value, "count", peer or Peer(ITSELF, value), metric, unit)
 
-    def rated(self, way: str, metric: str, value: float, unit: str, peer: Peer) -> Row:
-        """A row of what follows from times on the device; higher is better."""
-        return self._row(way, value, peer, metric, unit, self.setup.clock)
-
-    def took(self, way: str, seconds: float, peer: Peer, finished: bool) -> Row:
-        """A row of how long tuning took on the wall; finished: whether every group was asked."""
-        metric = "tuning" if finished else "tuning, cut short"
-        return self._row(way, seconds, peer, metric, "s", "wall")
-
-    def _row(self, way: str, times: Times | float, peer: Peer, metric: str, unit: str, clock: str) -> Row:
+    def row(self, way: str, times: Times | float, clock: str, peer: Peer, metric: str, unit: str) -> Row:
+        """A row of a way of the subject."""
         return self.setup.row(self.subject.case(self.study, way), times, clock, peer, metric, unit, self.subject.dtype)
 
 

@@ -123,11 +123,7 @@ def _moved(setup: Setup, run: Run, layers: Sequence[Fed]) -> Times:
 
 
 def _movement_rows(
-    setup: Setup,
-    subject: Subjected,
-    layers: Sequence[Fed],
-    times: Mapping[str, Times],
-    moved: Mapping[str, Times],
+    setup: Setup, subject: Subjected, layers: Sequence[Fed], times: Mapping[str, Times], moved: Mapping[str, Times]
 ) -> Iterator[Row]:
     write = Writer(setup, subject, "movement")
     before = moved["fp32"].median
@@ -226,7 +222,7 @@ def _grouping_rows(
         rate = 1e-9 * useful / times[name].median
         share, multiplies = _padded(layers, how)
         yield write.timed(name, times[name], separate)
-        yield write.rated(name, "rate", rate, "TFLOP/s", ceiling)
+        yield write.row(name, rate, setup.clock, ceiling, "rate", "TFLOP/s")
         yield write.counted(name, "fact:padding", share, "share")
         yield write.counted(name, "fact:products", multiplies, "calls")
         gain = separate.value / times[name].median

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,9 +81,9 @@ def _on_device(setup: Setup, call: Callable[[], object], wall: Times) -> Taken:
         setup.say(f"  no parts, and times between events around a pass: {reason}")
         (whole,) = together([call], setup.device, "events", setup.seconds)
         return Taken(whole, whole, {}, wall)
-    parts = {name: _quantiles(one[name] for one in each) for name in PARTS}
-    whole = _quantiles(sum(one.values()) for one in each)
-    return Taken(whole, _quantiles(sum(one[name] for name in CONVOLVING) for one in each), parts, wall)
+    parts = {name: Times.of([one[name] for one in each]) for name in PARTS}
+    whole = Times.of([sum(one.values()) for one in each])
+    return Taken(whole, Times.of([sum(one[name] for name in CONVOLVING) for one in each]), parts, wall)
 
 
 def by_our_parts(told: Mapping[str, float]) -> dict[str, float]:
@@ -92,10 +92,6 @@ def by_our_parts(told: Mapping[str, float]) -> dict[str, float]:
     for name, seconds in told.items():
         found[_PART_OF.get(name, OTHER)] += 1e3 * seconds
     return found
-
-
-def _quantiles(found: Iterable[float]) -> Times:
-    return Times.of(list(found))
 
 
 def rows_of(write: Writer, found: Mapping[str, Taken], against: str) -> Iterator[Row]:

@@ -168,7 +168,7 @@ class Gains:
     slower: list[str] = field(default_factory=list)
 
     def note(self, row: Row) -> None:
-        self.ratios[row.case] = row.peer_value / row.value
+        self.ratios[row.case] = row.ratio
         if row.value > NOISE * row.peer_value and row.p20 > row.peer_value:
             self.slower.append(row.case)
 

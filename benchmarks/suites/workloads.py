@@ -161,7 +161,7 @@ class Found:
     def add(self, mode: Mode, workload: Workload, made: Row) -> None:
         if made.peer_source == "same run":
             name = f"{mode.name}, {VARIED}" if made.metric == VARIED else mode.name
-            self.ratios.setdefault((name, made.clock), {})[workload.name] = made.peer_value / made.value
+            self.ratios.setdefault((name, made.clock), {})[workload.name] = made.ratio
 
     def tell(self, setup: Setup) -> None:
         for (mode, clock), ratios in self.ratios.items():

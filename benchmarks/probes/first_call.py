@@ -1,10 +1,11 @@
-"""How long the first call of a statement takes in a new process; run as a program, it prints one line of JSON.
+"""How long the first call of a statement or of a network takes in a new process; as a program, it prints JSON.
 
-    python -m benchmarks.probes.first_statement DEVICE quick|full STATEMENT,...
+    python -m benchmarks.probes.first_call DEVICE quick|full NAME,...
 
-Operands, formats and maps are made before. What is left in the first call is the text, the choice, the kernel's source,
-its compilation or its way from the disk, and one run. What a process pays once (libraries loaded, the launcher of
-Triton built) is in the first call of a tiny statement, "start", that runs before.
+Operands, formats and the maps of a statement are made before. The first call has the text, the choice of kernels, their
+sources, their compilation or loading from the disk, and one run; of a network also its kernel maps. What a process pays
+once (libraries loaded, the launcher of Triton built) is in the first call of a tiny statement, "start", that runs
+before statements; a network's first call has that, too.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ import torch
 from benchmarks.harness.study import Setup, line
 from benchmarks.harness.timing import synchronize
 from benchmarks.scenes import matrices
+from benchmarks.scenes.clouds import layer_scenes, surface
 from benchmarks.suites import einsum_conv, spmm, tensor_product
+from pumice.models import MinkUNet
+from pumice.ops import SparseTensor
 from pumice.ops.sparse import sparse
 
 Make = Callable[[], Callable[[], Any]]
+SCAN = "nuscenes_1f_10cm"
 
 
 def _structured(setup: Setup) -> Make:
@@ -51,11 +56,23 @@ def _tensor_product(setup: Setup) -> Make:
     return line("", tensor_product.SHARED, CG=a, X=given.x, Y=given.y, W=given.w).make
 
 
-STATEMENTS: Mapping[str, Callable[[Setup], Make]] = {
+def _network(setup: Setup) -> Make:
+    """MinkUNet on a scan; where it is not at hand, on a rough landscape of as many voxels."""
+    torch.manual_seed(1)
+    net = MinkUNet(width=0.25 if setup.quick else 1.0).to(setup.device, setup.half).eval()
+    known = {} if setup.quick else dict(layer_scenes(setup))
+    made = known[SCAN]() if SCAN in known else surface(300 if setup.quick else 18_000, setup.device)
+    feats = setup.filled(len(made), 4, dtype=setup.half)
+    # Each tensor is new: its maps are found in the call.
+    return lambda: torch.inference_mode()(lambda: net(SparseTensor(feats, made.coords)).feats.sum().item())
+
+
+SUBJECTS: Mapping[str, Callable[[Setup], Make]] = {
     "structured": _structured,
     "unstructured": _unstructured,
     "conv": _conv,
     "tensor-product": _tensor_product,
+    "network": _network,
 }
 
 
@@ -80,12 +97,13 @@ def first_and_next(make: Make, device: torch.device) -> tuple[float, float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Print {statement: [first, next]}, "start" among them."""
+    """Print {name: [first, next]} in milliseconds, with "start" before statements."""
     device, size, names = arguments
     setup = Setup(torch.device(device), size == "quick", lambda text: None)
     warm = setup.random(64, 64, dtype=setup.half)
     (warm @ warm).sum().item()
-    makers = {"start": _start, **{name: STATEMENTS[name] for name in names.split(",")}}
+    wanted = names.split(",")
+    makers = {**({} if wanted == ["network"] else {"start": _start}), **{name: SUBJECTS[name] for name in wanted}}
     print(json.dumps({name: first_and_next(make(setup), setup.device) for name, make in makers.items()}))
 
 
