@@ -1,4 +1,4 @@
-"""The ledger of results, read: rows, which of them still stand, and how many times as fast as a peer something is.
+"""The results file, read: rows, which of them still stand, and how many times as fast as a peer something is.
 
 A newer row supersedes an older one of the same suite, case, metric, peer, clock and device. Its dtype and where the
 peer's value comes from belong to what must be the same too: some cases do not say their dtype, and spconv is both
@@ -32,7 +32,7 @@ _NEEDED = {field.name for field in fields(Row) if field.default is MISSING}
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a ledger, in its order; blank lines are passed over.
+    """The rows of a results file, in its order; blank lines are passed over.
 
     Raises FileError where the file cannot be read or a line is no row; the message names the file and the line.
     """
@@ -78,7 +78,7 @@ def _wrong_date(text: str) -> str:
 
 
 def current(rows: Iterable[Row]) -> list[Row]:
-    """The rows that no newer one supersedes, in the order of the ledger."""
+    """The rows that no newer one supersedes, in the order of the results file."""
     kept: dict[tuple[str, ...], tuple[int, Row]] = {}
     for place, row in enumerate(rows):
         key = tuple(getattr(row, name) for name in _KEY)

@@ -1,4 +1,4 @@
-"""Rows of the ledger: results as data, one JSON object a line."""
+"""Rows of the results file: results as data, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANY = "any"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the ledger; lower is better for times."""
+    """One line of the results file; lower is better for times."""
 
     suite: str
     case: str
@@ -62,7 +62,7 @@ class Peer:
 
 
 def append(ledger: Path, row: Row) -> None:
-    """Add one row at the end of the ledger."""
+    """Add one row at the end of the results file."""
     ledger.parent.mkdir(parents=True, exist_ok=True)
     with ledger.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(row)) + "\n")

@@ -43,12 +43,12 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, tor
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where.
+    """Options of the command line.
 
-    thorough: peers and sizes that take minutes to tune, too. limit: of the suites tuner and engine: seconds that a
-    study (of stream: a way) may take; 0: as long as it does. count: of the suites engine and stream: scans or
-    geometries of a study; 0: its own. scenes, most, inline: of stream: a folder of scenes, to how many voxels they are
-    cropped, and whether all is measured in this process.
+    case: one study. only: cases whose name contains this text. thorough: also peers and sizes that take minutes to
+    tune. limit: seconds that a study (of stream: a way) may take; 0: no limit. count: scans or geometries of a study;
+    0: its own number. scenes, most, inline: of stream: a folder of scenes, to how many voxels they are cropped, and
+    whether all is measured in this process.
     """
 
     case: str = ""
@@ -71,11 +71,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Setup:
-    """Where a study runs.
+    """Where and how a study runs.
 
-    quick: tiny sizes, few repeats. only: a part of the names of the cases that are wanted.
-    failures: what was wrong, absent: peers that are not installed; added to as they are found. until: when the study is
-    to have ended, by time.perf_counter. count: of scans or geometries, where a study is asked for so many; 0: its own.
+    quick: tiny sizes, few repeats. failures: wrong results of Pumice so far. absent: peers that are not installed.
+    until: the end of the study by time.perf_counter. count: scans or geometries; 0: the study's own number.
     """
 
     device: torch.device
@@ -184,10 +183,10 @@ class Suite:
 
 @dataclass(frozen=True)
 class Way:
-    """A way of computing the result. make() prepares it and gives the call; it may raise what a missing peer raises.
+    """A way of computing the result. make() prepares it and returns the call; of a peer it may raise ModuleNotFoundError.
 
-    package: the distribution of a peer. view: from what the call gives to what is compared. slack: how many
-    times the error of the dtype is still good enough. optional: ours, but another way may stand in for it.
+    package: the distribution of a peer. view: from what the call returns to what is compared. slack: factor on the
+    tolerance of the dtype. optional: one of our ways whose failure is no failure of the run.
     """
 
     name: str
@@ -318,9 +317,9 @@ def _ratios(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def kept(rows: Sequence[Row], beside: Collection[str]) -> list[Row]:
-    """The rows of one case that the ledger gets.
+    """The rows of one case that the results file gets.
 
-    Ways that are only `beside` the others, and not the fastest of ours, are held against the fastest peer alone.
+    Ways that are only `beside` the others, and not the fastest of ours, are compared with the fastest peer alone.
     """
     found: list[Row] = []
     for clock in dict.fromkeys(r.clock for r in rows):

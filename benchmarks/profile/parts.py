@@ -1,4 +1,4 @@
-"""What the host does in a pass, by part, by function and by layer: a traced tree (host_trace.py), added up.
+"""What the host does in a pass, by part, by function and by layer: a traced tree (trace.py), added up.
 
 A place belongs to the part of the first function above it that the tables below know: a call of torch from a module is
 the module's, the same call from where maps are found is theirs.

@@ -1,6 +1,6 @@
 """What the report shows of captured networks: milliseconds by scene, and how latencies spread over varied scans.
 
-Rows of the suite `engine` (bench_engine.py). Of captured and eager passes the newest row of each way counts, and what
+Rows of the suite `engine`. Of captured and eager passes the newest row of each way counts, and what
 its peers took beside it. A scene is drawn for each clock that it has.
 """
 

@@ -1,6 +1,6 @@
 """`python -m benchmarks report`: the results file as one self-contained page and static pictures.
 
-Both are made from the same charts (charts.py), and these from rows (result_charts.py, network_charts.py). A suite or a
+Both are made from the same charts (charts.py), and these from rows (results.py, networks.py). A suite or a
 figure that has no rows is said to have none.
 """
 
@@ -72,7 +72,7 @@ SECTIONS: tuple[Section, ...] = (
 
 @dataclass(frozen=True)
 class Written:
-    """The page, and the pictures beside it. rows: of the ledger; kept: of them, those not superseded."""
+    """The page, and the pictures beside it. rows: of the results file; kept: of them, those not superseded."""
 
     page: Path
     pictures: tuple[Path, ...]
@@ -83,7 +83,7 @@ class Written:
 def write(ledger: Path, folder: Path, choice: Choice | None = None) -> Written:
     """Writes folder/index.html and a PNG for each chart beside it.
 
-    Raises FileError where the ledger cannot be read, a line of it is no row, or the folder cannot be written, and
+    Raises FileError where the results file cannot be read, a line of it is no row, or the folder cannot be written, and
     OptionError where no row is of the chosen devices and commits.
     """
     choice = choice or Choice()

@@ -1,4 +1,4 @@
-"""What the report's pictures of speed-ups, of redundant products and of the history show, from rows of the ledger."""
+"""Charts of speed-ups, redundant products, map sizes and the history, from rows of the results file."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _wasted(ratio: float | None) -> str:
 
 
 def history(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Means of each suite as the ledger stood after each commit, in the order in which commits appear in it.
+    """Means of each suite as the results file stood after each commit, in the order in which commits appear in it.
 
     rows: superseded ones, too. A commit that measured some cells of a family anew stands with the older rest.
     """

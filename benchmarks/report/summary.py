@@ -1,4 +1,4 @@
-"""The ledger in a table: each family of cases, on each device, by each clock, against each kind of rival."""
+"""The results file in a table: each family of cases, on each device, by each clock, against each kind of rival."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from pumice.errors import OptionError
 
 SUITE = "tuner"
 ALONE = "itself"
-"""The peer of what is held against nothing."""
+"""The peer of what is compared with nothing."""
 _CHOICES = ("choice:", "chosen:")
 _MARKS = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -63,7 +63,7 @@ def tables(rows: Iterable[Row], study: str) -> Iterator[str]:
 
 
 def studies(rows: Iterable[Row]) -> list[str]:
-    """The studies that have rows, in the order of the ledger."""
+    """The studies that have rows, in the order of the results file."""
     places = (Place.of(row.case) for row in rows if row.suite == SUITE)
     return list(dict.fromkeys(place.study for place in places if place))
 
@@ -152,7 +152,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables of a ledger, or write them into a page."""
+    """Print the tables of a results file, or write them into a page."""
     if not 1 <= len(arguments) <= 2:
         raise OptionError(f"expected a ledger, and a page to write into if any; found {len(arguments)} arguments")
     rows = read(Path(arguments[0]))

@@ -36,7 +36,7 @@ class Known:
     eager: float
 
     def peers(self, eager: bool) -> tuple[Peer, Peer]:
-        """What a way of ours is held against beside those of its run."""
+        """What a way of ours is compared with beside those of its run."""
         goal = self.eager if eager else self.captured
         return Peer(BEST, self.best, "recorded"), Peer(GOAL, goal, "goal")
 

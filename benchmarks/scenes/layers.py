@@ -173,7 +173,7 @@ def both(layer: Trained) -> tuple[Tensor, ...]:
 
 
 def exact_both(layer: Trained) -> tuple[Tensor, ...]:
-    """`both` in float64, by the loop over taps."""
+    """`both` in float64, by the loop over kernel offsets."""
     x, weight, grad = (t.double() for t in (layer.feats, layer.weight, layer.grad))
     back = layer.found.transpose().pairs()
     dx = reference.forward(grad, reference.transposed(weight, layer.groups), back, layer.rows, layer.groups)

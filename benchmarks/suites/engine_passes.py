@@ -25,7 +25,7 @@ from pumice.engine import Captured, capture, capture_step
 from pumice.ops import row_mean
 
 SLACK = 4.0
-"""Times the error of the dtype: of whole networks, whose roundings add up (bench_workloads.Mode)."""
+"""Times the error of the dtype: of whole networks, whose roundings add up (workloads.Mode)."""
 _SECONDS = {"inference": 4.0, "training": 6.0}
 """Times those of other studies: a call of a millisecond needs many runs."""
 
@@ -101,7 +101,7 @@ def _twin(setup: Setup, net: nn.Module, sample: Sample) -> Way:
 
 CAPTURED, EAGER, SPCONV = "captured", "eager", "spconv"
 OURS_EAGER = "our eager pass"
-"""What the captured ways are held against, where it ran: a peer that is no other library."""
+"""What the captured ways are compared with, where it ran: a peer that is no other library."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def by_scene(
 BATCH = 2
 RATE = 1e-8 / LOSS
 _SLACKS = (4.0, 80.0)
-"""Times the error of the dtype: of results, and of all gradients together (bench_workloads.Mode)."""
+"""Times the error of the dtype: of results, and of all gradients together (workloads.Mode)."""
 _ON_CPU = (1.0, 100.0)
 Step = Callable[[], Any]
 """It gives what the network gave, or the loss of a captured step, and leaves gradients in its parameters."""

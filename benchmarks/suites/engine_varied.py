@@ -1,6 +1,6 @@
 """The study `varied` of the suite `engine`: how long a captured network takes for scans that it has never met.
 
-Thousands of scans (varied_scans.py), one after the other, each made on the device before the clock starts. A call
+Thousands of scans (scenes/varied.py), one after the other, each made on the device before the clock starts. A call
 begins on an idle device with features and coordinates there, and ends when the logits are. Nothing is made ready: the
 first scan of a capacity waits until that is captured, which counts in `all` rows and is left out of `later` ones.
 

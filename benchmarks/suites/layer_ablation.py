@@ -25,7 +25,7 @@ from pumice.schedule.tile import Tile
 
 FORM = "compacted"
 ALL_TAPS = "O[o,n] = x[R[o,k],c] * w[n,k,c]"
-"""No form of a map walks all taps of every row: this statement over its table does."""
+"""No form of a map walks all kernel offsets of every row: this statement over its table does."""
 ONLINE = "O[rows[tile[e],b],n] = x[R[rows[tile[e],b],k[e]],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto"
 """Rows are reordered in the kernel: what a row meets is looked up in the table, not laid out before."""
 NO_FORM = (

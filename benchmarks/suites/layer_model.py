@@ -48,14 +48,14 @@ class Walk:
 
     @staticmethod
     def of(rows: Tensor, tiles: Tensor, taps: Tensor, met: Tensor) -> Walk:
-        """Of the arrays of coords.Compacted."""
+        """Of the arrays of coords.TileList."""
         heaviest = int(torch.bincount(tiles.long(), minlength=1).max())
         held = sum(x.numel() * x.element_size() for x in (rows, tiles, taps, met))
         return Walk(rows.shape[1], rows.shape[0], tiles.shape[0], heaviest, held)
 
     @staticmethod
     def of_all_taps(found: KernelMap, block: int) -> Walk:
-        """Of the table of a map, every tap of every row."""
+        """Of the table of a map, every kernel offset of every row."""
         tiles = -(-found.num_outputs // block)
         return Walk(block, tiles, tiles * found.volume, found.volume, 4 * found.num_outputs * found.volume)
 
@@ -76,7 +76,7 @@ class Step:
 
     @staticmethod
     def of(layer: Layer, form: str, block: int = 0) -> Step:
-        """block: outputs of a tile of the form "compacted"; by default as many as maps.block_of says."""
+        """block: outputs of a tile of the form "compacted"; by default as many as maps.tile_rows_for says."""
         tokens, held = maps.read(layer.found, form)
         text, x, weight, shape = _statement(layer)
         names = "|".join(("x", "w", *tokens))

@@ -1,6 +1,6 @@
 """The suite `maps`: kernel maps, from coordinates on the device to rows, plans and whole networks of plans.
 
-Everything is held against the twins in plain torch before it is timed, eagerly and as it comes out of a CUDA graph.
+Everything is compared with the twins in plain torch before it is timed, eagerly and as it comes out of a CUDA graph.
 The clock gpu is that of the graph's replay; the wall is that of the eager call. A box around the coordinates is known
 beforehand, as it is where an extent was given. Rows of a warm L2 end in /warm; all others are of a flushed one.
 """
@@ -258,7 +258,7 @@ def _slopes(setup: Setup, times: Mapping[int, float]) -> Iterator[Row]:
 
 
 def ablation(setup: Setup) -> Iterator[Row]:
-    """What each idea brings: a structure, one kernel in place of stages, and half of the taps.
+    """What each idea brings: a structure, one kernel in place of stages, and half of the kernel offsets.
 
     It is the question of figure 13 of TorchSparse (MLSys 2022), which begins from a hash table and kernels apart.
     """

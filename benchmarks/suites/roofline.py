@@ -175,11 +175,11 @@ BLOCKS = (64, 128)
 """Rows of a tile."""
 ALL_TAPS = "all-taps"
 SPLITS: Mapping[str, int] = {"unsorted": 0, "sorted": 1, "split2": 2, "split3": 3, "split4": 4}
-"""By name, into how many parts the taps are split, each with an order of rows of its own; 0: rows in their order."""
+"""By name, into how many parts the kernel offsets are split, each with its own order of rows; 0: rows unsorted."""
 
 
 def redundancy(setup: Setup) -> Iterator[Row]:
-    """Every scene: all taps of every row, unsorted tiles, and sorted ones in one to four splits."""
+    """Every scene: all kernel offsets of every row, unsorted tiles, and sorted ones in one to four splits."""
     for scene, load in layer_scenes(setup):
         case = f"redundancy/{scene}/k3"
         if not setup.wants(case):

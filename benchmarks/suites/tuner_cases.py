@@ -24,7 +24,7 @@ INFERENCE, TRAINING = "inference", "training"
 _TINY = 120
 """Voxels of a scan in a quick run."""
 ITSELF = "itself"
-"""The peer of what is held against nothing."""
+"""The peer of what is compared with nothing."""
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ def _rate(volume: float, milliseconds: float) -> str:
 
 
 def grouping(setup: Setup) -> Iterator[Row]:
-    """The products of all convolutions, on rows that are gathered: taps by themselves, in twos, in runs, and in groups
-    that were tuned for each layer."""
+    """The products of all convolutions on gathered rows: kernel offsets alone, in pairs, in runs, and in groups that
+    were tuned for each layer."""
     for subject in subjects(setup, "grouping", NETWORKS):
         say_published(setup, "grouping")
         yield from _groupings(setup, subject)

@@ -53,7 +53,7 @@ class Taken:
 
 
 def compared(write: Writer, network: Network, ways: Mapping[str, Ran], against: str) -> Iterator[Row]:
-    """The rows of the ways that are right, each held against one of them; nothing where that one is wrong."""
+    """The rows of the ways that are right, each compared with one of them; nothing where that one is wrong."""
     right = checked(write.setup, network, ways, partial(write.subject.case, write.study))
     if against in right:
         yield from rows_of(write, taken(write.setup, network, right), against)
@@ -95,7 +95,7 @@ def by_our_parts(told: Mapping[str, float]) -> dict[str, float]:
 
 
 def rows_of(write: Writer, found: Mapping[str, Taken], against: str) -> Iterator[Row]:
-    """The rows of every way, held against one of them."""
+    """The rows of every way, compared with one of them."""
     peer = found[against]
     for name, own in found.items():
         if write.setup.device.type == "cuda":

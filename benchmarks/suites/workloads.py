@@ -1,7 +1,7 @@
 """The suite `workloads`: whole networks on scans, inference and training, beside spconv's in the same run.
 
 A call makes a new tensor and runs the network over it: kernel maps are part of what is timed. Both libraries run
-eagerly, with nothing folded, from the same weights; what they give is held against a float64 run of our network by
+eagerly, with nothing folded, from the same weights; what they give is compared with a float64 run of our network by
 plain gathers and products before anything is timed.
 
 A case is one scan, again and again: what a library keeps for sizes that it has met serves every call. In inference in
