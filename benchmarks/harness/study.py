@@ -183,7 +183,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Way:
-    """A way of computing the result. make() prepares it and returns the call; of a peer it may raise ModuleNotFoundError.
+    """A way of computing the result. make() prepares it and returns the call; a peer's may raise ModuleNotFoundError.
 
     package: the distribution of a peer. view: from what the call returns to what is compared. slack: factor on the
     tolerance of the dtype. optional: one of our ways whose failure is no failure of the run.
