@@ -204,14 +204,10 @@ def _molecules(name: str, scale: float) -> Matrix:
     return _matrix(name, (size, size), _distinct(draw, edges, chance, chain))
 
 
-def _uniform(name: str, scale: float) -> Matrix:
-    return uniform(name, int(100_000 * scale), int(1_000_050 * scale), 15)
-
-
 STAND_INS: Mapping[str, Callable[[str, float], Matrix]] = {
     **{name: _like for name in _GRAPHS},
     "stencil5": _stencil5,
     "dd-like": _molecules,
-    "uniform": _uniform,
+    "uniform": lambda name, scale: uniform(name, int(100_000 * scale), int(1_000_050 * scale), 15),
 }
 """Makers of the stand-ins by name: maker(name, scale)."""

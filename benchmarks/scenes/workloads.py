@@ -307,16 +307,9 @@ def named_scan(path: Path) -> Scan:
     return replace(read_scan(path), name=f"{path.parent.name}/{path.name.partition('.')[0]}")
 
 
-def _kitti(folder: Path) -> list[Scan]:
-    return _files(folder, ("kitti_seq00/*.bin", "semantickitti_labelled/*.bin"))
-
-
-def _waymo(folder: Path) -> list[Scan]:
-    return _files(folder, ("waymo/*.bin",))
-
-
-def _ten_sweeps(folder: Path) -> list[Scan]:
-    return _files(folder, ("nuscenes_10sweeps/*.bin",))
+_kitti = partial(_files, patterns=("kitti_seq00/*.bin", "semantickitti_labelled/*.bin"))
+_waymo = partial(_files, patterns=("waymo/*.bin",))
+_ten_sweeps = partial(_files, patterns=("nuscenes_10sweeps/*.bin",))
 
 
 def _nuscenes(folder: Path) -> list[Scan]:

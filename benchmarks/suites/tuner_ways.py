@@ -56,18 +56,14 @@ _GAINED = 50.0
 def splits(setup: Setup) -> Iterator[Row]:
     """The best of so many splits for each group of layers, end to end; and what splits cost and give."""
     asked = {name: Asked(tuple(IMPLICIT[n] for n in among)) for name, among in SPLITS.items()}
-    for subject in subjects(setup, "splits", NETWORKS):
-        network = _begun(setup, "splits", subject)
-        write = Writer(setup, subject, "splits")
+    for network, write in _begun(setup, "splits", NETWORKS):
         yield from _tuned(write, network, asked, "1")
         yield from tile_facts(write, _met(network), {f"all-{n}": n for n in range(len(IMPLICIT))})
 
 
 def sorted_rows(setup: Setup) -> Iterator[Row]:
     """All layers over rows in their order, and all over sorted ones."""
-    for subject in subjects(setup, "sorted", NETWORKS):
-        network = _begun(setup, "sorted", subject)
-        write = Writer(setup, subject, "sorted")
+    for network, write in _begun(setup, "sorted", NETWORKS):
         ways = {name: network.all_in(IMPLICIT[n]) for name, n in (("no", 0), ("yes", 1))}
         yield from compared(write, network, ways, "no")
         yield from tile_facts(write, _met(network), {"no": 0, "yes": 1})
@@ -80,9 +76,7 @@ def hybrid(setup: Setup) -> Iterator[Row]:
         "weight-stationary": Asked(WEIGHT_STATIONARY, always=True),
         "all": Asked(),
     }
-    for subject in subjects(setup, "hybrid", NETWORKS):
-        network = _begun(setup, "hybrid", subject)
-        write = Writer(setup, subject, "hybrid")
+    for network, write in _begun(setup, "hybrid", NETWORKS):
         yield from _tuned(write, network, asked, "implicit-gemm")
         yield from _moved(write, _met(network))
 
@@ -90,21 +84,18 @@ def hybrid(setup: Setup) -> Iterator[Row]:
 def bindings(setup: Setup) -> Iterator[Row]:
     """Training with passes of a layer bound to one dataflow, in pairs or all three."""
     asked = {name: Asked(bind=bind) for name, bind in BOUND.items()}
-    for subject in subjects(setup, "bindings", NETWORKS[1:], TRAINING):
-        network = _begun(setup, "bindings", subject)
-        yield from _tuned(Writer(setup, subject, "bindings"), network, asked, "all")
+    for network, write in _begun(setup, "bindings", NETWORKS[1:], TRAINING):
+        yield from _tuned(write, network, asked, "all")
 
 
 def gains(setup: Setup) -> Iterator[Row]:
     """From gather, multiply, scatter to the tuned network, step by step."""
-    for subject in subjects(setup, "gains", (NETWORKS[0], NETWORKS[2])):
-        network = _begun(setup, "gains", subject)
+    for network, write in _begun(setup, "gains", (NETWORKS[0], NETWORKS[2])):
         ways = {name: network.all_in(flow) for name, flow in GAINS.items()}
         answer = answered(setup, network, Asked(tiles=setup.thorough), budget(setup, kept=_GAINED))
         ways["9-tuned"] = replace(answer.ran, tiles=DEFAULT_TILES)
         if setup.thorough:
             ways["10-with-tuned-tiles"] = answer.ran
-        write = Writer(setup, subject, "gains")
         yield from compared(write, network, ways, next(iter(GAINS)))
         yield from answer.rows(write, "9-tuned")
 
@@ -120,9 +111,11 @@ def _moved(write: Writer, layers: Sequence[Met]) -> Iterator[Row]:
         write.setup.say(f"  {way}: {1e-9 * volume:.3g} GB of features to and from the L2")
 
 
-def _begun(setup: Setup, study: str, subject: Subjected) -> Network:
-    say_published(setup, study)
-    return Network.of(setup, subject)
+def _begun(setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE) -> Iterator[tuple[Network, Writer]]:
+    """The networks of a study, each with what makes its rows."""
+    for subject in subjects(setup, study, names, mode):
+        say_published(setup, study)
+        yield Network.of(setup, subject), Writer(setup, subject, study)
 
 
 def _met(network: Network) -> list[Met]:
